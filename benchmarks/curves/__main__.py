@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.curves.bars import Bar, Job, Verdict, judge, load_jobs, read_values
 from benchmarks.curves.report import write_report
-from rollouts.inspect.read import RunRecord, read_run
+from rollouts.inspect.record import Record, find_checkpoints, open_record
 from rollouts.run_dir import RunDir
 
 ROOT = (
@@ -46,9 +46,11 @@ def find_start(root: Path) -> Path | None:
     """The newest checkpoint of the last stage of a finished run at `root`; None if it has not finished."""
     if not RunDir(root).summary.exists():
         return None
-    record = read_run(root)
-    stage = record.stages[-1]
-    return RunDir(root).checkpoint(stage, max(step for name, step in record.checkpoints if name == stage))
+    with open_record(root) as record:
+        stage = list(record.stages)[-1]
+    return RunDir(root).checkpoint(
+        stage, max(step for name, step in find_checkpoints(RunDir(root)) if name == stage)
+    )
 
 
 def make_command(job: Job, name: str, start: Path | None) -> list[str]:
@@ -92,8 +94,8 @@ def run_job(jobs: Mapping[str, Job], job: Job, name: str) -> bool:
     if ended.returncode != 0:
         print(f"{name} ended with {ended.returncode}; {log} says why", file=sys.stderr)
         return False
-    record = read_run(root)
-    curves = {bar.metric: read_values(record, bar) for bar in job.bars}
+    with open_record(root) as record:
+        curves = {bar.metric: read_values(record, bar) for bar in job.bars}
     verdicts = [judge(bar, curves[bar.metric][1], read_others(jobs, bar)) for bar in job.bars]
     for verdict in verdicts:
         print(
@@ -117,9 +119,9 @@ def read_others(jobs: Mapping[str, Job], bar: Bar) -> list[list[float]]:
     ]
 
 
-def describe_run(job: Job, command: Sequence[str], record: RunRecord, load: float) -> dict[str, Any]:
+def describe_run(job: Job, command: Sequence[str], record: Record, load: float) -> dict[str, Any]:
     """What was run, when and where."""
-    assert record.summary is not None, "a run that ended with 0 has a summary"
+    assert record.summary, "a run that ended with 0 has a summary"
     return {
         "job": job.name,
         "command": ["python", *command],

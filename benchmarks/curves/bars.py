@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rollouts.inspect.read import RunRecord, series
+from rollouts.inspect.record import Record
 
 LEAST_STEPS = 8  # two in a quarter, or it has no standard error
 
@@ -195,13 +195,18 @@ def judge_change(bar: Bar, first: float, last: float) -> Verdict:
     )
 
 
-def read_values(record: RunRecord, bar: Bar) -> tuple[list[int], list[float]]:
+def read_values(record: Record, bar: Bar) -> tuple[list[int], list[float]]:
     """Steps and values of the bar's metric; of an evaluation those of all stages, in the order in which they
     ran.
     """
-    return series(
-        record.evaluations if bar.metric.startswith("eval/") else record.stage_rows(bar.stage), bar.metric
-    )
+    if bar.metric.startswith("eval/"):
+        rows = [row for row in record.evaluations if bar.metric in row]
+        return [row["step"] for row in rows], [row[bar.metric] for row in rows]
+    stage = record.stages.get(bar.stage)
+    if stage is None:
+        return [], []
+    steps, values = stage.series(bar.metric)
+    return steps.tolist(), values.tolist()
 
 
 def load_jobs(path: Path) -> dict[str, Job]:

@@ -13,7 +13,6 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from rollouts import __version__
 from rollouts.cli.settings import check_loss
@@ -25,28 +24,22 @@ __all__ = ["check_loss", "main", "make_parser"]
 BAD_INPUT = (ConfigError, DataError, ModelError, PlugInError, RunDirError)
 
 
-class Adder(NamedTuple):
-    """What adds commands to the command line."""
-
-    commands: tuple[str, ...]  # that it adds
-    module: str
-    function: str = "add_parser"
-
-
-ADDERS = (  # in the order of --help
-    Adder(("init",), "rollouts.cli.settings", "add_init_parser"),
-    Adder(("explain",), "rollouts.cli.settings", "add_explain_parser"),
-    Adder(("check",), "rollouts.cli.settings", "add_check_parser"),
-    Adder(("tail",), "rollouts.cli.views", "add_tail_parser"),
-    Adder(("inspect", "samples"), "rollouts.inspect.commands", "add_parsers"),
-    Adder(("plot",), "rollouts.cli.views", "add_plot_parser"),
-    Adder(("query",), "rollouts.cli.views", "add_query_parser"),
-    Adder(("report",), "rollouts.inspect.report"),
-    Adder(("replay",), "rollouts.replay"),
-    Adder(("export-trace",), "rollouts.inspect.trace_command"),
-    Adder(("track",), "rollouts.trackers.commands"),
-    Adder(("engines",), "rollouts.cli.engines"),
-)
+LOOKING = "rollouts.inspect.commands"
+COMMANDS = {  # in the order of --help: the module and the function that add it
+    "init": ("rollouts.cli.settings", "add_init_parser"),
+    "explain": ("rollouts.cli.settings", "add_explain_parser"),
+    "check": ("rollouts.cli.settings", "add_check_parser"),
+    "tail": (LOOKING, "add_tail_parser"),
+    "inspect": (LOOKING, "add_inspect_parser"),
+    "samples": (LOOKING, "add_samples_parser"),
+    "plot": (LOOKING, "add_plot_parser"),
+    "query": (LOOKING, "add_query_parser"),
+    "report": (LOOKING, "add_report_parser"),
+    "replay": ("rollouts.replay", "add_parser"),
+    "export-trace": (LOOKING, "add_trace_parser"),
+    "track": ("rollouts.trackers.commands", "add_parser"),
+    "engines": ("rollouts.cli.engines", "add_parser"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,6 +73,6 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rollouts {__version__}")
     parser.set_defaults(takes_settings=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for adder in [adder for adder in ADDERS if command in adder.commands] or ADDERS:
-        getattr(importlib.import_module(adder.module), adder.function)(commands)
+    for module, function in [COMMANDS[command]] if command in COMMANDS else COMMANDS.values():
+        getattr(importlib.import_module(module), function)(commands)
     return parser

@@ -1,41 +1,53 @@
-"""Which of a run's logged samples a person asks for: filters on the columns, a search of the text, an order."""
+"""The command `samples`: which logged samples a person asks for, and how they are printed."""
 
 from __future__ import annotations
 
-import mmap
-import re
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
+from itertools import groupby
 from typing import Any
 
-import msgspec
 import numpy as np
+from rich.console import Console
+from rich.text import Text
 
-from rollouts.errors import ConfigError, RunDirError
-from rollouts.inspect.column_rows import ABSENT
-from rollouts.inspect.columns import Columns, open_columns
-from rollouts.inspect.read import open_run_dir
-from rollouts.metrics.jsonl import Row, parse_row
+from rollouts.errors import ConfigError, RecordError, RunDirError
+from rollouts.inspect.overview import describe_failure
+from rollouts.inspect.record import Record
+from rollouts.inspect.terminal import make_safe
+from rollouts.inspect.token_texts import load_decoder, split_text
+from rollouts.metrics.jsonl import Row
+from rollouts.metrics.token_shards import read_token_arrays
 
-SORT_COLUMNS = {
+SORT_KEYS = {
     "step": "step",
     "reward": "reward",
     "length": "response_length",
     "tokens": "tokens",
+    "lag": "policy_version - weight_version_min",
     "group": "group_index",
 }
-PLAIN_RUN = re.compile(
-    r"[A-Za-z0-9 !#$%&'()*+,.:;<=>?@\[\]^_`{|}~-]+"
-)  # characters that stand in JSON as they are
-KEY_END = re.compile(
-    rb'[^"\\]{0,64}":'
-)  # what follows bytes of the name of a field, as every row has it; a text ends by '",' or '"}'
-SCAN_BYTES = 16 << 20  # of a file that are lowered and searched at a time
-# the files are scanned if at least one in so many rows is asked about; else these rows are read one by one
-SCAN_SHARE = 8
+STATUSES = ("completed", "truncated", "aborted", "failed", "pending")
+COLOURS = {  # what tokens are coloured by: the arrays it takes, what it means
+    "advantage": (("advantage",), "advantage of the token"),
+    "logprob_diff": (("log_prob", "mu"), "log-prob of the trainer minus the engine's, nats, from 0.001"),
+    "mask": ((), "tokens that train"),
+}
+# prompt (of a chat what each message says), response and failure message as one text
+SEARCHED = """concat_ws(chr(10), response, metadata->>'$.failure.message',
+    CASE json_type(prompt) WHEN 'ARRAY' THEN array_to_string(prompt->>'$[*].content', chr(10))
+    ELSE prompt->>'$' END)"""
+LEVELS = 3  # to either side of 0
+STYLES = {  # of a level: blue below 0, orange above, told apart by colour-blind people
+    -3: "white on #1f4e8c",
+    -2: "black on #6fa8dc",
+    -1: "black on #cfe2f3",
+    1: "black on #fce5cd",
+    2: "black on #f6b26b",
+    3: "white on #a0520f",
+}
+ROUNDING = 0.001  # nats; engine and trainer differ by less where they compute the same in another order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +60,7 @@ class SampleQuery:
     status: str | None = None
     group: int | None = None
     grep: str = ""
-    sort: str | None = None  # a name of SORT_COLUMNS, or lag; None: the last ones in the order of the file
+    sort: str | None = None  # a name of SORT_KEYS; None: the last ones in the order of the file
     reverse: bool = False
     limit: int = 10
 
@@ -57,207 +69,191 @@ class SampleQuery:
 class FoundSamples:
     """What a query found."""
 
-    root: Path
-    rows: tuple[Row, ...]  # in the order asked for, at most `limit`
-    matching: int | None  # all that match; None: not counted, for the search ended when it had enough
+    rows: Sequence[Row]  # in the order asked for, at most `limit`
+    matching: int
     total: int  # logged samples, of the newest attempt at each step
-    notes: tuple[str, ...]  # of the file: a torn line
 
 
-def find_samples(root: Path, query: SampleQuery) -> FoundSamples:
-    """The samples of the run at `root` that the query asks for.
+def find_samples(record: Record, query: SampleQuery) -> FoundSamples:
+    """The samples that the query asks for.
 
-    Raises RunDirError where `root` is no run directory or its file is damaged, ConfigError for a query that
-    asks for nothing there can be.
+    Raises ConfigError for a limit below 1, RunDirError for a step or stage without samples.
     """
-    check_query(query)
-    columns = open_columns(open_run_dir(root), "samples")
-    total = int(columns.newest().sum())
-    chosen = filter_rows(columns, query)
-    if query.grep:
-        return search_rows(root, columns, query, chosen, total)
-    rows = columns.read_rows(order_rows(columns, chosen, query)[: query.limit])
-    return FoundSamples(root, arrange(rows, query), len(chosen), total, columns.notes)
-
-
-def check_query(query: SampleQuery) -> None:
-    """Raises ConfigError."""
     if query.limit < 1:
         raise ConfigError(f"--limit {query.limit}: at least 1")
-    if query.sort is not None and query.sort not in (*SORT_COLUMNS, "lag"):
-        raise ConfigError(f"--sort {query.sort}: give one of {', '.join((*SORT_COLUMNS, 'lag'))}")
-
-
-def filter_rows(columns: Columns, query: SampleQuery) -> np.ndarray:
-    """Numbers of the rows that match all but the text, in the order of the file. Raises RunDirError for a
-    step or stage that has no samples.
-    """
-    held = columns.newest()
-    if query.stage is not None:
-        held = held & columns.match_text("stage", query.stage)
-        check_some(held, columns, f"--stage {query.stage}", "stage")
-    if query.step is not None:
-        held = held & (columns.column("step") == query.step)
-        check_some(held, columns, f"--step {query.step}", "step")
-    if query.group is not None:
-        held = held & (columns.column("group_index") == query.group)
-    if query.status is not None:
-        held = held & columns.match_text("status", query.status)
-    chosen = np.flatnonzero(held)
-    if query.last_step and len(chosen):
-        last = chosen[-1]
-        same = (columns.column("step") == columns.column("step")[last]) & (
-            columns.column("stage") == columns.column("stage")[last]
-        )
-        chosen = chosen[same[chosen]]
-    return chosen
-
-
-def check_some(held: np.ndarray, columns: Columns, asked: str, name: str) -> None:
-    """Raises RunDirError saying what there is if no row is left."""
-    if held.any() or not columns.rows:
-        return
-    there = columns.column(name)[columns.newest()]
-    if name == "stage":
-        stages = ", ".join(columns.texts("stage")[code] for code in np.unique(there))
-        raise RunDirError(f"{asked}: no samples of it were logged; there are samples of {stages}")
-    raise RunDirError(
-        f"{asked}: no samples of it were logged; there are samples of steps {there.min()} to {there.max()}"
+    key = SORT_KEYS[query.sort] if query.sort else "NULL"
+    hit = f"contains(lower({SEARCHED}), lower(?))" if query.grep else "true"
+    record.load(
+        "samples",
+        f"stage, step, attempt, status, group_index, {key} AS key, {hit} AS hit",
+        [query.grep] if query.grep else [],
     )
-
-
-def order_rows(columns: Columns, rows: np.ndarray, query: SampleQuery) -> np.ndarray:
-    """The rows in the order asked for, those without the value last; without an order the last of the file
-    first.
-    """
-    if query.sort is None:
-        return rows[::-1]
-    values = sort_values(columns, query.sort)[rows]
-    absent = np.isnan(values)
-    order = np.lexsort((-values if query.reverse else values, absent))
-    return rows[order]
-
-
-def sort_values(columns: Columns, sort: str) -> np.ndarray:
-    """What the rows are ordered by; NaN for none."""
-    if sort == "lag":
-        oldest = columns.column("weight_version_min")
-        return np.where(oldest == ABSENT, np.nan, columns.column("policy_version") - oldest)
-    values = columns.column(SORT_COLUMNS[sort])
-    return values if values.dtype.kind == "f" else np.where(values == ABSENT, np.nan, values)
-
-
-def arrange(rows: Sequence[Row], query: SampleQuery) -> tuple[Row, ...]:
-    """The rows as they are shown: without an order the last of the file comes last, for it is next to the
-    prompt of the terminal.
-    """
-    return tuple(rows) if query.sort or query.reverse else tuple(reversed(rows))
-
-
-# --- text ---------------------------------------------------------------------------------------------------
-
-
-class _Text(msgspec.Struct):
-    """What of a row is searched."""
-
-    prompt: Any = ""
-    response: str = ""
-    metadata: Any = None
-
-
-_text_decoder = msgspec.json.Decoder(_Text)
-
-
-def search_rows(
-    root: Path, columns: Columns, query: SampleQuery, chosen: np.ndarray, total: int
-) -> FoundSamples:
-    """Those of the chosen rows that hold the text, the first `limit` in the order asked for."""
-    plain = longest_plain_run(query.grep)
-    if plain and len(chosen) * SCAN_SHARE > columns.rows:
-        held = np.zeros(columns.rows, dtype=bool)
-        held[scan_files(columns, plain)] = True
-        chosen = chosen[held[chosen]]
-    ordered = order_rows(columns, chosen, query)
-    needle = query.grep.lower()
-    matching = (
-        line
-        for line in columns.read_lines(ordered)
-        if any(needle in text.lower() for text in searched_texts(line))
+    conditions, values = ["hit"], []
+    for column, value in (("stage", query.stage), ("step", query.step)):
+        if value is None:
+            continue
+        known = record.connection.execute(f"SELECT DISTINCT {column} FROM samples_held ORDER BY 1").fetchall()
+        if known and (value,) not in known:
+            there = ", ".join(str(one) for (one,) in known)
+            there = there if column == "stage" else f"{known[0][0]} to {known[-1][0]}"
+            raise RunDirError(
+                f"--{column} {value}: no samples of it were logged; there are samples of {there}"
+            )
+    for column, value in (
+        ("stage", query.stage),
+        ("step", query.step),
+        ("status", query.status),
+        ("group_index", query.group),
+    ):
+        if value is not None:
+            conditions.append(f"{column} = ?")
+            values.append(value)
+    matching = f"FROM samples_held WHERE {' AND '.join(conditions)}"
+    if query.last_step:
+        newest = "first_value((stage, step)) OVER (ORDER BY place DESC)"
+        matching = f"FROM (SELECT * {matching} QUALIFY (stage, step) = {newest})"
+    order = f"key {'DESC' if query.reverse else 'ASC'} NULLS LAST, place" if query.sort else "place DESC"
+    counts = f"SELECT (SELECT count(*) FROM samples_held), count(*) {matching}"
+    total, count = record.connection.execute(counts, values).fetchall()[0]
+    chosen = record.connection.execute(
+        f"SELECT place {matching} ORDER BY {order} LIMIT {query.limit}", values
     )
-    rows = [parse_row(line) or {} for line in islice(matching, query.limit + 1)]
-    count = len(rows) if len(rows) <= query.limit else None
-    return FoundSamples(root, arrange(rows[: query.limit], query), count, total, columns.notes)
+    places = [place for (place,) in chosen.fetchall()]
+    if not query.sort and not query.reverse:
+        places.reverse()  # the newest next to the prompt of the terminal
+    return FoundSamples(record.read_places("samples", places), count, total)
 
 
-def longest_plain_run(text: str) -> str:
-    """The longest part of the text that a JSON file holds as it is, whatever wrote it, in lower case; "" if
-    there is none.
+def print_samples(console: Console, record: Record, found: FoundSamples, *, color: str | None = None) -> None:
+    """Each sample with a headline, and how many match. `color`: one of COLOURS; why tokens have none is said
+    once.
     """
-    return max(PLAIN_RUN.findall(text), key=len, default="").lower()
+    reasons: dict[str, int] = {}
+    for row in found.rows:
+        marked: Text | None = None
+        if color is not None:
+            try:
+                marked = mark_tokens(
+                    record, row, color, plain=console.color_system not in ("256", "truecolor")
+                )
+            except RecordError as error:
+                reasons[str(error)] = reasons.get(str(error), 0) + 1
+        print_sample(console, row, marked)
+    for reason, count in reasons.items():
+        console.print(f"not marked, {count} sample{'' if count == 1 else 's'}: {reason}", soft_wrap=True)
+    for note in record.notes:
+        console.print(note, soft_wrap=True)
+    if not found.total:
+        text = f"{record.root} has logged no samples"
+    elif not found.rows:
+        text = f"none of {found.total} logged samples matches"
+    elif found.matching > len(found.rows):
+        text = f"{len(found.rows)} of {found.matching} that match, of {found.total} logged samples;"
+        text += " --limit shows more"
+    else:
+        text = f"{len(found.rows)} of {found.total} logged samples"
+    console.print(text, soft_wrap=True)
 
 
-def scan_files(columns: Columns, plain: str) -> np.ndarray:
-    """Numbers of the rows whose line holds `plain` (lower case, ASCII) in upper or lower case, in the order
-    of the file.
+def print_sample(console: Console, row: Row, marked: Text | None = None) -> None:
+    """One sample: a headline, prompt and response or the marked tokens of both, parts of the reward, what
+    failed.
     """
-    needle = plain.encode("ascii")
-    part_of, offsets = columns.column("part"), columns.column("offset")
-    found: list[np.ndarray] = []
-    for part, path in enumerate(columns.paths):
-        first, last = np.searchsorted(part_of, [part, part + 1])
-        if first < last:
-            begins = offsets[first:last]
-            hits = np.fromiter(scan_file(path, needle, begins), dtype=np.int64)
-            found.append(first + hits)
-    return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
-
-
-def scan_file(path: Path, needle: bytes, begins: np.ndarray) -> Iterator[int]:
-    """Places in `begins` (first byte of each line, ascending) of the lines that hold the needle. Lines are
-    searched many at a time.
-    """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        place = 0
-        while place < len(begins):
-            after = max(place + 1, int(np.searchsorted(begins, begins[place] + SCAN_BYTES)))
-            end = int(begins[after]) if after < len(begins) else len(data)
-            chunk = data[int(begins[place]) : end].lower()
-            starts = (begins[place:after] - begins[place]).tolist()
-            hit = chunk.find(needle)
-            line = 0
-            while hit >= 0:
-                if KEY_END.match(chunk, hit + len(needle)):
-                    hit = chunk.find(needle, hit + len(needle))
-                    continue
-                line = bisect_right(starts, hit, line) - 1
-                yield place + line
-                if line + 1 == len(starts):
-                    break
-                hit = chunk.find(needle, starts[line + 1])
-            place = after
-
-
-def searched_texts(line: bytes) -> list[str]:
-    """Prompt (of a chat each message), response and failure message of a sample row."""
-    try:
-        row = _text_decoder.decode(line)
-        prompt, response, metadata = row.prompt, row.response, row.metadata
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        known = parse_row(line) or {}
-        prompt, response, metadata = known.get("prompt"), known.get("response"), known.get("metadata")
+    console.print(Text(make_safe(describe_sample(row), one_line=True), style="bold"), soft_wrap=True)
+    if marked is not None:
+        console.print(marked, soft_wrap=True)
+    else:
+        prompt = row.get("prompt") or ""
+        turns = prompt if isinstance(prompt, list) else [{"role": "prompt", "content": prompt}]
+        for turn in [*turns, {"role": "→", "content": row.get("response", "")}]:
+            known = turn if isinstance(turn, dict) else {"role": "prompt", "content": turn}
+            content = known.get("content") or ""
+            text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+            role = make_safe(str(known.get("role", "")), one_line=True)
+            if text or role == "→":
+                label = role if role == "→" else f"[{role}]"
+                console.print(Text.assemble((f"{label} ", "bold cyan"), text), soft_wrap=True)
+    rewards = row.get("rewards")
+    if isinstance(rewards, dict) and len(rewards) > 1:
+        parts = [f"{name} {value:.3g}" for name, value in rewards.items() if isinstance(value, int | float)]
+        console.print(Text(f"rewards: {', '.join(parts)}", style="dim"), soft_wrap=True)
+    metadata = row.get("metadata")
     failure = metadata.get("failure") if isinstance(metadata, dict) else None
-    message = failure.get("message") if isinstance(failure, dict) else None
-    return [*list_texts(prompt), *list_texts(response), *list_texts(message)]
+    if isinstance(failure, dict):
+        text = f"failed: {failure.get('class', 'unknown')} in {describe_failure(failure)}"
+        console.print(Text(text, style="dim"), soft_wrap=True)
+    console.print()
 
 
-def list_texts(value: object) -> Iterator[str]:
-    """The text, or of chat messages what they say, without their roles."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for part in value:
-            yield from list_texts(part)
-    elif isinstance(value, dict):
-        for name, part in value.items():
-            if name != "role":
-                yield from list_texts(part)
+def describe_sample(row: Row) -> str:
+    """`── rl step 4 · p1-0 · group 3 · completed · reward 1.000 · 2 tokens · 1 version behind`."""
+    facts = [f"{row['stage']} step {row['step']}", row.get("id", "")]
+    facts += [f"group {row['group_index']}"] if "group_index" in row else []
+    facts += [row.get("status", ""), f"reward {row['reward']:.3f}" if "reward" in row else "no reward"]
+    facts += [f"{row.get('response_length', 0)} tokens"]
+    if "weight_version_min" in row and "policy_version" in row:
+        lag = row["policy_version"] - row["weight_version_min"]
+        facts += [f"{lag} version{'' if lag == 1 else 's'} behind"] if lag > 0 else []
+    return "── " + " · ".join(fact for fact in facts if fact)
+
+
+# --- tokens -------------------------------------------------------------------------------------------------
+
+
+def mark_tokens(record: Record, row: Row, color: str, *, plain: bool) -> Text:
+    """The text of a sample's tokens, marked by their values in its first update, and a legend. `plain`: by
+    brackets.
+
+    Raises RecordError for a sample that no update had, or whose arrays are not kept, or lack what was asked
+    for.
+    """
+    decode = load_decoder(record.run_dir)
+    record.add_views("contributions")
+    found = record.rows(
+        "SELECT * FROM contributions WHERE stage = ? AND step = ? AND attempt = ? AND id = ?"
+        " ORDER BY update LIMIT 1",
+        [row["stage"], row["step"], row["attempt"], row.get("id")],
+    )
+    if not found:
+        raise RecordError(
+            "no update of the weights had this sample (one of an evaluation, one that failed), or the run"
+            " kept no contributions"
+        )
+    arrays = read_token_arrays(record.run_dir, found[0])
+    values = compute_values(arrays, color)
+    largest = float(np.abs(values).max(initial=0.0))
+    levels = np.sign(values) * np.ceil(np.abs(values) / (largest or 1.0) * LEVELS)
+    styles = dict.fromkeys(STYLES, STYLES[-1]) if color == "mask" else STYLES
+    pieces = [(int(levels[begin]), text) for begin, _, text in split_text(arrays["tokens"].tolist(), decode)]
+    text = Text()
+    for level, run in groupby(pieces, key=lambda piece: piece[0]):
+        words = "".join(word for _, word in run)
+        if plain and level:
+            words = f"{{{'+' * level or '-' * -level} {words}}}"
+        text.append(words, None if plain or not level else styles[level])
+    text.append(f"\n{COLOURS[color][1]}: ", "dim")
+    if color == "mask":
+        return text.append("{+++ so}" if plain else "so", None if plain else styles[1])
+    for level in STYLES if largest else ():
+        bound = f"{'to ' if level < 0 else 'to +'}{level / LEVELS * largest:.2g}"
+        bound = f" {'+' * level or '-' * -level} {bound} " if plain else f" {bound} "
+        text.append(bound, None if plain else styles[level])
+    return text if largest else text.append("none has any", "dim")
+
+
+def compute_values(arrays: Mapping[str, Any], color: str) -> np.ndarray:
+    """[T] float64 of what is asked for, 0 for tokens that do not train. Raises RecordError naming a missing
+    array.
+    """
+    needed = COLOURS[color][0]
+    missing = [name for name in needed if name not in arrays]
+    if missing:
+        raise RecordError(f"the run kept no {' and '.join(missing)} per token")
+    mask = np.asarray(arrays["mask"], dtype=np.float64)
+    if not needed:
+        return mask
+    values = np.asarray(arrays[needed[0]], dtype=np.float64)
+    if color == "logprob_diff":
+        values = values - np.asarray(arrays["mu"], dtype=np.float64)
+        values[np.abs(values) < ROUNDING] = 0.0
+    return np.where(mask > 0, values, 0.0)

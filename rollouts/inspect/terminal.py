@@ -1,29 +1,76 @@
-"""Texts of a record for a terminal, which would obey some of what models, servers and users' functions write."""
+"""Texts of a record for a terminal, which would obey escape sequences in what models and servers write."""
 
 from __future__ import annotations
 
 import re
 import sys
+from typing import TYPE_CHECKING
 
-# C0 and C1 but tab and newline, what turns the direction of text, and halves of characters, which no output
-# takes
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+PLAIN_WIDTH = 160  # columns where the output is no terminal
+# C0 and C1 but tab and newline, what turns the direction of text, and half surrogates, which no output takes
 STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 STEERING_LINE = re.compile(f"{STEERING.pattern[:-1]}\t\n\u2028\u2029]")
 
 
 def make_safe(text: str, *, one_line: bool = False) -> str:
-    r"""The text with what would steer a terminal written out: `\x1b` for an escape, `\u202e` for what turns
-    the text behind it round.
+    r"""The text with what would steer a terminal written out: `\x1b` for an escape. Idempotent.
 
-    Tabs and newlines stay; with `one_line` they are written out too. What it gives it leaves as it is when it
-    gets it again.
+    Tabs and newlines stay; with `one_line` they are written out too.
     """
-    return (STEERING_LINE if one_line else STEERING).sub(
-        lambda found: found[0].encode("unicode_escape").decode(), text
-    )
+    pattern = STEERING_LINE if one_line else STEERING
+    return pattern.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def write_lines(text: str) -> None:
     """Writes text for programs to stdout: as it is, but safely where it is a terminal."""
     sys.stdout.write(make_safe(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def make_console() -> Console:
+    """The terminal, or PLAIN_WIDTH columns where there is none; all that it prints is made safe."""
+    import io
+    from collections.abc import Iterable
+
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    class SafeConsole(Console):
+        def render(
+            self, renderable: RenderableType, options: ConsoleOptions | None = None
+        ) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(make_safe(segment.text), segment.style)
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an encoding without braille gets question marks
+    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    return SafeConsole(width=width, highlight=False, markup=False, emoji=False)
+
+
+def make_table(title: str, *columns: str, lines: bool = False) -> Table:
+    """A table; a heading that begins with ">" is aligned to the right."""
+    from rich.box import HEAVY_HEAD
+    from rich.table import Table
+
+    table = Table(
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        box=HEAVY_HEAD if lines else None,
+        pad_edge=lines,
+        padding=(0, 1) if lines else (0, 2, 0, 0),
+    )
+    for name in columns:
+        right = name.startswith(">")
+        table.add_column(name.removeprefix(">"), justify="right" if right else "left", overflow="fold")
+    return table
+
+
+def format_number(value: float, digits: int = 4) -> str:
+    """A number with so many significant digits: 12.35, 0.0012, 12346 where the whole part is longer."""
+    return f"{value:.0f}" if 10**digits <= abs(value) < 10**7 else f"{value:.{digits}g}"
