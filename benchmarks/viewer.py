@@ -6,16 +6,15 @@ A run is made up in a temporary directory: metrics that drift, two attempts that
 550 bytes with chat prompts, failures and old weights, in files of 256 MiB. Each command is a process of its
 own, from its start to its end, output included:
 
-    first     the first `inspect` builds the index of metrics and samples; reported apart
     inspect   everything that it prints; its picture is up to date
     picture   the same, with the picture drawn anew, where matplotlib is installed
-    samples   the ten highest rewards of one status; and the last ten that hold a text which one row in a thousand has
-    again     `inspect` after another 1,000 steps were written: only these are read
+    samples   the ten highest rewards of one status; and the last ten that hold a text which one row in
+              a thousand has
     report    the HTML file, and its size
 
-The slowest of the rounds counts. Targets: inspect and samples once indexed <= 2 and 3 s, the report <= 20 s
-and 25 MiB. Peer: none; what the same `inspect` takes without its index is the first one. `--quick`: a
-twentieth of the rows, two rounds.
+The slowest of the rounds counts. Nothing is kept between commands: each reads the files through DuckDB.
+Targets: inspect and samples <= 2 and 3 s, the report <= 20 s and 25 MiB. Peer: none. `--quick`: a twentieth
+of the rows, two rounds.
 """
 
 from __future__ import annotations
@@ -189,7 +188,7 @@ def write_run(root: Path, *, steps: int, samples: int) -> None:
 
 
 def time_command(*words: str) -> float:
-    """Seconds from the start of `python -m rollouts WORDS` to its end. Raises CalledProcessError if it fails."""
+    """Seconds from the start of `python -m rollouts WORDS` to its end. Raises CalledProcessError."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}  # a user's Python keeps what it has compiled
     begin = time.perf_counter()
     subprocess.run(
@@ -240,8 +239,7 @@ def measure(root: Path, *, steps: int, samples: int, rounds: int) -> dict[str, f
     )
     run = str(root)
     metrics = {"metrics_mib": round(sizes["metrics"], 1), "samples_mib": round(sizes["samples"], 1)}
-    metrics["first_s"] = time_slowest(1, "inspect", run)
-    metrics["index_mib"] = sum(path.stat().st_size for path in (root / "index").rglob("*.bin")) / 2**20
+    time_slowest(1, "inspect", run)  # draws the picture, which is up to date then
     metrics["inspect_s"] = time_slowest(rounds, "inspect", run)
     if importlib.util.find_spec("matplotlib") is not None:
         metrics["picture_s"] = time_slowest(rounds, "inspect", run, "--png", str(root.parent / "curves.png"))
@@ -250,10 +248,6 @@ def measure(root: Path, *, steps: int, samples: int, rounds: int) -> dict[str, f
     )
     metrics["samples_grep_s"] = time_slowest(rounds, "samples", run, "--grep", RARE.lower())
     metrics["samples_s"] = max(metrics["samples_filter_s"], metrics["samples_grep_s"])
-    write_parts(
-        root / "metrics.9.jsonl", make_metric_rows(steps + 1, steps + 1000, 2, np.random.default_rng(1))
-    )
-    metrics["again_s"] = time_slowest(1, "inspect", run)
     report = root.parent / "report.html"
     metrics["report_s"] = time_slowest(1, "report", run, "-o", str(report))
     metrics["report_mib"] = report.stat().st_size / 2**20

@@ -63,6 +63,7 @@ TROUBLE = {
 DROPPED, FAILED = "groups/dropped/", "fail/"
 PHASE_PARTS = {"weight_sync_pause": "weight_sync"}  # a phase that lies within another
 LAGS = 8  # versions; samples further behind count as these
+LEAST_WIDTH = 100  # of a terminal that shows stages as a table, and four numbers of each course
 SAMPLE_FACTS = (
     "stage, step, attempt, status, policy_version, weight_version_min, weight_version_max,"
     " CASE WHEN status = 'failed' THEN metadata->'$.failure' END AS failure"
@@ -79,21 +80,15 @@ def print_run(console: Console, record: Record, *, last: int) -> None:
         console.print(part, soft_wrap=not isinstance(part, Table))
         console.print()
     console.print(f"{record.root}: {describe_state(record)}", soft_wrap=True)
-    if stages:
-        table = make_table("", "stage", ">steps", ">reward first → last", ">loss first → last", lines=True)
-        for heading in ("minutes", "groups dropped", "failed"):
-            table.add_column(heading, justify="right" if heading == "minutes" else "left", overflow="fold")
-        for stage in stages:
-            facts = describe_stage(stage)
-            names = (
-                "steps",
-                "reward first → last",
-                "loss first → last",
-                "minutes",
-                "groups dropped",
-                "failed",
-            )
-            table.add_row(stage.name, *(facts.get(name, "") for name in names))
+    names = ("steps", "reward first → last", "loss first → last", "minutes", "groups dropped", "failed")
+    table = make_table("", "stage", *(f">{name}" for name in names), lines=True)
+    for stage in stages:
+        facts = describe_stage(stage)
+        table.add_row(stage.name, *(facts.get(name, "") for name in names))
+        if console.width < LEAST_WIDTH:
+            line = ", ".join(f"{name} {text}" for name, text in facts.items())
+            console.print(f"stage {stage.name}, {line}", soft_wrap=True)
+    if stages and console.width >= LEAST_WIDTH:
         console.print(table)
     for line in [*list_summary(record), *record.notes]:
         console.print(line, soft_wrap=True)
@@ -127,7 +122,7 @@ def make_course_table(stage: Stage, *, width: int) -> Table:
     """The telling metrics of a stage: course, first, last, lowest and highest value; empty for one step."""
     shown = [(name, *stage.series(name)) for name in TELLING]
     shown = [found for found in shown if len(found[1]) > 1 and found[2].any()][:SHOWN]
-    headings = ("first", "last", "min", "max") if width >= 100 else ("last",)
+    headings = ("first", "last", "min", "max") if width >= LEAST_WIDTH else ("last",)
     begin, end = int(stage.columns["step"][0]), int(stage.columns["step"][-1])
     table = make_table(
         f"{stage.name}, steps {begin} to {end}", "metric", "course", *(f">{name}" for name in headings)

@@ -35,8 +35,8 @@ COLOURS = {  # what tokens are coloured by: the arrays it takes, what it means
     "mask": ((), "tokens that train"),
 }
 # prompt (of a chat what each message says), response and failure message as one text
-SEARCHED = """concat_ws(chr(10), response, metadata->>'$.failure.message',
-    CASE json_type(prompt) WHEN 'ARRAY' THEN array_to_string(prompt->>'$[*].content', chr(10))
+SEARCHED = """concat_ws(chr(0), response, metadata->>'$.failure.message',
+    CASE json_type(prompt) WHEN 'ARRAY' THEN array_to_string(prompt->>'$[*].content', chr(0))
     ELSE prompt->>'$' END)"""
 LEVELS = 3  # to either side of 0
 STYLES = {  # of a level: blue below 0, orange above, told apart by colour-blind people
@@ -95,7 +95,7 @@ def find_samples(record: Record, query: SampleQuery) -> FoundSamples:
         known = record.connection.execute(f"SELECT DISTINCT {column} FROM samples_held ORDER BY 1").fetchall()
         if known and (value,) not in known:
             there = ", ".join(str(one) for (one,) in known)
-            there = there if column == "stage" else f"{known[0][0]} to {known[-1][0]}"
+            there = there if column == "stage" else f"steps {known[0][0]} to {known[-1][0]}"
             raise RunDirError(
                 f"--{column} {value}: no samples of it were logged; there are samples of {there}"
             )

@@ -1,453 +1,316 @@
+"""What `inspect`, `plot` and `query` say of a run, and how its files are read."""
+
 from __future__ import annotations
 
-import builtins
-import io
 import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
-from rich.console import Console
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from benchmarks.viewer import write_run as write_long_run
 from rollouts.cli import main
-from rollouts.errors import RunDirError
-from rollouts.inspect.plot import choose_evaluations, choose_panels, draw_curves, save_png, smooth, thin_out
-from rollouts.inspect.read import read_run, series, sum_by_name
-from rollouts.inspect.table import (
-    describe_state,
-    find_newest_checkpoint,
-    format_counts,
-    make_evaluation_table,
-    make_stage_table,
-    make_step_table,
-    make_summary_lines,
-)
+from rollouts.errors import ConfigError, RunDirError
+from rollouts.inspect.chart import Curve, draw_chart, draw_sparkline, smooth_values, thin_out
+from rollouts.inspect.query import format_cell, run_sql
+from rollouts.inspect.record import open_record
+from rollouts.metrics.jsonl import newest_attempts, read_rows
+from tests.unit.run_rows import write_rows, write_run
+
+DAMAGED = [
+    b"no json",
+    b"5",
+    b"[1]",
+    b"\x00\x00",
+    b'{"stage": "rl", "st{"stage": "rl"}',
+    b'{"a": "\xff"}',
+    b"{}",
+]
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def make_metric_row(stage: str, step: int, attempt: int = 1, **metrics: float) -> dict[str, Any]:
-    named = {name.replace("__", "/"): value for name, value in metrics.items()}
-    return {
-        "schema": 1,
-        "stage": stage,
-        "step": step,
-        "policy_version": step - 1,
-        "attempt": attempt,
-        "time_unix": 1.0,
-        **named,
-    }
-
-
-def write_run(root: Path) -> Path:
-    """A finished run: 3 SFT steps; 4 RL steps, killed after 3 of them and resumed from the second."""
-    root.mkdir(exist_ok=True)
-    sft = [make_metric_row("sft", step, loss__total=3.0 - step, time__step=30.0) for step in (1, 2, 3)]
-    dropped: dict[str, Any] = {
-        "groups__dropped__zero_std": 2.0,
-        "groups__dropped__surplus": 0.0,
-        "fail__reward": 1.0,
-    }
-    first = [
-        make_metric_row("rl", step, reward__mean=0.1 * step, time__step=60.0, **dropped) for step in (1, 2, 3)
-    ]
-    second = [
-        make_metric_row("rl", step, 2, reward__mean=0.2 * step, time__step=60.0, **dropped) for step in (3, 4)
-    ]
-    write_rows(root / "metrics.jsonl", sft + first + second)
-    evaluations = [("base", 0, 0.25), ("sft", 3, 0.5), ("rl", 4, 0.875)]
-    write_rows(
-        root / "evaluations.jsonl",
-        [
-            {
-                **make_metric_row(stage, step),
-                "name": "heldout",
-                "eval/heldout/avg@1": value,
-                "eval/heldout/failed": 1.0,
-            }
-            for stage, step, value in evaluations
-        ],
-    )
-    chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}]
-    sample = {"id": "p1-0", "status": "completed", "response": "2", "response_length": 2}
-    write_rows(
-        root / "samples.jsonl",
-        [
-            {**make_metric_row("rl", 4, 2), **sample, "prompt": chat, "reward": 1.0},
-            {**make_metric_row("rl", 4, 2), **sample, "prompt": "text"},
-        ],
-    )
-    summary = {
-        "mode": "sft+rl",
-        "accuracy": {"base": 0.25, "sft": None, "rl": 0.875},
-        "wall_s": 61.5,
-        "peak_rss_gib": 2.0,
-        "seed": 0,
-        "versions": {"torch": "2.13.0"},
-    }
-    (root / "summary.json").write_text(json.dumps(summary))
-    for stage, step, complete in (("sft", 3, True), ("rl", 4, True), ("rl", 9, False)):
-        checkpoint = root / "checkpoints" / stage / f"step_{step}"
-        checkpoint.mkdir(parents=True)
-        if complete:
-            (checkpoint / "manifest.json").write_text("{}")
-    return root
-
-
-def show(part: object) -> str:
-    text = io.StringIO()
-    Console(file=text, width=160).print(part)
-    return text.getvalue()
-
-
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip().strip("│┃").split("│")]
-
-
-def find_cells(text: str, beginning: str) -> list[str]:
-    (line,) = [line for line in text.splitlines() if line.startswith(f"│ {beginning} ")]
-    return cells(line)
+def read_series(root: Path, name: str) -> tuple[list[int], list[float]]:
+    with open_record(root) as record:
+        steps, values = record.stages["rl"].series(name)
+    return steps.tolist(), values.tolist()
 
 
 # --- reading ------------------------------------------------------------------------------------------------
 
 
-def test_a_record_holds_each_step_once_as_the_newest_attempt_wrote_it(tmp_path: Path):
-    record = read_run(write_run(tmp_path))
-    assert record.stages == ("sft", "rl")
-    assert series(record.stage_rows("rl"), "reward/mean") == (
-        [1, 2, 3, 4],
-        pytest.approx([0.1, 0.2, 0.6, 0.8]),
-    )
-    assert record.attempts == 2
-    assert record.checkpoints == (("rl", 4), ("sft", 3)), "a checkpoint without its manifest is not complete"
-    assert record.samples == (), "the large file is read only when asked for"
-    assert len(read_run(tmp_path, with_samples=True).samples) == 2
-
-
-def test_a_run_that_has_only_its_config_is_read(tmp_path: Path):
-    (tmp_path / "config.toml").write_text("")
-    record = read_run(tmp_path)
-    assert (record.metrics, record.summary, record.attempts, record.stages) == ((), None, 0, ())
-    assert describe_state(record) == "not finished, 0 attempts, no checkpoint"
-
-
-def test_a_directory_that_is_no_run_is_refused(tmp_path: Path):
-    with pytest.raises(RunDirError, match="is not a run directory"):
-        read_run(tmp_path)
-    with pytest.raises(RunDirError, match="is not a directory"):
-        read_run(tmp_path / "missing")
-
-
-@pytest.mark.parametrize("text", ["{", "[1]"])
-def test_a_damaged_summary_is_named(tmp_path: Path, text: str):
-    (tmp_path / "summary.json").write_text(text)
-    with pytest.raises(RunDirError, match=r"summary\.json"):
-        read_run(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "row", [{"step": 1, "attempt": 1}, {"stage": "rl", "step": "1", "attempt": 1}, {"stage": "rl", "step": 1}]
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.lists(
+        st.builds(
+            lambda stage, step, attempt, value: {
+                "stage": stage,
+                "step": step,
+                "attempt": attempt,
+                "a/b": value,
+            },
+            st.sampled_from(["sft", "rl"]),
+            st.integers(1, 3),
+            st.integers(1, 3),
+            st.none() | st.floats(-1, 1),
+        ),
+        min_size=2,
+    ),
+    cut=st.integers(1, 100),
 )
-def test_a_row_of_something_else_is_named(tmp_path: Path, row: dict[str, Any]):
-    write_rows(tmp_path / "metrics.jsonl", [make_metric_row("rl", 1), row])
-    with pytest.raises(RunDirError, match=r"metrics\.jsonl:2"):
-        read_run(tmp_path)
+def test_views_hold_the_newest_attempt_as_a_slow_reader_finds_it(rows, cut, tmp_path_factory):
+    root = tmp_path_factory.mktemp("run")
+    held = [{name: value for name, value in row.items() if value is not None} for row in rows]
+    write_rows(root / "metrics.jsonl", *held[: cut % len(held)], {"a/b": 1.0, "stage": "rl"})
+    write_rows(root / "metrics.1.jsonl", *held[cut % len(held) :])
+    expected = newest_attempts(read_rows(root / "metrics.jsonl"))
+    with open_record(root) as record:
+        record.add_views("metrics")
+        assert sorted(record.rows("FROM metrics"), key=str) == sorted(expected, key=str)
+        for stage, found in record.stages.items():
+            own = sorted((row for row in expected if row["stage"] == stage), key=lambda row: row["step"])
+            assert found.columns["step"].tolist() == [row["step"] for row in own]
+            assert found.series("a/b")[1].tolist() == [row["a/b"] for row in own if "a/b" in row]
 
 
-def test_counts_are_summed_by_reason():
-    rows = [{"fail/reward": 1.0, "fail/data": 0.0}, {"fail/reward": 2.0, "loss/total": 7.0}]
-    assert sum_by_name(rows, "fail/") == {"reward": 3.0}
-    assert format_counts({"a": 1.0, "b": 12.0}) == "b 12, a 1"
-
-
-# --- tables -------------------------------------------------------------------------------------------------
-
-
-def test_the_stage_table_says_how_far_and_what_was_lost(tmp_path: Path):
-    record = read_run(write_run(tmp_path))
-    assert describe_state(record) == "finished, 2 attempts, checkpoint rl/step_4"
-    text = show(make_stage_table(record))
-    assert find_cells(text, "sft") == ["sft", "3", "", "2 → 0", "1.5", "", ""]
-    assert find_cells(text, "rl") == ["rl", "4", "0.100 → 0.800", "", "4.0", "zero_std 8", "reward 4"]
-
-
-def test_the_newest_checkpoint_is_of_the_last_stage(tmp_path: Path):
-    assert find_newest_checkpoint(read_run(write_run(tmp_path))) == ("rl", 4)
-
-
-def test_the_evaluation_table_is_in_percent(tmp_path: Path):
-    table = make_evaluation_table(read_run(write_run(tmp_path)))
-    text = show(table)
-    assert find_cells(text, "base") == ["base", "0", "-1", "heldout", "25.0", "1"]
-    assert find_cells(text, "rl") == ["rl", "4", "3", "heldout", "87.5", "1"]
-
-
-def write_preference_run(root: Path) -> Path:
-    """Preferences, a reward model and PPO, one step of each, and their evaluations."""
-    root.mkdir(exist_ok=True)
-    steps = [
-        make_metric_row("preference", 1, rewards__margins=0.25, rewards__accuracies=0.5),
-        make_metric_row("reward_model", 1, rewards__margins=1.5, rewards__accuracies=1.0),
-        make_metric_row("rl", 1, reward__mean=0.5, value__mean=-0.125, value__explained_variance=0.75),
-    ]
-    write_rows(root / "metrics.jsonl", steps)
-    pairs = [("preference", 0, 0.5, 0.0), ("preference", 1, 0.75, 0.125), ("reward_model", 1, 0.875, None)]
-    rows: list[dict[str, Any]] = [
-        {**make_metric_row("base", 0), "name": "heldout", "eval/heldout/avg@1": 0.25}
-    ]
-    for stage, step, accuracy, margin in pairs:
-        margins = {} if margin is None else {"eval/pairs/rewards/margins": margin}
-        rows.append(
-            {**make_metric_row(stage, step), "name": "pairs", "eval/pairs/accuracy": accuracy, **margins}
-        )
-    rows.append({**make_metric_row("preference", 1), "name": "heldout", "eval/heldout/avg@1": 0.5})
-    rows.append({**make_metric_row("rl", 1), "name": "heldout", "eval/heldout/avg@1": 1.0})
-    write_rows(root / "evaluations.jsonl", rows)
-    summary = {
-        "mode": "preference+reward_model+rl",
-        "pair_accuracy": {"preference": 0.75, "reward_model": 0.875},
-    }
-    (root / "summary.json").write_text(json.dumps(summary))
-    return root
-
-
-def test_the_evaluation_table_shows_pairs_that_are_ranked_right_and_their_margin(tmp_path: Path):
-    lines = show(make_evaluation_table(read_run(write_preference_run(tmp_path)))).splitlines()
-    assert cells(lines[2].replace("┃", "│")) == [
-        "stage",
-        "step",
-        "version",
-        "name",
-        "avg@1",
-        "accuracy",
-        "margin",
-        "failed",
-    ]
-    rows = [cells(line) for line in lines if line.startswith("│")]
-    assert ["preference", "1", "0", "pairs", "", "75.0", "0.125", "0"] in rows
-    assert ["preference", "1", "0", "heldout", "50.0", "", "", "0"] in rows
-    assert ["reward_model", "1", "0", "pairs", "", "87.5", "", "0"] in rows
-
-
-def test_the_step_table_shows_margins_and_what_values_explain(tmp_path: Path):
-    lines = show(make_step_table(read_run(write_preference_run(tmp_path)), last=3)).splitlines()
-    assert cells(lines[2].replace("┃", "│")) == [
-        "stage",
-        "step",
-        "reward",
-        "margin",
-        "ranked right",
-        "value",
-        "explained",
-    ]
-    assert [cells(line) for line in lines[4:7]] == [
-        ["preference", "1", "", "0.250", "0.50", "", ""],
-        ["reward_model", "1", "", "1.500", "1.00", "", ""],
-        ["rl", "1", "0.500", "", "", "-0.125", "0.75"],
-    ]
-
-
-def test_the_summary_tells_the_pairs_that_are_ranked_right(tmp_path: Path):
-    assert make_summary_lines(read_run(write_preference_run(tmp_path))) == [
-        "mode preference+reward_model+rl",
-        "pairs ranked right: preference 75.0 %, reward_model 87.5 %",
-    ]
-
-
-def test_a_stage_begins_with_the_last_evaluation_of_the_same_name(tmp_path: Path):
-    """Accuracy of pairs is no accuracy of answers, though it was measured in between."""
-    record = read_run(write_preference_run(tmp_path))
-
-    def points(stage: str) -> list[tuple[str, int, float]]:
-        accuracies = ("eval/heldout/avg@1", "eval/pairs/accuracy")
-        return [
-            (row["name"], row["step"], row[key])
-            for row in choose_evaluations(record, stage)
-            for key in accuracies
-            if key in row
+def test_damaged_lines_are_counted_and_said_and_a_torn_one_apart(tmp_path: Path):
+    path = write_rows(
+        tmp_path / "metrics.jsonl", {"a/b": 1.0}, {"step": 2, "a/b": "text"}, {"step": 3, "a/b": 3}
+    )
+    path.write_bytes(path.read_bytes() + b"\n".join(DAMAGED) + b"\n" + b'{"stage": "rl", "step": 4, "atte')
+    with open_record(tmp_path) as record:
+        steps, values = record.stages["rl"].series("a/b")
+        assert (steps.tolist(), values.tolist()) == ([1, 3], [1.0, 3.0]), "a text is no value"
+        assert record.notes == [
+            f"{tmp_path}/metrics.jsonl: {len(DAMAGED)} damaged lines left out",
+            f"{path}: the torn last line (32 bytes) is left out",
         ]
 
-    assert points("rl") == [("heldout", 0, 0.5), ("heldout", 1, 1.0)]
-    assert points("preference") == [
-        ("heldout", 0, 0.25),
-        ("pairs", 0, 0.5),
-        ("pairs", 1, 0.75),
-        ("heldout", 1, 0.5),
-    ]
+
+def test_names_that_differ_in_case_and_odd_names_are_read(tmp_path: Path):
+    odd = {"a'b/\"c": 1.0, "eval/A": 2.0, "eval/a": 3.0, "Step": 4, "": 5.0}
+    write_rows(tmp_path / "it's [a] *run" / "metrics.jsonl", odd)
+    assert read_series(tmp_path / "it's [a] *run", "a'b/\"c") == ([1], [1.0])
+    assert read_series(tmp_path / "it's [a] *run", "eval/A") == ([1], [2.0])
 
 
-def test_the_step_table_lists_the_last_steps_and_only_columns_that_have_values(tmp_path: Path):
-    record = read_run(write_run(tmp_path))
-    lines = show(make_step_table(record, last=2)).splitlines()
-    assert cells(lines[2].replace("┃", "│")) == ["stage", "step", "reward", "s/step"]
-    assert [cells(line) for line in lines[4:6]] == [
-        ["rl", "3", "0.600", "60.00"],
-        ["rl", "4", "0.800", "60.00"],
-    ]
-    assert make_step_table(record, last=0) is None
+def test_what_is_no_run_and_what_leads_out_of_it_is_refused(tmp_path: Path):
+    with pytest.raises(RunDirError, match="not a run directory"), open_record(tmp_path):
+        pass
+    write_rows(tmp_path / "run" / "metrics.jsonl", {})
+    (tmp_path / "run" / "spans.jsonl").symlink_to(write_rows(tmp_path / "other.jsonl", {}))
+    with pytest.raises(RunDirError, match="outside"), open_record(tmp_path / "run"):
+        pass
 
 
-def test_an_empty_run_has_no_tables_of_steps_or_evaluations(tmp_path: Path):
-    (tmp_path / "config.toml").write_text("")
-    record = read_run(tmp_path)
-    assert make_step_table(record, last=5) is None
-    assert make_evaluation_table(record) is None
-    assert make_summary_lines(record) == []
-    assert draw_curves(record) == []
+# --- inspect ------------------------------------------------------------------------------------------------
 
 
-def test_the_summary_is_told_in_three_lines(tmp_path: Path):
-    assert make_summary_lines(read_run(write_run(tmp_path))) == [
-        "mode sft+rl, seed 0, wall_s 61.5, peak_rss_gib 2",
-        "accuracy: base 25.0 % → rl 87.5 %",
-        "versions: torch 2.13.0",
-    ]
-
-
-def test_samples_read_as_text_with_every_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["inspect", str(write_run(tmp_path)), "--samples", "2"]) == 0
-    chat, text = capsys.readouterr().out.split("── ")[1:]
-    assert (
-        chat == "rl step 4 · p1-0 · completed · reward 1.000 · 2 tokens\n[system] Add.\n[user] 1+1?\n→ 2\n\n"
+def test_inspect_prints_every_part_and_ends_with_the_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    root = write_run(tmp_path / "run", fail__reward=1.0, groups__drawn=8.0, groups__dropped__zero_std=2.0)
+    evaluation = {"name": "heldout", "eval/heldout/avg@1": 0.25, "eval/heldout/failed": 1}
+    write_rows(
+        root / "evaluations.jsonl", evaluation, {**evaluation, "attempt": 2, "eval/heldout/avg@1": 0.5}
     )
-    assert text.startswith("rl step 4 · p1-0 · completed · no reward · 2 tokens\n[prompt] text\n→ 2\n")
+    failure = {"class": "reward", "function": "grade", "message": "timed\nout"}
+    samples = [
+        {"id": f"s{lag}", "weight_version_min": 9 - lag, "weight_version_max": 9} for lag in (0, 1, 1, 9)
+    ]
+    failed = {"id": "f", "status": "failed", "metadata": {"failure": failure}}
+    write_rows(root / "samples.jsonl", *({**sample, "policy_version": 9} for sample in samples), failed)
+    assert main(["inspect", str(root), "--last", "2", "--samples", "1"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "rl reward",
+        "reward/mean  ▁▁▁▂▂▃▃▃▄▄▅▅▆▆▆▇▇███   0.05     1  0.05    1",
+        "last 2 steps",
+        "│ rl    │   20 │  1.000 │ 0.05 │   2.00 │",
+        "│ rl    │    1 │       0 │ heldout │  50.0 │      1 │",
+        "generate  1.5     75.0 %",
+        "other     0.5     25.0 %",
+        "staleness of 4 logged samples",
+        "8 or more         1  25.0 %",
+        "75.0 % have tokens of more than one version",
+        "rl     zero_std      40            25.0 %",
+        "reward       20  rl 20         grade: timed out",
+        f"{root}: finished, 2 attempts, no checkpoint",
+        "0.05 → 1",
+        "accuracy: base 0.0 % → rl 50.0 %",
+        "failed: reward in grade: timed out",
+        f"wrote {root / 'curves.png'}",
+    ):
+        assert " ".join(part.split()) in text, part
+    assert main(["inspect", str(root)]) == 0
+    assert f"{root / 'curves.png'} is up to date" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_inspect_fits_the_terminal(
+    width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("rollouts.inspect.terminal.PLAIN_WIDTH", width)
+    assert (
+        main(["inspect", str(write_run(tmp_path / "run", optim__lr=1e-3, entropy__mean=1.0)), "--last", "3"])
+        == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    tables = [line for line in lines if line and not line.startswith(("stage ", str(tmp_path), "wrote "))]
+    assert max(map(len, tables)) <= width
+    assert any("more columns in a" in line for line in lines) == (width == 40)
+
+
+def test_a_run_without_rows_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "config.toml").write_text("")
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "not finished, 0 attempts, no checkpoint" in capsys.readouterr().out
+    (tmp_path / "summary.json").write_text("[1]")
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "summary.json is no JSON object" in capsys.readouterr().err
+
+
+def test_runs_are_compared_at_equal_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    first, second = write_run(tmp_path / "a" / "x", reward__std=1.0), write_run(tmp_path / "b" / "x")
+    (second / "config.toml").write_text("seed = 1\n")
+    write_rows(second / "metrics.jsonl", *({"step": step, "reward/mean": 1.0} for step in range(1, 11)))
+    assert main(["inspect", str(first), str(second)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "rl, step 10" in text
+    assert "│ reward/mean │ 0.5 │ 1 (+0.5) │" in text
+    assert "│ seed │ 0 │ 1 │" in text
+    assert "a/x ┃ b/x" in text
+    assert main(["inspect", str(first), str(second), "--samples", "1"]) == 2
+
+
+def test_the_run_of_the_benchmark_has_two_attempts(tmp_path: Path):
+    write_long_run(tmp_path / "run", steps=200, samples=100)
+    with open_record(tmp_path / "run") as record:
+        attempts = record.stages["rl"].columns["attempt"]
+        assert (len(attempts), attempts[99], attempts[100]) == (200, 1, 2)
 
 
 # --- curves -------------------------------------------------------------------------------------------------
 
 
-def test_curves_are_drawn_for_what_each_stage_has(tmp_path: Path):
-    curves = draw_curves(read_run(write_run(tmp_path)), width=20)
-    assert [curve.plain.splitlines()[0].strip() for curve in curves] == ["sft loss", "rl reward"]
-    assert [len(curve.plain.splitlines()) for curve in curves] == [10, 10], (
-        "a title, eight lines of curve, the steps"
-    )
+def test_curves_of_a_line_have_no_gaps_and_keep_the_extremes():
+    values = np.sin(np.arange(5000.0))
+    kept = thin_out(values)
+    assert len(kept) <= 2000
+    assert {int(values.argmin()), int(values.argmax())} <= set(kept.tolist())
+    np.testing.assert_allclose(smooth_values(np.array([1.0, 2.0, 6.0]), 2), [1.0, 1.5, 4.0])
+    steps = np.arange(1, 4)
+    assert draw_sparkline(steps, np.array([0.0, 1.0, 2.0]), first=1, last=3, width=9) == "▁▅█"
+    assert draw_sparkline(steps[::2], np.ones(2), first=1, last=3, width=3) == "▅ ▅"
+    text = draw_chart([Curve("", "rl", "x", np.array([1, 2]), np.array([0.0, 1.0]))], width=4, height=2).plain
+    assert text == "   rl x\n1 ┤⠀⠀⡠⠊\n0 ┤⡠⠊⠀⠀\n   1step 2"
 
 
-def test_a_run_of_few_steps_is_a_line_and_no_dots(tmp_path: Path):
-    write_rows(
-        tmp_path / "metrics.jsonl",
-        [make_metric_row("rl", step, reward__mean=step % 3) for step in range(1, 9)],
-    )
-    (curve,) = draw_curves(read_run(tmp_path), width=40)
-    cells = [line.split("┤")[1] for line in curve.plain.splitlines() if "┤" in line]
-    assert all(any(line[column] != chr(0x2800) for line in cells) for column in range(40)), (
-        "each column of characters has a part of the line"
-    )
+def test_plot_chooses_metrics_by_pattern_and_stacks_runs_without_colours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    write_rows(first / "evaluations.jsonl", {"name": "h", "eval/h/avg@1": 0.5})
+    assert main(["plot", str(first), str(second), "reward/*", "eval/*", "--smooth", "2"]) == 0
+    out = capsys.readouterr().out
+    assert [line.strip() for line in out.splitlines() if line.startswith("  ") and "/" in line] == [
+        *["rl reward/mean"] * 2,
+        "rl eval/h/avg@1",
+    ]
+    assert main(["plot", str(first), "loss/total", "--log", "--png", str(tmp_path / "p.png")]) == 0
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_long_curve_keeps_the_lowest_and_the_highest_value_of_each_stretch():
-    values = [
-        float(index % 7) for index in range(10_000)
-    ]  # stretches of 10: index 0 to 9 has its first 0 at 0 and its 6 at 6
-    steps, kept = thin_out(list(range(1, 10_001)), values)
-    assert (steps[:2], kept[:2]) == ([1, 7], [0.0, 6.0])
-    assert len(kept) == 2000
-    assert steps == sorted(steps)
-    assert thin_out([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["reward/maen"], "near are reward/mean"),
+        (["rewards/*"], "near are reward/mean"),
+        (["reward/mean", "--stage", "sft"], "the stages are rl"),
+        (["reward/mean", "--smooth", "0"], "at least 1"),
+        ([str(Path(__file__).parent)], "name at least one metric"),
+        (["reward/mean", "--png", "/nowhere/x.png"], "cannot be written"),
+    ],
+)
+def test_plot_says_what_is_wrong(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["plot", str(write_run(tmp_path / "run")), *words]) == 2
+    assert message in capsys.readouterr().err
 
 
-def test_smoothing_is_a_running_mean_over_a_tenth():
-    assert smooth([1.0, 2.0, 3.0]) == [1.0, 2.0, 3.0]
-    assert smooth([float(value) for value in range(20)])[:3] == [0.0, 0.5, 1.5]
+# --- query --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    real_import = builtins.__import__
-
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-
-
-@pytest.mark.usefixtures("without_matplotlib")
-def test_without_matplotlib_the_error_says_how_to_install_it(tmp_path: Path):
-    record = read_run(write_run(tmp_path / "run"))
-    with pytest.raises(RunDirError, match=r"rollouts-rl\[plot\]"):
-        save_png(record, tmp_path / "curves.png")
-
-
-def test_the_picture_is_a_png_with_a_column_per_stage(tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    record = read_run(write_run(tmp_path / "run"))
-    save_png(record, tmp_path / "curves.png")
-    data = (tmp_path / "curves.png").read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
-    assert (width, height) == (
-        1210,
-        792,
-    )  # 2 stages x 5.5 in; 3 panels (reward or loss, seconds, accuracy) x 2.2 in + 0.6 in; at 110 dpi
-
-
-def test_a_stage_without_a_metric_gives_its_place_to_the_next(tmp_path: Path):
-    record = read_run(write_run(tmp_path))
-    assert [name for name, _ in choose_panels(record, "sft")] == ["loss/total", "time/step", "evaluations"]
-    assert [name for name, _ in choose_panels(record, "rl")] == ["reward/mean", "time/step", "evaluations"]
-
-
-def test_a_stage_starts_from_the_evaluation_before_it(tmp_path: Path):
-    record = read_run(write_run(tmp_path))
-    points = {
-        stage: [(row["step"], row["eval/heldout/avg@1"]) for row in choose_evaluations(record, stage)]
-        for stage in ("sft", "rl")
-    }
-    assert points == {"sft": [(0, 0.25), (3, 0.5)], "rl": [(0, 0.5), (4, 0.875)]}
-
-
-def test_stages_of_different_height_are_drawn_side_by_side(tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    rows = [
-        make_metric_row("sft", 1, loss__total=1.0),
-        make_metric_row("rl", 1, loss__total=1.0, reward__mean=0.5),
-    ]
-    write_rows(tmp_path / "metrics.jsonl", rows)
-    save_png(read_run(tmp_path), tmp_path / "curves.png")
-    assert (
-        int.from_bytes((tmp_path / "curves.png").read_bytes()[20:24]) == 550
-    )  # 2 panels x 2.2 in + 0.6 in, at 110 dpi
-
-
-def test_a_run_with_evaluations_alone_is_plotted_and_an_empty_one_refused(tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    run = tmp_path / "run"
-    run.mkdir()
+def queried(tmp_path: Path) -> Path:
+    root = tmp_path / "it's a run"
+    write_rows(root / "metrics.jsonl", {"reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5})
+    write_rows(root / "metrics.1.jsonl", {"step": 2, "attempt": 2, "reward/mean": 0.75, "fail/reward": 1})
+    write_rows(root / "samples.jsonl", {"id": "a", "response": "2026-01-02", "metadata": {"k": [1]}})
     write_rows(
-        run / "evaluations.jsonl",
-        [{**make_metric_row("base", 0), "name": "heldout", "eval/heldout/avg@1": 0.5}],
+        root / "evaluations.jsonl",
+        {"name": "one", "eval/a": 0.1},
+        {"name": "two", "eval/a": 0.2, "attempt": 2},
     )
-    save_png(read_run(run), tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").stat().st_size > 1000
-    (run / "evaluations.jsonl").write_text("")
-    with pytest.raises(RunDirError, match="nothing to plot"):
-        save_png(read_run(run), tmp_path / "curves.png")
+    return root
 
 
-def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    with pytest.raises(RunDirError, match="cannot be written"):
-        save_png(read_run(write_run(tmp_path / "run")), tmp_path / "missing" / "curves.png")
+@pytest.mark.parametrize(
+    ("sql", "rows"),
+    [
+        ('SELECT step, "reward/mean" FROM metrics ORDER BY step', [(1, 0.25), (2, 0.75)]),
+        ("SELECT count(*) FROM metrics_all", [(3,)]),
+        ("SELECT response, metadata->>'$.k[0]' FROM samples", [("2026-01-02", "1")]),
+        ("SELECT name FROM evaluations ORDER BY name", [("one",), ("two",)]),
+        ("SELECT count(*), count(track) FROM spans", [(0, 0)]),
+    ],
+)
+def test_views_answer(queried: Path, sql: str, rows: list[tuple[object, ...]]):
+    with open_record(queried) as record:
+        assert list(run_sql(record, sql).rows) == rows
 
 
-def test_reading_a_run_does_not_load_torch(tmp_path: Path):
-    script = (
-        "import sys; from rollouts.cli import main; code = main(['inspect', sys.argv[1]]); "
-        "sys.exit(code or 10 * sum(name in sys.modules for name in ('torch', 'transformers')))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(write_run(tmp_path / "run"))],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "zero_std 8" in done.stdout
+@pytest.mark.parametrize(
+    ("sql", "message"),
+    [
+        ('SELECT "reward/maen" FROM metrics', r'no column reward/maen; did you mean "reward/mean"\?'),
+        ("SELECT reward/mean FROM metrics", 'stands in double quotes: .*"reward/mean"'),
+        ("SELECT * FROM metrix", "the views are metrics"),
+        ("SELECT * FROM read_text('/etc/hostname')", ""),
+        ("SELECT * FROM glob('/etc/*')", ""),
+        ("SELECT * FROM read_text('config.toml')", ""),
+        ("COPY (SELECT 1) TO 'metrics.jsonl' (USE_TMP_FILE false)", "one statement that reads"),
+        ("EXPLAIN ANALYZE COPY (SELECT 1) TO 'metrics.jsonl'", "one statement that reads"),
+        ("CREATE TABLE t (a int)", "one statement that reads"),
+        ("SET enable_external_access = true", "one statement that reads"),
+        ("INSTALL httpfs", ""),
+        ("ATTACH 'x.db'", ""),
+        ("SELECT 1; SELECT 2", "one statement that reads"),
+        ("", "one statement that reads"),
+    ],
+)
+def test_a_query_reads_the_rows_and_nothing_else(
+    queried: Path, sql: str, message: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(queried)
+    (queried / "config.toml").write_text("secret")
+    before = {path: path.read_bytes() for path in queried.iterdir()}
+    with pytest.raises(ConfigError, match=f"^SQL: .*{message}"), open_record(queried) as record:
+        run_sql(record, sql)
+    assert {path: path.read_bytes() for path in queried.iterdir()} == before
+
+
+def test_query_prints_a_table_csv_or_json(queried: Path, capsys: pytest.CaptureFixture[str]):
+    sql = 'SELECT step, "reward/mean" FROM metrics ORDER BY step'
+    with (queried / "metrics.1.jsonl").open("a") as file:
+        file.write('{"stage": "r')
+    assert main(["query", str(queried), sql, "--csv"]) == 0
+    written = capsys.readouterr()
+    assert written.out == "step,reward/mean\n1,0.25\n2,0.75\n"
+    assert "the torn last line (12 bytes) is left out" in written.err
+    assert main(["query", str(queried), sql, "--json"]) == 0
+    assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()] == [1, 2]
+    assert main(["query", str(queried), sql]) == 0
+    assert "│    2 │        0.75 │" in capsys.readouterr().out
+    assert format_cell("a\x1b[2J\n" + "x" * 300) == ("a\\x1b[2J\\n" + "x" * 300)[:204] + "…"

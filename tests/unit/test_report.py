@@ -40,7 +40,6 @@ from rollouts.inspect.report.settings import find_differences, flatten_settings
 from rollouts.inspect.report.spreads import make_spread, whole_edges
 from rollouts.inspect.report.token_view import make_token_values
 from rollouts.inspect.report.updates import parse_update, read_updates
-from rollouts.inspect.transcripts import find_contribution
 from rollouts.run_dir import RunDir
 from tests.browser.written_run import NASTY, head, make_metrics, make_samples, write_rows, write_run
 
@@ -536,29 +535,6 @@ def test_samples_that_trained_have_their_advantage_share_and_tokens(run: Path) -
     assert re.search(
         r"Tokens are shown by number: .*no tokenizer\.json.*1 shown samples were removed",
         " ".join(facts["notes"]),
-    )
-
-
-def test_values_are_those_of_the_first_update_of_the_step_as_samples_shows_them(run: Path) -> None:
-    rows = [
-        head("rl", 20)
-        | {
-            "update": update,
-            "id": "s20-1",
-            "row": 1,
-            "advantage": 0.5,
-            "weight": 1.0 - update / 8,
-        }
-        for update in (2, 3, 4)
-    ]
-    write_rows(run / "contributions.jsonl", rows)
-    _, texts = gather_run(run, sample_bytes=10**6)
-    samples = {sample["id"]: sample for sample in map(json.loads, texts)}
-    contributions = open_columns(RunDir(run), "contributions")
-    assert (
-        samples["s20-1"]["weight"]
-        == 0.75
-        == find_contribution(contributions, head("rl", 20) | {"id": "s20-1"})["weight"]
     )
 
 

@@ -51,6 +51,11 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def take(take_row: Callable[[Row], None], rows: list[Row]) -> None:
+    for row in rows:
+        take_row(row)
+
+
 def steps(rows: list[Row]) -> list[int]:
     return [row["step"] for row in rows]
 
@@ -91,16 +96,16 @@ def test_a_long_file_is_followed_from_its_end(run: Path, monkeypatch: pytest.Mon
 
 def test_a_new_attempt_takes_back_the_steps_that_it_repeats(run: Path):
     view = RunView(run)
-    view.take("metrics", [json.loads(line(step)) for step in (1, 2, 3)])
-    view.take("metrics", [json.loads(line(2, attempt=2))])
+    take(view.take_metrics, [json.loads(line(step)) for step in (1, 2, 3)])
+    take(view.take_metrics, [json.loads(line(2, attempt=2))])
     assert [(step, row["attempt"]) for (_, step), row in view.rows.items()] == [(1, 1), (2, 2)]
     assert list(view.warnings) == ["rl: attempt 2 goes on from step 2"]
 
 
 def test_the_time_left_goes_by_the_median_pace(run: Path):
     view = RunView(run, {"rl": 12})
-    view.take(
-        "metrics",
+    take(
+        view.take_metrics,
         [json.loads(line(1)), json.loads(line(2)), json.loads(line(3)), json.loads(line(4, time_unix=900.0))],
     )
     assert estimate_left_s(view) == 8 * 10.0
@@ -116,9 +121,9 @@ def test_the_screen_says_where_the_run_is(run: Path):
         "time/generate": 2.0,
         "time/step": 2.5,
     }
-    view.take("metrics", [json.loads(line(1)), json.loads(line(2, **row))])
-    view.take(
-        "samples",
+    take(view.take_metrics, [json.loads(line(1)), json.loads(line(2, **row))])
+    take(
+        view.take_sample,
         [{**HEAD, "step": 2, "id": "a", "status": "completed", "reward": 1, "response": "x\x1b[2Jy\nz"}],
     )
     span = {
@@ -130,7 +135,7 @@ def test_the_screen_says_where_the_run_is(run: Path):
         "duration_s": 1.0,
         "tokens": 7,
     }
-    view.take("spans", [span, span])
+    take(view.take_span, [span, span])
     lines = draw_screen(view, HERE, width=200, now_unix=125.0).plain.splitlines()
     assert lines[0] == f"{run}: running"
     assert lines[1] == "rl step 2 of 12, attempt 1, 5 s ago, 2 min left"
@@ -141,15 +146,6 @@ def test_the_screen_says_where_the_run_is(run: Path):
     assert "failed    reward 3" in text
     assert "reward 1: x\\x1b[2Jy\\nz" in text
     assert "warning   rl step 2: 1 optimizer steps changed nothing" in text
-
-
-def test_a_run_of_evaluations_only_shows_them(run: Path):
-    view = RunView(run)
-    view.take(
-        "evaluations", [{**HEAD, "stage": "base", "step": 0, "name": "heldout", "eval/heldout/avg@1": 0.5}]
-    )
-    lines = draw_screen(view, HERE, width=200, now_unix=125.0).plain.splitlines()
-    assert lines[1:] == ["no step has ended yet", "evaluated base step 0: eval/heldout/avg@1 0.5"]
 
 
 def test_a_row_of_another_writer_is_shown_as_far_as_it_goes(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -261,11 +257,3 @@ def test_tail_prints_the_screen_of_a_run_that_is_over(run: Path, capsys: pytest.
         assert ": stopped\n" in capsys.readouterr().out
     assert main(["tail", str(run), "--every", "0"]) == 2
     assert main(["tail", str(run / "nothing")]) == 2
-
-
-def test_ctrl_c_ends_it_with_130(run: Path, monkeypatch: pytest.MonkeyPatch):
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(trio, "run", interrupt)
-    assert main(["tail", str(run)]) == 130

@@ -1,0 +1,38 @@
+"""Rows of a made-up run directory for the tests of what looks at runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+HEAD = {"schema": 1, "stage": "rl", "step": 1, "policy_version": 0, "attempt": 1, "time_unix": 1.0}
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
+    """Writes rows, each with what HEAD has and it lacks; the path."""
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text("".join(json.dumps({**HEAD, **row}) + "\n" for row in rows))
+    return path
+
+
+def write_run(root: Path, **metrics: float) -> Path:
+    """A run of 20 steps of RL that is finished; `metrics` are added to each step. `a__b` stands for `a/b`."""
+    more = {name.replace("__", "/"): value for name, value in metrics.items()}
+    rows = [
+        {
+            "step": step,
+            "policy_version": step - 1,
+            "time_unix": 100.0 + step,
+            "reward/mean": step / 20,
+            "loss/total": 1 / step,
+            "time/step": 2.0,
+            "time/generate": 1.5,
+            **more,
+        }
+        for step in range(1, 21)
+    ]
+    write_rows(root / "metrics.jsonl", *rows)
+    (root / "config.toml").write_text(f'seed = 0\n[output]\ndir = "{root}"\n')
+    (root / "summary.json").write_text(json.dumps({"mode": "rl", "accuracy": {"base": 0.0, "rl": 0.5}}))
+    return root
