@@ -10,6 +10,7 @@ nothing of the package: what is here can be seen by the code.
 """
 
 # pathlib would lengthen the start of this process.
+# ruff: noqa: PTH102, PTH103, PTH110, PTH112, PTH114, PTH115, PTH120, PTH123, PTH211, S102
 from __future__ import annotations
 
 import contextlib
@@ -46,7 +47,8 @@ def main(request_fd: int, result_fd: int) -> None:
         request = json.load(file)
     if os.getppid() != request["worker"]:
         return  # it died before this process asked to die with it
-    signal.alarm(request["cpu_s"] + 90)  # in case that the worker hangs; not inherited by the inner processes
+    # In case that the worker hangs; the inner processes do not inherit it.
+    signal.alarm(request["timeout_s"] + 90)
     is_root = os.geteuid() == 0
     own_uid = FIRST_OWN_UID + os.getpid()  # here, for in a namespace of processes the numbers start anew
     got: dict[str, bool] = {  # noqa: C420
@@ -182,8 +184,8 @@ def set_read_only(path: str) -> None:
 def give_up_privileges(request: dict[str, Any], got: dict[str, bool], own_uid: int | None) -> None:
     """Writes into `got` what succeeded. The order matters: first what needs rights, then the rights."""
     limit(resource.RLIMIT_CORE, 0)
-    limit(resource.RLIMIT_CPU, request["cpu_s"])
-    limit(resource.RLIMIT_FSIZE, request["disk_bytes"])
+    limit(resource.RLIMIT_CPU, request["timeout_s"] + 1)
+    limit(resource.RLIMIT_FSIZE, max(request["disk_bytes"], request["output_bytes"] + 1))  # stdout is a file
     limit(resource.RLIMIT_NOFILE, 64)
     changed_user = own_uid is not None and change_user(own_uid)
     got["user"] = changed_user or got["filesystem"]

@@ -229,7 +229,7 @@ def test_an_entry_point_is_a_name():
     [
         (
             {"require": ["internet"]},
-            "holds 'internet'; it is a list of network, filesystem, processes, memory, user, privileges",
+            "it is a list of network, filesystem, processes, memory, user, privileges",
         ),
         ({"require": "network"}, "it is a list of"),
         (
@@ -248,13 +248,6 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str):
 def test_isolation_that_is_there_may_be_required():
     there = [name for name, value in asdict(describe_isolation()).items() if value]
     assert make_code_reward(require=there)(sample_of("x = 1", "assert x")).reward == 1.0
-
-
-def test_missing_isolation_is_named():
-    partly = Isolation(
-        network=False, filesystem=True, processes=True, memory=True, user=False, privileges=True
-    )
-    assert partly.missing() == ("network", "user")
 
 
 def test_a_child_that_does_not_start_is_an_error_and_not_a_reward(
@@ -519,7 +512,7 @@ def test_the_code_ends_with_a_worker_that_is_killed(tmp_path: Path, namespaces: 
 
 
 def test_what_the_documentation_says_can_be_forged_can_be():
-    """Code and test share an interpreter: this is why programs judged by their output are the stronger form."""
+    """Code and test share an interpreter: programs judged by their output are the stronger form."""
     code = (
         "class Anything:\n    def __eq__(self, other):\n        return True\ndef f(x):\n    return Anything()"
     )
