@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import trio
 
-from rollouts.data.chat import tokenize_conversation
 from rollouts.errors import (
     BackendClosed,
     BackendError,
-    CheckpointError,
     EarlierStepFailed,
     EngineClosed,
     EngineError,
@@ -53,33 +50,11 @@ def test_text_survives_the_tokenizer_and_special_tokens_do_not():
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<|start|>user\nä?<|end|>"
 
 
-def test_the_fake_template_trains_a_conversation():
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    conversation = tokenize_conversation(turns, FakeTokenizer())  # type: ignore[arg-type]
-    (span,) = conversation.spans
-    assert conversation.token_ids[span.start : span.end].tolist() == [ord("b"), FAKE_END]
-
-
 # --- engine ---
 
 
 async def generate(engine: ScriptedEngine, into: list[Completion], *arguments, **options) -> None:
     into.append(await engine.generate(request(*arguments, **options)))
-
-
-async def test_the_engine_takes_the_time_that_its_script_says(autojump_clock):
-    engine = ScriptedEngine(lambda request: ScriptedReply(text="abc", token_s=2.0, first_token_s=5.0))
-    completion = await engine.generate(request())
-    assert trio.current_time() == 5 + 4 * 2
-    assert completion.token_ids.tolist() == [*b"abc", FAKE_END] and completion.finish_reason == "stop"
-    assert ((completion.log_probs < 0) & (completion.log_probs > -2)).all() and engine.in_flight == 0
-
-
-async def test_the_engine_stops_at_the_token_limit():
-    completion = await ScriptedEngine(lambda request: ScriptedReply(text="abc")).generate(
-        request(max_new_tokens=3)
-    )
-    assert completion.token_ids.tolist() == [*b"abc"] and completion.finish_reason == "length"
 
 
 async def test_each_token_has_the_version_that_made_it(autojump_clock):
@@ -108,17 +83,6 @@ async def test_abort_ends_requests_with_what_they_have(autojump_clock):
     assert done[1].finish_reason == "stop" and trio.current_time() == 16
 
 
-async def test_wait_lets_active_requests_finish(autojump_clock):
-    engine = ScriptedEngine(lambda request: ScriptedReply(text="abc", token_s=1.0))
-    done: list[Completion] = []
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(generate, engine, done)
-        await trio.sleep(1.5)
-        await engine.pause("wait")
-        assert done[0].finish_reason == "stop" and trio.current_time() == 4
-        await engine.resume()
-
-
 async def test_keep_freezes_requests_until_resume(autojump_clock):
     engine = ScriptedEngine(lambda request: ScriptedReply(text="abc", token_s=1.0))
     done: list[Completion] = []
@@ -130,13 +94,6 @@ async def test_keep_freezes_requests_until_resume(autojump_clock):
         await trio.sleep(10)
         await engine.resume()
     assert done[0].token_ids.tolist() == [*b"abc", FAKE_END]
-
-
-async def test_cancelling_a_caller_frees_its_request(autojump_clock):
-    engine = ScriptedEngine(lambda request: ScriptedReply(token_s=5.0))
-    with trio.move_on_after(1):
-        await engine.generate(request())
-    assert engine.in_flight == 0 and engine.statistics() == {"running": 0.0, "requests": 1.0}
 
 
 async def test_requests_that_break_a_rule_are_refused(autojump_clock):
@@ -264,20 +221,3 @@ async def test_a_failure_that_nobody_awaited_is_raised_when_the_backend_closes()
         await forget_the_future()
     with pytest.raises(BackendClosed):
         opened[0].optim_step()
-
-
-async def test_what_is_saved_is_loaded(tmp_path: Path):
-    async with open_fake_backend() as backend:
-        await backend.optim_step()
-        await backend.set_weight_version(3)
-        await backend.save(tmp_path / "step_1")
-        assert json.loads((tmp_path / "step_1" / "fake.json").read_text()) == {"version": 3, "steps": 1}
-        weights = await backend.get_weights()
-        await backend.optim_step()
-        await backend.load_weights(weights)
-        assert (await backend.get_weights())["weight"].tolist() == [1.0, 1.0]
-    async with open_fake_backend() as other:
-        await other.load(tmp_path / "step_1")
-        assert other.weight_version == 3 and isinstance(other, FakeBackend)
-        with pytest.raises(CheckpointError, match="no such file"):
-            await other.load(tmp_path)
