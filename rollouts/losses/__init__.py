@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping
-from typing import cast, get_args, get_type_hints
+from typing import cast
 
 import torch
 
@@ -15,7 +15,6 @@ from rollouts.errors import ConfigError, RolloutsError
 from rollouts.losses.corrections import CORRECTIONS, parse_correction
 from rollouts.losses.inputs import LossFn, LossInputs, LossOutput
 from rollouts.losses.kl import KL_ESTIMATORS
-from rollouts.losses.linear import linear_loss
 from rollouts.losses.plug_ins import import_function
 from rollouts.losses.rl_losses import (
     cispo_loss,
@@ -31,7 +30,7 @@ from rollouts.losses.rl_losses import (
     reinforce_loss,
     sapo_loss,
 )
-from rollouts.losses.sft import sft_loss
+from rollouts.losses.token_losses import linear_loss, sft_loss
 from rollouts.losses.value_loss import critic_loss
 from rollouts.types import LossUnit
 
@@ -89,15 +88,12 @@ def check_loss_params(name: str, params: Mapping[str, object]) -> None:
     that it takes.
     """
     accepted = _list_keywords(resolve_loss(name))
-    if accepted is None:
-        return
     for key in params:
-        if key in accepted:
-            continue
-        nearest = difflib.get_close_matches(key, accepted, n=1, cutoff=0.6)
-        question = f"did you mean {nearest[0]!r}? It" if nearest else "it"
-        hint = f"{question} takes {', '.join(accepted)}" if accepted else "it takes none"
-        raise ConfigError(f"loss {name!r} has no parameter {key!r}; {hint}")
+        if accepted is not None and key not in accepted:
+            nearest = difflib.get_close_matches(key, accepted, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            takes = ", ".join(accepted) or "none"
+            raise ConfigError(f"loss {name!r} has no parameter {key!r}{hint} It takes {takes}")
     correction = params.get("correction")
     if name in LOSSES and correction:
         parse_correction(str(correction))
@@ -124,7 +120,7 @@ def try_loss(
     zeros = torch.zeros(1, 1)
     inputs = LossInputs(
         log_probs=zeros.clone().requires_grad_(),
-        mask=torch.ones(1, 1, dtype=torch.bool),
+        mask=zeros == 0,
         entropy=zeros.clone().requires_grad_(wants_entropy_gradient(name, params)),
         advantages=zeros + 1.0,
         old_log_probs=zeros if recompute_old else None,
@@ -138,10 +134,9 @@ def try_loss(
     except RolloutsError:
         raise
     except Exception as error:
-        given = ", ".join(f"{key}={value!r}" for key, value in params.items())
         raise ConfigError(
-            f"loss {name!r} fails with {given}: {type(error).__name__}: {error}; look for a value of the"
-            " wrong kind"
+            f"loss {name!r} fails with {dict(params)}: {type(error).__name__}: {error}; look for a value of"
+            " the wrong kind"
         ) from error
 
 
@@ -159,16 +154,9 @@ def wants_entropy_gradient(name: str, params: Mapping[str, object]) -> bool:
 
 
 def _list_keywords(loss: LossFn) -> list[str] | None:
-    """The keywords of a loss beside `unit`, those of an unpacked TypedDict included; None where it takes any."""
-    accepted: list[str] = []
-    for parameter in inspect.signature(loss).parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name != "unit":
-            accepted.append(parameter.name)
-        if parameter.kind is parameter.VAR_KEYWORD:
-            unpacked = (
-                get_args(get_type_hints(loss).get(parameter.name)) if hasattr(loss, "__annotations__") else ()
-            )
-            if not unpacked:
-                return None
-            accepted += get_type_hints(unpacked[0])
-    return accepted
+    """The keywords of a loss beside `unit`; None where it takes any."""
+    parameters = [*inspect.signature(loss).parameters.values()]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    return [name for name in keywords if name != "unit"]

@@ -5,13 +5,17 @@ A correction is a function of (inputs, **numbers) to weights [B, T] without grad
 sum. The denominator stays that of the whole batch: a dropped token counts as one that taught nothing. With w
 = exp(q − mu):
 
-    weights: q must be the recomputed old_log_probs         masks, 0 or 1: q is old_log_probs, or the policy itself without them
-    token_tis        min(w, cap)                            token_mask        low <= w <= high
-    icepop           w if low <= w <= high, else 0          geometric_mask    low <= exp(mean of log w) <= high, of the row
-    sequence_tis     min(product of the row's w, cap)       veto              no token of the row has w < floor
-                                                            sequence_k1_mask  |mean of −log w| <= limit, of the row
-                                                            sequence_k3_mask  mean of w − 1 − log w <= limit, of the row
-                                                            opsm              A >= 0, or mean of mu − lp <= delta, of the row
+    weights; q must be the recomputed old_log_probs
+    token_tis         min(w, cap)
+    icepop            w if low <= w <= high, else 0
+    sequence_tis      min(product of the row's w, cap)
+    masks, 0 or 1; q is old_log_probs, or the policy itself without them
+    token_mask        low <= w <= high
+    geometric_mask    low <= exp(mean of log w) <= high, of the row
+    veto              no token of the row has w < floor
+    sequence_k1_mask  |mean of −log w| <= limit, of the row
+    sequence_k3_mask  mean of w − 1 − log w <= limit, of the row
+    opsm              A >= 0, or mean of mu − lp <= delta, of the row
 
 Without old_log_probs a loss takes its ratio against mu itself; a weight would count the gap twice, so it is
 refused there. `reinforce` and `dro` have no ratio: for them q is the policy itself.
@@ -28,16 +32,20 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from rollouts.errors import ConfigError
-from rollouts.losses.inputs import LossInputs, need_advantages, need_rollout_log_probs
+from rollouts.losses.inputs import LossInputs, require
 from rollouts.losses.plug_ins import import_function
-from rollouts.losses.ratios import MAX_LOG_RATIO, compute_log_ratio, compute_row_mean, compute_token_ratio
+from rollouts.losses.reductions import (
+    MAX_LOG_RATIO,
+    compute_log_ratio,
+    compute_row_mean,
+    compute_token_ratio,
+)
 
 Correction = Callable[[LossInputs], Tensor]
 """Inputs that are 0 outside the mask -> weights [B, T], not negative, without gradient."""
@@ -55,37 +63,27 @@ def compute_truncated_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, 
     policy, exactly as long as the cap does not bite. Sources: 1606.02647; Yao et al. 2025. Raises ConfigError
     if cap is not positive.
     """
-    if not cap > 0:
-        raise ConfigError(f"importance_cap={cap} must be above 0; 2.0 is usual")
+    require(cap > 0, f"cap={cap} of an importance weight must be above 0; 2.0 is usual")
     return compute_token_ratio(old_log_probs.detach(), rollout_log_probs.detach()).clamp(max=cap)
 
 
 def token_tis(inputs: LossInputs, *, cap: float = 2.0) -> Tensor:
-    """min(w, cap) per token; see compute_truncated_weights. Raises ConfigError without old and the engine's
-    log-probs.
-    """
-    old, mu = _need_both(inputs, "token_tis")
-    return compute_truncated_weights(old, mu, cap)
+    """min(w, cap) per token; see compute_truncated_weights."""
+    return compute_truncated_weights(*_need_both(inputs), cap)
 
 
 def icepop(inputs: LossInputs, *, low: float = 0.5, high: float = 5.0) -> Tensor:
-    """w where low <= w <= high, else 0: a token that the two disagree on is dropped instead of capped. Paper:
-    IcePop, 2510.18855.
-    """
-    _check_band("icepop", low, high)
-    weights = compute_token_ratio(*_need_both(inputs, "icepop"))
-    return torch.where((weights < low) | (weights > high), torch.zeros_like(weights), weights)
+    """w where low <= w <= high, else 0: a token that the two disagree on is dropped. IcePop, 2510.18855."""
+    weights = compute_token_ratio(*_need_both(inputs))
+    return weights.masked_fill(_outside(weights, low, high), 0.0)
 
 
 def sequence_tis(inputs: LossInputs, *, cap: float = 2.0) -> Tensor:
-    """min(exp(Σ log w), cap) on every token of a row: the importance weight of the whole sequence. Source:
-    richardli.xyz/rl-collapse.
-    """
-    if not cap > 0:
-        raise ConfigError(f"cap={cap} of sequence_tis must be above 0; 2.0 is usual")
-    old, mu = _need_both(inputs, "sequence_tis")
-    total = torch.where(inputs.mask, old - mu, torch.zeros_like(mu)).sum(-1, keepdim=True)
-    return _spread(torch.exp(total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).clamp(max=cap), inputs)
+    """min(exp(Σ log w), cap) on every token of a row: of the sequence. richardli.xyz/rl-collapse."""
+    require(cap > 0, f"cap={cap} of sequence_tis must be above 0; 2.0 is usual")
+    old, mu = _need_both(inputs)
+    total = torch.where(inputs.mask, old - mu, 0.0).sum(-1, keepdim=True)
+    return torch.exp(total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).clamp(max=cap).expand_as(mu)
 
 
 # --- masks --------------------------------------------------------------------------------------------------
@@ -93,44 +91,35 @@ def sequence_tis(inputs: LossInputs, *, cap: float = 2.0) -> Tensor:
 
 def token_mask(inputs: LossInputs, *, low: float = 0.5, high: float = 2.0) -> Tensor:
     """1 where low <= w <= high, else 0."""
-    _check_band("token_mask", low, high)
-    weights = torch.exp(_compute_log_weights(inputs, "token_mask"))
-    return _keep(~((weights < low) | (weights > high)), weights, inputs)
+    weights = torch.exp(_compute_log_weights(inputs))
+    return _drop(_outside(weights, low, high), weights, inputs)
 
 
 def geometric_mask(inputs: LossInputs, *, low: float = 0.99, high: float = 1.01) -> Tensor:
     """1 on rows with low <= exp(mean of log w) <= high, else 0. Source: richardli.xyz/rl-collapse."""
-    _check_band("geometric_mask", low, high)
-    mean = torch.exp(compute_row_mean(_compute_log_weights(inputs, "geometric_mask"), inputs.mask))
-    return _keep(~((mean < low) | (mean > high)), mean, inputs)
+    mean = torch.exp(compute_row_mean(_compute_log_weights(inputs), inputs.mask))
+    return _drop(_outside(mean, low, high), mean, inputs)
 
 
 def veto(inputs: LossInputs, *, floor: float = 1e-4) -> Tensor:
-    """0 on rows in which a token has w < floor, else 1: one token that the trainer would hardly give spoils
-    its row.
-    """
-    if not 0 < floor < 1:
-        raise ConfigError(f"floor={floor} of veto must lie between 0 and 1; 1e-4 is usual")
-    log_weights = _compute_log_weights(inputs, "veto")
+    """0 on rows in which a token has w < floor, else 1: a token that the trainer would hardly give."""
+    require(0 < floor < 1, f"floor={floor} of veto must lie between 0 and 1; 1e-4 is usual")
+    log_weights = _compute_log_weights(inputs)
     spoilt = ((log_weights < math.log(floor)) & inputs.mask).any(-1, keepdim=True)
-    return _keep(~spoilt, compute_row_mean(log_weights, inputs.mask), inputs)
+    return _drop(spoilt, compute_row_mean(log_weights, inputs.mask), inputs)
 
 
 def sequence_k1_mask(inputs: LossInputs, *, limit: float = 0.1) -> Tensor:
-    """1 on rows with |mean of −log w| <= limit nats, else 0: −log w estimates KL(engine || trainer), of
-    either sign.
-    """
-    _check_limit("sequence_k1_mask", limit)
-    mean = compute_row_mean(_compute_log_weights(inputs, "sequence_k1_mask"), inputs.mask)
-    return _keep(~(mean.abs() > limit), mean, inputs)
+    """1 on rows with |mean of −log w| <= limit nats, else 0: an estimate of KL(engine || trainer)."""
+    mean = compute_row_mean(_compute_log_weights(inputs), inputs.mask)
+    return _drop(_beyond(mean.abs(), limit), mean, inputs)
 
 
 def sequence_k3_mask(inputs: LossInputs, *, limit: float = 0.1) -> Tensor:
     """1 on rows with mean of w − 1 − log w <= limit nats, else 0: KL(engine || trainer), never negative."""
-    _check_limit("sequence_k3_mask", limit)
-    log_weights = _compute_log_weights(inputs, "sequence_k3_mask")
+    log_weights = _compute_log_weights(inputs)
     mean = compute_row_mean(torch.exp(log_weights) - 1.0 - log_weights, inputs.mask)
-    return _keep(~(mean > limit), mean, inputs)
+    return _drop(_beyond(mean, limit), mean, inputs)
 
 
 def opsm(inputs: LossInputs, *, delta: float = 0.1) -> Tensor:
@@ -139,38 +128,28 @@ def opsm(inputs: LossInputs, *, delta: float = 0.1) -> Tensor:
     What the policy has moved away from is not pushed further. lp is the policy as it is now. Paper:
     DeepSeek-V3.2, 2512.02556.
     """
-    _check_limit("opsm", delta)
-    gap = compute_log_ratio(need_rollout_log_probs(inputs, "opsm"), inputs.log_probs.detach())
+    gap = compute_log_ratio(inputs.need("rollout_log_probs"), inputs.log_probs.detach())
     mean = compute_row_mean(gap, inputs.mask)
-    return _keep(~((mean > delta) & (need_advantages(inputs, "opsm") < 0)), mean, inputs)
+    return _drop(_beyond(mean, delta) & (inputs.need("advantages") < 0), mean, inputs)
 
 
 CORRECTIONS: dict[str, Callable[..., Tensor]] = {
-    "token_tis": token_tis,
-    "icepop": icepop,
-    "sequence_tis": sequence_tis,
-    "token_mask": token_mask,
-    "geometric_mask": geometric_mask,
-    "veto": veto,
-    "sequence_k1_mask": sequence_k1_mask,
-    "sequence_k3_mask": sequence_k3_mask,
-    "opsm": opsm,
+    function.__name__: function
+    for function in (
+        token_tis,
+        icepop,
+        sequence_tis,
+        token_mask,
+        geometric_mask,
+        veto,
+        sequence_k1_mask,
+        sequence_k3_mask,
+        opsm,
+    )
 }
 
 
 # --- by name ------------------------------------------------------------------------------------------------
-
-
-def combine_corrections(*corrections: Correction) -> Correction:
-    """The product of their weights."""
-
-    def combined(inputs: LossInputs) -> Tensor:
-        return math.prod(
-            (correction(inputs) for correction in corrections),
-            start=torch.ones_like(inputs.log_probs.detach()),
-        )
-
-    return combined
 
 
 @functools.cache
@@ -181,78 +160,48 @@ def parse_correction(text: str) -> Correction:
     Raises ConfigError naming the factor that is not understood or the number that breaks its rule,
     PlugInError for a function that cannot be imported.
     """
-    return combine_corrections(*(_parse_factor(factor.strip(), text) for factor in text.split("*")))
+    factors = [_parse_factor(factor.strip(), text) for factor in text.split("*")]
+    return lambda inputs: functools.reduce(torch.mul, [factor(inputs) for factor in factors])
 
 
 def _parse_factor(factor: str, text: str) -> Correction:
     match = FACTOR.fullmatch(factor)
     if match is None:
         raise ConfigError(
-            f"correction={text!r}: {factor!r} is not understood; write name(number=value, ...), several"
-            " joined by *"
+            f"correction={text!r}: {factor!r} is not understood; write name(number=value, ...), joined by *"
         )
-    name, inside = match.group(1), match.group(2)
-    function = CORRECTIONS.get(name)
-    if function is None and ":" in name:
+    name, inside = match.groups()
+    if ":" in name:
         function = import_function("correction", name, "(inputs, **numbers)")
-    if function is None:
+    elif name in CORRECTIONS:
+        function = CORRECTIONS[name]
+    else:
         raise ConfigError(
             f"correction={text!r}: {name!r} is not known; corrections are {', '.join(CORRECTIONS)}, or"
             " module:function"
         )
-    numbers = _parse_numbers(inside or "", factor, text)
-    _check_numbers(function, numbers, factor, text)
-    if name in CORRECTIONS:
-        nothing = torch.zeros(1, 1)
-        function(
-            LossInputs(
-                log_probs=nothing,
-                mask=nothing > 0,
-                advantages=nothing,
-                old_log_probs=nothing,
-                rollout_log_probs=nothing,
-            ),
-            **numbers,
-        )
-    return functools.partial(function, **numbers)
-
-
-def _parse_numbers(inside: str, factor: str, text: str) -> dict[str, float]:
-    numbers: dict[str, float] = {}
-    for part in filter(None, (part.strip() for part in inside.split(","))):
-        key, _, value = (piece.strip() for piece in part.partition("="))
-        try:
-            numbers[key] = float(value)
-        except ValueError as error:
-            raise ConfigError(
-                f"correction={text!r}: {part!r} in {factor!r} is not name=number; write for example cap=2.0"
-            ) from error
-    return numbers
-
-
-def _check_numbers(
-    function: Callable[..., Any], numbers: Mapping[str, float], factor: str, text: str
-) -> None:
-    parameters = inspect.signature(function).parameters.values()
-    accepted = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-    if unknown := [key for key in numbers if key not in accepted]:
+    nothing = torch.zeros(1, 1)
+    inputs = LossInputs(
+        log_probs=nothing,
+        mask=nothing > 0,
+        advantages=nothing,
+        old_log_probs=nothing,
+        rollout_log_probs=nothing,
+    )
+    try:
+        pairs = (part.split("=") for part in (inside or "").split(",") if part.strip())
+        found = functools.partial(function, **{key.strip(): float(value) for key, value in pairs})
+        if name in CORRECTIONS:
+            found(inputs)
+        else:
+            inspect.signature(found).bind(inputs)
+    except (ValueError, TypeError) as error:
+        names = ", ".join(inspect.getfullargspec(function).kwonlyargs)
         raise ConfigError(
-            f"correction={text!r}: {factor!r} takes no {unknown[0]!r}; it takes"
-            f" {', '.join(accepted) or 'none'}"
-        )
-
-
-# --- measures -----------------------------------------------------------------------------------------------
-
-
-def compute_ess_fraction(mean_weight: float, mean_square_weight: float) -> float:
-    """Effective sample size over the number of tokens, (Σw)² / (n Σw²), from the mean weight and the mean
-    squared weight: 1 is perfect.
-
-    The two means merge across micro-batches and ranks, this number does not: take it last. No weight at all
-    gives 0.
-    """
-    return mean_weight**2 / mean_square_weight if mean_square_weight > 0 else 0.0
+            f"correction={text!r}: {factor!r} is not understood ({error}); it takes {names or 'none'}, as in"
+            " token_tis(cap=2.0)"
+        ) from error
+    return found
 
 
 # --- log-probs ----------------------------------------------------------------------------------------------
@@ -278,61 +227,46 @@ def compute_loglinear_prox(
 
     sampled_version [B, T] is the weight version that produced each token, mu at that version, lp of the
     policy at `version`. α is held within 0 and 1; a token of the current version has α = 0, for lp and mu are
-    then of the same weights. It goes in the place of LossInputs.old_log_probs. Source: AReaL,
+    then of the same weights. It takes the place of LossInputs.old_log_probs. Source: AReaL,
     docs/en/algorithms/prox_approx.md. Raises ConfigError if old_version is above version.
     """
-    if old_version > version:
-        raise ConfigError(
-            f"old_version={old_version} is above version={version}; old is the policy before the update,"
-            " version - 1 as a rule"
-        )
+    require(old_version <= version, f"old_version={old_version} must not be above version={version}")
     mu = rollout_log_probs.detach()
     elapsed = (version - sampled_version).to(mu.dtype)
-    share = torch.where(
-        elapsed > 0,
-        (old_version - sampled_version).to(mu.dtype) / elapsed.clamp(min=1),
-        torch.zeros_like(elapsed),
-    )
+    share = torch.where(elapsed > 0, (old_version - sampled_version) / elapsed.clamp(min=1), 0.0)
     return mu + share.clamp(0.0, 1.0) * (log_probs.detach() - mu)
 
 
 # --- pieces -------------------------------------------------------------------------------------------------
 
 
-def _need_both(inputs: LossInputs, name: str) -> tuple[Tensor, Tensor]:
-    mu = need_rollout_log_probs(inputs, name)
+def _need_both(inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    mu = inputs.need("rollout_log_probs")
     if inputs.old_log_probs is None:
         raise ConfigError(
-            f"correction {name!r} weighs by exp(old - mu) and there are no old log-probs: the ratio is"
-            " against the engine already; set rl.recompute_old = true, or use a mask, for example token_mask"
+            "a correction that weighs by exp(old - mu) needs old log-probs: the ratio is against the engine"
+            " already; set rl.recompute_old = true, or use a mask, for example token_mask"
         )
     return inputs.old_log_probs.detach(), mu.detach()
 
 
-def _compute_log_weights(inputs: LossInputs, name: str) -> Tensor:
+def _compute_log_weights(inputs: LossInputs) -> Tensor:
     """[B, T] log w, q being old_log_probs or else the policy itself."""
     policy = inputs.log_probs if inputs.old_log_probs is None else inputs.old_log_probs
-    return compute_log_ratio(policy.detach(), need_rollout_log_probs(inputs, name).detach())
+    return compute_log_ratio(policy.detach(), inputs.need("rollout_log_probs").detach())
 
 
-def _spread(values: Tensor, inputs: LossInputs) -> Tensor:
-    return values.to(inputs.log_probs.dtype).expand_as(inputs.log_probs)
+def _outside(weights: Tensor, low: float, high: float) -> Tensor:
+    require(0 <= low < high, f"low={low}, high={high}; the rule is 0 <= low < high, for example 0.5 and 2")
+    return (weights < low) | (weights > high)
 
 
-def _keep(kept: Tensor, statistic: Tensor, inputs: LossInputs) -> Tensor:
-    """kept as 1 and 0, NaN where the statistic that decides is NaN: a comparison with NaN is false and would
-    keep what nobody measured.
-    """
-    return torch.where(statistic.isnan(), _spread(statistic, inputs), _spread(kept, inputs))
+def _beyond(mean: Tensor, limit: float) -> Tensor:
+    require(limit >= 0, f"the limit {limit} nats of a mask must not be negative; 0.1 is usual")
+    return mean > limit
 
 
-def _check_band(name: str, low: float, high: float) -> None:
-    if not 0 <= low < high:
-        raise ConfigError(
-            f"low={low}, high={high} of {name}; the rule is 0 <= low < high, for example 0.5 and 2"
-        )
-
-
-def _check_limit(name: str, limit: float) -> None:
-    if not limit >= 0:
-        raise ConfigError(f"the limit of {name} is {limit} nats; it must not be negative, 0.1 is usual")
+def _drop(dropped: Tensor, statistic: Tensor, inputs: LossInputs) -> Tensor:
+    """0 where dropped, else 1; NaN where the statistic is NaN, with which every comparison is false."""
+    kept = torch.ones_like(statistic).masked_fill(statistic.isnan(), torch.nan)
+    return torch.where(dropped, 0.0, kept).expand_as(inputs.log_probs)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rollouts.errors import ConfigError
-from rollouts.losses.inputs import LossOutput
+from rollouts.losses.inputs import LossOutput, require
 from rollouts.losses.kl import sum_kl_terms
 from rollouts.losses.reductions import collect_token_metrics, reduce_loss
 from rollouts.types import LossUnit
@@ -31,7 +30,7 @@ def compute_divergence(
     """[N] generalised Jensen-Shannon divergence between softmax(teacher / temperature) and softmax(student /
     temperature), [N, V] each.
 
-    beta in (0, 1)   β·KL(teacher || m) + (1 − β)·KL(student || m), m = β·teacher + (1 − β)·student; at most log 2 for β = ½
+    beta in (0, 1)   β·KL(teacher || m) + (1 − β)·KL(student || m), m = β·teacher + (1 − β)·student
     beta = 0         KL(teacher || student): forward, covers what the teacher does
     beta = 1         KL(student || teacher): reverse, seeks the teacher's mode
 
@@ -168,13 +167,8 @@ def _in_tiles(
 
 
 def _check_params(beta: float, temperature: float) -> None:
-    if not 0 <= beta <= 1:
-        raise ConfigError(
-            f"distillation: beta={beta} must be between 0 (forward KL) and 1 (reverse KL); 0.5 is the"
-            " Jensen-Shannon divergence"
-        )
-    if not temperature > 0:
-        raise ConfigError(f"distillation: temperature={temperature} must be above 0; 1.0 is usual")
+    require(0 <= beta <= 1, f"distillation: beta={beta} must be between 0 (forward KL) and 1 (reverse KL)")
+    require(temperature > 0, f"distillation: temperature={temperature} must be above 0; 1.0 is usual")
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:

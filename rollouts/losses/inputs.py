@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -15,36 +15,36 @@ from rollouts.types import Metric
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """Per-token values of one micro-batch, all [B, T]. What lies outside the mask is garbage, NaN included."""
+    """Per-token values of one micro-batch, all [B, T]. What lies outside the mask is garbage, perhaps NaN."""
 
-    # [B, T] with gradient: the policy's log-prob of each token, nats; of a model with a scalar head: its
-    # value before the token
+    # with gradient: the policy's log-prob of each token, nats; a scalar head's value before the token
     log_probs: Tensor
-    mask: Tensor  # [B, T] bool: True where the token trains
-    entropy: Tensor | None = (
-        # [B, T] nats, of the policy's distribution; with gradient only for a loss with an entropy_coef. None:
-        # no policy
-        None
-    )
-    advantages: Tensor | None = None  # [B, T]
-    old_log_probs: Tensor | None = (
-        None  # [B, T] nats: the trainer's own, recomputed before the first update on the batch
-    )
-    rollout_log_probs: Tensor | None = (
-        None  # [B, T] nats: mu, of the distribution that the engine sampled from
-    )
-    ref_log_probs: Tensor | None = None  # [B, T] nats: the frozen reference's
-    returns: Tensor | None = None  # [B, T] in the reward's unit: what the values are to become
-    old_values: Tensor | None = None  # [B, T] the critic's own, before the first update on the batch
-    note_weights: Callable[[Tensor], None] | None = (
-        None  # is told the weights [B, T] of a correction, where the loss has one
-    )
+    mask: Tensor  # bool: True where the token trains
+    entropy: Tensor | None = None  # nats; with gradient only for a loss with an entropy_coef. None: no policy
+    advantages: Tensor | None = None
+    old_log_probs: Tensor | None = None  # nats: the trainer's own, before the first update on the batch
+    rollout_log_probs: Tensor | None = None  # nats: mu, of the distribution that the engine sampled from
+    ref_log_probs: Tensor | None = None  # nats: the frozen reference's
+    returns: Tensor | None = None  # in the reward's unit: targets of the values
+    old_values: Tensor | None = None  # the critic's own, before the first update on the batch
+    note_weights: Callable[[Tensor], None] | None = None  # gets the weights [B, T] of a correction
+
+    def need(self, name: str) -> Tensor:
+        """A field. Raises ConfigError where the batch lacks it."""
+        values = getattr(self, name)
+        require(
+            values is not None,
+            f"the loss needs {name} and the batch has none; fill RolloutBatch.{name}",
+        )
+        return values
+
+    def need_old(self) -> Tensor:
+        """What a ratio is taken against: recomputed log-probs, or mu. Raises ConfigError without."""
+        return self.need("rollout_log_probs") if self.old_log_probs is None else self.old_log_probs
 
 
 class LossOutput(NamedTuple):
-    """A sum and what it sums over. The backend divides by the count of the whole batch, never by that of a
-    micro-batch.
-    """
+    """A sum and what it sums over. The backend divides by the whole batch's count, not the micro-batch's."""
 
     sum: Tensor  # scalar with gradient
     count: float  # of the loss's unit; must equal what the masks say  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -55,68 +55,27 @@ LossFn = Callable[..., LossOutput]
 """Called as `loss(inputs, unit=spec.unit, **spec.params)`."""
 
 
+def require(condition: bool, message: str) -> None:
+    """Raises ConfigError with the message unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
 def clear_masked(inputs: LossInputs) -> LossInputs:
-    """The same inputs with 0 at every position outside the mask, so that no garbage reaches a value or a
-    gradient.
+    """The same inputs with 0 outside the mask, all but log_probs and entropy detached.
 
-    Must run before any arithmetic: multiplying a NaN by a mask of 0 gives NaN, and its gradient NaN as well.
-    Raises ValueError if a field is not of the mask's shape.
+    Must run before any arithmetic: a NaN times a mask of 0 is NaN, and so is its gradient. Raises ValueError
+    if a field is not of the mask's shape.
     """
-
-    def clear(name: str, values: Tensor) -> Tensor:
-        if values.shape != inputs.mask.shape:
-            raise ValueError(
-                f"LossInputs.{name} has shape {tuple(values.shape)}; it must be that of the mask,"
-                f" {tuple(inputs.mask.shape)}"
-            )
-        return torch.where(inputs.mask, values, torch.zeros_like(values))
-
-    def constant(name: str, values: Tensor | None) -> Tensor | None:
-        return None if values is None else clear(name, values.detach())
-
-    return LossInputs(
-        log_probs=clear("log_probs", inputs.log_probs),
-        mask=inputs.mask,
-        entropy=None if inputs.entropy is None else clear("entropy", inputs.entropy),
-        advantages=constant("advantages", inputs.advantages),
-        old_log_probs=constant("old_log_probs", inputs.old_log_probs),
-        rollout_log_probs=constant("rollout_log_probs", inputs.rollout_log_probs),
-        ref_log_probs=constant("ref_log_probs", inputs.ref_log_probs),
-        returns=constant("returns", inputs.returns),
-        old_values=constant("old_values", inputs.old_values),
-        note_weights=inputs.note_weights,
-    )
-
-
-def need_advantages(inputs: LossInputs, loss_name: str) -> Tensor:
-    """The advantages [B, T]. Raises ConfigError when the batch has none."""
-    if inputs.advantages is None:
-        raise ConfigError(
-            f"loss {loss_name!r} needs advantages and the batch has none; fill RolloutBatch.advantages, or"
-            " use loss 'sft'"
-        )
-    return inputs.advantages
-
-
-def need_rollout_log_probs(inputs: LossInputs, loss_name: str) -> Tensor:
-    """mu [B, T]. Raises ConfigError when the batch has none."""
-    if inputs.rollout_log_probs is None:
-        raise ConfigError(
-            f"loss {loss_name!r} needs the engine's log-probs and the batch has none; fill"
-            " RolloutBatch.rollout_log_probs"
-        )
-    return inputs.rollout_log_probs
-
-
-def choose_old_log_probs(inputs: LossInputs, loss_name: str) -> Tensor:
-    """What the ratio is taken against, [B, T]: the trainer's recomputed log-probs if given, else mu. Raises
-    ConfigError without either.
-    """
-    if inputs.old_log_probs is not None:
-        return inputs.old_log_probs
-    if inputs.rollout_log_probs is not None:
-        return inputs.rollout_log_probs
-    raise ConfigError(
-        f"loss {loss_name!r} needs log-probs to compare with and the batch has none; fill rollout_log_probs"
-        " or old_log_probs"
-    )
+    cleared: dict[str, Tensor] = {}
+    for name in (field.name for field in fields(inputs)):
+        values = getattr(inputs, name)
+        if isinstance(values, Tensor) and name != "mask":
+            if values.shape != inputs.mask.shape:
+                raise ValueError(
+                    f"LossInputs.{name} has shape {tuple(values.shape)}; it must be that of the mask,"
+                    f" {tuple(inputs.mask.shape)}"
+                )
+            kept = values if name in ("log_probs", "entropy") else values.detach()
+            cleared[name] = torch.where(inputs.mask, kept, 0.0)
+    return replace(inputs, **cleared)

@@ -4,7 +4,7 @@
     name   value            used on rewards            used as a loss: expected gradient
     k1     d                right (2203.02155)         zero: it trains nothing
     k2     d²/2             biased                     that of KL(policy || reference): right
-    k3     e^−d − 1 + d     unbiased, low variance     that of KL(reference || policy): popular, another direction
+    k3     e^−d − 1 + d     unbiased, low variance     that of KL(reference || policy): another direction
 
 Values agree near d = 0, gradients do not: p = [.5, .3, .2], q = [.4, .4, .2] has KL .02527 and the three
 gradients above differ already in the second decimal. Expectations are over tokens that the policy sampled.
@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from rollouts.errors import ConfigError
+from rollouts.losses.inputs import require
 from rollouts.losses.plug_ins import import_function
-from rollouts.losses.ratios import compute_log_ratio, compute_token_ratio
+from rollouts.losses.reductions import compute_log_ratio, compute_token_ratio
 
 KlEstimator = Callable[[Tensor, Tensor], Tensor]
 """(policy log-probs, reference log-probs), both [B, T] in nats -> [B, T]."""
@@ -55,11 +56,7 @@ def make_truncated_kl(estimator: KlEstimator, cap: float) -> KlEstimator:
     """min(estimator, cap): a token beyond the cap, in nats, counts as the cap and has no gradient. Raises
     ConfigError if cap is not positive.
     """
-    if not cap > 0:
-        raise ConfigError(
-            f"cap={cap} of a truncated KL must be above 0 nats, or every token loses its gradient; 10 is"
-            " usual"
-        )
+    require(cap > 0, f"cap={cap} of a truncated KL must be above 0 nats; 10 is usual")
     return lambda policy_log_probs, ref_log_probs: estimator(policy_log_probs, ref_log_probs).clamp(max=cap)
 
 
@@ -90,37 +87,30 @@ def compute_kl_penalty(
     and "k3" is that of KL(policy || reference). Paper: DeepSeek-V3.2, 2512.02556. Raises ConfigError for "k1"
     without it, whose expected gradient is zero, and for an unknown name.
     """
-    values = _choose_estimator(estimator, corrected=sampler_log_probs is not None)(
+    ratio = 1.0
+    if sampler_log_probs is not None:
+        ratio = compute_token_ratio(policy_log_probs, sampler_log_probs.detach())
+    return ratio * _choose_estimator(estimator, corrected=sampler_log_probs is not None)(
         policy_log_probs, ref_log_probs
-    )
-    return (
-        values
-        if sampler_log_probs is None
-        else compute_token_ratio(policy_log_probs, sampler_log_probs.detach()) * values
     )
 
 
 def _choose_estimator(estimator: str | KlEstimator, *, corrected: bool) -> KlEstimator:
     if not isinstance(estimator, str):
         return estimator
-    if estimator == "k2":
-        return kl_k2
-    if estimator == "k3":
-        return _bounded_k3
-    if estimator == "k1" and corrected:
-        return kl_k1
-    if estimator == "k1":
+    known = {"k1": kl_k1, "k2": kl_k2, "k3": _bounded_k3}
+    if estimator == "k1" and not corrected:
         raise ConfigError(
             "kl_estimator='k1' in a loss has an expected gradient of zero; use 'k2' or 'k3', set"
             " kl_importance=true, or put the KL term in the reward"
         )
-    if ":" in estimator:
-        return cast(
-            KlEstimator, import_function("kl_estimator", estimator, "(policy_log_probs, ref_log_probs)")
-        )
-    raise ConfigError(
-        f"kl_estimator={estimator!r} is not known; a loss takes 'k2' or 'k3', or module:function"
+    if estimator in known:
+        return known[estimator]
+    require(
+        ":" in estimator,
+        f"kl_estimator={estimator!r} is not known; a loss takes 'k2' or 'k3', or module:function",
     )
+    return cast(KlEstimator, import_function("kl_estimator", estimator, "(policy_log_probs, ref_log_probs)"))
 
 
 def _bounded_k3(policy_log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
@@ -154,18 +144,12 @@ def sum_kl_terms(
     """[N] Σ_v w_v·p_v·(log p_v − log q_v) of log-probs [N, V], with the rules and the weights of
     `compute_exact_kl`.
     """
-    weights = None if weigh is None else weigh(log_p.detach(), log_q.detach()).detach()
-    counted = log_p != -torch.inf
-    if weights is not None:
-        counted = counted & (weights != 0)
-    zeros = torch.zeros_like(log_p)
+    weights = torch.ones_like(log_p) if weigh is None else weigh(log_p.detach(), log_q.detach()).detach()
+    counted = (log_p != -torch.inf) & (weights != 0)
     # both factors are replaced where a term does not count: their product there may be 0 · inf, and so would
     # be its gradient
-    held_p, held_q = torch.where(counted, log_p, zeros), torch.where(counted, log_q, zeros)
-    probabilities = held_p.exp()
+    held_p, held_q = torch.where(counted, log_p, 0.0), torch.where(counted, log_q, 0.0)
     # a p that is too small for its type is not 0, and only 0 takes the term away
-    probabilities = torch.where(
-        held_q == -torch.inf, probabilities.clamp(min=torch.finfo(log_p.dtype).tiny), probabilities
-    )
-    terms = torch.where(counted, probabilities * (held_p - held_q), zeros)
-    return (terms if weights is None else torch.where(counted, terms * weights, zeros)).sum(-1)
+    lowest = torch.where(held_q == -torch.inf, torch.finfo(log_p.dtype).tiny, 0.0).to(log_p.dtype)
+    terms = torch.maximum(held_p.exp(), lowest) * (held_p - held_q) * weights
+    return torch.where(counted, terms, 0.0).sum(-1)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollouts.errors import ConfigError
-from rollouts.losses.inputs import LossOutput
-from rollouts.losses.preference_pairs import check_one_per_pair, spoil_losses
+from rollouts.losses.inputs import LossOutput, require
+from rollouts.losses.preference_losses import check_one_per_pair, spoil_losses
 from rollouts.losses.reductions import collect_token_metrics
 from rollouts.types import Mean
 
@@ -38,25 +37,23 @@ def kto_loss(
     Raises ConfigError unless beta > 0 and the weights are not negative and not both 0; ValueError on shapes
     that differ.
     """
-    if not beta > 0:
-        raise ConfigError(f"kto: beta={beta} must be above 0; 0.1 is usual")
-    if not (desirable_weight >= 0 and undesirable_weight >= 0 and desirable_weight + undesirable_weight > 0):
-        raise ConfigError(
-            f"kto: desirable_weight={desirable_weight}, undesirable_weight={undesirable_weight}; neither may"
-            " be negative and one must be above 0, for example 1 and 1"
-        )
+    require(beta > 0, f"kto: beta={beta} must be above 0; 0.1 is usual")
+    require(
+        desirable_weight >= 0 and undesirable_weight >= 0 and desirable_weight + undesirable_weight > 0,
+        f"kto: desirable_weight={desirable_weight}, undesirable_weight={undesirable_weight}; neither may be"
+        " negative and one must be above 0",
+    )
     check_one_per_pair("kto", log_probs=log_probs, ref_log_probs=ref_log_probs, desirable=desirable)
     good = desirable.bool()
     point = torch.as_tensor(reference_point, dtype=log_probs.dtype, device=log_probs.device).detach()
     log_ratios = log_probs - ref_log_probs.detach()
-    weights = torch.where(
-        good, log_ratios.new_tensor(desirable_weight), log_ratios.new_tensor(undesirable_weight)
-    )
+    weights = torch.full_like(log_ratios, undesirable_weight).masked_fill(good, desirable_weight)
     losses = weights * torch.sigmoid(beta * torch.where(good, point - log_ratios, log_ratios - point))
     losses = spoil_losses(losses, log_ratios, point.expand_as(losses))
-    values = {"rewards": beta * log_ratios.detach(), "logps": log_probs.detach()}
-    metrics = collect_token_metrics({f"{name}/chosen": value for name, value in values.items()}, {}, good)
-    metrics |= collect_token_metrics({f"{name}/rejected": value for name, value in values.items()}, {}, ~good)
+    metrics = {}
+    for kind, mask in (("chosen", good), ("rejected", ~good)):
+        means = {f"rewards/{kind}": beta * log_ratios, f"logps/{kind}": log_probs}
+        metrics |= collect_token_metrics(means, {}, mask)
     if len(losses):
         metrics["kto/reference_point"] = Mean(float(point) * len(losses), float(len(losses)))
     return LossOutput(losses.sum(), float(len(losses)), metrics)
@@ -92,8 +89,5 @@ def compute_kto_weights(num_desirable: int, num_undesirable: int) -> tuple[float
             f"{num_desirable} desirable and {num_undesirable} undesirable rows; weights balance two kinds"
             " that are both there"
         )
-    ratio = num_desirable / num_undesirable
-    lowest, highest = LOSS_AVERSION
-    if ratio < lowest:
-        return lowest / ratio, 1.0
-    return 1.0, max(ratio / highest, 1.0)
+    ratio, (lowest, highest) = num_desirable / num_undesirable, LOSS_AVERSION
+    return max(lowest / ratio, 1.0), max(ratio / highest, 1.0)

@@ -1,17 +1,18 @@
 """Losses on pairs of responses of which one is preferred. They take log-probs of whole responses, [P] nats,
-and are minimised.
+and are minimised. Axes: B rows, P pairs, T positions.
 
     π_c, π_r     log-probs of the chosen and the rejected response under the policy, with gradient
     ref_c, ref_r the same under the frozen reference, without
-    Δ_c = π_c − ref_c, Δ_r = π_r − ref_r, Δ = Δ_c − Δ_r; σ is the logistic function; |y| is a response's number of tokens
+    Δ_c = π_c − ref_c, Δ_r = π_r − ref_r, Δ = Δ_c − Δ_r; σ is the logistic function; |y| a response's tokens
 
 Every loss returns the sum over pairs, with the number of pairs as its count: divide by the count of the whole
 batch. A pair's loss depends on no other pair, so any split into micro-batches that keeps pairs whole gives
 the same sum and gradient. No pair at all gives (0 with a zero gradient, 0). A log-prob that is not finite, of
-policy or reference, makes the loss of its pair and the gradient to its row NaN: the step is skipped.
+policy or reference, makes the loss of its pair and the gradient to its row NaN: the step is skipped. Every
+loss raises ConfigError on a parameter that breaks its rule and ValueError on shapes that differ.
 
 Metrics (means over pairs, without gradient):
-    rewards/chosen, rewards/rejected     β·Δ_c, β·Δ_r; β·π/|y| for `simpo` and `orpo`, β·π for `cpo`, which have no reference
+    rewards/chosen, rewards/rejected     β·Δ_c, β·Δ_r; else β·π/|y| (`simpo`, `orpo`) or β·π (`cpo`)
     rewards/margins                      their difference
     rewards/accuracies                   share of pairs with a positive margin; a tie is not one
     logps/chosen, logps/rejected         π_c, π_r; divided by |y| for `simpo` and `orpo`
@@ -20,32 +21,100 @@ Metrics (means over pairs, without gradient):
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rollouts.errors import ConfigError
-from rollouts.losses.inputs import LossOutput
-from rollouts.losses.preference_pairs import (
-    LinearisedLoss,
-    PairLogProbs,
-    check_one_per_pair,
-    linearise_row_loss,
-    ones_like_mask,
-    spoil_losses,
-)
+from rollouts.losses.inputs import LossInputs, LossOutput, clear_masked, require
 from rollouts.losses.reductions import collect_token_metrics
 
-HIGHEST_MEAN_LOG_PROB = (
-    -1e-6
-)  # odds are those of a probability of at most 1 − 1e-6: at 1 they would be infinite
+HIGHEST_MEAN_LOG_PROB = -1e-6  # odds are infinite at a probability of 1; at most 1 − 1e-6 counts
 
 
+class PairLogProbs(NamedTuple):
+    """Sums over the trained tokens of both responses. The names are the arguments of the losses below."""
+
+    chosen: Tensor  # [P] with gradient: log-prob of the preferred response
+    rejected: Tensor  # [P] with gradient
+    ref_chosen: Tensor | None  # [P] of the frozen reference; None: the batch was not scored by one
+    ref_rejected: Tensor | None  # [P]
+    chosen_lengths: Tensor  # [P] tokens of the response, at least 1, in the dtype of the log-probs
+    rejected_lengths: Tensor  # [P]
+
+
+class PairTerm(NamedTuple):
+    """What a loss on pairs computes, all [P]."""
+
+    losses: Tensor
+    chosen_rewards: Tensor
+    rejected_rewards: Tensor
+    more: Mapping[str, Tensor] = {}  # metrics; these and logps/… take the place of the usual ones
+
+
+PreferenceLoss = Callable[..., LossOutput]
+"""Takes fields of PairLogProbs by their names, in any choice, and numbers by keyword."""
+
+
+def _pair_loss(compute: Callable[..., PairTerm]) -> PreferenceLoss:
+    """The loss of a formula: what is the same for all of them."""
+    signature, name = inspect.signature(compute), compute.__name__.removesuffix("_loss")
+
+    @functools.wraps(compute)
+    def loss(*values: Tensor, **params: Any) -> LossOutput:
+        given = signature.bind(*values, **params).arguments
+        tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
+        check_one_per_pair(name, **tensors)
+        _check_numbers(name, given)
+        given |= {key: value.detach() for key, value in tensors.items() if key.startswith("ref_")}
+        term = compute(**given)
+        margins = term.chosen_rewards - term.rejected_rewards
+        losses = spoil_losses(term.losses, term.chosen_rewards, term.rejected_rewards)
+        means = {
+            "rewards/chosen": term.chosen_rewards,
+            "rewards/rejected": term.rejected_rewards,
+            "rewards/margins": margins,
+            "rewards/accuracies": margins > 0,
+            "logps/chosen": tensors["chosen"],
+            "logps/rejected": tensors["rejected"],
+            **term.more,
+        }
+        mask = torch.ones_like(losses, dtype=torch.bool)
+        return LossOutput(losses.sum(), float(len(losses)), collect_token_metrics(means, {}, mask))
+
+    return loss
+
+
+def _check_numbers(name: str, given: Mapping[str, Any]) -> None:
+    beta, smoothing = given.get("beta", 1.0), given.get("label_smoothing", 0.01)
+    require(
+        beta > 0 or (beta == 0 and name == "orpo"),
+        f"{name}: beta={beta} must be above 0: it scales log-prob differences; 0.1 is usual, 2.0 for simpo",
+    )
+    require(
+        0 <= smoothing < 0.5 and (smoothing > 0 or name != "exo"),
+        f"{name}: label_smoothing={smoothing} must be at least 0 (of exo: above 0) and below 0.5: it is the"
+        " share of labels believed wrong",
+    )
+    for key in ("gamma", "nll_weight"):
+        value = given.get(key, 0.0)
+        require(value >= 0, f"{name}: {key}={value} must not be negative; 1.0 is usual")
+
+
+def _smooth(logits: Tensor, share: float) -> Tensor:
+    return -(1 - share) * logsigmoid(logits) - share * logsigmoid(-logits)
+
+
+# --- with a reference ---------------------------------------------------------------------------------------
+
+
+@_pair_loss
 def dpo_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -54,21 +123,15 @@ def dpo_loss(
     *,
     beta: float = 0.1,
     label_smoothing: float = 0.0,
-) -> LossOutput:
+) -> PairTerm:
     """−(1 − ε)·log σ(βΔ) − ε·log σ(−βΔ) per pair; ε = label_smoothing, the share of labels believed wrong. ε
-    > 0 is conservative DPO.
-
-    Gradient to π_c: −β·((1 − ε)·σ(−βΔ) − ε·σ(βΔ)), to π_r its negative. Papers: 2305.18290; Mitchell 2023
-    (cDPO). Raises ConfigError unless beta > 0 and 0 <= label_smoothing < 0.5.
+    > 0 is conservative DPO. Papers: 2305.18290; Mitchell 2023 (cDPO).
     """
-    _check_beta("dpo", beta)
-    _check_smoothing("dpo", label_smoothing)
-    pairs = _compare("dpo", chosen, rejected, ref_chosen, ref_rejected)
-    logits = beta * (pairs.chosen - pairs.rejected)
-    losses = -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)
-    return _finish(losses, beta * pairs.chosen, beta * pairs.rejected, chosen, rejected)
+    good, bad = beta * (chosen - ref_chosen), beta * (rejected - ref_rejected)
+    return PairTerm(_smooth(good - bad, label_smoothing), good, bad)
 
 
+@_pair_loss
 def robust_dpo_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -77,34 +140,26 @@ def robust_dpo_loss(
     *,
     beta: float = 0.1,
     label_smoothing: float = 0.1,
-) -> LossOutput:
+) -> PairTerm:
     """(−(1 − ε)·log σ(βΔ) + ε·log σ(−βΔ)) / (1 − 2ε) per pair: unbiased for DPO's loss when a share ε of the
-    labels is flipped.
-
-    May be negative. Paper: 2403.00409. Raises ConfigError unless beta > 0 and 0 <= label_smoothing < 0.5.
+    labels is flipped. May be negative. Paper: 2403.00409.
     """
-    _check_beta("robust_dpo", beta)
-    _check_smoothing("robust_dpo", label_smoothing)
-    pairs = _compare("robust_dpo", chosen, rejected, ref_chosen, ref_rejected)
-    logits = beta * (pairs.chosen - pairs.rejected)
-    losses = (-(1 - label_smoothing) * logsigmoid(logits) + label_smoothing * logsigmoid(-logits)) / (
-        1 - 2 * label_smoothing
-    )
-    return _finish(losses, beta * pairs.chosen, beta * pairs.rejected, chosen, rejected)
+    good, bad = beta * (chosen - ref_chosen), beta * (rejected - ref_rejected)
+    right, wrong = -logsigmoid(good - bad), -logsigmoid(bad - good)
+    losses = ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
+    return PairTerm(losses, good, bad)
 
 
+@_pair_loss
 def ipo_loss(
     chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float = 0.1
-) -> LossOutput:
-    """(Δ − 1/(2β))² per pair, of log-prob sums; β is the paper's τ. Paper: 2310.12036, eq. 17. Raises
-    ConfigError unless beta > 0.
-    """
-    _check_beta("ipo", beta)
-    pairs = _compare("ipo", chosen, rejected, ref_chosen, ref_rejected)
-    losses = (pairs.chosen - pairs.rejected - 1 / (2 * beta)).square()
-    return _finish(losses, beta * pairs.chosen, beta * pairs.rejected, chosen, rejected)
+) -> PairTerm:
+    """(Δ − 1/(2β))² per pair, of log-prob sums; β is the paper's τ. Paper: 2310.12036, eq. 17."""
+    good, bad = chosen - ref_chosen, rejected - ref_rejected
+    return PairTerm((good - bad - 0.5 / beta).square(), beta * good, beta * bad)
 
 
+@_pair_loss
 def averaged_ipo_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -114,34 +169,25 @@ def averaged_ipo_loss(
     rejected_lengths: Tensor,
     *,
     beta: float = 0.1,
-) -> LossOutput:
+) -> PairTerm:
     """(Δ_c/|y_c| − Δ_r/|y_r| − 1/(2β))² per pair: IPO on means over tokens, which does not grow with length;
-    what TRL calls `ipo`.
-
-    The rewards in the metrics are of the sums, as in DPO. Paper: 2310.12036. Raises ConfigError unless beta >
-    0.
+    what TRL calls `ipo`. The rewards in the metrics are of the sums, as in DPO.
     """
-    _check_beta("averaged_ipo", beta)
-    pairs = _compare("averaged_ipo", chosen, rejected, ref_chosen, ref_rejected)
-    check_one_per_pair(
-        "averaged_ipo", chosen=chosen, chosen_lengths=chosen_lengths, rejected_lengths=rejected_lengths
-    )
-    losses = (pairs.chosen / chosen_lengths - pairs.rejected / rejected_lengths - 1 / (2 * beta)).square()
-    return _finish(losses, beta * pairs.chosen, beta * pairs.rejected, chosen, rejected)
+    good, bad = chosen - ref_chosen, rejected - ref_rejected
+    losses = (good / chosen_lengths - bad / rejected_lengths - 0.5 / beta).square()
+    return PairTerm(losses, beta * good, beta * bad)
 
 
+@_pair_loss
 def hinge_loss(
     chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float = 0.1
-) -> LossOutput:
-    """max(0, 1 − βΔ) per pair: no gradient beyond a margin of 1. Papers: SLiC-HF, 2305.10425; 2309.06657.
-    Raises ConfigError unless beta > 0.
-    """
-    _check_beta("hinge", beta)
-    pairs = _compare("hinge", chosen, rejected, ref_chosen, ref_rejected)
-    losses = torch.relu(1 - beta * (pairs.chosen - pairs.rejected))
-    return _finish(losses, beta * pairs.chosen, beta * pairs.rejected, chosen, rejected)
+) -> PairTerm:
+    """max(0, 1 − βΔ) per pair: no gradient beyond a margin of 1. Papers: SLiC-HF, 2305.10425; 2309.06657."""
+    good, bad = beta * (chosen - ref_chosen), beta * (rejected - ref_rejected)
+    return PairTerm(torch.relu(1 - (good - bad)), good, bad)
 
 
+@_pair_loss
 def length_normalised_dpo_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -151,24 +197,15 @@ def length_normalised_dpo_loss(
     rejected_lengths: Tensor,
     *,
     beta: float = 0.1,
-) -> LossOutput:
-    """−log σ(β(Δ_c/|y_c| − Δ_r/|y_r|)) per pair. The means are small numbers: betas of 2 to 10 are usual.
-    Paper: Tülu 3, 2411.15124.
-
-    The rewards in the metrics are of the sums, as in DPO. Raises ConfigError unless beta > 0.
+) -> PairTerm:
+    """−log σ(β(Δ_c/|y_c| − Δ_r/|y_r|)) per pair. The means are small numbers: betas of 2 to 10 are usual. The
+    rewards in the metrics are of the sums, as in DPO. Paper: Tülu 3, 2411.15124.
     """
-    _check_beta("length_normalised_dpo", beta)
-    pairs = _compare("length_normalised_dpo", chosen, rejected, ref_chosen, ref_rejected)
-    check_one_per_pair(
-        "length_normalised_dpo",
-        chosen=chosen,
-        chosen_lengths=chosen_lengths,
-        rejected_lengths=rejected_lengths,
-    )
-    losses = -logsigmoid(beta * (pairs.chosen / chosen_lengths - pairs.rejected / rejected_lengths))
-    return _finish(losses, beta * pairs.chosen, beta * pairs.rejected, chosen, rejected)
+    good, bad = beta * (chosen - ref_chosen), beta * (rejected - ref_rejected)
+    return PairTerm(-logsigmoid(good / chosen_lengths - bad / rejected_lengths), good, bad)
 
 
+@_pair_loss
 def exo_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -177,78 +214,59 @@ def exo_loss(
     *,
     beta: float = 0.1,
     label_smoothing: float = 1e-3,
-) -> LossOutput:
+) -> PairTerm:
     """KL(q || p) per pair, q = (σ(βΔ), σ(−βΔ)), p = (1 − ε, ε): reverse KL to the labels where DPO has the
-    forward one. Paper: 2402.00856.
-
-    Raises ConfigError unless beta > 0 and 0 < label_smoothing < 0.5: with ε = 0 the loss would be infinite.
+    forward one; infinite for ε = 0. Paper: 2402.00856.
     """
-    _check_beta("exo", beta)
-    _check_smoothing("exo", label_smoothing, zero_allowed=False)
-    pairs = _compare("exo", chosen, rejected, ref_chosen, ref_rejected)
-    logits = beta * (pairs.chosen - pairs.rejected)
-    losses = torch.sigmoid(logits) * (logsigmoid(logits) - math.log1p(-label_smoothing)) + torch.sigmoid(
-        -logits
-    ) * (logsigmoid(-logits) - math.log(label_smoothing))
-    return _finish(losses, beta * pairs.chosen, beta * pairs.rejected, chosen, rejected)
+    good, bad = beta * (chosen - ref_chosen), beta * (rejected - ref_rejected)
+    logits = good - bad
+    right = torch.sigmoid(logits) * (logsigmoid(logits) - math.log1p(-label_smoothing))
+    wrong = torch.sigmoid(-logits) * (logsigmoid(-logits) - math.log(label_smoothing))
+    return PairTerm(right + wrong, good, bad)
 
 
+@_pair_loss
 def nca_loss(
     chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float = 0.1
-) -> LossOutput:
+) -> PairTerm:
     """−log σ(βΔ_c) − ½·log σ(−βΔ_c) − ½·log σ(−βΔ_r) per pair: holds up the chosen log-prob itself. Paper:
     2402.05369.
-
-    Raises ConfigError unless beta > 0.
     """
-    _check_beta("nca", beta)
-    pairs = _compare("nca", chosen, rejected, ref_chosen, ref_rejected)
-    good, bad = beta * pairs.chosen, beta * pairs.rejected
-    return _finish(
-        -logsigmoid(good) - 0.5 * logsigmoid(-good) - 0.5 * logsigmoid(-bad), good, bad, chosen, rejected
-    )
+    good, bad = beta * (chosen - ref_chosen), beta * (rejected - ref_rejected)
+    return PairTerm(-logsigmoid(good) - 0.5 * logsigmoid(-good) - 0.5 * logsigmoid(-bad), good, bad)
 
 
+@_pair_loss
 def sppo_hard_loss(
     chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float = 0.1
-) -> LossOutput:
-    """(Δ_c − 1/(2β))² + (Δ_r + 1/(2β))² per pair: self-play with a certain winner. Paper: 2405.00675. Raises
-    ConfigError unless beta > 0.
-    """
-    _check_beta("sppo_hard", beta)
-    pairs = _compare("sppo_hard", chosen, rejected, ref_chosen, ref_rejected)
-    losses = (pairs.chosen - 0.5 / beta).square() + (pairs.rejected + 0.5 / beta).square()
-    return _finish(losses, beta * pairs.chosen, beta * pairs.rejected, chosen, rejected)
+) -> PairTerm:
+    """(Δ_c − 1/(2β))² + (Δ_r + 1/(2β))² per pair: self-play with a certain winner. Paper: 2405.00675."""
+    good, bad = chosen - ref_chosen, rejected - ref_rejected
+    return PairTerm((good - 0.5 / beta).square() + (bad + 0.5 / beta).square(), beta * good, beta * bad)
 
 
+@_pair_loss
 def apo_zero_loss(
     chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float = 0.1
-) -> LossOutput:
-    """(1 − σ(βΔ_c)) + σ(βΔ_r) per pair: for chosen responses better than the policy's own. Paper: 2408.06266,
-    eq. 7.
-
-    Raises ConfigError unless beta > 0.
-    """
-    _check_beta("apo_zero", beta)
-    pairs = _compare("apo_zero", chosen, rejected, ref_chosen, ref_rejected)
-    good, bad = beta * pairs.chosen, beta * pairs.rejected
-    return _finish(torch.sigmoid(-good) + torch.sigmoid(bad), good, bad, chosen, rejected)
+) -> PairTerm:
+    """(1 − σ(βΔ_c)) + σ(βΔ_r) per pair: for chosen responses better than the policy's. 2408.06266, eq. 7."""
+    good, bad = beta * (chosen - ref_chosen), beta * (rejected - ref_rejected)
+    return PairTerm(torch.sigmoid(-good) + torch.sigmoid(bad), good, bad)
 
 
+@_pair_loss
 def apo_down_loss(
     chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float = 0.1
-) -> LossOutput:
-    """σ(βΔ_c) + (1 − σ(βΔ)) per pair: for chosen responses worse than the policy's own. Paper: 2408.06266,
-    eq. 8.
-
-    Raises ConfigError unless beta > 0.
-    """
-    _check_beta("apo_down", beta)
-    pairs = _compare("apo_down", chosen, rejected, ref_chosen, ref_rejected)
-    good, bad = beta * pairs.chosen, beta * pairs.rejected
-    return _finish(torch.sigmoid(good) + torch.sigmoid(bad - good), good, bad, chosen, rejected)
+) -> PairTerm:
+    """σ(βΔ_c) + (1 − σ(βΔ)) per pair: for chosen responses worse than the policy's. 2408.06266, eq. 8."""
+    good, bad = beta * (chosen - ref_chosen), beta * (rejected - ref_rejected)
+    return PairTerm(torch.sigmoid(good) + torch.sigmoid(bad - good), good, bad)
 
 
+# --- without a reference ------------------------------------------------------------------------------------
+
+
+@_pair_loss
 def simpo_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -257,28 +275,14 @@ def simpo_loss(
     *,
     beta: float = 2.0,
     gamma: float = 1.0,
-) -> LossOutput:
-    """−log σ(β·π_c/|y_c| − β·π_r/|y_r| − γ) per pair: no reference. Paper: 2405.14734.
-
-    Raises ConfigError unless beta > 0 and gamma >= 0.
-    """
-    _check_beta("simpo", beta)
-    if not gamma >= 0:
-        raise ConfigError(
-            f"simpo: gamma={gamma} must not be negative: it is the margin that the chosen response should win"
-            " by; 1.0 is usual"
-        )
-    check_one_per_pair(
-        "simpo",
-        chosen=chosen,
-        rejected=rejected,
-        chosen_lengths=chosen_lengths,
-        rejected_lengths=rejected_lengths,
-    )
+) -> PairTerm:
+    """−log σ(β·π_c/|y_c| − β·π_r/|y_r| − γ) per pair; γ is the margin to win by. Paper: 2405.14734."""
     good, bad = chosen / chosen_lengths, rejected / rejected_lengths
-    return _finish(-logsigmoid(beta * (good - bad) - gamma), beta * good, beta * bad, good, bad)
+    logps = {"logps/chosen": good, "logps/rejected": bad}
+    return PairTerm(-logsigmoid(beta * (good - bad) - gamma), beta * good, beta * bad, logps)
 
 
+@_pair_loss
 def cpo_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -287,67 +291,34 @@ def cpo_loss(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
     nll_weight: float = 1.0,
-) -> LossOutput:
-    """DPO's loss without a reference, of β(π_c − π_r), plus nll_weight times −π_c/|y_c|, per pair. Paper:
-    2401.08417.
-
-    `loss/nll` is the second part. Raises ConfigError unless beta > 0, 0 <= label_smoothing < 0.5 and
-    nll_weight >= 0.
+) -> PairTerm:
+    """DPO's loss without a reference, of β(π_c − π_r), plus nll_weight times −π_c/|y_c|, per pair; `loss/nll`
+    is the second part. Paper: 2401.08417.
     """
-    _check_beta("cpo", beta)
-    _check_smoothing("cpo", label_smoothing)
-    if not nll_weight >= 0:
-        raise ConfigError(
-            f"cpo: nll_weight={nll_weight} must not be negative; 1.0 is the paper's, 0 leaves the"
-            " likelihood out"
-        )
-    check_one_per_pair("cpo", chosen=chosen, rejected=rejected, chosen_lengths=chosen_lengths)
-    logits = beta * (chosen - rejected)
     nll = -chosen / chosen_lengths
-    losses = (
-        -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits) + nll_weight * nll
-    )
-    return _finish(losses, beta * chosen, beta * rejected, chosen, rejected, {"loss/nll": nll})
+    losses = _smooth(beta * (chosen - rejected), label_smoothing) + nll_weight * nll
+    return PairTerm(losses, beta * chosen, beta * rejected, {"loss/nll": nll})
 
 
+@_pair_loss
 def orpo_loss(
     chosen: Tensor, rejected: Tensor, chosen_lengths: Tensor, rejected_lengths: Tensor, *, beta: float = 0.1
-) -> LossOutput:
+) -> PairTerm:
     """−p_c − β·log σ(log odds(p_c) − log odds(p_r)) per pair, p = π/|y| the mean log-prob, odds = e^p/(1 −
     e^p): likelihood and odds ratio.
 
-    β is the paper's λ. 1 − e^p is computed without cancellation; a mean log-prob above −1e-6 counts as −1e-6
-    in the odds, with no gradient there. `loss/nll` is the first part, `log_odds/mean` the log of the odds
-    ratio. Paper: 2403.07691. Raises ConfigError unless beta >= 0.
+    β is the paper's λ and may be 0. 1 − e^p is computed without cancellation; a mean log-prob above −1e-6
+    counts as −1e-6 in the odds, with no gradient there. `loss/nll` is the first part, `log_odds/mean` the log
+    of the odds ratio. Paper: 2403.07691.
     """
-    if not beta >= 0:
-        raise ConfigError(
-            f"orpo: beta={beta} must not be negative: it weighs the odds ratio against the likelihood; 0.1 is"
-            " usual"
-        )
-    check_one_per_pair(
-        "orpo",
-        chosen=chosen,
-        rejected=rejected,
-        chosen_lengths=chosen_lengths,
-        rejected_lengths=rejected_lengths,
-    )
     good, bad = chosen / chosen_lengths, rejected / rejected_lengths
     log_odds = compute_log_odds(good) - compute_log_odds(bad)
-    return _finish(
-        -good - beta * logsigmoid(log_odds),
-        beta * good,
-        beta * bad,
-        good,
-        bad,
-        {"loss/nll": -good, "log_odds/mean": log_odds},
-    )
+    more = {"loss/nll": -good, "log_odds/mean": log_odds, "logps/chosen": good, "logps/rejected": bad}
+    return PairTerm(-good - beta * logsigmoid(log_odds), beta * good, beta * bad, more)
 
 
 def compute_log_odds(log_probs: Tensor) -> Tensor:
-    """log(e^x / (1 − e^x)) of log-probs x, elementwise, exact near 0 as well as far below; x above −1e-6
-    counts as −1e-6.
-    """
+    """log(e^x / (1 − e^x)) of log-probs x, exact near 0 and far below; x above −1e-6 counts as −1e-6."""
     held = log_probs.clamp(max=HIGHEST_MEAN_LOG_PROB)
     near_zero = held > -math.log(2.0)
     near = torch.log(-torch.expm1(torch.where(near_zero, held, -1.0)))
@@ -355,40 +326,36 @@ def compute_log_odds(log_probs: Tensor) -> Tensor:
     return held - torch.where(near_zero, near, far)
 
 
-PreferenceLoss = Callable[..., LossOutput]
-"""Takes fields of PairLogProbs by their names, in any choice, and numbers by keyword."""
-
 PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
-    "dpo": dpo_loss,
-    "robust_dpo": robust_dpo_loss,
-    "ipo": ipo_loss,
-    "averaged_ipo": averaged_ipo_loss,
-    "hinge": hinge_loss,
-    "length_normalised_dpo": length_normalised_dpo_loss,
-    "exo": exo_loss,
-    "nca": nca_loss,
-    "sppo_hard": sppo_hard_loss,
-    "apo_zero": apo_zero_loss,
-    "apo_down": apo_down_loss,
-    "simpo": simpo_loss,
-    "cpo": cpo_loss,
-    "orpo": orpo_loss,
+    loss.__name__.removesuffix("_loss"): loss
+    for loss in (
+        dpo_loss,
+        robust_dpo_loss,
+        ipo_loss,
+        averaged_ipo_loss,
+        hinge_loss,
+        length_normalised_dpo_loss,
+        exo_loss,
+        nca_loss,
+        sppo_hard_loss,
+        apo_zero_loss,
+        apo_down_loss,
+        simpo_loss,
+        cpo_loss,
+        orpo_loss,
+    )
 }
 
 TRL_LOSS_TYPES: dict[str, str] = {
     "sigmoid": "dpo",
     "robust": "robust_dpo",
     "ipo": "averaged_ipo",  # TRL divides by the lengths
-    "hinge": "hinge",
     "sigmoid_norm": "length_normalised_dpo",
     "exo_pair": "exo",
     "nca_pair": "nca",
-    "sppo_hard": "sppo_hard",
-    "apo_zero": "apo_zero",
-    "apo_down": "apo_down",
-    "simpo": "simpo",  # of its CPOTrainer
+    **{name: name for name in ("hinge", "sppo_hard", "apo_zero", "apo_down", "simpo")},
 }
-"""`loss_type` of TRL 1.16's DPOTrainer -> our name. Its aot, aot_unpaired, bco_pair, discopop and sft have no counterpart here."""
+"""`loss_type` of TRL 1.16's trainers -> our name. Others of its have none."""
 
 
 def resolve_preference_loss(name: str | PreferenceLoss) -> PreferenceLoss:
@@ -398,18 +365,16 @@ def resolve_preference_loss(name: str | PreferenceLoss) -> PreferenceLoss:
     """
     if not isinstance(name, str):
         return name
-    if name in PREFERENCE_LOSSES:
-        return PREFERENCE_LOSSES[name]
-    nearest = (
-        TRL_LOSS_TYPES.get(name) or difflib.get_close_matches(name, PREFERENCE_LOSSES, n=1, cutoff=0.0)[0]
-    )
-    raise ConfigError(
-        f"preference loss {name!r} is not known; did you mean {nearest!r}? Known:"
-        f" {', '.join(PREFERENCE_LOSSES)}, or a function"
-    )
+    if name not in PREFERENCE_LOSSES:
+        nearest = difflib.get_close_matches(name, PREFERENCE_LOSSES, n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"preference loss {name!r} is not known; did you mean {TRL_LOSS_TYPES.get(name, nearest)!r}?"
+            f" Known: {', '.join(PREFERENCE_LOSSES)}, or a function"
+        )
+    return PREFERENCE_LOSSES[name]
 
 
-def compute_preference_loss(pairs: PairLogProbs, loss: str | PreferenceLoss, **params: float) -> LossOutput:
+def compute_preference_loss(pairs: PairLogProbs, loss: str | PreferenceLoss, **params: Any) -> LossOutput:
     """A loss of PREFERENCE_LOSSES, or your own function, on pairs: it is given the fields of PairLogProbs
     that it takes by name.
 
@@ -417,28 +382,76 @@ def compute_preference_loss(pairs: PairLogProbs, loss: str | PreferenceLoss, **p
     take.
     """
     function = resolve_preference_loss(loss)
-    signature = inspect.signature(function).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.values())
-    fields = {name: value for name, value in pairs._asdict().items() if name in signature}
-    missing = [name for name, value in fields.items() if value is None]
-    if missing:
-        raise ConfigError(
-            f"preference loss {loss!r} needs {' and '.join(missing)} and the pairs have none; score them with"
-            " a reference"
+    signature = inspect.signature(function)
+    fields = {name: value for name, value in pairs._asdict().items() if name in signature.parameters}
+    for name, value in fields.items():
+        require(
+            value is not None, f"preference loss {loss!r} needs {name} and the pairs have none; score them"
         )
+    accepted = [name for name in signature.parameters if name not in fields]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     for key in params:
-        if not takes_any and (key in fields or key not in signature):
-            accepted = ", ".join(name for name in signature if name not in fields)
-            raise ConfigError(f"preference loss {loss!r} has no parameter {key!r}; it takes {accepted}")
+        require(
+            takes_any or key in accepted,
+            f"preference loss {loss!r} has no parameter {key!r}; it takes {', '.join(accepted)}",
+        )
     return function(**fields, **params)
 
 
-def linearise_preference_loss(
-    pairs: PairLogProbs, loss: str | PreferenceLoss, **params: float
-) -> LinearisedLoss:
-    """`linearise_row_loss` of `compute_preference_loss`: its advantages are those of the chosen [P] and of
-    the rejected rows [P].
+# --- rows and pairs -----------------------------------------------------------------------------------------
+
+
+def compute_pair_log_probs(inputs: LossInputs) -> PairLogProbs:
+    """Pairs of a micro-batch in which row 2i holds the chosen and row 2i + 1 the rejected response of pair i:
+    sums over each row's mask.
+
+    Raises ValueError for an odd number of rows, and naming a row that trains no token: its sum would be 0,
+    the log-prob of a certain event.
     """
+    if len(inputs.mask) % 2:
+        raise ValueError(f"the batch has {len(inputs.mask)} rows; pairs are chosen and rejected in turn")
+    lengths = inputs.mask.sum(dim=-1)
+    if empty := (lengths == 0).nonzero().flatten().tolist():
+        raise ValueError(f"row {empty[0]} trains no token; leave it out, with the other row of its pair")
+    inputs = clear_masked(inputs)
+    sums, lengths = inputs.log_probs.sum(dim=-1), lengths.to(inputs.log_probs.dtype)
+    ref = None if inputs.ref_log_probs is None else inputs.ref_log_probs.sum(dim=-1)
+    return make_pairs(sums, ref, lengths)
+
+
+def make_pairs(sums: Tensor, ref: Tensor | None, lengths: Tensor) -> PairLogProbs:
+    """The pairs of rows [2P], chosen and rejected in turn."""
+    ref_chosen, ref_rejected = (None, None) if ref is None else (ref[0::2], ref[1::2])
+    return PairLogProbs(sums[0::2], sums[1::2], ref_chosen, ref_rejected, lengths[0::2], lengths[1::2])
+
+
+class LinearisedLoss(NamedTuple):
+    """A loss of rows' log-probs at one point, and its slope as advantages."""
+
+    output: LossOutput  # without gradient
+    advantages: tuple[Tensor, ...]  # of the shapes of the log-probs given
+
+
+def linearise_row_loss(loss: Callable[..., LossOutput], *row_log_probs: Tensor) -> LinearisedLoss:
+    """The advantages with which the `reinforce` loss, −Σ A·lp over tokens, has exactly the gradient of
+    `loss(*row_log_probs)` at these weights.
+
+    A function of sums of log-probs has one and the same slope at every token of a row: A = −∂loss/∂(sum of
+    the row). So a loss that needs several rows at once (a pair, a batch) trains with rows in different
+    micro-batches, in any packing and on any rank: the sums come from one pass without gradient, and the
+    loss's count is the constant denominator. What the loss raises rises.
+    """
+    points = [values.detach().requires_grad_() for values in row_log_probs]
+    with torch.enable_grad():
+        output = loss(*points)
+    grads = torch.autograd.grad(output.sum, points, allow_unused=True, materialize_grads=True)
+    return LinearisedLoss(output._replace(sum=output.sum.detach()), tuple(-grad for grad in grads))
+
+
+def linearise_preference_loss(
+    pairs: PairLogProbs, loss: str | PreferenceLoss, **params: Any
+) -> LinearisedLoss:
+    """`linearise_row_loss` of `compute_preference_loss`: the advantages of chosen and of rejected rows."""
 
     def of_sums(chosen: Tensor, rejected: Tensor) -> LossOutput:
         return compute_preference_loss(pairs._replace(chosen=chosen, rejected=rejected), loss, **params)
@@ -446,55 +459,21 @@ def linearise_preference_loss(
     return linearise_row_loss(of_sums, pairs.chosen, pairs.rejected)
 
 
-class _LogRatios(NamedTuple):
-    chosen: Tensor  # [P] Δ_c
-    rejected: Tensor  # [P] Δ_r
+def check_one_per_pair(loss_name: str, **values: Tensor) -> None:
+    """Raises ValueError unless all tensors are one-dimensional and of one length."""
+    shapes = {name: tuple(value.shape) for name, value in values.items()}
+    if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
+        raise ValueError(f"{loss_name}: {shapes}; all must be one-dimensional and of one length")
 
 
-def _compare(
-    name: str, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
-) -> _LogRatios:
-    check_one_per_pair(
-        name, chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected
-    )
-    return _LogRatios(chosen - ref_chosen.detach(), rejected - ref_rejected.detach())
+def spoil_losses(losses: Tensor, *values: Tensor) -> Tensor:
+    """losses [P] with NaN, and NaN in the gradient of each of values [P], where one of these is not finite.
 
-
-def _finish(
-    losses: Tensor,
-    chosen_rewards: Tensor,
-    rejected_rewards: Tensor,
-    chosen: Tensor,
-    rejected: Tensor,
-    more: dict[str, Tensor] | None = None,
-) -> LossOutput:
-    margins = (chosen_rewards - rejected_rewards).detach()
-    losses = spoil_losses(losses, chosen_rewards, rejected_rewards)
-    means = {
-        "rewards/chosen": chosen_rewards.detach(),
-        "rewards/rejected": rejected_rewards.detach(),
-        "rewards/margins": margins,
-        "rewards/accuracies": margins > 0,
-        "logps/chosen": chosen.detach(),
-        "logps/rejected": rejected.detach(),
-    } | {name: values.detach() for name, values in (more or {}).items()}
-    return LossOutput(
-        losses.sum(), float(len(losses)), collect_token_metrics(means, {}, ones_like_mask(losses))
-    )
-
-
-def _check_beta(name: str, beta: float) -> None:
-    if not beta > 0:
-        raise ConfigError(
-            f"{name}: beta={beta} must be above 0: it scales log-prob differences to rewards; 0.1 is usual,"
-            " 2.0 for simpo"
-        )
-
-
-def _check_smoothing(name: str, label_smoothing: float, *, zero_allowed: bool = True) -> None:
-    if not (0 <= label_smoothing < 0.5) or (label_smoothing == 0 and not zero_allowed):
-        rule = "at least 0" if zero_allowed else "above 0"
-        raise ConfigError(
-            f"{name}: label_smoothing={label_smoothing} must be {rule} and below 0.5: it is the share of"
-            " labels believed wrong"
-        )
+    For losses that make a harmless number of a log-prob of -inf, as a sigmoid and a hinge do.
+    """
+    for value in values:
+        broken = ~value.isfinite()
+        spoilt = torch.zeros_like(value).masked_fill(broken, torch.nan).detach()
+        # a sum: the hinge keeps even a NaN from passing back through it
+        losses = losses + spoilt * torch.where(broken, value, 0.0)
+    return losses

@@ -1,70 +1,82 @@
-"""From per-token values to a sum with its count, and to metrics that merge."""
+"""Ratios from log-probs; from per-token values to a sum with its count, and to metrics that merge."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from rollouts.errors import ConfigError
+from rollouts.losses.inputs import require
 from rollouts.types import Max, Mean, Metric
+
+MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8 is far outside every clip, and its square is finite in float32
+
+
+def compute_log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """log_probs − old_log_probs, [B, T] nats, held within ±20. A NaN stays a NaN.
+
+    Outside that range the gradient is 0: exp would overflow, and an infinite ratio has a NaN gradient even
+    where a clip discards it (0 · inf).
+    """
+    return (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def compute_token_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """exp(log_probs − old_log_probs), [B, T], between e^−20 and e^20."""
+    return torch.exp(compute_log_ratio(log_probs, old_log_probs))
+
+
+def compute_row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """[B, 1] mean over a row's trained tokens of values [B, T]; a row without any gives 0."""
+    return torch.where(mask, values, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def compute_sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """[B, 1] geometric mean of a row's token ratios; 1 for a row without trained tokens. GSPO, 2507.18071."""
+    mean = compute_row_mean(log_probs - old_log_probs, mask)
+    return torch.exp(mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def reduce_loss(token_losses: Tensor, mask: Tensor, unit: str) -> tuple[Tensor, float]:
-    """(sum, count) of losses [B, T] over the masked tokens, in the loss's unit. What lies outside the mask
-    never counts, NaN included.
+    """(sum, count) of losses [B, T] over the masked tokens, in the loss's unit.
 
     tokens, constant: sum over tokens; count is the number of tokens. (For "constant" the backend divides by
     the constant instead.) sequences: sum over rows of the mean over the row's tokens; count is the number of
-    rows that have a token. sequence_sums: sum over tokens; count is the number of rows that have a token.
-    Nothing masked in gives (0 with a zero gradient, 0). Raises ConfigError on another unit.
+    rows that have a token. sequence_sums: sum over tokens, count as for sequences. An empty mask gives 0 with
+    a zero gradient, and 0. What lies outside the mask never counts. Raises ConfigError on another unit.
     """
-    kept = torch.where(mask, token_losses, torch.zeros_like(token_losses))
-    if unit in ("tokens", "constant"):
-        return kept.sum(), float(mask.sum())
+    kept = torch.where(mask, token_losses, 0.0)
     lengths = mask.sum(dim=-1)
-    if unit == "sequence_sums":
-        return kept.sum(), float((lengths > 0).sum())
-    if unit == "sequences":
-        row_means = kept.sum(dim=-1) / lengths.clamp(min=1)
-        return row_means.sum(), float((lengths > 0).sum())
-    raise ConfigError(
-        f"unit={unit!r} is not known; a loss is normalised by 'tokens', 'sequences', 'sequence_sums' or"
-        " 'constant'"
+    if unit in ("tokens", "constant"):
+        return kept.sum(), float(lengths.sum())
+    require(
+        unit in ("sequences", "sequence_sums"),
+        f"unit={unit!r} is not known; use 'tokens', 'sequences', 'sequence_sums' or 'constant'",
     )
+    total = kept.sum() if unit == "sequence_sums" else (kept.sum(dim=-1) / lengths.clamp(min=1)).sum()
+    return total, float((lengths > 0).sum())
 
 
 def select_top_fraction(values: Tensor, mask: Tensor, fraction: float) -> Tensor:
-    """[B, T] bool: of each row's n masked tokens the ⌈fraction · n⌉ with the largest values; of equal ones
-    the earlier.
-
-    Rows are never split among micro-batches, so neither is what this selects.
-    """
-    ranked = torch.where(mask, values.detach(), torch.full_like(values, -torch.inf))
-    order = ranked.argsort(dim=-1, descending=True, stable=True)
-    ranks = torch.empty_like(order).scatter_(
-        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    )
+    """[B, T] bool: of each row's n masked tokens the ⌈fraction · n⌉ largest; of equal ones the earlier."""
+    order = torch.where(mask, values.detach(), -torch.inf).argsort(dim=-1, descending=True, stable=True)
     kept = torch.ceil(fraction * mask.sum(dim=-1, keepdim=True).double() - 1e-9)
-    return (ranks < kept) & mask
+    return (order.argsort(dim=-1) < kept) & mask
 
 
 def collect_token_metrics(
-    means: dict[str, Tensor], largest: dict[str, Tensor], mask: Tensor
+    means: Mapping[str, Tensor], largest: Mapping[str, Tensor], mask: Tensor
 ) -> dict[str, Metric]:
-    """Means and maxima over the masked tokens of values [B, T], by name. Empty when no token is masked in.
+    """Means and maxima over the masked tokens of values [B, T], by name; empty when the mask is empty.
 
-    All sums are read back in one transfer: on an accelerator every single number would stall the queue.
+    All numbers are read back in one transfer: on an accelerator each transfer stalls the queue.
     """
     kept = mask.flatten().nonzero().squeeze(-1)
-    if len(kept) == 0:
+    if len(kept) == 0 or not (means or largest):
         return {}
-    with torch.no_grad():
-        values = {name: value.flatten()[kept].double() for name, value in (means | largest).items()}
-        scalars = [values[name].sum() for name in means] + [values[name].max() for name in largest]
-        numbers = torch.stack(scalars).tolist() if scalars else []
-    metrics: dict[str, Metric] = {}
-    for name, number in zip(means, numbers, strict=False):
-        metrics[name] = Mean(number, float(len(kept)))
-    for name, number in zip(largest, numbers[len(means) :], strict=True):
-        metrics[name] = Max(number)
-    return metrics
+    chosen = [values.detach().flatten()[kept].double() for values in (*means.values(), *largest.values())]
+    scalars = [values.sum() if place < len(means) else values.max() for place, values in enumerate(chosen)]
+    numbers = iter(torch.stack(scalars).tolist())
+    metrics: dict[str, Metric] = {name: Mean(next(numbers), float(len(kept))) for name in means}
+    return metrics | {name: Max(next(numbers)) for name in largest}

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rollouts.errors import ConfigError
-from rollouts.losses.inputs import LossOutput
-from rollouts.losses.preference_pairs import check_one_per_pair, ones_like_mask
+from rollouts.losses.inputs import LossOutput, require
+from rollouts.losses.preference_losses import check_one_per_pair
 from rollouts.losses.reductions import collect_token_metrics
-from rollouts.types import Max, Min
+from rollouts.types import Min
 
 
 def bradley_terry_loss(
@@ -32,35 +31,25 @@ def bradley_terry_loss(
     Metrics: rewards/chosen, rewards/rejected, rewards/margins (s_c − s_r), rewards/accuracies (share of s_c >
     s_r; a tie is none), rewards/max, rewards/min over both.
     """
-    if not centring >= 0:
-        raise ConfigError(
-            f"bradley_terry: centring={centring} must not be negative; 0 leaves the scores where they are,"
-            " 0.01 is usual"
-        )
-    check_one_per_pair("bradley_terry", chosen_scores=chosen_scores, rejected_scores=rejected_scores)
+    require(centring >= 0, f"bradley_terry: centring={centring} must not be negative; 0.01 is usual")
+    margins = torch.zeros_like(chosen_scores) if margins is None else margins.detach()
+    check_one_per_pair(
+        "bradley_terry", chosen_scores=chosen_scores, rejected_scores=rejected_scores, margins=margins
+    )
     differences = chosen_scores - rejected_scores
-    logits = differences
-    if margins is not None:
-        check_one_per_pair("bradley_terry", chosen_scores=chosen_scores, margins=margins)
-        logits = differences - margins.detach()
-    losses = -logsigmoid(logits)
+    losses = -logsigmoid(differences - margins)
     if centring:
         losses = losses + centring * (chosen_scores + rejected_scores).square()
-    chosen, rejected = chosen_scores.detach(), rejected_scores.detach()
     means = {
-        "rewards/chosen": chosen,
-        "rewards/rejected": rejected,
-        "rewards/margins": differences.detach(),
-        "rewards/accuracies": chosen > rejected,
+        "rewards/chosen": chosen_scores,
+        "rewards/rejected": rejected_scores,
+        "rewards/margins": differences,
+        "rewards/accuracies": differences > 0,
     }
-    largest = {
-        "rewards/max": torch.maximum(chosen, rejected),
-        "rewards/min": -torch.minimum(chosen, rejected),
-    }
-    metrics = collect_token_metrics(means, largest, ones_like_mask(chosen))
-    negated = metrics.get("rewards/min")
-    if isinstance(negated, Max):
-        metrics["rewards/min"] = Min(-negated.largest)
+    largest = {"rewards/max": torch.maximum(chosen_scores, rejected_scores)}
+    metrics = collect_token_metrics(means, largest, torch.ones_like(losses, dtype=torch.bool))
+    if len(losses):
+        metrics["rewards/min"] = Min(float(torch.minimum(chosen_scores, rejected_scores).detach().min()))
     return LossOutput(losses.sum(), float(len(losses)), metrics)
 
 
@@ -71,9 +60,7 @@ class PairCalibration:
     num_pairs: int
     accuracy: float  # share of pairs with s_c > s_r, a tie counted as one half
     confidence: float  # mean of max(p, 1 − p); above the accuracy: the model is too sure
-    expected_calibration_error: (
-        float  # Σ over bins of (pairs in it / P) · |accuracy − confidence|, between 0 and 1
-    )
+    expected_calibration_error: float  # Σ over bins of (pairs in it / P) · |accuracy − confidence|
     brier: float  # mean of (1 − p)²
     nll: float  # mean of −log p, nats: the Bradley-Terry loss
     bin_counts: tuple[int, ...]  # pairs per bin of confidence, equal widths from 0.5 to 1
@@ -96,8 +83,7 @@ def compute_pair_calibration(
             f"{len(chosen_scores)} pairs, num_bins={num_bins}; there must be at least one of each"
         )
     differences = (chosen_scores.double() - rejected_scores.double()).detach()
-    bad = (~torch.isfinite(differences)).nonzero().flatten().tolist()
-    if bad:
+    if bad := (~torch.isfinite(differences)).nonzero().flatten().tolist():
         raise ValueError(
             f"the scores of pair {bad[0]} differ by {float(differences[bad[0]])}; scores must be finite"
         )

@@ -1,7 +1,8 @@
 """Losses that need several rows at once, as functions of numpy arrays: sums or scores of rows in, the loss
 and a slope for every row out.
 
-    backend.forward ──► sums of log-probs [B] ──► RowLoss ──► LinearisedRows ──► advantages of `reinforce`, the count its denominator
+    backend.forward ──► sums of log-probs [B] ──► RowLoss ──► LinearisedRows ──► advantages of `linear`,
+                                                                                  its count the denominator
 
 The arithmetic is float64. Every function here runs torch, on small tensors of the CPU: call it on the device
 thread. Axes: B rows, P pairs; rows of a pair stand after each other, chosen first.
@@ -11,8 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,15 +20,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollouts.errors import ConfigError, ModelError
-from rollouts.losses.inputs import LossOutput
+from rollouts.losses.inputs import LossOutput, require
 from rollouts.losses.kto_loss import compute_kto_reference_point, compute_kto_weights, kto_loss
 from rollouts.losses.plug_ins import import_function
 from rollouts.losses.preference_losses import (
+    LinearisedLoss,
     PreferenceLoss,
     linearise_preference_loss,
+    linearise_row_loss,
+    make_pairs,
     resolve_preference_loss,
 )
-from rollouts.losses.preference_pairs import LinearisedLoss, PairLogProbs, linearise_row_loss
 from rollouts.losses.reward_model_losses import bradley_terry_loss, compute_pair_calibration
 from rollouts.types import Mean, Metric
 
@@ -55,9 +57,7 @@ RowLoss = Callable[..., LinearisedRows]
 def make_preference_loss(
     name: str, params: Params, *, num_desirable: int = 0, num_undesirable: int = 0
 ) -> RowLoss:
-    """make_kto_loss if `name` is "kto", which alone reads the numbers of rows, otherwise make_pair_loss.
-    Raises what these raise.
-    """
+    """make_kto_loss if `name` is "kto", which alone reads the numbers of rows, otherwise make_pair_loss."""
     if name == KTO:
         return make_kto_loss(params, num_desirable=num_desirable, num_undesirable=num_undesirable)
     return make_pair_loss(name, params)
@@ -71,7 +71,13 @@ def make_pair_loss(name: str, params: Params) -> RowLoss:
     check_preference_loss.
     """
     function = _resolve(name)
-    return partial(_linearise_pairs, function if ":" in name else name, dict(params))
+
+    def loss(log_probs: Values, *, ref_log_probs: Values | None, lengths: Values) -> LinearisedRows:
+        ref = None if ref_log_probs is None else _tensor(ref_log_probs)
+        pairs = make_pairs(_tensor(log_probs), ref, _tensor(lengths))
+        return _finish(linearise_preference_loss(pairs, function if ":" in name else name, **params))
+
+    return loss
 
 
 def make_kto_loss(params: Params, *, num_desirable: int, num_undesirable: int) -> RowLoss:
@@ -82,7 +88,7 @@ def make_kto_loss(params: Params, *, num_desirable: int, num_undesirable: int) -
     params they are not read. Where params set neither weight, compute_kto_weights does, from the numbers of
     rows of the whole data. Raises ConfigError if one kind is missing then.
     """
-    given = dict(params)
+    given: dict[str, Any] = dict(params)
     if not any(name in given for name in KTO_WEIGHTS):
         try:
             given |= dict(zip(KTO_WEIGHTS, compute_kto_weights(num_desirable, num_undesirable), strict=True))
@@ -91,12 +97,44 @@ def make_kto_loss(params: Params, *, num_desirable: int, num_undesirable: int) -
                 f"preference.loss='kto': {error}; set loss_params.desirable_weight and .undesirable_weight to"
                 " train on one"
             ) from error
-    return partial(_linearise_labelled, given)
+
+    def loss(
+        log_probs: Values,
+        *,
+        ref_log_probs: Values,
+        desirable: NDArray[np.bool_],
+        others: Values | None,
+        ref_others: Values | None,
+    ) -> LinearisedRows:
+        numbers = dict(given)
+        if "reference_point" not in numbers:
+            assert others is not None and ref_others is not None
+            numbers["reference_point"] = compute_kto_reference_point(_tensor(others), _tensor(ref_others))
+        ref, good = _tensor(ref_log_probs), torch.from_numpy(desirable)
+        found = _finish(
+            linearise_row_loss(lambda values: kto_loss(values, ref, good, **numbers), _tensor(log_probs))
+        )
+        chosen, rejected = (_read(found, name) for name in ("rewards/chosen", "rewards/rejected"))
+        if chosen is not None and rejected is not None:
+            found.metrics["rewards/margins"] = Mean(chosen - rejected, 1.0)
+        found.metrics["kto/desirable/frac"] = Mean(float(desirable.sum()), float(len(desirable)))
+        for name in KTO_WEIGHTS:
+            found.metrics[f"kto/{name}"] = Mean(float(numbers.get(name, 1.0)), 1.0)
+        return found
+
+    return loss
 
 
 def make_score_loss(centring: float) -> RowLoss:
     """`loss(scores [2P], *, margins [P])` of a reward model: bradley_terry_loss with that centring."""
-    return partial(_linearise_scores, centring)
+
+    def loss(scores: Values, *, margins: Values) -> LinearisedRows:
+        def of_scores(chosen: Tensor, rejected: Tensor) -> LossOutput:
+            return bradley_terry_loss(chosen, rejected, margins=_tensor(margins), centring=centring)
+
+        return _finish(linearise_row_loss(of_scores, _tensor(scores[0::2]), _tensor(scores[1::2])))
+
+    return loss
 
 
 def measure_calibration(scores: Values) -> dict[str, float]:
@@ -125,24 +163,26 @@ def check_preference_loss(name: str, params: Params, *, reference: bool) -> None
     and there is none, or has one for nothing; PlugInError for a function that cannot be imported. A function
     of the user is not called.
     """
+    rows: dict[str, Any]
     if name == KTO:
-        _require_reference(name, needed=True, given=reference)
-        _try(
-            partial(_linearise_labelled, dict(params)),
-            params,
-            desirable=np.asarray([True, False]),
-            others=None,
-            ref_others=None,
-        )
+        names = ["ref_chosen"]
+        loss = make_kto_loss({"reference_point": 0.0, **params}, num_desirable=1, num_undesirable=1)
+        rows = {"desirable": np.asarray([True, False]), "others": None, "ref_others": None}
+    else:
+        names = inspect.signature(_resolve(name)).parameters
+        loss, rows = make_pair_loss(name, params), {"lengths": np.ones(2)}
+    needed = "ref_chosen" in names or "ref_rejected" in names
+    require(
+        reference or not needed,
+        f"preference.loss={name!r} compares with a reference model; set preference.reference = "
+        '"precomputed" or "live"',
+    )
+    require(
+        needed or not reference,
+        f'preference.loss={name!r} compares with no reference model; set preference.reference = "none"',
+    )
+    if ":" in name:
         return
-    function = _resolve(name)
-    names = inspect.signature(function).parameters
-    _require_reference(name, needed="ref_chosen" in names or "ref_rejected" in names, given=reference)
-    if ":" not in name:
-        _try(partial(_linearise_pairs, name, dict(params)), params, lengths=np.ones(2))
-
-
-def _try(loss: RowLoss, params: Params, **rows: object) -> None:
     try:
         loss(np.full(2, -1.0), ref_log_probs=np.full(2, -1.0), **rows)
     except TypeError as error:
@@ -151,27 +191,14 @@ def _try(loss: RowLoss, params: Params, **rows: object) -> None:
         ) from error
 
 
-def _require_reference(name: str, *, needed: bool, given: bool) -> None:
-    if needed and not given:
-        raise ConfigError(
-            f"preference.loss={name!r} compares with a reference model; set preference.reference ="
-            ' "precomputed" or "live"'
-        )
-    if given and not needed:
-        raise ConfigError(
-            f'preference.loss={name!r} compares with no reference model; set preference.reference = "none"'
-        )
-
-
 def _resolve(name: str) -> PreferenceLoss:
     if ":" in name:
-        return import_function(
-            "preference.loss", name, "chosen, rejected, … as those of rollouts.losses.preference_losses"
-        )
-    if name == "apo_zero_unpaired":
-        raise ConfigError(
-            "preference.loss='apo_zero_unpaired' of TRL is 'kto' with loss_params = { reference_point = 0 }"
-        )
+        takes = "chosen, rejected, … as those of rollouts.losses.preference_losses"
+        return import_function("preference.loss", name, takes)
+    require(
+        name != "apo_zero_unpaired",
+        "preference.loss='apo_zero_unpaired' of TRL is 'kto' with loss_params = { reference_point = 0 }",
+    )
     try:
         return resolve_preference_loss(name)
     except ConfigError as error:
@@ -180,83 +207,16 @@ def _resolve(name: str) -> PreferenceLoss:
         ) from error
 
 
-# --- at one point -------------------------------------------------------------------------------------------
-
-
-def _linearise_pairs(
-    loss: str | PreferenceLoss,
-    params: Params,
-    log_probs: Values,
-    *,
-    ref_log_probs: Values | None,
-    lengths: Values,
-) -> LinearisedRows:
-    values, lengths_of = _tensor(log_probs), _tensor(lengths)
-    ref = None if ref_log_probs is None else _tensor(ref_log_probs)
-    pairs = PairLogProbs(
-        chosen=values[0::2],
-        rejected=values[1::2],
-        ref_chosen=None if ref is None else ref[0::2],
-        ref_rejected=None if ref is None else ref[1::2],
-        chosen_lengths=lengths_of[0::2],
-        rejected_lengths=lengths_of[1::2],
-    )
-    return _finish(linearise_preference_loss(pairs, loss, **params))  # pyright: ignore[reportArgumentType]  (a loss of the user may take text)
-
-
-def _linearise_labelled(
-    params: Params,
-    log_probs: Values,
-    *,
-    ref_log_probs: Values,
-    desirable: NDArray[np.bool_],
-    others: Values | None,
-    ref_others: Values | None,
-) -> LinearisedRows:
-    numbers = dict(params)
-    if "reference_point" not in numbers:
-        if others is None or ref_others is None:
-            numbers["reference_point"] = 0.0  # of a try
-        else:
-            numbers["reference_point"] = float(
-                compute_kto_reference_point(_tensor(others), _tensor(ref_others))
-            )
-    good = torch.from_numpy(desirable)
-    ref = _tensor(ref_log_probs)
-
-    def of_sums(values: Tensor) -> LossOutput:
-        return kto_loss(values, ref, good, **numbers)  # pyright: ignore[reportArgumentType]  (a parameter of another type is refused by name)
-
-    found = _finish(linearise_row_loss(of_sums, _tensor(log_probs)))
-    chosen, rejected = found.metrics.get("rewards/chosen"), found.metrics.get("rewards/rejected")
-    more: dict[str, Metric] = {}
-    if (
-        isinstance(chosen, Mean)
-        and isinstance(rejected, Mean)
-        and chosen.value is not None
-        and rejected.value is not None
-    ):
-        more["rewards/margins"] = Mean(chosen.value - rejected.value, 1.0)
-    more["kto/desirable/frac"] = Mean(float(desirable.sum()), float(len(desirable)))
-    more |= {f"kto/{name}": Mean(float(numbers.get(name, 1.0)), 1.0) for name in KTO_WEIGHTS}
-    return found._replace(metrics={**found.metrics, **more})
-
-
-def _linearise_scores(centring: float, scores: Values, *, margins: Values) -> LinearisedRows:
-    values, margin = _tensor(scores), _tensor(margins)
-
-    def of_scores(chosen: Tensor, rejected: Tensor) -> LossOutput:
-        return bradley_terry_loss(chosen, rejected, margins=margin, centring=centring)
-
-    return _finish(linearise_row_loss(of_scores, values[0::2], values[1::2]))
+def _read(found: LinearisedRows, name: str) -> float | None:
+    metric = found.metrics.get(name)
+    return metric.value if isinstance(metric, Mean) else None
 
 
 def _finish(found: LinearisedLoss) -> LinearisedRows:
     """One advantage per row, in the rows' order."""
+    total, count, metrics = found.output
     advantages = torch.stack(found.advantages, dim=-1).flatten().numpy()
-    return LinearisedRows(
-        float(found.output.sum) / found.output.count, found.output.count, advantages, found.output.metrics
-    )
+    return LinearisedRows(float(total) / count, count, advantages, metrics)
 
 
 def _tensor(values: Values) -> Tensor:

@@ -1,5 +1,4 @@
-"""What every policy loss can add to its own term: a correction, a KL term, an entropy bonus; and the metrics
-that all losses share.
+"""What every policy loss can add to its own term, and the metrics that all of them share.
 
     loss of a token = weight · (policy term, where selected + kl_coef · KL) − entropy_coef · H, where selected
     + mu_penalty_coef · (lp − mu)²
@@ -9,246 +8,214 @@ expectations over sampled tokens and keep the weight 1. All parameters are plain
 loss crosses ranks by name.
 
 Metrics (means over trained tokens, unless said otherwise; absent where the batch lacks what they need):
-    approx_kl/mean                       r − 1 − log r, r = exp(lp − old): KL(old || policy), how far the updates on this batch have moved
-    kl/ref                               lp − ref: the k1 estimate of KL(policy || reference)
-    mismatch_kl/mean|max                 k3 of q against mu, w − 1 − log w with w = q/mu: KL(engine || trainer), never negative; q is old
-                                         if recomputed, else lp, which has moved when a batch is trained on more than once
-    mismatch/k1, mismatch/chi2           −log w, the k1 estimate of the same; w² − 1, chi-squared of q against mu
-    mismatch/ess                         effective sample size of w over its number
-    mismatch/logprob_abs_diff            |q − mu|
-    mismatch/prob_abs_diff/max           largest |e^q − e^mu|
-    importance_weight/mean|mean_square|max|ess     the weights that multiply the loss, after cap and masks
-    importance_weight/capped             share of tokens on which importance_cap bit
-    importance_weight/dropped            share of tokens whose weight is 0; with `correction`
-    entropy/mean                         nats
+    ratio/mean, ratio/max        exp(lp − old), of losses with a ratio
+    clip_ratio, clip_ratio/low|high  share of tokens on which the clip took the gradient away; low: A < 0,
+                                 high: A > 0 (cispo: see there)
+    approx_kl/mean               r − 1 − log r, r = exp(lp − old): how far the updates have moved the policy
+    kl/ref                       lp − ref: the k1 estimate of KL(policy || reference)
+    mismatch_kl/mean|max         w − 1 − log w with w = q/mu, k3 of KL(engine || trainer); q is old if
+                                 recomputed, else lp, which moves when a batch is trained on more than once
+    mismatch/k1, mismatch/chi2   −log w, the k1 estimate of the same; w² − 1, chi-squared of q against mu
+    mismatch/ess                 effective sample size of w over its number
+    mismatch/logprob_abs_diff    |q − mu|
+    mismatch/prob_abs_diff/max   largest |e^q − e^mu|
+    importance_weight/mean|mean_square|max|ess   the weights that multiply the loss, after cap and masks
+    importance_weight/capped     share of tokens on which importance_cap bit
+    importance_weight/dropped    share of tokens whose weight is 0; with `correction`
+    entropy/mean                 nats
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal, TypedDict
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rollouts.errors import ConfigError
 from rollouts.losses.corrections import Correction, compute_truncated_weights, parse_correction
-from rollouts.losses.inputs import LossInputs, LossOutput, choose_old_log_probs, need_rollout_log_probs
+from rollouts.losses.inputs import LossFn, LossInputs, LossOutput, clear_masked, require
 from rollouts.losses.kl import KlEstimator, compute_kl_penalty
-from rollouts.losses.ratios import compute_log_ratio
-from rollouts.losses.reductions import collect_token_metrics, reduce_loss, select_top_fraction
+from rollouts.losses.reductions import (
+    collect_token_metrics,
+    compute_log_ratio,
+    reduce_loss,
+    select_top_fraction,
+)
 from rollouts.types import EffectiveShare, LossUnit, Mean, Metric
 
-TokenValues = dict[str, Tensor]
 RatioAgainst = Literal["old", "mu", "none"]
-"""What the policy term has a ratio against: old, that is mu without old ones; mu whatever the batch has; no ratio."""
+"""old: recomputed log-probs, or mu where there are none; mu: always the engine's; none: no ratio."""
 
 
-class Terms(TypedDict, total=False):
-    """Keywords of every policy loss beside its own."""
+class PolicyTerm(NamedTuple):
+    """A loss's own part, of inputs that went through clear_masked."""
 
-    correction: (
-        str | Correction
-    )  # weights of rollouts.losses.corrections, "token_tis(cap=2) * veto(floor=1e-4)" or a function; "": none
-    kl_coef: float  # of KL(policy || reference) in the loss; 0 turns it off
-    kl_estimator: (
-        str | KlEstimator
-    )  # "k2" (default), "k3", module:function or a function; "k1" only with kl_importance
-    # multiply the estimate by exp(lp − what the loss's ratio is against, or mu), with gradient: unbiased off
-    # policy
-    kl_importance: bool
-    entropy_coef: (
-        float  # of the entropy bonus; not 0: LossInputs.entropy must have a gradient. Negative: a penalty
-    )
-    entropy_fraction: (
-        float  # share of each row's tokens, those of highest entropy, that get the bonus; 1: all
-    )
-    policy_entropy_fraction: float  # the same for the policy term: "forking tokens", 2506.01939; 1: all
-    mu_penalty_coef: float  # of (lp − mu)²: holds the policy near the engine that sampled; 2602.02276
+    token_losses: Tensor  # [B, T]
+    ratio: Tensor | None = None  # [B, T]
+    low: Tensor | None = None  # [B, T] bool: clipped from below
+    high: Tensor | None = None  # [B, T] bool: clipped from above
+    shares: tuple[tuple[str, Tensor], ...] = ()  # more metrics: name and [B, T] bool
 
 
-class RatioTerms(Terms, total=False):
-    """Keywords of losses with a ratio against old."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """Keywords of every policy loss beside its own. Raises ConfigError naming one that breaks its rule."""
 
-    # C of the weight min(exp(old − mu), C), taken where the batch has both and no correction is named
-    importance_cap: float
+    # C of the weight min(exp(old − mu), C), where the batch has both and no correction is named
+    importance_cap: float = 2.0
+    # weights of rollouts.losses.corrections, "token_tis(cap=2) * veto(floor=1e-4)" or a function; "": none
+    correction: str | Correction = ""
+    kl_coef: float = 0.0  # of KL(policy || reference) in the loss
+    kl_estimator: str | KlEstimator = "k2"  # or "k3", module:function, a function; "k1" with kl_importance
+    # the estimate times exp(lp − what the loss's ratio is against, or mu), with gradient: unbiased off policy
+    kl_importance: bool = False
+    entropy_coef: float = 0.0  # of the entropy bonus; needs LossInputs.entropy with a gradient
+    entropy_fraction: float = 1.0  # share of each row's tokens, of highest entropy, that get the bonus
+    policy_entropy_fraction: float = 1.0  # the same for the policy term: "forking tokens", 2506.01939
+    mu_penalty_coef: float = 0.0  # of (lp − mu)²: holds the policy near the engine; 2602.02276
+
+    def __post_init__(self) -> None:
+        # the text "false" would count as true
+        require(
+            isinstance(self.kl_importance, bool), f"kl_importance={self.kl_importance!r} must be a boolean"
+        )
+        for name in ("kl_coef", "mu_penalty_coef"):
+            value = getattr(self, name)
+            require(value >= 0, f"{name}={value} must not be negative; 0 turns the term off")
+        for name in ("entropy_fraction", "policy_entropy_fraction"):
+            value = getattr(self, name)
+            require(0 < value <= 1, f"{name}={value} must be above 0 and at most 1, which takes all tokens")
 
 
-def finish_loss(
-    inputs: LossInputs,
-    token_losses: Tensor,
-    unit: LossUnit,
-    means: TokenValues,
-    largest: TokenValues,
-    *,
-    ratio: RatioAgainst = "old",
-    importance_cap: float | None = None,
-    correction: str | Correction = "",
-    kl_coef: float = 0.0,
-    kl_estimator: str | KlEstimator = "k2",
-    kl_importance: bool = False,
-    entropy_coef: float = 0.0,
-    entropy_fraction: float = 1.0,
-    policy_entropy_fraction: float = 1.0,
-    mu_penalty_coef: float = 0.0,
-) -> LossOutput:
-    """The output of a loss from its policy term [B, T], of inputs that went through clear_masked. See Terms
-    for the keywords.
+def policy_loss(
+    against: RatioAgainst = "old", *, unit: LossUnit = "tokens"
+) -> Callable[[Callable[..., PolicyTerm]], LossFn]:
+    """A decorator that makes a loss of a function `(inputs, **numbers) -> PolicyTerm`.
 
-    ratio: decides what a correction compares with mu (see _find_corrected) and from whom kl_importance takes
-    the KL term to be sampled. Without a ratio a correction's weight is exp(lp − mu) itself, which
-    kl_importance has in the KL term already: it only drops tokens of that term. importance_cap None: no
-    weight unless a correction is named. Raises ConfigError naming a parameter that breaks its rule, or what
-    the batch lacks for it.
+    The loss takes that function's keywords, `unit` and Terms; importance_cap only with a ratio against old.
     """
-    _check_terms(kl_coef, kl_importance, entropy_fraction, policy_entropy_fraction, mu_penalty_coef)
-    means, largest = dict(means), dict(largest)
-    if policy_entropy_fraction < 1:
-        chosen = select_top_fraction(
-            _need_entropy(inputs, "policy_entropy_fraction", policy_entropy_fraction),
-            inputs.mask,
-            policy_entropy_fraction,
-        )
-        token_losses = torch.where(chosen, token_losses, torch.zeros_like(token_losses))
-    kl_terms = None
-    if kl_coef > 0:
-        if inputs.ref_log_probs is None:
-            raise ConfigError(
-                f"kl_coef={kl_coef} needs ref_log_probs and the batch has none; score it with a reference, or"
-                " set kl_coef=0"
-            )
-        sampler = _choose_sampler(inputs, ratio) if kl_importance else None
-        kl_terms = kl_coef * compute_kl_penalty(
-            inputs.log_probs, inputs.ref_log_probs, kl_estimator, sampler_log_probs=sampler
-        )
-    weights = _find_weights(_find_corrected(inputs, ratio), correction, importance_cap)
-    if weights is not None:
+    default_unit = unit
+
+    def decorate(compute: Callable[..., PolicyTerm]) -> LossFn:
+        own = inspect.signature(compute)
+        shared = [
+            parameter
+            for parameter in inspect.signature(Terms).parameters.values()
+            if against == "old" or parameter.name != "importance_cap"
+        ]
+
+        @functools.wraps(compute)
+        def loss(inputs: LossInputs, *, unit: LossUnit = default_unit, **params: Any) -> LossOutput:
+            numbers = {name: params.pop(name) for name in own.parameters if name in params}
+            terms = Terms(**params)
+            inputs = clear_masked(inputs)
+            return _finish(inputs, compute(inputs, **numbers), unit, against, terms)
+
+        unit_keyword = inspect.Parameter("unit", inspect.Parameter.KEYWORD_ONLY, default=default_unit)
+        signature = own.replace(parameters=[*own.parameters.values(), unit_keyword, *shared])
+        setattr(loss, "__signature__", signature)  # noqa: B010  (no attribute of functions for the type checker)
+        return loss
+
+    return decorate
+
+
+def _finish(
+    inputs: LossInputs, term: PolicyTerm, unit: LossUnit, against: RatioAgainst, terms: Terms
+) -> LossOutput:
+    """The output of a loss. Raises ConfigError naming what the batch lacks for a term."""
+    token_losses, means, largest = term.token_losses, dict(term.shares), {}
+    if term.ratio is not None:
+        means["ratio/mean"] = largest["ratio/max"] = term.ratio
+    if term.low is not None and term.high is not None:
+        means |= {
+            "clip_ratio": term.low | term.high,
+            "clip_ratio/low": term.low,
+            "clip_ratio/high": term.high,
+        }
+    if terms.policy_entropy_fraction < 1:
+        chosen = select_top_fraction(inputs.need("entropy"), inputs.mask, terms.policy_entropy_fraction)
+        token_losses = torch.where(chosen, token_losses, 0.0)
+    kl_terms = _compute_kl_terms(inputs, against, terms) if terms.kl_coef > 0 else 0.0
+    weights = _find_weights(inputs, against, terms)
+    if weights is None:
+        token_losses = token_losses + kl_terms
+    else:
         if inputs.note_weights is not None:
             inputs.note_weights(weights)
-        token_losses = _weigh(token_losses, weights)
-        if kl_terms is not None:
-            weighted_already = kl_importance and ratio == "none"
-            kl_terms = (
-                torch.where(weights == 0, torch.zeros_like(kl_terms), kl_terms)
-                if weighted_already
-                else _weigh(kl_terms, weights)
-            )
-        means["importance_weight/mean"] = weights
-        means["importance_weight/mean_square"] = weights.square()
+        # without a ratio, kl_importance has multiplied the KL term by exp(lp − mu) already
+        kl_weights = 1.0 if terms.kl_importance and against == "none" else weights
+        # a dropped token is dropped whatever it holds: a product with 0 would keep what is not finite
+        token_losses = torch.where(weights == 0, 0.0, token_losses * weights + kl_terms * kl_weights)
+        means |= {"importance_weight/mean": weights, "importance_weight/mean_square": weights.square()}
         largest["importance_weight/max"] = weights
-        if correction:
+        if terms.correction:
             means["importance_weight/dropped"] = weights == 0
-        elif importance_cap is not None:
-            means["importance_weight/capped"] = weights >= importance_cap
-    if kl_terms is not None:
-        token_losses = token_losses + kl_terms
-    if entropy_coef != 0:
-        entropy = _need_entropy(inputs, "entropy_coef", entropy_coef)
-        if inputs.log_probs.requires_grad and not entropy.requires_grad:
-            raise ConfigError(
-                f"entropy_coef={entropy_coef} needs LossInputs.entropy with a gradient; ask for it where it"
-                " is computed, with entropy_gradient=True"
-            )
-        if entropy_fraction < 1:
-            entropy = torch.where(
-                select_top_fraction(entropy, inputs.mask, entropy_fraction),
-                entropy,
-                torch.zeros_like(entropy),
-            )
-        token_losses = token_losses - entropy_coef * entropy
-    if mu_penalty_coef > 0:
-        token_losses = (
-            token_losses
-            + mu_penalty_coef
-            * (inputs.log_probs - need_rollout_log_probs(inputs, "mu_penalty_coef")).square()
+        else:
+            means["importance_weight/capped"] = weights >= terms.importance_cap
+    if terms.entropy_coef != 0:
+        entropy = inputs.need("entropy")
+        require(
+            entropy.requires_grad or not inputs.log_probs.requires_grad,
+            f"entropy_coef={terms.entropy_coef} needs LossInputs.entropy with a gradient; compute it with"
+            " entropy_gradient=True",
         )
+        if terms.entropy_fraction < 1:
+            chosen = select_top_fraction(entropy, inputs.mask, terms.entropy_fraction)
+            entropy = torch.where(chosen, entropy, 0.0)
+        token_losses = token_losses - terms.entropy_coef * entropy
+    if terms.mu_penalty_coef > 0:
+        gap = inputs.log_probs - inputs.need("rollout_log_probs")
+        token_losses = token_losses + terms.mu_penalty_coef * gap.square()
     _add_shared_metrics(inputs, means, largest)
     total, count = reduce_loss(token_losses, inputs.mask, unit)
     return LossOutput(total, count, _add_sample_sizes(collect_token_metrics(means, largest, inputs.mask)))
 
 
-def _choose_sampler(inputs: LossInputs, ratio: RatioAgainst) -> Tensor:
-    """[B, T] log-probs of what the KL term's tokens are drawn from once the weight, if any, is multiplied on."""
-    if ratio != "old" and inputs.rollout_log_probs is not None:
-        return inputs.rollout_log_probs
-    return choose_old_log_probs(inputs, "kl_importance")
+def _compute_kl_terms(inputs: LossInputs, against: RatioAgainst, terms: Terms) -> Tensor:
+    """[B, T]. Once the weight, if any, is multiplied on, tokens without a ratio against old count as mu's."""
+    sampler = None
+    if terms.kl_importance:
+        from_mu = against != "old" and inputs.rollout_log_probs is not None
+        sampler = inputs.rollout_log_probs if from_mu else inputs.need_old()
+    return terms.kl_coef * compute_kl_penalty(
+        inputs.log_probs, inputs.need("ref_log_probs"), terms.kl_estimator, sampler_log_probs=sampler
+    )
 
 
-def _find_corrected(inputs: LossInputs, ratio: RatioAgainst) -> LossInputs:
-    """The inputs as a correction sees them: it compares their old_log_probs with mu."""
-    if ratio == "mu":  # no weight may count the gap again
-        return replace(inputs, old_log_probs=None)
-    if ratio == "none":  # what a weight compares with the engine is the policy itself
-        return replace(inputs, old_log_probs=inputs.log_probs.detach())
-    return inputs
+def _find_weights(inputs: LossInputs, against: RatioAgainst, terms: Terms) -> Tensor | None:
+    """[B, T] the weights, None without any. A correction compares its inputs' old_log_probs with mu."""
+    correction = terms.correction
+    if not correction:
+        if against != "old" or inputs.old_log_probs is None or inputs.rollout_log_probs is None:
+            return None
+        return compute_truncated_weights(inputs.old_log_probs, inputs.rollout_log_probs, terms.importance_cap)
+    if against == "mu":  # no weight may count the gap again
+        inputs = replace(inputs, old_log_probs=None)
+    if against == "none":  # what a weight compares with the engine is the policy itself
+        inputs = replace(inputs, old_log_probs=inputs.log_probs.detach())
+    weights = (parse_correction(correction) if isinstance(correction, str) else correction)(inputs)
+    require(
+        weights.shape == inputs.mask.shape and not weights.requires_grad,
+        f"the correction gave weights of shape {tuple(weights.shape)}, requires_grad={weights.requires_grad};"
+        f" it must give {tuple(inputs.mask.shape)}, detached",
+    )
+    return torch.where(inputs.mask, weights, 0.0)
 
 
-def _weigh(token_losses: Tensor, weights: Tensor) -> Tensor:
-    # a product with 0 would keep what is not finite, and a dropped token is dropped whatever it holds
-    return torch.where(weights == 0, torch.zeros_like(token_losses), token_losses * weights)
-
-
-def _find_weights(
-    inputs: LossInputs, correction: str | Correction, importance_cap: float | None
-) -> Tensor | None:
-    if correction:
-        weights = parse_correction(correction)(inputs) if isinstance(correction, str) else correction(inputs)
-        if weights.requires_grad or weights.shape != inputs.mask.shape:
-            raise ConfigError(
-                "the correction gave weights of shape"
-                f" {tuple(weights.shape)}{', with a gradient' if weights.requires_grad else ''}; it must give"
-                f" {tuple(inputs.mask.shape)}, detached"
-            )
-        return torch.where(inputs.mask, weights, torch.zeros_like(weights))
-    if importance_cap is None or inputs.old_log_probs is None or inputs.rollout_log_probs is None:
-        return None
-    return compute_truncated_weights(inputs.old_log_probs, inputs.rollout_log_probs, importance_cap)
-
-
-def _need_entropy(inputs: LossInputs, parameter: str, value: float) -> Tensor:
-    if inputs.entropy is None:
-        raise ConfigError(
-            f"{parameter}={value} needs the entropy of each position and the inputs have none; fill"
-            " LossInputs.entropy"
-        )
-    return inputs.entropy
-
-
-def _check_terms(
-    kl_coef: float,
-    kl_importance: object,
-    entropy_fraction: float,
-    policy_entropy_fraction: float,
-    mu_penalty_coef: float,
-) -> None:
-    if not isinstance(kl_importance, bool):  # the text "false" would count as true
-        raise ConfigError(f"kl_importance={kl_importance!r} must be true or false, without quotation marks")
-    for name, value in (("kl_coef", kl_coef), ("mu_penalty_coef", mu_penalty_coef)):
-        if not value >= 0:
-            raise ConfigError(f"{name}={value} must not be negative; 0 turns the term off")
-    for name, value in (
-        ("entropy_fraction", entropy_fraction),
-        ("policy_entropy_fraction", policy_entropy_fraction),
-    ):
-        if not 0 < value <= 1:
-            raise ConfigError(
-                f"{name}={value} must be above 0 and at most 1: a share of each row's tokens; 0.2 is usual, 1"
-                " takes all"
-            )
-
-
-def _add_shared_metrics(inputs: LossInputs, means: TokenValues, largest: TokenValues) -> None:
+def _add_shared_metrics(inputs: LossInputs, means: dict[str, Tensor], largest: dict[str, Tensor]) -> None:
     log_probs, old, mu = inputs.log_probs.detach(), inputs.old_log_probs, inputs.rollout_log_probs
-    behaviour = mu if old is None else old
-    if behaviour is not None:
-        log_ratio = compute_log_ratio(log_probs, behaviour)
+    if old is not None or mu is not None:
+        log_ratio = compute_log_ratio(log_probs, inputs.need_old())
         means["approx_kl/mean"] = torch.exp(log_ratio) - 1.0 - log_ratio
     if mu is not None:
         trainer = log_probs if old is None else old
         log_weight = compute_log_ratio(trainer, mu)
         weight = torch.exp(log_weight)
-        means["mismatch_kl/mean"] = weight - log_weight - 1.0
-        largest["mismatch_kl/max"] = means["mismatch_kl/mean"]
+        means["mismatch_kl/mean"] = largest["mismatch_kl/max"] = weight - log_weight - 1.0
         means["mismatch/k1"] = -log_weight
         means["mismatch/chi2"] = weight.square() - 1.0
         means["mismatch/logprob_abs_diff"] = (trainer - mu).abs()
@@ -256,24 +223,17 @@ def _add_shared_metrics(inputs: LossInputs, means: TokenValues, largest: TokenVa
     if inputs.ref_log_probs is not None:
         means["kl/ref"] = log_probs - inputs.ref_log_probs
     if inputs.entropy is not None:
-        means["entropy/mean"] = inputs.entropy.detach()
+        means["entropy/mean"] = inputs.entropy
 
 
 def _add_sample_sizes(metrics: dict[str, Metric]) -> dict[str, Metric]:
-    """The effective sample sizes follow from sums that are there already: Σw = Σ(w − 1 − log w) − Σ(−log w) +
-    n, Σw² = Σ(w² − 1) + n.
-    """
-
-    def read(name: str) -> Mean | None:
-        metric = metrics.get(name)
-        return metric if isinstance(metric, Mean) else None
-
-    weight, square = read("importance_weight/mean"), read("importance_weight/mean_square")
-    if weight is not None and square is not None:
+    """With the effective sample sizes: Σw = Σ(w − 1 − log w) − Σ(−log w) + n, Σw² = Σ(w² − 1) + n."""
+    found = {name: metric for name, metric in metrics.items() if isinstance(metric, Mean)}
+    if "importance_weight/mean" in found:
+        weight, square = found["importance_weight/mean"], found["importance_weight/mean_square"]
         metrics["importance_weight/ess"] = EffectiveShare(weight.total, square.total, weight.count)
-    k3, k1, chi2 = read("mismatch_kl/mean"), read("mismatch/k1"), read("mismatch/chi2")
-    if k3 is not None and k1 is not None and chi2 is not None:
-        metrics["mismatch/ess"] = EffectiveShare(
-            k3.total - k1.total + k3.count, chi2.total + chi2.count, k3.count
-        )
+    if "mismatch/k1" in found:
+        k3, k1, chi2 = (found[name] for name in ("mismatch_kl/mean", "mismatch/k1", "mismatch/chi2"))
+        count = k3.count
+        metrics["mismatch/ess"] = EffectiveShare(k3.total - k1.total + count, chi2.total + count, count)
     return metrics

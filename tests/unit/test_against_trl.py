@@ -25,10 +25,13 @@ from rollouts.data.preference import mismatch_completions
 from rollouts.losses.distillation import gkd_loss
 from rollouts.losses.inputs import LossInputs, LossOutput
 from rollouts.losses.kto_loss import compute_kto_reference_point, kto_loss
-from rollouts.losses.preference_losses import TRL_LOSS_TYPES, compute_preference_loss
-from rollouts.losses.preference_pairs import compute_pair_log_probs, compute_row_log_probs
+from rollouts.losses.preference_losses import (
+    TRL_LOSS_TYPES,
+    compute_pair_log_probs,
+    compute_preference_loss,
+)
 from rollouts.losses.reward_model_losses import bradley_terry_loss
-from rollouts.losses.sft import sft_loss
+from rollouts.losses.token_losses import sft_loss
 from rollouts.types import metric_values
 
 V = 7
@@ -109,26 +112,13 @@ def our_pairs(weights: Tensor, chosen: list[list[int]], rejected: list[list[int]
 
 
 def our_kto(weights: Tensor, *, use_reference_point: bool) -> LossOutput:
-    ids, mask = stack(CHOSEN)
-    sums = compute_row_log_probs(
-        LossInputs(log_probs=score(weights, ids, mask), mask=mask, ref_log_probs=score(REFERENCE, ids, mask))
-    )
-    assert sums.ref_log_probs is not None
-    point: float | Tensor = 0.0
-    if use_reference_point:
-        kl_ids, kl_mask = stack(kl_rows())
-        point = compute_kto_reference_point(
-            score(weights, kl_ids, kl_mask).sum(-1), score(REFERENCE, kl_ids, kl_mask).sum(-1)
-        )
-    return kto_loss(
-        sums.log_probs,
-        sums.ref_log_probs,
-        torch.tensor(LABELS),
-        reference_point=point,
-        beta=0.3,
-        desirable_weight=1.5,
-        undesirable_weight=0.75,
-    )
+    def sums(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+        ids, mask = stack(rows)
+        return score(weights, ids, mask).sum(-1), score(REFERENCE, ids, mask).sum(-1)
+
+    point = compute_kto_reference_point(*sums(kl_rows())) if use_reference_point else 0.0
+    labels, weighed = torch.tensor(LABELS), {"desirable_weight": 1.5, "undesirable_weight": 0.75}
+    return kto_loss(*sums(CHOSEN), labels, reference_point=point, beta=0.3, **weighed)
 
 
 def kl_rows() -> list[list[int]]:

@@ -20,7 +20,7 @@ from rollouts.losses.distillation import (
     compute_tiled_divergence,
     gkd_loss,
 )
-from rollouts.types import LossUnit, merge_metrics, metric_values
+from rollouts.types import LossUnit, metric_values
 
 P, Q = [0.5, 0.3, 0.2], [0.4, 0.4, 0.2]
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
@@ -70,15 +70,6 @@ def test_random_logits_match_the_slow_version(beta: float, temperature: float):
     assert found == pytest.approx([slow_divergence(one, other, beta) for one, other in rows], rel=1e-10)
 
 
-def test_gradients_of_the_two_ends_are_those_of_the_formulas():
-    p, q = torch.tensor(P, dtype=torch.float64), torch.tensor(Q, dtype=torch.float64)
-    for beta, wanted in ((0.0, p - q), (1.0, p * ((p / q).log() - kl(P, Q)))):
-        student = logs(P).requires_grad_()
-        compute_divergence(student, logs(Q), beta=beta).sum().backward()
-        assert student.grad is not None
-        assert student.grad[0].tolist() == pytest.approx(wanted.tolist(), abs=1e-12)
-
-
 @pytest.mark.parametrize("beta", BETAS)
 def test_gradients_agree_with_finite_differences(beta: float):
     student = draw(3, 5).requires_grad_()
@@ -87,27 +78,6 @@ def test_gradients_agree_with_finite_differences(beta: float):
         lambda logits: compute_tiled_divergence(logits, teacher, beta=beta, temperature=1.3, tile=5),
         (student,),
     )
-
-
-def test_the_ends_are_the_limits_of_the_quotients_by_beta():
-    student, teacher = draw(4, 6), draw(4, 6, seed=1)
-    for beta, end, weight in ((1e-6, 0.0, 1e-6), (1 - 1e-6, 1.0, 1e-6)):
-        near = compute_divergence(student, teacher, beta=beta) / weight
-        assert near.tolist() == pytest.approx(
-            compute_divergence(student, teacher, beta=end).tolist(), rel=1e-4
-        )
-
-
-def test_a_divergence_is_zero_only_between_equals_and_jsd_is_symmetric_and_bounded():
-    student, teacher = 10 * draw(50, 4), 10 * draw(50, 4, seed=1)
-    for beta in BETAS:
-        assert compute_divergence(student, student + 3.0, beta=beta).tolist() == pytest.approx(
-            [0.0] * 50, abs=1e-12
-        )
-        assert float(compute_divergence(student, teacher, beta=beta).min()) > 0
-    jsd = compute_divergence(student, teacher, beta=0.5)
-    assert jsd.tolist() == pytest.approx(compute_divergence(teacher, student, beta=0.5).tolist(), rel=1e-10)
-    assert float(jsd.max()) <= math.log(2)
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -217,58 +187,6 @@ def test_gkd_sums_over_the_mask_in_each_unit_and_no_garbage_leaks():
     assert float(clean.grad[~mask].abs().max()) == 0.0
 
 
-def test_rows_apart_give_the_same_sum_and_gradient_as_together():
-    student, teacher = draw(4, 3, 6).requires_grad_(), draw(4, 3, 6, seed=1)
-    mask = draw(4, 3, seed=2) > 0
-    units: list[LossUnit] = ["tokens", "sequences"]
-    for unit in units:
-        whole = gkd_loss(student, teacher, mask, unit=unit)
-        parts = [gkd_loss(student[rows], teacher[rows], mask[rows], unit=unit) for rows in ([0, 3], [1], [2])]
-        assert sum(part.count for part in parts) == whole.count
-        torch.testing.assert_close(
-            torch.stack([part.sum for part in parts]).sum(), whole.sum, rtol=1e-10, atol=0
-        )
-        assert metric_values(merge_metrics([part.metrics for part in parts])) == pytest.approx(
-            metric_values(whole.metrics)
-        )
-        (wanted,) = torch.autograd.grad(whole.sum, student)
-        (found,) = torch.autograd.grad(torch.stack([part.sum for part in parts]).sum(), student)
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-15)
-
-
-def test_an_empty_mask_gives_zero_with_a_zero_gradient():
-    student = draw(1, 2, 3).requires_grad_()
-    output = gkd_loss(student, draw(1, 2, 3, seed=1), torch.zeros(1, 2, dtype=torch.bool))
-    output.sum.backward()
-    assert (float(output.sum.detach()), output.count, output.metrics) == (0.0, 0.0, {})
-    assert student.grad is not None
-    assert float(student.grad.abs().max()) == 0.0
-
-
-@pytest.mark.parametrize("beta", BETAS)
-def test_descending_the_loss_brings_the_student_to_the_teacher(beta: float):
-    student, teacher = draw(1, 1, 4), draw(1, 1, 4, seed=1)
-    mask = torch.ones(1, 1, dtype=torch.bool)
-    for _ in range(100):
-        student = student.detach().requires_grad_()
-        weight = 1.0 if beta in (0, 1) else 1 / (beta * (1 - beta))
-        (grad,) = torch.autograd.grad(gkd_loss(student, teacher, mask, beta=beta).sum, student)
-        student = student - 3 * weight * grad
-    assert student.softmax(-1).detach().flatten().tolist() == pytest.approx(
-        teacher.softmax(-1).flatten().tolist(), abs=0.02
-    )
-
-
-def test_self_distillation_from_an_equal_teacher_changes_nothing():
-    student = draw(2, 3, 5).requires_grad_()
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    for beta in BETAS:
-        output = gkd_loss(student, student, mask, beta=beta)
-        (grad,) = torch.autograd.grad(output.sum, student)
-        assert float(output.sum.detach()) == pytest.approx(0.0, abs=1e-12)
-        assert float(grad.abs().max()) == pytest.approx(0.0, abs=1e-12)
-
-
 def test_the_teacher_gets_no_gradient():
     teacher = draw(1, 2, 3, seed=1).requires_grad_()
     gkd_loss(draw(1, 2, 3).requires_grad_(), teacher, torch.ones(1, 2, dtype=torch.bool)).sum.backward()
@@ -321,7 +239,7 @@ def test_nothing_outside_the_mask_is_read_and_a_clip_holds_impossible_tokens():
 
 
 def test_the_expected_policy_gradient_is_that_of_the_reverse_kl():
-    """Σ_a p(a)·A(a)·∇log p(a), with A = log q − log p, against the gradient of −KL(p || q) over the logits."""
+    """Σ_a p(a)·A(a)·∇log p(a), with A = log q − log p, against the gradient of −KL(p || q)."""
     p, q = torch.tensor(P, dtype=torch.float64), torch.tensor(Q, dtype=torch.float64)
     student = logs(P).requires_grad_()
     compute_divergence(student, logs(Q), beta=1.0).sum().backward()

@@ -1,168 +1,153 @@
-"""Losses against numbers worked by hand, slow float64 versions beside them, and what their gradients must do.
+"""All token-level losses: numbers worked by hand, a slow version, and what holds for every loss.
 
-Fixture: old = [-1, -.5, -2], lp = [-.7, -.9, -1.6], mu = [-1.2, -.4, -2.3], ref = [-1.1, -.6, -1.5],
-so r = exp(lp - old) = [1.349859, .670320, 1.491825] and w = exp(old - mu) = [1.221403, .904837, 1.349859].
+Fixture: lp − old = [.3, −.4, .4], old − mu = [.2, −.1, .3], lp − ref = [.4, −.3, −.1].
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import sys
 import types
+from dataclasses import replace
+from math import exp
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from rollouts.errors import ConfigError, PlugInError
-from rollouts.losses import KL_ESTIMATORS, LOSSES, LossInputs, LossOutput, check_loss_params, resolve_loss
-from rollouts.losses.corrections import compute_ess_fraction, compute_truncated_weights
-from rollouts.losses.kl import compute_kl_penalty
-from rollouts.losses.ratios import compute_sequence_ratio, compute_token_ratio
-from rollouts.losses.reductions import collect_token_metrics, reduce_loss
-from rollouts.losses.rl_losses import (
-    cispo_loss,
-    gspo_loss,
-    importance_sampling_loss,
-    ppo_clip_loss,
-    reinforce_loss,
+from rollouts.losses import (
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    LOSSES,
+    LossInputs,
+    LossOutput,
+    check_loss_params,
+    resolve_loss,
+    try_loss,
+    wants_entropy_gradient,
 )
-from rollouts.losses.sft import sft_loss
+from rollouts.losses.corrections import compute_loglinear_prox, parse_correction, renormalise_log_probs
+from rollouts.losses.distillation import compute_divergence
+from rollouts.losses.kl import (
+    compute_exact_kl,
+    compute_kl_penalty,
+    kl_k2,
+    make_truncated_kl,
+    make_weighted_kl,
+)
+from rollouts.losses.reductions import reduce_loss, select_top_fraction
+from rollouts.losses.rl_losses import compute_covariances
+from rollouts.losses.token_losses import sft_loss
 from rollouts.types import merge_metrics, metric_values
 
 OLD, LP, MU, REF = [-1.0, -0.5, -2.0], [-0.7, -0.9, -1.6], [-1.2, -0.4, -2.3], [-1.1, -0.6, -1.5]
-RL_LOSSES = [name for name in LOSSES if name not in ("sft", "value", "linear")]
-WHOLE_BATCH = {  # the choice of tokens by covariance does not depend on the micro-batch
-    "clip_cov": {"cov_fraction": 1.0, "cov_low": 0.1, "log_prob_mean": 0.0, "advantage_mean": 0.0},
-    "kl_cov": {"cov_fraction": 1.0, "cov_low": 0.1, "log_prob_mean": 0.0, "advantage_mean": 0.0},
-}
-NAN = float("nan")
+W = [exp(0.2), exp(-0.1), exp(0.3)]  # exp(old − mu)
+NAN, INFINITY = math.nan, math.inf
+POLICY = [name for name in LOSSES if name not in ("sft", "value", "linear")]
+AGAINST_OLD = [name for name in POLICY if name not in ("importance_sampling", "reinforce", "dppo", "dro")]
+# with these the choice of tokens by covariance does not depend on the micro-batch
+WHOLE = {"cov_fraction": 1.0, "cov_low": 0.1, "log_prob_mean": 0.0, "advantage_mean": 0.0}
 
 
 def row(*values: float) -> Tensor:
     return torch.tensor([values], dtype=torch.float64)
 
 
-def make_inputs(advantage: float = 1.0, **fields: Tensor | None) -> LossInputs:
-    """Three trained tokens of the fixture, ratio against `old_log_probs`; a field given as None is left out."""
-    given: dict = {
+def make_inputs(advantage: float = 1.0, **fields: Any) -> LossInputs:
+    given = {
         "log_probs": row(*LP),
-        "advantages": torch.full((1, 3), advantage, dtype=torch.float64),
+        "advantages": row(*[advantage] * 3),
         "old_log_probs": row(*OLD),
+        "rollout_log_probs": row(*MU),
+        "ref_log_probs": row(*REF),
+        "entropy": row(0.5, 1.0, 1.5),
+        "returns": row(1.0, 0.0, -1.0),
+        "old_values": row(-0.8, -0.8, -0.8),
     } | fields
     given.setdefault("mask", torch.ones_like(given["log_probs"], dtype=torch.bool))
+    given["log_probs"] = given["log_probs"].clone().requires_grad_()
+    if given["entropy"] is not None:
+        given["entropy"] = given["entropy"].clone().requires_grad_()
     return LossInputs(**given)
 
 
-def token_values(loss, inputs: LossInputs, **params) -> list[float]:
-    """The loss of each token alone, by masking all others out."""
-    values = []
-    for position in range(inputs.mask.shape[1]):
-        mask = torch.zeros_like(inputs.mask)
-        mask[:, position] = True
-        fields = {
-            name: getattr(inputs, name)
-            for name in ("log_probs", "advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs")
-        }
-        values.append(float(loss(LossInputs(mask=mask, **fields), unit="tokens", **params).sum))
-    return values
+def run(name: str, inputs: LossInputs, **params: Any) -> tuple[float, list[float]]:
+    """The sum and its gradient by the first row's log-probs."""
+    total = LOSSES[name](inputs, **{"unit": "tokens"} | params).sum
+    (grad,) = torch.autograd.grad(total, [inputs.log_probs], materialize_grads=True)
+    return float(total.detach()), grad[0].tolist()
 
 
-def gradient(loss, inputs: LossInputs, **params) -> list[float]:
-    log_probs = inputs.log_probs.clone().requires_grad_()
-    fields = {
-        name: getattr(inputs, name)
-        for name in ("mask", "advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs", "entropy")
-    }
-    loss(LossInputs(log_probs=log_probs, **fields), **({"unit": "tokens"} | params)).sum.backward()
-    assert log_probs.grad is not None
-    return log_probs.grad[0].tolist()
+def whole(name: str) -> dict[str, Any]:
+    return dict(WHOLE) if name.endswith("_cov") else {}
 
 
-# --- values -------------------------------------------------------------------------------------------------
+# --- by hand ------------------------------------------------------------------------------------------------
+
+R = [exp(0.3), exp(-0.4), exp(0.4)]
+M = [exp(0.5), exp(-0.5), exp(0.7)]
+S = exp(0.1)  # the geometric mean of R
 
 
 @pytest.mark.parametrize(
-    ("loss", "params", "advantage", "expected"),
+    ("name", "params", "advantage", "value", "grad"),
     [
-        (reinforce_loss, {}, 1.0, [0.7, 0.9, 1.6]),
-        (reinforce_loss, {}, -1.0, [-0.7, -0.9, -1.6]),
-        (ppo_clip_loss, {"clip_high": 0.28}, 1.0, [-1.28, -0.670320046, -1.28]),
-        (ppo_clip_loss, {"clip_high": 0.28}, -1.0, [1.349858808, 0.8, 1.491824698]),
-        (cispo_loss, {}, 1.0, [0.944901165, 0.603288041, 2.386919516]),
-        (cispo_loss, {"ratio_high": 1.28}, 1.0, [0.896, 0.603288041, 2.048]),
-        (cispo_loss, {}, -1.0, [-0.944901165, -0.603288041, -2.386919516]),
+        ("sft", {}, 1, 3.2, [-1, -1, -1]),
+        ("linear", {}, 2, 6.4, [-2, -2, -2]),
+        ("value", {}, 1, 0.5 * (1.7**2 + 0.9**2 + 0.6**2), [-1.7, -0.9, -0.6]),
+        ("value", {"clip": 0.05}, 1, 0.5 * (1.75**2 + 0.9**2 + 0.6**2), [0, -0.9, -0.6]),
+        ("reinforce", {}, 1, 3.2, [-1, -1, -1]),
+        ("importance_sampling", {}, -2, 2 * sum(M), [2 * m for m in M]),
+        ("ppo_clip", {"clip_high": 0.28}, 1, -1.28 - R[1] - 1.28, [0, -R[1], 0]),
+        ("ppo_clip", {"clip_high": 0.28}, -1, R[0] + 0.8 + R[2], [R[0], 0, R[2]]),
+        ("ppo_clip", {"dual_clip": 1.4}, -1, R[0] + 0.8 + 1.4, [R[0], 0, 0]),
+        ("cispo", {"ratio_high": 1.28}, 1, 1.28 * 0.7 + R[1] * 0.9 + 1.28 * 1.6, [-1.28, -R[1], -1.28]),
+        ("sapo", {}, 1, -2.346333 - 1.673274 - 2.482145, None),
+        ("sapo", {}, -1, 2.250739 + 1.578335 + 2.385940, None),
+        # e^lp − e^mu = .195, −.264, .102
+        ("dppo", {}, -1, M[0] + M[2], [M[0], 0, M[2]]),
+        ("dppo", {"tv_high": 0.15}, 1, -M[1] - M[2], [0, -M[1], -M[2]]),
+        ("dro", {}, 1, 0.70625 + 0.90625 + 1.61225, [-1 + 0.025, -1 - 0.025, -1 + 0.035]),
+        ("gspo", {"unit": "sequences"}, 1, -1.0004, [0, 0, 0]),
+        ("gspo", {"unit": "sequences"}, -1, S, [S / 3] * 3),
+        ("gspo", {}, -1, 3 * S, [S] * 3),
+        ("gspo_token", {"unit": "sequences"}, -1, S, [S / 3] * 3),
+        ("gmpo", {"unit": "sequences", "clip_high": 0.35}, 1, -exp(0.25 / 3), [-exp(0.25 / 3) / 3] * 2 + [0]),
+        ("gmpo", {"unit": "sequences", "clip_low": 0.35}, -1, exp(0.35 / 3), None),
     ],
 )
-def test_token_losses_match_the_numbers_worked_by_hand(loss, params, advantage, expected):
-    assert token_values(loss, make_inputs(advantage), **params) == pytest.approx(expected, abs=1e-8)
+def test_values_and_gradients_by_hand(name, params, advantage, value, grad):
+    """Without mu where the ratio is against old, so that no weight is taken."""
+    inputs = make_inputs(advantage, **({"rollout_log_probs": None} if name in AGAINST_OLD else {}))
+    found, found_grad = run(name, inputs, **params)
+    assert found == pytest.approx(value, abs=3e-6)
+    if grad is not None:
+        assert found_grad == pytest.approx(grad, abs=1e-9)
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_importance_sampling_is_against_the_engine_even_when_old_log_probs_are_given(sign):
-    inputs = make_inputs(sign, rollout_log_probs=row(*MU))
-    expected = [-sign * math.exp(lp - mu) for lp, mu in zip(LP, MU, strict=True)]
-    assert expected == pytest.approx([-sign * 1.648721271, -sign * 0.606530660, -sign * 2.013752707])
-    assert token_values(importance_sampling_loss, inputs) == pytest.approx(expected)
+def test_gspo_token_gives_each_token_its_own_advantage():
+    inputs = make_inputs(advantages=row(-1.0, -2.0, 0.0), rollout_log_probs=None)
+    assert run("gspo_token", inputs, unit="sequences")[1] == pytest.approx([S / 3, 2 * S / 3, 0.0])
+    assert run("gspo", inputs, unit="sequences")[1] == pytest.approx([S / 3] * 3)
 
 
-def test_dual_clip_bounds_the_loss_of_a_bad_token_and_takes_its_gradient():
-    inputs = make_inputs(-1.0, log_probs=row(math.log(4.0), 0.0, 0.0), old_log_probs=row(0.0, 0.0, 0.0))
-    assert token_values(ppo_clip_loss, inputs) == pytest.approx([4.0, 1.0, 1.0])
-    assert token_values(ppo_clip_loss, inputs, dual_clip=3.0) == pytest.approx([3.0, 1.0, 1.0])
-    assert gradient(ppo_clip_loss, inputs, dual_clip=3.0) == pytest.approx([0.0, 1.0, 1.0])
-    assert metric_values(ppo_clip_loss(inputs, dual_clip=3.0).metrics)["clip_ratio/dual"] == pytest.approx(
-        1 / 3
-    )
-
-
-def test_gspo_clips_one_ratio_per_sequence():
-    # s = exp((.3 - .4 + .4) / 3) = exp(.1) = 1.105170918
-    assert float(gspo_loss(make_inputs(1.0)).sum) == pytest.approx(-1.0004)
-    assert float(gspo_loss(make_inputs(-1.0)).sum) == pytest.approx(1.105170918)
-    assert float(gspo_loss(make_inputs(-1.0), unit="tokens").sum) == pytest.approx(3 * 1.105170918)
-
-
-def test_sft_is_the_negative_log_likelihood():
-    out = sft_loss(make_inputs())
-    assert (float(out.sum), out.count) == (pytest.approx(3.2), 3.0)
-    nll = metric_values(out.metrics)["loss/nll"]
-    assert math.exp(nll) == pytest.approx(2.905677747)
-    assert gradient(sft_loss, make_inputs()) == [-1.0, -1.0, -1.0]
-
-
-def test_truncated_weights_multiply_the_loss_when_old_and_engine_log_probs_are_both_there():
-    inputs = make_inputs(1.0, rollout_log_probs=row(*MU))
-    assert token_values(ppo_clip_loss, inputs, clip_high=0.28) == pytest.approx(
-        [-1.563396, -0.606531, -1.727819], abs=1e-6
-    )
-    assert token_values(ppo_clip_loss, inputs, clip_high=0.28, importance_cap=1.2)[0] == pytest.approx(
-        -1.28 * 1.2
-    )
-
-
-def test_without_old_log_probs_the_ratio_is_against_the_engine_and_no_weight_is_taken():
-    against_engine = make_inputs(1.0, old_log_probs=None, rollout_log_probs=row(*OLD))
-    out = ppo_clip_loss(against_engine)
-    assert float(out.sum) == float(ppo_clip_loss(make_inputs(1.0)).sum)
-    assert not any(name.startswith("importance_weight") for name in out.metrics)
-
-
-@pytest.mark.parametrize(
-    ("estimator", "kl"), [("k2", [0.08, 0.045, 0.005]), ("k3", [0.070320046, 0.049858808, 0.005170918])]
-)
-def test_the_kl_term_is_added_per_token(estimator, kl):
-    plain, with_kl = make_inputs(), make_inputs(ref_log_probs=row(*REF))
-    difference = [
-        b - a
-        for a, b in zip(
-            token_values(ppo_clip_loss, plain),
-            token_values(ppo_clip_loss, with_kl, kl_coef=0.5, kl_estimator=estimator),
-            strict=True,
-        )
-    ]
-    assert difference == pytest.approx([0.5 * value for value in kl], abs=1e-8)
+def test_tokens_of_large_covariance_by_hand():
+    """Means −2 and 0, covariances 2, −2, −2, 2; r = 1 but on the last token, e^−.5, which PPO clips."""
+    inputs = make_inputs(
+        log_probs=row(-1, -3, -1, -3), old_log_probs=row(-1, -3, -1, -2.5), advantages=row(2, 2, -2, -2),
+        **dict.fromkeys(("rollout_log_probs", "ref_log_probs", "entropy", "returns", "old_values")),
+    )  # fmt: skip
+    assert compute_covariances(inputs).tolist() == [[2.0, -2.0, -2.0, 2.0]]
+    last = exp(-0.5)
+    assert run("clip_cov", inputs, cov_fraction=0.5) == (pytest.approx(1.6), [0.0, -2.0, 2.0, 0.0])
+    assert run("clip_cov", inputs, cov_low=2.5) == run("ppo_clip", inputs)
+    # |lp − old| is 0 on the first, without gradient, and .5 on the last, where its derivative is −1
+    value, grad = run("kl_cov", inputs, cov_fraction=0.5, cov_kl_coef=0.7)
+    assert value == pytest.approx(-2 - 2 + 2 + 2 * last + 0.35)
+    assert grad == pytest.approx([-2.0, -2.0, 2.0, 2 * last - 0.7])
+    assert run("kl_cov", inputs, cov_fraction=0.25)[1][3] == pytest.approx(2 * last)  # of equals the earlier
 
 
 def slow_loss(name: str, lp: list, old: list, mu: list, advantage: list, mask: list) -> float:
@@ -170,30 +155,25 @@ def slow_loss(name: str, lp: list, old: list, mu: list, advantage: list, mask: l
     total = 0.0
     for lps, olds, mus, advs, keep in zip(lp, old, mu, advantage, mask, strict=True):
         kept = [t for t in range(len(lps)) if keep[t]]
-        mean = sum(lps[t] - olds[t] for t in kept) / max(len(kept), 1)
-        geometric = {
-            True: math.exp(sum(min(lps[t] - olds[t], 0.4) for t in kept) / max(len(kept), 1)),
-            False: math.exp(sum(max(lps[t] - olds[t], -0.4) for t in kept) / max(len(kept), 1)),
-        }
+        n = max(len(kept), 1)
+        s = exp(sum(lps[t] - olds[t] for t in kept) / n)
+        up = exp(sum(min(lps[t] - olds[t], 0.4) for t in kept) / n)
+        down = exp(sum(max(lps[t] - olds[t], -0.4) for t in kept) / n)
         for t in kept:
-            r, s, a, w = (
-                math.exp(lps[t] - olds[t]),
-                math.exp(mean),
-                advs[t],
-                min(math.exp(olds[t] - mus[t]), 2.0),
-            )
-            tau, cov, moved = (1.0 if a > 0 else 1.05), lps[t] * a, math.exp(lps[t]) - math.exp(mus[t])
+            r, a, w = exp(lps[t] - olds[t]), advs[t], min(exp(olds[t] - mus[t]), 2.0)
+            tau, cov, moved = (1.0 if a > 0 else 1.05), lps[t] * a, exp(lps[t]) - exp(mus[t])
             ppo = -min(r * a, min(max(r, 0.8), 1.2) * a)
+            gspo = -min(s * a, min(max(s, 1 - 3e-4), 1 + 4e-4) * a) * w
             total += {
                 "ppo_clip": ppo * w,
-                "importance_sampling": -math.exp(lps[t] - mus[t]) * a,
+                "importance_sampling": -exp(lps[t] - mus[t]) * a,
                 "reinforce": -lps[t] * a,
                 "cispo": -min(max(r, 0.0), 5.0) * a * lps[t] * w,
-                "gspo": -min(s * a, min(max(s, 1 - 3e-4), 1 + 4e-4) * a) * w,
-                "gspo_token": -min(s * a, min(max(s, 1 - 3e-4), 1 + 4e-4) * a) * w,
-                "gmpo": -a * geometric[a > 0] * w,
-                "sapo": -(4 / tau) / (1 + math.exp(-tau * (r - 1))) * a * w,
-                "dppo": 0.0 if abs(moved) > 0.2 and moved * a > 0 else -math.exp(lps[t] - mus[t]) * a,
+                "gspo": gspo,
+                "gspo_token": gspo,
+                "gmpo": -a * (up if a > 0 else down) * w,
+                "sapo": -(4 / tau) / (1 + exp(-tau * (r - 1))) * a * w,
+                "dppo": 0.0 if abs(moved) > 0.2 and moved * a > 0 else -exp(lps[t] - mus[t]) * a,
                 "dro": -a * lps[t] + 0.025 * (lps[t] - mus[t]) ** 2,
                 "clip_cov": 0.0 if 0.1 < cov < 5.0 and (r <= 1.2 if a > 0 else r >= 0.8) else ppo * w,
                 "kl_cov": (-r * a + (abs(lps[t] - olds[t]) if cov > 0.1 else 0.0)) * w,
@@ -201,395 +181,551 @@ def slow_loss(name: str, lp: list, old: list, mu: list, advantage: list, mask: l
     return total
 
 
-@pytest.mark.parametrize("name", RL_LOSSES)
+def draw(seed: int, rows: int = 4, width: int = 5) -> dict[str, Tensor]:
+    """Fields of a batch; one sign of advantage a row, for gmpo clips by it, and one row trains nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    names = (
+        "log_probs",
+        "old_log_probs",
+        "rollout_log_probs",
+        "ref_log_probs",
+        "entropy",
+        "returns",
+        "old_values",
+    )
+    fields = {name: torch.randn(rows, width, generator=generator, dtype=torch.float64) for name in names}
+    signs = torch.tensor([1.0, -1.0, 2.0, 1.0, -1.0])[:rows, None]
+    fields["advantages"] = torch.rand(rows, width, generator=generator, dtype=torch.float64) * signs
+    fields["mask"] = torch.rand(rows, width, generator=generator) < 0.6
+    fields["mask"][2] = False
+    return fields
+
+
+@pytest.mark.parametrize("name", POLICY)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_batches_match_the_slow_version(name, seed):
-    generator = torch.Generator().manual_seed(seed)
-    lp, old, mu = (torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(3))
-    # one sign a row, for gmpo clips by it
-    advantages = torch.rand(4, 6, generator=generator, dtype=torch.float64) * torch.tensor(
-        [[1.0], [-1.0], [2.0], [1.0]]
-    )
-    mask = torch.rand(4, 6, generator=generator) < 0.6
-    mask[3] = False
-    inputs = LossInputs(
-        log_probs=lp, old_log_probs=old, rollout_log_probs=mu, advantages=advantages, mask=mask
-    )
-    expected = slow_loss(name, lp.tolist(), old.tolist(), mu.tolist(), advantages.tolist(), mask.tolist())
-    out = LOSSES[name](inputs, unit="tokens", **WHOLE_BATCH.get(name, {}))
-    assert float(out.sum) == pytest.approx(expected, rel=1e-10)
-    assert out.count == float(mask.sum())
+    fields = draw(seed)
+    lists = [
+        fields[key].tolist()
+        for key in ("log_probs", "old_log_probs", "rollout_log_probs", "advantages", "mask")
+    ]
+    out = LOSSES[name](LossInputs(**fields), unit="tokens", **whole(name))
+    assert float(out.sum) == pytest.approx(slow_loss(name, *lists), rel=1e-10)
+    assert out.count == float(fields["mask"].sum())
 
 
-# --- gradients ----------------------------------------------------------------------------------------------
+# --- every loss ---------------------------------------------------------------------------------------------
 
 
-def test_ppo_gradient_is_exactly_zero_on_clipped_tokens_and_only_there():
-    # A > 0: r = [1.35, .67, 1.49] is clipped above 1.2; A < 0: below .8
-    grads = gradient(ppo_clip_loss, make_inputs(1.0))
-    assert grads[0] == 0.0
-    assert grads[2] == 0.0
-    assert grads[1] == pytest.approx(-0.670320046)
-    grads = gradient(ppo_clip_loss, make_inputs(-1.0))
-    assert grads[1] == 0.0
-    assert [grads[0], grads[2]] == pytest.approx([1.349858808, 1.491824698])
+def all_terms(name: str) -> dict[str, Any]:
+    """Every term at once; ratios against mu take no weight, only masks."""
+    if name not in POLICY:
+        return {"clip": 0.3} if name == "value" else {}
+    masks = "geometric_mask(low=0.4, high=2.0) * veto(floor=0.05) * opsm(delta=0.2)"
+    if name in ("importance_sampling", "dppo"):
+        weights = "token_mask(low=0.4, high=2.0) * sequence_k3_mask(limit=1.0)"
+    else:
+        weights = f"token_tis(cap=1.5) * {masks}"
+    return {
+        "correction": weights, "kl_coef": 0.1, "kl_importance": True, "kl_estimator": "k3",
+        "entropy_coef": 0.02, "entropy_fraction": 0.5, "policy_entropy_fraction": 0.7,
+        "mu_penalty_coef": 0.03,
+    } | whole(name)  # fmt: skip
 
 
-def test_cispo_keeps_the_gradient_of_tokens_that_ppo_clips():
-    # weight min(r, 1.28) times -A
-    assert gradient(cispo_loss, make_inputs(1.0), ratio_high=1.28) == pytest.approx(
-        [-1.28, -0.670320046, -1.28]
-    )
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("unit", ["tokens", "sequences", "sequence_sums", "constant"])
+def test_micro_batches_add_up_whatever_the_padding_and_masked_tokens_leave_no_trace(name, unit):
+    """Padding, and what lies outside the mask, is NaN or infinite."""
+    fields, params = draw(1, rows=5), all_terms(name)
+    mask = fields.pop("mask")
+    fields = {key: torch.where(mask, value, NAN) for key, value in fields.items()}
+    leaves = [fields[key].requires_grad_() for key in ("log_probs", "entropy")]
+
+    def run_rows(start: int, end: int, padding: int) -> LossOutput:
+        def pad(values: Tensor, filler: float) -> Tensor:
+            return torch.cat(
+                [values[start:end], torch.full((end - start, padding), filler).to(values.dtype)], dim=1
+            )
+
+        padded = {key: pad(value, (NAN, INFINITY, -INFINITY)[padding % 3]) for key, value in fields.items()}
+        return LOSSES[name](LossInputs(mask=pad(mask, 0), **padded), unit=unit, **params)
+
+    def grads(total: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+
+    together = run_rows(0, 5, 0)
+    expected = grads(together.sum)
+    assert expected[0][mask].count_nonzero() > 3
+    for grad in expected:
+        assert not grad[~mask].any()
+    for cuts in ((0, 1, 4, 5), (0, 1, 2, 3, 4, 5), (0, 3, 5)):
+        parts = [run_rows(start, end, end) for start, end in itertools.pairwise(cuts)]
+        total = torch.stack([part.sum for part in parts]).sum()
+        assert float(total.detach()) == pytest.approx(float(together.sum.detach()), rel=1e-10, abs=1e-12)
+        for one, other in zip(grads(total), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+        assert sum(part.count for part in parts) == together.count
+        merged = metric_values(merge_metrics([part.metrics for part in parts]))
+        assert merged == pytest.approx(metric_values(together.metrics), abs=1e-12)
+    empty = run_rows(2, 3, 1)  # a row that trains nothing
+    assert (float(empty.sum.detach()), empty.count, empty.metrics) == (0.0, 0.0, {})
+    assert not any(grad.any() for grad in grads(empty.sum))
 
 
-def test_on_policy_all_losses_share_one_gradient():
-    for advantage in (1.0, -2.0):
-        inputs = make_inputs(advantage, log_probs=row(*OLD), rollout_log_probs=row(*OLD))
-        sequences = {
-            "gspo",
-            "gmpo",
-        }  # whose unit's gradient is spread over the row: -A for a row of one token, and in sum
-        for name in RL_LOSSES:
-            expected = [-advantage / 3] * 3 if name in sequences else [-advantage] * 3
-            assert gradient(
-                LOSSES[name], inputs, unit="sequences" if name in sequences else "tokens"
-            ) == pytest.approx(expected), name
-        single = make_inputs(
-            advantage,
-            log_probs=row(-1.0),
-            old_log_probs=row(-1.0),
-            rollout_log_probs=row(-1.0),
-            advantages=row(advantage),
-        )
-        for name in RL_LOSSES:
-            assert gradient(LOSSES[name], single, unit="sequences") == pytest.approx([-advantage]), name
+@pytest.mark.parametrize("terms", [False, True])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("cispo", "gspo_token")])
+def test_gradients_agree_with_finite_differences(name, terms):
+    """Those two hold part of lp constant. A correction and a rank by lp itself are constants as well."""
+    params = all_terms(name) if terms else whole(name)
+    if name in ("reinforce", "dro", "importance_sampling", "dppo"):
+        params.pop("correction", None)
+    fields = draw(7, rows=3, width=3)
+    entropy = fields.pop("entropy").requires_grad_()
+    log_probs = fields.pop("log_probs").requires_grad_()
+
+    def value(log_probs: Tensor) -> Tensor:
+        return LOSSES[name](
+            LossInputs(log_probs=log_probs, entropy=entropy, **fields), unit="sequences", **params
+        ).sum
+
+    assert torch.autograd.gradcheck(value, (log_probs,))
 
 
-def test_gspo_spreads_one_gradient_evenly_over_its_sequence():
-    grads = gradient(gspo_loss, make_inputs(-1.0), unit="sequences")
-    assert grads == pytest.approx([1.105170918 / 3] * 3)
+@pytest.mark.parametrize("name", POLICY)
+def test_at_ratio_one_every_loss_has_the_gradient_of_reinforce(name):
+    fields = draw(3)
+    fields["old_log_probs"] = fields["rollout_log_probs"] = fields["log_probs"].clone()
+    fields["advantages"] = fields["advantages"][:, :1].expand(4, 5)
+    fields["log_probs"] = fields["log_probs"].requires_grad_()
+    mask, lengths = fields["mask"], fields["mask"].sum(-1, keepdim=True).clamp(min=1)
+    params = {"cov_low": 1e9, "cov_high": 1e10} if name == "clip_cov" else {}
+    for unit, weight in (("tokens", 1.0), ("sequences", 1 / lengths.double())):
+        total = LOSSES[name](LossInputs(**fields), unit=unit, **params).sum
+        (grad,) = torch.autograd.grad(total, [fields["log_probs"]])
+        expected = torch.where(mask, -fields["advantages"] * weight, 0.0)
+        torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_truncated_weights_carry_no_gradient_and_scale_the_rest():
-    plain = gradient(ppo_clip_loss, make_inputs(-1.0))
-    weighted = gradient(ppo_clip_loss, make_inputs(-1.0, rollout_log_probs=row(*MU)))
-    assert weighted == pytest.approx(
-        [grad * min(math.exp(old - mu), 2.0) for grad, old, mu in zip(plain, OLD, MU, strict=True)]
-    )
-
-
-def test_gradients_agree_with_finite_differences():
-    inputs = make_inputs(-1.0, rollout_log_probs=row(*MU), ref_log_probs=row(*REF))
-    log_probs = row(*LP).requires_grad_()
-    for estimator in ("k2", "k3"):
-
-        def value(values: Tensor, estimator: str = estimator) -> Tensor:
-            fields = {
-                name: getattr(inputs, name)
-                for name in ("mask", "advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs")
-            }
-            return ppo_clip_loss(
-                LossInputs(log_probs=values, **fields), kl_coef=0.3, kl_estimator=estimator
-            ).sum
-
-        assert torch.autograd.gradcheck(value, (log_probs,))
-
-
-def test_expected_kl_gradients_are_none_reverse_and_forward():
-    # over three actions p = softmax(z), q; the gradient of E_{x~p}[k(x)] used as a loss on samples: sum_x
-    # p(x) * dk(x)/dz
-    p, q = (
-        torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64),
-        torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64),
-    )
-    kl = float((p * (p / q).log()).sum())
-    expected = {"k1": [0.0] * 3, "k2": (p * ((p / q).log() - kl)).tolist(), "k3": (p - q).tolist()}
-    assert kl == pytest.approx(0.025267154)
-    for name, estimator in KL_ESTIMATORS.items():
-        logits = p.log().clone().requires_grad_()
-        values = estimator(torch.log_softmax(logits, dim=0), q.log())
-        (p * values).sum().backward()
-        assert logits.grad is not None
-        assert logits.grad.tolist() == pytest.approx(expected[name], abs=1e-12), name
-    means = {
-        name: float((p * estimator(p.log(), q.log())).sum()) for name, estimator in KL_ESTIMATORS.items()
-    }
-    assert means == pytest.approx({"k1": 0.025267154, "k2": 0.024862407, "k3": 0.025267154})
-
-
-@pytest.mark.parametrize("name", [*RL_LOSSES, "sft"])
-@pytest.mark.parametrize("unit", ["tokens", "sequences", "constant"])
-@pytest.mark.parametrize("garbage", [NAN, float("inf"), -float("inf")])
-def test_masked_tokens_get_no_gradient_and_no_garbage_leaks(name, unit, garbage):
-    def padded(values: list[float]) -> Tensor:
-        return torch.tensor([[garbage, *values], [garbage] * 4], dtype=torch.float64)
-
-    mask = torch.tensor([[False, True, True, True], [False] * 4])
-    fields = {
-        "old_log_probs": OLD,
-        "rollout_log_probs": MU,
-        "ref_log_probs": REF,
-        "entropy": [1.0, 2.0, 3.0],
-        "advantages": [1.0, -1.0, 0.5],
-    }
-    dirty = LossInputs(
-        log_probs=padded(LP), mask=mask, **{key: padded(values) for key, values in fields.items()}
-    )
-    clean = make_inputs(log_probs=row(*LP), **{key: row(*values) for key, values in fields.items()})
-    params = {"kl_coef": 0.1} if name == "ppo_clip" else {}
-    dirty_out, clean_out = LOSSES[name](dirty, unit=unit, **params), LOSSES[name](clean, unit=unit, **params)
-    assert float(dirty_out.sum) == pytest.approx(float(clean_out.sum))
-    assert (dirty_out.count, metric_values(dirty_out.metrics)) == (
-        clean_out.count,
-        pytest.approx(metric_values(clean_out.metrics)),
-    )
-    log_probs = dirty.log_probs.clone().requires_grad_()
-    LOSSES[name](
-        LossInputs(log_probs=log_probs, mask=mask, **{key: padded(v) for key, v in fields.items()}),
-        unit=unit,
-        **params,
-    ).sum.backward()
-    assert log_probs.grad is not None
-    assert log_probs.grad[~mask].tolist() == [0.0] * 5
-    assert log_probs.grad[0, 1:].tolist() == pytest.approx(gradient(LOSSES[name], clean, unit=unit, **params))
-
-
-@pytest.mark.parametrize("name", [*RL_LOSSES, "sft"])
-def test_a_nan_inside_the_mask_is_not_hidden(name):
-    inputs = make_inputs(log_probs=row(NAN, -0.9, -1.6), rollout_log_probs=row(*MU))
-    assert math.isnan(float(LOSSES[name](inputs, unit="tokens").sum))
-
-
-@pytest.mark.parametrize("name", [name for name in RL_LOSSES if name not in ("reinforce", "dro")])
-def test_a_ratio_beyond_float_range_gives_finite_gradients(name):
-    inputs = LossInputs(
-        log_probs=torch.tensor([[-0.1, -400.0]]),
-        mask=torch.ones(1, 2, dtype=torch.bool),
-        advantages=torch.tensor([[1.0, 1.0]]),
-        rollout_log_probs=torch.tensor([[-300.0, -0.1]]),
-    )
-    assert all(map(math.isfinite, gradient(LOSSES[name], inputs)))
-
-
-def test_a_far_away_reference_gives_a_finite_k3_term():
-    log_probs = torch.tensor([[-200.0]], requires_grad=True)
-    compute_kl_penalty(log_probs, torch.tensor([[-0.1]]), "k3").sum().backward()
-    assert log_probs.grad is not None
-    assert torch.isfinite(log_probs.grad).all()
-
-
-# --- units and metrics --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_not_finite_is_never_hidden_and_ratios_stay_finite(name):
+    assert math.isnan(run(name, make_inputs(log_probs=row(NAN, -0.9, -1.6)))[0])
+    for advantage in (1.0, -1.0):
+        impossible = make_inputs(advantage, log_probs=row(-INFINITY, -0.9, -1.6), old_log_probs=None)
+        value, grad = run(name, impossible)
+        if name in (
+            "sft",
+            "linear",
+            "value",
+            "reinforce",
+            "cispo",
+            "dro",
+        ):
+            assert not math.isfinite(value)
+        else:
+            assert math.isfinite(value) and grad[0] == 0.0 and all(map(math.isfinite, grad))
+        far = make_inputs(advantage, old_log_probs=None, rollout_log_probs=row(-INFINITY, -300.0, 300.0))
+        assert name == "dro" or all(map(math.isfinite, run(name, far)[1]))
 
 
 def test_units_divide_by_what_they_say():
-    # losses [3] and [1, 1, 4]: token mean 9/4, sequence mean of token means 5/2
     losses = torch.tensor([[3.0, NAN, NAN], [1.0, 1.0, 4.0], [NAN, NAN, NAN]])
     mask = torch.tensor([[True, False, False], [True, True, True], [False, False, False]])
-    # sequence mean of token sums 9/2; Dr. GRPO's constant, 2 rows of at most 8 tokens, 9/16; token sum: a
-    # constant of 1
-    units = ("tokens", "constant", "sequences", "sequence_sums")
-    assert [
-        (float(total), count) for total, count in (reduce_loss(losses, mask, unit) for unit in units)
-    ] == [
-        (9.0, 4.0),
-        (9.0, 4.0),
-        (5.0, 2.0),
-        (9.0, 2.0),
-    ]
-    with pytest.raises(ConfigError, match="'tokens', 'sequences', 'sequence_sums' or 'constant'"):
+    expected = {"tokens": (9, 4), "constant": (9, 4), "sequences": (5, 2), "sequence_sums": (9, 2)}
+    for unit, wanted in expected.items():
+        total, count = reduce_loss(losses, mask, unit)
+        assert (float(total), count) == wanted
+    with pytest.raises(ConfigError, match="'sequence_sums' or 'constant'"):
         reduce_loss(losses, mask, "rows")
 
 
-def test_nothing_to_train_gives_zero_with_a_zero_gradient():
-    for name in [*RL_LOSSES, "sft"]:
-        inputs = make_inputs(rollout_log_probs=row(*MU), mask=torch.zeros(1, 3, dtype=torch.bool))
-        out = LOSSES[name](inputs, unit="sequences")
-        assert (float(out.sum), out.count, out.metrics) == (0.0, 0.0, {}), name
-        assert gradient(LOSSES[name], inputs) == [0.0] * 3
+def test_of_each_row_the_largest_share_is_selected():
+    values, mask = row(3, 9, 1, 5, 5), torch.tensor([[True, False, True, True, True]])
+    for fraction, chosen in ((0.25, [3]), (0.5, [3, 4]), (0.51, [0, 3, 4]), (1.0, [0, 2, 3, 4])):
+        assert select_top_fraction(values, mask, fraction)[0].nonzero().flatten().tolist() == chosen
 
 
-@pytest.mark.parametrize("name", [*RL_LOSSES, "sft"])
-@pytest.mark.parametrize("unit", ["tokens", "sequences", "sequence_sums", "constant"])
-def test_micro_batches_add_up_to_the_whole_batch(name, unit):
-    generator = torch.Generator().manual_seed(1)
-    names = ("log_probs", "old_log_probs", "rollout_log_probs", "advantages", "ref_log_probs", "entropy")
-    fields = {key: torch.randn(5, 4, generator=generator, dtype=torch.float64) for key in names}
-    fields |= {key: fields[key].requires_grad_() for key in ("log_probs", "entropy")}
-    mask = torch.rand(5, 4, generator=generator) < 0.5
-    params: dict = {} if name == "sft" else {
-        "correction": "token_tis(cap=1.5) * geometric_mask(low=0.4, high=2.0) * veto(floor=0.05) * opsm(delta=0.2)",
-        "kl_coef": 0.1, "kl_importance": True, "kl_estimator": "k3",
-        "entropy_coef": 0.02, "entropy_fraction": 0.5, "policy_entropy_fraction": 0.7, "mu_penalty_coef": 0.03,
-    }  # fmt: skip
-    if name in ("importance_sampling", "dppo"):  # whose ratio takes no weight
-        params["correction"] = "token_mask(low=0.4, high=2.0) * sequence_k3_mask(limit=1.0)"
-    params |= WHOLE_BATCH.get(name, {})
+# --- terms --------------------------------------------------------------------------------------------------
 
-    def run(rows: slice, width: int = 4) -> LossOutput:
-        padding = torch.full((len(mask[rows]), width - 4), NAN, dtype=torch.float64)
-        padded = {key: torch.cat([value[rows], padding], dim=1) for key, value in fields.items()}
-        return LOSSES[name](
-            LossInputs(mask=torch.cat([mask[rows], padding > 0], dim=1), **padded), unit=unit, **params
+K2 = [0.08, 0.045, 0.005]
+KL_MU = sum(m * d for m, d in zip(M, (0.4, -0.3, -0.1), strict=True))  # (lp − ref)·exp(lp − mu)
+
+
+@pytest.mark.parametrize(
+    ("params", "value"),
+    [
+        ({"kl_coef": 0.5}, 0.5 * sum(K2)),
+        ({"kl_coef": 1.0, "kl_estimator": "k3"}, 0.070320046 + 0.049858808 + 0.005170918),
+        ({"kl_coef": 2.0, "kl_estimator": make_truncated_kl(kl_k2, 0.06)}, 2 * (0.06 + 0.045 + 0.005)),
+        ({"kl_coef": 1.0, "kl_estimator": "rollouts.losses.kl:kl_k2"}, sum(K2)),
+        ({"kl_coef": 1.0, "kl_estimator": make_weighted_kl(kl_k2, lambda policy, ref: ref.exp())},
+         sum(exp(q) * k for q, k in zip(REF, K2, strict=True))),
+        ({"mu_penalty_coef": 1.0}, 0.25 + 0.25 + 0.49),
+        ({"entropy_coef": 0.1}, -0.3),
+        ({"entropy_coef": 0.1, "entropy_fraction": 0.5}, -0.25),
+    ],
+)  # fmt: skip
+def test_terms_by_hand(params, value):
+    """Of a loss that is 0 without them."""
+    assert run("reinforce", make_inputs(0.0), **params)[0] == pytest.approx(value)
+
+
+@pytest.mark.parametrize("name", POLICY)
+def test_kl_importance_by_hand_for_every_loss(name):
+    """With A = 0 only (lp − ref)·exp(lp − mu) is left, by way of the weight where there is one."""
+    params: dict[str, Any] = {"kl_coef": 1.0, "kl_estimator": "k1", "kl_importance": True}
+    params |= {"beta": 0.0} if name == "dro" else {"cov_low": 4.0} if name.endswith("_cov") else {}
+    assert run(name, make_inputs(0.0), **params)[0] == pytest.approx(KL_MU)
+    if name in ("reinforce", "dro"):  # the factor is there already: a weight does not count it again
+        for old in (None, row(*OLD)):
+            inputs = make_inputs(0.0, old_log_probs=old)
+            assert run(name, inputs, correction="token_tis(cap=100)", **params)[0] == pytest.approx(KL_MU)
+            value, _ = run(name, inputs, correction="token_mask(low=0.5, high=1.8)", **params)
+            assert value == pytest.approx(KL_MU + 0.1 * exp(0.7))  # a dropped token has no KL term either
+
+
+def test_the_weight_is_the_truncated_ratio_or_the_correction_s():
+    losses = [-1.2, -exp(-0.4), -1.2]
+    for params, weights in (
+        ({}, W),
+        ({"importance_cap": 1.2}, [1.2, W[1], 1.2]),
+        ({"correction": "icepop(low=0.5, high=1.3)", "importance_cap": 1.0}, [W[0], W[1], 0.0]),
+    ):
+        noted: list[Tensor] = []
+        out = LOSSES["ppo_clip"](make_inputs(note_weights=noted.append), **params)
+        assert float(out.sum.detach()) == pytest.approx(
+            sum(a * b for a, b in zip(losses, weights, strict=True))
         )
+        assert noted[0][0].tolist() == pytest.approx(weights)
+        assert out.count == 3.0  # a dropped token stays in the denominator
+    assert metric_values(out.metrics)["importance_weight/dropped"] == pytest.approx(1 / 3)
+    value, grad = run(
+        "reinforce",
+        make_inputs(log_probs=row(-INFINITY, -0.9, -1.6)),
+        correction="token_mask(low=0.1, high=10)",
+    )
+    assert (value, grad) == (pytest.approx(2.5), [0.0, -1.0, -1.0])  # dropped whatever it holds
 
-    def grads(total: Tensor) -> list[Tensor]:
-        inputs = [fields["log_probs"], fields["entropy"]]
-        return list(torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True))
 
-    whole = run(slice(0, 5))
-    whole_grads = grads(whole.sum)
-    assert torch.count_nonzero(whole_grads[0]) > 3
-    for cuts in ((0, 1, 4, 5), (0, 1, 2, 3, 4, 5), (0, 3, 5)):
-        parts = [run(slice(start, end), width=4 + end) for start, end in itertools.pairwise(cuts)]
-        total = torch.stack([part.sum for part in parts]).sum()
-        assert float(total.detach()) == pytest.approx(float(whole.sum.detach()), rel=1e-10, abs=1e-12)
-        for one, other in zip(grads(total), whole_grads, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
-        assert sum(part.count for part in parts) == whole.count
-        assert metric_values(merge_metrics([part.metrics for part in parts])) == pytest.approx(
-            metric_values(whole.metrics), abs=1e-12
-        )
+def test_only_tokens_of_high_entropy_get_the_policy_term():
+    value, grad = run("reinforce", make_inputs(), policy_entropy_fraction=0.5)
+    assert (value, grad) == (pytest.approx(2.5), [0.0, -1.0, -1.0])
 
 
 def test_metrics_say_what_happened():
-    inputs = make_inputs(1.0, rollout_log_probs=row(*MU), ref_log_probs=row(*REF), entropy=row(0.5, 1.0, 1.5))
-    metrics = metric_values(ppo_clip_loss(inputs, importance_cap=1.3).metrics)
-    weights = [1.221402758, 0.904837418, 1.3]
-    log_weights = [old - mu for old, mu in zip(OLD, MU, strict=True)]
-    k3 = [math.exp(w) - w - 1 for w in log_weights]
-    assert metrics == pytest.approx(
-        {
-            "clip_ratio": 2 / 3,
-            "clip_ratio/low": 0.0,
-            "clip_ratio/high": 2 / 3,
-            "ratio/mean": (1.349858808 + 0.670320046 + 1.491824698) / 3,
-            "ratio/max": 1.491824698,
-            "kl/ref": (0.4 - 0.3 - 0.1) / 3,
-            "mismatch_kl/mean": sum(k3) / 3,
-            "mismatch_kl/max": max(k3),
-            "mismatch/logprob_abs_diff": 0.2,
-            "mismatch/k1": -0.4 / 3,
-            "mismatch/chi2": sum(math.exp(2 * w) for w in log_weights) / 3 - 1,
-            "mismatch/ess": 0.974612193,
-            "mismatch/prob_abs_diff/max": math.exp(-1.0) - math.exp(-1.2),
-            "approx_kl/mean": sum(math.exp(d) - 1 - d for d in (0.3, -0.4, 0.4)) / 3,
-            "importance_weight/ess": sum(weights) ** 2 / (3 * sum(w * w for w in weights)),
-            "importance_weight/mean": sum(weights) / 3,
-            "importance_weight/mean_square": sum(w * w for w in weights) / 3,
-            "importance_weight/capped": 1 / 3,
-            "importance_weight/max": 1.3,
-            "entropy/mean": 1.0,
-        },
-        abs=1e-8,
-    )
+    metrics = metric_values(LOSSES["ppo_clip"](make_inputs(), importance_cap=1.3).metrics)
+    weights, log_weights = [W[0], W[1], 1.3], (0.2, -0.1, 0.3)
+    k3 = [exp(w) - w - 1 for w in log_weights]
+    expected = {
+        "clip_ratio": 2 / 3,
+        "clip_ratio/low": 0.0,
+        "clip_ratio/high": 2 / 3,
+        "ratio/mean": sum(R) / 3,
+        "ratio/max": R[2],
+        "kl/ref": 0.0,
+        "mismatch_kl/mean": sum(k3) / 3,
+        "mismatch_kl/max": max(k3),
+        "mismatch/logprob_abs_diff": 0.2,
+        "mismatch/k1": -0.4 / 3,
+        "mismatch/chi2": sum(exp(2 * w) for w in log_weights) / 3 - 1,
+        "mismatch/ess": 0.974612193,
+        "mismatch/prob_abs_diff/max": exp(-1.0) - exp(-1.2),
+        "approx_kl/mean": sum(exp(d) - 1 - d for d in (0.3, -0.4, 0.4)) / 3,
+        "importance_weight/ess": sum(weights) ** 2 / (3 * sum(w * w for w in weights)),
+        "importance_weight/mean": sum(weights) / 3,
+        "importance_weight/mean_square": sum(w * w for w in weights) / 3,
+        "importance_weight/capped": 1 / 3,
+        "importance_weight/max": 1.3,
+        "entropy/mean": 1.0,
+    }
+    assert metrics == pytest.approx(expected, abs=1e-8)
+    alone = metric_values(
+        LOSSES["ppo_clip"](make_inputs(old_log_probs=None)).metrics
+    )  # measured on the policy
+    assert alone["mismatch_kl/mean"] == pytest.approx(sum(exp(d) - d - 1 for d in (0.5, -0.5, 0.7)) / 3)
+    assert "importance_weight/mean" not in alone
 
 
-def test_mismatch_is_measured_on_the_policy_itself_when_old_is_the_engine():
-    inputs = make_inputs(1.0, old_log_probs=None, rollout_log_probs=row(*MU))
-    differences = [lp - mu for lp, mu in zip(LP, MU, strict=True)]
-    metrics = metric_values(ppo_clip_loss(inputs).metrics)
-    assert metrics["mismatch_kl/mean"] == pytest.approx(sum(math.exp(d) - d - 1 for d in differences) / 3)
-
-
-def test_effective_sample_size_of_the_fixture():
-    weights = compute_truncated_weights(row(*OLD), row(*MU), 2.0)
-    assert weights[0].tolist() == pytest.approx([1.221402758, 0.904837418, 1.349858808])
-    assert compute_ess_fraction(float(weights.mean()), float(weights.square().mean())) == pytest.approx(
-        0.974612193
-    )
-    assert compute_ess_fraction(0.0, 0.0) == 0.0
-
-
-def test_bool_metrics_are_shares():
-    values = torch.tensor([[True, False, True]])
-    metrics = collect_token_metrics({"share": values}, {}, torch.tensor([[True, True, False]]))
-    assert metric_values(metrics) == {"share": 0.5}
-
-
-def test_ratios_of_a_row_without_tokens_are_one():
-    assert compute_sequence_ratio(row(*LP), row(*OLD), torch.zeros(1, 3, dtype=torch.bool)).tolist() == [
-        [1.0]
-    ]
-    assert compute_token_ratio(row(0.0), row(0.0)).tolist() == [[1.0]]
-
-
-# --- errors and names ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", RL_LOSSES)
-def test_a_loss_names_the_field_that_the_batch_lacks(name):
-    with pytest.raises(ConfigError, match=f"'{name}' needs advantages"):
-        LOSSES[name](make_inputs(advantages=None, rollout_log_probs=row(*MU)), unit="tokens")
-
-
-def test_a_ratio_needs_something_to_compare_with():
-    bare = make_inputs(old_log_probs=None)
-    for name in sorted(set(RL_LOSSES) - {"importance_sampling", "dppo", "dro", "reinforce"}):
-        with pytest.raises(ConfigError, match=f"'{name}' needs log-probs to compare with"):
-            LOSSES[name](bare, unit="tokens")
-    for name in ("importance_sampling", "dppo", "dro"):
-        with pytest.raises(
-            ConfigError,
-            match=rf"'{name}' needs the engine's log-probs .* fill RolloutBatch\.rollout_log_probs",
-        ):
-            LOSSES[name](bare, unit="tokens")
+# --- corrections --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("params", "match"),
+    ("text", "expected"),
     [
-        ({"kl_coef": 0.1}, "needs ref_log_probs"),
-        ({"kl_coef": -0.1}, "kl_coef=-0.1"),
-        ({"clip_low": 0.0}, "clip_low=0.0"),
-        ({"clip_low": 1.5}, "clip_low=1.5"),
-        ({"clip_high": -0.2}, "clip_high=-0.2"),
-        ({"dual_clip": 1.0}, "dual_clip=1.0"),
+        ("token_tis", W),
+        ("icepop(low=1.0,high=2)", [W[0], 0, W[2]]),
+        ("sequence_tis", [exp(0.4)] * 3),
+        ("sequence_tis(cap=1.25)", [1.25] * 3),
+        ("token_mask(low=0.95, high=1.3)", [1, 0, 0]),
+        ("geometric_mask(low=0.5, high=1.1426309)", [1] * 3),  # exp(.4/3) = 1.142630812
+        ("geometric_mask(low=0.5, high=1.1426308)", [0] * 3),
+        ("veto(floor=0.9)", [1] * 3),
+        ("veto(floor=0.91)", [0] * 3),
+        ("sequence_k1_mask(limit=0.1334)", [1] * 3),  # |-.133333|
+        ("sequence_k1_mask(limit=0.1333)", [0] * 3),
+        ("sequence_k3_mask(limit=0.02537)", [1] * 3),  # .025366
+        ("sequence_k3_mask(limit=0.02536)", [0] * 3),
+        ("opsm(delta=0.49)", [1, 1, 0]),  # mean of mu − lp = .5
+        ("opsm(delta=0.51)", [1] * 3),
+        (" token_tis (cap = 1.3)*veto( floor=1e-4 )*sequence_k3_mask(limit=0.1) ", [W[0], W[1], 1.3]),
     ],
 )
-def test_ppo_refuses_numbers_that_break_its_rules(params, match):
-    with pytest.raises(ConfigError, match=match):
-        ppo_clip_loss(make_inputs(), **params)
+def test_weights_by_hand_row_by_row(text, expected):
+    """The second row trains nothing, the third has a token that the trainer would hardly give."""
+    log_probs = torch.tensor([[-2.0, -0.9, -2.5]] * 3, dtype=torch.float64)
+    old, mu = row(*OLD).expand(3, 3), row(*MU).repeat(3, 1)
+    mu[2, 2] = 20.0
+    advantages, mask = row(1.0, 0.0, -1.0).expand(3, 3), torch.tensor([[True] * 3, [False] * 3, [True] * 3])
+    inputs = LossInputs(
+        log_probs=log_probs, old_log_probs=old, rollout_log_probs=mu, advantages=advantages, mask=mask
+    )
+    found = parse_correction(text)(inputs)
+    assert found[0].tolist() == pytest.approx(expected, abs=1e-9)
+    if text.startswith(("geo", "seq", "veto", "opsm")):
+        assert found[1].tolist() == [1.0] * 3  # a row without trained tokens is kept
+    if text.startswith("veto"):
+        assert found[2].tolist() == [0.0] * 3
 
 
-def test_other_parameters_that_break_a_rule_are_refused():
-    with pytest.raises(ConfigError, match=r"ratio_low=2\.0, ratio_high=1\.0"):
-        cispo_loss(make_inputs(), ratio_low=2.0, ratio_high=1.0)
-    with pytest.raises(ConfigError, match=r"importance_cap=0\.0"):
-        ppo_clip_loss(make_inputs(rollout_log_probs=row(*MU)), importance_cap=0.0)
-    for estimator, match in (("k1", "expected gradient of zero"), ("k4", "takes 'k2' or 'k3'")):
-        with pytest.raises(ConfigError, match=match):
-            ppo_clip_loss(make_inputs(ref_log_probs=row(*REF)), kl_coef=0.1, kl_estimator=estimator)
+@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_nan_is_never_hidden_by_a_correction(name, advantage):
+    """The ratio is against old, so mu counts in the correction only."""
+    inputs = make_inputs(advantage, rollout_log_probs=row(NAN, *MU[1:]))
+    assert LOSSES["ppo_clip"](inputs, correction=name).sum.isnan()
+    outside = replace(inputs, mask=torch.tensor([[False, True, True]]))
+    assert LOSSES["ppo_clip"](outside, correction=name).sum.isfinite()
+    far = make_inputs(
+        advantage, log_probs=row(-INFINITY, -0.9, -1.6), old_log_probs=row(-INFINITY, -0.5, -2.0)
+    )
+    assert parse_correction(name)(far).isfinite().all()
 
 
-def test_a_field_of_another_shape_is_named():
-    with pytest.raises(ValueError, match=r"LossInputs.advantages has shape \(1, 2\)"):
-        reinforce_loss(make_inputs(advantages=row(1.0, 1.0)))
+@pytest.mark.parametrize("name", POLICY)
+def test_no_gap_to_the_engine_is_weighted_twice(name):
+    inputs = make_inputs(old_log_probs=None)
+    if name in ("reinforce", "dro"):  # these weigh the policy itself, with or without old log-probs
+        params = {"beta": 0.0} if name == "dro" else {}
+        for values in (inputs, make_inputs()):
+            grad = run(name, values, correction="token_tis(cap=1.6)", **params)[1]
+            assert grad == pytest.approx([-min(m, 1.6) for m in M])
+        return
+    with pytest.raises(ConfigError, match=r"the ratio is against the engine already; set rl\.recompute_old"):
+        run(
+            name, make_inputs() if name in ("importance_sampling", "dppo") else inputs, correction="token_tis"
+        )
+    masked = parse_correction("token_mask(low=0.9, high=1.7)")(inputs)  # masks judge exp(lp − mu)
+    assert masked.tolist() == [[1.0, 0.0, 0.0]]
 
 
-def test_losses_resolve_by_key_and_by_module_and_name_the_nearest():
-    assert resolve_loss("cispo") is cispo_loss
-    assert resolve_loss("rollouts.losses.sft:sft_loss") is sft_loss
-    with pytest.raises(ConfigError, match="did you mean 'ppo_clip'"):
-        resolve_loss("ppo-clip")
-    with pytest.raises(ConfigError, match="did you mean 'sft'"):
-        resolve_loss("sftt")
+def test_a_kept_set_is_renormalised_and_equal_models_have_ratio_one():
+    """The engine samples from the first two of four tokens, which hold .895 of the mass."""
+    logits = torch.tensor([0.6, 0.295, 0.08, 0.025], dtype=torch.float64).log().requires_grad_()
+    everything = torch.log_softmax(logits, -1)
+    kept = renormalise_log_probs(everything[:1][None], everything[:2].exp().sum()[None, None])
+    assert float(kept.detach().exp()) == pytest.approx(0.6 / 0.895)
+    kept.sum().backward()  # the gradient of a softmax over the kept two alone
+    assert logits.grad is not None
+    assert logits.grad.tolist() == pytest.approx([0.295 / 0.895, -0.295 / 0.895, 0.0, 0.0], abs=1e-12)
+
+
+def test_old_log_probs_between_engine_and_policy_by_version():
+    """α = 2/3, 0 of the current version's own, and 1/2."""
+    lp, versions = row(*LP).requires_grad_(), torch.tensor([[1, 4, 2]])
+    prox = compute_loglinear_prox(lp, row(*MU), sampled_version=versions, old_version=3, version=4)
+    assert prox[0].tolist() == pytest.approx([MU[0] + 0.5 * 2 / 3, MU[1], (MU[2] + LP[2]) / 2])
+    assert not prox.requires_grad
+    with pytest.raises(ConfigError, match="old_version=5"):
+        compute_loglinear_prox(lp, row(*MU), sampled_version=versions, old_version=5, version=4)
+
+
+# --- KL -----------------------------------------------------------------------------------------------------
+
+P, Q = (torch.tensor(values, dtype=torch.float64) for values in ([0.5, 0.3, 0.2], [0.4, 0.4, 0.2]))
+KL = 0.025267154  # of P and Q
+REVERSE = [0.098938, -0.093885, -0.005053]  # p·(log p/q − KL)
 
 
 @pytest.mark.parametrize(
-    "name", ["no_such_module:f", "rollouts.losses.sft:no_such", ":f", "rollouts.losses.ratios:MAX_LOG_RATIO"]
+    ("name", "value", "gradient"),
+    [("k1", KL, [0.0] * 3), ("k2", 0.024862407, REVERSE), ("k3", KL, (P - Q).tolist())],
 )
-def test_a_plug_in_that_does_not_import_or_is_no_function_is_refused(name):
-    with pytest.raises(PlugInError, match="loss="):
-        resolve_loss(name)
+def test_expected_kl_gradients_are_none_reverse_and_forward(name, value, gradient):
+    """Σ p·dk/dz used as a loss on the policy's samples; drawn by mu and with the ratio it is KL's."""
+    logits = P.log().requires_grad_()
+    values = KL_ESTIMATORS[name](torch.log_softmax(logits, 0), Q.log())
+    (grad,) = torch.autograd.grad((P * values).sum(), [logits])
+    assert grad.tolist() == pytest.approx(gradient, abs=1e-6)
+    mu = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    terms = compute_kl_penalty(torch.log_softmax(logits, 0), Q.log(), name, sampler_log_probs=mu.log())
+    mean = (mu * terms).sum()
+    assert float(mean.detach()) == pytest.approx(value)
+    if name != "k2":
+        assert torch.autograd.grad(mean, [logits])[0].tolist() == pytest.approx(REVERSE, abs=1e-6)
 
 
-def test_parameters_are_checked_against_the_signature(monkeypatch):
-    check_loss_params("ppo_clip", {"clip_high": 0.3, "dual_clip": 3.0})
-    with pytest.raises(ConfigError, match="no parameter 'cliphigh'; did you mean 'clip_high'"):
-        check_loss_params("ppo_clip", {"cliphigh": 0.3})
-    with pytest.raises(ConfigError, match="it takes none"):
-        check_loss_params("sft", {"clip_high": 0.3})
-    plug_in = types.ModuleType("a_plug_in")
-    plug_in.free = lambda inputs, **params: None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "a_plug_in", plug_in)
-    check_loss_params("a_plug_in:free", {"anything": 1})
+def test_exact_kl_by_hand():
+    policy, ref = (torch.stack([one.log(), one.log() + 7.0]).requires_grad_() for one in (P, Q))
+    found = compute_exact_kl(policy * 2.0, ref * 2.0, temperature=2.0)
+    assert found.tolist() == pytest.approx([KL] * 2)
+    grads = torch.autograd.grad(found[0], [policy, ref])
+    assert grads[0][0].tolist() == pytest.approx(REVERSE, abs=1e-6)
+    assert grads[1][0].tolist() == pytest.approx((Q - P).tolist())
+    assert torch.autograd.gradcheck(compute_exact_kl, (policy, ref))
+    top = compute_exact_kl(P.log()[None], Q.log()[None], weigh=lambda p, q: (q > math.log(0.3)).double())
+    assert top.tolist() == pytest.approx([0.5 * math.log(0.5 / 0.4) + 0.3 * math.log(0.3 / 0.4)])
+
+
+@pytest.mark.parametrize(
+    ("policy", "ref", "kl"),
+    [
+        ([0.0, 0.0, -INFINITY], [0.0, 0.0, 0.0], math.log(3 / 2)),  # Σ ½ log(½ / ⅓)
+        ([0.0, 0.0], [0.0, -INFINITY], INFINITY),
+        ([0.0, -INFINITY], [0.0, -INFINITY], 0.0),
+        ([0.0, NAN], [0.0, 0.0], NAN),
+        ([0.0, 0.0], [NAN, 0.0], NAN),
+        ([10.0, 9.0, -200.0], [10.0, 9.0, -INFINITY], INFINITY),  # float32: e^-210 is 0 there
+    ],
+)
+def test_tokens_without_probability(policy, ref, kl):
+    policy, ref = torch.tensor([policy]).requires_grad_(), torch.tensor([ref])
+    found = compute_exact_kl(policy, ref)
+    assert found.tolist() == [pytest.approx(kl, nan_ok=True)]
+    assert compute_divergence(policy, ref, beta=1.0).tolist() == [pytest.approx(kl, nan_ok=True)]
+    if math.isfinite(kl):
+        assert torch.autograd.grad(found.sum(), [policy])[0].isfinite().all()
+
+
+def test_a_term_of_weight_zero_adds_nothing_even_where_it_is_infinite():
+    policy, ref = row(1.0, 0.5, 0.0).requires_grad_(), row(1.0, 1.0, -INFINITY)
+    found = compute_exact_kl(policy, ref, weigh=lambda policy, ref: (ref > -INFINITY).to(ref.dtype))
+    p = policy.detach().softmax(-1)[0].tolist()
+    assert found.tolist() == pytest.approx([p[0] * math.log(p[0] / 0.5) + p[1] * math.log(p[1] / 0.5)])
+    assert torch.autograd.grad(found.sum(), [policy])[0].isfinite().all()
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "match"),
+    [
+        *[("ppo_clip", {"clip_low": value}, f"clip_low={value}") for value in (0.0, 1.5)],
+        ("gspo", {"clip_high": -0.2}, "clip_high=-0.2"),
+        ("ppo_clip", {"dual_clip": 1.0}, "dual_clip=1.0"),
+        ("ppo_clip", {"importance_cap": 0.0}, "cap=0.0"),
+        ("cispo", {"ratio_low": 2.0, "ratio_high": 1.0}, "ratio_low=2.0"),
+        ("sapo", {"tau_negative": -1.0}, "tau_negative=-1.0"),
+        ("dppo", {"tv_high": 1.5}, "tv_high=1.5"),
+        ("dro", {"beta": -0.1}, "beta=-0.1"),
+        ("gmpo", {"clip_low": 0.0}, "clip_low=0.0"),
+        ("clip_cov", {"cov_fraction": 0.0}, "cov_fraction=0.0"),
+        ("clip_cov", {"cov_low": 5.0}, "cov_low=5.0, cov_high=5.0"),
+        ("kl_cov", {"cov_kl_coef": -1.0}, "cov_kl_coef=-1.0"),
+        ("value", {"clip": 0.0}, "clip=0.0"),
+        ("reinforce", {"kl_coef": -0.1}, "kl_coef=-0.1"),
+        ("reinforce", {"kl_coef": 0.1, "kl_estimator": "k1"}, "expected gradient of zero"),
+        ("reinforce", {"kl_coef": 0.1, "kl_estimator": "k4"}, "takes 'k2' or 'k3'"),
+        ("reinforce", {"kl_importance": "false"}, "kl_importance='false'"),
+        ("reinforce", {"mu_penalty_coef": -1.0}, "mu_penalty_coef=-1.0"),
+        ("reinforce", {"entropy_fraction": 1.5}, "entropy_fraction=1.5"),
+        ("reinforce", {"entropy_coef": "high"}, "look for a value of the wrong kind"),
+        ("reinforce", {"importance_cap": 2.0}, "no parameter 'importance_cap'"),
+        ("sft", {"clip_high": 0.3}, "It takes none"),
+        ("ppo_clip", {"cliphigh": 0.3}, "did you mean 'clip_high'"),
+        ("dro", {"entropy_coeff": 0.1}, "did you mean 'entropy_coef'"),
+        *[
+            ("ppo_clip", {"correction": text}, match)
+            for text, match in {
+                "tis": "corrections are token_tis, icepop",
+                "token_tis(cap)": "is not understood",
+                "token_tis(cap=big)": "could not convert",
+                "token_tis(limit=2)": "it takes cap",
+                "token_tis * ": "'' is not understood",
+                "token_tis(cap=2) veto": "is not understood",
+                "token_tis(cap=0)": "cap=0.0",
+                "sequence_tis(cap=-1)": "cap=-1.0",
+                "icepop(low=2, high=1)": "low=2.0, high=1.0",
+                "geometric_mask(high=0.5)": "high=0.5",
+                "veto(floor=0)": "floor=0.0",
+                "sequence_k1_mask(limit=-1)": "limit -1.0",
+                "opsm(delta=-1)": "limit -1.0",
+            }.items()
+        ],
+    ],
+)
+def test_parameters_that_cannot_work_are_refused_before_the_run(name, params, match):
+    with pytest.raises(ConfigError) as error:
+        try_loss(name, params, recompute_old=True, reference=True)
+    assert match in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "params"),
+    [
+        *[(name, "advantages", {}) for name in [*POLICY, "linear"]],
+        *[(name, "rollout_log_probs", {}) for name in ("importance_sampling", "dppo", "dro")],
+        ("ppo_clip", "ref_log_probs", {"kl_coef": 0.1}),
+        ("ppo_clip", "entropy", {"entropy_coef": 0.1}),
+        ("value", "returns", {}),
+        ("value", "old_values", {"clip": 0.2}),
+    ],
+)
+def test_a_loss_names_the_field_that_the_batch_lacks(name, missing, params):
+    with pytest.raises(ConfigError, match=f"needs {missing}"):
+        LOSSES[name](make_inputs(**{missing: None}), **params)
+
+
+def test_inputs_that_do_not_fit_are_named():
+    for name in AGAINST_OLD:
+        with pytest.raises(ConfigError, match="needs rollout_log_probs"):
+            LOSSES[name](make_inputs(old_log_probs=None, rollout_log_probs=None))
+    with pytest.raises(ConfigError, match="entropy_gradient=True"):
+        LOSSES["ppo_clip"](replace(make_inputs(), entropy=row(1.0, 1.0, 1.0)), entropy_coef=0.1)
+    with pytest.raises(ValueError, match=r"LossInputs.advantages has shape \(1, 2\)"):
+        LOSSES["reinforce"](make_inputs(advantages=row(1.0, 1.0)))
+    for wrong in (lambda inputs: inputs.log_probs.exp(), lambda inputs: torch.ones(1, 1)):
+        with pytest.raises(ConfigError, match=r"it must give \(1, 3\), detached"):
+            LOSSES["ppo_clip"](make_inputs(), correction=wrong)
+
+
+# --- names --------------------------------------------------------------------------------------------------
+
+
+def loss_with_entropy(
+    inputs: LossInputs, *, unit: str, entropy_coef: float = 0.5, **other: Any
+) -> LossOutput:
+    """A function of the user that has an entropy bonus by default."""
+    return LossOutput(inputs.log_probs.sum(), 1.0, {})
+
+
+def test_losses_resolve_by_key_and_by_module_and_name_the_nearest(monkeypatch):
+    assert resolve_loss("rollouts.losses.token_losses:sft_loss") is sft_loss
+    check_loss_params(f"{__name__}:loss_with_entropy", {"anything": 1})
+    with pytest.raises(ConfigError, match="did you mean 'ppo_clip'"):
+        resolve_loss("ppo-clip")
+    for name in ("no_such_module:f", "rollouts.losses.token_losses:no_such", ":f", "math:pi", "a/file.py:f"):
+        with pytest.raises(PlugInError, match="loss="):
+            resolve_loss(name)
+    plug_in = types.ModuleType("a_correction")
+    plug_in.halve = lambda inputs, *, by=2.0: torch.full_like(inputs.log_probs.detach(), 1 / by)  # type: ignore[attr-defined]
+    monkeypatch.setitem(__import__("sys").modules, "a_correction", plug_in)
+    weights = parse_correction("a_correction:halve(by=4) * token_tis(cap=1)")(make_inputs())
+    assert weights[0].tolist() == pytest.approx([0.25, 0.25 * W[1], 0.25])
+    with pytest.raises(ConfigError, match="it takes by"):
+        parse_correction("a_correction:halve(to=4)")
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "wanted"),
+    [
+        ("ppo_clip", {"entropy_coef": -0.01}, True),
+        ("ppo_clip", {"entropy_coef": 0.0}, False),
+        ("ppo_clip", {}, False),
+        ("sft", {}, False),
+        (f"{__name__}:loss_with_entropy", {}, True),
+        (f"{__name__}:loss_with_entropy", {"entropy_coef": 0}, False),
+    ],
+)
+def test_a_loss_asks_for_the_entropy_s_gradient_by_its_parameter(name, params, wanted):
+    assert wants_entropy_gradient(name, params) == wanted

@@ -1,38 +1,40 @@
-"""Preference losses against numbers worked by hand.
+"""Preference losses, KTO and the reward model's: numbers worked by hand, and what holds for every loss.
 
 Fixture: one pair with π_c = -10, π_r = -12, ref_c = -11, ref_r = -11.5, lengths 5 and 4; Δ_c = 1, Δ_r = -.5,
-Δ = 1.5; β = .1.
+Δ = 1.5; β = .1. KTO: z₀ = .05, the chosen response good and the rejected one bad.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from rollouts.errors import ConfigError
-from rollouts.losses.inputs import LossInputs
+from rollouts.losses import LOSSES, LossInputs, LossOutput
+from rollouts.losses.kto_loss import compute_kto_reference_point, compute_kto_weights, kto_loss
 from rollouts.losses.preference_losses import (
     PREFERENCE_LOSSES,
     TRL_LOSS_TYPES,
+    PairLogProbs,
     compute_log_odds,
+    compute_pair_log_probs,
     compute_preference_loss,
     linearise_preference_loss,
-    resolve_preference_loss,
+    linearise_row_loss,
 )
-from rollouts.losses.preference_pairs import PairLogProbs, compute_pair_log_probs, compute_row_log_probs
-from rollouts.losses.rl_losses import reinforce_loss
+from rollouts.losses.reward_model_losses import bradley_terry_loss, compute_pair_calibration
 from rollouts.types import merge_metrics, metric_values
 
 NAMES = list(PREFERENCE_LOSSES)
 WITHOUT_REFERENCE = ("simpo", "cpo", "orpo")
-NAN, INF = float("nan"), float("inf")
+NAN, INF = math.nan, math.inf
+GOOD, BAD = 0.476267846, 0.486253465  # 1 − σ(.1·(1 − .05)), 1 − σ(.1·(.05 + .5))
 
 
 def tensor(*values: float) -> Tensor:
@@ -41,16 +43,10 @@ def tensor(*values: float) -> Tensor:
 
 def make_pairs(**fields: Tensor | None) -> PairLogProbs:
     """The fixture; fields given replace it."""
-    one = {
-        "chosen": -10.0,
-        "rejected": -12.0,
-        "ref_chosen": -11.0,
-        "ref_rejected": -11.5,
-        "chosen_lengths": 5.0,
-        "rejected_lengths": 4.0,
-    }
-    given: dict[str, Any] = {name: tensor(value) for name, value in one.items()} | fields
-    return PairLogProbs(**given)
+    given: dict[str, Any] = dict(
+        zip(PairLogProbs._fields, map(tensor, (-10, -12, -11, -11.5, 5, 4)), strict=True)
+    )
+    return PairLogProbs(**given | fields)
 
 
 def draw_pairs(count: int, seed: int = 0) -> PairLogProbs:
@@ -60,11 +56,24 @@ def draw_pairs(count: int, seed: int = 0) -> PairLogProbs:
     return PairLogProbs(*sums, *lengths)
 
 
-def slopes(name: str, pairs: PairLogProbs, **params: float) -> tuple[list[float], list[float]]:
-    chosen, rejected = pairs.chosen.clone().requires_grad_(), pairs.rejected.clone().requires_grad_()
-    total = compute_preference_loss(pairs._replace(chosen=chosen, rejected=rejected), name, **params).sum
-    grads = torch.autograd.grad(total, (chosen, rejected))
-    return grads[0].tolist(), grads[1].tolist()
+def of_pairs(name: str, pairs: PairLogProbs, **params: Any) -> Callable[[Tensor, Tensor], LossOutput]:
+    """The loss as a function of what has a gradient; "kto" and "reward" beside those on pairs."""
+    if name == "kto":
+        assert pairs.ref_chosen is not None and pairs.ref_rejected is not None
+        ref = torch.cat([pairs.ref_chosen, pairs.ref_rejected])
+        good = torch.arange(len(ref)) < len(pairs.ref_chosen)
+        params = {"reference_point": 0.05} | params
+        return lambda chosen, rejected: kto_loss(torch.cat([chosen, rejected]), ref, good, **params)
+    if name == "reward":
+        return partial(bradley_terry_loss, **params)
+    return lambda chosen, rejected: compute_preference_loss(
+        pairs._replace(chosen=chosen, rejected=rejected), name, **params
+    )
+
+
+def slopes(name: str, pairs: PairLogProbs, **params: Any) -> tuple[list[float], list[float]]:
+    grads = linearise_row_loss(of_pairs(name, pairs, **params), pairs.chosen, pairs.rejected).advantages
+    return (-grads[0]).tolist(), (-grads[1]).tolist()
 
 
 def sigmoid(x: float) -> float:
@@ -102,11 +111,19 @@ def sigmoid(x: float) -> float:
             {"beta": 0.1, "label_smoothing": 0.1},
             sigmoid(0.15) * math.log(sigmoid(0.15) / 0.9) + sigmoid(-0.15) * math.log(sigmoid(-0.15) / 0.1),
         ),
+        ("kto", {"beta": 0.1}, GOOD + BAD),
+        ("kto", {"desirable_weight": 2.0, "undesirable_weight": 0.5}, 2 * GOOD + 0.5 * BAD),
+        ("reward", {}, 0.126928011),  # −log σ(2)
+        ("reward", {"margins": tensor(0.5), "centring": 0.01}, 0.201413278 + 4.84),
     ],
 )
 def test_losses_match_the_numbers_worked_by_hand(name: str, params: dict[str, float], expected: float):
-    output = compute_preference_loss(make_pairs(), name, **params)
-    assert (float(output.sum), output.count) == (pytest.approx(expected, abs=1e-9), 1.0)
+    pairs = make_pairs()
+    output = of_pairs(name, pairs, **params)(pairs.chosen, pairs.rejected)
+    assert (float(output.sum), output.count) == (
+        pytest.approx(expected, abs=1e-8),
+        2.0 if name == "kto" else 1.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,357 +163,242 @@ def test_losses_match_the_numbers_worked_by_hand(name: str, params: dict[str, fl
             0.1 * sigmoid(0.05) * sigmoid(-0.05),
         ),
         ("nca", {"beta": 0.1}, 0.1 * (-sigmoid(-0.1) + 0.5 * sigmoid(0.1)), 0.05 * sigmoid(-0.05)),
+        ("kto", {"undesirable_weight": 3.0}, -0.1 * GOOD * (1 - GOOD), 3 * 0.1 * BAD * (1 - BAD)),
+        ("reward", {"centring": 0.01}, -sigmoid(-2) - 0.44, sigmoid(-2) - 0.44),
     ],
 )
 def test_gradients_match_the_formulas_worked_by_hand(
-    name: str, params: dict[str, float], chosen: float, rejected: float | None
+    name: str, params: dict[str, Any], chosen: float, rejected: float | None
 ):
-    expected = (
-        pytest.approx([chosen], abs=1e-9),
-        pytest.approx([-chosen if rejected is None else rejected], abs=1e-9),
-    )
-    assert slopes(name, make_pairs(), **params) == expected
+    expected = [chosen], [-chosen if rejected is None else rejected]
+    for found, wanted in zip(slopes(name, make_pairs(), **params), expected, strict=True):
+        assert found == pytest.approx(wanted, abs=1e-9)
+
+
+# --- every loss ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*NAMES, "kto", "reward"])
+def test_gradients_splits_and_an_empty_batch(name: str):
+    """Finite differences; any split gives the same sums and metrics; the reference has no gradient."""
+    pairs = draw_pairs(6)
+    leaves = [pairs.chosen.requires_grad_(), pairs.rejected.requires_grad_()]
+    assert torch.autograd.gradcheck(lambda c, r: of_pairs(name, pairs)(c, r).sum, leaves)
+    references = [values.requires_grad_() for values in pairs[2:4] if values is not None]
+    whole = of_pairs(name, pairs)(pairs.chosen, pairs.rejected)
+    grads = torch.autograd.grad(whole.sum, [*leaves, *references], allow_unused=True, retain_graph=True)
+    assert grads[2:] == (None, None)
+    for cut in (0, 2, 5):
+        parts = [
+            of_pairs(name, PairLogProbs(*(values[rows] for values in pairs)))(
+                pairs.chosen[rows], pairs.rejected[rows]
+            )  # type: ignore[index]
+            for rows in (slice(0, cut), slice(cut, 6))
+        ]
+        total = parts[0].sum + parts[1].sum
+        assert float(total.detach()) == pytest.approx(float(whole.sum.detach()), rel=1e-12)
+        assert parts[0].count + parts[1].count == whole.count
+        for found, expected in zip(torch.autograd.grad(total, leaves), grads, strict=False):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+        merged = metric_values(merge_metrics([part.metrics for part in parts]))
+        assert merged == pytest.approx(metric_values(whole.metrics))
+    assert of_pairs(name, draw_pairs(0))(tensor(), tensor()).metrics == {}
+
+
+@pytest.mark.parametrize("name", [*NAMES, "kto"])
+def test_what_is_not_finite_is_never_hidden_and_margins_of_thousands_stay_finite(name: str):
+    fields = ["chosen", "rejected"] + ([] if name in WITHOUT_REFERENCE else ["ref_chosen", "ref_rejected"])
+    for field in fields:
+        for value in (-INF, NAN):
+            pairs = make_pairs(
+                **{key: tensor(number.item(), -3.0) for key, number in make_pairs()._asdict().items()}
+            )
+            pairs = pairs._replace(**{field: tensor(value, -3.0)})
+            output = of_pairs(name, pairs)(pairs.chosen, pairs.rejected)
+            assert output.sum.isnan()
+            grad = slopes(name, pairs)["rejected" in field]
+            assert not math.isfinite(grad[0]) and math.isfinite(grad[1])
+    for chosen, rejected in ((-1.0, -9000.0), (-9000.0, -1.0)):
+        pairs = make_pairs(chosen=tensor(chosen), rejected=tensor(rejected))
+        assert of_pairs(name, pairs)(pairs.chosen, pairs.rejected).sum.isfinite()
+        assert all(math.isfinite(grad) for side in slopes(name, pairs) for grad in side)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_agree_with_central_differences(name: str):
-    pairs, step = draw_pairs(4), 1e-5
-    found = slopes(name, pairs)
-    for field, gradient in zip(("chosen", "rejected"), found, strict=True):
-        for index in range(4):
-            values = []
-            for sign in (1, -1):
-                moved = getattr(pairs, field).clone()
-                moved[index] += sign * step
-                values.append(float(compute_preference_loss(pairs._replace(**{field: moved}), name).sum))
-            assert gradient[index] == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-5, abs=1e-7)
+def test_advantages_from_the_slope_give_reinforce_the_same_gradient(name: str):
+    """On tokens: rows two by two are pairs, padding is NaN, and every token of a row has the row's slope."""
+    generator = torch.Generator().manual_seed(4)
+    mask = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1]], dtype=torch.bool)
+    log_probs = torch.where(
+        mask, -torch.rand(4, 4, generator=generator, dtype=torch.float64), NAN
+    ).requires_grad_()
+    ref = torch.where(mask, -torch.rand(4, 4, generator=generator, dtype=torch.float64), -INF)
+    inputs = LossInputs(log_probs=log_probs, mask=mask, ref_log_probs=ref)
+    pairs = compute_pair_log_probs(inputs)
+    assert (pairs.chosen_lengths.tolist(), pairs.rejected_lengths.tolist()) == ([3.0, 2.0], [1.0, 2.0])
+    assert pairs.chosen.tolist() == pytest.approx(
+        [values[kept].sum().item() for values, kept in zip(log_probs.detach()[::2], mask[::2], strict=True)]
+    )
+    output = compute_preference_loss(pairs, name)
+    (expected,) = torch.autograd.grad(output.sum, [log_probs], retain_graph=True)
+    assert not expected[~mask].any()
+    line = linearise_preference_loss(pairs, name)
+    advantages = torch.stack(line.advantages, dim=-1).flatten()[:, None].expand(4, 4)
+    surrogate = LOSSES["reinforce"](LossInputs(log_probs=log_probs, mask=mask, advantages=advantages))
+    torch.testing.assert_close(
+        torch.autograd.grad(surrogate.sum, [log_probs])[0], expected, rtol=1e-12, atol=1e-14
+    )
+    assert float(line.output.sum) == pytest.approx(float(output.sum.detach()))
 
 
-def test_hinge_has_exactly_no_gradient_beyond_its_margin():
-    assert slopes("hinge", make_pairs(chosen=tensor(10.0))) == ([0.0], [0.0])
+# --- of one loss --------------------------------------------------------------------------------------------
 
 
 def test_robust_dpo_is_the_unbiased_estimate_of_dpo_under_flipped_labels():
-    """With a share ε of labels flipped its expectation is DPO's loss under the true labels."""
-    pairs, share = make_pairs(), 0.2
+    pairs = make_pairs()
     flipped = pairs._replace(
         chosen=pairs.rejected,
         rejected=pairs.chosen,
         ref_chosen=pairs.ref_rejected,
         ref_rejected=pairs.ref_chosen,
     )
-    right, wrong = (
-        float(compute_preference_loss(one, "robust_dpo", label_smoothing=share).sum)
-        for one in (pairs, flipped)
-    )
-    assert (1 - share) * right + share * wrong == pytest.approx(
-        float(compute_preference_loss(pairs, "dpo").sum), rel=1e-12
-    )
-
-
-def test_ipo_is_smallest_at_a_margin_of_half_of_one_over_beta():
-    assert float(compute_preference_loss(make_pairs(chosen=tensor(-6.5)), "ipo", beta=0.1).sum) == 0.0
-    assert slopes("ipo", make_pairs(chosen=tensor(-6.5)), beta=0.1) == ([0.0], [0.0])
-
-
-# --- odds ---------------------------------------------------------------------------------------------------
-
-
-def test_log_odds_are_exact_near_a_certain_and_near_an_impossible_response():
-    # p = 1 − 1e-5: odds 99999; p = ½: 1; p = e^−40: e^−40 · (1 + e^−40)
-    log_probs = tensor(math.log1p(-1e-5), -math.log(2), -40.0)
-    assert compute_log_odds(log_probs).tolist() == pytest.approx(
-        [math.log(99999), 0.0, -40.0], rel=1e-12, abs=1e-15
-    )
-    assert compute_log_odds(log_probs.float()).tolist() == pytest.approx(
-        [math.log(99999), 0.0, -40.0], rel=1e-3, abs=1e-6
-    )
-
-
-def test_a_response_of_certain_tokens_has_finite_odds_and_no_gradient_through_them():
-    certain = make_pairs(chosen=tensor(0.0))
-    assert float(compute_log_odds(certain.chosen)) == pytest.approx(math.log(1e6), rel=1e-6)
-    chosen, rejected = slopes("orpo", certain, beta=1.0)
-    assert chosen == [-0.2], "of the likelihood alone"
-    assert math.isfinite(rejected[0])
-
-
-def test_an_impossible_response_is_not_hidden():
-    for name in NAMES:
-        assert math.isnan(float(compute_preference_loss(make_pairs(chosen=tensor(-INF)), name).sum)), name
-    assert math.isnan(float(compute_preference_loss(make_pairs(chosen=tensor(NAN)), "dpo").sum))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_token_without_probability_inside_the_mask_is_never_hidden(name: str):
-    """-inf in one row of the first pair: the loss and that row's slope are NaN, so that neither route trains
-    on it; other pairs keep theirs.
-    """
-    fields = ("log_probs",) if name in WITHOUT_REFERENCE else ("log_probs", "ref_log_probs")
-    clean = -1.0 - torch.arange(8, dtype=torch.float64).reshape(4, 2) / 10
-    for field in fields:
-        for row in (0, 1):
-            values = {"log_probs": clean.clone(), "ref_log_probs": clean.clone()}
-            values[field][row, 1] = -INF
-            inputs = LossInputs(mask=torch.ones(4, 2, dtype=torch.bool), **values)
-            found = linearise_preference_loss(compute_pair_log_probs(inputs), name)
-            assert found.output.sum.isnan(), (field, row)
-            assert found.advantages[row][0].isnan(), (field, row)
-            assert all(advantages[1].isfinite() for advantages in found.advantages), (field, row)
-
-
-@pytest.mark.parametrize("name", ["dpo", "robust_dpo", "simpo", "cpo", "nca", "exo", "length_normalised_dpo"])
-def test_a_margin_of_thousands_keeps_value_and_gradient_finite(name: str):
-    for chosen in (-5000.0, 5000.0):
-        pairs = PairLogProbs(
-            *(value.float() for value in make_pairs(chosen=tensor(chosen)) if value is not None)
-        )
-        assert math.isfinite(float(compute_preference_loss(pairs, name, beta=1.0).sum))
-        assert all(map(math.isfinite, itertools.chain(*slopes(name, pairs, beta=1.0))))
-
-
-# --- properties ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=4, deadline=None)
-@given(seed=st.integers(0, 1000), cuts=st.lists(st.integers(0, 8), max_size=4))
-def test_any_split_into_micro_batches_gives_the_same_sum_count_and_gradient(
-    name: str, seed: int, cuts: list[int]
-):
-    pairs = draw_pairs(8, seed)
-    whole = compute_preference_loss(pairs, name)
-    edges = [0, *sorted(cuts), 8]
-    parts = [
-        PairLogProbs(*(value[first:last] for value in pairs if value is not None))
-        for first, last in itertools.pairwise(edges)
+    robust = [
+        float(compute_preference_loss(one, "robust_dpo", label_smoothing=0.2).sum) for one in (pairs, flipped)
     ]
-    outputs = [compute_preference_loss(part, name) for part in parts]
-    assert sum(float(output.sum) for output in outputs) == pytest.approx(float(whole.sum), rel=1e-10)
-    assert sum(output.count for output in outputs) == whole.count == 8.0
-    merged = metric_values(merge_metrics([output.metrics for output in outputs]))
-    assert merged == pytest.approx(metric_values(whole.metrics), rel=1e-10)
-    chosen, rejected = slopes(name, pairs)
-    split = [slopes(name, part) for part in parts if len(part.chosen)]
-    assert [slope for one, _ in split for slope in one] == pytest.approx(chosen, rel=1e-10)
-    assert [slope for _, other in split for slope in other] == pytest.approx(rejected, rel=1e-10)
+    assert 0.8 * robust[0] + 0.2 * robust[1] == pytest.approx(
+        float(compute_preference_loss(pairs, "dpo").sum)
+    )
 
 
-@settings(max_examples=5, deadline=None)
-@given(seed=st.integers(0, 1000), shift=st.floats(-50, 50))
-def test_the_losses_of_differences_see_only_the_difference(seed: int, shift: float):
-    """Policy and reference raised together for one response: whoever has a reference does not notice."""
-    pairs = draw_pairs(3, seed)
-    assert pairs.ref_chosen is not None
-    moved = pairs._replace(chosen=pairs.chosen + shift, ref_chosen=pairs.ref_chosen + shift)
-    for name in set(NAMES) - set(WITHOUT_REFERENCE):
-        value = float(compute_preference_loss(pairs, name).sum)
-        assert float(compute_preference_loss(moved, name).sum) == pytest.approx(value, rel=1e-9, abs=1e-9)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_pair_gives_zero_with_a_zero_gradient_and_no_metric(name: str):
-    empty = PairLogProbs(*(torch.zeros(0, dtype=torch.float64) for _ in range(6)))
-    chosen = empty.chosen.clone().requires_grad_()
-    output = compute_preference_loss(empty._replace(chosen=chosen), name)
-    output.sum.backward()
-    assert (float(output.sum.detach()), output.count, output.metrics) == (0.0, 0.0, {})
-    assert chosen.grad is not None
-
-
-def test_the_reference_gets_no_gradient():
-    ref_chosen, ref_rejected, chosen = (tensor(value).requires_grad_() for value in (-11.0, -11.5, -10.0))
-    compute_preference_loss(
-        make_pairs(chosen=chosen, ref_chosen=ref_chosen, ref_rejected=ref_rejected), "dpo"
-    ).sum.backward()
-    assert chosen.grad is not None
-    assert (ref_chosen.grad, ref_rejected.grad) == (None, None)
-
-
-# --- metrics ------------------------------------------------------------------------------------------------
+def test_odds_are_exact_near_a_certain_and_near_an_impossible_response():
+    values = tensor(-1e-3, -0.5, -50.0).requires_grad_()
+    found = compute_log_odds(values)
+    assert found[0].item() == pytest.approx(6.907255, abs=1e-6)  # log(1/x) − x/2 + …
+    assert found[2].item() == pytest.approx(-50.0, abs=1e-12)
+    assert torch.autograd.gradcheck(compute_log_odds, (values,))
+    certain = make_pairs(chosen=tensor(0.0))
+    assert slopes("orpo", certain)[0] == [pytest.approx(-0.2)]  # of the likelihood alone
 
 
 def test_metrics_are_the_implicit_rewards_of_both_sides():
-    pairs = PairLogProbs(
-        tensor(-10.0, -4.0, -7.0),
-        tensor(-12.0, -3.0, -7.0),
-        tensor(-11.0, -4.0, -7.0),
-        tensor(-11.5, -4.0, -7.0),
-        *[tensor(1.0, 1.0, 1.0)] * 2,
-    )
-    values = metric_values(compute_preference_loss(pairs, "dpo", beta=0.1).metrics)
-    assert values == pytest.approx(
-        {
-            "rewards/chosen": 0.1 / 3,  # (.1 + 0 + 0)/3
-            "rewards/rejected": (-0.05 + 0.1) / 3,
-            "rewards/margins": (0.15 - 0.1 + 0) / 3,
-            "rewards/accuracies": 1 / 3,  # a tie is no win
-            "logps/chosen": -7.0,
-            "logps/rejected": -22 / 3,
-        }
-    )
+    usual = {
+        "rewards/chosen": 0.1,
+        "rewards/rejected": -0.05,
+        "rewards/margins": 0.15,
+        "rewards/accuracies": 1.0,
+    }
+    sums = {"logps/chosen": -10.0, "logps/rejected": -12.0}
+    for name, expected in {
+        "dpo": usual | sums,
+        "cpo": {"rewards/chosen": -1.0, "rewards/rejected": -1.2, "loss/nll": 2.0} | sums,
+        "simpo": {
+            "rewards/chosen": -4.0,
+            "rewards/rejected": -6.0,
+            "logps/chosen": -2.0,
+            "logps/rejected": -3.0,
+        },
+        "orpo": {"loss/nll": 2.0, "log_odds/mean": 1.094344277, "logps/chosen": -2.0, "rewards/chosen": -0.2},
+        "kto": {"rewards/chosen": 0.1, "rewards/rejected": -0.05, "kto/reference_point": 0.05} | sums,
+        "reward": {
+            "rewards/chosen": -10.0,
+            "rewards/max": -10.0,
+            "rewards/min": -12.0,
+            "rewards/accuracies": 1.0,
+        },
+    }.items():
+        found = metric_values(of_pairs(name, make_pairs())(tensor(-10.0), tensor(-12.0)).metrics)
+        assert {key: found[key] for key in expected} == pytest.approx(expected), name
+    tie = compute_preference_loss(make_pairs(chosen=tensor(-11.0), rejected=tensor(-11.5)), "dpo")
+    assert metric_values(tie.metrics)["rewards/accuracies"] == 0.0
 
 
-def test_orpo_reports_its_two_parts():
-    values = metric_values(compute_preference_loss(make_pairs(), "orpo", beta=0.1).metrics)
-    assert values["loss/nll"] == 2.0
-    assert values["log_odds/mean"] == pytest.approx(1.094344277)
-    assert (values["rewards/chosen"], values["logps/rejected"]) == (pytest.approx(-0.2), -3.0)
+def test_kto_trains_on_one_kind_alone_and_its_reference_point_and_weights():
+    alone = kto_loss(tensor(-10.0), tensor(-11.0), torch.tensor([True]), reference_point=0.05)
+    assert float(alone.sum) == pytest.approx(GOOD) and "rewards/rejected" not in alone.metrics
+    point = compute_kto_reference_point(tensor(-10.0, -12.0).requires_grad_(), tensor(-11.0, -12.5))
+    assert (float(point), point.requires_grad) == (0.75, False)
+    assert float(compute_kto_reference_point(tensor(-10.0), tensor(-5.0))) == 0.0
+    assert kto_loss(tensor(-10.0), tensor(-11.0), torch.tensor([True]), reference_point=INF).sum.isnan()
+    with pytest.raises(ValueError, match="no row to estimate the reference point from"):
+        compute_kto_reference_point(tensor(), tensor())
+    for good, bad, expected in ((10, 10, (1, 1)), (4, 3, (1, 1)), (10, 40, (4, 1)), (40, 10, (1, 3))):
+        assert compute_kto_weights(good, bad) == pytest.approx(expected)
+    with pytest.raises(ValueError, match="0 desirable and 5 undesirable rows"):
+        compute_kto_weights(0, 5)
 
 
-# --- from tokens to pairs -----------------------------------------------------------------------------------
+def test_calibration_matches_bins_filled_by_hand():
+    """Bets of confidence .95, three right of four, and of .65, one right of two."""
+    labels = (0.95, 0.95, 0.95, 0.05, 0.65, 0.35)
+    scores = tensor(*(math.log(p / (1 - p)) for p in labels))
+    found = compute_pair_calibration(scores, torch.zeros_like(scores), num_bins=5)
+    assert (found.num_pairs, found.bin_counts) == (6, (0, 2, 0, 0, 4))
+    assert found.accuracy == pytest.approx(4 / 6)
+    assert found.confidence == pytest.approx((4 * 0.95 + 2 * 0.65) / 6)
+    assert found.expected_calibration_error == pytest.approx((4 * 0.2 + 2 * 0.15) / 6)
+    assert found.brier == pytest.approx(sum((1 - p) ** 2 for p in labels) / 6)
+    assert found.nll == pytest.approx(-sum(map(math.log, labels)) / 6)
+    tie = compute_pair_calibration(tensor(2.0, 2.0), tensor(2.0, 2.0))
+    assert (tie.accuracy, tie.confidence, tie.expected_calibration_error) == (0.5, 0.5, 0.0)
+    wrong = compute_pair_calibration(tensor(-100.0, -100.0), tensor(100.0, 100.0))
+    assert (wrong.accuracy, wrong.expected_calibration_error) == (0.0, 1.0)
+    with pytest.raises(ValueError, match="0 pairs"):
+        compute_pair_calibration(tensor(), tensor())
+    with pytest.raises(ValueError, match="pair 1 differ by inf"):
+        compute_pair_calibration(tensor(0.0, INF), tensor(0.0, 0.0))
 
 
-def make_token_inputs(log_probs: Tensor) -> LossInputs:
-    """Two pairs as rows chosen, rejected, chosen, rejected; NaN and -inf outside the masks."""
-    mask = torch.tensor(
-        [
-            [False, True, True, True],
-            [False, True, True, False],
-            [False, True, False, False],
-            [False, True, True, True],
-        ]
-    )
-    ref = torch.where(mask, torch.full_like(log_probs, -1.5), torch.full_like(log_probs, -INF))
-    return LossInputs(log_probs=log_probs, mask=mask, ref_log_probs=ref)
-
-
-def token_log_probs() -> Tensor:
-    values = torch.tensor(
-        [[NAN, -1.0, -2.0, -3.0], [-INF, -0.5, -0.25, NAN], [NAN, -4.0, NAN, NAN], [INF, -1.0, -1.0, -1.0]],
-        dtype=torch.float64,
-    )
-    return values.requires_grad_()
-
-
-def test_rows_two_by_two_become_pairs_and_nothing_outside_the_mask_leaks():
-    log_probs = token_log_probs()
-    pairs = compute_pair_log_probs(make_token_inputs(log_probs))
-    assert pairs.ref_chosen is not None and pairs.ref_rejected is not None
-    assert [value.tolist() for value in pairs if value is not None] == [
-        [-6.0, -4.0],
-        [-0.75, -3.0],
-        [-4.5, -1.5],
-        [-3.0, -4.5],
-        [3.0, 1.0],
-        [2.0, 3.0],
-    ]
-    compute_preference_loss(pairs, "dpo", beta=0.5).sum.backward()
-    # Δ = −1.5 − 2.25 and −2.5 − 1.5: every token of a row has the slope of its row
-    first, second = 0.5 * sigmoid(0.5 * 3.75), 0.5 * sigmoid(0.5 * 4.0)
-    assert log_probs.grad is not None
-    expected = [
-        [0, -first, -first, -first],
-        [0, first, first, 0],
-        [0, -second, 0, 0],
-        [0, second, second, second],
-    ]
-    assert [value for row in log_probs.grad.tolist() for value in row] == pytest.approx(
-        [value for row in expected for value in row]
-    )
-
-
-def test_padding_changes_nothing():
-    inputs = make_token_inputs(token_log_probs())
-    assert inputs.ref_log_probs is not None
-    wider = LossInputs(
-        log_probs=torch.nn.functional.pad(inputs.log_probs, (0, 3), value=NAN),
-        mask=torch.nn.functional.pad(inputs.mask, (0, 3), value=False),
-        ref_log_probs=torch.nn.functional.pad(inputs.ref_log_probs, (0, 3), value=INF),
-    )
-    for narrow, wide in zip(compute_pair_log_probs(inputs), compute_pair_log_probs(wider), strict=True):
-        assert narrow is not None and wide is not None and narrow.tolist() == wide.tolist()
-
-
-def test_an_odd_row_and_an_empty_response_are_refused():
-    inputs = make_token_inputs(token_log_probs())
-    with pytest.raises(ValueError, match="3 rows; pairs need an even number"):
-        compute_pair_log_probs(LossInputs(log_probs=inputs.log_probs[:3], mask=inputs.mask[:3]))
-    with pytest.raises(ValueError, match="row 1 trains no token"):
-        compute_row_log_probs(
-            LossInputs(log_probs=torch.zeros(2, 3), mask=torch.tensor([[True, False, False], [False] * 3]))
-        )
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_advantages_from_the_slope_give_reinforce_the_same_gradient(name: str):
-    """The rows of a pair may then lie in different micro-batches."""
-    log_probs = torch.where(
-        make_token_inputs(token_log_probs()).mask, token_log_probs().detach(), 0.0
-    ).requires_grad_()
-    inputs = make_token_inputs(log_probs)
-    pairs = compute_pair_log_probs(inputs)
-    (wanted,) = torch.autograd.grad(compute_preference_loss(pairs, name).sum, log_probs)
-    with torch.no_grad():
-        line = linearise_preference_loss(compute_pair_log_probs(inputs), name)
-    per_row = torch.stack(line.advantages, dim=1).flatten()
-    found = torch.zeros_like(log_probs)
-    for rows in ([0, 3], [2], [1]):
-        part = LossInputs(
-            log_probs=log_probs[rows],
-            mask=inputs.mask[rows],
-            advantages=per_row[rows, None].expand(len(rows), 4),
-        )
-        (grad,) = torch.autograd.grad(reinforce_loss(part, unit="constant").sum, log_probs)
-        found += grad
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=0)
-    assert not line.output.sum.requires_grad
-    assert float(line.output.sum) == float(compute_preference_loss(pairs, name).sum.detach())
-
-
-# --- names and mistakes -------------------------------------------------------------------------------------
-
-
-def test_trl_names_lead_to_losses_that_exist():
-    assert set(TRL_LOSS_TYPES.values()) <= set(PREFERENCE_LOSSES)
-    with pytest.raises(ConfigError, match="'sigmoid' is not known; did you mean 'dpo'"):
-        resolve_preference_loss("sigmoid")
-    with pytest.raises(ConfigError, match="did you mean 'hinge'"):
-        resolve_preference_loss("hingee")
+# --- names and refusals -------------------------------------------------------------------------------------
 
 
 def test_a_function_of_ones_own_takes_the_fields_that_it_names():
-    def largest_gap(rejected: Tensor, chosen: Tensor, *, scale: float = 1.0):
-        return compute_preference_loss(make_pairs(chosen=scale * chosen, rejected=rejected), "simpo")
+    def mine(rejected: Tensor, chosen_lengths: Tensor, *, scale: float) -> LossOutput:
+        return LossOutput((scale * rejected / chosen_lengths).sum(), 1.0, {})
 
-    assert float(compute_preference_loss(make_pairs(), largest_gap, scale=1.0).sum) == pytest.approx(
-        0.313261688
-    )
+    assert float(compute_preference_loss(make_pairs(), mine, scale=10.0).sum) == -24.0
+    with pytest.raises(ConfigError, match="it takes scale"):
+        compute_preference_loss(make_pairs(), mine, scale=1.0, other=2.0)
+    assert set(TRL_LOSS_TYPES.values()) <= set(NAMES)
 
 
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("dpo", {"beta": 0.0}, "dpo: beta=0.0 must be above 0"),
-        ("dpo", {"label_smoothing": 0.5}, "label_smoothing=0.5 must be at least 0 and below 0.5"),
-        ("exo", {"label_smoothing": 0.0}, "label_smoothing=0.0 must be above 0"),
-        ("robust_dpo", {"label_smoothing": -0.1}, "label_smoothing=-0.1"),
-        ("simpo", {"gamma": -1.0}, "gamma=-1.0 must not be negative"),
+        *[(name, {"beta": 0.0}, "beta=0.0") for name in [*NAMES, "kto"] if name != "orpo"],
+        ("orpo", {"beta": -0.1}, "beta=-0.1"),
+        ("dpo", {"label_smoothing": 0.5}, "label_smoothing=0.5"),
+        ("exo", {"label_smoothing": 0.0}, "label_smoothing=0.0"),
+        ("simpo", {"gamma": -1.0}, "gamma=-1.0"),
         ("cpo", {"nll_weight": -1.0}, "nll_weight=-1.0"),
-        ("orpo", {"beta": -0.1}, "orpo: beta=-0.1"),
-        ("dpo", {"bta": 0.1}, "no parameter 'bta'; it takes beta, label_smoothing"),
-        ("hinge", {"chosen": 0.1}, "no parameter 'chosen'; it takes beta"),
+        ("dpo", {"gamma": 1.0}, "no parameter 'gamma'; it takes beta, label_smoothing"),
+        ("sigmoid", {}, "did you mean 'dpo'"),
+        ("dppo", {}, "did you mean 'dpo'"),
+        ("kto", {"desirable_weight": -1.0}, "desirable_weight=-1.0"),
+        ("kto", {"desirable_weight": 0.0, "undesirable_weight": 0.0}, "one must be above 0"),
+        ("reward", {"centring": -1.0}, "centring=-1.0"),
     ],
 )
 def test_bad_parameters_are_named(name: str, params: dict[str, float], message: str):
     with pytest.raises(ConfigError, match=message):
-        compute_preference_loss(make_pairs(), name, **params)
-
-
-@pytest.mark.parametrize("name", sorted(set(NAMES) - set(WITHOUT_REFERENCE)))
-def test_a_missing_reference_is_named(name: str):
-    with pytest.raises(ConfigError, match="needs ref_chosen and ref_rejected and the pairs have none"):
-        compute_preference_loss(make_pairs(ref_chosen=None, ref_rejected=None), name)
-
-
-@pytest.mark.parametrize("name", WITHOUT_REFERENCE)
-def test_losses_without_a_reference_need_none(name: str):
-    assert math.isfinite(
-        float(compute_preference_loss(make_pairs(ref_chosen=None, ref_rejected=None), name).sum)
-    )
+        of_pairs(name, make_pairs(), **params)(tensor(-10.0), tensor(-12.0))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_shapes_that_differ_are_named(name: str):
-    with pytest.raises(ValueError, match=r"chosen \(2,\)"):
+def test_a_missing_reference_and_shapes_that_differ_are_named(name: str):
+    bare = make_pairs(ref_chosen=None, ref_rejected=None)
+    if name in WITHOUT_REFERENCE:
+        compute_preference_loss(bare, name)
+    else:
+        with pytest.raises(ConfigError, match=f"'{name}' needs ref_chosen"):
+            compute_preference_loss(bare, name)
+    with pytest.raises(ValueError, match=f"{name}: .*must be one-dimensional and of one length"):
         compute_preference_loss(make_pairs(chosen=tensor(-1.0, -2.0)), name)
+
+
+def test_an_odd_row_and_an_empty_response_are_refused():
+    ones, mask = torch.ones(4, 2), torch.ones(4, 2, dtype=torch.bool)
+    with pytest.raises(ValueError, match="3 rows"):
+        compute_pair_log_probs(LossInputs(log_probs=ones[:3], mask=mask[:3]))
+    mask[2] = False
+    with pytest.raises(ValueError, match="row 2 trains no token"):
+        compute_pair_log_probs(LossInputs(log_probs=ones, mask=mask))

@@ -28,7 +28,6 @@ from rollouts.loops.algorithm import (
     update_loop_state,
 )
 from rollouts.loops.rl_batch import add_advantages, measure_kl
-from rollouts.losses.compat import PRESETS, to_rl_settings
 from rollouts.preflight.functions import load_advantages
 from tests.unit.test_rl_batch import batch_of, segmented
 
@@ -98,7 +97,13 @@ def test_another_loss_or_advantage_begins_with_its_default_parameters_and_the_sa
 
 
 def test_a_run_may_turn_from_grpo_to_dapo():
-    dapo = to_rl_settings(PRESETS["dapo"])
+    dapo = {
+        "loss": "ppo_clip",
+        "normalise_by": "tokens",
+        "recompute_old": True,
+        "kl_coef": 0.0,
+        "clip_high": 0.28,
+    }
     config = rl_config(
         {"from_step": 60, **dapo}, kl_coef=0.04, kl_in="loss", kl_estimator="k3", normalise_by="sequences"
     )
@@ -210,8 +215,8 @@ def test_changes_survive_the_run_directory_and_decide_whether_it_is_the_same_run
     config = load_config(tmp_path / "run.toml")
     assert config.rl is not None and config.rl.changes == [
         AlgorithmChange(from_step=4, loss="gspo"),
-        AlgorithmChange(from_step=6, advantage=f"{tmp_path}/mine.py:f")
-    ]  # fmt: skip
+        AlgorithmChange(from_step=6, advantage=f"{tmp_path}/mine.py:f"),
+    ]
     (tmp_path / "resolved.toml").write_text(dump_config(config))
     assert load_config(tmp_path / "resolved.toml") == config
     other = load_config(tmp_path / "run.toml", ["--rl.changes.0.from_step", "5"])

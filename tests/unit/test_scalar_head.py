@@ -28,7 +28,7 @@ from rollouts.data.scores import make_score_batch, read_scores, spread_scores
 from rollouts.device_thread import open_device_thread
 from rollouts.errors import BackendError, CheckpointError, ConfigError, DataError, ModelError
 from rollouts.losses import LossInputs, check_loss_params, try_loss
-from rollouts.losses.linear import linear_loss
+from rollouts.losses.token_losses import linear_loss
 from rollouts.losses.value_loss import critic_loss
 from rollouts.models.export import save_hf_model
 from rollouts.models.forward_plan import describe_plan, plan_forward

@@ -1,0 +1,28 @@
+"""The two losses of one log-prob: supervised, and the loss whose gradient is known beforehand."""
+
+from __future__ import annotations
+
+from rollouts.losses.inputs import LossInputs, LossOutput, clear_masked
+from rollouts.losses.reductions import collect_token_metrics, reduce_loss
+from rollouts.types import LossUnit
+
+
+def sft_loss(inputs: LossInputs, *, unit: LossUnit = "tokens") -> LossOutput:
+    """Negative log-likelihood of the trained tokens, in nats. Perplexity is exp of the metric `loss/nll`."""
+    inputs = clear_masked(inputs)
+    means = {"loss/nll": -inputs.log_probs}
+    if inputs.entropy is not None:
+        means["entropy/mean"] = inputs.entropy
+    total, count = reduce_loss(-inputs.log_probs, inputs.mask, unit)
+    return LossOutput(total, count, collect_token_metrics(means, {}, inputs.mask))
+
+
+def linear_loss(inputs: LossInputs, *, unit: LossUnit = "tokens") -> LossOutput:
+    """−A·lp, without metrics: its derivative by each log-prob (of a scalar head: value) is −A.
+
+    For losses over whole batches: compute dL/dlp from all of forward()'s log-probs, and train with
+    A = −dL/dlp and LossSpec("linear", unit="constant", constant=1.0). Raises ConfigError without advantages.
+    """
+    inputs = clear_masked(inputs)
+    total, count = reduce_loss(-inputs.need("advantages") * inputs.log_probs, inputs.mask, unit)
+    return LossOutput(total, count, {})
