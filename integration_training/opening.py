@@ -137,12 +137,8 @@ def open_backend(
         "threads": config.model.threads,
         "deterministic": config.deterministic,
         "micro_batch_tokens": section.micro_batch_tokens,
-        "share_prefix": (
-            config.rl.share_prefix if config.rl and stage == "rl" else stage != "sft"
-        ),  # pairs share their prompt
-        "skip_zero_advantage": bool(
-            config.rl and stage == "rl" and config.rl.skip_zero_advantage and not config.rl.kl_stop
-        ),
+        "share_prefix": stage != "sft",
+        "skip_zero_advantage": bool(config.rl and stage == "rl" and not config.rl.kl_stop),
         "gradient_checkpointing": config.model.gradient_checkpointing,
         "compile_backend": "inductor" if config.model.compile else None,
         "seed": config.seed,
@@ -222,7 +218,7 @@ def choose_keep(config: RunConfig) -> Keep:
 
     best_by = (
         f"eval/{HELD_OUT}/avg@{config.eval.samples_per_prompt}"
-        if config.output.keep_best and config.eval
+        if config.output.keep_checkpoints and config.eval
         else None
     )
     return Keep(config.output.keep_checkpoints, best_by)
@@ -372,9 +368,7 @@ async def open_scorer(
     from rollouts.reference.moving import REFERENCE, FollowingReference, make_rule, open_moving_reference
 
     saved = newest / REFERENCE if newest is not None and (newest / REFERENCE).is_dir() else start
-    rule = make_rule(
-        config.update, every=config.every, ema_decay=config.ema_decay, policy_weight=config.policy_weight
-    )
+    rule = make_rule(config.update, every=config.every, policy_weight=config.policy_weight)
     async with open_moving_reference(
         saved, rule=rule, dtype=getattr(torch, config.dtype), **common
     ) as moving:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Measure = Callable[[], Awaitable[dict[str, float]]]
 """Evaluates the held-out samples of a stage under its weights as they are."""
 
+CENTRING = 0.01  # of reward models: weight of (score of chosen + score of rejected)²
+
 
 def is_due(step: int, eval_every: int) -> bool:
     """Whether held-out samples are evaluated after `step`, which is not the last: before the first step, and
@@ -184,7 +186,7 @@ async def train_reward_model(run: Run, opened: Stage, newest: Path | None, start
         prepared.training,
         config,
         StageLogger(run, opened.checkpoints.take_metrics),
-        loss=on_backend(make_score_loss(config.centring)),
+        loss=on_backend(make_score_loss(CENTRING)),
         seed=run.config.seed,
         completed_steps=completed,
         hooks=make_hooks(run, opened, stage, evaluate_step),

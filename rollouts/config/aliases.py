@@ -9,6 +9,12 @@ from typing import NamedTuple
 # Settings of earlier versions, by as much of the end of their dotted names as tells them apart, and what
 # replaces them. A resolved config that has one stays readable.
 REMOVED: Mapping[str, str] = {
+    "optim.eps": "it is 1e-8",
+    "output.keep_best": "with keep_checkpoints and [eval] the best checkpoint always stays",
+    "reference.ema_decay": "set policy_weight = 1 - ema_decay",
+    "reward_model.centring": "it is 0.01",
+    "rl.share_prefix": "a prompt is computed once wherever that is exact",
+    "rl.skip_zero_advantage": "samples without advantage are left out wherever the gradient stays the same",
     "output.metric_aliases": "trackers get metrics under the names of docs/run_directory.md",
     "reference.server_model": "a reference's server serves one model, whose name is asked for",
 }
@@ -95,8 +101,6 @@ rl.optim.beta2 sft.optim.beta2:
     adam_beta2 optim.betas2
 rl.optim.beta1 rl.optim.beta2 (a pair there, two settings here):
     betas
-rl.optim.eps sft.optim.eps:
-    adam_epsilon adam_eps optim.epsilon optimizer.epsilon
 rl.optim.weight_decay sft.optim.weight_decay:
     l2 wd
 rl.steps sft.steps:
@@ -235,8 +239,6 @@ preference.reference (all rows are scored once unless it is "live" or "none"):
     precompute_ref_log_probs precompute_ref_logps
 preference.reference (write reference = "none"):
     reference_free
-reward_model.centring:
-    center_rewards_coefficient
 engine.kind:
     inference_backend rollout.name
 engine.mode:

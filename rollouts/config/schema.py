@@ -127,11 +127,7 @@ class OutputConfig(Section):
     checkpoint_every: NaturalInt = 0
     """steps; 0: only at the end of a stage and when stopped"""
     keep_checkpoints: NaturalInt = 0
-    """newest complete checkpoints of a stage that stay; 0: all"""
-    keep_best: bool = False
-    """with keep_checkpoints: the one that did best on the held-out prompts stays too, of those that were
-    evaluated
-    """
+    """newest complete checkpoints of a stage that stay, and the one that did best on [eval]; 0: all"""
     samples_per_step: NaturalInt = 16
     """rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is"""
     token_arrays_gib: NaturalFloat = 4.0
@@ -265,8 +261,6 @@ class OptimConfig(Section):
     """decay of the mean of gradients"""
     beta2: Decay = 0.999
     """decay of the mean of squared gradients"""
-    eps: PositiveFloat = 1e-08
-    """added to the root of the mean square"""
     weight_decay: NaturalFloat = 0.0
     """decoupled from the gradient, as in AdamW"""
     max_grad_norm: Annotated[PositiveFloat | None, Off] = 1.0
@@ -458,11 +452,6 @@ class RLTrainingConfig(Section):
     optim: OptimConfig = OptimConfig()
     micro_batch_tokens: PositiveInt = 8192
     """padded tokens of one forward pass"""
-    share_prefix: bool = True
-    """compute a group's prompt once where that is exact"""
-    skip_zero_advantage: bool = True
-    """leave out samples whose advantages are all 0 where the gradient stays the same; not with kl_stop
-    """
     eval_every: NaturalInt = 0
     """steps; 0: only before and after"""
     changes: Changes = []
@@ -659,8 +648,6 @@ class RewardModelTrainingConfig(Section):
     """pairs per step"""
     max_length: PositiveInt = 1024
     """tokens of a prompt and one response; a longer response is cut"""
-    centring: NaturalFloat = 0.01
-    """weight of (score of chosen + score of rejected)², which holds the scores near 0"""
     held_out: NaturalInt = 0
     """pairs off the end of the data that are evaluated and do not train"""
     optim: OptimConfig = OptimConfig()
@@ -689,10 +676,9 @@ class ReferenceConfig(Section):
     """none: frozen; reset: becomes the policy; tr_dpo: a mixture with it"""
     every: PositiveInt = 1
     """steps from one update to the next"""
-    ema_decay: Decay = 0.99
-    """of ema: the share of the reference that stays"""
-    policy_weight: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """of tr_dpo: the share of the policy that comes in, α of its paper"""
+    policy_weight: Annotated[float | None, Field(gt=0, le=1), Off] = None
+    """share of the policy in the update, 1 - decay of ema or α of tr_dpo; unset: 0.01 of ema, 0.6 of tr_dpo
+    """
 
     @model_validator(mode="after")
     def _consistent(self) -> ReferenceConfig:
@@ -844,11 +830,6 @@ class RunConfig(Section):
                 f"distributed.max_restarts={self.distributed.max_restarts} with distributed.ranks=1; only"
                 " ranks that this program starts itself are started again by it: set distributed.ranks, or"
                 " give a launcher of your own --max-restarts"
-            )
-        if self.output.keep_best and self.eval is None:
-            raise ValueError(
-                "output.keep_best=true without [eval]: nothing says which checkpoint is best; add [eval], or"
-                " leave keep_best out"
             )
         if self.deterministic and self.model.device == "cuda":
             raise ValueError(

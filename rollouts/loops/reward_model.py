@@ -38,7 +38,7 @@ async def run_reward_model_training(
     """The metrics of every step that ran, `completed_steps` + 1 to `config.steps`.
 
     Consumes tokenized pairs with their margins; produces weights inside `backend`, which has a scalar head.
-    `loss` is make_score_loss(config.centring) on the backend's thread. The pairs of a step are a pure
+    `loss` is make_score_loss(centring) on the backend's thread. The pairs of a step are a pure
     function of (seed, step). As in run_preference_training a pass without gradient comes first, so
     micro-batches and ranks do not matter.
     """

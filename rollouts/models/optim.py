@@ -26,9 +26,7 @@ def create_adamw_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch
         },
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
-    )
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, fused=True)
 
 
 def compute_lr(step: int, total_steps: int, config: OptimConfig) -> float:

@@ -232,9 +232,9 @@ def _tokens_of_step(section: TrainingSection, lengths: Lengths) -> int:
         )  # of a pair both; of a KTO row the mismatched one too
         return rows * (lengths.conversation or section.max_length)
     rollout = section.rollout
-    prompts = rollout.num_prompts * (1 if section.share_prefix else rollout.samples_per_prompt)
     return (
-        prompts * lengths.prompt + rollout.num_prompts * rollout.samples_per_prompt * rollout.max_new_tokens
+        rollout.num_prompts * lengths.prompt
+        + rollout.num_prompts * rollout.samples_per_prompt * rollout.max_new_tokens
     )
 
 

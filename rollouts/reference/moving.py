@@ -67,11 +67,10 @@ class UpdateRule:
             )
 
 
-def make_rule(update: str, *, every: int, ema_decay: float, policy_weight: float) -> UpdateRule:
-    """The rule of the settings in [reference]: ema reads ema_decay, tr_dpo policy_weight, reset neither."""
-    if update == "ema":
-        return UpdateRule(1.0 - ema_decay, ema_decay, every)
-    share = 1.0 if update == "reset" else policy_weight
+def make_rule(update: str, *, every: int, policy_weight: float | None) -> UpdateRule:
+    """The rule of the settings in [reference]; policy_weight=None is the update's own default."""
+    share = {"ema": 0.01, "tr_dpo": 0.6, "reset": 1.0}[update]
+    share = share if policy_weight is None or update == "reset" else policy_weight
     return UpdateRule(share, 1.0 - share, every)
 
 

@@ -35,5 +35,5 @@ STALE = Job(
 )
 SFT_RANKS = Job("sft, two ranks", SFT.arguments, ("sft",), ROWS, ranks=2)
 # Every step has a micro-batch, at which it can be cut.
-RL_RANKS = Job("rl, two ranks", (*RL.arguments, "--rl.skip_zero_advantage", "false"), ("rl",), ROWS, ranks=2)
+RL_RANKS = Job("rl, two ranks", (*RL.arguments), ("rl",), ROWS, ranks=2)
 JOBS = (SFT, RL, BOTH, COPIED, STALE, SFT_RANKS, RL_RANKS)

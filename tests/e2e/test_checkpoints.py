@@ -122,8 +122,6 @@ def test_retention_keeps_the_best_beside_the_newest(train: Train, tmp_path: Path
         out,
         "--output.keep_checkpoints",
         "1",
-        "--output.keep_best",
-        "true",
         "--sft.eval_every",
         "4",
         "--sft.optim.lr",

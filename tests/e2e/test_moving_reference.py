@@ -23,7 +23,7 @@ SETTINGS = (
 @pytest.mark.parametrize(
     ("update", "moved"),
     [
-        (("ema", "--reference.ema_decay", "0.5"), [0, 1, 2, 3, 4, 5]),
+        (("ema", "--reference.policy_weight", "0.5"), [0, 1, 2, 3, 4, 5]),
         (("tr_dpo", "--reference.every", "2"), [0, 0, 1, 1, 2, 2]),
         (("reset", "--reference.every", "3"), [0, 0, 0, 1, 1, 1]),
     ],

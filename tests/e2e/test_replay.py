@@ -118,7 +118,7 @@ def test_a_grpo_step_is_recomputed_from_the_record_and_every_gap_in_it_is_named(
     lines = run_dir.updates_log.read_text().splitlines()
     assert [line.split()[5] for line in lines] == ["1", "2"] and len({len(line) for line in lines}) == 1
     assert any(row["share"] == 0.0 == row["advantage"] for row in read_rows(run_dir.contributions)), (
-        "rl.skip_zero_advantage left rows out"
+        "rows without advantage are left out"
     )
     check_lies_are_found(run_dir, capsys)
     check_gaps_are_named(run_dir, capsys)
@@ -196,7 +196,7 @@ def check_gaps_are_named(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) ->
 CONTROL = ("--rl.kl_control_params.target", "1e-3", "--rl.kl_control_params.tolerance", "1e-4")
 KL = ("--rl.kl_coef", "0.1", *SECOND_PASS)
 CASES: dict[str, tuple[tuple[str, ...], str]] = {  # settings, and lines of [rl]
-    "sequences_without_skipping": (("--rl.normalise_by", "sequences", "--rl.skip_zero_advantage", "false", *SECOND_PASS), ""),
+    "sequences_without_skipping": (("--rl.normalise_by", "sequences", *SECOND_PASS), ""),
     "sequence_sums_gspo": (("--rl.normalise_by", "sequence_sums", "--rl.loss", "gspo", "--rl.minibatches", "2"), ""),
     "constant_minibatches": (("--rl.normalise_by", "constant", "--rl.minibatches", "3", *SECOND_PASS), ""),
     "kl_in_loss": ((*KL, "--rl.kl_in", "loss", "--rl.kl_estimator", "k3"), ""),

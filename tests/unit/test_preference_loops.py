@@ -178,7 +178,7 @@ def plain_kto_loss(
 def train_plainly(model: Any, loss_of: Any, steps: int) -> list[float]:
     """AdamW of torch, on the loss of each step (from 0)."""
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps, weight_decay=0.0
+        model.parameters(), lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), eps=1e-8, weight_decay=0.0
     )
     losses = []
     for step in range(steps):

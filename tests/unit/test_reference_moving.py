@@ -33,7 +33,7 @@ BATCH = make_batch(temperature=0.8)
 
 
 def ema(decay: float) -> UpdateRule:
-    return make_rule("ema", every=1, ema_decay=decay, policy_weight=0.0)
+    return make_rule("ema", every=1, policy_weight=1.0 - decay)
 
 
 class Policy:

@@ -51,9 +51,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(**changes: Any) -> RewardModelTrainingConfig:
     data = [DataSourceConfig(kind="jsonl", path="unused.jsonl")]
-    return RewardModelTrainingConfig.model_validate(
-        {"data": data, "steps": 3, "batch_size": 4, "centring": CENTRING, **changes}
-    )
+    return RewardModelTrainingConfig.model_validate({"data": data, "steps": 3, "batch_size": 4, **changes})
 
 
 @asynccontextmanager
@@ -72,7 +70,7 @@ async def train(
     logger: Any = None,
     **loop: Any,
 ):
-    loss = on_thread(backend.device_thread.submit, make_score_loss(config.centring))
+    loss = on_thread(backend.device_thread.submit, make_score_loss(CENTRING))
     return await run_reward_model_training(
         backend, make_preference_mixture(samples), config, logger or MemoryLogger(), loss=loss, **loop
     )
@@ -95,7 +93,7 @@ async def test_three_steps_are_those_of_plain_autograd_with_margins_and_centring
     samples = make_pairs(6)  # their margins are 0, 1, 2, …
     plain = AutoModelForSequenceClassification.from_pretrained(model_path).eval()
     optimizer = torch.optim.AdamW(
-        plain.parameters(), lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps, weight_decay=0.0
+        plain.parameters(), lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), eps=1e-8, weight_decay=0.0
     )
     losses = []
     for step in range(3):
@@ -167,7 +165,7 @@ async def test_a_reward_model_learns_which_token_is_good(model_path):
     async with open_backend(model_path) as backend:
         measure = on_thread(backend.device_thread.submit, measure_calibration)
         before = await evaluate_reward_model(backend, held_out, measure=measure)
-        await train(backend, training, config_of(steps=25, batch_size=8, centring=0.01))
+        await train(backend, training, config_of(steps=25, batch_size=8))
         after = await evaluate_reward_model(backend, held_out, measure=measure)
         assert await evaluate_reward_model(backend, [], measure=measure) == {}
     assert set(before) == {"eval/pairs/accuracy", "eval/pairs/ece", "eval/pairs/brier", "eval/pairs/nll"}
