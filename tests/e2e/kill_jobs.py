@@ -34,6 +34,8 @@ STALE = Job(
     exact=False,
 )
 SFT_RANKS = Job("sft, two ranks", SFT.arguments, ("sft",), ROWS, ranks=2)
-# Every step has a micro-batch, at which it can be cut.
-RL_RANKS = Job("rl, two ranks", (*RL.arguments), ("rl",), ROWS, ranks=2)
+# An entropy term needs every row, so every step has a micro-batch, at which it can be cut.
+RL_RANKS = Job(
+    "rl, two ranks", (*RL.arguments, "--rl.loss_params.entropy_coef", "0.001"), ("rl",), ROWS, ranks=2
+)
 JOBS = (SFT, RL, BOTH, COPIED, STALE, SFT_RANKS, RL_RANKS)
