@@ -8,12 +8,15 @@ costs by the FLOPs of a 1.5B model (28 layers of width 1,536). Once with samples
 groups of 8 with a prompt of 100 to 500 tokens. Before anything is timed, the tokens that each trained token
 is predicted from are read back from the arrays.
 
-    fill              useful tokens / computed ones, padding and ranks without work included; the least of all sizes, nothing shared
-    budget_fill       the same over full budgets, for one rank, where nothing but best fit decides; the least of all sizes
-    imbalance         costs of the busiest rank over the mean, whole step; the largest of all sizes. round_imbalance: when ranks wait for the
-                      slowest in every round; a sample as long as the budget costs 1.4 ordinary micro-batches, and its round waits for it
+    fill              useful tokens / computed ones, padding and ranks without work included; the least of all
+                      sizes, nothing shared
+    budget_fill       the same over full budgets, for one rank, where nothing but best fit decides
+    imbalance         costs of the busiest rank over the mean, whole step; the largest of all sizes.
+                      round_imbalance: when ranks wait for the slowest in every round; a sample as long as the
+                      budget costs 1.4 ordinary micro-batches, and its round waits for it
     growth_exponent   slope of log CPU time over log samples, from the fewest to the most
-    groups_*          the same in groups, prompts counted once; with ranks about one group a micro-batch is cut, and its prompt computed twice
+    groups_*          the same in groups, prompts counted once; with ranks about one group a micro-batch is
+                      cut, and its prompt computed twice
 
 Peers. padding: rows in their order, as many as keep to the budget, padded by trl.trainer.utils.pad; and
 sorted by length first. TRL's TokenBudgetBatcher of its asynchronous trainer (512 samples: it goes token by
@@ -42,7 +45,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.harness import compute_ratio, finish, take_turns
-from rollouts.backends.shares import compute_cost, compute_imbalance, deal_rounds
+from rollouts.backends.shares import compute_cost, deal_rounds
 from rollouts.data.bins import compute_round_cost
 from rollouts.data.packing import MicroBatch, make_micro_batches, spread_to_rows
 from rollouts.data.packing_plans import estimate_attention_cost, plan_one_row
@@ -69,6 +72,14 @@ class Rows(NamedTuple):
 
     def take(self, count: int) -> Rows:
         return Rows(self.tokens[:count], self.masks[:count], self.useful[:count])
+
+
+def compute_imbalance(costs: Sequence[float], dealt: Sequence[Sequence[int | None]]) -> float:
+    """What the busiest rank computes in all over what a rank does on average, at least 1; a rank without a
+    micro-batch does nothing. 1 for none.
+    """
+    loads = [sum(costs[number] for number in mine if number is not None) for mine in dealt]
+    return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
 
 
 def make_rows(count: int, *, group: int) -> Rows:
@@ -117,7 +128,7 @@ def find_costs(micro_batches: Sequence[MicroBatch]) -> list[float]:
 
 
 def check(rows: Rows, micro_batches: Sequence[MicroBatch]) -> None:
-    """Every trained token comes back once, and the last one of each row is predicted from what precedes it."""
+    """Every trained token comes back once, and each row's last one is predicted from what precedes it."""
     assert sum(len(one.token_pairs) for one in micro_batches) == sum(int(mask.sum()) for mask in rows.masks)
     found = spread_to_rows(
         micro_batches, [one.targets.astype(np.float32) for one in micro_batches], rows.tokens

@@ -78,10 +78,10 @@ def run_rank(model: str, folder: Path) -> None:
     import trio
 
     from rollouts.backends import fsdp
-    from rollouts.backends.ranks import open_ranks
-    from rollouts.backends.sharded_capture import HeldPart
-    from rollouts.backends.sharded_trainer import ShardedTrainer
-    from rollouts.distributed.launch import read_launch
+    from rollouts.backends.captures import HeldPart
+    from rollouts.backends.trainer import Trainer
+    from rollouts.ranks.launch import read_launch
+    from rollouts.ranks.meet import open_ranks
 
     async def main() -> None:
         launch = read_launch(os.environ)
@@ -89,14 +89,14 @@ def run_rank(model: str, folder: Path) -> None:
             peaks = Peaks()
             fsdp.open_trainer = peaks.measure(PHASES["open_trainer"], fsdp.open_trainer)
             for name, phase in PHASES.items():
-                if hasattr(ShardedTrainer, name):
-                    setattr(ShardedTrainer, name, peaks.measure(phase, getattr(ShardedTrainer, name)))
-            setattr(HeldPart, "write", peaks.measure(PHASES["capture"], HeldPart.write))
+                if hasattr(Trainer, name):
+                    setattr(Trainer, name, peaks.measure(phase, getattr(Trainer, name)))
+            HeldPart.write = peaks.measure(PHASES["capture"], HeldPart.write)
             if launch.rank == 0:
                 for name in ("small", "large"):
                     await drive(connected, Path(model) / name, folder / name)
             else:
-                await fsdp.serve_fsdp_rank(connected.link, connected.ranks)
+                await fsdp.serve_backends(connected.channel, connected.ranks)
             found = {"before": peaks.before, **peaks.by_phase}
             (folder / f"rank-{launch.rank}.json").write_text(json.dumps(found))
 
@@ -116,7 +116,12 @@ async def drive(connected: Any, model: Path, folder: Path) -> None:
     masks = tuple(np.arange(len(row)) > 8 for row in tokens)
     batch = RolloutBatch(tokens=tokens, loss_masks=masks)
     async with open_fsdp_backend(
-        model, hub=connected.hub, ranks=ranks, optim=OptimConfig(), total_steps=2, micro_batch_tokens=64
+        model,
+        channel=connected.channel,
+        ranks=ranks,
+        optim=OptimConfig(),
+        total_steps=2,
+        micro_batch_tokens=64,
     ) as backend:
         for _ in range(2):
             await backend.forward_backward(batch, LossSpec("sft")).result()
@@ -159,7 +164,7 @@ def make_models(path: Path, *, quick: bool) -> int:
 
 def run(ranks: int, model: Path, folder: Path) -> list[dict[str, int]]:
     """Peaks of every rank, by phase."""
-    from rollouts.distributed.launch import torchrun_command
+    from rollouts.ranks.launch import torchrun_command
 
     folder.mkdir()
     command = torchrun_command(

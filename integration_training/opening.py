@@ -27,7 +27,6 @@ from rollouts.errors import ConfigError
 from rollouts.loops.algorithm import count_updates, needs_reference
 from rollouts.loops.stopping import Stop
 from rollouts.metrics.spans import SpanRecorder
-from rollouts.preflight.estimate import read_free_memory
 from rollouts.preflight.functions import Functions, weigh
 from rollouts.preflight.preferences import PreparedLabels, PreparedPairs
 from rollouts.preflight.rows import Rows
@@ -48,8 +47,8 @@ if TYPE_CHECKING:
     from rollouts.backends.fsdp import FSDPTrainingBackend
     from rollouts.backends.policy_and_critic import PolicyAndCritic
     from rollouts.backends.pytorch import PyTorchTrainingBackend
-    from rollouts.backends.ranks import OpenRanks
     from rollouts.checkpoints.writer import CheckpointWriter, Keep
+    from rollouts.ranks.meet import OpenRanks
 
     Backend = PyTorchTrainingBackend | FSDPTrainingBackend
     Saved = Backend | PolicyAndCritic
@@ -153,7 +152,7 @@ def open_backend(
         "reduce_each_micro_batch": config.distributed.reduce_each_micro_batch,
         "cpu_offload": config.distributed.cpu_offload,
     }
-    return open_fsdp_backend(model_path, hub=run.ranks.hub, ranks=run.ranks.ranks, **options)
+    return open_fsdp_backend(model_path, channel=run.ranks.channel, ranks=run.ranks.ranks, **options)
 
 
 @asynccontextmanager
@@ -207,7 +206,6 @@ def open_checkpoints(run: Run, stage: str, backend: Saved) -> AbstractAsyncConte
         config_hash=training_digest(run.config),
         keep=choose_keep(run.config),
         warn=warn,
-        free_memory=read_free_memory,
         spans=run.spans,
     )
 
@@ -268,7 +266,7 @@ async def open_embedded(
         seed=config.seed,
         autocast_dtype=autocast_dtype,
     ) as engine:
-        if engine.path not in ("compiled", "fast"):
+        if engine.path != "fast":
             say(engine.describe())
         probe = make_probe(
             engine.features.vocab_size, tolerance=choose_tolerance(exact=autocast_dtype is None)

@@ -38,7 +38,6 @@ from rollouts.config.modes import STAGES, check_mode, parse_mode, stage_config
 from rollouts.config.schema import RunConfig
 from rollouts.crash_points import arm_crash_points, reach
 from rollouts.data.chat import TemplateOptions
-from rollouts.distributed.launch import Launch, read_launch
 from rollouts.engines.open import check_engine_config
 from rollouts.errors import (
     CheckpointError,
@@ -66,14 +65,15 @@ from rollouts.preflight.reward_models import check_reward_models
 from rollouts.preflight.rows import Rows, load_all_rows
 from rollouts.preflight.run_directory import check_run_dir, choose_run_dir, lock_run_dir, write_holder
 from rollouts.protocols import MetricsLogger
+from rollouts.ranks.launch import Launch, read_launch
 from rollouts.run_dir import RunDir
 from rollouts.trackers.launch import check_trackers, open_trackers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rollouts.backends.ranks import OpenRanks
     from rollouts.metrics.progress import Progress
+    from rollouts.ranks.meet import OpenRanks
 
 COLLECTOR_THRESHOLDS = (
     10_000,
@@ -229,8 +229,9 @@ async def run_rank(command: Command, config: RunConfig, launch: Launch) -> int:
     """The exit code of a rank that does not drive: it works for rank 0 until that closes the run."""
     if command.dry_run:
         return 0
-    from rollouts.backends.ranks import open_ranks, serve_rank
+    from rollouts.backends.fsdp import serve_rank
     from rollouts.models.load import resolve_model
+    from rollouts.ranks.meet import open_ranks
 
     arm_crash_points(os.environ, rank=launch.rank)
     check_losses(config, command.stages)
@@ -250,7 +251,8 @@ async def open_other_ranks(
     if launch.world_size == 1:
         yield None
         return
-    from rollouts.backends.ranks import open_ranks, tell_config
+    from rollouts.backends.fsdp import send_config
+    from rollouts.ranks.meet import open_ranks
 
     async with trio.open_nursery() as nursery:
         connecting = trio.CancelScope()
@@ -260,8 +262,8 @@ async def open_other_ranks(
             launch, shard_size=config.distributed.shard_size, choose_device=choose_device
         ) as opened:
             connecting.cancel()
-            tell_config(opened, config, model_path)
-            stop.tell_others = opened.hub.end_others
+            send_config(opened, config, model_path)
+            stop.tell_others = opened.channel.end_others
             yield opened
 
 

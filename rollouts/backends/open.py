@@ -130,7 +130,7 @@ def choose_autocast_dtype(autocast: Literal["off", "bfloat16", "auto"], device: 
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions that multiply bfloat16 (AVX-512 BF16 or AMX), by the kernel's word."""
+    """Whether this CPU has instructions that multiply bfloat16 (AVX-512 BF16 or AMX)."""
     try:
         flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -8,23 +8,20 @@ from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from rollouts.checkpoints.save import WriteModel
-from rollouts.checkpoints.writer import HeldElsewhere
-from rollouts.protocols import TrainFuture, TrainingBackend
+from rollouts.checkpoints.writer import HeldCopy, SavingBackend
+from rollouts.protocols import TrainFuture
 
 T = TypeVar("T")
-CRITIC = "critic"  # the directory, and the name of its part of what is said
+CRITIC = "critic"
 
 
-class SavedBackend(TrainingBackend, Protocol):
-    """A backend as a checkpoint writer wants it."""
+class SavedBackend(SavingBackend, Protocol):
+    """A backend that can be saved and restored."""
 
-    def state_bytes(self) -> int: ...
-    def held_bytes(self) -> int: ...
-    def capture(self) -> TrainFuture[WriteModel | None]: ...
+    def load(self, path: Path) -> TrainFuture[None]: ...
 
 
-class AwaitedLater(Generic[T]):
+class LaterFuture(Generic[T]):
     """A TrainFuture of what an async function gives, which is called when somebody awaits it."""
 
     def __init__(self, wait: Callable[[], Awaitable[T]], parts: tuple[TrainFuture[Any], ...]) -> None:
@@ -43,20 +40,18 @@ class AwaitedLater(Generic[T]):
         return all(part.done() for part in self._parts)
 
 
-def wait_for(*futures: TrainFuture[None]) -> TrainFuture[None]:
-    """A future of all of them; it raises what the first that failed raises, when all have ended."""
-
-    async def wait() -> None:
-        errors: list[Exception] = []
-        for future in futures:
-            try:
-                await future.result()
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-
-    return AwaitedLater(wait, futures)
+async def collect_results(futures: tuple[TrainFuture[Any], ...], found: list[Any]) -> None:
+    """Awaits all futures, adding their results to `found`. Raises what the first that failed raises, when all
+    have ended.
+    """
+    errors: list[Exception] = []
+    for future in futures:
+        try:
+            found.append(await future.result())
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 class PolicyAndCritic:
@@ -70,53 +65,44 @@ class PolicyAndCritic:
         """Size of what save() writes."""
         return self.policy.state_bytes() + self.critic.state_bytes()
 
-    def held_bytes(self) -> int:
-        """Memory that capture() takes in this process."""
-        return self.policy.held_bytes() + self.critic.held_bytes()
-
     def save(self, path: Path) -> TrainFuture[None]:
         """Writes both."""
-        return wait_for(self.policy.save(path), self.critic.save(path / CRITIC))
-
-    def capture(self) -> TrainFuture[WriteModel | None]:
-        """What save() would write now, copied; None if there is no room for one of the two."""
-        futures = self.policy.capture(), self.critic.capture()
-
-        async def wait() -> WriteModel | None:
-            held: list[WriteModel | None] = []
-            errors: list[Exception] = []
-            both: WriteBoth | None = None
-            try:
-                for future in futures:
-                    try:
-                        held.append(await future.result())
-                    except Exception as error:
-                        errors.append(error)
-                if not errors and held[0] is not None and held[1] is not None:
-                    both = WriteBoth(held[0], held[1])
-            finally:
-                if both is None:  # one of them has no room, failed, or nobody waits any more
-                    for part in held:
-                        drop_held(part)
-            if errors:
-                raise errors[0]
-            return both
-
-        return AwaitedLater(wait, futures)
+        return self._both(self.policy.save(path), self.critic.save(path / CRITIC))
 
     def load(self, path: Path) -> TrainFuture[None]:
         """Restores what save() wrote."""
-        return wait_for(self.policy.load(path), self.critic.load(path / CRITIC))
+        return self._both(self.policy.load(path), self.critic.load(path / CRITIC))
 
     def reset(self) -> TrainFuture[None]:
         """As after the last step, both."""
-        return wait_for(self.policy.reset(), self.critic.reset())
+        return self._both(self.policy.reset(), self.critic.reset())
+
+    def _both(self, *futures: TrainFuture[Any]) -> TrainFuture[None]:
+        return LaterFuture(lambda: collect_results(futures, []), futures)
+
+    def capture(self) -> TrainFuture[HeldCopy | None]:
+        """What save() would write now, copied; None if there is no room for one of the two."""
+        futures = self.policy.capture(), self.critic.capture()
+
+        async def wait() -> HeldCopy | None:
+            held: list[HeldCopy | None] = []
+            try:
+                await collect_results(futures, held)
+                if all(held):
+                    return _HeldPair(*held)  # pyright: ignore[reportArgumentType]  (none is None)
+            except BaseException:
+                drop_all(held)
+                raise
+            drop_all(held)
+            return None
+
+        return LaterFuture(wait, futures)
 
 
-class WriteBoth:
+class _HeldPair:
     """What writes a captured policy and critic."""
 
-    def __init__(self, policy: WriteModel, critic: WriteModel) -> None:
+    def __init__(self, policy: HeldCopy, critic: HeldCopy) -> None:
         self._policy = policy
         self._critic = critic
 
@@ -126,12 +112,11 @@ class WriteBoth:
         await self._critic(path / CRITIC)
 
     def drop(self) -> None:
-        """Frees what other processes hold of either, if it was not written."""
-        drop_held(self._policy)
-        drop_held(self._critic)
+        drop_all([self._policy, self._critic])
 
 
-def drop_held(held: WriteModel | None) -> None:
-    """Frees what other processes hold of a captured state, if it was not written."""
-    if isinstance(held, HeldElsewhere):
-        held.drop()
+def drop_all(held: list[HeldCopy | None]) -> None:
+    """Frees copies that were not written."""
+    for one in held:
+        if one is not None:
+            one.drop()

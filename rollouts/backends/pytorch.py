@@ -1,80 +1,333 @@
-"""One model, one optimizer, one device thread: the backend that trains in a single process.
+"""The backend that drives a Trainer: on one rank by itself, or on rank 0 of many.
 
-    caller ──forward_backward, optim_step, …──► queue of the device thread ──► model, gradients, optimizer
-       ◄───────────── TrainFuture ──────────────────┘ in submission order
+    caller ──forward_backward, optim_step, …──► queue of the device thread ──► command to the other ranks
+       ◄───────────── TrainFuture ──────────────────┘                     └──► Trainer.method, on all ranks
 
-A job that raises makes every later job fail with EarlierStepFailed until reset(). What is not finite is
-skipped, not failed.
+A command goes out when rank 0's job begins, not when it is submitted: the others never wait inside a
+collective for rank 0's earlier work. Versions, schedule, counts and whether a step failed are kept here
+alone. A job that raises makes every later job fail with EarlierStepFailed until reset(). What is not finite
+is skipped, not failed.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import trio
 from torch import Tensor
 
-from rollouts.backends.held_state import HeldState, hold_state
-from rollouts.backends.random_states import DrawsOfSteps
-from rollouts.backends.shares import make_portion
-from rollouts.backends.state import load_backend_state, read_model_weights
+from rollouts.backends.captures import HeldCheckpoint
+from rollouts.backends.shares import Portion, Share, collect_token_arrays, deal_portions, make_portion
 from rollouts.backends.steps import (
-    BUCKET_BYTES,
-    POSITION_FIELDS,
     OptimizerSteps,
     PackingOptions,
     PreparedBatch,
     StepQueue,
-    check_count,
-    check_weights,
-    clip_gradients,
-    collect_gradients,
-    compute_loss,
-    find_buckets,
     prepare_batch,
-    with_entropy,
     with_skipped,
 )
-from rollouts.backends.token_traces import make_token_arrays
+from rollouts.backends.trainer import Trainer
 from rollouts.config.schema import OptimConfig
 from rollouts.crash_points import reach
 from rollouts.data.packing import MICRO_BATCH_COST, MicroBatch, spread_to_rows
 from rollouts.device_thread import DeviceFuture, DeviceThread
-from rollouts.errors import BackendError, CheckpointError
-from rollouts.losses import resolve_loss, wants_entropy_gradient
-from rollouts.models.forward_plan import log_plan, plan_forward
-from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
+from rollouts.errors import BackendError
+from rollouts.models.log_probs import ForwardPlan
 from rollouts.protocols import WeightSink
+from rollouts.ranks.channel import NoOtherRanks, RankChannel
+from rollouts.ranks.group import AgreedFailure, Ranks
 from rollouts.types import (
     FloatArray,
     ForwardBackwardResult,
     LossSpec,
-    Metrics,
     OptimParams,
     OptimStepResult,
     RolloutBatch,
-    merge_metrics,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+T = TypeVar("T")
 
-class PyTorchTrainingBackend:
-    """A TrainingBackend (see rollouts.protocols for its rules) on one device. Make it with
-    open_pytorch_backend, or from its parts.
+
+class RankedTrainingBackend:
+    """A TrainingBackend (see rollouts.protocols for its rules) on the ranks of a trainer; lives on rank 0.
+
+    `number` tells backends apart that are open on the same ranks: a policy is 0, a critic beside it 1.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        channel: RankChannel,
+        device_thread: DeviceThread,
+        *,
+        optim: OptimConfig,
+        total_steps: int,
+        packing: PackingOptions,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        number: int = 0,
+    ) -> None:
+        self.model = trainer.model
+        self.ranks = trainer.ranks
+        self.device_thread = device_thread
+        self._trainer = trainer
+        self._channel = channel
+        self._number = number
+        self._packing = packing
+        self._tokenizer = tokenizer
+        self._tokenizer_copy: PreTrainedTokenizerBase | None = None  # for writing while generation uses it
+        self._captures = itertools.count(1)
+        self._steps = OptimizerSteps(optim, total_steps)
+        self._queue = StepQueue(device_thread, self._steps.discard_pending)
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights after everything queued so far."""
+        return self._queue.weight_version
+
+    def statistics(self) -> Mapping[str, float]:
+        """Optimizer steps, skipped ones, tokens trained and computed (padding included), batches by layout,
+        and the device thread's queue.
+        """
+        return {**self._steps.statistics(), **self.device_thread.statistics()}
+
+    def interrupt(self) -> None:
+        """forward_backward and forward queued so far end at their next micro-batch, with StepInterrupted.
+        Returns at once.
+        """
+        self.device_thread.interrupt()
+
+    def reset(self) -> DeviceFuture[None]:
+        """Discards accumulated gradients and forgets an earlier failure. Counters and torch's random states
+        are as after the last step. Raises BackendError if the ranks are out of step.
+        """
+
+        def work() -> None:
+            self._steps.reset()
+            self._together("reset", self._trainer.reset)
+
+        return self._queue.reset(work)
+
+    def _together(self, name: str, work: Callable[[], T], **fields: Any) -> T:
+        """`work()`, while the other ranks do what the command `name` says. On the device thread."""
+        failed = self.device_thread.out_of_step
+        if failed is not None:
+            raise BackendError(
+                f"the ranks are out of step since {failed!r}; start them all again"
+            ) from failed
+        phase = f"{name} of step {self._steps.steps + 1}{' of the critic' if self._number else ''}"
+        self._channel.send({"name": name, "phase": phase, "backend": self._number, **fields})
+        self._channel.phase = phase
+        try:
+            return work()
+        except AgreedFailure as failure:
+            self._trainer.discard()
+            error = failure.error
+        except BaseException as raised:
+            if self.ranks.world_size == 1:
+                self._trainer.discard()
+            else:  # the others are, or soon will be, in a collective that this rank never comes to
+                self.device_thread.out_of_step = raised
+            raise
+        raise error
+
+    # --- training
+
+    def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> DeviceFuture[ForwardBackwardResult]:
+        """Adds the batch's gradient of sum / denominator to what has accumulated since the last step."""
+        return self._queue.submit(lambda: self._forward_backward(batch, loss))
+
+    def optim_step(self, params: OptimParams | None = None) -> DeviceFuture[OptimStepResult]:
+        """One step of AdamW with the accumulated gradients; lr and clipping are the schedule's, or those of
+        `params`.
+        """
+        return self._queue.submit(lambda: self._optim_step(params))
+
+    def forward(self, batch: RolloutBatch) -> DeviceFuture[tuple[FloatArray, ...]]:
+        """Log-probs [T_i] of every row's trained tokens at batch.temperature; of a scalar head its values
+        before them. 0.0 elsewhere.
+        """
+        return self._queue.submit(lambda: self._forward(batch))
+
+    def _run_shares(
+        self,
+        name: str,
+        method: Callable[[Callable[[], Sequence[Share]]], T],
+        batch: RolloutBatch,
+        spec: LossSpec | None,
+    ) -> tuple[T, PreparedBatch, list[list[Portion]]]:
+        """The method's result on all ranks, the prepared batch, and [rank][round] portions."""
+        dealt: list[Any] = []
+
+        def make_shares() -> list[Share]:
+            vocab_size = int(self.model.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
+            prepared = prepare_batch(
+                batch, spec, self._trainer.find_plan(), self._packing, vocab_size=vocab_size
+            )
+            world = self.ranks.world_size
+            portions = deal_portions(
+                [make_portion(micro_batch, batch) for micro_batch in prepared.pack(world)],
+                world,
+                micro_batch_cost=self._packing.micro_batch_cost,
+                attention_cost=self._packing.attention_cost,
+            )
+            dealt.extend([prepared, portions])
+            counts = prepared.denominator, prepared.expected_count
+            return [Share(tuple(mine), batch.temperature, spec, *counts) for mine in portions]
+
+        result = self._together(name, lambda: method(make_shares))
+        prepared, portions = dealt
+        computed = sum(portion.micro_batch.computed_tokens for mine in portions for portion in mine)
+        self._steps.add_batch(prepared, computed, trains=spec is not None)
+        return result, prepared, portions
+
+    def _forward_backward(self, batch: RolloutBatch, spec: LossSpec) -> ForwardBackwardResult:
+        steps = self._steps
+        result, prepared, portions = self._run_shares(
+            "forward_backward", self._trainer.forward_backward, batch, spec
+        )
+        steps.pending_batches += 1
+        if steps.poisoned is None and not math.isfinite(result.total):
+            steps.poisoned = f"the loss is {result.total}"
+        if steps.poisoned is not None:
+            return ForwardBackwardResult(
+                loss=None, denominator=prepared.denominator, metrics={}, skipped=steps.poisoned
+            )
+        steps.counts["trained_tokens"] += float(batch.response_lengths.sum())
+        reach("train.after_forward_backward")
+        return ForwardBackwardResult(
+            loss=result.total / prepared.denominator,
+            denominator=prepared.denominator,
+            metrics=with_skipped(result.metrics, prepared),
+            per_token=collect_token_arrays(portions, result.traces, batch) if spec.per_token else None,
+        )
+
+    def _optim_step(self, params: OptimParams | None) -> OptimStepResult:
+        params = self._steps.choose_params(params)
+        if self._steps.poisoned is not None:
+            self._together("skip_step", self._trainer.skip_step)
+            return self._steps.skip_step(self._steps.poisoned, params.lr)
+        lr, limit = params.lr, params.max_grad_norm
+        norm = self._together(
+            "optim_step", lambda: self._trainer.optim_step(lr, limit), lr=lr, max_grad_norm=limit
+        )
+        if not math.isfinite(norm):
+            return self._steps.skip_step(f"the gradient norm is {norm}", lr)
+        return self._steps.finish_step(lr, norm, clipped=limit is not None and norm > limit)
+
+    def _forward(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
+        blocks, _, portions = self._run_shares("forward", self._trainer.forward, batch, None)
+        parts: list[MicroBatch] = []
+        values: list[FloatArray] = []
+        for mine, block in zip(portions, blocks, strict=True):
+            at = 0
+            for portion in mine:
+                parts.append(portion.micro_batch)
+                values.append(block[at : at + len(portion.micro_batch.targets)])
+                at += len(portion.micro_batch.targets)
+        return spread_to_rows(parts, values, batch.tokens)
+
+    # --- weights
+
+    def set_weight_version(self, version: int) -> DeviceFuture[None]:
+        """Names the weights as they are after everything queued so far."""
+        return self._queue.set_weight_version(version)
+
+    def stream_weights(self, sink: WeightSink) -> DeviceFuture[None]:
+        """Hands every parameter, whole, to `sink` in buckets (a parameter that is larger alone). Tied weights
+        come once.
+        """
+        return self._queue.submit(
+            lambda: self._together("stream_weights", lambda: self._trainer.stream_weights(sink))
+        )
+
+    def get_weights(self) -> DeviceFuture[dict[str, Tensor]]:
+        """Copies of all parameters on the CPU, by Hugging Face name. Tied weights come once."""
+
+        def work() -> dict[str, Tensor]:
+            weights: dict[str, Tensor] = {}
+
+            def keep(bucket: Sequence[tuple[str, Tensor]]) -> None:
+                weights.update({name: tensor.to("cpu", copy=True) for name, tensor in bucket})
+
+            self._together("stream_weights", lambda: self._trainer.stream_weights(keep))
+            return weights
+
+        return self._queue.submit(work)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> DeviceFuture[None]:
+        """Replaces all parameters. Raises BackendError naming what is missing, unknown or of another shape,
+        before anything is copied.
+        """
+        return self._queue.submit(
+            lambda: self._together("load_weights", lambda: self._trainer.load_weights(weights))
+        )
+
+    # --- checkpoints
+
+    def save(self, path: Path) -> DeviceFuture[None]:
+        """Writes the model directory and, in `state/`, everything an exact resume needs; each rank writes
+        about as much, and none holds the whole. Not atomic: see rollouts.checkpoints.save.
+        """
+
+        def work() -> None:
+            position = self._steps.position(self._queue.version)
+            self._together(
+                "save", lambda: self._trainer.save(path, position, self._tokenizer), path=str(path)
+            )
+
+        return self._queue.submit(work)
+
+    def capture(self) -> DeviceFuture[HeldCheckpoint | None]:
+        """What save() would write now, in equal parts in the host memory of the ranks; None if one has no
+        room for its part.
+
+        The result writes it to a directory that all ranks see, once, while steps run; where nothing is
+        written, drop() it.
+        """
+        name = f"{self._number}-{next(self._captures)}"
+
+        def work() -> HeldCheckpoint | None:
+            position = self._steps.position(self._queue.version)
+            self._tokenizer_copy = self._tokenizer_copy or copy.deepcopy(self._tokenizer)
+            held = self._together(
+                "capture", lambda: self._trainer.capture(position, self._tokenizer_copy), capture=name
+            )
+            return None if held is None else HeldCheckpoint(self._channel, name, held)
+
+        return self._queue.submit(work)
+
+    def state_bytes(self) -> int:
+        """Size of what save() writes, on all ranks together: parameters and AdamW's two moments."""
+        return 3 * sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+
+    def load(self, path: Path) -> DeviceFuture[None]:
+        """Restores what save() wrote, on any number of ranks, bit for bit; accumulated gradients are
+        discarded. Raises CheckpointError naming what is wrong.
+        """
+
+        def work() -> None:
+            position = self._together("load", lambda: self._trainer.load(path), path=str(path))
+            self._queue.version = self._steps.restore(position)
+
+        return self._queue.submit(work)
+
+
+class PyTorchTrainingBackend(RankedTrainingBackend):
+    """A TrainingBackend in one process. Make it with open_pytorch_backend, or from its parts.
 
     `skip_zero_advantage` leaves rows out whose advantages are all 0, unless the loss has a term of KL,
     entropy or else that needs them, or is the user's own. The denominator counts them all the same; metrics
     are then means over the rows that ran. `plan` says which shortcuts are exact for the model; None finds
-    that out with the first batch. The model is put in evaluation mode: dropout would make its log-probs
-    another policy's. A model with a scalar head (rollouts.models.scalar_head) trains alike: where others have
-    the log-prob of a token, it has its value at the position before.
+    that out with the first batch. A model with a scalar head (rollouts.models.scalar_head) trains alike:
+    where others have the log-prob of a token, it has its value at the position before.
     """
 
     def __init__(
@@ -92,274 +345,26 @@ class PyTorchTrainingBackend:
         share_prefix: bool = True,
         skip_zero_advantage: bool = False,
     ) -> None:
-        self.model = model.eval()
-        self.device_thread = device_thread
-        self._optimizer = optimizer
-        self._tokenizer = tokenizer
-        self._tokenizer_copy: PreTrainedTokenizerBase | None = (
-            None  # made when a checkpoint is first written beside training
+        trainer = Trainer(
+            model,
+            optimizer,
+            Ranks(0, 1, 1, model.device),
+            plan,
+            check_open=device_thread.check_open,
+            autocast_dtype=autocast_dtype,
         )
-        self._autocast_dtype = autocast_dtype
-        self._plan = plan
-        self._packing = PackingOptions(
+        packing = PackingOptions(
             micro_batch_tokens=micro_batch_tokens,
             micro_batch_cost=MICRO_BATCH_COST if model.device.type == "cpu" else micro_batch_tokens,
             share_prefix=share_prefix,
             skip_zero_advantage=skip_zero_advantage,
         )
-        self._steps = OptimizerSteps(optim, total_steps)
-        self._draws = DrawsOfSteps(model.device)
-        self._queue = StepQueue(device_thread, self._discard_pending)
-        if plan is not None:
-            log_plan(model, plan)
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the weights after everything queued so far."""
-        return self._queue.weight_version
-
-    def interrupt(self) -> None:
-        """forward_backward and forward queued so far end at their next micro-batch, with StepInterrupted.
-        Returns at once.
-        """
-        self.device_thread.interrupt()
-
-    def reset(self) -> DeviceFuture[None]:
-        """Discards accumulated gradients and forgets an earlier failure. Counters and torch's random states
-        are as after the last step.
-        """
-
-        def work() -> None:
-            self._steps.reset()
-            self._discard_pending()
-            self._draws.restore()
-
-        return self._queue.reset(work)
-
-    def _discard_pending(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
-        self._steps.discard_pending()
-
-    def statistics(self) -> Mapping[str, float]:
-        """Optimizer steps, skipped ones, tokens trained and computed (padding included), batches by layout,
-        and the device thread's queue.
-        """
-        return {**self._steps.statistics(), **self.device_thread.statistics()}
-
-    # --- training
-
-    def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> DeviceFuture[ForwardBackwardResult]:
-        """Adds the batch's gradient of sum / denominator to what has accumulated since the last optim_step."""
-        return self._queue.submit(lambda: self._forward_backward(batch, loss))
-
-    def optim_step(self, params: OptimParams | None = None) -> DeviceFuture[OptimStepResult]:
-        """One step of AdamW with the accumulated gradients; lr and clipping are the schedule's, or those of
-        `params`.
-        """
-        return self._queue.submit(lambda: self._optim_step(params))
-
-    def forward(self, batch: RolloutBatch) -> DeviceFuture[tuple[FloatArray, ...]]:
-        """Log-probs [T_i] of every row's trained tokens at batch.temperature; of a scalar head its values
-        before them. 0.0 elsewhere.
-        """
-        return self._queue.submit(lambda: self._forward(batch))
-
-    def _find_plan(self) -> ForwardPlan:
-        if self._plan is None:
-            self._plan = plan_forward(self.model)
-            log_plan(self.model, self._plan)
-        return self._plan
-
-    def _pack(self, batch: RolloutBatch, spec: LossSpec | None) -> tuple[PreparedBatch, list[MicroBatch]]:
-        vocab_size = int(self.model.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
-        prepared = prepare_batch(batch, spec, self._find_plan(), self._packing, vocab_size=vocab_size)
-        micro_batches = prepared.pack(1)
-        self._steps.add_batch(
-            prepared,
-            sum(micro_batch.computed_tokens for micro_batch in micro_batches),
-            trains=spec is not None,
+        super().__init__(
+            trainer,
+            NoOtherRanks(),
+            device_thread,
+            optim=optim,
+            total_steps=total_steps,
+            packing=packing,
+            tokenizer=tokenizer,
         )
-        return prepared, micro_batches
-
-    def _forward_backward(self, batch: RolloutBatch, spec: LossSpec) -> ForwardBackwardResult:
-        loss_fn = resolve_loss(spec.name)
-        self._draws.begin()
-        prepared, micro_batches = self._pack(batch, spec)
-        denominator, state = prepared.denominator, self._steps
-        entropy_gradient = wants_entropy_gradient(spec.name, spec.params)
-        state.pending_batches += 1
-        total, count = 0.0, 0.0
-        metrics: list[Metrics] = []
-        traces: list[Tensor] = []
-        for micro_batch in micro_batches:
-            self.device_thread.check_open()
-            flat = self._compute_outputs(micro_batch, batch, entropy_gradient=entropy_gradient)
-            output, entropy, trace = compute_loss(flat, make_portion(micro_batch, batch), loss_fn, spec)
-            total += float(output.sum.detach())
-            count += float(output.count)
-            if state.poisoned is None and not math.isfinite(total):
-                state.poisoned = f"the loss is {total}"
-                self._optimizer.zero_grad(set_to_none=True)
-            if state.poisoned is not None:
-                return ForwardBackwardResult(
-                    loss=None, denominator=denominator, metrics={}, skipped=state.poisoned
-                )
-            (output.sum / denominator).backward()
-            metrics.append(with_entropy(output, entropy))
-            if trace is not None:
-                traces.append(trace.read())
-        check_count(spec, count, prepared.expected_count)
-        state.counts["trained_tokens"] += float(batch.response_lengths.sum())
-        reach("train.after_forward_backward")
-        return ForwardBackwardResult(
-            loss=total / denominator,
-            denominator=denominator,
-            metrics=with_skipped(merge_metrics(metrics), prepared),
-            per_token=(
-                make_token_arrays(micro_batches, [trace.cpu().numpy() for trace in traces], batch)
-                if spec.per_token
-                else None
-            ),
-        )
-
-    def _compute_outputs(
-        self, micro_batch: MicroBatch, batch: RolloutBatch, *, entropy_gradient: bool = False
-    ) -> TokenOutputs:
-        return compute_micro_batch_outputs(
-            self.model,
-            micro_batch,
-            plan=self._find_plan(),
-            temperature=batch.temperature,
-            autocast_dtype=self._autocast_dtype,
-            entropy_gradient=entropy_gradient,
-        )
-
-    def _optim_step(self, params: OptimParams | None) -> OptimStepResult:
-        params = self._steps.choose_params(params)
-        self._draws.note()
-        skipped = self._steps.poisoned
-        gradients = collect_gradients(self.model)
-        grad_norm = float("nan") if skipped is not None else float(torch.nn.utils.get_total_norm(gradients))
-        if skipped is None and not math.isfinite(grad_norm):
-            skipped = f"the gradient norm is {grad_norm}"
-        if skipped is not None:
-            self._optimizer.zero_grad(set_to_none=True)
-            return self._steps.skip_step(skipped, params.lr)
-        clipped = clip_gradients(gradients, grad_norm, params.max_grad_norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = params.lr
-        reach("train.before_optim_step")
-        self._optimizer.step()
-        reach("train.after_optim_step")
-        self._optimizer.zero_grad(set_to_none=True)
-        return self._steps.finish_step(params.lr, grad_norm, clipped=clipped)
-
-    def _forward(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
-        _, micro_batches = self._pack(batch, None)
-        with torch.no_grad():
-            flats: list[TokenOutputs] = []
-            for part in micro_batches:
-                self.device_thread.check_open()
-                flats.append(self._compute_outputs(part, batch))
-        return spread_to_rows(micro_batches, [flat.log_probs.cpu().numpy() for flat in flats], batch.tokens)
-
-    # --- weights
-
-    def set_weight_version(self, version: int) -> DeviceFuture[None]:
-        """Names the weights as they are after everything queued so far."""
-        return self._queue.set_weight_version(version)
-
-    def stream_weights(self, sink: WeightSink) -> DeviceFuture[None]:
-        """Hands every parameter to `sink` in buckets of at most 256 MiB (a larger parameter alone). Tied
-        weights come once.
-        """
-
-        def work() -> None:
-            for bucket in find_buckets(self.model, BUCKET_BYTES):
-                sink([(name, parameter.detach()) for name, parameter in bucket])
-
-        return self._queue.submit(work)
-
-    def get_weights(self) -> DeviceFuture[dict[str, Tensor]]:
-        """Copies of all parameters on the CPU, by Hugging Face name. Tied weights come once."""
-        return self._queue.submit(
-            lambda: {
-                name: parameter.detach().cpu().clone() for name, parameter in self.model.named_parameters()
-            }
-        )
-
-    def load_weights(self, weights: Mapping[str, Tensor]) -> DeviceFuture[None]:
-        """Replaces all parameters. Raises BackendError naming what is missing, unknown or of another shape,
-        before anything is copied.
-        """
-        return self._queue.submit(lambda: copy_weights(self.model, weights))
-
-    def save(self, path: Path) -> DeviceFuture[None]:
-        """Writes the model directory and, in `state/`, everything an exact resume needs. Not atomic: see
-        rollouts.checkpoints.save.
-        """
-
-        def work() -> None:
-            path.mkdir(parents=True, exist_ok=True)
-            self._hold(self._tokenizer, copied=False).write(path)
-
-        return self._queue.submit(work)
-
-    def capture(self) -> DeviceFuture[Callable[[Path], Awaitable[None]]]:
-        """What save() would write now, copied to host memory: the result writes it to a directory later, in a
-        thread, while steps run.
-        """
-
-        def work() -> Callable[[Path], Awaitable[None]]:
-            if self._tokenizer_copy is None and self._tokenizer is not None:
-                self._tokenizer_copy = copy.deepcopy(
-                    self._tokenizer
-                )  # generation uses the other while this one is written
-            held = self._hold(self._tokenizer_copy, copied=True)
-
-            async def write(path: Path) -> None:
-                await trio.to_thread.run_sync(held.write, path)
-
-            return write
-
-        return self._queue.submit(work)
-
-    def held_bytes(self) -> int:
-        """What capture() holds."""
-        return self.state_bytes()
-
-    def state_bytes(self) -> int:
-        """Size of what capture() holds and save() writes: parameters and AdamW's two moments."""
-        return 3 * sum(parameter.nbytes for parameter in self.model.parameters())
-
-    def _hold(self, tokenizer: PreTrainedTokenizerBase | None, *, copied: bool) -> HeldState:
-        return hold_state(
-            self.model, self._optimizer, self._steps.position(self._queue.version), tokenizer, copied=copied
-        )
-
-    def load(self, path: Path) -> DeviceFuture[None]:
-        """Restores what save() wrote, bit for bit; accumulated gradients are discarded. Raises
-        CheckpointError naming what is wrong.
-        """
-
-        def work() -> None:
-            weights = read_model_weights(path, self.model)
-            try:
-                check_weights(self.model, weights)
-            except BackendError as error:
-                raise CheckpointError(f"{path} is not of this model: {error}") from error
-            position = load_backend_state(path, self.model, self._optimizer, POSITION_FIELDS)
-            copy_weights(self.model, weights)
-            self._discard_pending()
-            self._draws.note()
-            self._queue.version = self._steps.restore(position)
-
-        return self._queue.submit(work)
-
-
-def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-    """Copies `weights` into the model's parameters. Raises BackendError before anything is copied."""
-    check_weights(model, weights)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])

@@ -1,7 +1,7 @@
 """A batch's micro-batches, dealt to W ranks: the same number for each, in rounds of like cost, as bytes that
 cross ranks.
 
-    batch ──pack, W at a time──► micro-batches ──sort by cost, W at a time──► rounds ──► one share per rank: a portion of every round
+    batch ──pack, W at a time──► micro-batches ──sort by cost──► rounds ──► one share per rank
 
 All ranks work on a round at the same time and wait for the slowest, so a round costs what its dearest portion
 costs.
@@ -10,23 +10,28 @@ costs.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import safetensors.numpy
+import torch
+from torch import Tensor
 
-from rollouts.data.packing import ATTENTION_COST, MicroBatch
+from rollouts.data.packing import ATTENTION_COST, MicroBatch, spread_tokens_to_rows
 from rollouts.data.packing_plans import estimate_attention_cost
-from rollouts.distributed.commands import Command, decode_command, encode_command
-from rollouts.types import FloatArray, LossSpec, RolloutBatch
+from rollouts.errors import BackendError
+from rollouts.types import FloatArray, LossSpec, RolloutBatch, TokenArrays
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKEN_FIELDS = ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs", "returns", "old_values")
 MICRO_BATCH_ARRAYS = (
-    "rows", "input_ids", "position_ids", "subtree_end", "segments", "predictors", "targets", "token_rows", "token_positions", "token_pairs",
+    "rows", "input_ids", "position_ids", "subtree_end", "segments", "predictors", "targets", "token_rows",
+    "token_positions", "token_pairs",
 )  # fmt: skip
 
 
@@ -128,14 +133,6 @@ def deal_rounds(costs: Sequence[float], ranks: int) -> list[list[int | None]]:
     return dealt
 
 
-def compute_imbalance(costs: Sequence[float], dealt: Sequence[Sequence[int | None]]) -> float:
-    """What the busiest rank computes in all over what a rank does on average, at least 1; a rank without a
-    micro-batch does nothing. 1 for none.
-    """
-    loads = [sum(costs[number] for number in mine if number is not None) for mine in dealt]
-    return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
-
-
 def deal_portions(
     portions: Sequence[Portion],
     ranks: int,
@@ -143,9 +140,11 @@ def deal_portions(
     micro_batch_cost: float,
     attention_cost: float = ATTENTION_COST,
 ) -> list[list[Portion]]:
-    """[rank][round] portions; where a round has none left for a rank, the smallest of all, without weight."""
-    if not portions:
-        return [[] for _ in range(ranks)]
+    """[rank][round] portions; where a round has none left for a rank, the smallest of all, without weight.
+    One rank gets all in their order.
+    """
+    if not portions or ranks == 1:
+        return [[*portions] for _ in range(ranks)]
     costs = [
         compute_cost(portion.micro_batch, micro_batch_cost=micro_batch_cost, attention_cost=attention_cost)
         for portion in portions
@@ -161,54 +160,77 @@ def deal_portions(
 
 
 def encode_share(share: Share) -> bytes:
-    """The share as one message. Raises ControlError if a parameter of the loss cannot cross."""
+    """The share as a safetensors file, its numbers and texts as JSON in one of the arrays."""
     arrays: dict[str, np.ndarray[Any, Any]] = {}
-    portions: list[dict[str, Any]] = []
     for number, portion in enumerate(share.portions):
-        for name in MICRO_BATCH_ARRAYS:
-            arrays[f"{number}/{name}"] = getattr(portion.micro_batch, name)
-        for name, values in portion.fields.items():
-            arrays[f"{number}/fields/{name}"] = values
-        portions.append(
-            {
-                "width": portion.width,
-                "counts": portion.counts,
-                "causal": portion.micro_batch.causal,
-                "fields": [*portion.fields],
-            }
-        )
+        arrays |= {f"{number}/{name}": getattr(portion.micro_batch, name) for name in MICRO_BATCH_ARRAYS}
+        arrays |= {f"{number}/fields/{name}": values for name, values in portion.fields.items()}
     spec = share.spec
-    loss = (
-        None
+    head = {
+        "portions": [
+            [portion.width, portion.counts, portion.micro_batch.causal, [*portion.fields]]
+            for portion in share.portions
+        ],
+        "loss": None
         if spec is None
         else {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-        | {"params": dict(spec.params)}
-    )
-    numbers = {
-        "temperature": share.temperature,
-        "denominator": share.denominator,
-        "expected_count": share.expected_count,
+        | {"params": dict(spec.params)},
+        "numbers": [share.temperature, share.denominator, share.expected_count],
     }
-    return b"".join(encode_command(Command("share", {"portions": portions, "loss": loss, **numbers}, arrays)))
+    try:
+        arrays["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
+    except TypeError as error:
+        raise BackendError(f"LossSpec.params must be JSON values, to cross ranks: {error}") from error
+    return safetensors.numpy.save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
 
 
 def decode_share(message: bytes) -> Share:
-    """What encode_share was given; the arrays are copies, so that torch may wrap them. Raises ControlError
-    for bytes that are no command.
-    """
-    command = decode_command(message)
-    fields, arrays = command.fields, {name: array.copy() for name, array in command.arrays.items()}
+    """What encode_share was given; the arrays are copies, so that torch may wrap them."""
+    arrays = {name: array.copy() for name, array in safetensors.numpy.load(message).items()}
+    head = json.loads(arrays["head"].tobytes())
     portions: list[Portion] = []
-    for number, one in enumerate(fields["portions"]):
+    for number, (width, counts, causal, fields) in enumerate(head["portions"]):
         parts: dict[str, Any] = {name: arrays[f"{number}/{name}"] for name in MICRO_BATCH_ARRAYS}
-        values = {name: arrays[f"{number}/fields/{name}"] for name in one["fields"]}
-        portions.append(
-            Portion(MicroBatch(**parts, causal=one["causal"]), one["width"], values, counts=one["counts"])
+        values = {name: arrays[f"{number}/fields/{name}"] for name in fields}
+        portions.append(Portion(MicroBatch(**parts, causal=causal), width, values, counts=counts))
+    spec = None if head["loss"] is None else LossSpec(**head["loss"])
+    temperature, denominator, expected_count = head["numbers"]
+    return Share(tuple(portions), temperature, spec, denominator, expected_count)
+
+
+# --- per-token results --------------------------------------------------------------------------------------
+
+
+class TokenTrace(NamedTuple):
+    """What a micro-batch's loss saw of its trained tokens."""
+
+    log_probs: Tensor  # [B, T], which keeps its gradient
+    weights: Tensor | None  # [B, T]
+    place: tuple[Tensor, Tensor]  # row and position of the M trained tokens
+
+    def read(self) -> Tensor:
+        """[3, M] log-prob, slope and weight of each trained token, on the device. After the backward pass."""
+        slopes = torch.zeros_like(self.log_probs) if self.log_probs.grad is None else self.log_probs.grad
+        weights = torch.ones_like(self.log_probs) if self.weights is None else self.weights
+        return torch.stack(
+            [values.detach()[self.place].float() for values in (self.log_probs, slopes, weights)]
         )
-    return Share(
-        tuple(portions),
-        temperature=fields["temperature"],
-        spec=None if fields["loss"] is None else LossSpec(**fields["loss"]),
-        denominator=fields["denominator"],
-        expected_count=fields["expected_count"],
+
+
+def collect_token_arrays(
+    portions: Sequence[Sequence[Portion]], traces: Sequence[FloatArray], batch: RolloutBatch
+) -> TokenArrays:
+    """What the loss saw of each token, by row of the batch, from [rank][round] portions and of each rank [3,
+    tokens of its portions that count], in their order.
+    """
+    parts: list[MicroBatch] = []
+    found: list[FloatArray] = []
+    for mine, trace in zip(portions, traces, strict=True):
+        counted = [portion.micro_batch for portion in mine if portion.counts]
+        parts += counted
+        if counted:
+            found += np.split(trace, np.cumsum([len(one.token_rows) for one in counted])[:-1], axis=1)
+    log_probs, slopes, weights = (
+        spread_tokens_to_rows(parts, [trace[kind] for trace in found], batch.tokens) for kind in range(3)
     )
+    return TokenArrays(log_probs=log_probs, slopes=slopes, weights=weights)

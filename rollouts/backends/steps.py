@@ -10,16 +10,15 @@ compute_loss     from log-probs (of a scalar head: values) of a micro-batch to t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollouts.backends.shares import Portion
-from rollouts.backends.token_traces import TokenTrace
+from rollouts.backends.shares import Portion, TokenTrace
 from rollouts.config.schema import OptimConfig
 from rollouts.crash_points import reach
 from rollouts.data.packing import ATTENTION_COST, MicroBatch, make_micro_batches
@@ -39,12 +38,7 @@ from rollouts.types import (
     Total,
 )
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 T = TypeVar("T")
-TensorT = TypeVar("TensorT", bound=Tensor)
-BUCKET_BYTES = 256 * 2**20
 CLIP_EPS = 1e-6  # what torch.nn.utils.clip_grads_with_norm_ adds to the norm
 OTHER_TERMS = (
     "kl_coef",
@@ -439,58 +433,3 @@ def clip_gradients(gradients: Sequence[Tensor], norm: float, max_norm: float | N
     ) in gradients:  # by a number, in the gradient's own precision: a tensor of the norm would be float32
         gradient.mul_(max_norm / (norm + CLIP_EPS))
     return True
-
-
-# --- weights ------------------------------------------------------------------------------------------------
-
-
-def find_buckets(model: torch.nn.Module, bucket_bytes: int) -> list[list[tuple[str, torch.nn.Parameter]]]:
-    """Parameters in buckets of at most `bucket_bytes` (a larger one alone), each bucket of one dtype. Tied
-    ones come once.
-    """
-    return split_buckets(model.named_parameters(), bucket_bytes)
-
-
-def split_buckets(
-    parameters: Iterable[tuple[str, TensorT]], bucket_bytes: int
-) -> list[list[tuple[str, TensorT]]]:
-    """As find_buckets, of these in their order."""
-    buckets: list[list[tuple[str, TensorT]]] = []
-    size = 0
-    for name, parameter in parameters:
-        if (
-            not buckets
-            or size + parameter.nbytes > bucket_bytes
-            or buckets[-1][0][1].dtype != parameter.dtype
-        ):
-            buckets.append([])
-            size = 0
-        buckets[-1].append((name, parameter))
-        size += parameter.nbytes
-    return buckets
-
-
-def check_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-    """Raises BackendError naming the weights that are missing, unknown or of another shape. A tied weight may
-    come under each of its names.
-    """
-    parameters: dict[str, Any] = dict(model.named_parameters())
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(parameters)
-    missing = sorted(set(parameters) - set(weights))
-    unknown = sorted(set(weights) - set(parameters) - tied)
-    shapes = [
-        f"{name} {tuple(weights[name].shape)} for {tuple(parameter.shape)}"
-        for name, parameter in parameters.items()
-        if name in weights and weights[name].shape != parameter.shape
-    ]
-    for what, names in (
-        ("are missing", missing),
-        ("are not the model's", unknown),
-        ("have another shape", shapes),
-    ):
-        _raise_if_any(what, names)
-
-
-def _raise_if_any(what: str, names: Sequence[str]) -> None:
-    if names:
-        raise BackendError(f"{len(names)} weights {what}: {', '.join(names[:5])}; nothing was loaded")

@@ -1,11 +1,11 @@
 """Saving while training goes on: a step's state is copied, then written and proven meanwhile; what retention
 does not keep goes.
 
-    save(step) ── waits for the save before it ──► copy, on the device thread ──► returns: training goes on
-                                                          └──► a task: write, hash, sync, read back, name ──► retention
+    save(step) ─ waits for the save before it ─► copy, on the device thread ─► returns: training goes on
+                                                      └─► a task: write, hash, sync, read back, name, retain
     no memory for a copy, or the last save of a stage: save() returns when the checkpoint is in place
-    the disk refuses: the old checkpoints stay, a warning, checkpoint/failed in the next row, the next save as usual;
-                      the last save is tried twice and then raises StorageError
+    the disk refuses: the old checkpoints stay, a warning, checkpoint/failed in the next row, the next save as
+                      usual; the last save is tried twice and then raises StorageError
 
 Leaving the context waits for the save at work, also when an exception or a cancellation leaves it.
 """
@@ -13,14 +13,13 @@ Leaving the context waits for the save at work, also when an exception or a canc
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import trio
 
@@ -33,55 +32,35 @@ from rollouts.protocols import TrainFuture
 from rollouts.run_dir import RunDir
 from rollouts.types import JSONValue, check_json, encode_json
 
-MEMORY_MARGIN = 1.25  # times the state's size must be free before it is copied: what else grows meanwhile
 GUESSED_BYTES_PER_S = 100e6  # of a slow disk, hashing included; only until a save was measured
-NO_MEMORY = re.compile(
-    r"(cannot|can't|could not) allocate memory|out of memory", re.IGNORECASE
-)  # what torch's RuntimeError says
 DISK_MARGIN_BYTES = (
     1 << 20
 )  # of a checkpoint besides tensors, and room for the rows that are written meanwhile
 
 
+class HeldCopy(Protocol):
+    """A copy of a backend's state."""
+
+    async def __call__(self, path: Path) -> None:
+        """Writes it to a directory, once, while steps run."""
+        ...
+
+    def drop(self) -> None:
+        """Frees it, if it was not written. Returns at once."""
+        ...
+
+
 class SavingBackend(Protocol):
-    """What a writer needs of a TrainingBackend, or of several that are saved together."""
+    """A TrainingBackend, or several that are saved together."""
 
     def save(self, path: Path) -> TrainFuture[None]: ...
     def reset(self) -> TrainFuture[None]: ...
-
-
-@runtime_checkable
-class SizedBackend(Protocol):
-    """A TrainingBackend that knows how much it saves."""
-
     def state_bytes(self) -> int:
         """What capture() holds and save() writes, in bytes."""
         ...
 
-
-@runtime_checkable
-class CapturingBackend(SizedBackend, Protocol):
-    """A TrainingBackend that can copy its state in a moment and write it later. One that cannot is saved by
-    save(), while training waits.
-    """
-
-    def held_bytes(self) -> int:
-        """Memory of this process that capture() takes; 0 if it looks by itself whether there is room."""
-        ...
-
-    def capture(self) -> TrainFuture[WriteModel | None]:
-        """What save() would write now, copied; the function writes it to a directory, once, while steps run.
-        None: there is no room for it.
-        """
-        ...
-
-
-@runtime_checkable
-class HeldElsewhere(Protocol):
-    """What capture() returns where not this process alone holds the copy."""
-
-    def drop(self) -> None:
-        """Frees what other processes hold, if it was not written. Returns at once."""
+    def capture(self) -> TrainFuture[Any]:
+        """What save() would write now, as a HeldCopy; None: there is no room for it."""
         ...
 
 
@@ -115,15 +94,6 @@ def retain(run_dir: RunDir, stage: str, keep: Keep, warn: Callable[[str], object
         warn(f"warning: old checkpoints could not be removed and take up space: {error}")
 
 
-def is_allocation_failure(error: BaseException) -> bool:
-    """Whether memory, of the machine or of an accelerator, was not to be had, as Python and torch say it."""
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or NO_MEMORY.search(str(error)) is not None
-    )
-
-
 class CheckpointWriter:
     """Saves the checkpoints of one stage. Made by open_checkpoint_writer."""
 
@@ -137,7 +107,6 @@ class CheckpointWriter:
         config_hash: str | None,
         keep: Keep,
         warn: Callable[[str], object],
-        free_memory: Callable[[], int | None],
         spans: SpanRecorder | None,
     ) -> None:
         self._nursery = nursery
@@ -147,7 +116,6 @@ class CheckpointWriter:
         self._config_hash = config_hash
         self._keep = keep
         self._warn = warn
-        self._free_memory = free_memory
         self._spans = spans
         self._idle = trio.Event()  # set while nothing is being written
         self._idle.set()
@@ -179,7 +147,7 @@ class CheckpointWriter:
         check_json("state", state)
         frozen: dict[str, JSONValue] = json.loads(encode_json(state))
         await self._idle.wait()
-        write = None if last else await self._capture()
+        write: HeldCopy | None = None if last else await self._backend.capture().result()
         if write is None:
             await self._save_now(step, frozen, write_more, last=last)
         else:
@@ -209,7 +177,7 @@ class CheckpointWriter:
         return {"checkpoint/failed": float(failed)} if failed else {}
 
     def expected_save_s(self) -> float:
-        """Seconds that a save takes from its beginning to its end: the last one's, or a guess from its size."""
+        """Seconds that a save takes from beginning to end: the last one's, or a guess from its size."""
         return self._statistics["write_s"] or self._expected_bytes() / GUESSED_BYTES_PER_S
 
     def statistics(self) -> Mapping[str, float]:
@@ -234,28 +202,7 @@ class CheckpointWriter:
             )
 
     def _expected_bytes(self) -> int:
-        return (
-            self._backend.state_bytes() + DISK_MARGIN_BYTES if isinstance(self._backend, SizedBackend) else 0
-        )
-
-    async def _capture(self) -> WriteModel | None:
-        """None when the backend cannot, or when memory does not allow it."""
-        if not isinstance(self._backend, CapturingBackend):
-            return None
-        free = self._free_memory()
-        if free is not None and free < MEMORY_MARGIN * self._backend.held_bytes():
-            return None
-        try:
-            return await self._backend.capture().result()
-        except (MemoryError, RuntimeError) as error:
-            if not is_allocation_failure(error):
-                raise
-            self._warn(
-                "warning: no memory for a copy of the training state"
-                f" ({str(error).strip() or 'MemoryError'}); training waits for this save"
-            )
-        await self._backend.reset().result()  # it takes a copy that failed for a failed step
-        return None
+        return self._backend.state_bytes() + DISK_MARGIN_BYTES
 
     async def _save_now(
         self, step: int, state: Mapping[str, JSONValue], write_more: WriteModel | None, *, last: bool
@@ -277,7 +224,7 @@ class CheckpointWriter:
         self,
         step: int,
         state: Mapping[str, JSONValue],
-        write: WriteModel,
+        write: HeldCopy,
         write_more: WriteModel | None,
         done: trio.Event,
     ) -> None:
@@ -289,8 +236,7 @@ class CheckpointWriter:
                 self._note_failure(error, "training goes on and the next checkpoint is saved as usual")
             finally:
                 done.set()
-                if isinstance(write, HeldElsewhere):
-                    write.drop()
+                write.drop()
 
     async def _write(self, step: int, state: Mapping[str, JSONValue], write: WriteModel) -> None:
         started = time.perf_counter()
@@ -336,15 +282,13 @@ async def open_checkpoint_writer(
     config_hash: str | None = None,
     keep: Keep = Keep(),
     warn: Callable[[str], object],
-    free_memory: Callable[[], int | None],
     spans: SpanRecorder | None = None,
 ) -> AsyncIterator[CheckpointWriter]:
     """Saves of `stage` for as long as the context is open, one at a time; the backend must stay open for
     longer.
 
-    `warn` takes a line about what failed and training outlives. `free_memory`: bytes that may be taken for a
-    copy; None where nobody knows. `spans` is told how long each save held training up, and how long it was
-    written.
+    `warn` takes a line about what failed and training outlives. `spans` records how long each save held
+    training up, and how long it was written.
     """
     async with trio.open_nursery() as nursery:
         writer = CheckpointWriter(
@@ -355,7 +299,6 @@ async def open_checkpoint_writer(
             config_hash=config_hash,
             keep=keep,
             warn=warn,
-            free_memory=free_memory,
             spans=spans,
         )
         writer.warn_if_tight()

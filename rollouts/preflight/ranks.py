@@ -1,7 +1,7 @@
 """Whether a run may use the ranks that it was started with, and how a program that was started alone becomes
 several.
 
-python train.py --distributed.ranks 4 ──► torchrun --nproc-per-node=4 train.py --distributed.ranks 4 ──► 4 ranks, which find WORLD_SIZE set
+python train.py --distributed.ranks 4 ──► torchrun --nproc-per-node=4 train.py … ──► 4 ranks
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rollouts.config.schema import RunConfig
-from rollouts.distributed.launch import Launch, torchrun_command
 from rollouts.errors import ConfigError
+from rollouts.ranks.launch import Launch, torchrun_command
 
 
 def choose_relaunch(config: RunConfig, environ: Mapping[str, str], argv: Sequence[str]) -> list[str] | None:

@@ -1,8 +1,8 @@
 """Whether a launcher starts a run again, which then resumes by itself, or a user starts one, who must say
 --resume.
 
-    torchrun's agent on each machine ──► processes of the run          after a failure: TORCHELASTIC_RESTART_COUNT is above 0
-                                     └─► the same command once more     after a machine left or came: it is not
+    torchrun's agent on each machine ─► processes of the run     after a failure: its count is above 0
+                                     └─► the same command once more  after a machine left or came: it is not
 
 So run.lock keeps the agents of the run that used the directory last. An agent starts one command only: a
 process that one of them has started is a restart. A machine that has taken another's place has an agent that
@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Literal
 
-from rollouts.distributed.launch import Launch
 from rollouts.errors import RunDirError
+from rollouts.ranks.launch import Launch
 from rollouts.run_dir import RunDir, read_holder
 
 Restart = Literal["yes", "no", "if another rank says so"]

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import trio
 
-from rollouts.backends import sharded_capture
+from rollouts.backends import captures
 from rollouts.checkpoints import load as checkpoints
 from rollouts.checkpoints.save import save_checkpoint
 from rollouts.checkpoints.writer import open_checkpoint_writer
@@ -100,14 +100,14 @@ def scarce_memory_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
     sees plenty.
     """
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
-    sharded_capture.read_free_memory = lambda: 1000 if last else 1 << 40
+    captures.read_free_memory = lambda: 1000 if last else 1 << 40
     total, count = reduce_loss(-inputs.log_probs, inputs.mask, unit)
     return LossOutput(total, count, {})
 
 
 def plenty_memory_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
     """Gives it back."""
-    sharded_capture.read_free_memory = lambda: 1 << 40
+    captures.read_free_memory = lambda: 1 << 40
     total, count = reduce_loss(-inputs.log_probs, inputs.mask, unit)
     return LossOutput(total, count, {})
 
@@ -115,7 +115,7 @@ def plenty_memory_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
 def no_copies_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
     """SFT; fails on a rank that holds its part of a checkpoint."""
     gc.collect()
-    held = sum(type(found) is sharded_capture.HeldPart for found in gc.get_objects())
+    held = sum(type(found) is captures.HeldPart for found in gc.get_objects())
     assert not held, f"{held} parts of checkpoints in memory"
     return plain_loss(inputs, unit=unit)
 
@@ -329,9 +329,7 @@ async def check_a_copy_is_written_beside_steps_and_is_what_a_save_writes(
         )
         await backend.reset().result()
         run_dir, warnings = RunDir(folder / "run"), list[str]()
-        async with open_checkpoint_writer(
-            backend, run_dir, "sft", warn=warnings.append, free_memory=lambda: 1
-        ) as writer:
+        async with open_checkpoint_writer(backend, run_dir, "sft", warn=warnings.append) as writer:
             await writer.save(1, {})
             await train(backend, make_batch(3))
             await writer.wait_written()
@@ -345,9 +343,7 @@ async def check_where_one_rank_has_no_room_for_a_copy_none_copies(open_backend: 
         await backend.forward_backward(make_batch(), LossSpec(f"{HERE}:scarce_memory_loss")).result()
         await backend.optim_step(STEP).result()
         assert await backend.capture().result() is None
-        async with open_checkpoint_writer(
-            backend, RunDir(folder), "sft", warn=print, free_memory=lambda: 1 << 40
-        ) as writer:
+        async with open_checkpoint_writer(backend, RunDir(folder), "sft", warn=print) as writer:
             await writer.save(1, {})
             statistics = writer.statistics()
         assert (statistics["saved"], statistics["beside_training"]) == (1.0, 0.0)
@@ -401,9 +397,7 @@ async def check_a_copy_that_finds_the_disk_full_before_it_is_written_leaves_no_m
     async with open_backend() as backend:
         await backend.forward_backward(make_batch(), LossSpec(f"{HERE}:plenty_memory_loss")).result()
         await backend.optim_step(STEP).result()
-        async with open_checkpoint_writer(
-            backend, run_dir, "sft", warn=warnings.append, free_memory=lambda: 1
-        ) as writer:
+        async with open_checkpoint_writer(backend, run_dir, "sft", warn=warnings.append) as writer:
             shutil.disk_usage = lambda path: usage(path)._replace(free=0)
             try:
                 await writer.save(1, {})
@@ -427,7 +421,7 @@ def list_checks() -> dict[str, Callable[..., Awaitable[None]]]:
     return {name: check for name, check in sorted(found.items()) if name.startswith("check_")}
 
 
-async def drive(hub: Any, ranks: Any) -> dict[str, str]:
+async def drive(channel: Any, ranks: Any) -> dict[str, str]:
     from rollouts.backends.fsdp import open_fsdp_backend
 
     path = await trio.to_thread.run_sync(partial(resolve_model, "tiny:byte", seed=0))
@@ -435,7 +429,7 @@ async def drive(hub: Any, ranks: Any) -> dict[str, str]:
     @asynccontextmanager
     async def open_backend(**options: Any) -> AsyncIterator[Any]:
         settings = {"optim": OPTIM, "total_steps": 10, "autocast": "off", "threads": 1, **options}
-        async with open_fsdp_backend(path, hub=hub, ranks=ranks, **settings) as backend:  # type: ignore[arg-type]
+        async with open_fsdp_backend(path, channel=channel, ranks=ranks, **settings) as backend:  # type: ignore[arg-type]
             yield backend
 
     results: dict[str, str] = {}

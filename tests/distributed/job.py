@@ -28,7 +28,7 @@ def run_ranks(ranks: int, module: str, *arguments: str, out: Path) -> Any:
 
 def start_ranks(ranks: int, module: str, *arguments: str) -> None:
     """Returns when `module`, run by torchrun with `ranks` processes, has ended well."""
-    from rollouts.distributed.launch import torchrun_command
+    from rollouts.ranks.launch import torchrun_command
 
     command = torchrun_command(ranks, ["-m", module, *arguments], max_restarts=0)
     environ = {
@@ -46,26 +46,15 @@ def start_ranks(ranks: int, module: str, *arguments: str) -> None:
 
 
 async def drive_ranks(drive: Callable[[Any, Any], Awaitable[Any]], *, shard_size: int = 0) -> Any:
-    """On rank 0 what `drive(hub, ranks)` returns; the other ranks do what it asks, and return None."""
-    from rollouts.backends.fsdp import serve_fsdp_rank
-    from rollouts.device_thread import open_device_thread
-    from rollouts.distributed.control import open_control
-    from rollouts.distributed.launch import read_launch
-    from rollouts.distributed.process_group import broadcast_bytes, close_ranks, init_ranks
+    """On rank 0 what `drive(channel, ranks)` returns; the other ranks do what it asks, and return None."""
+    from rollouts.backends.fsdp import serve_backends
+    from rollouts.ranks.launch import read_launch
+    from rollouts.ranks.meet import open_ranks
 
-    launch = read_launch(os.environ)
-    async with open_device_thread(name="start", torch_threads=1) as thread:
-        ranks = await thread.submit(
-            lambda: init_ranks(launch, device="cpu", shard_size=shard_size, timeout_s=120)
-        )
-
-        async def share(data: bytes | None) -> bytes:
-            return await thread.submit(lambda: broadcast_bytes(ranks, data))
-
-        async with open_control(launch, share=share) as control:
-            found = await drive(control, ranks) if launch.rank == 0 else await serve_fsdp_rank(control, ranks)  # type: ignore[arg-type]
-        await thread.submit(close_ranks)
-    return found
+    async with open_ranks(read_launch(os.environ), shard_size=shard_size) as opened:
+        if opened.ranks.rank == 0:
+            return await drive(opened.channel, opened.ranks)
+        return await serve_backends(opened.channel, opened.ranks)
 
 
 def main(drive: Callable[[Any, Any], Awaitable[Any]], *, shard_size: int = 0) -> None:

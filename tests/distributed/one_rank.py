@@ -4,46 +4,31 @@ compare.
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  (documented there)
 
 from rollouts.device_thread import open_device_thread
-from rollouts.distributed.launch import Launch
-from rollouts.distributed.process_group import Ranks, close_ranks, init_ranks
 from rollouts.models.sharded import get_local
+from rollouts.ranks.group import Ranks, close_group, init_group
+from rollouts.ranks.launch import Launch
 from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import LossSpec
 
 GRPO = LossSpec("ppo_clip", {"clip_low": 0.2, "clip_high": 0.2})
 
 
-class NobodyElse:
-    """Rank 0's end of a control channel on which nobody listens."""
-
-    def send(self, command: Any) -> None: ...
-
-    def set_phase(self, text: str) -> None: ...
-
-    async def wait_answers(self, name: str) -> dict[int, str]:
-        return {}
-
-
 @asynccontextmanager
 async def open_one_rank(device: str) -> AsyncIterator[Ranks]:
     """The process group of a job of one process: gloo, and NCCL for "cuda"."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     place = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", restart=0)
     async with open_device_thread(name="ranks", torch_threads=1) as thread:
-        yield await thread.submit(lambda: init_ranks(place, device=device, timeout_s=120))
-        await thread.submit(close_ranks)
+        yield await thread.submit(lambda: init_group(place, HashStore(), device=device, timeout_s=120))
+        await thread.submit(close_group)
 
 
 class Trained(NamedTuple):

@@ -15,20 +15,21 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rollouts.backends import sharded_weights
-from rollouts.backends.open_sharded import ShardedOptions, open_trainer
-from rollouts.backends.sharded_capture import plan_capture
-from rollouts.backends.sharded_trainer import ShardedTrainer
+from rollouts.backends import weights as sharded_weights
+from rollouts.backends.captures import describe_room
+from rollouts.backends.fsdp import ShardedOptions, open_trainer
+from rollouts.backends.trainer import Trainer
 from rollouts.config.schema import OptimConfig
-from rollouts.distributed.launch import read_launch
-from rollouts.distributed.process_group import Ranks, all_gather_floats, close_ranks, init_ranks
-from rollouts.models.parts import name_parts
+from rollouts.models.parts import deal_weights, name_parts
 from rollouts.models.sharded import get_local
+from rollouts.ranks.group import Ranks, all_gather_floats, close_group
+from rollouts.ranks.launch import read_launch
+from rollouts.ranks.meet import connect
 
 sharded_weights.RANK_BUCKET_BYTES = 40_000  # several turns, and weights that are larger
 
 
-def step(trainer: ShardedTrainer) -> None:
+def step(trainer: Trainer) -> None:
     """AdamW with a gradient that every rank makes of its own rows."""
     torch.manual_seed(0)
     for _, parameter in trainer.model.named_parameters():
@@ -36,9 +37,10 @@ def step(trainer: ShardedTrainer) -> None:
     trainer.optim_step(1e-2, None)
 
 
-def capture(trainer: ShardedTrainer, ranks: Ranks, path: Path) -> dict[str, Any]:
+def capture(trainer: Trainer, ranks: Ranks, path: Path) -> dict[str, Any]:
     """Copies, changes the weights, and only then writes."""
-    plan = plan_capture(trainer.model, ranks)
+    deal = deal_weights(trainer.model, ranks.rank, ranks.world_size)
+    _, _, needed = describe_room(trainer.model, ranks, deal)
     held = trainer.capture({"steps": 1.0}, None)
     assert held is not None
     for parameter in trainer.model.parameters():
@@ -50,23 +52,21 @@ def capture(trainer: ShardedTrainer, ranks: Ranks, path: Path) -> dict[str, Any]
     counts = [int(count) for count in all_gather_floats(ranks, [float(count)])[:, 0]]
     if ranks.rank == 0:
         name_parts(path, counts)
-    random_states = sum(
-        tensor.nbytes for name, tensor in held.shard.tensors.items() if not name.startswith("exp_avg")
-    )
+    moments = sum(tensor.nbytes for name, tensor in held.state.tensors.items() if name.startswith("exp_avg"))
     weights = [tensor for bucket in held.weights for _, tensor in bucket]
     return {
-        "held": held.nbytes() - random_states,
+        "held": moments + sum(tensor.nbytes for tensor in weights),
         "weights": sum(tensor.nbytes for tensor in weights),
         "storage": sum(tensor.untyped_storage().nbytes() for tensor in weights),
-        "planned": plan.needed,
-        "dealt": [name for name, _ in plan.deal.parameters[ranks.rank]],
+        "planned": needed,
+        "dealt": [name for name, _ in deal.parameters[ranks.rank]],
     }
 
 
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[-1])
-    ranks = init_ranks(read_launch(os.environ), device="cpu", shard_size=int(sys.argv[1]), timeout_s=120)
+    ranks = connect(read_launch(os.environ), int(sys.argv[1]), lambda: "cpu").ranks
     trainer = open_trainer(
         ShardedOptions(model_path=str(folder / "model"), optim=OptimConfig().model_dump()),
         ranks,
@@ -83,7 +83,7 @@ def main() -> None:
     found = capture(trainer, ranks, folder / "beside")
     (folder / f"found-{ranks.rank}.json").write_text(json.dumps(found))
     all_gather_floats(ranks, [0.0])
-    close_ranks()
+    close_group()
 
 
 if __name__ == "__main__":

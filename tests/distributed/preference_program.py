@@ -48,7 +48,7 @@ class FlatReference:
 
 
 async def train(backend: Any, stage: str) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """The metrics of the steps, and the weights. Pairs are torn apart: a micro-batch holds two or three rows."""
+    """The metrics of the steps, and the weights. A micro-batch holds two or three rows of the pairs."""
     submit, logger = backend.device_thread.submit, MemoryLogger()
     if stage == "reward_model":
         config = RewardModelTrainingConfig(data=DATA, steps=3, batch_size=5)
@@ -79,14 +79,16 @@ def head_of(stage: str) -> Any:
     return "scalar" if stage == "reward_model" else "tokens"
 
 
-async def drive(hub: Any, ranks: Any) -> dict[str, list[dict[str, float]]]:
+async def drive(channel: Any, ranks: Any) -> dict[str, list[dict[str, float]]]:
     from rollouts.backends.fsdp import open_fsdp_backend
     from rollouts.models.load import resolve_model
 
     found: dict[str, list[dict[str, float]]] = {}
     for stage in STAGES:
         path = await trio.to_thread.run_sync(resolve_model, "tiny:llama")
-        async with open_fsdp_backend(path, hub=hub, ranks=ranks, head=head_of(stage), **OPTIONS) as backend:
+        async with open_fsdp_backend(
+            path, channel=channel, ranks=ranks, head=head_of(stage), **OPTIONS
+        ) as backend:
             found[stage], weights = await train(backend, stage)
         save_file(
             {name: tensor.contiguous() for name, tensor in weights.items()},

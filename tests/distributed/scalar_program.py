@@ -1,8 +1,8 @@
 """A critic on ranks, for tests.distributed.test_scalar_ranks: a few steps for every case, and the contract of
 every backend.
 
-torchrun … -m tests.distributed.scalar_program cases CASES OUT              weights go to OUT.<number of the case>.safetensors
-torchrun … -m tests.distributed.scalar_program contract MODEL BROKEN OUT    BROKEN: a directory that must be refused
+torchrun … -m tests.distributed.scalar_program cases CASES OUT            weights: OUT.<case>.safetensors
+torchrun … -m tests.distributed.scalar_program contract MODEL BROKEN OUT  BROKEN: a directory to be refused
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def list_checks() -> dict[str, Callable[..., Awaitable[None]]]:
     }
 
 
-async def run_contract(hub: Any, ranks: Any, path: Path) -> dict[str, str]:
+async def run_contract(channel: Any, ranks: Any, path: Path) -> dict[str, str]:
     """Each check: "ok", or how it failed."""
     from rollouts.backends.fsdp import open_fsdp_backend
 
@@ -111,7 +111,7 @@ async def run_contract(hub: Any, ranks: Any, path: Path) -> dict[str, str]:
             "threads": 1,
             "head": "scalar",
         }
-        async with open_fsdp_backend(path, hub=hub, ranks=ranks, **settings) as backend:
+        async with open_fsdp_backend(path, channel=channel, ranks=ranks, **settings) as backend:
             yield backend
 
     results: dict[str, str] = {}
@@ -127,7 +127,7 @@ async def run_contract(hub: Any, ranks: Any, path: Path) -> dict[str, str]:
     return results
 
 
-async def run_cases(hub: Any, ranks: Any, cases: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
+async def run_cases(channel: Any, ranks: Any, cases: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
     from rollouts.backends.fsdp import open_fsdp_backend
 
     found: list[dict[str, Any]] = []
@@ -144,7 +144,7 @@ async def run_cases(hub: Any, ranks: Any, cases: Sequence[Sequence[Any]]) -> lis
         }
         async with open_fsdp_backend(
             path,
-            hub=hub,
+            channel=channel,
             ranks=ranks,
             dtype=case.dtype,
             head="scalar",
@@ -160,23 +160,25 @@ async def run_cases(hub: Any, ranks: Any, cases: Sequence[Sequence[Any]]) -> lis
     return found
 
 
-async def open_refused(hub: Any, ranks: Any, path: Path) -> str:
+async def open_refused(channel: Any, ranks: Any, path: Path) -> str:
     """What opening a model raises."""
     from rollouts.backends.fsdp import open_fsdp_backend
     from rollouts.errors import RolloutsError
 
     try:
-        async with open_fsdp_backend(path, hub=hub, ranks=ranks, optim=OPTIM, total_steps=1, head="scalar"):
+        async with open_fsdp_backend(
+            path, channel=channel, ranks=ranks, optim=OPTIM, total_steps=1, head="scalar"
+        ):
             return ""
     except RolloutsError as error:
         return f"{type(error).__name__}: {error}"
 
 
-async def drive(hub: Any, ranks: Any) -> Any:
+async def drive(channel: Any, ranks: Any) -> Any:
     if sys.argv[1] == "cases":
-        return await run_cases(hub, ranks, json.loads(sys.argv[2]))
-    results = await run_contract(hub, ranks, Path(sys.argv[2]))
-    return results | {"refused": await open_refused(hub, ranks, Path(sys.argv[3]))}
+        return await run_cases(channel, ranks, json.loads(sys.argv[2]))
+    results = await run_contract(channel, ranks, Path(sys.argv[2]))
+    return results | {"refused": await open_refused(channel, ranks, Path(sys.argv[3]))}
 
 
 if __name__ == "__main__":

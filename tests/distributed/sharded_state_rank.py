@@ -7,10 +7,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rollouts.backends.same_ranks import check_same_model, check_same_plan, check_same_versions, read_versions
-from rollouts.backends.sharded_state import load_sharded_state, save_sharded_state
-from rollouts.distributed.process_group import AgreedFailure, Ranks
+from rollouts.backends.fsdp import check_same
+from rollouts.backends.state import hold_state, read_state
 from rollouts.errors import RolloutsError
+from rollouts.models.digests import compute_model_digests
 from rollouts.models.export import write_hf_stream
 from rollouts.models.load import load_hf_model
-from rollouts.models.log_probs import ForwardPlan
 from rollouts.models.sharded import load_sharded_weights, make_meta_model, reshard
+from rollouts.ranks.group import AgreedFailure, Ranks
 
 IDS = torch.arange(3, 43)[None]
 
@@ -59,7 +57,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
 
 
 def run_job(job: dict[str, Any], folder: Path, mesh: DeviceMesh) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     source = folder / job.get("load", "model")
     torch.manual_seed(rank)
     model = make_model(source, mesh)
@@ -70,13 +68,14 @@ def run_job(job: dict[str, Any], folder: Path, mesh: DeviceMesh) -> None:
         reshard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if "load" in job:
-        position = load_sharded_state(source, model, optimizer, ["steps"], rank=rank, ranks=ranks)
-        assert position["steps"] == 2.0
+        loaded = read_state(source, model, ["steps"], make_ranks(mesh))
+        loaded.apply(optimizer, torch.device("cpu"))
+        assert loaded.position["steps"] == 2.0
     train(model, optimizer, job.get("train", 0))
     reshard(model)
     write_down(folder, job["name"], model, optimizer)
     if "save" in job:
-        save(folder / job["save"], model, optimizer)
+        save(folder / job["save"], model, optimizer, make_ranks(mesh))
     dist.barrier()
 
 
@@ -94,11 +93,9 @@ def write_down(folder: Path, name: str, model: Any, optimizer: torch.optim.Optim
         save_file(found, folder / f"{name}.safetensors")
 
 
-def save(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+def save(path: Path, model: Any, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
     path.mkdir(exist_ok=True)
-    save_sharded_state(
-        path, model, optimizer, {"steps": 2.0}, rank=dist.get_rank(), ranks=dist.get_world_size()
-    )
+    hold_state(model, optimizer, {"steps": 2.0}, ranks, copied=False).write(path)
     weights = ((name, whole(parameter)) for name, parameter in model.named_parameters())
     if dist.get_rank():
         for _ in weights:  # gathering is everybody's
@@ -121,41 +118,24 @@ def check_refusals(folder: Path, mesh: DeviceMesh, names: list[str]) -> None:
     (folder / f"refusals-{dist.get_rank()}.json").write_text(json.dumps(said))
 
 
-def check_differences(folder: Path, names: list[str]) -> None:
-    """What ranks of which the last has another model directory, other versions or another plan are refused
-    with; and equal ones are not.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    ranks = Ranks(
-        rank,
-        world,
-        world,
-        torch.device("cpu"),
-        init_device_mesh("cpu", (world,)),
-        cast(Any, dist).HashStore(),
-    )
-    other = rank == world - 1
-    plan = ForwardPlan(tries_up_to=8 * other, rows_up_to=8, reason="")
-    comparisons: dict[str, Callable[[], None]] = {
-        **{
-            name: partial(check_same_model, ranks, folder / (name if other else "model"))
-            for name in ["model", *names]
-        },
-        "versions": lambda: check_same_versions(
-            ranks, {**read_versions(), **({"transformers": "0.1"} if other else {})}
-        ),
-        "same versions": lambda: check_same_versions(ranks, read_versions()),
-        "plan": lambda: check_same_plan(ranks, plan),
-    }
+def check_differences(folder: Path, names: list[str], mesh: DeviceMesh) -> None:
+    """What ranks of which the last has another model directory are refused with; and equal ones are not."""
     said = {}
-    for name, compare in comparisons.items():
+    for name in ["model", *names]:
+        last = dist.get_rank() == dist.get_world_size() - 1
         try:
-            compare()
+            check_same(
+                make_ranks(mesh), compute_model_digests(folder / (name if last else "model")), "copy it"
+            )
             said[name] = "nothing"
-        except (RolloutsError, AgreedFailure) as raised:
-            error = raised.error if isinstance(raised, AgreedFailure) else raised
-            said[name] = f"{type(error).__name__}: {error}"
-    (folder / f"differences-{rank}.json").write_text(json.dumps(said))
+        except AgreedFailure as raised:
+            said[name] = f"{type(raised.error).__name__}: {raised.error}"
+    (folder / f"differences-{dist.get_rank()}.json").write_text(json.dumps(said))
+
+
+def make_ranks(mesh: DeviceMesh) -> Ranks:
+    world = dist.get_world_size()
+    return Ranks(dist.get_rank(), world, world, torch.device("cpu"), mesh)
 
 
 def main() -> None:
@@ -170,7 +150,8 @@ def main() -> None:
     if plan.get("refusals"):
         check_refusals(folder, init_device_mesh("cpu", (dist.get_world_size(),)), plan["refusals"])
     if plan.get("differences"):
-        check_differences(folder, plan["differences"])
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+        check_differences(folder, plan["differences"], mesh)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -15,8 +15,9 @@ from rollouts.backends.open import open_pytorch_backend
 from rollouts.config.schema import OptimConfig
 from rollouts.models.load import resolve_model
 from rollouts.models.sharded import get_local
+from rollouts.ranks.channel import NoOtherRanks
 from rollouts.testing.torch_contracts import make_batch
-from tests.distributed.one_rank import GRPO, NobodyElse, Trained, compute_difference, open_one_rank, train
+from tests.distributed.one_rank import GRPO, Trained, compute_difference, open_one_rank, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,11 +33,14 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {"autocast": "bfloat16"},
     "checkpointing": {"gradient_checkpointing": True},
     "compile": {"compile_backend": "inductor"},
-    "compile and checkpointing in bfloat16": {"compile_backend": "inductor", "gradient_checkpointing": True, "autocast": "bfloat16"},
+    "compile and checkpointing in bfloat16": {
+        "compile_backend": "inductor", "gradient_checkpointing": True, "autocast": "bfloat16"
+    },
     "reduce each micro-batch": {"reduce_each_micro_batch": True},
     "offload": {"cpu_offload": True},
     "all": {
-        "autocast": "bfloat16", "gradient_checkpointing": True, "compile_backend": "inductor", "cpu_offload": True, "reduce_each_micro_batch": True
+        "autocast": "bfloat16", "gradient_checkpointing": True, "compile_backend": "inductor",
+        "cpu_offload": True, "reduce_each_micro_batch": True,
     },
 }  # fmt: skip
 
@@ -66,7 +70,7 @@ async def test_a_rank_on_a_gpu_trains_as_one_process_there(case: str, path: Path
     wanted = await train_alone(path, autocast=options["autocast"])
     async with (
         open_one_rank("cuda") as ranks,
-        open_fsdp_backend(path, hub=NobodyElse(), ranks=ranks, **OPTIONS, **options) as backend,
+        open_fsdp_backend(path, channel=NoOtherRanks(), ranks=ranks, **OPTIONS, **options) as backend,
     ):
         found = await train(backend)
         places = {get_local(parameter).device.type for parameter in backend.model.parameters()}
@@ -105,7 +109,7 @@ async def test_what_is_saved_on_a_gpu_goes_on_with_the_same_weights_and_moments(
         after: list[dict[str, torch.Tensor]] = []
         for loads in (False, True):
             options = {**OPTIONS, "autocast": "off", "cpu_offload": cpu_offload}
-            async with open_fsdp_backend(path, hub=NobodyElse(), ranks=ranks, **options) as backend:
+            async with open_fsdp_backend(path, channel=NoOtherRanks(), ranks=ranks, **options) as backend:
                 if loads:
                     await backend.load(tmp_path).result()
                 else:

@@ -1,6 +1,6 @@
 """Ten steps on fixed rollouts for every case, for tests.distributed.test_fsdp_equivalence.
 
-torchrun … -m tests.distributed.train_program CASES SHARD_SIZE OUT        weights go to OUT.<number of the case>.safetensors
+torchrun … -m tests.distributed.train_program CASES SHARD_SIZE OUT        weights: OUT.<case>.safetensors
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ async def train(backend: Any, case: Case) -> tuple[dict[str, Any], dict[str, Ten
     return found, await backend.get_weights().result()
 
 
-async def drive(hub: Any, ranks: Any) -> list[dict[str, Any]]:
+async def drive(channel: Any, ranks: Any) -> list[dict[str, Any]]:
     from rollouts.backends.fsdp import open_fsdp_backend
 
     found: list[dict[str, Any]] = []
@@ -143,7 +143,9 @@ async def drive(hub: Any, ranks: Any) -> list[dict[str, Any]]:
             find_model, case.model
         )  # to make one takes seconds, in which this rank must be heard
         options = {**backend_options(case), "autocast": "off", "threads": 1, **case.options}
-        async with open_fsdp_backend(path, hub=hub, ranks=ranks, dtype=case.dtype, **options) as backend:
+        async with open_fsdp_backend(
+            path, channel=channel, ranks=ranks, dtype=case.dtype, **options
+        ) as backend:
             said, weights = await train(backend, case)
             said["statistics"] = dict(backend.statistics())
         save_file(

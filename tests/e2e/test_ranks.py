@@ -24,7 +24,7 @@ from tests.e2e.conftest import TRAIN, Train
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 240.0
-NOTICED_S = 10.0  # what is promised
+NOTICED_S = 30.0  # what is promised
 STEPS = 12
 SETTINGS = (
     "--sft.optim.schedule",
@@ -177,7 +177,7 @@ def test_rl_on_other_ranks_draws_the_same_prompts_in_the_same_order(train: Train
 # --- ranks that are lost ------------------------------------------------------------------------------------
 
 AGREEMENT = "train.before_agreement"  # a micro-batch, and so here a step: next is an all-gather
-KILLED, STOPPED = "its connection ended, as when its process is killed", "nothing was heard from it for 6 s"
+KILLED, STOPPED = "its process has ended", "no heartbeat came for 20 s"
 
 
 @pytest.mark.parametrize(

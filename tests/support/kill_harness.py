@@ -2,8 +2,8 @@
 or differs.
 
     unbroken run ─► how often each crash point is reached, how long it takes, what it leaves
-    killed run   ─► attempt 1 ─ SIGKILL ─► attempt 2 --resume ─ SIGKILL ─► … ─► last attempt --resume, undisturbed ─► what it leaves
-                         at a crash point, or after a time drawn from a seed; of several ranks one is killed, and the others end themselves
+    killed run   ─► attempt 1 ─ SIGKILL ─► attempt 2 --resume ─ SIGKILL ─► … ─► last attempt ─► what it leaves
+                         at a crash point, or after a time drawn from a seed; of several ranks one is killed
 
     with open_kill_harness(Job("sft", ("--config", "tiny.toml", "--mode", "sft"), ("sft",)), Path("work")) as
     harness:
@@ -46,7 +46,7 @@ IMPORTS = (
     "rollouts.backends.open",
     "rollouts.weight_sync.open",
 )
-RANK_IMPORTS = ("rollouts.backends.ranks", "rollouts.backends.fsdp", "torch.distributed.rendezvous")
+RANK_IMPORTS = ("rollouts.ranks.meet", "rollouts.backends.fsdp", "torch.distributed.rendezvous")
 OTHERS_S = 10.0  # for the other ranks to end after one was killed
 TAIL_CHARS = 1500  # of an attempt's output that a violation quotes
 LIMIT_S = 300.0  # for one attempt
@@ -276,7 +276,7 @@ def check_others_ended(attempt: Attempt) -> list[str]:
         return []
     return [
         (
-            f"{attempt.cut}: the ranks ended with {ended.returncodes}, the last {ended.others_s:.1f} s after the"
+            f"{attempt.cut}: ranks ended with {ended.returncodes}, the last {ended.others_s:.1f} s after the"
             " first"
         )
     ]

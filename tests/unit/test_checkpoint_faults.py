@@ -20,14 +20,18 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rollouts.backends.held_state import HeldState, hold_state
-from rollouts.backends.state import load_backend_state, read_model_weights
+from rollouts.backends.captures import HeldPart, hold_together
+from rollouts.backends.state import read_state
 from rollouts.checkpoints.load import check_checkpoint, find_newest_checkpoint, load_trainer_state
 from rollouts.checkpoints.save import save_checkpoint
 from rollouts.errors import CheckpointError, StorageError
+from rollouts.models.parts import name_parts
+from rollouts.models.sharded import load_sharded_weights
 from rollouts.models.tokenizers import make_byte_tokenizer
+from rollouts.ranks.group import Ranks
 from rollouts.run_dir import RunDir
 
+ALONE = Ranks(0, 1, 1, torch.device("cpu"))
 DRAWN = 8  # places of each file that are damaged
 
 
@@ -43,13 +47,15 @@ def make_model() -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def held() -> HeldState:
+def held() -> HeldPart:
     """The state of a model that has trained a step."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.tensor([[1, 2, 3]]), use_cache=False).logits.sum().backward()
     optimizer.step()
-    return hold_state(model, optimizer, {"steps": 1.0}, make_byte_tokenizer(), copied=True)
+    held = hold_together(model, optimizer, ALONE, {"steps": 1.0}, make_byte_tokenizer())
+    assert held is not None
+    return held
 
 
 @pytest.fixture
@@ -57,27 +63,24 @@ def stage_dir(tmp_path: Path) -> Path:
     return RunDir(tmp_path).stage_checkpoints("rl")
 
 
-async def save(stage_dir: Path, step: int, held: HeldState) -> Path:
+async def save(stage_dir: Path, step: int, held: HeldPart) -> Path:
     path = stage_dir / f"step_{step}"
 
     async def write(folder: Path) -> None:
-        held.write(folder)
+        name_parts(folder, [held.write(folder)])
 
     await save_checkpoint(path, write_model=write, state={"cursor": step}, stage="rl", step=step)
     return path
 
 
-def assert_loads(checkpoint: Path, held: HeldState) -> None:
+def assert_loads(checkpoint: Path, held: HeldPart) -> None:
     """Its bytes are as they were written, and a fresh model and optimizer take them."""
     check_checkpoint(checkpoint, hashes=True)
     model = make_model()
-    assert load_backend_state(checkpoint, model, torch.optim.AdamW(model.parameters()), ["steps"]) == {
-        "steps": 1.0
-    }
-    weights = read_model_weights(checkpoint, model)
-    assert {name: weights[name].tolist() for name in held.weights} == {
-        name: weight.tolist() for name, weight in held.weights.items()
-    }
+    assert read_state(checkpoint, model, ["steps"], ALONE).position == {"steps": 1.0}
+    load_sharded_weights(model, checkpoint)
+    weights = dict(model.named_parameters())
+    assert all(torch.equal(weights[name], tensor) for bucket in held.weights for name, tensor in bucket)
 
 
 # --- a disk that refuses ------------------------------------------------------------------------------------
@@ -151,7 +154,7 @@ class RefusingFile(io.FileIO):
 
 
 async def count_calls(
-    stage_dir: Path, step: int, held: HeldState, monkeypatch: pytest.MonkeyPatch
+    stage_dir: Path, step: int, held: HeldPart, monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:
     """What a save asks of its disk that goes through."""
     disk = Disk(0, 0, times=0)
@@ -166,7 +169,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 async def test_a_disk_that_refuses_any_single_call_of_a_save_costs_that_save_only(
-    stage_dir: Path, held: HeldState, monkeypatch: pytest.MonkeyPatch
+    stage_dir: Path, held: HeldPart, monkeypatch: pytest.MonkeyPatch
 ):
     older = await save(stage_dir, 1, held)
     asked = await count_calls(stage_dir, 2, held, monkeypatch)
@@ -186,17 +189,18 @@ async def test_a_disk_that_refuses_any_single_call_of_a_save_costs_that_save_onl
             )
             assert names_in(stage_dir) == ["step_1"], what
             assert find_newest_checkpoint(stage_dir, hashes=True) == older, what
-    for call in ("mkdir state", "open config.json", "write config.json", "open model-00001.safetensors", "write model-00001.safetensors",
-                 "rename model-00001.safetensors", "write optimizer.safetensors", "write backend.json", "write trainer.json",
-                 "fsync model.safetensors", "fsync optimizer.safetensors", "write manifest.json", "fsync manifest.json"):  # fmt: skip
-        assert call in asked, "it was refused once"
+    written = ("config.json", "model-of-rank-0-00001.safetensors", "optimizer.safetensors", "backend.json")
+    calls = {f"{call} {file}" for file in written for call in ("open", "write")}
+    calls |= {"mkdir state", "rename model-of-rank-0-00001.safetensors", "write trainer.json"}
+    calls |= {f"fsync {file}" for file in ("model.safetensors", "optimizer.safetensors", "manifest.json")}
+    assert calls <= set(asked), "each was refused once"
     assert asked[-2].startswith("rename .tmp-step_2-") and asked[-1] == "fsync rl"
     assert_loads(older, held)
     assert_loads(await save(stage_dir, 2, held), held)
 
 
 async def test_a_disk_that_refuses_everything_from_some_call_on_leaves_the_checkpoint_before(
-    stage_dir: Path, held: HeldState, monkeypatch: pytest.MonkeyPatch
+    stage_dir: Path, held: HeldPart, monkeypatch: pytest.MonkeyPatch
 ):
     """As a disk that has failed: what cleans up finds it refusing too."""
     older = await save(stage_dir, 1, held)
@@ -233,7 +237,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_a_file_system_that_is_full_after_any_part_of_a_checkpoint_costs_that_checkpoint_only(
-    small_disk: Path, held: HeldState
+    small_disk: Path, held: HeldPart
 ):
     """The system itself refuses here, and libraries that are not written in Python meet it too."""
     stage_dir, ballast = RunDir(small_disk).stage_checkpoints("rl"), small_disk / "ballast"
@@ -277,7 +281,7 @@ def damage(content: bytes, draw: random.Random) -> list[bytes]:
 
 
 async def test_a_checkpoint_that_is_damaged_anywhere_is_refused_by_name_and_the_one_before_is_used(
-    stage_dir: Path, held: HeldState
+    stage_dir: Path, held: HeldPart
 ):
     older, newer = await save(stage_dir, 1, held), await save(stage_dir, 2, held)
     files = sorted(path for path in newer.rglob("*") if path.is_file())
@@ -311,7 +315,7 @@ async def test_a_checkpoint_that_is_damaged_anywhere_is_refused_by_name_and_the_
     assert load_trainer_state(newer) == {"cursor": 2}
 
 
-async def test_a_file_of_another_checkpoint_in_its_place_is_refused_by_name(stage_dir: Path, held: HeldState):
+async def test_a_file_of_another_checkpoint_in_its_place_is_refused_by_name(stage_dir: Path, held: HeldPart):
     older, newer = await save(stage_dir, 1, held), await save(stage_dir, 2, held)
     file = newer / "state" / "trainer.json"
     file.write_bytes((older / "state" / "trainer.json").read_bytes())

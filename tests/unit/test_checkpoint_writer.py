@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import trio
 
 from rollouts.checkpoints.load import list_checkpoints, load_trainer_state
 from rollouts.checkpoints.manifest import read_manifest
-from rollouts.checkpoints.writer import CapturingBackend, CheckpointWriter, Keep, open_checkpoint_writer
+from rollouts.checkpoints.writer import CheckpointWriter, Keep, open_checkpoint_writer
 from rollouts.errors import CheckpointError, StorageError
 from rollouts.run_dir import RunDir
 from rollouts.testing.torch_contracts import SFT, make_batch
@@ -29,31 +29,21 @@ PLENTY = 1 << 40
 
 
 class SlowBackend:
-    """A CapturingBackend whose writes wait for `go`, and can be made to fail. Counts what it was asked for."""
+    """A backend whose copies wait for `go` to be written, and can be made to fail. Notes what is asked."""
 
-    def __init__(self, *, captures: bool = True) -> None:
+    def __init__(self, *, room: bool = True) -> None:
+        self.room = room  # for a copy
         self.go = trio.Event()
         self.value = 0
         self.failures = 0  # writes that are still to fail
         self.calls: list[str] = []
-        if not captures:
-            self.capture = None
 
     def state_bytes(self) -> int:
         return 3000
 
-    def held_bytes(self) -> int:
-        return 1000
-
     def capture(self) -> Done:
-        value = self.value
         self.calls.append("capture")
-
-        async def write(path: Path) -> None:
-            await self.go.wait()
-            self._write(path, value)
-
-        return Done(write)
+        return Done(Held(self, self.value) if self.room else None)
 
     def save(self, path: Path) -> Done:
         self.calls.append("save")
@@ -70,20 +60,19 @@ class SlowBackend:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-class FailingCapture(SlowBackend):
-    """One whose copies fail."""
+class Held:
+    """A copy."""
 
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
+    def __init__(self, backend: SlowBackend, value: int) -> None:
+        self.backend, self.value = backend, value
 
-    def capture(self) -> Done:
-        self.calls.append("capture")
+    async def __call__(self, path: Path) -> None:
+        await self.backend.go.wait()
+        self.backend.calls.append("write")
+        self.backend._write(path, self.value)
 
-        def fail() -> None:
-            raise self.error
-
-        return Done(fail, call=True)
+    def drop(self) -> None:
+        self.backend.calls.append("drop")
 
 
 class Done:
@@ -104,7 +93,6 @@ async def open_writer(
     warnings: list[str],
     *,
     keep: Keep | None = None,
-    free: int | None = PLENTY,
 ) -> AsyncIterator[CheckpointWriter]:
     opened = open_checkpoint_writer(
         backend,
@@ -113,7 +101,6 @@ async def open_writer(
         config_hash="abc",
         keep=keep or Keep(),
         warn=warnings.append,
-        free_memory=lambda: free,
     )  # pyright: ignore[reportCallIssue]
     async with opened as writer:
         yield writer
@@ -135,12 +122,12 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_its_o
     assert read_value(tmp_path, 1) == "1"
     assert load_trainer_state(RunDir(tmp_path).checkpoint("rl", 1)) == {"cursor": [1]}
     assert read_manifest(RunDir(tmp_path).checkpoint("rl", 1)).config_hash == "abc"
-    assert backend.calls == ["capture"]
+    assert backend.calls == ["capture", "write", "drop"]
 
 
-@pytest.mark.parametrize("free", [PLENTY, 0])
-async def test_what_is_written_besides_belongs_to_the_checkpoint_and_can_fail_it(tmp_path, free):
-    backend, warnings, refuse = SlowBackend(), [], False
+@pytest.mark.parametrize("room", [True, False])
+async def test_what_is_written_besides_belongs_to_the_checkpoint_and_can_fail_it(tmp_path, room):
+    backend, warnings, refuse = SlowBackend(room=room), [], False
     backend.go.set()
 
     async def write_more(path: Path) -> None:
@@ -148,7 +135,7 @@ async def test_what_is_written_besides_belongs_to_the_checkpoint_and_can_fail_it
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         (path / "more").write_text((path / "model").read_text() + "!")
 
-    async with open_writer(backend, tmp_path, warnings, free=free) as writer:
+    async with open_writer(backend, tmp_path, warnings) as writer:
         await writer.save(1, {}, write_more=write_more)
         await writer.wait_written()
         refuse = True
@@ -187,93 +174,29 @@ async def test_a_save_at_work_is_finished_when_the_run_is_cancelled_or_fails(tmp
     assert read_value(tmp_path, 2) == "0"
 
 
-@pytest.mark.parametrize(("free", "calls"), [(1249, ["save"]), (1250, ["capture"]), (None, ["capture"])])
-async def test_without_memory_for_a_copy_training_waits(tmp_path, free, calls):
-    backend = SlowBackend()
-    backend.go.set()
-    async with open_writer(backend, tmp_path, [], free=free) as writer:
-        await writer.save(1, {})
-    assert backend.calls == calls
-    assert read_value(tmp_path, 1) == "0"
-
-
-async def test_a_backend_that_finds_no_room_by_itself_is_saved_while_training_waits(tmp_path):
-    class FullBackend(SlowBackend):
-        def capture(self) -> Done:
-            self.calls.append("capture")
-            return Done(None)
-
-    backend, warnings = FullBackend(), []
-    async with open_writer(backend, tmp_path, warnings) as writer:
+async def test_without_room_for_a_copy_training_waits(tmp_path):
+    backend = SlowBackend(room=False)
+    async with open_writer(backend, tmp_path, []) as writer:
         await writer.save(1, {})
         assert read_value(tmp_path, 1) == "0"
-        assert (backend.calls, warnings, writer.statistics()["beside_training"]) == (
-            ["capture", "save"],
-            [],
-            0.0,
-        )
+    assert backend.calls == ["capture", "save"]
 
 
-async def test_a_save_that_fails_beside_training_is_a_warning_and_a_metric_and_the_next_one_succeeds(
-    tmp_path,
-):
-    backend, warnings = SlowBackend(), []
-    backend.go.set()
+async def test_a_copy_is_dropped_also_where_nothing_was_written(tmp_path, monkeypatch):
+    backend, warnings, usage = SlowBackend(), [], shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=0))
     async with open_writer(backend, tmp_path, warnings) as writer:
         await writer.save(1, {})
         await writer.wait_written()
-        backend.failures = 1
-        await writer.save(2, {})
-        await writer.wait_written()
-        assert writer.take_metrics() == {"checkpoint/failed": 1.0}
-        assert writer.take_metrics() == {}
-        await writer.save(3, {})
-    (warning,) = warnings
-    assert "step_2 cannot be written (No space left on device)" in warning
-    assert "training goes on" in warning
-    assert sorted(path.name for path in RunDir(tmp_path).stage_checkpoints("rl").iterdir()) == [
-        "step_1",
-        "step_3",
-    ]
-    assert "reset" not in backend.calls, "the backend had no part in it"
-    assert writer.statistics()["saved"] == 2
-    assert writer.statistics()["failed"] == 1
-
-
-class HeldElsewhere:
-    """A copy of which other processes have a part."""
-
-    def __init__(self, calls: list[str]) -> None:
-        self.calls = calls
-
-    async def __call__(self, path: Path) -> None:
-        self.calls.append("write")
-
-    def drop(self) -> None:
-        self.calls.append("drop")
-
-
-async def test_a_copy_that_others_hold_is_dropped_when_the_disk_is_full_before_anything_is_written(
-    tmp_path, monkeypatch
-):
-    backend, warnings = SlowBackend(), []
-    backend.capture = lambda: Done(HeldElsewhere(backend.calls))
-    async with open_writer(backend, tmp_path, warnings) as writer:
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 0))
-        await writer.save(1, {})
-        await writer.wait_written()
-        assert (backend.calls, len(warnings)) == (["drop"], 1)
-        monkeypatch.undo()
-        await writer.save(2, {})
-    assert backend.calls == ["drop", "write", "drop"], "the copy knows by itself that it was written"
+    assert backend.calls == ["capture", "drop"] and "cannot be written" in warnings[-1]
 
 
 async def test_a_save_that_fails_while_training_waits_leaves_the_backend_usable(tmp_path):
-    backend, warnings = SlowBackend(), []
+    backend, warnings = SlowBackend(room=False), []
     backend.failures = 1
-    async with open_writer(backend, tmp_path, warnings, free=0) as writer:
+    async with open_writer(backend, tmp_path, warnings) as writer:
         await writer.save(1, {})
-        assert backend.calls == ["save", "reset"]
+        assert backend.calls == ["capture", "save", "reset"]
         assert writer.take_metrics() == {"checkpoint/failed": 1.0}
         await writer.save(2, {})
     assert [step for step, _ in list_checkpoints(RunDir(tmp_path).stage_checkpoints("rl"))] == [2]
@@ -333,40 +256,6 @@ async def test_a_damaged_file_of_evaluations_costs_retention_and_not_the_run(tmp
     assert "evaluations.jsonl:1 is not a JSON object" in warnings[0]
 
 
-class OutOfMemoryError(RuntimeError):
-    """As torch calls it."""
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        OutOfMemoryError("HIP has none left"),
-        RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:114] err == 0. DefaultCPUAllocator: can't allocate memory: you"
-            " tried to allocate 8 bytes."
-        ),
-        RuntimeError("CUDA error: out of memory"),
-    ],
-)
-async def test_a_copy_that_finds_no_memory_after_all_is_saved_while_training_waits(tmp_path, error):
-    backend, warnings = FailingCapture(error), []
-    async with open_writer(backend, tmp_path, warnings) as writer:
-        await writer.save(1, {})
-        assert backend.calls == ["capture", "reset", "save"]
-        assert writer.take_metrics() == {}, "nothing failed"
-    assert read_value(tmp_path, 1) == "0"
-    assert "no memory for a copy" in warnings[0]
-
-
-async def test_a_copy_that_fails_for_another_reason_ends_the_run(tmp_path):
-    backend = FailingCapture(RuntimeError("the device is gone"))
-    with pytest.RaisesGroup(pytest.RaisesExc(RuntimeError, match="the device is gone")):
-        async with open_writer(backend, tmp_path, []) as writer:
-            await writer.save(1, {})
-    assert backend.calls == ["capture"]
-
-
 async def test_too_little_room_for_two_checkpoints_is_a_warning_at_the_start(tmp_path, monkeypatch):
     class HugeBackend(SlowBackend):
         def state_bytes(self) -> int:
@@ -384,23 +273,21 @@ async def test_too_little_room_for_two_checkpoints_is_a_warning_at_the_start(tmp
 async def test_the_pytorch_backend_is_copied_in_a_moment_and_written_beside_steps_bit_for_bit(tmp_path):
     batch = make_batch(seed=1)
     async with open_backend() as backend:
-        assert isinstance(backend, CapturingBackend)
         await backend.forward_backward(batch, SFT).result()
         await backend.optim_step().result()
-        before, after, both = tmp_path / "before", tmp_path / "after", tmp_path / "both"
+        before, after = tmp_path / "before", tmp_path / "after"
         await backend.save(before).result()
-        write: Callable[[Path], Awaitable[None]] = await backend.capture().result()
+        write = await backend.capture().result()
+        assert write is not None
         moved = backend.forward_backward(batch, SFT), backend.optim_step()
         after.mkdir()
         await write(after)
         for future in moved:
             await future.result()
-        both.mkdir()
-        await write(both)
     names = sorted(path.relative_to(before) for path in before.rglob("*") if path.is_file())
     assert {"model.safetensors", "config.json"} <= {str(name) for name in names}
     for name in names:
-        assert (before / name).read_bytes() == (after / name).read_bytes() == (both / name).read_bytes(), name
+        assert (before / name).read_bytes() == (after / name).read_bytes(), name
 
 
 async def test_what_is_held_is_as_large_as_was_said(tmp_path):
@@ -418,6 +305,7 @@ FULL_DISK = """
 import logging, resource, sys
 from pathlib import Path
 import trio
+from rollouts.backends import captures
 from rollouts.checkpoints.load import check_checkpoint, find_newest_checkpoint
 from rollouts.checkpoints.writer import Keep, open_checkpoint_writer
 from rollouts.errors import StorageError
@@ -438,21 +326,25 @@ async def main():
     stage = run_dir.stage_checkpoints("sft")
     async with open_backend(tokenizer=make_byte_tokenizer()) as backend:
         for free in (1 << 40, 0):
-            async with open_checkpoint_writer(backend, run_dir, "sft", keep=Keep(), warn=warnings.append, free_memory=lambda: free) as writer:
+            captures.read_free_memory = lambda: free
+            opened = open_checkpoint_writer(backend, run_dir, "sft", keep=Keep(), warn=warnings.append)
+            async with opened as writer:
                 step = await train(backend)
                 await writer.save(step, {"cursor": 1})
                 await writer.wait_written()
                 older = find_newest_checkpoint(stage, hashes=True)
                 sizes = sorted({path.stat().st_size for path in older.rglob("*") if path.is_file()})
-                for size in [0, *(size - 1 for size in sizes), sizes[-1] // 2] if free else [0, sizes[0] - 1, sizes[-1] - 1]:
+                limits = [size - 1 for size in (sizes if free else (sizes[0], sizes[-1]))]
+                for size in [0, *limits, sizes[-1] // 2]:
                     warnings.clear()
                     limit(size)
                     await writer.save(await train(backend), {"cursor": 1})
                     await writer.wait_written()
                     limit(resource.RLIM_INFINITY)
-                    assert len(warnings) == 1 and "cannot be written (File too large" in warnings[0], (size, warnings)
+                    assert len(warnings) == 1, (size, warnings)
+                    assert "cannot be written (File too large" in warnings[0]
                     assert find_newest_checkpoint(stage, hashes=True) == older
-                    assert all(path.name.startswith("step_") for path in stage.iterdir()), list(stage.iterdir())
+                    assert all(path.name.startswith("step_") for path in stage.iterdir())
                 step = await train(backend)
                 await writer.save(step, {"cursor": 1}, last=True)
                 assert find_newest_checkpoint(stage, hashes=True).name == f"step_{step}"

@@ -5,6 +5,7 @@ backend is opened there.
 from __future__ import annotations
 
 import json
+import re
 import socket
 from functools import partial
 from pathlib import Path
@@ -18,15 +19,13 @@ import trio
 
 from integration_training import opening, train
 from rollouts.backends.open import choose_autocast_dtype
-from rollouts.backends.ranks import connect
-from rollouts.backends.same_ranks import check_same_device, tell_device
 from rollouts.config.schema import EngineConfig, ModelConfig, RunConfig
-from rollouts.distributed.launch import Launch
-from rollouts.distributed.process_group import Meeting, meet_ranks
 from rollouts.errors import ConfigError, ModelError
 from rollouts.models.devices import DeviceMemory, choose_device, describe_device, look_at_device, use_device
 from rollouts.preflight.estimate import Lengths, ModelSize, estimate_memory
 from rollouts.preflight.findings import Finding
+from rollouts.ranks.launch import Launch
+from rollouts.ranks.meet import connect
 from rollouts.weight_sync.open import choose_wire
 
 RUN = """
@@ -146,70 +145,37 @@ def choose_and_fail() -> str:
     raise ConfigError("model.device='cuda', but torch finds no GPU")
 
 
-def say(host: str, device: str) -> bytes:
-    return json.dumps([host, {"model.device": device}]).encode()
-
-
-def test_ranks_that_have_chosen_alike_compute_there():
-    assert check_same_device([tell_device(lambda: "cuda")] * 3) == "cuda"
-
-
-def test_ranks_that_have_chosen_unlike_devices_are_named():
-    message = (
-        r"model\.device comes to 'cpu' on ranks 1, 3 \(the first on b\) and to 'cuda' on rank 0 on a; .*set"
-        r" model\.device='cpu'"
-    )
-    with pytest.raises(ConfigError, match=message):
-        check_same_device([say("a", "cuda"), say("b", "cpu"), say("a", "cuda"), say("b", "cpu")])
-
-
-def test_a_rank_without_the_device_is_named_to_all():
-    host = socket.gethostname()
-    with pytest.raises(
-        ConfigError, match=rf"^rank 1 on {host}: model\.device='cuda', but torch finds no GPU"
-    ):
-        check_same_device([say("a", "cuda"), tell_device(choose_and_fail)])
-
-
-async def test_ranks_that_meet_refuse_unlike_devices_with_the_same_words_before_there_is_a_process_group(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        (
+            [lambda: "cuda", lambda: "cpu"],
+            r"model\.device is 'cpu' on rank 1 on \S+ and 'cuda' on rank 0 .*set model\.device='cpu'",
+        ),
+        ([lambda: "cpu", choose_and_fail], r"rank 1 on \S+: model\.device='cuda', but torch finds no GPU"),
+    ],
+)
+async def test_ranks_that_cannot_compute_alike_refuse_with_the_same_words_before_there_is_a_process_group(
+    choices: list[Any], message: str, monkeypatch: pytest.MonkeyPatch
 ):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
     said: list[str] = []
 
-    def meet(rank: int, device: str) -> None:
+    def meet(rank: int) -> None:
         launch = Launch(rank, 2, rank, 2, "127.0.0.1", 0)
         with pytest.raises(ConfigError) as caught:
-            connect(launch, choose_device=lambda: device, shard_size=0)
+            connect(launch, 0, choices[rank])
         said.append(str(caught.value))
 
     with trio.fail_after(120):
         async with trio.open_nursery() as nursery:
-            for rank, device in enumerate(("cuda", "cpu")):
-                nursery.start_soon(trio.to_thread.run_sync, meet, rank, device)
-    assert said[0] == said[1]
-    assert "model.device comes to 'cpu' on rank 1" in said[0]
-    assert not torch.distributed.is_initialized()
-
-
-async def test_what_a_rank_says_is_heard_by_all_that_meet(monkeypatch: pytest.MonkeyPatch):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
-    heard: dict[int, Meeting] = {}  # kept: rank 0's store is the others' too
-
-    def meet(rank: int) -> None:
-        heard[rank] = meet_ranks(Launch(rank, 3, rank, 3, "127.0.0.1", 0), word=b"\x00" * rank)
-
-    with trio.fail_after(120):
-        async with trio.open_nursery() as nursery:
-            for rank in range(3):
+            for rank in range(2):
                 nursery.start_soon(trio.to_thread.run_sync, meet, rank)
-    assert [heard[rank].words for rank in range(3)] == [(b"", b"\x00", b"\x00\x00")] * 3
+    assert said[0] == said[1]
+    assert re.match(message, said[0])
+    assert not torch.distributed.is_initialized()
 
 
 # --- before a run -------------------------------------------------------------------------------------------
@@ -296,7 +262,7 @@ def test_ranks_train_on_the_device_on_which_they_have_met(monkeypatch: pytest.Mo
     config = RunConfig.model_validate(
         {"sft": {"steps": 1, "data": {"kind": "jsonl", "path": "x"}}, "distributed": {"cpu_offload": True}}
     )
-    ranks = SimpleNamespace(hub=None, ranks=SimpleNamespace(device=torch.device("cuda:0")))
+    ranks = SimpleNamespace(channel=None, ranks=SimpleNamespace(device=torch.device("cuda:0")))
     opening.open_backend(
         cast(Any, SimpleNamespace(config=config, ranks=ranks, tokenizer=None, device="cuda:0")), "sft", Path()
     )

@@ -62,9 +62,6 @@ class Backend:
     def state_bytes(self) -> int:
         return self.size
 
-    def held_bytes(self) -> int:
-        return 10 * self.size
-
     def capture(self) -> Answer:
         return self.answer
 
@@ -85,7 +82,7 @@ def pair(policy: Backend, critic: Backend) -> PolicyAndCritic:
 
 def test_the_size_is_that_of_both():
     both = pair(Backend(Answer(), size=3), Backend(Answer(), size=4))
-    assert (both.state_bytes(), both.held_bytes()) == (7, 70)
+    assert both.state_bytes() == 7
 
 
 async def test_the_critic_lies_in_a_directory_of_its_own(tmp_path: Path):

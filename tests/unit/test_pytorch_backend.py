@@ -327,7 +327,7 @@ async def test_a_clipped_step_is_that_of_the_scaled_gradient():
         norm = torch.stack([gradient.norm() for gradient in before.values()]).norm()
         assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
         moments = {
-            name: backend._optimizer.state[parameter]["exp_avg"]
+            name: backend._trainer.optimizer.state[parameter]["exp_avg"]
             for name, parameter in backend.model.named_parameters()
         }
     assert_close(
@@ -368,7 +368,7 @@ async def test_statistics_count_steps_and_tokens():
 
 
 async def test_weights_are_streamed_in_buckets(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rollouts.backends.pytorch.BUCKET_BYTES", 9000)
+    monkeypatch.setattr("rollouts.backends.trainer.BUCKET_BYTES", 9000)
     buckets: list[list[int]] = []
     async with open_backend() as backend:
         await backend.stream_weights(lambda bucket: buckets.append([tensor.nbytes for _, tensor in bucket]))
@@ -424,7 +424,7 @@ async def test_torchs_random_state_is_restored(tmp_path: Path):
             lambda path: (path / "state" / "optimizer.safetensors").write_bytes(b"12345678"),
             r"optimizer\.safetensors cannot be read",
         ),
-        (lambda path: (path / "model.safetensors").unlink(), "no \\*.safetensors file"),
+        (lambda path: (path / "model.safetensors").unlink(), "there is no \\*.safetensors"),
         (
             lambda path: rename_state(path, "exp_avg/model.norm.weight", "exp_avg/model.other"),
             r"exp_avg/model\.other",
@@ -624,7 +624,7 @@ async def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path):
             CheckpointError, match=r"not of this model.*model\.norm\.weight \(5,\) for \(32,\)"
         ):
             await backend.load(tmp_path)
-        assert len(backend._optimizer.state) == 0
+        assert len(backend._trainer.optimizer.state) == 0
         await backend.reset()
         await contract.train(backend, make_batch())
 

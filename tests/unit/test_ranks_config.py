@@ -9,9 +9,9 @@ import pytest
 
 from rollouts.config.load import check_same_config, check_same_run, dump_config, load_config
 from rollouts.config.schema import DistributedConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
-from rollouts.distributed.launch import Launch
 from rollouts.errors import ConfigError
 from rollouts.preflight.ranks import check_ranks, choose_relaunch
+from rollouts.ranks.launch import Launch
 
 
 def config_of(**settings: int) -> RunConfig:
@@ -72,12 +72,18 @@ def test_what_only_ranks_do_is_refused_to_a_process_that_trains_alone(name: str)
 
 async def test_offloading_to_host_memory_is_refused_to_ranks_on_cpus():
     from rollouts.backends.fsdp import open_fsdp_backend
-    from tests.distributed.one_rank import NobodyElse, open_one_rank
+    from rollouts.ranks.channel import NoOtherRanks
+    from tests.distributed.one_rank import open_one_rank
 
     async with open_one_rank("cpu") as ranks:
         with pytest.raises(ConfigError, match=r"distributed\.cpu_offload=true, but the ranks train on CPUs"):
             async with open_fsdp_backend(
-                Path(), hub=NobodyElse(), ranks=ranks, optim=OptimConfig(), total_steps=1, cpu_offload=True
+                Path(),
+                channel=NoOtherRanks(),
+                ranks=ranks,
+                optim=OptimConfig(),
+                total_steps=1,
+                cpu_offload=True,
             ):
                 pass
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from rollouts.config.schema import RunConfig
-from rollouts.distributed.launch import Launch, find_agent, identify_process, read_launch
 from rollouts.errors import RunDirError
 from rollouts.preflight.restarts import (
     choose_resume,
@@ -24,6 +23,7 @@ from rollouts.preflight.restarts import (
     read_agents,
 )
 from rollouts.preflight.run_directory import check_run_dir, lock_run_dir, write_holder
+from rollouts.ranks.launch import Launch, find_agent, identify_process, read_launch
 from rollouts.run_dir import RunDir
 
 ALONE = Launch(0, 1, 0, 1, "localhost", restart=0, run_id="job", agent="a")
@@ -137,9 +137,7 @@ def test_a_lock_that_does_not_say_is_nobodys(run_dir, text):
 
 
 def test_two_processes_are_told_apart_and_one_is_itself():
-    script = (
-        "import os; from rollouts.distributed.launch import read_launch; print(read_launch(os.environ).agent)"
-    )
+    script = "import os; from rollouts.ranks.launch import read_launch; print(read_launch(os.environ).agent)"
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "job"}
     program = [sys.executable, "-c", script]
     wrapped = ["sh", "-c", '"$@"; exit $?', "wrapper", *program]

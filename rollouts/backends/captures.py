@@ -1,0 +1,236 @@
+"""A checkpoint of which every rank writes its part: at once, or copied to host memory and written beside
+training.
+
+    device threads:  room on every machine? ─► each rank's part of the weights, whole ─► its training state
+                        └─ no: None on all, and the caller saves while training waits
+    rank 0, later:   HeldCheckpoint(path) ─ "write_held" ─► every rank writes its part, in a thread
+                        └─► when all have answered, rank 0 names the files
+
+A rank of W needs memory for a W-th of the state. What is written either way is the same.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import trio
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollouts.backends.state import HeldState, hold_state
+from rollouts.backends.weights import gather_parts
+from rollouts.errors import RunDirError
+from rollouts.models.export import FileNames, write_description
+from rollouts.models.host_memory import read_free_memory
+from rollouts.models.parts import Deal, deal_weights, name_parts, write_part
+from rollouts.models.sharded import get_local
+from rollouts.ranks.channel import RankChannel
+from rollouts.ranks.group import Ranks, decode_error, run_agreed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+UNKNOWN = -1.0  # free memory that the system does not tell
+MEMORY_MARGIN = 1.25  # times the needed memory must be free before it is copied: what else grows meanwhile
+NO_MEMORY = re.compile(r"(cannot|can't|could not) allocate memory|out of memory", re.IGNORECASE)
+
+
+# --- at once ------------------------------------------------------------------------------------------------
+
+
+def save_together(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    path: Path,
+    position: Mapping[str, float],
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
+    """Writes the model directory `path` and its `state/`, each rank its own part, a bucket at a time.
+    Collective. All ranks must see `path`; rank 0's `position` and `tokenizer` count.
+
+    Raises AgreedFailure with an OSError if a disk refuses a write on any rank, with a RunDirError if a rank
+    does not see `path`.
+    """
+
+    def describe() -> None:
+        if ranks.rank == 0:
+            path.mkdir(parents=True, exist_ok=True)
+            write_description(model, path, tokenizer)
+
+    def name(counts: Sequence[float]) -> None:
+        if ranks.rank == 0:
+            name_parts(path, [int(count) for count in counts])
+
+    run_agreed(ranks, describe)
+    with ExitStack() as stack:
+
+        def begin() -> tuple[Deal, Any]:
+            check_seen(path, ranks.rank)
+            deal = deal_weights(model, ranks.rank, ranks.world_size)
+            return deal, stack.enter_context(write_part(path, deal.names, ranks.rank))
+
+        deal, writer = run_agreed(ranks, begin).value
+        gather_parts(ranks, deal.parameters, writer.take)
+        counts = run_agreed(ranks, stack.close, lambda _: [float(len(writer.shards))], count=1).numbers
+    run_agreed(ranks, lambda: name(counts[:, 0].tolist()))
+    run_agreed(ranks, lambda: hold_state(model, optimizer, position, ranks, copied=False).write(path))
+
+
+def check_seen(path: Path, rank: int) -> None:
+    """Raises RunDirError if this rank does not see the directory that rank 0 has made: its part of a
+    checkpoint would lie somewhere else.
+    """
+    if not path.is_dir():
+        raise RunDirError(
+            f"rank {rank} on {socket.gethostname()} does not see {path}; put output.dir on a filesystem that"
+            " all machines share"
+        )
+
+
+# --- beside training ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPart:
+    """One rank's copy of its part of a checkpoint."""
+
+    state: HeldState
+    weights: Sequence[Sequence[tuple[str, Tensor]]]  # whole tensors, in the buckets in which they came
+    names: FileNames  # looked at before training went on
+    model: PreTrainedModel  # of which config and conversions are read, which training leaves alone
+    tokenizer: PreTrainedTokenizerBase | None  # on rank 0
+
+    def write(self, path: Path) -> int:
+        """Writes this rank's files of the checkpoint `path`, which rank 0 has made; once, on any thread. How
+        many of them hold weights, and wait for their names. Raises OSError; RunDirError on a rank that does
+        not see `path`.
+        """
+        rank = self.state.layout.rank
+        check_seen(path, rank)
+        if rank == 0:
+            write_description(self.model, path, self.tokenizer)
+        with write_part(path, self.names, rank) as writer:
+            for bucket in self.weights:
+                writer.take(bucket)
+        self.state.write(path)
+        return len(writer.shards)
+
+
+def hold_together(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    position: Mapping[str, float],
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> HeldPart | None:
+    """This rank's part of the state as it is now, in host memory; None, on all ranks, if one has no room.
+    Collective, on the device thread. `position` and `tokenizer` are rank 0's.
+    """
+    deal, told = run_agreed(
+        ranks,
+        lambda: deal_weights(model, ranks.rank, ranks.world_size),
+        lambda deal: describe_room(model, ranks, deal),
+        count=3,
+    )
+    if not has_room(told):
+        return None
+    buckets: list[list[tuple[str, Tensor]]] = []
+    short: list[BaseException] = []  # where memory was not to be had: the ranks agree on that below
+
+    def attempt(work: Callable[[], Any]) -> Any:
+        try:
+            return None if short else work()
+        except (MemoryError, RuntimeError) as error:
+            if not is_allocation_failure(error):
+                raise
+            short.append(error)
+
+    def keep(bucket: Sequence[tuple[str, Tensor]]) -> None:
+        attempt(lambda: buckets.append([(name, tensor.to("cpu", copy=True)) for name, tensor in bucket]))
+
+    gather_parts(ranks, deal.parameters, keep)
+    state, lacking = run_agreed(
+        ranks,
+        lambda: attempt(lambda: hold_state(model, optimizer, position, ranks, copied=True)),
+        lambda _: [float(bool(short))],
+        count=1,
+    )
+    return None if lacking.any() else HeldPart(state, buckets, deal.names, model, tokenizer)
+
+
+def describe_room(model: PreTrainedModel, ranks: Ranks, deal: Deal) -> tuple[float, float, float]:
+    """(machine, its free bytes, bytes that this rank needs): its part of the weights, and its rows of two
+    moments where no other replica has them.
+    """
+    free = read_free_memory()
+    moments = 2 * sum(get_local(weight).nbytes for weight in model.parameters()) if ranks.first_replica else 0
+    machine = zlib.crc32(socket.gethostname().encode())
+    return float(machine), UNKNOWN if free is None else float(free), float(deal.nbytes + moments)
+
+
+def has_room(told: NDArray[np.floating[Any]]) -> bool:
+    """Whether every machine has memory for what its ranks need together. `told` [W, 3]: describe_room of each
+    rank.
+    """
+    for machine in np.unique(told[:, 0]):
+        free, needed = told[told[:, 0] == machine, 1], told[told[:, 0] == machine, 2].sum()
+        known = free[free != UNKNOWN]
+        if len(known) and known.min() < MEMORY_MARGIN * needed:
+            return False
+    return True
+
+
+def is_allocation_failure(error: BaseException) -> bool:
+    """Whether memory, of the machine or of an accelerator, was not to be had, as Python and torch say it."""
+    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return known or NO_MEMORY.search(str(error)) is not None
+
+
+class HeldCheckpoint:
+    """What capture() leaves on rank 0: a function that writes it to a directory, once."""
+
+    def __init__(self, channel: RankChannel, name: str, held: HeldPart) -> None:
+        self._channel = channel
+        self._name = name  # of this capture alone
+        self._held: HeldPart | None = held  # until it is written or dropped
+
+    async def __call__(self, path: Path) -> None:
+        """Every rank writes its part to `path`, which all see; afterwards no rank holds it.
+
+        Raises what any rank has met, after all have ended: OSError of a disk, StorageError, RunDirError, else
+        BackendError.
+        """
+        held, self._held = self._held, None
+        assert held is not None, f"{self._name} is written or dropped already"
+        self._channel.send({"name": "write_held", "capture": self._name, "path": str(path)})
+        counts, failure = {0: 0}, None
+        try:
+            counts[0] = await trio.to_thread.run_sync(held.write, path)
+        except Exception as error:  # raised when nobody writes there any more: the directory is removed then
+            failure = error
+        del held  # its memory is free while the others write, and while the files are hashed
+        answers = await self._channel.wait_answers(self._name)
+        for rank, answer in sorted(answers.items()):
+            if answer.isdecimal():
+                counts[rank] = int(answer)
+            elif failure is None:
+                failure = decode_error(rank, answer.encode())
+        if failure is not None:
+            raise failure
+        await trio.to_thread.run_sync(name_parts, path, [counts[rank] for rank in sorted(counts)])
+
+    def drop(self) -> None:
+        """Frees every rank's part, if it was not written. Returns at once."""
+        if self._held is not None:
+            self._held = None
+            self._channel.send({"name": "drop_held", "capture": self._name})

@@ -1,0 +1,336 @@
+"""A model, its gradients and its optimizer on one rank or spread over many: what each rank's device thread
+does of a step. Every method is collective; on one rank the collectives do nothing.
+
+    rank 0 packs the batch ──scatter──► each rank's share ──► rounds: forward ─► loss, agreed ─► backward
+                                                                └──► gradients, summed and sharded
+
+All ranks call the same method at the same time; only rank 0 is given what comes from outside and gets results
+back. Three ways to fail: AgreedFailure, raised by all ranks alike, which are in step afterwards; any other
+error, after which the ranks are out of step and the job must end; and loss or gradients that are not finite,
+which all ranks see alike and report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from rollouts.backends.captures import HeldPart, hold_together, save_together
+from rollouts.backends.sharding import discard_iteration, run_unsharded
+from rollouts.backends.shares import Portion, Share, TokenTrace, decode_share, encode_share
+from rollouts.backends.state import StepRandomStates, read_state
+from rollouts.backends.steps import (
+    POSITION_FIELDS,
+    check_count,
+    clip_gradients,
+    collect_gradients,
+    compute_loss,
+    with_entropy,
+)
+from rollouts.backends.weights import (
+    BUCKET_BYTES,
+    RANK_BUCKET_BYTES,
+    check_weights,
+    gather_bucket,
+    scatter_weight,
+    split_buckets,
+)
+from rollouts.crash_points import reach
+from rollouts.errors import CheckpointError, ModelError, RolloutsError
+from rollouts.losses import LossFn, LossOutput, resolve_loss, wants_entropy_gradient
+from rollouts.models.forward_plan import log_plan, plan_forward
+from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
+from rollouts.models.sharded import get_local, load_sharded_weights, reshard
+from rollouts.protocols import WeightSink
+from rollouts.ranks.group import (
+    AgreedFailure,
+    Ranks,
+    all_gather_bytes,
+    all_gather_floats,
+    run_agreed,
+    scatter_bytes,
+)
+from rollouts.types import FloatArray, Metric, Metrics, merge_metrics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+METRIC_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Metric)}
+MakeShares = Callable[[], Sequence[Share]] | None
+"""Rank 0's: one share for each rank. None on the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShareResult:
+    """What all ranks together made of a batch."""
+
+    total: float  # sum of the loss over the whole batch; not finite: no gradient was kept
+    metrics: Metrics
+    # of each rank, where the loss asks for it: [3, tokens of its portions that count]
+    traces: Sequence[FloatArray] = ()
+
+
+class Trainer:
+    """One rank's part of the training.
+
+    model: whole on one rank, else divided by shard_model. plan: which shortcuts are exact for it; None finds
+    that out with the first batch, on one rank. check_open: called at each boundary between micro-batches;
+    what it raises on any rank ends the step on all. reduce_each: sum gradients over the ranks after every
+    micro-batch instead of once per batch, which costs communication and saves memory.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizer: torch.optim.AdamW,
+        ranks: Ranks,
+        plan: ForwardPlan | None,
+        *,
+        check_open: Callable[[], None],
+        autocast_dtype: torch.dtype | None = None,
+        reduce_each: bool = False,
+    ) -> None:
+        self.model = model.eval()  # dropout would make its log-probs another policy's
+        self.optimizer = optimizer
+        self.ranks = ranks
+        self._plan = plan
+        self._check_open = check_open
+        self._autocast_dtype = autocast_dtype
+        self._reduce_each = reduce_each
+        self._random_states = StepRandomStates(ranks.device)
+        if plan is not None and ranks.rank == 0:
+            log_plan(model, plan)
+
+    def find_plan(self) -> ForwardPlan:
+        """Which shortcuts are exact for the model."""
+        if self._plan is None:
+            self._plan = plan_forward(self.model)
+            log_plan(self.model, self._plan)
+        return self._plan
+
+    def discard(self) -> None:
+        """Throws accumulated gradients away, and what a failed step left behind. Does not communicate."""
+        discard_iteration(self.model)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def reset(self) -> None:
+        """As after the last step: what was begun since is thrown away, and this rank's random states are as
+        they were. Does not communicate.
+        """
+        self.discard()
+        self._random_states.restore()
+
+    def skip_step(self) -> None:
+        """Ends a step that changes nothing. Does not communicate."""
+        self.discard()
+        self._random_states.note()
+
+    # --- batches
+
+    def forward_backward(self, make_shares: MakeShares) -> ShareResult:
+        """Adds the gradient of sum / denominator to what has accumulated."""
+        self._random_states.begin()
+        share = self._receive_share(make_shares)
+        spec = share.spec
+        assert spec is not None
+        loss_fn = run_agreed(self.ranks, lambda: resolve_loss(spec.name)).value
+        total, count = 0.0, 0.0
+        metrics: list[Metrics] = []
+        traces: list[Tensor] = []
+        for number, portion in enumerate(share.portions):
+            if isinstance(self.model, FSDPModule):
+                last = number == len(share.portions) - 1
+                self.model.set_requires_gradient_sync(self._reduce_each or last)
+            flat = self._compute_outputs(portion, share)
+            (output, trace), sums = self._agree_on_loss(flat, portion, share, loss_fn, metrics)
+            total += float(sums[:, 0].sum())
+            count += float(sums[:, 1].sum())
+            if not math.isfinite(total):
+                self.discard()
+                return ShareResult(total, {})
+            (output.sum / share.denominator).backward()
+            if trace is not None:
+                traces.append(trace.read())
+        reshard(self.model)
+        try:  # the same on all ranks: it fails on all or on none
+            check_count(spec, count, share.expected_count)
+        except RolloutsError as error:
+            raise AgreedFailure(error) from error
+        parts = self._gather(lambda: encode_metrics(merge_metrics(metrics)))
+        merged = run_agreed(self.ranks, lambda: merge_metrics([decode_metrics(part) for part in parts])).value
+        if not spec.per_token:
+            return ShareResult(total, merged)
+        none = torch.zeros(3, 0)
+        blocks = self._gather(
+            lambda: torch.cat([none, *(trace.cpu() for trace in traces)], dim=1).numpy().tobytes()
+        )
+        return ShareResult(
+            total, merged, [np.frombuffer(block, np.float32).reshape(3, -1) for block in blocks]
+        )
+
+    def forward(self, make_shares: MakeShares) -> list[FloatArray]:
+        """Of each rank: log-probs (of a scalar head: values) [sum of N] of its portions' pairs, in their
+        order. The shares have no loss.
+        """
+        share = self._receive_share(make_shares)
+        found: list[FloatArray] = [np.zeros(0, np.float32)]
+        with torch.no_grad():
+            for portion in share.portions:
+                run_agreed(self.ranks, self._check_open)
+                found.append(self._compute_outputs(portion, share).log_probs.float().cpu().numpy())
+        reshard(self.model)
+        blocks = all_gather_bytes(self.ranks, np.concatenate(found).tobytes())
+        return [np.frombuffer(block, np.float32) for block in blocks]
+
+    def _receive_share(self, make_shares: MakeShares) -> Share:
+        if self.ranks.world_size == 1:
+            assert make_shares is not None
+            return run_agreed(self.ranks, make_shares).value[0]
+
+        def encode() -> list[bytes] | None:
+            return None if make_shares is None else [encode_share(share) for share in make_shares()]
+
+        return decode_share(scatter_bytes(self.ranks, run_agreed(self.ranks, encode).value))
+
+    def _gather(self, encode: Callable[[], bytes]) -> list[bytes]:
+        return all_gather_bytes(self.ranks, run_agreed(self.ranks, encode).value)
+
+    def _compute_outputs(self, portion: Portion, share: Share) -> TokenOutputs:
+        spec, plan = share.spec, self.find_plan()
+
+        def compute() -> TokenOutputs:
+            return compute_micro_batch_outputs(
+                self.model,
+                portion.micro_batch,
+                plan=plan,
+                temperature=share.temperature,
+                autocast_dtype=self._autocast_dtype,
+                entropy_gradient=spec is not None and wants_entropy_gradient(spec.name, spec.params),
+            )
+
+        # the whole model is the root's own forward
+        return compute() if plan.head == "whole" else run_unsharded(self.model, compute)
+
+    def _agree_on_loss(
+        self, flat: TokenOutputs, portion: Portion, share: Share, loss_fn: LossFn, metrics: list[Metrics]
+    ) -> tuple[tuple[LossOutput, TokenTrace | None], FloatArray]:
+        """This rank's loss with its trace, and every rank's (sum, count) [W, 2]."""
+        reach("train.before_agreement")
+
+        def work() -> tuple[LossOutput, TokenTrace | None]:
+            self._check_open()
+            if not portion.counts:
+                return LossOutput(flat.log_probs.sum() * 0.0, 0.0, {}), None
+            assert share.spec is not None
+            output, entropy, trace = compute_loss(flat, portion, loss_fn, share.spec)
+            metrics.append(with_entropy(output, entropy))
+            return output, trace
+
+        return run_agreed(
+            self.ranks, work, lambda found: (float(found[0].sum.detach()), float(found[0].count)), count=2
+        )
+
+    # --- the optimizer
+
+    def optim_step(self, lr: float, max_grad_norm: float | None) -> float:
+        """The gradient's norm over all ranks, before clipping. Where it is not finite nothing changes but
+        that the gradient is gone.
+        """
+        self._random_states.note()
+        gradients = [get_local(gradient) for gradient in collect_gradients(self.model)]
+        mine = float(torch.nn.utils.get_total_norm(gradients))
+        # in one order on every rank, so that all have the same bits; a replica's part counts once
+        norms = all_gather_floats(self.ranks, [mine if self.ranks.first_replica else 0.0])
+        norm = math.sqrt(float(np.square(norms[:, 0]).sum()))
+        if math.isfinite(norm):
+            clip_gradients(gradients, norm, max_grad_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            reach("train.before_optim_step")
+            self.optimizer.step()
+            reach("train.after_optim_step")
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    # --- weights
+
+    def stream_weights(self, sink: WeightSink | None) -> None:
+        """Hands every parameter to rank 0's `sink`, bucket by bucket. The others hold no more than their
+        shards.
+        """
+        size = BUCKET_BYTES if self.ranks.mesh is None else RANK_BUCKET_BYTES
+        for bucket in split_buckets(self.model.named_parameters(), size):
+            whole = gather_bucket(self.ranks, bucket)
+            run_agreed(
+                self.ranks,
+                lambda whole=whole: None if sink is None or whole is None else sink(whole),
+            )
+
+    def load_weights(self, weights: Mapping[str, Tensor] | None) -> None:
+        """Replaces all parameters by rank 0's `weights`. Raises AgreedFailure before anything is copied."""
+        run_agreed(self.ranks, lambda: None if weights is None else check_weights(self.model, weights))
+        for name, parameter in self.model.named_parameters():
+            scatter_weight(self.ranks, parameter, None if weights is None else weights[name])
+
+    # --- checkpoints
+
+    def save(
+        self, path: Path, position: Mapping[str, float], tokenizer: PreTrainedTokenizerBase | None
+    ) -> None:
+        """See save_together."""
+        save_together(self.model, self.optimizer, self.ranks, path, position, tokenizer)
+
+    def capture(
+        self, position: Mapping[str, float], tokenizer: PreTrainedTokenizerBase | None
+    ) -> HeldPart | None:
+        """See hold_together. Generation must not use the tokenizer while it is written."""
+        return hold_together(self.model, self.optimizer, self.ranks, position, tokenizer)
+
+    def load(self, path: Path) -> Mapping[str, float]:
+        """The position that save() was given, on any number of ranks; weights, optimizer and random states
+        are as they were. Gradients are discarded. Raises AgreedFailure with a CheckpointError; what does not
+        fit is found before anything is changed.
+        """
+        self.discard()
+
+        def load_weights() -> None:
+            try:
+                load_sharded_weights(self.model, path, device=self.ranks.device)
+            except ModelError as error:
+                raise CheckpointError(f"{path} is not of this model, or damaged: {error}") from error
+
+        loaded = run_agreed(
+            self.ranks, lambda: read_state(path, self.model, POSITION_FIELDS, self.ranks)
+        ).value
+        run_agreed(self.ranks, load_weights)
+        loaded.apply(self.optimizer, self.ranks.device)
+        self._random_states.note()
+        return loaded.position
+
+
+# --- metrics as bytes ---------------------------------------------------------------------------------------
+
+
+def encode_metrics(metrics: Metrics) -> bytes:
+    """JSON; what is not finite is written as Python's json writes it."""
+    kinds = {name: [type(metric).__name__, *_list_values(metric)] for name, metric in metrics.items()}
+    return json.dumps(kinds).encode()
+
+
+def _list_values(metric: Metric) -> list[float]:
+    return [float(getattr(metric, field.name)) for field in dataclasses.fields(metric)]
+
+
+def decode_metrics(data: bytes) -> dict[str, Metric]:
+    """What encode_metrics was given."""
+    return {name: METRIC_KINDS[kind](*values) for name, (kind, *values) in json.loads(data).items()}

@@ -1,0 +1,144 @@
+"""Whole weights from shards and shards from whole weights, a bucket at a time: rank 0 gets or gives all of
+them, or each rank gets its own part. On one rank the weights are whole already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from rollouts.errors import BackendError
+from rollouts.models.sharded import get_local
+from rollouts.ranks.group import Ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TensorT = TypeVar("TensorT", bound=Tensor)
+BUCKET_BYTES = 256 * 2**20
+# of whole tensors gathered at once: the rank that gets them holds about three times that beside its shards
+RANK_BUCKET_BYTES = 8 * 2**20
+
+
+def split_buckets(
+    parameters: Iterable[tuple[str, TensorT]], bucket_bytes: int
+) -> list[list[tuple[str, TensorT]]]:
+    """The parameters in buckets of at most `bucket_bytes` (a larger one alone), each bucket of one dtype."""
+    buckets: list[list[tuple[str, TensorT]]] = []
+    size = 0
+    for name, parameter in parameters:
+        full = size + parameter.nbytes > bucket_bytes
+        if not buckets or full or buckets[-1][0][1].dtype != parameter.dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append((name, parameter))
+        size += parameter.nbytes
+    return buckets
+
+
+def check_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+    """Raises BackendError naming the weights that are missing, unknown or of another shape. A tied weight may
+    come under each of its names.
+    """
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    shapes = [
+        f"{name} {tuple(weights[name].shape)} for {tuple(parameter.shape)}"
+        for name, parameter in parameters.items()
+        if name in weights and weights[name].shape != parameter.shape
+    ]
+    for what, names in (
+        ("are missing", sorted(parameters.keys() - weights.keys())),
+        ("are not the model's", sorted(weights.keys() - all_names)),
+        ("have another shape", shapes),
+    ):
+        if names:
+            raise BackendError(f"{len(names)} weights {what}: {', '.join(names[:5])}; nothing was loaded")
+
+
+def _rows_of_shard(parameter: Tensor, num_shards: int) -> int:
+    """Rows of each shard but the last ones, which have fewer or none: torch cuts as torch.chunk does."""
+    return -(-parameter.shape[0] // num_shards)
+
+
+def _check_layout(parameter: Tensor) -> Tensor:
+    """This rank's rows."""
+    assert isinstance(parameter, DTensor), type(parameter)
+    placement = parameter.placements[-1]
+    assert isinstance(placement, Shard) and placement.dim == 0, parameter.placements
+    return get_local(parameter)
+
+
+def gather_bucket(
+    ranks: Ranks, bucket: Sequence[tuple[str, Tensor]], *, to: int = 0
+) -> list[tuple[str, Tensor]] | None:
+    """On rank `to` the whole tensors of a bucket of one dtype, by one collective; None on the others.
+
+    Every shard is padded to the first one's rows. Ranks of another replica than that of `to` give nothing.
+    """
+    if ranks.mesh is None:
+        return [(name, parameter.detach()) for name, parameter in bucket]
+    if ranks.rank // ranks.num_shards != to // ranks.num_shards:
+        return None
+    pieces: list[Tensor] = []
+    for _, parameter in bucket:
+        local = _check_layout(parameter)
+        padded = local.new_zeros((_rows_of_shard(parameter, ranks.num_shards), *parameter.shape[1:]))
+        padded[: len(local)] = local
+        pieces.append(padded.flatten())
+    mine = torch.cat(pieces)
+    blocks = list(mine.new_empty((ranks.num_shards, len(mine))).unbind(0)) if ranks.rank == to else None
+    dist.gather(mine, blocks, dst=to, group=ranks.shard_mesh.get_group())
+    if blocks is None:
+        return None
+    whole: list[tuple[str, Tensor]] = []
+    at = 0
+    for (name, parameter), piece in zip(bucket, pieces, strict=True):
+        rows = torch.cat([block[at : at + len(piece)] for block in blocks])
+        whole.append((name, rows[: parameter.numel()].view(parameter.shape)))
+        at += len(piece)
+    return whole
+
+
+def gather_parts(
+    ranks: Ranks,
+    parts: Sequence[Sequence[tuple[str, Tensor]]],
+    take: Callable[[list[tuple[str, Tensor]]], None],
+) -> None:
+    """Hands `take` on each rank the whole tensors of its own part of `parts` [W], bucket by bucket.
+    Collective; `take` must not raise.
+
+    In turns: a bucket for every rank is gathered, then all take theirs at the same time.
+    """
+    buckets = [split_buckets(part, RANK_BUCKET_BYTES) for part in parts]
+    for turn in range(max(len(mine) for mine in buckets)):
+        own: list[tuple[str, Tensor]] | None = None
+        for rank, theirs in enumerate(buckets):
+            if turn < len(theirs):
+                own = gather_bucket(ranks, theirs[turn], to=rank) or own
+        if own is not None:
+            take(own)
+
+
+def scatter_weight(ranks: Ranks, parameter: Tensor, weight: Tensor | None) -> None:
+    """Copies rank 0's `weight` into a parameter, each rank its own rows."""
+    if ranks.mesh is None:
+        assert weight is not None
+        parameter.detach().copy_(weight)
+        return
+    local, rows = _check_layout(parameter), _rows_of_shard(parameter, ranks.num_shards)
+    block = local.new_empty((rows, *parameter.shape[1:]))
+    parts: list[Tensor] | None = None
+    if weight is not None:
+        padded = local.new_zeros((rows * ranks.num_shards, *parameter.shape[1:]))
+        padded[: len(weight)] = weight.to(padded)
+        shards = list(padded.split(rows))
+        # the mesh numbers a replica's ranks one after the other
+        parts = [shards[rank % ranks.num_shards] for rank in range(ranks.world_size)]
+    dist.scatter(block, parts, src=0)
+    local.copy_(block[: len(local)])

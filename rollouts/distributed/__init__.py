@@ -1,1 +1,0 @@
-"""Several processes as one job: how they are launched, talk and notice that one is gone."""

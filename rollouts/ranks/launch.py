@@ -1,0 +1,119 @@
+"""Which rank this process is, as the launcher says in the environment, and what starts several."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollouts.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """This process's place among the processes of the run."""
+
+    rank: int  # 0 drives
+    world_size: int  # processes of the run, on all machines
+    local_rank: int  # among those of this machine: the index of its device
+    local_world_size: int  # processes of the run on this machine
+    master_addr: str  # name or address of the machine of rank 0
+    restart: int  # how often the launcher has started the run again after a failure
+    run_id: str = ""  # of torchrun's rendezvous, the same on all machines; "" without torchrun
+    agent: str = ""  # identifies the torchrun process that started this one; "" where /proc does not tell
+
+    @property
+    def on_one_node(self) -> bool:
+        """Whether all processes of the run are on this machine."""
+        return self.local_world_size == self.world_size
+
+
+def read_launch(environ: Mapping[str, str]) -> Launch:
+    """The place that torchrun, or whoever sets the same variables, gave to this process; that of a lone
+    process if nothing is set.
+
+    Raises ConfigError naming the variable that is missing, no number or out of range.
+    """
+    alone = not any(environ.get(name) for name in PLACE) or environ.get("WORLD_SIZE") == "1"
+    one, zero = ("1", "0") if alone else ("", "")
+    world_size = _read_number(environ, "WORLD_SIZE", one, least=1)
+    rank = _read_number(environ, "RANK", zero, below=world_size)
+    local_world_size = _read_number(environ, "LOCAL_WORLD_SIZE", one, least=1, below=world_size + 1)
+    local_rank = _read_number(environ, "LOCAL_RANK", zero, below=local_world_size)
+    master_addr = environ.get("MASTER_ADDR", "").strip() or (LOOPBACK if alone else "")
+    if not master_addr:
+        raise ConfigError(f"MASTER_ADDR is not set, but WORLD_SIZE={world_size}; start with torchrun")
+    restart = _read_number(environ, "TORCHELASTIC_RESTART_COUNT", "0")
+    run_id = environ.get("TORCHELASTIC_RUN_ID", "").strip()
+    agent = find_agent(run_id, os.getppid()) if run_id else ""
+    return Launch(rank, world_size, local_rank, local_world_size, master_addr, restart, run_id, agent)
+
+
+def _read_number(
+    environ: Mapping[str, str], name: str, default: str, *, least: int = 0, below: int = 10**9
+) -> int:
+    text = environ.get(name, "").strip() or default
+    if text.isascii() and text.isdigit() and least <= int(text[:20]) < below:
+        return int(text)
+    way_out = f"start with torchrun, or under srun export {', '.join(PLACE)} and MASTER_ADDR"
+    raise ConfigError(f"{name}={text!r} must be a number from {least} to {below - 1}; {way_out}")
+
+
+def torchrun_command(ranks: int, argv: Sequence[str], *, max_restarts: int) -> list[str]:
+    """The command that runs `argv` (a script, or -m and a module, and its arguments) as `ranks` processes of
+    this machine.
+
+    When one of them fails, torchrun ends the others (SIGTERM, SIGKILL 30 s later) and starts all again, at
+    most `max_restarts` times.
+    """
+    options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
+    return [sys.executable, "-m", "torch.distributed.run", *options, *argv]
+
+
+def identify_process(pid: int, *, proc: Path = Path("/proc")) -> str:
+    """Host, boot, number and start time of a running process, which no other process shares. "" where there
+    is none, or the system does not tell.
+    """
+    try:
+        boot = (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        fields = _read_stat(pid, proc)
+        return "" if fields[0] in "ZX" else f"{socket.gethostname()}/{boot}/{pid}/{fields[19]}"
+    except (OSError, IndexError):
+        return ""
+
+
+def has_ended(identity: str) -> bool:
+    """Whether the process that identify_process described was on this machine and runs no more."""
+    host, _, pid = identity.rpartition("/")[0].rpartition("/")
+    here = identify_process(os.getpid()).rpartition("/")[0].rpartition("/")[0]
+    return bool(identity) and host == here and identify_process(int(pid)) != identity
+
+
+def find_agent(run_id: str, parent: int, *, proc: Path = Path("/proc")) -> str:
+    """identify_process of torchrun: the first ancestor whose environment does not have torchrun's run id, for
+    torchrun may start a script or a profiler that starts this program.
+    """
+    try:
+        while _read_run_id(proc / str(parent) / "environ") == run_id:
+            parent = int(_read_stat(parent, proc)[1])
+    except (OSError, IndexError, ValueError):
+        return ""
+    return identify_process(parent, proc=proc)
+
+
+def _read_run_id(environ: Path) -> str:
+    pairs = [pair.partition(b"=") for pair in environ.read_bytes().split(b"\0")]
+    return next(
+        (os.fsdecode(value).strip() for name, _, value in pairs if name == b"TORCHELASTIC_RUN_ID"), ""
+    )
+
+
+def _read_stat(pid: int, proc: Path) -> list[str]:
+    """Fields of /proc/PID/stat from the process's state on; its name, before them, may hold anything."""
+    return (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

@@ -1,0 +1,111 @@
+"""Real ranks without a launcher: what they tell each other, and who is named when one is killed, frozen or
+fails while another hangs in a collective.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOON_S = 120.0  # for a busy machine; a collective would wait for half an hour
+
+
+@contextmanager
+def open_processes(
+    job: str, count: int = 2, *, silent_beats: int = 20
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Ranks that are connected."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    place = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place |= {"OMP_NUM_THREADS": 1, "SILENT_BEATS": silent_beats}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.distributed.rank_program", job],
+            cwd=ROOT,
+            env=os.environ
+            | {name: str(value) for name, value in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "ready\n", rank.communicate()
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def test_commands_are_answered_and_leaving_ends_all():
+    with open_processes("answer", 3) as ranks:
+        said = [rank.communicate(timeout=SOON_S) for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0, 0], said
+        assert said[0][0] == "{1: '[2, 4]', 2: '[2, 4]'}\n"
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        (signal.SIGKILL, "its process has ended"),
+        pytest.param(signal.SIGSTOP, "no heartbeat came for 20 s", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_hang_in_a_collective_end_and_name_the_one_that_is_killed_or_frozen(
+    lost: int, how: signal.Signals, reason: str
+):
+    with open_processes("hang", 3) as ranks:
+        ranks[lost].send_signal(how)
+        since = time.monotonic()
+        others = [rank for number, rank in enumerate(ranks) if number != lost]
+        said = [rank.communicate(timeout=SOON_S)[1] for rank in others]
+        line = f"rollouts: rank {lost} was lost during step {lost + 1}: {reason}; this process ends too\n"
+        assert all(text.endswith(line) for text in said), said
+        assert [rank.returncode for rank in others] == [75, 75]
+        print(f"the others ended after {time.monotonic() - since:.1f} s")
+        if how == signal.SIGSTOP:  # it goes on as if nothing had happened
+            ranks[lost].send_signal(signal.SIGCONT)
+            ranks[lost].communicate(timeout=SOON_S)
+            assert ranks[lost].returncode == 75
+
+
+@pytest.mark.slow
+def test_ranks_that_are_all_frozen_for_long_have_lost_nobody():
+    """As when a laptop sleeps."""
+    with open_processes("hang", silent_beats=3) as ranks:
+        for how in (signal.SIGSTOP, signal.SIGCONT):
+            for rank in ranks:
+                rank.send_signal(how)
+            time.sleep(6.0)
+        assert [rank.poll() for rank in ranks] == [None, None]
+
+
+def test_a_rank_that_fails_alone_ends_first_with_its_message_and_the_other_names_it():
+    with open_processes("fail") as ranks:
+        said = [rank.communicate(timeout=SOON_S)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [75, 1], said
+        line = "rollouts: rank 1 was lost during step 3: ModelError: no memory for 8 bytes; this process"
+        assert line in said[0]
+        assert "ModelError: no memory for 8 bytes" in said[1]
+
+
+def test_ranks_end_well_when_rank_0_ends_by_force_in_a_stop():
+    with open_processes("force") as ranks:
+        said = [rank.communicate(timeout=SOON_S)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], said

@@ -1,0 +1,144 @@
+"""What ranks agree on, and how they are compared; tests.distributed has real ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  (documented there)
+
+from rollouts.backends.captures import UNKNOWN, has_room, is_allocation_failure
+from rollouts.backends.fsdp import find_directory
+from rollouts.errors import BackendError, ConfigError, RunDirError
+from rollouts.models.digests import BLOCK_BYTES, BLOCKS, WHOLE_BYTES, compute_model_digests
+from rollouts.ranks.group import (
+    AgreedFailure,
+    Ranks,
+    all_gather_bytes,
+    all_gather_floats,
+    decode_error,
+    encode_error,
+    init_group,
+    run_agreed,
+    scatter_bytes,
+)
+from rollouts.ranks.launch import Launch
+from rollouts.ranks.meet import find_difference
+
+ALONE = Ranks(0, 1, 1, torch.device("cpu"))
+LARGE = WHOLE_BYTES + 10 * 2**20
+
+
+def test_on_one_rank_the_collectives_do_nothing():
+    assert all_gather_floats(ALONE, [1.5, 2.0**53 - 1]).tolist() == [[1.5, 2.0**53 - 1]]
+    assert scatter_bytes(ALONE, [b"\0a"]) == b"\0a" and all_gather_bytes(ALONE, b"") == [b""]
+    value, numbers = run_agreed(ALONE, lambda: "done", lambda value: (float(len(value)), 7.0), count=2)
+    assert (value, numbers.tolist()) == ("done", [[4.0, 7.0]])
+    with pytest.raises(AgreedFailure) as caught:
+        run_agreed(ALONE, lambda: 1 // 0)
+    assert isinstance(caught.value.error, ZeroDivisionError)
+
+
+def test_others_hear_of_an_error_by_rank_and_of_a_full_disk_as_one():
+    heard = decode_error(3, encode_error(ValueError("no such row")))
+    assert isinstance(heard, BackendError) and str(heard) == "rank 3 failed: ValueError: no such row"
+    full = decode_error(1, encode_error(OSError(28, "No space left on device", "/x")))
+    assert isinstance(full, OSError) and full.errno == 28 and "rank 1 failed" in str(full)
+
+
+def test_shards_must_divide_the_ranks():
+    with pytest.raises(ConfigError, match=r"distributed\.shard_size=2 does not divide 3 ranks"):
+        init_group(Launch(0, 3, 0, 3, "127.0.0.1", 0), HashStore(), device="cpu", shard_size=2)
+
+
+def test_the_first_name_that_differs_is_found_with_all_ranks_that_differ_from_rank_0():
+    same = {"x": "1", "y": "1"}
+    assert find_difference([same, same]) is None
+    assert find_difference([same, same, {"x": "1"}, {"x": "1", "y": "2", "z": ""}]) == ("y", [2, 3])
+
+
+@pytest.mark.parametrize(
+    ("told", "room"),
+    [
+        ([[1, 250, 100], [1, 250, 100]], True),  # one machine: 1.25 · 200
+        ([[1, 260, 100], [1, 249, 100]], False),  # the least that a rank sees counts
+        ([[1, 250, 200], [2, 125, 100]], True),
+        ([[1, 10_000, 200], [2, 124, 100]], False),  # another machine is short
+        ([[1, UNKNOWN, 200], [2, 125, 100]], True),
+    ],
+)
+def test_there_is_room_where_every_machine_has_a_quarter_more_than_its_ranks_need(told, room):
+    assert has_room(np.array(told, dtype=np.float64)) is room
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch calls it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (MemoryError(), True),
+        (OutOfMemoryError("HIP has none left"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("the device is gone"), False),
+    ],
+)
+def test_a_copy_that_finds_no_memory_is_told_from_one_that_fails(error, memory):
+    assert is_allocation_failure(error) is memory
+
+
+# --- model directories of several machines ------------------------------------------------------------------
+
+
+def make_digest(folder: Path, size: int, *, changed: int | None = None) -> str:
+    """Of weights that are zeros behind a header of 100 bytes, with one byte changed."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write((100).to_bytes(8, "little") + bytes(100))
+        file.truncate(size)
+        if changed is not None:
+            file.seek(changed)
+            file.write(b"x")
+    return compute_model_digests(folder)["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("size", "at"),
+    [(LARGE, at) for at in (0, 50, 107, LARGE - 1, (LARGE - BLOCK_BYTES) * 5 // (BLOCKS - 1))]
+    + [(WHOLE_BYTES, at) for at in (4321, WHOLE_BYTES // 2 + 1)],
+)
+def test_a_byte_of_the_header_a_sampled_block_or_a_small_file_is_noticed(tmp_path, size, at):
+    whole = make_digest(tmp_path / "one", size)
+    assert make_digest(tmp_path / "same", size) == whole
+    assert make_digest(tmp_path / "other", size, changed=at) != whole
+    assert make_digest(tmp_path / "longer", size + 1) != whole
+
+
+def test_a_header_that_lies_is_no_harm_and_a_missing_shard_has_no_digest(tmp_path):
+    make_digest(tmp_path / "a", LARGE)
+    (tmp_path / "a/model.safetensors").write_bytes(b"\xff" * LARGE)
+    assert compute_model_digests(tmp_path / "a")["model.safetensors"].startswith(f"{LARGE}:")
+    (tmp_path / "a/model.safetensors").rename(tmp_path / "a/x.safetensors")
+    index = {"weight_map": {"x": "x.safetensors", "y": "y.safetensors"}}
+    (tmp_path / "a/model.safetensors.index.json").write_text(json.dumps(index))
+    assert {"x.safetensors", "config.json"} < set(compute_model_digests(tmp_path / "a"))
+    assert "y.safetensors" not in compute_model_digests(tmp_path / "a")
+
+
+def test_a_model_is_taken_where_it_is_or_found_by_its_name_and_a_checkpoint_must_be_seen(tmp_path: Path):
+    def find(wanted: str) -> Path:
+        names = {"bundled:x": tmp_path / "found"}
+        return find_directory(
+            wanted, base_model="/elsewhere/x", name="bundled:x", find_model=lambda name: names[name]
+        )
+
+    assert find(str(tmp_path)) == tmp_path
+    assert find("/elsewhere/x") == tmp_path / "found"
+    with pytest.raises(RunDirError, match=r"/elsewhere/step_2 is not to be seen on .*put output\.dir on a"):
+        find("/elsewhere/step_2")
