@@ -266,7 +266,7 @@ async def open_embedded(
         seed=config.seed,
         autocast_dtype=autocast_dtype,
     ) as engine:
-        if engine.path != "fast":
+        if engine.path not in ("compiled", "fast"):
             say(engine.describe())
         probe = make_probe(
             engine.features.vocab_size, tolerance=choose_tolerance(exact=autocast_dtype is None)

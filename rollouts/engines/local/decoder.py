@@ -7,7 +7,7 @@ on small models. `open_decoder` proves on a probe that both forwards agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rollouts.engines.local.interface import inferring
-from rollouts.engines.local.kv_slots import KVSlots
 from rollouts.errors import ModelError
 
 if TYPE_CHECKING:
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 # result lies in columns: 1.3 to 1.8 times as fast for 12 to 64 rows.
 COLUMN_ROWS = 8  # below, the plain product is faster
 TRANSPOSE_BLOCK = 512  # tokens of the vocabulary
+
+LENGTH_BLOCK, ROW_BLOCK = 64, 8  # positions and rows by which slots grow
 
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 ATTENTION_EXTRAS = {"q_norm", "k_norm", "rotary_emb"}
@@ -62,20 +63,120 @@ class Layer:
     mlp: nn.Module
     gated_mlp: GatedMLP | None  # its parts, where it is down(activation(gate(x)) * up(x))
 
-    def modules(self) -> Iterator[nn.Module]:
-        """Each once."""
-        held = (
-            self.input_norm,
-            self.q_proj,
-            self.k_proj,
-            self.v_proj,
-            self.o_proj,
-            self.q_norm,
-            self.k_norm,
-            self.mlp_norm,
-            self.mlp,
+
+# --- keys and values ----------------------------------------------------------------------------------------
+
+
+class KVSlots:
+    """Per layer one buffer of keys and one of values, [slots, K, capacity, D]: K key-value heads, D the size
+    of a head.
+
+    Everything past a row's own length is stale but finite (buffers start as zeros), so a mask is enough to
+    leave it out.
+    """
+
+    keeps_prefixes = True
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_rows: int,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.max_rows = max_rows
+        self.max_length = max_length
+        self._shape = (num_kv_heads, head_dim)
+        self._num_layers = num_layers
+        self._options = {"dtype": dtype, "device": device}
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    @property
+    def rows(self) -> int:
+        return self.keys[0].shape[0] if self.keys else 0
+
+    @property
+    def capacity(self) -> int:
+        return self.keys[0].shape[2] if self.keys else 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in (*self.keys, *self.values))
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Makes room for `rows` slots of `length` positions, with half as much again, so that growing is
+        rare; contents stay.
+        """
+        assert rows <= self.max_rows and length <= self.max_length, (rows, length)
+        if rows <= self.rows and length <= self.capacity:
+            return
+        rows = self.rows if rows <= self.rows else _grown(self.rows, rows, ROW_BLOCK, self.max_rows)
+        length = (
+            self.capacity
+            if length <= self.capacity
+            else _grown(self.capacity, length, LENGTH_BLOCK, self.max_length)
         )
-        return (module for module in held if module is not None)
+        kv_heads, head_dim = self._shape
+        for buffers in (self.keys, self.values):
+            for layer in range(self._num_layers):
+                grown = torch.zeros(rows, kv_heads, length, head_dim, **self._options)
+                if grown.is_cuda:  # pragma: gpu
+                    torch._dynamo.mark_static_address(grown)  # a recorded step writes to it in place
+                if layer < len(buffers):
+                    held = buffers[layer]
+                    grown[: held.shape[0], :, : held.shape[2]] = held
+                    buffers[layer] = grown
+                else:
+                    buffers.append(grown)
+
+    def write_prompts(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Positions 0..S-1 of the given slots."""
+        self.keys[layer][slots, :, : keys.shape[2]] = keys.to(self.keys[layer].dtype)
+        self.values[layer][slots, :, : values.shape[2]] = values.to(self.values[layer].dtype)
+
+    def write_tokens(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
+        """One position of each of B rows: keys and values [B, K, D], at `places` [B * K] of `find_places`."""
+        for buffer, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            buffer.view(-1, buffer.shape[-1]).index_copy_(
+                0, places, new.reshape(-1, buffer.shape[-1]).to(buffer.dtype)
+            )
+
+    def find_places(self, positions: Tensor) -> Tensor:
+        """Where in a layer's buffer, in units of D values, each head of slots 0..B-1 has its `positions` [B]:
+        [B * K].
+        """
+        heads = torch.arange(len(positions) * self._shape[0], device=positions.device).view(
+            len(positions), -1
+        )
+        return (heads * self.capacity + positions[:, None]).view(-1)
+
+    def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """The first `length` positions of each source slot, into the target slot beside it."""
+        for buffer in (*self.keys, *self.values):
+            buffer[targets, :, :length] = buffer[sources, :, :length]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """One row's first `length` positions, into another slot."""
+        for buffer in (*self.keys, *self.values):
+            buffer[target, :, :length] = buffer[source, :, :length]
+
+    def drop(self) -> None:
+        """Gives the memory back."""
+        self.keys.clear()
+        self.values.clear()
+
+
+def _grown(held: int, wanted: int, block: int, limit: int) -> int:
+    target = max(wanted, held + held // 2)
+    return min(limit, -(-target // block) * block)
+
+
+# --- the forward pass ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +193,7 @@ class FastDecoder:
     head_dim: int
     scaling: float  # of the attention scores
     autocast_dtype: torch.dtype | None
+    compiled: bool = False  # decode steps run under torch.compile
 
     @property
     def device(self) -> torch.device:
@@ -117,19 +219,6 @@ class FastDecoder:
             device=self.device,
         )
 
-    def storages(self) -> tuple[int, ...]:
-        """Where each weight and buffer lies in memory."""
-        modules = (
-            self.embed,
-            self.rotary,
-            *(part for layer in self.layers for part in layer.modules()),
-            self.norm,
-            self.lm_head,
-        )
-        return tuple(
-            weight.data_ptr() for module in modules for weight in (*module.parameters(), *module.buffers())
-        )
-
     def computing(self) -> AbstractContextManager[None]:
         return inferring(self.device, self.autocast_dtype)
 
@@ -143,7 +232,7 @@ class FastDecoder:
         cos, sin = self._rotation(states, torch.arange(ids.shape[1], device=ids.device)[None])
         for index, layer in enumerate(self.layers):
             queries, keys, values = self._project(
-                layer, _norm(layer.input_norm, states), _linear, shape=(len(ids), -1)
+                layer, layer.input_norm(states), _linear, shape=(len(ids), -1)
             )
             queries, keys = self._rotate(queries, keys, cos, sin)
             keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [N, K, S, D]
@@ -157,9 +246,9 @@ class FastDecoder:
                 enable_gqa=self.num_heads != self.num_kv_heads,
             )
             states = states + layer.o_proj(attended.transpose(1, 2).flatten(2))
-            states = states + layer.mlp(_norm(layer.mlp_norm, states))
+            states = states + layer.mlp(layer.mlp_norm(states))
         last = states[torch.arange(len(ids), device=ids.device), lengths - 1]
-        return self.lm_head(_norm(self.norm, last))
+        return self.lm_head(self.norm(last))
 
     def decode(self, ids: Tensor, positions: Tensor, kv: KVSlots, *, length: int) -> Tensor:
         """Logits [B, V] after one more token in each of slots 0..B-1, whose keys and values are added at
@@ -168,6 +257,16 @@ class FastDecoder:
         `length` is 1 + the largest position. The query heads of one key-value head share its keys as if they
         were query positions, so nothing is repeated in memory.
         """
+        if not self.compiled:
+            return self._decode(ids, positions, kv, length)
+        count = len(ids)  # pragma: gpu
+        rows = min(kv.max_rows, round_up(count))
+        length = min(kv.max_length, max(LENGTH_BLOCK, round_up(length)))
+        kv.reserve(rows, length)
+        ids, positions = (pad(column, (0, rows - count)) for column in (ids, positions))
+        return compile_decode()(self, ids, positions, kv, length)[:count]
+
+    def _decode(self, ids: Tensor, positions: Tensor, kv: KVSlots, length: int) -> Tensor:
         count = len(ids)
         places = kv.find_places(positions)
         by_columns = (
@@ -180,16 +279,12 @@ class FastDecoder:
         states = self.embed(ids)
         states = states.t().contiguous().t() if by_columns else states
         cos, sin = self._rotation(states, positions[:, None])
-        mask = torch.zeros(
-            count, length, dtype=self.dtype, device=ids.device
-        )  # nothing here may wait for the device, or it could not be recorded
+        mask = torch.zeros(count, length, dtype=self.dtype, device=ids.device)
         mask = mask.masked_fill_(torch.arange(length, device=ids.device) > positions[:, None], float("-inf"))[
             :, None, None
         ]
         for index, layer in enumerate(self.layers):
-            queries, keys, values = self._project(
-                layer, _norm(layer.input_norm, states), linear, shape=(-1, 1)
-            )
+            queries, keys, values = self._project(layer, layer.input_norm(states), linear, shape=(-1, 1))
             queries, keys = self._rotate(queries, keys, cos, sin)
             kv.write_tokens(index, places, keys[:, 0], values[:, 0])
             layer_keys, layer_values = kv.keys[index], kv.values[index]
@@ -201,8 +296,8 @@ class FastDecoder:
                 scale=self.scaling,
             )
             states = states + linear(layer.o_proj, attended.reshape(count, -1))
-            states = states + _feed_forward(layer, _norm(layer.mlp_norm, states), linear)
-        logits = linear(self.lm_head, _norm(self.norm, states))
+            states = states + _feed_forward(layer, layer.mlp_norm(states), linear)
+        logits = linear(self.lm_head, self.norm(states))
         return _transpose_in_blocks(logits) if by_columns else logits
 
     def _rotation(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,7 +316,7 @@ class FastDecoder:
         queries = linear(layer.q_proj, states).view(*shape, self.num_heads, self.head_dim)
         keys = linear(layer.k_proj, states).view(key_heads)
         if layer.q_norm is not None and layer.k_norm is not None:
-            queries, keys = _norm(layer.q_norm, queries), _norm(layer.k_norm, keys)
+            queries, keys = layer.q_norm(queries), layer.k_norm(keys)
         return queries, keys, linear(layer.v_proj, states).view(key_heads)
 
     def _rotate(self, queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,29 +326,17 @@ class FastDecoder:
         return both[:, :, : self.num_heads], both[:, :, self.num_heads :]
 
 
-def _norm(module: nn.Module, states: Tensor) -> Tensor:
-    """module(states); on a GPU by one kernel instead of six, where the module is a plain RMS norm."""
-    fused = states.is_cuda and is_rms_norm(module) and module.weight.dtype == states.dtype
-    return rms_norm(module, states) if fused else module(states)
-
-
-def is_rms_norm(module: nn.Module) -> bool:
-    """Whether it computes weight * states / sqrt(mean(states^2) + variance_epsilon), as the norms of
-    transformers that call it so do.
+@cache
+def compile_decode() -> Callable[..., Tensor]:  # pragma: gpu
+    """FastDecoder._decode under torch.compile, which records it in CUDA graphs: one for each size of a batch,
+    so sizes are rounded up to powers of two. Rows that this adds write to slots that no row has.
     """
-    parts = {name for name, _ in module.named_parameters()}
-    hooked = bool(module._forward_hooks or module._forward_pre_hooks)
-    return (
-        type(module).__name__.endswith("RMSNorm")
-        and hasattr(module, "variance_epsilon")
-        and parts == {"weight"}
-        and not hooked
-    )
+    return torch.compile(FastDecoder._decode, mode="reduce-overhead", dynamic=True)
 
 
-def rms_norm(module: Any, states: Tensor) -> Tensor:
-    """What a plain RMS norm computes, by torch's own function."""
-    return torch.nn.functional.rms_norm(states, module.weight.shape, module.weight, module.variance_epsilon)
+def round_up(value: int) -> int:
+    """The next power of two."""
+    return 1 << (value - 1).bit_length()
 
 
 def _linear(module: nn.Module, states: Tensor) -> Tensor:
@@ -294,37 +377,19 @@ def _feed_forward(layer: Layer, states: Tensor, linear: Linear) -> Tensor:
 
 
 def take_apart(
-    model: PreTrainedModel, *, max_context: int, autocast_dtype: torch.dtype | None = None
+    model: PreTrainedModel,
+    *,
+    max_context: int,
+    autocast_dtype: torch.dtype | None = None,
+    compiled: bool = False,
 ) -> FastDecoder:
     """The decoder of a Llama-like model, not yet proved to agree with the model's own forward.
 
     Raises ModelError for what it cannot run: no Llama-like layers, attention that is not full, a capped or
     non-linear head, dropout.
     """
-    _check_config(model.config, max_context=max_context)
-    return _take_apart(model, autocast_dtype)
-
-
-def _check_config(config: Any, *, max_context: int) -> None:
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds - {"full_attention", "sliding_attention"}:
-        raise ModelError(f"config.layer_types has {sorted(kinds)}; the fast path has full attention only")
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    windowed = "sliding_attention" in kinds or (
-        window is not None and getattr(config, "layer_types", None) is None
-    )
-    if windowed and (window is None or window < max_context):
-        raise ModelError(
-            f"config.sliding_window={window} is shorter than the context of {max_context} tokens; the fast"
-            f" path has full attention only (with max_context={window} no row would leave the window)"
-        )
-    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
-        if getattr(config, name, None) is not None:
-            raise ModelError(f"config.{name}={getattr(config, name)}; the fast path has no soft-capping")
-
-
-def _take_apart(model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> FastDecoder:
     config: Any = model.config
+    _check_config(config, max_context=max_context)
     body = getattr(model, "model", None)
     layers = getattr(body, "layers", None)
     embed, rotary, norm = (getattr(body, name, None) for name in ("embed_tokens", "rotary_emb", "norm"))
@@ -365,7 +430,26 @@ def _take_apart(model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> F
         head_dim=head_dim,
         scaling=float(getattr(layers[0].self_attn, "scaling", head_dim**-0.5)),
         autocast_dtype=autocast_dtype,
+        compiled=compiled,
     )
+
+
+def _check_config(config: Any, *, max_context: int) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds - {"full_attention", "sliding_attention"}:
+        raise ModelError(f"config.layer_types has {sorted(kinds)}; the fast path has full attention only")
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    windowed = "sliding_attention" in kinds or (
+        window is not None and getattr(config, "layer_types", None) is None
+    )
+    if windowed and (window is None or window < max_context):
+        raise ModelError(
+            f"config.sliding_window={window} is shorter than the context of {max_context} tokens; the fast"
+            f" path has full attention only (with max_context={window} no row would leave the window)"
+        )
+    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
+        if getattr(config, name, None) is not None:
+            raise ModelError(f"config.{name}={getattr(config, name)}; the fast path has no soft-capping")
 
 
 def _take_layer_apart(layer: nn.Module, index: int) -> Layer:

@@ -10,11 +10,11 @@ While a job runs, the rows belong to the device thread; between jobs they belong
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import trio
@@ -22,7 +22,6 @@ import trio.testing
 from torch import Tensor
 
 from rollouts.engines.local.batch import DecodeBatch, Row
-from rollouts.engines.local.graphs import record_on_gpu
 from rollouts.engines.local.interface import ForwardPath
 from rollouts.engines.local.opening import DEFAULT_CONTEXT, OpenedDecoder, context_limit, open_decoder
 from rollouts.engines.local.weights import StagedWeights, copy_model, read_checkpoint
@@ -49,14 +48,6 @@ class _Call:
     finished: trio.Event = field(default_factory=trio.Event)
     completion: Completion | None = None
     failure: EngineError | None = None
-
-
-class _Opened(NamedTuple):
-    """What opening makes on the device thread."""
-
-    model: PreTrainedModel
-    decoder: OpenedDecoder
-    batch: DecodeBatch
 
 
 @asynccontextmanager
@@ -110,21 +101,15 @@ async def open_local_engine(
             " autocast_dtype"
         )
 
-    def open_on_device() -> _Opened:
+    def open_on_device() -> tuple[PreTrainedModel, OpenedDecoder]:
         own = copy_model(model, copy_dtype) if mode == "copied" else model
-        decoder = open_decoder(own, max_context=max_context, autocast_dtype=autocast_dtype)
-        return _Opened(
-            own,
-            decoder,
-            DecodeBatch(record_on_gpu(decoder.decoder), max_rows=max_rows, max_context=max_context),
-        )
+        return own, open_decoder(own, max_context=max_context, autocast_dtype=autocast_dtype)
 
-    opened = await device_thread.submit(open_on_device)
+    own_model, opened = await device_thread.submit(open_on_device)
     engine = LocalEngine(
-        opened.batch,
-        opened.decoder,
+        opened,
         device_thread=device_thread,
-        own_model=None if mode == "shared" else opened.model,
+        own_model=None if mode == "shared" else own_model,
         trainer_version=trainer_version or (lambda: 0),
         max_rows=max_rows,
         max_context=max_context,
@@ -150,7 +135,6 @@ class LocalEngine:
 
     def __init__(
         self,
-        batch: DecodeBatch,
         opened: OpenedDecoder,
         *,
         device_thread: DeviceThread,
@@ -161,7 +145,7 @@ class LocalEngine:
         deterministic: bool,
         seed: int,
     ) -> None:
-        self._batch = batch
+        self._batch = DecodeBatch(opened.decoder, max_rows=max_rows, max_context=max_context)
         self._opened = opened
         self._device_thread = device_thread
         self._own_model = own_model
@@ -170,7 +154,7 @@ class LocalEngine:
         self._seed = seed
         self._version = trainer_version()  # of the copy; a shared engine asks the trainer every time
         self._features = EngineFeatures(
-            vocab_size=batch.decoder.vocab_size,
+            vocab_size=opened.decoder.vocab_size,
             context_length=max_context,
             in_memory_update=own_model is not None,
             update_from_checkpoint=own_model is not None,
@@ -183,8 +167,7 @@ class LocalEngine:
         self._listed: list[str] = []  # deterministic mode: ids of the current list not admitted yet
         self._leaving: list[Row] = []  # rows to take out before the next decode step
         self._paused: PauseMode | None = None
-        self._staged: StagedWeights | None = None  # while an update is under way
-        self._last_update: StagedWeights | None = None  # that was applied
+        self._weights = None if own_model is None else StagedWeights(own_model)
         self._resume_after_update = False
         self._job_running = False
         self._interrupt = False  # read by the device thread between steps
@@ -201,7 +184,7 @@ class LocalEngine:
 
     @property
     def path(self) -> ForwardPath:
-        """How the model is run: "fast", "cached" or "recompute"."""
+        """How the model is run; see opening.py."""
         return self._opened.path
 
     def describe(self) -> str:
@@ -261,10 +244,8 @@ class LocalEngine:
     async def resume(self) -> None:
         """Opens admission; frozen requests go on. An update that was begun and not finished is given up."""
         self._check_open()
-        self._staged = None
-        self._resume_after_update = False
-        self._paused = None
-        self._notify()
+        self._resume_after_update = True
+        self._end_update()
         await trio.lowlevel.checkpoint()
 
     async def abort_all(self) -> None:
@@ -321,7 +302,7 @@ class LocalEngine:
             "requests_finished": float(self._requests_finished),
             "requests_aborted": float(self._requests_aborted),
             "kv_bytes": float(self._batch.kv.num_bytes),
-            "fast_path": float(self.path == "fast"),
+            "fast_path": float(self.path in ("compiled", "fast")),
             "recomputes": float(self.path == "recompute"),
             **counters,
         }
@@ -329,31 +310,33 @@ class LocalEngine:
     # --- weights --------------------------------------------------------------------------------------------
 
     async def begin_update(self) -> None:
-        """Makes ready for buckets; an update begun before and not finished is given up. An engine that is not
-        paused freezes until the end.
+        """Makes ready for buckets; an update that was begun and not finished is discarded. An engine that is
+        not paused freezes until the end.
         """
-        model = self._updatable_model()
+        weights = self._updatable()
         if self._paused is None:
             await self.pause("keep")
             self._resume_after_update = True
-        self._staged = StagedWeights(model, self._last_update)
+        weights.begin()
 
     def receive_bucket(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         """A WeightSink, called on the device thread: copies one bucket aside."""
-        if self._staged is None:
-            raise EngineError("receive_bucket outside an update; await begin_update() first")
-        self._staged.add(bucket)
+        self._updatable().add(bucket)
 
     async def finish_update(self, version: int) -> None:
         """All buckets become visible at once, as `version`. Raises EngineError, with the old weights in
         place, if a tensor is missing.
         """
-        self._updatable_model()
-        staged, self._staged = self._staged, None
-        if staged is None:
+        weights = self._updatable()
+        if not weights.is_open:
             raise EngineError(f"finish_update({version}) without begin_update()")
+
+        def apply() -> None:
+            weights.apply()
+            self._batch.weights_epoch += 1
+
         try:
-            await self._run_to_end(partial(self._apply, staged))  # else weights and version could part
+            await self._run_to_end(apply)  # else weights and version could part
             self._version = version
         finally:
             self._end_update()
@@ -364,9 +347,11 @@ class LocalEngine:
 
         Raises EngineError for an engine that shares the trainer's.
         """
-        model = self._updatable_model()
+        self._updatable()
+        assert self._own_model is not None
+        parameters = dict(self._own_model.named_parameters())
         return await self._run_to_end(
-            lambda: {name: weight.detach().to("cpu", copy=True) for name, weight in model.named_parameters()}
+            lambda: {name: weight.detach().to("cpu", copy=True) for name, weight in parameters.items()}
         )
 
     async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
@@ -384,41 +369,35 @@ class LocalEngine:
                     " open the engine with mode='copied'"
                 )
             return {"version": version, "tensors": 0}
+        model = self._own_model
+
+        def stage() -> int:
+            return sum(self.receive_bucket(bucket) or len(bucket) for bucket in read_checkpoint(path, model))
+
         await self.begin_update()
         try:
-            tensors = await self._run_to_end(partial(self._stage_checkpoint, path))
+            tensors = await self._run_to_end(stage)
         except EngineError:
             self._end_update()
             raise
         await self.finish_update(version)
         return {"version": version, "tensors": tensors}
 
-    def _stage_checkpoint(self, path: Path) -> int:
-        count = 0
-        for bucket in read_checkpoint(path, self._updatable_model()):
-            self.receive_bucket(bucket)
-            count += len(bucket)
-        return count
-
     def _end_update(self) -> None:
-        self._staged = None
+        if self._weights is not None:
+            self._weights.discard()
         if self._resume_after_update:
             self._resume_after_update = False
             self._paused = None
             self._notify()
 
-    def _apply(self, staged: StagedWeights) -> None:
-        staged.apply()
-        self._last_update = staged
-        self._batch.weights_epoch += 1
-
-    def _updatable_model(self) -> PreTrainedModel:
+    def _updatable(self) -> StagedWeights:
         self._check_open()
-        if self._own_model is None:
+        if self._weights is None:
             raise EngineError(
                 "an engine that shares the trainer's weights takes no update; open it with mode='copied'"
             )
-        return self._own_model
+        return self._weights
 
     def _current_version(self) -> int:
         return self._trainer_version() if self._own_model is None else self._version
@@ -532,32 +511,24 @@ class LocalEngine:
 
     async def _fail_calls(self, cause: Exception) -> None:
         """Every caller gets an EngineError; the batch starts afresh, for its state is unknown."""
-        calls = [*self._active.values(), *self._waiting.values()]
-        self._forget_calls()
-        for call in calls:
-            call.failure = EngineError(
-                f"request {call.row.request.request_id!r} failed on the device: {cause}"
-            )
-            call.failure.__cause__ = cause
-            call.finished.set()
-        try:
+        self._end_calls(lambda who: EngineError(f"{who} failed on the device: {cause}"), cause)
+        with suppress(Exception):  # a device thread that is closed keeps nothing
             await self._run_to_end(self._batch.reset)
-        except Exception:  # a device thread that is closed keeps nothing
-            return
 
     def _close(self) -> None:
         self._closed = True
         self._interrupt = True
-        calls = [*self._active.values(), *self._waiting.values()]
-        self._forget_calls()
-        for call in calls:
-            call.failure = EngineClosed(f"request {call.row.request.request_id!r}: {CLOSED}")
-            call.finished.set()
+        self._end_calls(lambda who: EngineClosed(f"{who}: {CLOSED}"))
         self._notify()
 
-    def _forget_calls(self) -> None:
-        for calls in (self._active, self._waiting, self._listed, self._leaving):
-            calls.clear()
+    def _end_calls(self, describe: Callable[[str], EngineError], cause: Exception | None = None) -> None:
+        calls = [*self._active.values(), *self._waiting.values()]
+        for held in (self._active, self._waiting, self._listed, self._leaving):
+            held.clear()
+        for call in calls:
+            call.failure = describe(f"request {call.row.request.request_id!r}")
+            call.failure.__cause__ = cause
+            call.finished.set()
 
     async def _run_to_end(self, work: Callable[[], ResultT]) -> ResultT:
         """What a device job returns. A job that was queued is never abandoned, whoever is cancelled."""

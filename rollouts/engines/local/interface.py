@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rollouts.models.layers import uncompiled
 
-ForwardPath = Literal["fast", "cached", "recompute"]
+ForwardPath = Literal["compiled", "fast", "cached", "recompute"]
 SlotsT = TypeVar("SlotsT", bound="Slots")
 FLOAT32_TOLERANCE = 1e-4  # nats
 HALF_TOLERANCE = 0.25  # nats; bfloat16 keeps 8 bits

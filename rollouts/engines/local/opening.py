@@ -1,6 +1,6 @@
-"""Which of three ways a model is run: the fastest whose log-probs agree with the model's own forward on a
-probe.
+"""Which way a model is run: the fastest whose log-probs agree with the model's own forward on a probe.
 
+compiled    fast, decoding under torch.compile            the same models on a GPU
 fast        the layers taken apart (decoder.py)           Llama-like models with full attention, experts included
 cached      the model's own forward with its own cache    sliding windows, recurrent states, soft caps, other layouts
 recompute   the model's own forward without a cache       whatever is causal; each token costs a pass over its sequence
@@ -52,7 +52,7 @@ class OpenedDecoder:
 
     def describe(self) -> str:
         """One line for people."""
-        if self.path == "fast":
+        if self.path in ("compiled", "fast"):
             return "the embedded engine runs this model by its fast path"
         ways = {
             "cached": (
@@ -92,7 +92,12 @@ def open_decoder(
     """
     _check_rotary(model.config, max_context=max_context)
     whole = take_whole(model, autocast_dtype)
-    ways: dict[ForwardPath, Callable[[], Decoder[Any]]] = {
+    ways: dict[ForwardPath, Callable[[], Decoder[Any]]] = {}
+    if whole.device.type == "cuda":  # pragma: gpu
+        ways["compiled"] = lambda: take_apart(
+            model, max_context=max_context, autocast_dtype=autocast_dtype, compiled=True
+        )
+    ways |= {
         "fast": lambda: take_apart(model, max_context=max_context, autocast_dtype=autocast_dtype),
         "cached": lambda: _open_cached(whole, max_context=max_context),
         "recompute": lambda: RecomputeDecoder(whole),

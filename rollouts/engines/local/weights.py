@@ -5,7 +5,6 @@ not at all.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rollouts.errors import EngineError, ModelError
+from rollouts.models.directories import WEIGHT_INDEX, read_shard_names
 from rollouts.models.load import load_hf_model
 
 if TYPE_CHECKING:
@@ -26,25 +26,33 @@ class StagedWeights:
     """New values for the weights of one model, by Hugging Face name. Tied weights have several names; any of
     them will do.
 
-    On a CPU the memory that an update made is kept when the next one replaces it, and the one after that
-    writes there: new memory costs five times the copy, as its pages are cleared first. `before`: the last
-    update that was applied to the model.
+    On a CPU an update swaps its memory with the model's, and the next update writes there: new memory costs
+    five times the copy, because its pages are cleared first. The model's first memory is never written to.
     """
 
-    def __init__(self, model: nn.Module, before: StagedWeights | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
         self._staged: dict[int, Tensor] = {}  # by identity of the target, which tied names share
-        self._room = {} if before is None else before.free
-        self._replaced = {} if before is None else before.made
-        self.made: dict[int, Tensor] = {}  # once applied: the model's weights
-        self.free: dict[
-            int, Tensor
-        ] = {}  # once applied: memory of weights before them, that an update had made
+        self._spare: dict[int, Tensor] = {}
+        self._owned: set[int] = set()  # targets whose memory an update made
+        self.is_open = False
+
+    def begin(self) -> None:
+        """Expects a whole new set of values; what came before and was not applied is discarded."""
+        self.discard()
+        self.is_open = True
+
+    def discard(self) -> None:
+        self._spare |= self._staged
+        self._staged = {}
+        self.is_open = False
 
     def add(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """Copies the tensors. Raises EngineError on an unknown name or a wrong shape, before any of the
-        bucket is copied.
+        """Copies the tensors. Raises EngineError outside an update, and on an unknown name or a wrong shape,
+        before any of the bucket is copied.
         """
+        if not self.is_open:
+            raise EngineError("receive_bucket outside an update; await begin_update() first")
         for name, tensor in bucket:
             target = self._targets.get(name)
             if target is None:
@@ -59,17 +67,14 @@ class StagedWeights:
                 )
         for name, tensor in bucket:
             target = self._targets[name]
-            self._staged[id(target)] = self._copy(tensor.detach(), target)
+            room = self._spare.pop(id(target), None)
+            if room is None or room.dtype != target.dtype or room.is_inference():
+                room = torch.empty_like(target, requires_grad=False)
+            self._staged[id(target)] = room.copy_(tensor.detach())
 
-    def _copy(self, tensor: Tensor, target: Tensor) -> Tensor:
-        room = self._room.get(id(target))
-        if room is None or room.dtype != target.dtype or room.device != target.device:
-            return tensor.to(device=target.device, dtype=target.dtype, copy=True)
-        return room.copy_(tensor)
-
-    def apply(self) -> int:
-        """Makes the staged values the model's own; the number of tensors. Raises EngineError, changing
-        nothing, if one never arrived.
+    def apply(self) -> None:
+        """Makes the staged values the model's own. Raises EngineError, changing nothing, if one never
+        arrived.
         """
         missing = [name for name, target in self._targets.items() if id(target) not in self._staged]
         if missing:
@@ -81,12 +86,13 @@ class StagedWeights:
             staged = self._staged.pop(id(target))
             if target.is_cuda:  # pragma: gpu
                 target.data.copy_(staged)  # in place, for recorded steps read it where it is
-            else:
-                target.data = staged
-                if not staged.is_inference():  # such a tensor could not be written to elsewhere
-                    self.made[id(target)] = staged
-        self.free = self._replaced
-        return len(self._targets)
+                self._spare[id(target)] = staged
+                continue
+            if id(target) in self._owned:
+                self._spare[id(target)] = target.data
+            self._owned.add(id(target))
+            target.data = staged
+        self.is_open = False
 
 
 def read_checkpoint(path: Path, model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]:
@@ -96,52 +102,31 @@ def read_checkpoint(path: Path, model: PreTrainedModel) -> Iterator[list[tuple[s
     translates: one list, and memory for a second model meanwhile. Raises EngineError naming what is missing
     or damaged.
     """
-    files = _checkpoint_files(path)
-    if (path / "config.json").is_file() and not _names(files) <= set(model.state_dict()):
-        yield _read_translated(path, model)
-        return
-    for file in files:
-        try:
-            yield list(load_file(file).items())
-        except (OSError, SafetensorError) as error:
-            raise EngineError(
-                f"{file} cannot be read as safetensors: {error}; export the weights again"
-            ) from error
-
-
-def _names(files: Sequence[Path]) -> set[str]:
-    found: set[str] = set()
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                found.update(opened.keys())
-        except (OSError, SafetensorError) as error:
-            raise EngineError(
-                f"{file} cannot be read as safetensors: {error}; export the weights again"
-            ) from error
-    return found
-
-
-def _read_translated(path: Path, model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    file = path
     try:
-        loaded = load_hf_model(path, dtype=model.dtype)
+        indexed = (path / WEIGHT_INDEX).is_file()
+        files = (
+            [path / name for name in read_shard_names(path)]
+            if indexed
+            else sorted(path.glob("*.safetensors"))
+        )
+        if not files:
+            raise EngineError(f"{path} holds no *.safetensors file; give a Hugging Face model directory")
+        names: set[str] = set()
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                names.update(opened.keys())
+        if (path / "config.json").is_file() and not names <= set(model.state_dict()):
+            yield list(load_hf_model(path, dtype=model.dtype).state_dict().items())
+            return
+        for file in files:
+            yield list(load_file(file).items())
     except ModelError as error:
         raise EngineError(f"{path} cannot be loaded as weights of {type(model).__name__}: {error}") from error
-    return list(loaded.state_dict().items())
-
-
-def _checkpoint_files(path: Path) -> list[Path]:
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise EngineError(f"{index} is not an index of safetensors files: {error!r}") from error
-        return [path / name for name in sorted(names)]
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise EngineError(f"{path} holds no *.safetensors file; give a Hugging Face model directory")
-    return files
+    except (OSError, SafetensorError) as error:
+        raise EngineError(
+            f"{file} cannot be read as safetensors: {error}; export the weights again"
+        ) from error
 
 
 def copy_model(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:

@@ -1,0 +1,180 @@
+"""The embedded engine's parts: arithmetic, turns on the device thread, staged weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import trio
+
+from rollouts.device_thread import open_device_thread
+from rollouts.engines.local import decoder as decoder_file
+from rollouts.engines.local import open_local_engine
+from rollouts.engines.local.batch import SHARED_STEPS, DecodeBatch, Row
+from rollouts.engines.local.decoder import FastDecoder, take_apart
+from rollouts.engines.local.opening import PROBE_LENGTHS, probe_difference
+from rollouts.engines.local.weights import StagedWeights, copy_model
+from rollouts.engines.local.whole_model import take_whole
+from rollouts.errors import EngineError
+from rollouts.models.draws import stream_key
+from rollouts.testing.engine_contracts import make_request
+from tests.unit.test_local_engine import generate_all, make_model, make_requests, open_engine, score
+
+
+def take_model_apart(model: Any = None) -> FastDecoder:
+    return take_apart(make_model() if model is None else model, max_context=160)
+
+
+def make_batch(decoder: Any, *, max_rows: int = 12) -> DecodeBatch:
+    return DecodeBatch(decoder, max_rows=max_rows, max_context=160)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+async def test_compiled_steps_answer_as_the_model_does_and_see_updates():  # pragma: gpu
+    model = make_model().cuda()
+    async with open_engine(model, max_rows=12) as engine:
+        assert engine.path == "compiled"
+        for scale in (1.0, 0.5):
+            model.model.layers[0].mlp.up_proj.weight.data.mul_(scale)
+            answers = await generate_all(engine, make_requests(30))
+            for request in make_requests(30):
+                answer = answers[request.request_id]
+                np.testing.assert_allclose(answer.log_probs, score(model.cpu(), request, answer), atol=1e-4)
+            model.cuda()
+
+
+def test_a_decoder_whose_steps_are_padded_and_compiled_agrees_with_the_model(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(decoder_file, "compile_decode", lambda: FastDecoder._decode)
+    model = make_model()
+    decoder = take_apart(model, max_context=160, compiled=True)
+    assert probe_difference(take_whole(model, None), decoder, PROBE_LENGTHS) < 1e-4
+
+
+# --- arithmetic on a CPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_a_product_by_columns_is_the_layers_own(bias: bool, by_columns: bool):
+    layer = torch.nn.Linear(24, 40, bias=bias)
+    states = torch.randn(9, 24)
+    states = states.t().contiguous().t() if by_columns else states
+    with torch.inference_mode():
+        found = decoder_file._linear_by_columns(layer, states)
+        torch.testing.assert_close(found, layer(states), rtol=1e-5, atol=1e-6)
+    assert found.t().is_contiguous()
+
+
+async def test_without_onednn_rows_of_many_requests_are_as_exact(monkeypatch: pytest.MonkeyPatch):
+    async with open_engine(max_rows=12) as engine:
+        wanted = await generate_all(engine, make_requests(20))
+    monkeypatch.setattr(decoder_file, "_has_onednn", lambda: False)
+    async with open_engine(max_rows=12) as engine:
+        found = await generate_all(engine, make_requests(20))
+    for name, answer in wanted.items():
+        assert found[name].token_ids.tolist() == answer.token_ids.tolist()
+        np.testing.assert_allclose(found[name].log_probs, answer.log_probs, atol=1e-4)
+
+
+# --- turns on the device thread -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("others_wait", "seconds", "steps"), [(True, 1e9, SHARED_STEPS), (False, 1e9, 32), (True, 0.0, 1)]
+)
+def test_a_job_is_shorter_while_others_wait_and_makes_a_step_in_any_case(
+    others_wait: bool, seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("rollouts.engines.local.batch.JOB_SECONDS", seconds)
+    monkeypatch.setattr("rollouts.engines.local.batch.SHARED_SECONDS", seconds)
+    batch = make_batch(take_model_apart())
+    batch.run(
+        admit=[Row(make_request("r", max_new_tokens=100), stream_key(0, "r", None))],
+        remove=(),
+        version=0,
+        decode=True,
+        interrupted=lambda: False,
+        others_wait=lambda: others_wait,
+    )
+    assert batch.counters.decode_steps == steps
+
+
+async def test_work_of_others_runs_between_the_steps_of_a_long_generation():
+    """Each of them waits for a few steps at most, and the generation goes on between them."""
+    async with (
+        open_device_thread(name="test", torch_threads=1) as thread,
+        open_local_engine(
+            make_model(), device_thread=thread, mode="shared", trainer_version=lambda: 0, max_rows=2
+        ) as engine,
+    ):
+        steps: list[float] = []
+
+        def look() -> None:
+            steps.append(engine._batch.counters.decode_steps)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(engine.generate, make_request("long", max_new_tokens=100))
+            while engine.statistics()["decode_steps"] == 0:
+                await thread.submit(lambda: None)
+            for _ in range(5):
+                await thread.submit(look)
+        waited = np.diff(steps)
+        assert waited.max() <= 32
+        assert steps[-1] < 99, "the others were not served before the generation had ended"
+
+
+# --- staged weights -----------------------------------------------------------------------------------------
+
+
+def stage(staged: StagedWeights, number: float, dtype: torch.dtype = torch.float32) -> None:
+    staged.begin()
+    staged.add(
+        [("weight", torch.full((3, 2), number, dtype=dtype)), ("bias", torch.full((3,), number, dtype=dtype))]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_take_turns_in_two_memories_and_never_write_where_the_model_was_made(dtype: torch.dtype):
+    model = torch.nn.Linear(2, 3)
+    made, before = model.weight.data, model.weight.data.clone()
+    staged, seen = StagedWeights(model), list[int]()
+    for number in (1.0, 2.0, 3.0, 4.0):
+        stage(staged, 9.0)  # is given up, and changes nothing
+        stage(staged, number, dtype)
+        staged.apply()
+        assert bool((model.weight == number).all()) and model.weight.dtype == torch.float32
+        seen.append(model.weight.data_ptr())
+    assert seen[0] == seen[2] != seen[1] == seen[3]
+    assert torch.equal(made, before), "memory that somebody else may have was written to"
+
+
+def test_an_update_that_is_not_whole_changes_nothing_and_later_memory_fits():
+    model = torch.nn.Linear(2, 3)
+    staged = StagedWeights(model)
+    for number in (1.0, 2.0):
+        with torch.inference_mode():
+            stage(staged, number)
+            staged.apply()
+    staged.begin()
+    staged.add([("weight", torch.full((3, 2), 9.0))])
+    with pytest.raises(EngineError, match="lacks"):
+        staged.apply()
+    assert bool((model.weight == 2).all())
+    staged.discard()
+    with pytest.raises(EngineError, match="outside an update"):
+        staged.add([])
+    model.to(torch.bfloat16)
+    stage(staged, 3.0)
+    staged.apply()
+    assert model.weight.dtype == torch.bfloat16 and bool((model.weight == 3).all())
+
+
+def test_a_copy_in_bfloat16_is_what_loading_in_bfloat16_gives_rotary_frequencies_included():
+    model = make_model()
+    own: Any = copy_model(model, torch.bfloat16)
+    assert {parameter.dtype for parameter in own.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert torch.equal(own.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)

@@ -1,0 +1,396 @@
+"""The embedded engine: new weights, failures, and which way a model is run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import trio
+import trio.testing
+from safetensors.torch import save_file
+
+from rollouts.engines.local import LocalEngine
+from rollouts.errors import EngineClosed, EngineError, ModelError, RequestRefused, WeightVersionError
+from rollouts.testing.engine_contracts import make_request
+from rollouts.types import Completion, GenerateRequest
+from tests.unit.test_local_engine import (
+    VOCAB,
+    after_steps,
+    check_exact,
+    make_model,
+    make_requests,
+    open_engine,
+    score,
+)
+
+# --- weights ------------------------------------------------------------------------------------------------
+
+
+async def send(engine: LocalEngine, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    await engine.begin_update()
+    items = list(weights.items())
+    for start in range(0, len(items), 4):
+        engine.receive_bucket(items[start : start + 4])
+    await engine.finish_update(version)
+
+
+async def test_a_copied_engine_follows_the_trainer_only_when_told():
+    model, other = make_model(), make_model(seed=1)
+    request = make_request(max_new_tokens=15)
+    async with open_engine(model, mode="copied", trainer_version=lambda: 3) as engine:
+        assert await engine.weight_version() == 3
+        assert engine.features.in_memory_update and not engine.features.shares_weights
+        with torch.no_grad():
+            for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+                mine.copy_(theirs)
+        unaware = await engine.generate(request)
+        await send(engine, model.state_dict(), 4)
+        aware = await engine.generate(request)
+    assert unaware.weight_versions.tolist() == [3] * 15
+    assert aware.weight_versions.tolist() == [4] * 15
+    assert np.abs(unaware.log_probs - score(model, request, unaware)).max() > 0.1
+    np.testing.assert_allclose(aware.log_probs, score(model, request, aware), atol=1e-4)
+
+
+async def test_tied_weights_may_come_under_either_name():
+    model = make_model(tie_word_embeddings=True)
+    other = make_model(tie_word_embeddings=True, seed=1)
+    weights = {name: value for name, value in other.state_dict().items() if name != "lm_head.weight"}
+    async with open_engine(model, mode="copied") as engine:
+        await send(engine, weights, 1)
+        request = make_request()
+        completion = await engine.generate(request)
+    np.testing.assert_allclose(completion.log_probs, score(other, request, completion), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda w: {**w, "model.extra": torch.zeros(2)},
+            "'model.extra', which the engine's model does not have",
+        ),
+        (
+            lambda w: {**w, "model.norm.weight": torch.zeros(3)},
+            r"'model.norm.weight' of shape \[3\]; the engine's is \[32\]",
+        ),
+        (
+            lambda w: {k: v for k, v in w.items() if k != "model.norm.weight"},
+            r"lacks 1 of .* \['model.norm.weight'\]; nothing was changed",
+        ),
+    ],
+)
+async def test_an_update_that_does_not_fit_changes_nothing(change: Callable[[dict], dict], message: str):
+    model = make_model()
+    request = make_request(max_new_tokens=10)
+    async with open_engine(model, mode="copied") as engine:
+        with pytest.raises(EngineError, match=message):
+            await send(engine, change(dict(make_model(seed=1).state_dict())), 1)
+        await engine.resume()  # gives the update up
+        with pytest.raises(EngineError, match="without begin_update"):
+            await engine.finish_update(1)
+        completion = await engine.generate(request)
+        assert await engine.weight_version() == 0
+    np.testing.assert_allclose(completion.log_probs, score(model, request, completion), atol=1e-4)
+
+
+@pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
+async def test_weights_are_loaded_from_a_checkpoint(tmp_path: Path, shard_size: str):
+    other = make_model(seed=1)
+    other.save_pretrained(tmp_path, max_shard_size=shard_size)
+    async with open_engine(mode="copied") as engine:
+        assert (await engine.update_weights_from_checkpoint(tmp_path, 5))["version"] == 5
+        await check_exact(engine, other, [make_request(max_new_tokens=10)])
+        assert await engine.weight_version() == 5
+
+
+async def test_a_damaged_checkpoint_is_named_and_changes_nothing(tmp_path: Path):
+    model = make_model()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"not safetensors")
+    (tmp_path / "index").mkdir()
+    (tmp_path / "index" / "model.safetensors.index.json").write_text("{}")
+    (tmp_path / "partial").mkdir()
+    save_file({"model.norm.weight": torch.zeros(32)}, tmp_path / "partial" / "model.safetensors")
+    async with open_engine(model, mode="copied") as engine:
+        for name, message in (
+            ("none", "holds no"),
+            ("damaged", "cannot be read"),
+            ("index", "cannot be read"),
+            ("partial", "lacks"),
+        ):
+            with pytest.raises(EngineError, match=message):
+                await engine.update_weights_from_checkpoint(tmp_path / name, 1)
+        request = make_request()
+        completion = await engine.generate(request)  # the engine had paused itself, and goes on
+    np.testing.assert_allclose(completion.log_probs, score(model, request, completion), atol=1e-4)
+    assert set(completion.weight_versions.tolist()) == {0}
+
+
+async def test_an_update_in_flight_is_seen_token_by_token_and_prompts_of_old_weights_are_not_reused():
+    other = make_model(seed=1)
+    late = make_request("late", prompt=(5, 6, 7), max_new_tokens=8)
+    answers: dict[str, Completion] = {}
+    async with open_engine(mode="copied") as engine, trio.open_nursery() as nursery:
+
+        async def ask(request: GenerateRequest) -> None:
+            answers[request.request_id] = await engine.generate(request)
+
+        async def update() -> None:
+            await send(engine, other.state_dict(), 1)  # pauses by itself
+            nursery.start_soon(ask, late)
+
+        async def start() -> None:
+            nursery.start_soon(update)
+
+        after_steps(engine, 6, start)
+        nursery.start_soon(ask, make_request("early", prompt=(5, 6, 7), max_new_tokens=40))
+    assert answers["early"].weight_versions.tolist() == [0] * 7 + [1] * 33
+    assert answers["late"].weight_versions.tolist() == [1] * 8
+    np.testing.assert_allclose(answers["late"].log_probs, score(other, late, answers["late"]), atol=1e-4)
+
+
+async def test_a_shared_engine_has_the_trainers_weights_and_version():
+    model, version = make_model(), 0
+    request = make_request(max_new_tokens=10)
+    async with open_engine(model, trainer_version=lambda: version) as engine:
+        await engine.generate(request)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(0.5)
+        version = 1
+        completion = await engine.generate(request)
+        assert await engine.weight_version() == 1
+        with pytest.raises(WeightVersionError, match="update to version 7 of an engine that shares"):
+            await engine.update_weights_from_checkpoint(Path("unused"), 7)
+        assert (await engine.update_weights_from_checkpoint(Path("unused"), 1))["version"] == 1
+        with pytest.raises(EngineError, match="mode='copied'"):
+            await engine.begin_update()
+    assert completion.weight_versions.tolist() == [1] * 10
+    np.testing.assert_allclose(completion.log_probs, score(model, request, completion), atol=1e-4)
+
+
+# --- failures -----------------------------------------------------------------------------------------------
+
+
+async def test_a_device_failure_reaches_every_caller_and_the_engine_goes_on():
+    failures: list[EngineError] = []
+    async with open_engine(max_rows=2) as engine:
+        plain = engine._batch.step
+
+        def fail(version: int) -> None:
+            raise RuntimeError("out of memory")
+
+        async def ask(name: str) -> None:
+            with pytest.raises(EngineError, match=f"{name}.*out of memory") as caught:
+                await engine.generate(make_request(name))
+            failures.append(caught.value)
+
+        engine._batch.step = fail  # pyright: ignore[reportAttributeAccessIssue]
+        async with trio.open_nursery() as nursery:
+            for index in range(4):
+                nursery.start_soon(ask, f"r{index}")
+        engine._batch.step = plain  # pyright: ignore[reportAttributeAccessIssue]
+        assert await engine.health()
+        assert engine._own_model is None
+        model: Any = engine._batch.decoder
+        good = model.norm.weight.detach().clone()
+        with torch.no_grad():
+            model.norm.weight.fill_(float("nan"))
+        with pytest.raises(EngineError, match="logits are not finite in 1 of 1 rows"):
+            await engine.generate(make_request())
+        with torch.no_grad():
+            model.norm.weight.copy_(good)
+        assert len((await engine.generate(make_request())).token_ids) == 4
+    assert len(failures) == 4
+    assert all(isinstance(failure.__cause__, RuntimeError) for failure in failures)
+
+
+async def test_closing_answers_everyone():
+    async with trio.open_nursery() as nursery:
+
+        async def ask() -> None:
+            with pytest.raises(EngineClosed, match="'a'"):
+                await engine.generate(make_request(max_new_tokens=100))
+
+        async with open_engine() as engine:
+            await engine.pause("keep")
+            nursery.start_soon(ask)
+            await trio.testing.wait_all_tasks_blocked()
+    with pytest.raises(EngineClosed):
+        await engine.resume()
+
+
+async def test_a_pause_that_waits_ends_when_the_engine_closes():
+    async with trio.open_nursery() as nursery:
+
+        async def pause() -> None:
+            with pytest.raises(EngineClosed):
+                await engine.pause("wait")
+
+        async def ask() -> None:
+            with pytest.raises(EngineClosed):
+                await engine.generate(make_request(max_new_tokens=100))
+
+        async with open_engine() as engine:
+            pausing = trio.Event()
+
+            async def start() -> None:
+                nursery.start_soon(pause)
+                pausing.set()
+
+            after_steps(engine, 2, start)
+            nursery.start_soon(ask)
+            await pausing.wait()
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (make_request(prompt=()), r"prompt_ids has shape \(0,\)"),
+        (replace(make_request(), prompt_ids=np.array([[1]])), r"prompt_ids has shape \(1, 1\)"),
+        (replace(make_request(), prompt_ids=np.array([1.0])), "prompt_ids has dtype float64"),
+        (make_request(prompt=(1, VOCAB)), f"prompt_ids holds {VOCAB}; the vocabulary is 0..{VOCAB - 1}"),
+        (make_request(prompt=(-1,)), "prompt_ids holds -1"),
+        (
+            make_request(max_new_tokens=158),
+            "3 prompt tokens and max_new_tokens=158 make 161; the context is 160",
+        ),
+        (make_request(max_new_tokens=0), "max_new_tokens=0"),
+        (make_request(temperature=-1.0), "temperature=-1"),
+        (make_request(temperature=float("nan")), "temperature=nan"),
+        (make_request(top_p=0.0), "top_p=0"),
+        (make_request(top_p=1.1), "top_p=1.1"),
+        (make_request(top_k=-1), "top_k=-1"),
+    ],
+)
+async def test_a_bad_request_is_refused_by_field_value_and_rule(request_: GenerateRequest, message: str):
+    async with open_engine() as engine:
+        with pytest.raises(RequestRefused, match=message):
+            await engine.generate(request_)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"trainer_version": None}, "needs trainer_version"),
+        ({"copy_dtype": torch.bfloat16}, "no copy"),
+        ({"max_rows": 0}, "max_rows=0"),
+        ({"max_context": 161}, "max_context=161"),
+    ],
+)
+async def test_settings_that_do_not_fit_are_refused(options: dict[str, Any], message: str):
+    with pytest.raises(EngineError, match=message):
+        async with open_engine(**options):
+            pass
+
+
+def double_head(model: Any) -> None:
+    model.lm_head.register_forward_hook(
+        lambda module, inputs, output: output * 2
+    )  # the model's own forward has it too: fine
+
+
+def odd_forward(model: Any) -> None:
+    plain = model.model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = plain(*args, **kwargs)
+        output.last_hidden_state = output.last_hidden_state * 2
+        return output
+
+    model.model.forward = forward
+
+
+def no_linear_head(model: Any) -> None:
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+
+
+def dropout(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.1)).eval()
+
+
+def broken(model: Any) -> None:
+    model.model.layers[1].self_attn.v_proj = torch.nn.Linear(32, 7)
+
+
+def sees_the_future(model: Any) -> None:
+    for layer in model.model.layers:
+        plain = layer.self_attn.forward
+
+        def forward(*args: Any, plain: Any = plain, **kwargs: Any) -> Any:
+            return plain(*args, **{**kwargs, "attention_mask": torch.zeros(1, 1, 1, 1)})
+
+        layer.self_attn.forward = forward
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "alter", "reason"),
+    [
+        ("Mistral", {"sliding_window": 64}, None, "sliding_window=64 is shorter than the context of 160"),
+        ("Gemma2", {"head_dim": 8}, None, "final_logit_softcapping=30.0"),
+        ("Llama", {"final_logit_softcapping": 30.0}, None, "final_logit_softcapping=30.0"),
+        ("Olmo2", {}, None, "parts"),
+        ("Llama", {}, odd_forward, "differ from the model's own by"),
+        ("Llama", {}, no_linear_head, "lm_head is a Sequential"),
+        ("Llama", {}, dropout, "has dropout layers"),
+    ],
+)
+async def test_a_model_that_is_not_llama_like_runs_by_its_own_forward(
+    kind: str, changes: dict[str, Any], alter: Any, reason: str
+):
+    model = make_model(kind, **changes)
+    if alter is not None:
+        alter(model)
+    async with open_engine(model, max_rows=3) as engine:
+        await check_exact(engine, model, make_requests(8))
+        assert engine.path == "cached"
+        assert re.search(reason, engine.describe())
+        assert engine.statistics()["fast_path"] == 0.0
+
+
+async def test_a_model_whose_cache_does_not_fit_its_layers_is_recomputed():
+    model = make_model("Llama", layer_types=["full_attention", "linear_attention"])
+    async with open_engine(model) as engine:
+        await check_exact(engine, model, [make_request(max_new_tokens=10)])
+        assert engine.path == "recompute"
+        assert "very slow" in engine.describe() and "full attention only" in engine.describe()
+
+
+@pytest.mark.parametrize(
+    ("alter", "message"),
+    [
+        (
+            broken,
+            (
+                "fast: it does not run: RuntimeError.*cached: it does not run: RuntimeError.*recompute: it"
+                " does not run: RuntimeError"
+            ),
+        ),
+        (
+            sees_the_future,
+            (
+                "fast: its log-probs differ.*cached: .*recompute: its log-probs differ from the model's own"
+                " by .* nats"
+            ),
+        ),
+    ],
+)
+async def test_a_model_that_no_way_runs_exactly_is_refused_with_all_the_reasons(alter: Any, message: str):
+    model = make_model()
+    alter(model)
+    with pytest.raises(ModelError, match=message):
+        async with open_engine(model):
+            pass
+
+
+async def test_hooks_on_projections_are_obeyed():
+    model = make_model()
+    double_head(model)
+    async with open_engine(model) as engine:
+        await check_exact(engine, model, [make_request(max_new_tokens=10)])
