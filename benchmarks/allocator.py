@@ -7,11 +7,13 @@ The step of benchmarks.train_step (SmolLM2-135M, float32), in processes that dif
 taking turns:
 
     plain   as glibc comes
-    kept    freed memory is never given back to the kernel, blocks up to 32 MiB come from the heap, one arena for all threads
+    kept    freed memory is never given back to the kernel, blocks up to 32 MiB come from the heap, one arena
+            for all threads
     huge    torch asks for huge pages for blocks of 2 MiB and more
     both    kept and huge
 
-    passive   OpenMP's threads sleep as soon as they have nothing to do, instead of waiting for more at full speed
+    passive   OpenMP's threads sleep as soon as they have nothing to do, instead of waiting for more at full
+              speed
     bound     each of them stays on one core
     alone     the step on one thread
 

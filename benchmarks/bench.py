@@ -31,8 +31,16 @@ ROOT = (
     Path(__file__).resolve().parents[1]
 )  # the working directory, so that commands read as a user would write them
 CPU_SET = (
-    "packing", "logprob_head", "train_step", "prefix_share", "engine_cpu", "weight_sync", "async_overlap", "driver_scale", "e2e_reward",
-)  # fmt: skip
+    "packing",
+    "logprob_head",
+    "train_step",
+    "prefix_share",
+    "engine_cpu",
+    "weight_sync",
+    "async_overlap",
+    "driver_scale",
+    "e2e_reward",
+)
 ON_REQUEST = (
     "http_client",
     "rollout_tail",

@@ -14,12 +14,14 @@ FOLDER = Path(__file__).resolve().parent
 Results = Mapping[str, Mapping[str, Any]]  # name of a benchmark → its result
 HEAD = """# Benchmarks
 
-`make bench` runs the CPU set into this page; `make bench BENCH="packing e2e_reward"` runs some of it, and the others keep their results. `make
-bench-h200` is the suite for a GPU. The page is written by `benchmarks/bench.py` from `benchmarks/results/bench-DATE.json` and `benchmarks/notes.md`;
+`make bench` runs the CPU set into this page; `make bench BENCH="packing e2e_reward"` runs some of it, and the
+others keep their results. `make bench-h200` is the suite for a GPU. The page is written by
+`benchmarks/bench.py` from `benchmarks/results/bench-DATE.json` and `benchmarks/notes.md`;
 `python -m benchmarks.bench --render` writes it again.
 
-Ours and the peer run in one process or take turns A B B A; that both compute the same is asserted before anything is timed; ceilings of the machine
-are measured in the same run. Ratios are of such pairs of turns. *Load* is that of the machine when a benchmark ended.
+Ours and the peer run in one process or take turns A B B A; that both compute the same is asserted before
+anything is timed; ceilings of the machine are measured in the same run. Ratios are of such pairs of turns.
+*Load* is that of the machine when a benchmark ended.
 """
 
 
@@ -75,7 +77,9 @@ def format_targets(name: str, result: Mapping[str, Any]) -> list[str]:
 
 
 def format_section(name: str, result: Mapping[str, Any] | None, note: str) -> list[str]:
-    """What it measures, its command, when and where it ran, all metrics, what was not measured, and the note."""
+    """What it measures, its command, when and where it ran, all metrics, what was not measured, and the
+    note.
+    """
     about, command = read_about(name)
     lines = [
         f"## {name}",

@@ -10,7 +10,8 @@ turns in the order A B C D D C B A.
 
     generate        one padded batch, decoded to the longest, as it must be; it returns no log-probs
     generate_batch  continuous batching of transformers, with log-probs
-    vllm            LLM.generate in one process of the Python that has vLLM, with log-probs; compiled by its default, unless --vllm-eager
+    vllm            LLM.generate in one process of the Python that has vLLM, with log-probs; compiled by its
+                    default, unless --vllm-eager
 
 All processes are pinned to the same `--threads` cores, so tokens per second and core compare as the wall
 times do. The engine's log-probs are compared with the model's own before anything is timed.

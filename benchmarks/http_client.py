@@ -4,7 +4,8 @@ in flight.
     python -m benchmarks.http_client [--quick] [--rounds 3] [--bar 1.4]
 
 One run. A server process takes token ids and answers, after 50 ms, 256 tokens with their log-probs (about 7
-KB of JSON). Each client (ours, aiohttp on asyncio, one shared httpx client on trio) runs in a process of its own,
+KB of JSON). Each client (ours, aiohttp on asyncio, one shared httpx client on trio) runs in a process of its
+own,
 one at each level, in an order that turns round from one round to the next; a ratio is the median of the
 rounds'. CPU is user + system time of the client's process per answered and parsed request, between two
 moments of steady state: the first when as many requests are answered as are in flight (imports and connecting
@@ -250,8 +251,8 @@ def plan_measurements(arguments: argparse.Namespace) -> Iterator[tuple[int, int,
 
 
 def run_process(command: list[str]) -> dict[str, float] | None:
-    """What the client measured; None when it was too slow or failed. Killed from outside: a deadline inside did not end
-    httpx.
+    """What the client measured; None when it was too slow or failed. It is killed from outside: a deadline
+    inside did not end httpx.
     """
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_S)

@@ -8,16 +8,20 @@ deviation of 4. Each side gives the log-prob of one target per position and the 
 takes the gradients of states and head for random upstream gradients.
 
     ours    rollouts.losses.logprobs.linear_logprobs
-    TRL     trl.kernels.ChunkedLogProbFunction as GRPOTrainer calls it: its own chunk, outputs log_probs and entropy
+    TRL     trl.kernels.ChunkedLogProbFunction as GRPOTrainer calls it: its own chunk, outputs log_probs and
+            entropy
     naive   all logits, log_softmax in float32, gather; entropy without gradient
 
-    speed        time of the peer / ours, wall, median of the pairs of interleaved turns A B B A in one process
+    speed        time of the peer / ours, wall, median of the pairs of interleaved turns A B B A in one
+                 process
     cpu_speed    the same of user and system time, which other load disturbs less
-    memory       the most that became resident in a process of its own, over what was resident before the pass: gradients, tiles, all.
-                 Linux forgets the peak on request (/proc/self/clear_refs); before it, a pass over 16 positions has loaded the libraries
-    error        the largest norm-wise relative error among log-probs, entropy and both gradients, against float64, over 256 positions
-    gemm_share   8·N·V·H operations (logits, twice, and the two products of the gradients) / time, as a share of the rate at which
-                 torch.mm multiplies 2048-cubed float32 matrices in the same run
+    memory       the most that became resident in a process of its own, over what was resident before the
+                 pass: gradients, tiles, all. Linux forgets the peak on request (/proc/self/clear_refs);
+                 before it, a pass over 16 positions has loaded the libraries
+    error        the largest norm-wise relative error among log-probs, entropy and both gradients, against
+                 float64, over 256 positions
+    gemm_share   8·N·V·H operations (logits, twice, and the two products of the gradients) / time, as a share
+                 of the rate at which torch.mm multiplies 2048-cubed float32 matrices in the same run
 
 --quick times 512 positions in one round; memory is that of all positions. Where TRL is not installed its
 metrics are None. The last line is JSON; exit status 1 if a target is missed.

@@ -7,9 +7,10 @@ The loop runs on its stub engines in virtual time, with a logger that keeps what
 are then made to the real logger in real time, with its thread, and the CPU time of the process is counted:
 rows made, encoded and written, and the thread's own cost.
 
-    rows         us a rollout of what goes to the files of rows, and its share of the driver's CPU time, the record included, for each number of
-                 samples in flight; the largest is `rows_share`
-    arrays       what per-token arrays add, which train.py keeps unless output.token_arrays_gib = 0: bytes for every token of the run
+    rows         us a rollout of what goes to the files of rows, and its share of the driver's CPU time, the
+                 record included, for each number of samples in flight; the largest is `rows_share`
+    arrays       what per-token arrays add, which train.py keeps unless output.token_arrays_gib = 0: bytes for
+                 every token of the run
     share        of both together; the largest is `record_share`
 
 Each update is traced, as a trainer's is: log-prob, slope and weight of every token. Peer: the driver's own
@@ -181,7 +182,8 @@ def measure_shares(sizes: Sequence[int], *, rollouts: int, rounds: int) -> dict[
         shares = {name: max(share, found[name]) for name, share in shares.items()}
         print(
             f"{size:>6} in"
-            f" flight{run.driver_us:10.0f}{rows_us:8.1f}{found['rows_share']:8.2%}{both_us - rows_us:8.1f}{found['record_share']:8.2%}"
+            f" flight{run.driver_us:10.0f}{rows_us:8.1f}{found['rows_share']:8.2%}{both_us - rows_us:8.1f}"
+            f"{found['record_share']:8.2%}"
             f"{costs['log_step']:16.1f}{costs['log_samples']:9.1f}{costs['log_spans']:7.1f}",
             flush=True,
         )

@@ -12,8 +12,10 @@ decoding and delivers every token that the filter lets through.
 
     efficiency     tokens of delivered samples / (slots * makespan)
     of ideal       efficiency / (1 - share of the drawn tokens that the filter drops)
-    length         mean length of delivered samples / mean length of all that were launched and pass the filter, also those that still run
-    waste          tokens decoded that are neither delivered, nor of a filtered group, nor held for the next batch / tokens decoded
+    length         mean length of delivered samples / mean length of all that were launched and pass the
+                   filter, also those that still run
+    waste          tokens decoded that are neither delivered, nor of a filtered group, nor held for the next
+                   batch / tokens decoded
     end            tokens held at the end / tokens decoded: the run stops there, so efficiency lacks them
 
 Prefill is free in this model, also that of a sample that goes on. The last part sends the same load through
@@ -114,7 +116,9 @@ class _Running:
 
 
 class SlotEngine(IdleEngine):
-    """`slots` requests decode side by side, each a token every TOKEN_S; the others wait in order of arrival."""
+    """`slots` requests decode side by side, each a token every TOKEN_S; the others wait in order of
+    arrival.
+    """
 
     def __init__(self, name: str, slots: int, lengths: Lengths, *, fault_rate: float = 0.0) -> None:
         super().__init__(name, context_length=10 * MAX_NEW_TOKENS)
@@ -441,9 +445,15 @@ def main() -> int:
         }
         missed += [f"{name} at sigma {sigma}" for name, reached in checks.items() if not reached]
         record["sigmas"][str(sigma)] = {
-            "efficiency": run.efficiency, "of_ideal": run.of_ideal, "barrier": barrier, "length": run.length, "waste": run.waste, "end": run.end,
-            "lag_mean": run.lag_mean, "lag_max": run.lag_max,
-        }  # fmt: skip
+            "efficiency": run.efficiency,
+            "of_ideal": run.of_ideal,
+            "barrier": barrier,
+            "length": run.length,
+            "waste": run.waste,
+            "end": run.end,
+            "lag_mean": run.lag_mean,
+            "lag_max": run.lag_max,
+        }
     if not options.no_faults:
         calm = simulate(0.8, slots=slots, batches=batches, through_fleet=True)
         faulty = simulate(0.8, slots=slots, batches=batches, through_fleet=True, fault_rate=FAULT_RATE)

@@ -21,9 +21,15 @@ class IdleEngine:
 
     def __init__(self, name: str, *, context_length: int) -> None:
         self.features = EngineFeatures(
-            vocab_size=258, context_length=context_length, in_memory_update=False, update_from_checkpoint=True, shares_weights=False,
-            keep_pause=False, deterministic=False, name=name,
-        )  # fmt: skip
+            vocab_size=258,
+            context_length=context_length,
+            in_memory_update=False,
+            update_from_checkpoint=True,
+            shares_weights=False,
+            keep_pause=False,
+            deterministic=False,
+            name=name,
+        )
         self.version = 0
 
     async def weight_version(self) -> int:

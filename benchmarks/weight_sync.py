@@ -6,10 +6,14 @@ as many bytes.
 The weights are those after real AdamW steps at learning rates of 1e-6 and 1e-5; 538 MB in float32, 269 MB in
 bfloat16. Ours and the floor take turns A B B A in one run.
 
-    shared     an embedded engine with the trainer's own parameters: nothing to move; seconds of a whole update
-    copied     an embedded engine with a copy, updated in memory, against a copy of as many bytes into memory that is there already
-    export     a snapshot on disk, against write and fsync of as many bytes; with the embedded engine loading it, against write, fsync and read
-    vllm       an update of a vLLM server on this CPU through the fleet: snapshot, pause, load, probe, checksum; and the pause alone
+    shared     an embedded engine with the trainer's own parameters: nothing to move; seconds of a whole
+               update
+    copied     an embedded engine with a copy, updated in memory, against a copy of as many bytes into memory
+               that is there already
+    export     a snapshot on disk, against write and fsync of as many bytes; with the embedded engine loading
+               it, against write, fsync and read
+    vllm       an update of a vLLM server on this CPU through the fleet: snapshot, pause, load, probe,
+               checksum; and the pause alone
     peer       the server's own reload of the same directory, nothing else: no export, no versions, no proof
 
 What an engine says after an update, greedy tokens and log-probs, is asserted to be that of one which loaded
@@ -289,10 +293,13 @@ async def measure_embedded(
         flush=True,
     )
     return {
-        f"copied_{label}_s": round(copied.ours_s, 4), f"copied_{label}_times_memcpy": round(copied.times, 2),
-        f"export_{label}_s": round(exported.ours_s, 3), f"export_{label}_times_write": round(exported.times, 2),
-        f"disk_{label}_s": round(disk.ours_s, 3), f"disk_{label}_times_floor": round(disk.times, 2),
-    }  # fmt: skip
+        f"copied_{label}_s": round(copied.ours_s, 4),
+        f"copied_{label}_times_memcpy": round(copied.times, 2),
+        f"export_{label}_s": round(exported.ours_s, 3),
+        f"export_{label}_times_write": round(exported.times, 2),
+        f"disk_{label}_s": round(disk.ours_s, 3),
+        f"disk_{label}_times_floor": round(disk.times, 2),
+    }
 
 
 async def measure_shared(

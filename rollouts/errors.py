@@ -6,15 +6,15 @@
     ├── ModelError                  a model directory, tokenizer or chat template            (exit 2 at start)
     ├── PlugInError                 a user function that does not import or has a wrong signature (exit 2)
     ├── RunDirError                 the output directory is another run's, or not a run      (exit 2)
-    ├── CheckpointError             a checkpoint that cannot be read, is not what it should be, or of another model
+    ├── CheckpointError             a checkpoint that cannot be read, or is another model's
     │   └── CheckpointDamaged       it is proven not to be as it was written: something is missing or differs
-    ├── StorageError                a disk that refuses a write (full, over quota, read-only) or gives other bytes back
+    ├── StorageError                a disk that refuses a write or gives other bytes back
     ├── MetricError                 a metric name or value that may not be written
-    ├── RecordError                 what is asked of a run's record is not in it, was removed or is damaged  (exit 2)
-    ├── TrackerError                a tracker cannot be used: its package is missing, or it cannot be set up     (exit 2 at start)
+    ├── RecordError                 what is asked of a run's record is absent, removed or damaged (exit 2)
+    ├── TrackerError                a tracker that cannot be used: no package, wrong settings (exit 2)
     │   ├── SinkUnavailable         a tracker's service did not take rows now; they are sent again
     │   ├── SinkRefused             a tracker's service will not take rows until a person acts (a wrong key)
-    │   └── RowsRefused             a tracker's service will never take one of these rows; it is looked for, said and left out
+    │   └── RowsRefused             a tracker's service will never take these rows; they are left out
     ├── UserFunctionError           a generate, reward or filter function raised or returned nonsense
     │   ├── RewardTimeout           a reward function took longer than it may
     │   └── RewardCrashed           a reward function ended or spoiled the process it ran in
@@ -28,17 +28,17 @@
     │   ├── EngineClosed            the engine is no longer open
     │   ├── RequestRefused          the request breaks a rule of the engine
     │   ├── WeightVersionError      an engine's version is not the one that was asked for
-    │   ├── EngineSetupError        a server with settings that would falsify training, or one that does not start (exit 2 at start)
+    │   ├── EngineSetupError        a server that would falsify training, or does not start (exit 2 at start)
     │   ├── FleetDown               no engine has been in service for longer than allowed
-    │   └── InfrastructureError     the engine, not the request, is at fault: asked elsewhere, it costs the sample nothing
+    │   └── InfrastructureError     the engine is at fault, not the request: asked elsewhere
     │       ├── EngineUnreachable   no connection, or one that broke
     │       ├── EngineSilent        nothing came and nothing moved for longer than allowed
     │       ├── EngineOverloaded    429 or 503; says when to come back
     │       └── ReplyError          an answer that is cut, malformed or impossible
     ├── WeightSyncError             an update could not be verified
     │   └── SnapshotError           a weight snapshot that is incomplete or damaged
-    ├── ControlError                bytes on the control channel between ranks that are no command, or a command that cannot cross
-    ├── RankLost                    a process of the run ended, fell silent or failed: the others end too     (exit 75)
+    ├── ControlError                a message between ranks that is no command
+    ├── RankLost                    a process of the run ended, fell silent or failed (exit 75)
     ├── CrashPointReached           a test made this place in the code raise (ROLLOUTS_RAISE_AT)
     ├── StalenessError              a sample older than max_staleness reached the trainer
     └── NotEnoughSamples            the manager's attempt or failure budget is spent
@@ -116,7 +116,9 @@ class SinkUnavailable(TrackerError):
 
 
 class SinkRefused(TrackerError):
-    """A tracker's service will not take rows until a person changes something: a key, a permission, a quota."""
+    """A tracker's service will not take rows until a person changes something: a key, a permission, a
+    quota.
+    """
 
 
 class RowsRefused(TrackerError):
@@ -130,7 +132,9 @@ class UserFunctionError(RolloutsError):
 
 
 class RewardTimeout(UserFunctionError):
-    """A reward function took longer than `reward_timeout_s`. Its sample has failed; it is not a reward of 0."""
+    """A reward function took longer than `reward_timeout_s`. Its sample has failed; it is not a reward of
+    0.
+    """
 
 
 class RewardCrashed(UserFunctionError):

@@ -50,7 +50,9 @@ class TrainFuture(Protocol[CoResultT]):
 
 
 WeightSink = Callable[[Sequence[tuple[str, "torch.Tensor"]]], None]
-"""Takes one bucket of (Hugging Face parameter name, tensor); called on the backend's device thread, tensors valid during the call only."""
+"""Takes one bucket of (Hugging Face parameter name, tensor); called on the backend's device thread,
+tensors valid during the call only.
+"""
 
 
 class TrainingBackend(Protocol):
@@ -79,7 +81,9 @@ class TrainingBackend(Protocol):
     def get_weights(self) -> TrainFuture[dict[str, torch.Tensor]]: ...
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> TrainFuture[None]: ...
     def save(self, path: Path) -> TrainFuture[None]:
-        """Model (Hugging Face directory) and, in `state/`, everything an exact resume of the backend needs."""
+        """Model (Hugging Face directory) and, in `state/`, everything an exact resume of the backend
+        needs.
+        """
         ...
 
     def load(self, path: Path) -> TrainFuture[None]: ...
@@ -171,7 +175,9 @@ class SyncWeights(Protocol):
 
 
 class GenerateFn(Protocol):
-    """Completes a sample on the fleet; several samples are segments of one trajectory and share its reward."""
+    """Completes a sample on the fleet; several samples are segments of one trajectory and share its
+    reward.
+    """
 
     def __call__(
         self, sample: Sample, engine: InferenceEngine, sampling: SamplingParams, /

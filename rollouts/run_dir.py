@@ -10,7 +10,8 @@
       updates.log            one line an update of the weights
       summary.json           written last
       run.lock               held by the process that runs, and who that is
-      checkpoints/STAGE/step_N/          Hugging Face model directory, training state in state/, manifest.json written last
+      checkpoints/STAGE/step_N/          Hugging Face model directory, training state in state/, manifest.json
+                                         written last
       weights/vN/                        snapshots for engines that read from disk
       engines/NAME.log                   what started servers said
       tokens/STAGE-ATTEMPT-N.bin         per-token arrays of trained samples
@@ -236,8 +237,9 @@ class Activity:
     """Whether a run is at work in a directory, as far as this machine can tell."""
 
     where: Literal["here", "elsewhere", "nowhere", "unknown"]
-    """`elsewhere`: another machine used the directory last and left no summary; `unknown`: so did this one, or one that is not named, and the lock
-    cannot be asked."""
+    """`elsewhere`: another machine used the directory last and left no summary; `unknown`: so did this one, or
+    one that is not named, and the lock cannot be asked.
+    """
     locked: bool  # seen from here: then a process is at work beyond doubt
     finished: bool  # there is a summary
     host: str = ""  # that used the directory last, empty where nothing says so

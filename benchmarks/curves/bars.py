@@ -1,13 +1,15 @@
 """Jobs, the bars that their runs must clear, and the arithmetic of a verdict.
 
-    rises   mean of the last quarter of steps - mean of the first >= `errors` standard errors of that difference
+    rises   mean of the last quarter of steps - mean of the first >= `errors` standard errors of that
+            difference
     near    |mean of the last third of steps - target| <= tolerance, and so are three quarters of these steps
     beyond  mean of the last third of steps > target + tolerance
     ends    mean of the last quarter of steps, or the last evaluation, >= least
     gains   last > first; `falls`: last < first: means of quarters, or single evaluations
     below   every value <= target
-    like    in each quarter of steps the mean lies within the means of the runs of the job `of`, its lowest and highest widened by two standard
-            errors; step `lag` + 1 is compared with their step 1, for rewards are those of the weights that generated
+    like    in each quarter of steps the mean lies within the means of the runs of the job `of`, its lowest
+            and highest widened by two standard errors; step `lag` + 1 is compared with their step 1, for
+            rewards are those of the weights that generated
 
 Metrics that begin with eval/ are read from evaluations.jsonl, of all stages; the others from the rows of one
 stage of metrics.jsonl.

@@ -17,13 +17,15 @@ COLOURS = 64  # of a picture, which keeps it small
 Results = Mapping[str, Mapping[str, Any]]  # name of a run → what its file holds
 HEAD = """# Training curves
 
-Runs of `integration_training/train.py` and what they had to show. `make curves` makes them again, `python -m benchmarks.curves NAME` one of them.
-This page is written by that program from `benchmarks/results/curves/`, which also holds the curves as numbers; the jobs and their bars are in
-`benchmarks/curves/jobs.toml`, the task in `benchmarks/curves/tasks.py`.
+Runs of `integration_training/train.py` and what they had to show. `make curves` makes them again, `python -m
+benchmarks.curves NAME` one of them. This page is written by that program from `benchmarks/results/curves/`,
+which also holds the curves as numbers; the jobs and their bars are in `benchmarks/curves/jobs.toml`, the task
+in `benchmarks/curves/tasks.py`.
 
-*First* and *last* are means over the first and the last quarter of the steps (the last third where the bar says so), or the first and the last
-evaluation. *Errors*: their difference in standard errors, as if steps were independent. *Load* is that of the machine when the run began: other
-work shared it. Each panel has one metric of one job over its steps, thin as measured and thick as a running mean, one colour a seed.
+*First* and *last* are means over the first and the last quarter of the steps (the last third where the bar
+says so), or the first and the last evaluation. *Errors*: their difference in standard errors, as if steps
+were independent. *Load* is that of the machine when the run began: other work shared it. Each panel has one
+metric of one job over its steps, thin as measured and thick as a running mean, one colour a seed.
 """
 
 

@@ -1,6 +1,6 @@
 """Child processes that take turns: one line of JSON to a child's stdin, one from its stdout.
 
-    parent ── {"do": "step"} ──► child, which waits for the line and works alone ── {"wall_s": …, "cpu_s": …} ──► parent
+    parent ── {"do": "step"} ──► child, which works alone ── {"wall_s": …, "cpu_s": …} ──► parent
 
 What a child's libraries print goes to a log. A child that ends without an answer is an error that shows the
 end of that log.

@@ -1,4 +1,6 @@
-"""Our side of benchmarks.train_step: open_pytorch_backend, forward_backward and optim_step, a turn at a time."""
+"""Our side of benchmarks.train_step: open_pytorch_backend, forward_backward and optim_step, a turn at a
+time.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The tasks of benchmarks.e2e_reward: rows, and one reward for both sides.
 
-digits   dense: the share of digits among the response's characters, of at least 12; it can be learned in a dozen steps
-sums     reasoning-gym's chain_sum of two numbers of one digit: 1 if the last number of the response is the answer, else half of how near
-         it is, 0 without a number
+digits   dense: the share of digits among the response's characters, of at least 12; it can be learned in a
+         dozen steps
+sums     reasoning-gym's chain_sum of two numbers of one digit: 1 if the last number of the response is the
+         answer, else half of how near it is, 0 without a number
 """
 
 from __future__ import annotations

@@ -38,9 +38,14 @@ LARGEST_ERROR = {
 
 
 DECODE = (
-    "g3_tokens_per_s", "g3_of_roofline", "g3_one_row_tokens_per_s", "g3_one_row_of_roofline", "g3_mean_error", "g3_generate_tokens_per_s",
+    "g3_tokens_per_s",
+    "g3_of_roofline",
+    "g3_one_row_tokens_per_s",
+    "g3_one_row_of_roofline",
+    "g3_mean_error",
+    "g3_generate_tokens_per_s",
     "g3_generate_ratio",
-)  # fmt: skip
+)
 
 
 async def measure_decode(place: Place, report: Report) -> None:
@@ -142,8 +147,16 @@ def time_generate(model: Any, prompts: Sequence[IntArray], place: Place, *, shor
 # --- weights ------------------------------------------------------------------------------------------------
 
 SYNC = (
-    "g4_gb", "g4_ms", "g4_first_ms", "g4_tb_per_s", "g4_floor_ms", "g4_over_floor", "g4_per_parameter_ms", "g4_pinned_ms", "g4_pinned_gb_per_s"
-)  # fmt: skip
+    "g4_gb",
+    "g4_ms",
+    "g4_first_ms",
+    "g4_tb_per_s",
+    "g4_floor_ms",
+    "g4_over_floor",
+    "g4_per_parameter_ms",
+    "g4_pinned_ms",
+    "g4_pinned_gb_per_s",
+)
 
 
 async def measure_sync(place: Place, report: Report) -> None:

@@ -85,7 +85,9 @@ def is_number(text: str) -> bool:
 
 
 def keep_mixed(group: SampleGroup) -> FilterDecision:
-    """Keeps a group whose samples do not all have the same reward: with equal rewards every advantage is 0."""
+    """Keeps a group whose samples do not all have the same reward: with equal rewards every advantage is
+    0.
+    """
     if group.rewards.min() < group.rewards.max():
         return FilterDecision(keep=True)
     return FilterDecision(False, "same_reward", f"every sample has {group.rewards[0]:g}")

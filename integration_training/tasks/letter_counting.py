@@ -20,17 +20,70 @@ from typing import Any
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
 
 WORDS = (
-    "strawberry", "banana", "mississippi", "committee", "bookkeeper", "assessment", "successful", "parallel", "occurrence", "possession",
-    "tennessee", "balloon", "raspberry", "connection", "grammar", "referee", "accommodation", "embarrass", "millennium", "questionnaire",
-    "recommendation", "intelligence", "address", "beginning", "coffee", "happiness", "letter", "butter", "pepper", "rabbit", "summer",
-    "yellow", "weekend", "keyboard", "window", "garden", "orange", "planet", "rocket", "silver", "tunnel", "velvet", "walnut", "zipper",
-    "anchor", "basket", "candle", "dragon", "engine", "falcon", "guitar", "hammer", "island", "jacket", "kitten", "ladder",
-)  # fmt: skip
+    "strawberry",
+    "banana",
+    "mississippi",
+    "committee",
+    "bookkeeper",
+    "assessment",
+    "successful",
+    "parallel",
+    "occurrence",
+    "possession",
+    "tennessee",
+    "balloon",
+    "raspberry",
+    "connection",
+    "grammar",
+    "referee",
+    "accommodation",
+    "embarrass",
+    "millennium",
+    "questionnaire",
+    "recommendation",
+    "intelligence",
+    "address",
+    "beginning",
+    "coffee",
+    "happiness",
+    "letter",
+    "butter",
+    "pepper",
+    "rabbit",
+    "summer",
+    "yellow",
+    "weekend",
+    "keyboard",
+    "window",
+    "garden",
+    "orange",
+    "planet",
+    "rocket",
+    "silver",
+    "tunnel",
+    "velvet",
+    "walnut",
+    "zipper",
+    "anchor",
+    "basket",
+    "candle",
+    "dragon",
+    "engine",
+    "falcon",
+    "guitar",
+    "hammer",
+    "island",
+    "jacket",
+    "kitten",
+    "ladder",
+)
 FINAL_NUMBER = re.compile(r"\d+(?!.*\d)", re.DOTALL)
 
 
 def make_rows(*, size: int, seed: int) -> list[dict[str, Any]]:
-    """`size` questions; a quarter ask for a letter that is not in the word. Row i depends on (seed, i) alone."""
+    """`size` questions; a quarter ask for a letter that is not in the word. Row i depends on (seed, i)
+    alone.
+    """
     return [_make_row(random.Random(f"letters/{seed}/{index}")) for index in range(size)]
 
 
@@ -59,7 +112,9 @@ def counts_right(sample: Sample) -> RewardResult:
 
 
 def keep_mixed(group: SampleGroup) -> FilterDecision:
-    """Keeps a group whose samples do not all have the same reward: with equal rewards every advantage is 0."""
+    """Keeps a group whose samples do not all have the same reward: with equal rewards every advantage is
+    0.
+    """
     if group.rewards.min() < group.rewards.max():
         return FilterDecision(keep=True)
     return FilterDecision(False, "same_reward", f"every sample has {group.rewards[0]:g}")

@@ -100,7 +100,9 @@ def _highest(counts: list[Counter[tuple[Hashable, ...]]]) -> dict[tuple[Hashable
 def _two_highest(
     counts: list[Counter[tuple[Hashable, ...]]],
 ) -> dict[tuple[Hashable, ...], tuple[int, int, int]]:
-    """Per n-gram: its largest count, the response that has it, and the largest count in any other response."""
+    """Per n-gram: its largest count, the response that has it, and the largest count in any other
+    response.
+    """
     tops: dict[tuple[Hashable, ...], tuple[int, int, int]] = {}
     for owner, count in enumerate(counts):
         for gram, times in count.items():

@@ -1,4 +1,6 @@
-"""Means with bootstrap intervals, and two policies compared on the same prompts. numpy only. Axes: P prompts."""
+"""Means with bootstrap intervals, and two policies compared on the same prompts. numpy only. Axes: P
+prompts.
+"""
 
 from __future__ import annotations
 
