@@ -10,12 +10,7 @@ is predicted from are read back from the arrays.
 
     fill              useful tokens / computed ones, padding and ranks without work included; the least of all
                       sizes, nothing shared
-<<<<<<< HEAD
     budget_fill       the same over full budgets, for one rank, where nothing but best fit decides
-=======
-    budget_fill       the same over full budgets, for one rank, where nothing but best fit decides; the least
-                      of all sizes
->>>>>>> c8fbebe (Lines of at most 110 columns in benchmarks, tasks and the tree of errors)
     imbalance         costs of the busiest rank over the mean, whole step; the largest of all sizes.
                       round_imbalance: when ranks wait for the slowest in every round; a sample as long as the
                       budget costs 1.4 ordinary micro-batches, and its round waits for it
@@ -133,13 +128,7 @@ def find_costs(micro_batches: Sequence[MicroBatch]) -> list[float]:
 
 
 def check(rows: Rows, micro_batches: Sequence[MicroBatch]) -> None:
-<<<<<<< HEAD
     """Every trained token comes back once, and each row's last one is predicted from what precedes it."""
-=======
-    """Every trained token comes back once, and the last one of each row is predicted from what precedes
-    it.
-    """
->>>>>>> c8fbebe (Lines of at most 110 columns in benchmarks, tasks and the tree of errors)
     assert sum(len(one.token_pairs) for one in micro_batches) == sum(int(mask.sum()) for mask in rows.masks)
     found = spread_to_rows(
         micro_batches, [one.targets.astype(np.float32) for one in micro_batches], rows.tokens
