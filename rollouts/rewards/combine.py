@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rollouts.errors import ConfigError, UserFunctionError
-from rollouts.rewards.check import RAISED, add_up, check_reward, describe, function_name
+from rollouts.rewards.check import RAISED, add_up, check_reward, describe, function_name, is_async
 from rollouts.types import RewardResult, Sample
 
 SyncReward = Callable[[Sample], Any]
@@ -127,9 +126,7 @@ def _check_components(pairs: Sequence[tuple[str, SyncReward]]) -> None:
                 f"combine_rewards: component {name!r} is a {type(reward).__name__}; it must be a reward"
                 " function"
             )
-        if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(
-            getattr(reward, "__call__", None)  # noqa: B004
-        ):
+        if is_async(reward):
             raise ConfigError(
                 f"combine_rewards: component {name!r} ({function_name(reward)}) is async; await it in an"
                 " async reward of your own"

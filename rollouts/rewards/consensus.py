@@ -31,17 +31,7 @@ class Consensus:
     rewards: tuple[float, ...]  # [G] 1 where the answer is the label, else 0
     votes: int  # for the answer with the most, label or not
     num_valid: int  # answers that are not None
-    num_answers: int  # G
-
-    @property
-    def ratio_of_valid(self) -> float:
-        """votes / num_valid; 0 where nobody voted."""
-        return self.votes / self.num_valid if self.num_valid else 0.0
-
-    @property
-    def ratio_of_all(self) -> float:
-        """votes / G; 0 for no answers at all."""
-        return self.votes / self.num_answers if self.num_answers else 0.0
+    ratio: float  # votes of the valid answers or of all; 0 where nobody voted
 
 
 def compute_consensus(
@@ -60,7 +50,7 @@ def compute_consensus(
     _check_rules(min_ratio, ties, of)
     counts = Counter(answer for answer in answers if answer is not None)
     if not counts:
-        return Consensus(None, (0.0,) * len(answers), 0, 0, len(answers))
+        return Consensus(None, (0.0,) * len(answers), 0, 0, 0.0)
     (label, votes), *others = (
         counts.most_common()
     )  # equal counts stand in the order in which they were first met
@@ -69,7 +59,7 @@ def compute_consensus(
     ratio = votes / (num_valid if of == "valid" else len(answers))
     agreed = label if ratio >= min_ratio and not (tied and ties == "none") else None
     rewards = tuple(float(agreed is not None and answer == agreed) for answer in answers)
-    return Consensus(agreed, rewards, votes, num_valid, len(answers))
+    return Consensus(agreed, rewards, votes, num_valid, ratio)
 
 
 def make_consensus_reward(
@@ -89,8 +79,7 @@ def make_consensus_reward(
     def consensus_reward(samples: Sequence[Sample]) -> list[RewardResult]:
         answers = [extract(sample) for sample in samples]
         consensus = compute_consensus(answers, min_ratio=min_ratio, ties=ties, of=of)
-        ratio = consensus.ratio_of_valid if of == "valid" else consensus.ratio_of_all
-        group = {"vote_ratio": ratio, "has_label": float(consensus.label is not None)}
+        group = {"vote_ratio": consensus.ratio, "has_label": float(consensus.label is not None)}
         nobody = f"no label: at most {consensus.votes} of {consensus.num_valid} votes agree"
         note = nobody if consensus.label is None else f"label {consensus.label!r}"
         return [

@@ -12,10 +12,8 @@ def exact_match(sample: Sample, *, key: str = "answer", ignore_case: bool = Fals
 
     Part `exact` is the reward itself. Raises DataError if the sample has no such key.
     """
-    response = _normalise(sample.response, ignore_case)
-    answers = read_answer(sample, key)
-    accepted = answers if isinstance(answers, list | tuple) else [answers]
-    exact = float(any(response == _normalise(str(answer), ignore_case) for answer in accepted))
+    response = fold(sample.response, ignore_case)
+    exact = float(any(response == fold(answer, ignore_case) for answer in read_answers(sample, key)))
     return RewardResult(exact, {"exact": exact})
 
 
@@ -31,6 +29,18 @@ def read_answer(sample: Sample, key: str) -> JSONValue:
     return sample.metadata[key]
 
 
-def _normalise(text: str, ignore_case: bool) -> str:
-    text = text.strip()
-    return text.casefold() if ignore_case else text
+def read_answers(sample: Sample, key: str) -> list[str]:
+    """metadata[key] as a list of accepted answers, at least one. Raises DataError."""
+    answers = read_answer(sample, key)
+    accepted = [str(answer) for answer in (answers if isinstance(answers, list | tuple) else [answers])]
+    if not accepted:
+        raise DataError(
+            f"sample {sample.id}: metadata[{key!r}] is an empty list; it must hold at least one accepted"
+            " answer"
+        )
+    return accepted
+
+
+def fold(text: str, ignore_case: bool) -> str:
+    """The text without white space around it."""
+    return text.strip().casefold() if ignore_case else text.strip()

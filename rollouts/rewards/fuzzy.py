@@ -8,8 +8,8 @@ from collections import Counter
 from functools import cache
 from typing import Any
 
-from rollouts.errors import ConfigError, DataError
-from rollouts.rewards.exact import read_answer
+from rollouts.errors import ConfigError
+from rollouts.rewards.exact import fold, read_answers
 from rollouts.types import RewardResult, Sample
 
 PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -26,10 +26,10 @@ def fuzzy_match(sample: Sample, *, key: str = "answer", ignore_case: bool = Fals
     rapidfuzz is not installed.
     """
     indel = _load_indel()
-    response = _fold(sample.response, ignore_case)
+    response = fold(sample.response, ignore_case)
     similarity = max(
-        float(indel.normalized_similarity(response, _fold(answer, ignore_case)))
-        for answer in _read_answers(sample, key)
+        float(indel.normalized_similarity(response, fold(answer, ignore_case)))
+        for answer in read_answers(sample, key)
     )
     return RewardResult(similarity, {"similarity": similarity})
 
@@ -45,7 +45,7 @@ def f1_match(sample: Sample, *, key: str = "answer") -> RewardResult:
     the sample has no such key or an empty list of answers.
     """
     words = normalise_words(sample.response)
-    f1 = max(_compute_f1(words, normalise_words(answer)) for answer in _read_answers(sample, key))
+    f1 = max(_compute_f1(words, normalise_words(answer)) for answer in read_answers(sample, key))
     return RewardResult(f1, {"f1": f1})
 
 
@@ -58,21 +58,6 @@ def _compute_f1(words: list[str], answer: list[str]) -> float:
     if not words or not answer:
         return float(words == answer)
     return 2 * (Counter(words) & Counter(answer)).total() / (len(words) + len(answer))
-
-
-def _read_answers(sample: Sample, key: str) -> list[str]:
-    answers = read_answer(sample, key)
-    accepted = [str(answer) for answer in (answers if isinstance(answers, list | tuple) else [answers])]
-    if not accepted:
-        raise DataError(
-            f"sample {sample.id}: metadata[{key!r}] is an empty list; it must hold at least one accepted"
-            " answer"
-        )
-    return accepted
-
-
-def _fold(text: str, ignore_case: bool) -> str:
-    return text.strip().casefold() if ignore_case else text.strip()
 
 
 @cache

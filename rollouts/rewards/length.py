@@ -13,7 +13,7 @@ LengthUnit = Literal["tokens", "words", "characters"]
 
 
 def measure_length(sample: Sample, unit: LengthUnit) -> int:
-    """Tokens that train (sample.response_length), words between white space, or characters of the response."""
+    """Tokens that train, words between white space, or characters of the response."""
     if unit == "tokens":
         return sample.response_length
     return len(sample.response.split()) if unit == "words" else len(sample.response)
@@ -35,7 +35,7 @@ def make_soft_overlong_punishment(
             f"buffer_tokens={buffer_tokens} and max_tokens={max_tokens}; the buffer is part of the maximum: 0"
             " < buffer <= max"
         )
-    _check_positive("weight", weight)
+    _check("weight", weight, above=0)
     free_tokens = max_tokens - buffer_tokens
 
     def soft_overlong_punishment(sample: Sample) -> RewardResult:
@@ -55,8 +55,8 @@ def make_length_target(
     Raises ConfigError if target is negative, width is not above 0, or the unit is unknown.
     """
     _check_unit(unit)
-    _check_not_negative("target", target)
-    _check_positive("width", width)
+    _check("target", target, above=-1)
+    _check("width", width, above=0)
 
     def length_target(sample: Sample) -> RewardResult:
         closeness = max(0.0, 1.0 - abs(measure_length(sample, unit) - target) / width)
@@ -88,11 +88,6 @@ def _check_unit(unit: str) -> None:
         raise ConfigError(f"unit={unit!r}; it must be one of {', '.join(get_args(LengthUnit))}")
 
 
-def _check_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name}={value}; it must be a number above 0")
-
-
-def _check_not_negative(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{name}={value}; it must be a number that is not negative")
+def _check(name: str, value: float, *, above: float) -> None:
+    if not (math.isfinite(value) and value > above):
+        raise ConfigError(f"{name}={value}; it must be a number above {above}")

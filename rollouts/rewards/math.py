@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from rollouts.errors import ConfigError, DataError, RewardTimeout, UserFunctionError
-from rollouts.rewards.exact import read_answer
+from rollouts.rewards.exact import read_answer, read_answers
 from rollouts.types import RewardResult, Sample
 
 # a sign only where it cannot be a minus between two terms; commas only where they group thousands
@@ -96,7 +96,7 @@ def math_match(sample: Sample) -> RewardResult:
     """1 if the formula that the response ends with equals metadata["answer"], otherwise 0. See
     make_math_reward.
     """
-    return _compare_formulas(sample, key="answer", timeout_s=5, strict=True)
+    return make_math_reward()(sample)
 
 
 def make_math_reward(
@@ -135,17 +135,11 @@ def _compare_formulas(sample: Sample, *, key: str, timeout_s: int, strict: bool)
             "math_match runs only in the main thread of a process, where its time can be limited; name it in"
             " the config as a reward"
         )
-    answers = read_answer(sample, key)
-    accepted = [str(answer) for answer in (answers if isinstance(answers, list | tuple) else [answers])]
     where = f"math_match on sample {sample.id}"
     wanted = [
         _read_wanted_formula(library, answer, where=where, key=key, timeout_s=timeout_s)
-        for answer in accepted
+        for answer in read_answers(sample, key)
     ]
-    if not wanted:
-        raise DataError(
-            f"{where}: metadata[{key!r}] is an empty list; it must hold at least one accepted answer"
-        )
     found = _read_formula(
         library,
         find_last_part(sample.response),
@@ -188,7 +182,8 @@ def _read_wanted_formula(library: Any, answer: str, *, where: str, key: str, tim
         where=f"{where}: reading metadata[{key!r}]",
         timeout_s=timeout_s,
     )
-    if formula is None or formula in _not_values():
+    # 0/0 and 1/0 are read as nan and zoo: equal to nothing, so that no response could be right.
+    if formula is None or str(formula) in ("nan", "zoo"):
         raise DataError(
             f"{where}: metadata[{key!r}] is {answer[:80]!r}, which holds no formula that can be read"
         )
@@ -226,14 +221,6 @@ def _is_equal(library: Any, wanted: Any, found: Any, *, strict: bool, where: str
         raise UserFunctionError(
             f"{where}: comparing failed with {type(error).__name__}: {str(error)[:200]}"
         ) from error
-
-
-@cache
-def _not_values() -> tuple[Any, ...]:
-    """What 0/0 and 1/0 are read as: equal to nothing, so that no response could be right."""
-    import sympy
-
-    return (sympy.nan, sympy.zoo)
 
 
 @cache

@@ -1,6 +1,6 @@
 """A reward model as the reward of samples: alone, or beside the reward that rules give.
 
-reward calls of many samples, at once ──► channel ──► one batch of what has come ──► the model ──► each call's own score
+calls of many samples at once ──► channel ──► one batch of what has come ──► the model ──► each call's score
 """
 
 from __future__ import annotations
