@@ -148,10 +148,7 @@ def open_backend(
         return open_pytorch_backend(model_path, device=run.device, **options)
     from rollouts.backends.fsdp import open_fsdp_backend
 
-    options |= {
-        "reduce_each_micro_batch": config.distributed.reduce_each_micro_batch,
-        "cpu_offload": config.distributed.cpu_offload,
-    }
+    options["cpu_offload"] = config.distributed.cpu_offload
     return open_fsdp_backend(model_path, channel=run.ranks.channel, ranks=run.ranks.ranks, **options)
 
 

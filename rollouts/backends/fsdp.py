@@ -71,7 +71,7 @@ class ShardedOptions:
     gradient_checkpointing: bool = False
     compile_backend: str | None = None  # of torch.compile; None: layers run as they are written
     cpu_offload: bool = False
-    reduce_each_micro_batch: bool = False
+    reduce_each_micro_batch: bool = False  # see Trainer; cpu_offload does it too
     seed: int = 0  # of torch's own generators, one for each rank
     dtype: Literal["float32", "float64"] = "float32"  # of the master weights; float64 shows what is rounding
     head: ModelHead = "tokens"
@@ -114,7 +114,7 @@ def open_trainer(options: ShardedOptions, ranks: Ranks, check_open: Callable[[],
         plan,
         check_open=check_open,
         autocast_dtype=autocast_dtype,
-        reduce_each=options.reduce_each_micro_batch,
+        reduce_each=options.reduce_each_micro_batch or options.cpu_offload,
     )
 
 

@@ -15,6 +15,8 @@ REMOVED: Mapping[str, str] = {
     "reward_model.centring": "it is 0.01",
     "rl.share_prefix": "a prompt is computed once wherever that is exact",
     "rl.skip_zero_advantage": "samples without advantage are left out wherever the gradient stays the same",
+    "distributed.max_restarts": "start it with torchrun --nproc-per-node=N --max-restarts=M",
+    "distributed.reduce_each_micro_batch": "cpu_offload sums gradients after every micro-batch too",
     "output.metric_aliases": "trackers get metrics under the names of docs/run_directory.md",
     "reference.server_model": "a reference's server serves one model, whose name is asked for",
 }
@@ -43,19 +45,19 @@ rl.rollout.over_sampling:
     oversampling_factor
 rl.rollout.num_prompts sft.batch_size (in RL it counts prompts, in SFT conversations):
     batch_size
-rl.rollout.num_prompts sft.batch_size (there it counts samples, here prompts: divide it by samples_per_prompt):
+rl.rollout.num_prompts sft.batch_size (it counts samples, ours prompts: divide it by samples_per_prompt):
     train_batch_size
 rl.rollout.num_prompts (there it counts samples, here prompts: divide it by samples_per_prompt):
     generation_batch_size
-rl.rollout.num_prompts sft.batch_size (there samples a step; here a step trains num_prompts * samples_per_prompt):
+rl.rollout.num_prompts sft.batch_size (it counts samples a step, which are num_prompts * samples_per_prompt here):
     global_batch_size
-rl.rollout.num_prompts (there samples a step; here a step trains num_prompts * samples_per_prompt):
+rl.rollout.num_prompts (it counts samples a step, which are num_prompts * samples_per_prompt here):
     train_global_batch_size policy.train_global_batch_size
 rl.minibatches (there the size of a part, here the number of parts that each pass divides a batch into):
     ppo_mini_batch_size policy_mini_batch_size
 rl.rollout.num_prompts sft.batch_size (there samples, here prompts; what fits at once is micro_batch_tokens):
     per_device_train_batch_size
-rl.micro_batch_tokens sft.micro_batch_tokens (gradients are accumulated as needed; so many tokens fit at once):
+rl.micro_batch_tokens sft.micro_batch_tokens (gradients accumulate as needed; so many tokens fit at once):
     gradient_accumulation_steps
 rl.micro_batch_tokens sft.micro_batch_tokens (there it counts rows, here padded tokens of one forward pass):
     micro_train_batch_size micro_batch_size ppo_micro_batch_size_per_gpu micro_train_batch_size_per_gpu
@@ -213,7 +215,7 @@ model.chat_template:
     chat_template_path
 model.template_params:
     chat_template_kwargs apply_chat_template_kwargs enable_thinking
-rl.data.path sft.data.path (with kind = "jsonl" or "parquet"; a dataset of the hub is kind = "hf" with dataset):
+rl.data.path sft.data.path (with kind = "jsonl" or "parquet"; a hub dataset is kind = "hf" with dataset):
     prompt_data train_files data.train_files dataset_path train_data_path input_data train_dataset.path
 rl.data.dataset sft.data.dataset:
     dataset_name
@@ -221,7 +223,7 @@ rl.data.subset sft.data.subset:
     dataset_config dataset_config_name
 rl.data.split sft.data.split:
     train_split dataset_train_split
-eval.data.path (with kind = "jsonl" or "parquet"; a dataset of the hub is kind = "hf" with dataset):
+eval.data.path (with kind = "jsonl" or "parquet"; a hub dataset is kind = "hf" with dataset):
     val_files data.val_files eval_prompt_data eval_dataset valid_dataset.path
 rl.data.columns sft.data.columns (write columns = { prompt = "question" } with the column's name):
     prompt_key input_key dataset_text_field

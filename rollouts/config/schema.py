@@ -789,17 +789,13 @@ class DistributedConfig(Section):
     """processes on this machine; above 1 the program starts itself again under torchrun, unless a launcher
     has started it
     """
-    max_restarts: NaturalInt = 0
-    """with ranks: times that all of them are started again, from the newest checkpoint, after one was lost
-    """
     shard_size: NaturalInt = 0
     """ranks that hold one copy of the weights between them; 0: all ranks; fewer: as many copies as there are
     groups
     """
-    reduce_each_micro_batch: bool = False
-    """sum gradients over the ranks after every micro-batch, not once per batch: less memory, slower"""
     cpu_offload: bool = False
-    """on GPUs: weights, gradients and optimizer state wait in host memory, and AdamW runs there; slower steps
+    """on GPUs: weights, gradients and optimizer state wait in host memory, where AdamW runs, and gradients
+    are summed over the ranks after every micro-batch: less GPU memory, slower steps
     """
 
 
@@ -825,12 +821,6 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        if self.distributed.max_restarts and self.distributed.ranks == 1:
-            raise ValueError(
-                f"distributed.max_restarts={self.distributed.max_restarts} with distributed.ranks=1; only"
-                " ranks that this program starts itself are started again by it: set distributed.ranks, or"
-                " give a launcher of your own --max-restarts"
-            )
         if self.deterministic and self.model.device == "cuda":
             raise ValueError(
                 "model.device='cuda' with deterministic=true; equal bits are shown on CPUs only; set"

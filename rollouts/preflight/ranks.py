@@ -22,7 +22,7 @@ def choose_relaunch(config: RunConfig, environ: Mapping[str, str], argv: Sequenc
     """
     if config.distributed.ranks == 1 or environ.get("WORLD_SIZE"):
         return None
-    return torchrun_command(config.distributed.ranks, argv, max_restarts=config.distributed.max_restarts)
+    return torchrun_command(config.distributed.ranks, argv, max_restarts=0)
 
 
 def check_ranks(config: RunConfig, launch: Launch, *, dry_run: bool = False) -> None:
@@ -40,12 +40,11 @@ def check_ranks(config: RunConfig, launch: Launch, *, dry_run: bool = False) -> 
             " machine; leave distributed.ranks out under a launcher, or start it with"
             f" --nproc-per-node={asked}"
         )
-    for name in ("reduce_each_micro_batch", "cpu_offload"):
-        if launch.world_size == 1 and getattr(config.distributed, name):
-            raise ConfigError(
-                f"distributed.{name}=true, but one process trains alone; set distributed.ranks, or leave"
-                " it out"
-            )
+    if launch.world_size == 1 and config.distributed.cpu_offload:
+        raise ConfigError(
+            "distributed.cpu_offload=true, but one process trains alone; set distributed.ranks, or leave it"
+            " out"
+        )
     if shard_size and launch.world_size % shard_size:
         fitting = [str(size) for size in range(1, launch.world_size + 1) if launch.world_size % size == 0]
         raise ConfigError(
