@@ -25,11 +25,25 @@ from rollouts.types import BoolArray, ChatMessage, IntArray, JSONValue, check_js
 
 Tools = Sequence[Mapping[str, JSONValue]]  # JSON schemas of the tools that a conversation may call
 
+# parameters of apply_chat_template that are not the user's to set
 OWN_PARAMS = (
-    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length", "messages", "padding",
-    "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "tools",
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "max_length",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "sanitize_control_tokens",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
     "truncation",
-)  # fmt: skip
+)
 
 
 class ChatTokenizer(Protocol):
@@ -297,42 +311,23 @@ def _make_template(
 
 
 def _check_params(params: Mapping[str, JSONValue], chat_template: object) -> None:
-    source = (
-        "\n".join(map(str, chat_template.values()))
-        if isinstance(chat_template, Mapping)
-        else str(chat_template)
-    )
-    words = set(re.findall(r"[A-Za-z_]\w*", source))
+    """Raises ModelError for a parameter that the template does not read."""
+    from jinja2 import Environment, TemplateSyntaxError, meta  # comes with chat templates
+
+    sources = chat_template.values() if isinstance(chat_template, Mapping) else [chat_template]
+    source = "\n".join(map(str, sources))
+    # transformers' own tag, which jinja does not know
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(plain)
+        readable = sorted(meta.find_undeclared_variables(tree) - set(OWN_PARAMS))
+    except TemplateSyntaxError as error:
+        raise ModelError(f"the chat template is no Jinja template: {error}") from error
     for name in params:
-        if name not in words:
-            close = nearest(name, sorted(_find_readable_names(source)))
+        if name not in readable:
+            close = nearest(name, readable)
             hint = f"; did you mean {close}?" if close else ""
             raise ModelError(f"model.template_params.{name}: the chat template does not read it{hint}")
-
-
-JINJA_WORDS = {  # keywords, tests and functions
-    "and", "as", "block", "break", "call", "continue", "defined", "do", "elif", "else", "endblock", "endcall", "endfilter", "endfor",
-    "endgeneration", "endif", "endmacro", "endset", "endwith", "extends", "False", "false", "filter", "for", "from", "generation", "if", "import",
-    "in", "include", "is", "iterable", "loop", "macro", "mapping", "namespace", "None", "none", "not", "or", "range", "recursive", "set", "string",
-    "True", "true", "undefined", "with",
-}  # fmt: skip
-
-
-def _find_readable_names(source: str) -> set[str]:
-    """Names in a chat template that may be parameters: outside text, attributes, filters, keywords, loops and
-    what rollouts sets itself.
-    """
-    code = " ".join(
-        re.findall(r"\{[{%](.*?)[}%]\}", re.sub(r"\{#.*?#\}", "", source, flags=re.DOTALL), re.DOTALL)
-    )
-    code = re.sub(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", '""', code)
-    looped = {
-        name
-        for names in re.findall(r"\bfor\s+([\w\s,()]+?)\s+in\b", code)
-        for name in re.findall(r"\w+", names)
-    }
-    names = set(re.findall(r"(?<![.|\w])(?<![.|]\s)[A-Za-z_]\w*(?!\w*\s*\()", code))
-    return names - looped - JINJA_WORDS - set(OWN_PARAMS)
 
 
 def _check_tools_are_written(messages: Sequence[ChatMessage], template: _Template) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from heapq import heapify, heappop, heappush
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -152,102 +152,21 @@ def settle(
     return tuple(rounded)
 
 
-def compute_turns(amounts: tuple[int, ...], count: int) -> IntArray:
-    """Whose turn each of the first `count` draws is; after sum(amounts) of them it begins again."""
-    needed = min(count, sum(amounts))
-    blocks = [_turns_of_block(amounts, block) for block in range(-(-needed // BLOCK))]
-    return np.concatenate(blocks)[:needed] if blocks else np.empty(0, np.int64)
-
-
 BLOCK = 4096  # draws between the places whose counts are kept
 
 
-@lru_cache(maxsize=8)
-def _counts_of_blocks(amounts: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-    """Draws of each source before a block, for the blocks that were asked for and all before them: it grows
-    as a run goes on.
-    """
-    return {0: (0,) * len(amounts)}
-
-
-def _counts_before(amounts: tuple[int, ...], block: int) -> tuple[int, ...]:
-    known = _counts_of_blocks(amounts)
-    for number in range(min(block, len(known) - 1), block):
-        if number + 1 not in known:
-            known[number + 1] = take_turns(amounts, known[number], BLOCK)[1]
-    return known[block]
-
-
-@lru_cache(maxsize=16)
-def _turns_of_block(amounts: tuple[int, ...], block: int) -> IntArray:
-    turns, after = take_turns(amounts, _counts_before(amounts, block), BLOCK)
-    _counts_of_blocks(amounts)[block + 1] = after
-    array = np.array(turns, np.int64)
-    array.flags.writeable = False
-    return array
-
-
-def take_turns(
-    amounts: Sequence[int], counts: Sequence[int], length: int
-) -> tuple[list[int], tuple[int, ...]]:
-    """(whose turn the `length` draws after `counts` are, the counts then): what `choose_source` says draw by
-    draw, but much faster.
-
-    A source's next draw is due from one draw on and late after another, and both stay as they are until it is
-    drawn, so two heaps hold them: numbers place * size + index. The place moves on by total / amount, in
-    whole numbers with a rest.
-    """
-    total, drawn, size = sum(amounts), sum(counts), len(amounts)
-    after = list(counts)
-    strides = [divmod(total, amount) if amount else (0, 0) for amount in amounts]
-    ends = [
-        divmod(total * (count + 1), amount) if amount else (0, 0)
-        for amount, count in zip(amounts, counts, strict=True)
-    ]
-    floors, rests = [floor for floor, _ in ends], [rest for _, rest in ends]
-    due: list[int] = []  # by deadline
-    waiting = [
-        (total * count // amount + 1) * size + index
-        for index, (amount, count) in enumerate(zip(amounts, counts, strict=True))
-        if amount
-    ]
-    heapify(waiting)
-    turns: list[int] = []
-    for turn in range(drawn + 1, drawn + length + 1):
-        now_due = (turn + 1) * size
-        while waiting and waiting[0] < now_due:
-            index = heappop(waiting) % size
-            heappush(due, (floors[index] + (rests[index] > 0)) * size + index)
-        deadline, index = divmod(heappop(due), size)
-        if due and due[0] < (deadline + 1) * size:
-            index = _furthest_behind(amounts, after, turn, (deadline, index), due)
-        turns.append(index)
-        after[index] += 1
-        heappush(waiting, (floors[index] + 1) * size + index)
-        whole, part = strides[index]
-        rest = rests[index] + part
-        carry = rest >= amounts[index]
-        floors[index] += whole + carry
-        rests[index] = rest - amounts[index] if carry else rest
-    return turns, tuple(after)
-
-
-def _furthest_behind(
-    amounts: Sequence[int], counts: Sequence[int], turn: int, first: tuple[int, int], due: list[int]
-) -> int:
-    """Which of the source that was taken off `due` and the others with its deadline is furthest behind, then
-    first; the rest go back.
-    """
-    total, size = sum(amounts), len(amounts)
-    deadline, index = first
-    equals = [index]
-    while due and due[0] < (deadline + 1) * size:
-        equals.append(heappop(due) % size)
-    chosen = min(equals, key=lambda other: (counts[other] * total - amounts[other] * turn, other))
-    for other in equals:
-        if other != chosen:
-            heappush(due, deadline * size + other)
-    return chosen
+@lru_cache(maxsize=2048)
+def _take_block(amounts: tuple[int, ...], block: int) -> tuple[IntArray, tuple[int, ...]]:
+    """Whose turn each draw of a block is, and the draws of each source after it."""
+    counts = [0] * len(amounts)
+    for number in range(block):
+        counts = list(_take_block(amounts, number)[1])
+    turns = np.empty(BLOCK, np.int64)
+    for place in range(BLOCK):
+        turns[place] = index = choose_source(amounts, counts)
+        counts[index] += 1
+    turns.flags.writeable = False
+    return turns, tuple(counts)
 
 
 # --- batches that need no state -----------------------------------------------------------------------------
@@ -263,18 +182,78 @@ class BatchSource:
     holes: frozenset[int] = frozenset()  # positions that are never drawn; the others keep their order
 
 
-def make_slots(rows: Sequence[object | None], samples: Mapping[int, S]) -> list[S | None]:
-    """The samples in the order of their rows, with a hole for every malformed row; rows without a sample that
-    are no holes take no place.
-    """
-    return [samples.get(position) for position, row in enumerate(rows) if row is None or position in samples]
-
-
 def make_batch_source(name: str, weight: float, slots: Sequence[object | None]) -> BatchSource:
     """A source whose holes are the slots that are None."""
-    return BatchSource(
-        name, len(slots), weight, frozenset(index for index, slot in enumerate(slots) if slot is None)
-    )
+    holes = frozenset(index for index, slot in enumerate(slots) if slot is None)
+    return BatchSource(name, len(slots), weight, holes)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleMixture(Generic[S]):
+    """The samples of all sources, one after the other, and what the order of their draws depends on."""
+
+    slots: tuple[S | None, ...]  # None: a malformed row, which keeps its place and is never drawn
+    sources: tuple[BatchSource, ...]
+    truncated: int  # token rows cut at max_length; the tokens after it do not train
+    dropped: Mapping[str, int]  # reason → samples left out
+
+    @property
+    def samples(self) -> tuple[S, ...]:
+        """In the order of their rows, without holes."""
+        return tuple(slot for slot in self.slots if slot is not None)
+
+
+def make_sample_mixture(samples: Sequence[S]) -> SampleMixture[S]:
+    """One source of these samples."""
+    return SampleMixture(tuple(samples), (make_batch_source("", 1.0, samples),), 0, {})
+
+
+def prepare_samples(
+    mixture: Mixture,
+    prepare: Callable[[Mapping[str, Any], int, str], tuple[S, int] | str],
+    *,
+    max_length: int,
+    name: str,
+) -> SampleMixture[S]:
+    """The samples of all rows. `prepare(row, row id, where)` gives a sample and how many of its token rows
+    are cut, or the reason for which it is dropped; then it takes no place.
+
+    Raises DataError naming max_length if nothing is left of a source.
+    """
+    slots: list[S | None] = []
+    sources: list[BatchSource] = []
+    all_dropped: Counter[str] = Counter()
+    truncated = 0
+    for index, source in enumerate(mixture.sources):
+        key = f"{name}.{index}" if len(mixture.sources) > 1 else name
+        own: list[S | None] = []
+        dropped: Counter[str] = Counter()
+        for row_id, row in enumerate(source.rows):
+            if row is None:
+                own.append(None)
+                continue
+            answer = prepare(row, row_id, f"{key}: row {row_id}")
+            if isinstance(answer, str):
+                dropped[answer] += 1
+            else:
+                own.append(answer[0])
+                truncated += answer[1]
+        if all(slot is None for slot in own):
+            counts = ", ".join(f"{reason}: {count}" for reason, count in dropped.items()) or "there is none"
+            advice = f"raise {name.partition('.')[0]}.max_length={max_length}, or use other rows"
+            raise DataError(f"{key}: none of {dropped.total()} rows can train ({counts}); {advice}")
+        all_dropped += dropped
+        slots += own
+        sources.append(make_batch_source(source.name, source.weight, own))
+    return SampleMixture(tuple(slots), tuple(sources), truncated, dict(all_dropped))
+
+
+def select_samples(mixture: SampleMixture[S], batch_size: int, step: int, seed: int) -> list[S]:
+    """The samples of the step after `step` completed ones; see select_mixture_batch."""
+    chosen = [mixture.slots[slot] for slot in select_mixture_batch(mixture.sources, batch_size, step, seed)]
+    samples = [sample for sample in chosen if sample is not None]
+    assert len(samples) == len(chosen), "a hole was drawn"
+    return samples
 
 
 def select_mixture_batch(sources: Sequence[BatchSource], batch_size: int, step: int, seed: int) -> list[int]:
@@ -307,17 +286,19 @@ def select_mixture_batch(sources: Sequence[BatchSource], batch_size: int, step: 
 
 
 def _turns_from(amounts: tuple[int, ...], first: int, count: int) -> tuple[list[int], list[int]]:
-    """(whose turn draws `first` … `first + count - 1` are, numbered from 0; draws of each source before
-    them).
+    """(whose turn draws `first` … `first + count - 1` are, from 0; draws of each source before them).
+
+    After sum(amounts) draws the turns begin again.
     """
     cycles, rest = divmod(first, sum(amounts))
     block, skipped = divmod(rest, BLOCK)
-    blocks = [_turns_of_block(amounts, number) for number in range(block, (rest + count - 1) // BLOCK + 1)]
-    turns = np.concatenate(blocks)
-    before = np.bincount(turns[:skipped], minlength=len(amounts)).tolist()
-    counts = _counts_before(amounts, block)
+    turns = np.concatenate(
+        [_take_block(amounts, number)[0] for number in range(block, (rest + count - 1) // BLOCK + 1)]
+    )
+    before = _take_block(amounts, block - 1)[1] if block else (0,) * len(amounts)
+    skips = np.bincount(turns[:skipped], minlength=len(amounts)).tolist()
     drawn = [
-        cycles * amount + start + more for amount, start, more in zip(amounts, counts, before, strict=True)
+        cycles * amount + start + more for amount, start, more in zip(amounts, before, skips, strict=True)
     ]
     return turns[skipped : skipped + count].tolist(), drawn
 

@@ -1,7 +1,7 @@
 """Preference data as training rows: pairs of responses to one prompt, or single responses that are marked
 good or bad.
 
-    rows ──prepare_*_mixture──► PreferenceMixture ──split_held_out──► what trains, in an order that needs no state; what is held out
+    rows ──prepare_*_mixture──► SampleMixture ──split_held_out──► what trains; what is held out
 
 Every sample gives two token rows that begin with one prompt and end with the last token that trains: chosen
 and rejected, or a completion and, after the same prompt, the completion of another prompt, with which KTO
@@ -10,11 +10,10 @@ estimates its reference point.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,13 +25,19 @@ from rollouts.data.chat import (
     tokenize_conversation,
 )
 from rollouts.data.messages import parse_tools
-from rollouts.data.mixture import BatchSource, Mixture, make_batch_source, make_slots, select_mixture_batch
+from rollouts.data.mixture import (
+    Mixture,
+    SampleMixture,
+    make_batch_source,
+    make_sample_mixture,
+    prepare_samples,
+    select_samples,
+)
 from rollouts.data.rows import as_messages
-from rollouts.data.sft import SFTSample
+from rollouts.data.sft import NO_TOKENS, SFTSample
 from rollouts.errors import DataError, ModelError
 from rollouts.types import RolloutBatch
 
-NO_TOKENS = "no_trained_tokens"  # max_length ends before the first token of a response
 SAME_RESPONSE = "same_response"  # chosen and rejected are one and the same within max_length
 HELD_OUT = "held_out_prompt"  # a held-out sample has the same prompt
 
@@ -77,19 +82,9 @@ PreferenceSample = PairSample | LabelledSample
 S = TypeVar("S", PairSample, LabelledSample)
 
 
-@dataclass(frozen=True, slots=True)
-class PreferenceMixture(Generic[S]):
-    """The samples of all sources, one source after the other, and what the order of their draws depends on."""
-
-    slots: tuple[S | None, ...]  # None: a malformed row, which keeps its place and is never drawn
-    sources: tuple[BatchSource, ...]
-    truncated: int  # responses cut at max_length; the tokens after it do not train
-    dropped: Mapping[str, int]  # reason → samples left out
-
-    @property
-    def samples(self) -> tuple[S, ...]:
-        """In the order of their rows, without holes."""
-        return tuple(slot for slot in self.slots if slot is not None)
+PreferenceMixture = SampleMixture
+make_preference_mixture = make_sample_mixture
+select_preference_samples = select_samples
 
 
 # --- rows → samples -----------------------------------------------------------------------------------------
@@ -102,7 +97,7 @@ def prepare_pair_mixture(
     max_length: int,
     options: TemplateOptions = DEFAULT_OPTIONS,
     name: str = "preference.data",
-) -> PreferenceMixture[PairSample]:
+) -> SampleMixture[PairSample]:
     """Every row of use "pair" as a sample whose token rows have at most `max_length` tokens; only the
     responses train.
 
@@ -130,7 +125,7 @@ def prepare_pair_mixture(
             return SAME_RESPONSE
         return cut, sum(len(whole.token_ids) > max_length for whole in (chosen, rejected))
 
-    return _prepare(mixture, prepare, max_length=max_length, name=name)
+    return prepare_samples(mixture, prepare, max_length=max_length, name=name)
 
 
 def prepare_labelled_mixture(
@@ -140,7 +135,7 @@ def prepare_labelled_mixture(
     max_length: int,
     options: TemplateOptions = DEFAULT_OPTIONS,
     name: str = "preference.data",
-) -> PreferenceMixture[LabelledSample]:
+) -> SampleMixture[LabelledSample]:
     """The same for rows of use "labelled". A sample's `other` row has the completion of the next sample of
     all sources whose prompt is another.
 
@@ -153,7 +148,7 @@ def prepare_labelled_mixture(
             return NO_TOKENS
         return LabelledSample(whole, whole, row["label"], row_id), int(len(whole.token_ids) > max_length)
 
-    prepared = _prepare(mixture, prepare, max_length=max_length, name=name)
+    prepared = prepare_samples(mixture, prepare, max_length=max_length, name=name)
     samples = prepared.samples
     try:
         others = mismatch_completions([prompt_of(sample) for sample in samples])
@@ -185,44 +180,6 @@ def mismatch_completions(prompt_ids: Sequence[Hashable]) -> list[int]:
             row + 1 if prompt_ids[row % count] != prompt_ids[(row + 1) % count] else following[row + 1]
         )
     return [index % count for index in following[:count]]
-
-
-def _prepare(
-    mixture: Mixture,
-    prepare: Callable[[Mapping[str, Any], int, str], tuple[S, int] | str],
-    *,
-    max_length: int,
-    name: str,
-) -> PreferenceMixture[S]:
-    """`prepare` answers with a sample and how many of its responses are cut, or with the reason for which it
-    is dropped.
-    """
-    slots: list[S | None] = []
-    sources: list[BatchSource] = []
-    all_dropped: Counter[str] = Counter()
-    truncated = 0
-    for index, source in enumerate(mixture.sources):
-        key = f"{name}.{index}" if len(mixture.sources) > 1 else name
-        samples: dict[int, S] = {}
-        dropped: Counter[str] = Counter()
-        for row_id, row in enumerate(source.rows):
-            if row is None:
-                continue
-            answer = prepare(row, row_id, f"{key}: row {row_id}")
-            if isinstance(answer, str):
-                dropped[answer] += 1
-            else:
-                samples[row_id], cut = answer
-                truncated += cut
-        if not samples:
-            counts = ", ".join(f"{reason}: {count}" for reason, count in dropped.items()) or "there is none"
-            advice = f"raise {name.partition('.')[0]}.max_length={max_length}, or use other rows"
-            raise DataError(f"{key}: none of {dropped.total()} rows can train ({counts}); {advice}")
-        all_dropped += dropped
-        own = make_slots(source.rows, samples)
-        slots += own
-        sources.append(make_batch_source(source.name, source.weight, own))
-    return PreferenceMixture(tuple(slots), tuple(sources), truncated, dict(all_dropped))
 
 
 def _tokenize_response(
@@ -283,8 +240,8 @@ def count_labels(samples: Sequence[LabelledSample]) -> tuple[int, int]:
 
 
 def split_held_out(
-    mixture: PreferenceMixture[S], count: int, *, name: str = "preference"
-) -> tuple[PreferenceMixture[S], tuple[S, ...]]:
+    mixture: SampleMixture[S], count: int, *, name: str = "preference"
+) -> tuple[SampleMixture[S], tuple[S, ...]]:
     """(what trains, the held-out samples): `count` samples off the ends of the sources, from each in
     proportion to its size.
 
@@ -323,25 +280,10 @@ def split_held_out(
 
 
 def _share_out(count: int, sizes: Sequence[int]) -> list[int]:
-    """`count` in the proportions of `sizes`, rounded so that the sum is exact and no share is above its size."""
+    """`count` in the proportions of `sizes`, rounded: the sum is exact, no share is above its size."""
     ends = np.cumsum(sizes).astype(np.int64)
     rounded = [int(end) * count // int(ends[-1]) for end in ends]
     return [end - begin for begin, end in zip([0, *rounded[:-1]], rounded, strict=True)]
-
-
-def make_preference_mixture(samples: Sequence[S]) -> PreferenceMixture[S]:
-    """One source of these samples."""
-    return PreferenceMixture(tuple(samples), (make_batch_source("", 1.0, samples),), 0, {})
-
-
-def select_preference_samples(
-    mixture: PreferenceMixture[S], batch_size: int, step: int, seed: int
-) -> list[S]:
-    """The samples of the step after `step` completed ones; see select_mixture_batch."""
-    chosen = [mixture.slots[slot] for slot in select_mixture_batch(mixture.sources, batch_size, step, seed)]
-    samples = [sample for sample in chosen if sample is not None]
-    assert len(samples) == len(chosen), "a hole was drawn"
-    return samples
 
 
 def make_preference_batch(samples: Sequence[PreferenceSample], *, rows_per_sample: int = 2) -> RolloutBatch:

@@ -4,7 +4,6 @@ them.
 
 from __future__ import annotations
 
-import json
 import re
 
 import numpy as np
@@ -48,18 +47,6 @@ def test_a_span_begins_after_the_header_and_ends_with_the_end_token():
     assert conversation.token_ids.dtype == np.int64
 
 
-def test_the_token_ids_are_those_of_the_rendered_text():
-    tokenizer = byte_tokenizer(SMOLLM2)
-    text = str(
-        tokenizer.apply_chat_template(
-            [{"role": m["role"], "content": m["content"]} for m in TWO_TURNS], tokenize=False
-        )
-    )
-    assert tokenize_conversation(TWO_TURNS, tokenizer).token_ids.tolist() == tokenizer.encode(
-        text, add_special_tokens=False
-    )
-
-
 @pytest.mark.parametrize("template", [CHATML, SMOLLM2])
 @pytest.mark.parametrize("system", [[], [turn("system", "Be brief.")]])
 def test_every_assistant_turn_is_found(template, system):
@@ -71,48 +58,10 @@ def test_every_assistant_turn_is_found(template, system):
     ]
 
 
-def test_content_of_many_bytes_and_odd_white_space_is_kept():
-    contents = ["7 😀 été", "  spaces  ", "line\n", "\nline", "assistant\n<|im_start", "e\u0301"]
-    for content in contents:
-        assert taught([turn("user", "q"), turn("assistant", content)], byte_tokenizer()) == [
-            content + "<|im_end|>"
-        ]
-
-
 @pytest.mark.parametrize("content", ["", " \n"])
 def test_an_assistant_turn_that_says_nothing_is_refused(content):
     with pytest.raises(DataError, match="message 1 is an assistant turn that says nothing"):
         tokenize_conversation([turn("user", "q"), turn("assistant", content)], byte_tokenizer())
-
-
-def test_an_empty_turn_that_does_not_train_is_left_alone():
-    messages = [turn("user", "q"), turn("assistant", ""), turn("user", "q"), turn("assistant", "a")]
-    assert taught(messages, byte_tokenizer(), train_on="last") == ["a<|im_end|>"]
-
-
-def test_two_assistant_turns_in_a_row_are_two_spans():
-    messages = [turn("user", "q"), turn("assistant", "a"), turn("assistant", "b"), turn("user", "end")]
-    assert taught(messages, byte_tokenizer()) == ["a<|im_end|>", "b<|im_end|>"]
-
-
-def test_content_equal_to_an_earlier_turn_is_not_confused_with_it():
-    messages = [
-        turn("user", "same"),
-        turn("assistant", "same"),
-        turn("user", "same"),
-        turn("assistant", "same"),
-    ]
-    conversation = tokenize_conversation(messages, byte_tokenizer())
-    # a user turn takes 1 + 5 + 4 + 1 + 1 = 12 tokens, the assistant's header 11, its span 5, its newline 1
-    assert [(span.start, span.end) for span in conversation.spans] == [(23, 28), (29 + 23, 29 + 28)]
-
-
-def test_what_trains_continues_exactly_the_prompt_that_generation_sees():
-    tokenizer = byte_tokenizer(SMOLLM2, merges=[("Ċ", "Ċ"), ("I", "t")])
-    conversation = tokenize_conversation(TWO_TURNS, tokenizer)
-    for span in conversation.spans:
-        prompt_ids = tokenize_prompt(TWO_TURNS[: span.index], tokenizer)
-        assert conversation.token_ids[: span.start].tolist() == prompt_ids.tolist()
 
 
 def test_a_tokenizer_that_marks_the_start_of_text_is_supported():
@@ -144,24 +93,11 @@ def test_only_the_chosen_turns_train(train_on, text):
     assert tokenizer.decode(conversation.token_ids[compute_loss_mask(conversation, train_on)]) == text
 
 
-@pytest.mark.parametrize("train_on", [[0], [1, 2], [-1], [4], []])
-def test_a_choice_that_is_no_assistant_turn_is_refused(train_on):
-    with pytest.raises(
-        DataError, match="must name assistant turns by their position in the conversation: 1, 3"
-    ):
-        compute_loss_mask(tokenize_conversation(TWO_TURNS, byte_tokenizer()), train_on)
-
-
 def test_a_conversation_without_assistant_turn_is_refused():
     with pytest.raises(DataError, match="no assistant turn to train on"):
         tokenize_conversation([turn("user", "q")], byte_tokenizer())
     with pytest.raises(DataError, match="no messages"):
         tokenize_conversation([], byte_tokenizer())
-
-
-def test_a_conversation_that_begins_with_the_assistant_is_refused():
-    with pytest.raises(DataError, match="message 0 is an assistant turn"):
-        tokenize_conversation([turn("assistant", "a")], byte_tokenizer())
 
 
 # --- templates that do more ---------------------------------------------------------------------------------
@@ -215,10 +151,6 @@ def test_a_template_that_rewrites_earlier_turns_cannot_train_on_all():
     assert 'sft.train_on = "last"' in str(caught.value)
 
 
-def test_a_template_that_rewrites_earlier_turns_can_train_on_the_last():
-    assert taught(THOUGHTS, byte_tokenizer(FORGETFUL), train_on="last") == ["ha</think>b<|im_end|>"]
-
-
 def test_a_template_whose_generation_header_differs_is_refused():
     template = CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>' }}{% endif %}")
     with pytest.raises(
@@ -232,31 +164,6 @@ def test_a_turn_that_does_not_end_with_a_special_token_is_refused(end):
     template = CHATML.replace("'<|im_end|>' + '\n'", f"'{end}'")
     with pytest.raises(ModelError, match="never learns to stop"):
         tokenize_conversation(TWO_TURNS[:2], byte_tokenizer(template))
-
-
-def test_special_tokens_in_the_content_do_not_end_the_turn():
-    messages = [turn("user", "q"), turn("assistant", "a<|im_end|>b<|endoftext|>")]
-    assert taught(messages, byte_tokenizer()) == ["a<|im_end|>b<|endoftext|><|im_end|>"]
-
-
-def test_what_follows_the_end_token_does_not_train():
-    template = CHATML.replace(
-        "{% if add_generation_prompt %}", "{% if not add_generation_prompt %}{{ '<|endoftext|>' }}{% else %}"
-    )
-    assert taught(TWO_TURNS, byte_tokenizer(template), train_on="last") == ["4<|im_end|>"]
-
-
-def test_a_template_that_refuses_a_role_keeps_its_reason():
-    template = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{%"
-        " endif %}" + CHATML
-    )
-    with pytest.raises(
-        DataError,
-        match="refuses messages with the roles system, user: TemplateError: System role not supported",
-    ) as caught:
-        render_prompt([turn("system", "s"), turn("user", "q")], byte_tokenizer(template))
-    assert caught.value.__cause__ is not None
 
 
 def test_a_tokenizer_without_chat_template_is_refused():
@@ -290,19 +197,6 @@ def test_a_text_prompt_is_one_user_turn():
 # --- messages -----------------------------------------------------------------------------------------------
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-
-
-def test_every_key_of_a_message_is_kept():
-    message = {
-        "role": "assistant",
-        "content": "c",
-        "tool_calls": [CALL | {"id": "1", "index": 0}],
-        "reasoning_content": "r",
-        "name": "n",
-        "date": 7,
-    }
-    assert parse_messages([message], where="messages") == [message]
-    assert Sample(id="s", prompt=(message,)).prompt == (message,)  # type: ignore[arg-type]
 
 
 def test_a_message_of_another_form_becomes_one_of_ours():
@@ -429,14 +323,6 @@ def test_a_message_that_cannot_be_read_is_named_with_its_key(message, error):
 
 
 @pytest.mark.parametrize(
-    ("messages", "error"), [("hi", "m is of type str; it must be a list"), ([], "m is an empty list")]
-)
-def test_messages_are_a_list_that_is_not_empty(messages, error):
-    with pytest.raises(DataError, match=error):
-        check_messages(messages, where="m")
-
-
-@pytest.mark.parametrize(
     ("tools", "error"),
     [
         ("{", "t is text but not JSON"),
@@ -448,8 +334,3 @@ def test_messages_are_a_list_that_is_not_empty(messages, error):
 def test_tools_that_cannot_be_read_are_named(tools, error):
     with pytest.raises(DataError, match=error):
         parse_tools(tools, where="t")
-
-
-def test_tools_come_as_a_list_or_its_text():
-    assert parse_tools([CALL], where="t") == parse_tools(json.dumps([CALL]), where="t") == [CALL]
-    assert [parse_tools(nothing, where="t") for nothing in (None, [], "null")] == [None, None, None]

@@ -18,10 +18,9 @@ from rollouts.data.chat import (
     tokenize_conversation,
     tokenize_prompt,
 )
-from rollouts.errors import ConfigError, DataError, ModelError
+from rollouts.errors import DataError, ModelError
 from tests.unit.chat_tokenizers import (
     CHATML,
-    FAMILIES,
     byte_tokenizer,
     family_sentencepiece,
     family_tokenizer,
@@ -175,17 +174,6 @@ def test_a_tokenizer_of_word_marks_trains_the_same_text(name):
     assert taught == [first + end, second + end]
 
 
-@pytest.mark.parametrize(
-    ("name", "bos"),
-    [(name, family.bos) for name, family in FAMILIES.items() if family.bos and name != "plain"],
-)
-def test_the_token_that_begins_a_text_is_there_once(name, bos):
-    tokenizer = family_tokenizer(name)
-    token_ids = tokenize_prompt("q", tokenizer).tolist()
-    assert token_ids[0] == tokenizer.bos_token_id and token_ids.count(token_ids[0]) == 1
-    assert tokenizer.convert_ids_to_tokens(token_ids[0]) == bos
-
-
 # --- tools --------------------------------------------------------------------------------------------------
 
 QWEN_TOOLS = (
@@ -239,7 +227,8 @@ def test_a_tool_call_of_llama_ends_with_the_end_of_the_turn():
             (
                 '<｜begin▁of▁sentence｜><｜User｜>Oslo?<｜Assistant｜>⟦<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city":'
                 ' "Oslo", "days":'
-                " 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>⟧<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>4"
+                " 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>⟧"
+                "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>4"
                 " degrees<｜tool▁output▁end｜><｜tool▁outputs▁end｜>⟦It is 4.<｜end▁of▁sentence｜>⟧"
             ),
         ),
@@ -280,18 +269,6 @@ def test_a_call_and_an_answer_may_end_with_different_tokens():
     )
 
 
-def test_special_tokens_that_close_a_call_do_not_end_the_turn():
-    template = CHATML.replace(
-        "message['content'] +",
-        "message['content'] + ('<|endoftext|>' + (message.tool_calls | tojson) + '<|endoftext|>' if"
-        " message.tool_calls else '') +",
-    )
-    text = marked(
-        [turn("user", "q"), turn("assistant", "I ask.", tool_calls=[call("f", {})])], byte_tokenizer(template)
-    )
-    assert text.endswith('"name": "f", "arguments": {}}}]<|endoftext|><|im_end|>⟧\n')
-
-
 def test_content_beside_a_call_trains_where_the_template_writes_it():
     messages = [CALLS[0], {**CALLS[1], "content": "I look."}, *CALLS[2:]]
     text = marked(messages, family_tokenizer("qwen2_5"))
@@ -309,22 +286,10 @@ def test_a_template_that_leaves_tool_calls_out_is_refused(name):
         tokenize_prompt(CALLS[:3], family_tokenizer(name))
 
 
-def test_a_template_that_writes_only_the_first_of_two_calls_is_refused():
-    messages = [
-        turn("user", "q"),
-        turn("assistant", tool_calls=[call("f", {"a": 1}), call("g", {"b": 2}, 2)]),
-    ]
-    with pytest.raises(DataError, match="does not write every tool call of message 1"):
-        tokenize_conversation(messages, family_tokenizer("gptoss"))
-    assert marked(messages, family_tokenizer("qwen2_5")).endswith(
-        '⟦<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
-        '<tool_call>\n{"name": "g", "arguments": {"b": 2}}\n</tool_call><|im_end|>⟧\n'
-    )
-
-
 def test_a_template_that_would_write_arguments_in_the_notation_of_python_is_given_their_text():
-    template = CHATML.replace("message['content'] +", "message['content'] + (message.tool_calls[0].function.name ~ "
-                              "message.tool_calls[0].function.arguments if message.tool_calls else '') +")  # fmt: skip
+    function = "message.tool_calls[0].function"
+    written = f"({function}.name ~ {function}.arguments if message.tool_calls else '')"
+    template = CHATML.replace("message['content'] +", f"message['content'] + {written} +")
     messages = [turn("user", "{'a': 'é'}"), turn("assistant", tool_calls=[call("f", {"a": "é", "b": None})])]
     assert marked(messages, byte_tokenizer(template)).endswith('⟦f{"a": "é", "b": null}<|im_end|>⟧\n')
 
@@ -335,15 +300,6 @@ def test_a_template_that_leaves_the_tools_out_is_refused(name):
         tokenize_conversation(TALK, family_tokenizer(name), tools=[WEATHER])
     with pytest.raises(DataError, match="the row has tools, and the chat template does not write them"):
         render_prompt("Oslo?", family_tokenizer(name), tools=[WEATHER])
-
-
-def test_a_prompt_names_its_tools():
-    prompt = render_prompt("Oslo?", family_tokenizer("qwen2_5"), tools=[WEATHER])
-    assert prompt == QWEN_TOOLS + "<|im_start|>user\nOslo?<|im_end|>\n<|im_start|>assistant\n"
-    assert (
-        render_prompt("Oslo?", family_tokenizer("chatml"), tools=[])
-        == "<|im_start|>user\nOslo?<|im_end|>\n<|im_start|>assistant\n"
-    )
 
 
 def test_tools_that_move_to_the_last_question_let_only_the_last_answer_train():
@@ -359,14 +315,6 @@ def test_tools_that_move_to_the_last_question_let_only_the_last_answer_train():
 
 
 # --- thinking -----------------------------------------------------------------------------------------------
-
-
-def test_thinking_trains_where_generation_does_not_open_it():
-    assert (
-        marked(THOUGHTS[:2], family_tokenizer("qwen3"))
-        == "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n⟦<think>\nthree,"
-        " four\n</think>\n\n7<|im_end|>⟧\n"
-    )
 
 
 def test_what_generation_is_given_does_not_train():
@@ -398,7 +346,8 @@ def test_a_template_that_forgets_earlier_thinking_lets_only_the_last_answer_trai
     opened = "<think>\n⟦" if name == "qwen3_6" else "⟦<think>\n"
     assert (
         marked(THOUGHTS, tokenizer, train_on="last")
-        == f"<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n7<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n{opened}two,"
+        == "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n7<|im_end|>\n<|im_start|>user\n2+2?"
+        f"<|im_end|>\n<|im_start|>assistant\n{opened}two,"
         " two\n</think>\n\n4<|im_end|>⟧\n"
     )
 
@@ -412,42 +361,6 @@ def test_an_answer_without_thinking_after_an_open_one_is_refused_where_line_ends
         tokenize_conversation(TALK[:2], tokenizer)
     text = marked(TALK[:2], tokenizer, options=TemplateOptions({"enable_thinking": False}))
     assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n⟦It is 7.<|im_end|>⟧\n")
-
-
-def test_a_parameter_that_keeps_earlier_thinking_lets_all_answers_train():
-    options = TemplateOptions({"preserve_thinking": True})
-    assert (
-        marked(THOUGHTS, family_tokenizer("qwen3_6"), options=options)
-        == "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n<think>\n⟦three,"
-        " four\n</think>\n\n7<|im_end|>⟧\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n⟦two,"
-        " two\n</think>\n\n4<|im_end|>⟧\n"
-    )
-
-
-def test_a_thought_before_each_step_of_one_question_trains():
-    steps = [
-        CALLS[0],
-        {**CALLS[1], "reasoning_content": "I ask."},
-        CALLS[2],
-        {**CALLS[3], "reasoning_content": "I read."},
-    ]
-    assert (
-        marked(steps, family_tokenizer("qwen3"))
-        == "<|im_start|>user\nOslo?<|im_end|>\n<|im_start|>assistant\n⟦<think>\nI"
-        ' ask.\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days":'
-        " 2}}\n</tool_call><|im_end|>⟧\n<|im_start|>user\n<tool_response>\n4"
-        " degrees\n</tool_response><|im_end|>\n<|im_start|>assistant\n⟦<think>\nI read.\n</think>\n\nIt is"
-        " 4.<|im_end|>⟧\n"
-    )
-
-
-def test_thinking_in_a_channel_of_its_own_trains_with_the_answer():
-    assert marked(THOUGHTS, family_tokenizer("gptoss"), train_on="last").endswith(
-        "<|start|>assistant<|channel|>final<|message|>7<|end|><|start|>user<|message|>2+2?<|end|><|start|>assistant⟦<|channel|>analysis<|message|>two,"
-        " two<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>⟧"
-    )
-    with pytest.raises(ModelError, match=r"rewrites messages up to 1 .*'return\|>' against 'end\|>"):
-        tokenize_conversation(TALK, family_tokenizer("gptoss"))
 
 
 def test_a_template_that_opens_thinking_and_never_writes_it_is_refused():
@@ -506,12 +419,6 @@ def test_an_answer_that_is_all_thinking_cannot_lose_it(answer, reason):
         )
 
 
-def test_dropping_thinking_leaves_other_words_alone():
-    answer = turn("assistant", "First </think> then <think>no</think>.")
-    text = marked([TALK[0], answer], family_tokenizer("chatml"), options=TemplateOptions(thinking="drop"))
-    assert "⟦First </think> then <think>no</think>.<|im_end|>⟧" in text
-
-
 # --- what a template refuses, and its parameters ------------------------------------------------------------
 
 
@@ -521,24 +428,6 @@ def test_a_system_prompt_that_moves_to_the_last_question_is_refused(name):
         ModelError, match=r"writes another header before message 2 than it does for generation .*'Be brief\."
     ):
         tokenize_conversation([SYSTEM, *TALK], family_tokenizer(name))
-
-
-def test_a_template_keeps_its_reason():
-    with pytest.raises(
-        DataError,
-        match="roles system, user, assistant, user, assistant: TemplateError: System role not supported",
-    ):
-        tokenize_conversation([SYSTEM, *TALK], family_tokenizer("gemma"))
-    with pytest.raises(
-        DataError,
-        match="roles user, assistant, tool, assistant: TemplateError: Conversation roles must alternate",
-    ):
-        tokenize_conversation(CALLS, family_tokenizer("gemma3"))
-    with pytest.raises(DataError, match="alphanumeric strings with length 9"):
-        tokenize_conversation(
-            [CALLS[0], turn("assistant", tool_calls=[{"function": {"name": "f", "arguments": "{}"}}])],
-            family_tokenizer("mistral_v2v3"),
-        )
 
 
 def test_parameters_reach_the_template():
@@ -556,19 +445,6 @@ def test_a_parameter_that_the_template_does_not_read_is_refused_with_the_nearest
         ),
     ):
         render_prompt("q", family_tokenizer("qwen3"), options=options)
-
-
-@pytest.mark.parametrize("name", ["tools", "messages", "add_generation_prompt", "tokenize", "chat_template"])
-def test_what_rollouts_sets_itself_is_no_parameter(name):
-    with pytest.raises(ConfigError, match=f"the template parameter {name} is set by rollouts"):
-        TemplateOptions({name: 1})
-
-
-def test_options_are_checked():
-    with pytest.raises(ConfigError, match="thinking='off'; it must be keep or drop"):
-        TemplateOptions(thinking="off")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="the template parameter a is nan"):
-        TemplateOptions({"a": float("nan")})
 
 
 @pytest.mark.parametrize(
@@ -624,13 +500,6 @@ def test_thinking_in_the_content_that_a_template_drops_is_refused():
     assert dropped.endswith("<｜Assistant｜>⟦A1<｜end▁of▁sentence｜>⟧")
 
 
-@pytest.mark.parametrize("content", ["<think>\nR\n</think>\n\nA1", "<think>R</think>A1", "  A1 \n"])
-@pytest.mark.parametrize("name", ["chatml", "qwen3", "gemma3", "llama3_1"])
-def test_content_of_which_a_template_changes_only_white_space_is_accepted(name, content):
-    text = marked([turn("user", "Q1"), turn("assistant", content)], family_tokenizer(name))
-    assert "A1" in text[text.index("⟦") : text.index("⟧")]
-
-
 @pytest.mark.parametrize("content", ["<think>\nR\n</think>\n\nA1", "<think>R</think>A1"])
 def test_thinking_that_the_generation_prompt_opens_is_written_there(content):
     text = marked([turn("user", "Q1"), turn("assistant", content)], family_tokenizer("qwen3_6"))
@@ -648,12 +517,3 @@ def test_content_that_a_template_cuts_is_refused_with_the_first_difference():
         match=r"does not write the content as it is of message 1.*at character 3: 'def' against '<\|im_end",
     ):
         tokenize_conversation([turn("user", "q"), turn("assistant", "abcdef")], tokenizer)
-
-
-def test_a_parameter_like_no_other_gets_no_suggestion_out_of_jinja():
-    for name in ("foo", "mesage", "els"):
-        with pytest.raises(ModelError) as caught:
-            render_prompt("q", family_tokenizer("qwen3"), options=TemplateOptions({name: True}))
-        assert "did you mean" not in str(caught.value)
-    with pytest.raises(ModelError, match="did you mean enable_thinking"):
-        render_prompt("q", family_tokenizer("qwen3"), options=TemplateOptions({"enable_thinkin": True}))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rollouts.data.curriculum import (
@@ -55,21 +53,6 @@ def test_statistics_count_samples_and_rewards_of_every_source():
     assert (second["a"].mean_reward, second["b"].mean_reward, first["b"].mean_reward) == (0.625, 1.0, None)
 
 
-def test_a_batch_without_a_source_leaves_what_it_showed_before():
-    first = update_statistics(start_statistics("ab"), [sample("a", 0.25)], step=1, drawn={"a": 1, "b": 0})
-    second = update_statistics(first, [sample("b", 1.0)], step=2, drawn={"a": 1, "b": 1})
-    assert (second["a"].last_batch_reward, second["a"].last_batch_step) == (0.25, 1)
-
-
-def test_samples_of_one_source_need_not_name_it():
-    assert (
-        update_statistics(start_statistics(["only"]), [sample(None, 1.0)], step=1, drawn={"only": 1})[
-            "only"
-        ].samples
-        == 1
-    )
-
-
 def test_a_sample_of_no_source_is_named():
     with pytest.raises(
         DataError, match=r"sample c-1\.0 has metadata\.source='c', which is none of the sources a, b"
@@ -107,22 +90,6 @@ def test_weights_that_break_a_rule_name_function_step_and_value(weights: Any, pr
     assert str(caught.value).startswith(f"curriculum mine.py:plan in step 7 {problem}")
 
 
-def test_good_weights_come_in_the_order_of_the_sources_as_floats():
-    checked = check_weights({"hard": np.float32(0.5), "easy": 0}, ["easy", "hard"], function="f", step=1)
-    assert list(checked.items()) == [("easy", 0.0), ("hard", 0.5)]
-
-
-def test_what_a_curriculum_raises_is_named_and_kept():
-    def broken(step: int, statistics: Mapping[str, SourceStatistics]) -> Mapping[str, float]:
-        raise ZeroDivisionError("no samples")
-
-    with pytest.raises(
-        UserFunctionError, match="curriculum m:broken raised ZeroDivisionError in step 3: no samples"
-    ) as caught:
-        call_curriculum(broken, 3, start_statistics("ab"), function="m:broken")
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
 # --- ready ones ---------------------------------------------------------------------------------------------
 
 
@@ -133,20 +100,6 @@ def test_a_linear_shift_goes_straight_from_one_weighting_to_the_other():
     assert by_step[15] == {"easy": 0.5625, "hard": 0.4375}
     assert by_step[20] == {"easy": 0.375, "hard": 0.625}
     assert by_step[30] == by_step[99] == {"easy": 0.0, "hard": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("start", "end", "last_step", "problem"),
-    [
-        ({"a": 1}, {"b": 1}, 2, "both name every source"),
-        ({"a": 1}, {"a": 1}, 1, "last_step=1 is not after first_step=1"),
-        ({"a": 0}, {"a": 1}, 2, "start is {'a': 0}"),
-        ({"a": 1, "b": 1}, {"a": 1, "b": -1}, 2, "end is"),
-    ],
-)
-def test_a_linear_shift_that_makes_no_sense_is_refused(start: Any, end: Any, last_step: int, problem: str):
-    with pytest.raises(ValueError, match=problem):
-        linear_shift(start, end, first_step=1, last_step=last_step)
 
 
 def test_medium_rewards_are_favoured_and_nothing_is_dropped():
@@ -215,12 +168,3 @@ def test_a_resumed_curriculum_draws_what_an_unbroken_one_does(curriculum: Curric
         curriculum, resumed, decode_statistics(state["statistics"]), range(saved_after + 1, 13)
     )
     assert (head + tail, resumed_final) == (straight, final)
-
-
-def test_a_linear_shift_draws_what_its_weights_sum_to():
-    shift = linear_shift({"a": 1, "b": 0}, {"a": 0, "b": 1}, first_step=1, last_step=11)
-    prompts, statistics = run_steps(shift, make_buffer(), start_statistics("ab"), range(1, 12))
-    drawn_b = [sum(prompt.row["source"] == "b" for prompt in batch) for batch in prompts]
-    assert drawn_b[0] == 0 and drawn_b[-1] == 5
-    assert statistics["b"].drawn == sum(drawn_b)
-    assert abs(sum(drawn_b) - sum(5 * step / 10 for step in range(11))) < 1.001  # 27.5

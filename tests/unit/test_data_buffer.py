@@ -36,29 +36,10 @@ def test_every_epoch_has_each_row_once_in_another_order():
     )
 
 
-def test_one_draw_may_span_epochs():
-    buffer = DataBuffer(make_rows(2), seed=0)
-    assert [prompt.epoch for prompt in buffer.get_prompts(5)] == [0, 0, 1, 1, 2]
-    assert buffer.statistics() == {"epoch": 2.0, "drawn": 5.0, "returned": 0.0}
-
-
-def test_the_order_depends_on_the_seed_and_on_nothing_else():
-    orders = {seed: keys(DataBuffer(make_rows(50), seed=seed).get_prompts(100)) for seed in (0, 1, -1)}
-    assert orders[0] == keys(DataBuffer(make_rows(50), seed=0).get_prompts(100))
-    assert orders[0] != orders[1] != orders[-1]
-    by_ones = DataBuffer(make_rows(50), seed=0)
-    assert [by_ones.get_prompts(1)[0].key for _ in range(100)] == orders[0]
-
-
 def test_the_order_is_the_one_that_older_runs_saw():
     # written down once: a change would make old checkpoints continue in another order
     order = [int(prompt.prompt_id[4:]) for prompt in DataBuffer(make_rows(8), seed=7).get_prompts(8)]
     assert order == [0, 1, 3, 5, 7, 2, 4, 6]
-
-
-def test_without_shuffle_the_order_is_the_datasets():
-    buffer = DataBuffer(make_rows(3), seed=9, shuffle=False)
-    assert [prompt.prompt_id for prompt in buffer.get_prompts(4)] == ["row-0", "row-1", "row-2", "row-0"]
 
 
 def test_returned_prompts_come_first_and_in_the_order_given():
@@ -122,12 +103,6 @@ def test_the_fingerprint_sees_content_and_order_of_rows_but_not_of_keys():
         DataBuffer(rows, seed=0).fingerprint
         != DataBuffer([rows[0], rows[1] | {"answer": "2"}], seed=0).fingerprint
     )
-
-
-def test_a_prompt_found_by_its_id_is_the_one_that_was_drawn():
-    buffer = DataBuffer(make_rows(5), seed=2)
-    drawn = buffer.get_prompts(7)
-    assert [buffer.find_prompt(prompt.prompt_id, prompt.epoch) for prompt in drawn] == drawn
 
 
 @pytest.mark.parametrize("prompt_id", ["row-3", "row-03", "row--1", "row-x", "3", ""])

@@ -8,18 +8,15 @@ import datetime as dt
 import decimal
 import gzip
 import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rollouts.config.schema import DataSourceConfig
 from rollouts.data.datasets import load_rows, load_sources, read_source
-from rollouts.errors import DataError, PlugInError
+from rollouts.errors import DataError
 
 QUESTIONS = [
     {"question": {"text": f"q {index}"}, "answers": [str(index), "other"], "id": index} for index in range(5)
@@ -55,19 +52,6 @@ def test_a_pattern_means_its_files_in_the_order_of_their_names(tmp_path: Path):
     (tmp_path / "other.jsonl").write_bytes(lines([{"prompt": "no"}]))
     assert prompts(load(kind="jsonl", path=f"{tmp_path}/part-*")) == ["1", "2", "3"]
     assert prompts(load(kind="jsonl", path=f"{tmp_path}/**/part-*", size=2)) == ["1", "2"]
-
-
-def test_a_malformed_row_of_several_files_is_named_by_its_own_file(tmp_path: Path):
-    for name, rows in (("a", [{"prompt": "1"}]), ("b", [{"prompt": "2"}, {"prompt": ""}])):
-        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines(rows)))
-    (bad,) = read_source(DataSourceConfig(kind="jsonl", path=f"{tmp_path}/*.gz"), name="rl.data").bad
-    assert (bad.position, bad.file, bad.number, bad.field) == (2, str(tmp_path / "b.jsonl.gz"), 2, "prompt")
-
-
-def test_a_pattern_without_a_file_is_named(tmp_path: Path):
-    assert message_of(kind="jsonl", path=f"{tmp_path}/*.jsonl").startswith(
-        f"rl.data.path='{tmp_path}/*.jsonl': no file has such a name (looked for"
-    )
 
 
 def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path):
@@ -169,29 +153,6 @@ def test_messages_with_the_nulls_of_a_common_schema_are_good(tmp_path: Path):
     assert row["messages"][0] == {"role": "user", "content": "q", "tool_calls": None}
 
 
-def test_bytes_are_refused_by_name_and_can_be_left_out(tmp_path: Path):
-    path = str(write_parquet(tmp_path / "a.parquet", [{"prompt": "p", "image": {"data": b"x"}}]))
-    assert (
-        "a.parquet row 0: image.data is of type bytes; JSON has no such value; leave the field out with"
-        ' columns.image = ""' in message_of(kind="parquet", path=path)
-    )
-    assert load(kind="parquet", path=path, columns={"image": ""}) == [{"prompt": "p"}]
-
-
-def test_a_malformed_parquet_row_is_named_by_file_and_row(tmp_path: Path):
-    write_parquet(tmp_path / "a.parquet", [{"prompt": "p", "x": 1.0}])
-    write_parquet(
-        tmp_path / "b.parquet",
-        [{"prompt": "p", "x": 1.0}, {"prompt": None, "x": 1.0}, {"prompt": "p", "x": float("nan")}],
-    )
-    found = read_source(DataSourceConfig(kind="parquet", path=f"{tmp_path}/*.parquet"), name="rl.data")
-    assert [(bad.position, bad.file, bad.number, bad.field) for bad in found.bad] == [
-        (2, str(tmp_path / "b.parquet"), 1, "prompt"),
-        (3, str(tmp_path / "b.parquet"), 2, "x"),
-    ]
-    assert str(found.bad[1]) == f"{tmp_path}/b.parquet row 2: x is nan; JSON has no such number"
-
-
 def write_odd_column(path: Path, values: list[Any], storage: str, kind: Any) -> str:
     """A file of rows 'p 0', 'p 1', … beside a column `odd` of these values seen as another type."""
     pa = pytest.importorskip("pyarrow")
@@ -226,37 +187,6 @@ def test_a_parquet_value_that_python_cannot_hold_spoils_its_own_row_alone(tmp_pa
     assert prompts(load_rows(left_out, name="rl.data")) == ["p 0", "p 1", "p 2"]
 
 
-def test_a_parquet_column_of_an_unknown_time_zone_is_named(tmp_path: Path):
-    path = write_odd_column(
-        tmp_path / "a.parquet", [0, 0], "int64", lambda pa: pa.timestamp("us", tz="Mars/Olympus")
-    )
-    message = message_of(kind="parquet", path=path)
-    assert f"{path} row 0: odd is of type timestamp[us, tz=Mars/Olympus] and cannot be read (" in message
-    assert "Mars/Olympus" in message.split("cannot be read")[1]
-
-
-def test_a_column_that_no_row_has_is_told_before_any_row_is_read(tmp_path: Path):
-    path = write_parquet(tmp_path / "a.parquet", QUESTIONS)
-    message = message_of(kind="parquet", path=str(path), columns={"prompt": "qestion.text"})
-    missing = "there is no qestion.text: the columns are question, answers, id; did you mean question?"
-    assert message == f"rl.data: {path}: rl.data.columns.prompt='qestion.text': {missing}"
-
-
-def test_a_file_that_is_no_parquet_is_named(tmp_path: Path):
-    (tmp_path / "a.parquet").write_bytes(b"no parquet at all")
-    assert message_of(kind="parquet", path=str(tmp_path / "a.parquet")).startswith(
-        f"rl.data.path='{tmp_path}/a.parquet' cannot be read: Parquet"
-    )
-    assert "there is no such file" in message_of(kind="parquet", path=str(tmp_path / "none.parquet"))
-
-
-def test_without_pyarrow_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert message_of(kind="parquet", path="x").endswith(
-        "needs the package pyarrow; pip install 'rollouts-rl[data]'"
-    )
-
-
 # --- the package datasets -----------------------------------------------------------------------------------
 
 
@@ -279,14 +209,6 @@ def test_what_save_to_disk_wrote_is_read_by_split(tmp_path: Path, hf: Any):
     assert "it has no split tests; it has train, test; did you mean test?" in message_of(
         kind="hf", dataset=str(tmp_path / "saved"), split="tests"
     )
-
-
-def test_one_split_on_disk_is_not_taken_for_another(tmp_path: Path, hf: Any):
-    hf.Dataset.from_list(QUESTIONS, split="test").save_to_disk(tmp_path / "saved")
-    assert "is the split test, but split='train'; set split = 'test'" in message_of(
-        kind="hf", dataset=str(tmp_path / "saved")
-    )
-    assert len(load(kind="hf", dataset=str(tmp_path / "saved"), columns=COLUMNS, split="test")) == 5
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -336,37 +258,6 @@ def test_bytes_of_a_dataset_can_be_left_out_before_they_are_decoded(tmp_path: Pa
     assert load(kind="hf", dataset=str(tmp_path / "saved"), columns={"image": ""}) == [{"prompt": "p"}]
 
 
-def test_a_hub_that_does_not_answer_is_told(hf: Any, monkeypatch: pytest.MonkeyPatch):
-    def refuse(*names: Any) -> None:
-        raise ConnectionError("Couldn't reach 'someone/something' on the Hub")
-
-    monkeypatch.setattr(hf, "load_dataset_builder", refuse)
-    message = message_of(kind="hf", dataset="someone/something")
-    assert message.startswith(
-        "rl.data.dataset='someone/something' cannot be read: the hub does not answer (ConnectionError:"
-        " Couldn't reach"
-    )
-    assert "name a local directory" in message
-
-
-def test_without_datasets_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    assert message_of(kind="hf", dataset="x").endswith(
-        "needs the package datasets; pip install 'rollouts-rl[data]'"
-    )
-
-
-def test_importing_the_readers_loads_none_of_the_optional_packages():
-    code = (
-        "import sys, rollouts.data.datasets; print({'datasets', 'pyarrow', 'reasoning_gym', 'pandas',"
-        " 'asyncio'} & set(sys.modules))"
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        == "set()\n"
-    )
-
-
 # --- reasoning-gym's composite ------------------------------------------------------------------------------
 
 
@@ -412,15 +303,6 @@ def test_composite_mixes_datasets_by_weight_and_says_which_one_made_a_row():
 )
 def test_what_is_wrong_in_composite_is_named_by_its_place(dataset: Any, problem: str):
     assert message_of(**composite(dataset)).startswith(f"rl.data.params.datasets{problem}")
-
-
-def test_composite_without_datasets_says_what_it_takes():
-    assert message_of(kind="reasoning_gym", dataset="composite", size=3).startswith(
-        "rl.data.params.datasets is None; composite takes a list such as"
-    )
-    assert "rl.data.params.dataset is no parameter of composite; did you mean datasets?" in message_of(
-        kind="reasoning_gym", dataset="composite", size=3, params={"dataset": []}
-    )
 
 
 # --- Python functions ---------------------------------------------------------------------------------------
@@ -481,15 +363,6 @@ def test_a_function_may_give_a_generator_without_end_a_tuple_or_a_dataset(makers
     assert prompts(load(**makers("as_dataset"))) == ["0", "1", "2"]
 
 
-def test_no_more_than_size_rows_are_taken(makers: Any):
-    from rollouts.config.plugins import load_function
-
-    load(**makers("forever"))
-    assert load_function(makers("forever")["function"], role="rows", base_dir=Path()).__globals__[
-        "taken"
-    ] == [0, 1, 2]
-
-
 def test_what_a_function_raises_is_named_and_kept(makers: Any):
     with pytest.raises(
         DataError, match=r"^rl\.data\.function='.*makers\.py:breaks' raised KeyError after 1 rows: 'boom'$"
@@ -497,21 +370,6 @@ def test_what_a_function_raises_is_named_and_kept(makers: Any):
         load(**makers("breaks"))
     assert isinstance(caught.value.__cause__, KeyError)
     assert "raised TypeError after 0 rows" in message_of(**makers("forever", params={"begin": 2}))
-
-
-def test_what_is_no_rows_is_refused(makers: Any):
-    assert message_of(**makers("as_text")).endswith(
-        "gave a value of type str; it must give a list of rows or iterate them"
-    )
-    assert "gave a value of type coroutine" in message_of(**makers("waits"))
-    assert message_of(**makers("as_dataset", size=4)).endswith(
-        "makers.py:as_dataset has 3 rows; set size = 3"
-    )
-    assert (
-        message_of(**makers("forever", params={"seed": 2})) == "rl.data.params.seed: set rl.data.seed instead"
-    )
-    with pytest.raises(PlugInError, match="has no nothing"):
-        load(**makers("nothing"))
 
 
 def test_odd_rows_of_a_function_are_malformed_one_by_one(makers: Any):
@@ -527,19 +385,3 @@ def test_odd_rows_of_a_function_are_malformed_one_by_one(makers: Any):
         "the row has the key 3; keys must be text",
     ]
     assert str(found.bad[0]) == f"{source.function} row 1: {found.bad[0].problem}"
-
-
-def test_numpy_values_become_json():
-    from rollouts.data.rows import parse_row
-
-    row = {
-        "prompt": "p",
-        "f": np.float32(0.5),
-        "d": np.float64(0.1),
-        "i": np.int64(3),
-        "a": np.array([[1, 2]]),
-        "t": np.datetime64("2026-01-02"),
-    }
-    found = parse_row(row, {}, None)
-    assert found == {"prompt": "p", "f": 0.5, "d": 0.1, "i": 3, "a": [[1, 2]], "t": "2026-01-02"}
-    assert [type(value) for value in found.values()] == [str, float, float, int, list, str]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,27 +56,9 @@ def message_of(source: DataSourceConfig) -> str:
 # --- files --------------------------------------------------------------------------------------------------
 
 
-def test_rows_keep_their_order_and_their_other_fields(write):
-    path = write(
-        {"prompt": "a", "answer": 7, "tags": ["x"]}, {"messages": [{"role": "user", "content": "b"}]}
-    )
-    assert load_rows(jsonl(path), name="rl.data") == [
-        {"prompt": "a", "answer": 7, "tags": ["x"]},
-        {"messages": [{"role": "user", "content": "b"}]},
-    ]
-
-
 def test_size_takes_the_first_rows(write):
     path = write({"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})
     assert [row["prompt"] for row in load_rows(jsonl(path, size=2), name="rl.data")] == ["a", "b"]
-
-
-def test_a_size_above_what_there_is_states_both(write):
-    path = write({"prompt": "a"}, {"prompt": "b"})
-    assert (
-        message_of(jsonl(path, size=3))
-        == f"rl.data.size=3 but {path} has 2 rows; set size = 2 or leave it out"
-    )
 
 
 def test_only_a_newline_ends_a_line(write):
@@ -137,10 +118,6 @@ def test_a_bad_line_is_named_by_file_and_number(write, line, problem):
     assert f"\n  {path}:2: {problem}" in message
 
 
-def test_a_file_without_rows_is_named(write):
-    assert "has no rows" in message_of(jsonl(write("")))
-
-
 def test_a_missing_file_is_named_with_the_place_looked_at(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert (
@@ -194,46 +171,12 @@ def test_reasoning_gym_rows_depend_on_the_seed_alone():
     assert load_rows(gym(seed=1), name="rl.data") != load_rows(gym(seed=2), name="rl.data")
 
 
-def test_what_json_cannot_say_is_left_out_of_metadata(monkeypatch):
-    from reasoning_gym import factory
-
-    entry = {
-        "question": "q",
-        "answer": "a",
-        "metadata": {"kept": (1, object(), "x"), "lost": object(), 3: {"inf": float("inf"), "ok": None}},
-    }
-    monkeypatch.setattr(factory, "create_dataset", lambda name, **settings: [entry])
-    (row,) = load_rows(gym(size=1), name="rl.data")
-    assert row["metadata"] == {"kept": [1, "x"], "3": {"ok": None}}
-
-
-def test_an_unknown_reasoning_gym_dataset_gets_the_nearest_name():
-    assert message_of(gym(dataset="chain_sums")).endswith("datasets; did you mean chain_sum?")
-
-
 def test_an_unknown_reasoning_gym_parameter_gets_the_nearest_name():
     message = message_of(gym(params={"min_term": 2}))
     assert message.startswith(
         "rl.data.params.min_term is no parameter of chain_sum; did you mean min_terms? It takes: min_terms,"
         " max_terms"
     )
-
-
-def test_seed_and_size_have_one_place():
-    assert message_of(gym(params={"seed": 2})) == "rl.data.params.seed: set rl.data.seed instead"
-
-
-def test_a_reasoning_gym_parameter_out_of_range_keeps_its_reason():
-    message = message_of(gym(params={"min_terms": 5, "max_terms": 2}))
-    assert message.startswith(
-        "rl.data: reasoning-gym refused chain_sum with rl.data.params={'min_terms': 5, 'max_terms': 2}:"
-        " AssertionError:"
-    )
-
-
-def test_without_reasoning_gym_the_message_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    assert "pip install 'rollouts-rl[reasoning-gym]'" in message_of(gym())
 
 
 # --- what each stage needs ----------------------------------------------------------------------------------
@@ -289,11 +232,6 @@ def test_the_same_question_has_one_key_however_it_is_written():
     assert prompt_key({"prompt": "What is 34?"}) != prompt_key(forms[0])
 
 
-def test_prompts_that_are_only_a_system_message_differ_by_it():
-    first, second = ({"prompt": [{"role": "system", "content": text}]} for text in "ab")
-    assert prompt_key(first) != prompt_key(second)
-
-
 def test_held_out_prompts_leave_the_training_rows():
     rows = [
         {"prompt": "a", "answer": "1"},
@@ -311,11 +249,6 @@ def test_a_held_out_prompt_inside_a_longer_conversation_is_found():
     assert exclude_prompts(rows, [{"prompt": "a"}]).removed_count == 1
     assert exclude_prompts(rows, [{"prompt": turns("a", "1", "b")}]).removed_count == 1
     assert exclude_prompts(rows, [{"prompt": "b"}]).removed_count == 0  # asked alone, it is another question
-
-
-def test_a_row_with_prompt_and_messages_is_judged_by_both():
-    rows = [{"prompt": "a", "messages": turns("b", "1")}]
-    assert [exclude_prompts(rows, [{"prompt": text}]).removed_count for text in "abc"] == [1, 1, 0]
 
 
 def test_of_rows_that_ask_the_same_the_first_stays():

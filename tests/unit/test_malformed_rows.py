@@ -23,7 +23,7 @@ from rollouts.data.datasets import (
     require_prompts,
     unique_prompts,
 )
-from rollouts.data.mixture import make_batch_source, make_slots, select_mixture_batch
+from rollouts.data.mixture import make_batch_source, select_mixture_batch
 from rollouts.data.rows import MAX_DEPTH, MAX_ROW_BYTES
 from rollouts.errors import DataError
 
@@ -64,10 +64,6 @@ def jsonl(path: Path, **changes: Any) -> DataSourceConfig:
     return DataSourceConfig(kind="jsonl", path=str(path), **changes)
 
 
-def test_every_malformed_file_has_an_expectation():
-    assert {path.stem for path in FILES.iterdir()} == set(FOUND)
-
-
 @pytest.mark.parametrize("name", FOUND)
 def test_a_malformed_row_is_named_by_file_line_and_field(name: str):
     path = FILES / f"{name}.jsonl"
@@ -79,19 +75,6 @@ def test_a_malformed_row_is_named_by_file_line_and_field(name: str):
     assert str(bad) == f"{path}:{line}: {bad.problem}"
     assert [position for position, row in enumerate(found.rows) if row is None] == [line - 1]
     assert [row["prompt"] for row in found.rows if row] == ["good 1", "good 3"]
-
-
-def test_a_user_turn_of_white_space_is_malformed_like_a_prompt_of_it(tmp_path: Path):
-    rows = [
-        {"prompt": " "},
-        {"prompt": [{"role": "system", "content": ""}, {"role": "user", "content": " \n"}]},
-        {"prompt": "q"},
-    ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    bad = read_source(jsonl(path), name="rl.data").bad
-    assert [(row.number, row.field) for row in bad] == [(1, "prompt"), (2, "prompt[1].content")]
-    assert "prompt[1].content is empty" in str(bad[1])
 
 
 def test_a_row_longer_than_the_limit_is_malformed_and_the_next_line_is_read(tmp_path: Path):
@@ -157,17 +140,6 @@ def test_without_a_good_row_no_share_is_enough(tmp_path: Path):
         require_good_rows(found, max_bad_fraction=1.0, name="rl.data")
 
 
-def test_size_counts_malformed_rows_too(tmp_path: Path):
-    path = write_rows(tmp_path / "rows.jsonl", 5, {1})
-    assert [row is None for row in read_source(jsonl(path, size=3), name="rl.data").rows] == [
-        False,
-        True,
-        False,
-    ]
-    with pytest.raises(DataError, match=r"rl\.data\.size=6 but .* has 5 rows; set size = 5 or leave it out"):
-        read_source(jsonl(path, size=6), name="rl.data")
-
-
 # --- the order of the others --------------------------------------------------------------------------------
 
 
@@ -188,17 +160,6 @@ def test_a_draw_that_meets_a_hole_goes_on_to_the_next(count: int, data: st.DataO
     assert buffer.statistics()["drawn"] == len(expected)
 
 
-def test_a_hole_cannot_be_found_returned_or_loaded():
-    buffer = DataBuffer(rows_with_holes(3, {1}), seed=0)
-    with pytest.raises(
-        DataError,
-        match="prompt 'row-1' is not of this dataset; its 2 rows are row-0 to row-2, malformed ones left out",
-    ):
-        buffer.find_prompt("row-1", 0)
-    with pytest.raises(DataError, match=r"\(3 rows\), this one is .* \(2 rows\)"):
-        buffer.load_state_dict(DataBuffer(rows_with_holes(3, set()), seed=0).state_dict())
-
-
 def test_sft_batches_pass_over_holes_too():
     whole = [
         row
@@ -211,10 +172,6 @@ def test_sft_batches_pass_over_holes_too():
         for row in select_mixture_batch([make_batch_source("a", 1.0, [1, None, 1, 1, None])], 3, step, 3)
     ]
     assert holed == [row for row in whole if row not in (1, 4)]
-
-
-def test_slots_keep_the_place_of_a_malformed_row_and_none_for_one_that_is_left_out():
-    assert make_slots([{}, None, {}, {}], {0: "a", 3: "d"}) == ["a", None, "d"]
 
 
 def test_holes_stay_when_held_out_rows_leave():

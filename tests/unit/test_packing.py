@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 
-from rollouts.data.bins import divide_lengths
 from rollouts.data.packing import MicroBatch, make_micro_batches, spread_to_rows
 
 
@@ -108,41 +107,6 @@ def test_every_trained_token_is_predicted_once_from_exactly_what_precedes_it(
     assert sorted(found for micro in micros for found in read_back(micro)) == expected(tokens, masks)
 
 
-@pytest.mark.parametrize("budget", [20, 64, 200])
-@pytest.mark.parametrize("share", [False, True])
-def test_padded_to_the_longest_a_micro_batch_keeps_within_the_budget(budget: int, share: bool):
-    tokens, masks = random_batch(7, groups=12, size=4)
-    for micro in make_micro_batches(tokens, masks, micro_batch_tokens=budget, share_prefix=share):
-        assert micro.computed_tokens <= budget or len(micro.rows) == 1
-
-
-def test_without_sharing_every_row_stands_alone_and_padding_comes_last():
-    tokens = [row(1, 2, 3), row(1, 2, 4, 5)]
-    (micro,) = make_micro_batches(
-        tokens, [mask("001"), mask("0001")], micro_batch_tokens=99, share_prefix=False
-    )
-    assert micro.causal
-    assert micro.input_ids.tolist() == [[1, 2, 4], [1, 2, 0]]
-    assert micro.rows.tolist() == [1, 0]
-
-
-def test_a_long_prompt_is_shared_beyond_the_usual_length_of_a_packed_row():
-    """Eight answers of 30 to a prompt of 900: 900 + 8·29 nodes instead of 8·929."""
-    rng = np.random.default_rng(0)
-    prompt = rng.integers(0, 50, 900)
-    tokens = [np.concatenate([prompt, rng.integers(0, 50, 30)]) for _ in range(8)]
-    masks = [np.arange(930) >= 900] * 8
-    micros = make_micro_batches(tokens, masks, micro_batch_tokens=8192, share_prefix=True)
-    assert 1100 < sum(micro.computed_tokens for micro in micros) <= 900 + 8 * 29
-
-
-def test_long_rows_that_share_little_are_not_put_under_one_large_mask():
-    rng = np.random.default_rng(0)
-    tokens = [np.concatenate([[1], rng.integers(2, 50, 700)]) for _ in range(4)]
-    micros = make_micro_batches(tokens, [np.arange(701) >= 1] * 4, micro_batch_tokens=8192, share_prefix=True)
-    assert max(micro.input_ids.shape[1] for micro in micros) == 700
-
-
 def test_rows_without_trained_tokens_and_skipped_rows_are_left_out():
     tokens, masks = [row(1, 2), row(1, 3), row(1, 4)], [mask("00"), mask("01"), mask("01")]
     (micro,) = make_micro_batches(
@@ -162,35 +126,6 @@ def test_a_trained_first_token_is_refused_by_its_row():
         make_micro_batches(
             [row(1, 2), row(3, 4)], [mask("01"), mask("11")], micro_batch_tokens=99, share_prefix=True
         )
-
-
-def test_rows_are_divided_where_padding_costs_more_than_another_micro_batch():
-    assert divide_lengths([100, 98, 10, 10], 1000, 50) == [
-        (0, 2),
-        (2, 4),
-    ]  # 200 + 50 + 20 + 50 instead of 400 + 50
-    assert divide_lengths([100, 98, 10, 10], 1000, 200) == [(0, 4)]
-    assert divide_lengths([100, 98, 10, 10], 250, 200) == [(0, 2), (2, 4)]  # the budget forces it
-    assert divide_lengths([100, 98], 50, 0) == [(0, 1), (1, 2)]  # a row above the budget goes alone
-    assert divide_lengths([], 50, 0) == []
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_division_is_the_cheapest_of_all(seed: int):
-    rng = np.random.default_rng(seed)
-    lengths = np.sort(rng.integers(1, 30, 8))[::-1].tolist()
-    budget, cost = 70, int(rng.integers(0, 40))
-
-    def price(cuts) -> int:
-        return sum((last - first) * lengths[first] + cost for first, last in cuts)
-
-    every = []
-    for breaks in itertools.product([False, True], repeat=7):
-        edges = [0, *(index + 1 for index, cut in enumerate(breaks) if cut), 8]
-        cuts = list(itertools.pairwise(edges))
-        if all((last - first) * lengths[first] <= budget or last - first == 1 for first, last in cuts):
-            every.append(price(cuts))
-    assert price(divide_lengths(lengths, budget, cost)) == min(every)
 
 
 def test_values_of_pairs_come_back_in_their_rows():

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.data.bins import compute_round_cost, divide_lengths, fill_bins, spread_over_bins
-from rollouts.data.packing import MicroBatch, make_micro_batches
-from rollouts.data.packing_plans import estimate_attention_cost
+from rollouts.data.packing import make_micro_batches
 from rollouts.data.tries import count_common_of, sort_rows
 
 
@@ -33,16 +32,6 @@ def needed(tokens: list[np.ndarray], masks: list[np.ndarray]) -> dict[int, tuple
 def count_beginnings(rows: list[tuple[int, ...]]) -> int:
     """Nodes of the trie of some rows: their different beginnings."""
     return len({row[:end] for row in rows for end in range(1, len(row) + 1)})
-
-
-def read_segments(micro: MicroBatch, line: int) -> list[tuple[list[int], int]]:
-    """(tokens, segment above or -1) of the segments of one packed row."""
-    offset = int((micro.segments[:, 0] < line).sum())
-    mine = micro.segments[micro.segments[:, 0] == line]
-    return [
-        (micro.input_ids[line, first:last].tolist(), above - offset if above >= 0 else -1)
-        for _, first, last, above in mine.tolist()
-    ]
 
 
 # --- against the obvious ------------------------------------------------------------------------------------
@@ -165,39 +154,6 @@ def test_segments_are_the_unbranched_pieces_and_say_what_a_node_sees(drawn, budg
 # --- one packed row a micro-batch ---------------------------------------------------------------------------
 
 
-def test_a_group_in_one_row_is_its_prompt_and_its_answers():
-    tokens = [np.asarray(row) for row in ([1, 2, 7, 8, 9], [1, 2, 5, 6], [3, 4, 5])]
-    masks = [np.arange(len(row)) >= 2 for row in tokens]
-    (micro,) = make_micro_batches(tokens, masks, micro_batch_tokens=99, share_prefix=True, padding_free=True)
-    assert micro.input_ids.tolist() == [[1, 2, 5, 7, 8, 3, 4]]
-    assert read_segments(micro, 0) == [([1, 2], -1), ([5], 0), ([7, 8], 0), ([3, 4], -1)]
-    assert micro.segments.tolist() == [[0, 0, 2, -1], [0, 2, 3, 0], [0, 3, 5, 0], [0, 5, 7, -1]]
-    assert micro.rows.tolist() == [1, 0, 2]
-
-
-def test_without_sharing_documents_stand_side_by_side():
-    tokens = [np.asarray([1, 2, 7]), np.asarray([1, 2, 8, 9])]
-    (micro,) = make_micro_batches(
-        tokens,
-        [np.arange(len(row)) >= 2 for row in tokens],
-        micro_batch_tokens=99,
-        share_prefix=False,
-        padding_free=True,
-    )
-    assert micro.input_ids.tolist() == [[1, 2, 1, 2, 8]]
-    assert micro.position_ids.tolist() == [[0, 1, 0, 1, 2]]
-    assert micro.segments.tolist() == [[0, 0, 2, -1], [0, 2, 5, -1]]
-
-
-def test_segments_of_padded_rows_leave_the_padding_out():
-    tokens = [np.asarray([1, 2, 3, 4]), np.asarray([5, 6])]
-    (micro,) = make_micro_batches(
-        tokens, [np.arange(len(row)) >= 1 for row in tokens], micro_batch_tokens=99, share_prefix=False
-    )
-    assert micro.input_ids.tolist() == [[1, 2, 3], [5, 0, 0]]
-    assert micro.segments.tolist() == [[0, 0, 3, -1], [1, 0, 1, -1]]
-
-
 def test_rows_fill_micro_batches_without_padding():
     """4,000 rows of 1 to 1,999 tokens in budgets of 65,536: at most 1.5 % of room is left over, that of the
     last one included.
@@ -215,43 +171,6 @@ def test_rows_fill_micro_batches_without_padding():
     shared = total - sum(micro.computed_tokens for micro in micros)
     assert 0 <= shared < 0.001 * total
     assert total / (len(micros) * 65_536) > 0.985
-
-
-def test_a_group_above_the_budget_is_cut_and_each_part_has_the_prompt():
-    rng = np.random.default_rng(0)
-    tokens, masks = answers(
-        rng.integers(0, 50_000, 100), [101] * 12, rng
-    )  # 100 + 12·100 nodes; a row of 500 holds 4 answers
-    micros = make_micro_batches(tokens, masks, micro_batch_tokens=500, share_prefix=True, padding_free=True)
-    assert [micro.computed_tokens for micro in micros] == [500, 500, 500]
-    assert sorted(row for micro in micros for row in micro.rows.tolist()) == list(range(12))
-
-
-def test_what_every_group_begins_with_is_counted_once_for_a_micro_batch():
-    """Twelve groups of 2 with a template of 300: 12·(50 + 2·25) nodes beside it. A budget of 700 then holds 4
-    groups, though 400 + 400 > 700.
-    """
-    rng = np.random.default_rng(0)
-    template = rng.integers(0, 50_000, 300)
-    tokens, masks = [], []
-    for _ in range(12):
-        rows, trained = answers(np.concatenate([template, rng.integers(0, 50_000, 50)]), [26, 26], rng)
-        tokens, masks = tokens + rows, masks + trained
-    micros = make_micro_batches(tokens, masks, micro_batch_tokens=700, share_prefix=True, padding_free=True)
-    assert [micro.computed_tokens for micro in micros] == [700, 700, 700]
-
-
-def test_two_long_beginnings_are_not_mixed():
-    """Two system prompts of 600 with eight rows of 100 beside: each budget of 1,000 holds one of them and
-    four rows, never both.
-    """
-    rng = np.random.default_rng(0)
-    tokens, masks = [], []
-    for _ in range(2):
-        rows, trained = answers(rng.integers(0, 50_000, 600), [101] * 8, rng)
-        tokens, masks = tokens + rows, masks + trained
-    micros = make_micro_batches(tokens, masks, micro_batch_tokens=1000, share_prefix=True, padding_free=True)
-    assert [micro.computed_tokens for micro in micros] == [1000] * 4
 
 
 def test_a_chain_of_many_branches_stays_shared():
@@ -294,59 +213,13 @@ def test_ranks_get_micro_batches_of_even_cost(group: int):
     assert compute_round_cost(costs, 8) * 8 / sum(costs) < 1.03
 
 
-@pytest.mark.parametrize("budget", [3, 4, 100])
-def test_equal_rows_go_to_all_ranks(budget: int):
-    tokens = [np.asarray([1, 2, 3, 4, 5])] * 4
-    micros = make_micro_batches(
-        tokens,
-        [np.arange(5) >= 2] * 4,
-        micro_batch_tokens=budget,
-        share_prefix=True,
-        padding_free=True,
-        ranks=4,
-    )
-    assert [micro.input_ids.tolist() for micro in micros] == [[[1, 2, 3, 4]]] * 4
-
-
-def test_a_round_that_waits_for_one_document_takes_more():
-    """One of 1,000 and twenty of 100, two ranks, two rounds: 1,000 and 500, where 750 for each bin but the
-    first would be 1,000 and 700.
-    """
-    sizes = np.asarray([1000, *[100] * 20])
-    bins = spread_over_bins(sizes, sizes.astype(np.float64), 4, 1000, ranks=2)
-    assert bins is not None
-    assert sorted(np.bincount(bins, weights=sizes).tolist()) == [500, 500, 1000, 1000]
-
-
-def test_what_a_document_costs_above_its_round_another_bin_makes_up_for():
-    """One of 1,000 that costs 1,400 and twenty of 100: the first round has room for 1,000 tokens, 1,133 by
-    the average. The rank of the document then gets the bin that began with the 267 above that.
-    """
-    sizes = np.asarray([1000, *[100] * 20])
-    bins = spread_over_bins(sizes, np.asarray([1400.0, *[100.0] * 20]), 4, 1000, ranks=2)
-    assert bins is not None
-    assert sorted(np.bincount(bins, weights=sizes).tolist()) == [400, 600, 1000, 1000]
-
-
 def test_items_without_room_are_refused():
     assert spread_over_bins(np.asarray([6, 6, 6]), np.asarray([6.0, 6.0, 6.0]), 2, 10, ranks=1) is None
     found = spread_over_bins(np.asarray([6, 6, 4]), np.asarray([6.0, 6.0, 4.0]), 2, 10, ranks=1)
     assert found is not None and sorted(np.bincount(found, weights=[6, 6, 4]).tolist()) == [6, 10]
 
 
-def test_attention_cost_is_its_share_of_the_flops():
-    """A layer of width 10 with 1,000 weights: 4·10 FLOPs a pair of 2·1,000 a token."""
-    assert estimate_attention_cost(layers=1, attention_width=10, parameters=1000) == pytest.approx(40 / 2000)
-
-
 # --- bins ---------------------------------------------------------------------------------------------------
-
-
-def test_best_fit_takes_the_fullest_bin_with_room():
-    # 7 | 6 | 4 into the 6 (room 4), 3 into the 7 (room 3), 2 opens another; 12 is above the capacity
-    assert fill_bins(np.asarray([4, 7, 3, 6, 2, 12]), 10).tolist() == [2, 1, 1, 2, 3, 0]
-    assert fill_bins(np.zeros(0, np.int64), 10).tolist() == []
-    assert fill_bins(np.asarray([10, 0, 0]), 10).tolist() == [0, 0, 0]
 
 
 @settings(deadline=None)

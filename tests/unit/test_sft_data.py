@@ -1,10 +1,8 @@
-"""SFT rows: cut without losing what trains, counted when dropped, and drawn in an order that needs no state."""
+"""SFT rows: cut without losing what trains, counted when dropped, drawn in an order without state."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
@@ -12,7 +10,7 @@ import pytest
 
 from rollouts.data.chat import TemplateOptions
 from rollouts.data.mixture import select_sft_batch
-from rollouts.data.sft import SFTSample, make_sft_batch, prepare_sft_rows
+from rollouts.data.sft import prepare_sft_rows
 from rollouts.errors import DataError, ModelError
 from tests.unit.chat_tokenizers import byte_tokenizer, family_tokenizer
 
@@ -40,18 +38,6 @@ def test_a_row_whose_answer_lies_behind_max_length_is_dropped_and_counted():
     data = prepare_sft_rows([LATE, SHORT, LATE], byte_tokenizer(), max_length=24)
     assert [sample.row_id for sample in data.samples] == [1]
     assert (data.truncated, data.dropped) == (0, {"no_trained_tokens": 2})
-
-
-def test_one_trained_token_is_enough_and_none_is_not():
-    assert len(prepare_sft_rows([SHORT], byte_tokenizer(), max_length=21).samples) == 1
-    with pytest.raises(
-        DataError,
-        match=(
-            r"sft\.data: none of 1 rows has a token to train on within max_length=20 \(the longest has 24"
-            r" tokens\)"
-        ),
-    ):
-        prepare_sft_rows([SHORT], byte_tokenizer(), max_length=20)
 
 
 def test_only_the_last_answer_trains_when_asked():
@@ -113,21 +99,6 @@ def test_a_bad_row_is_named():
 # --- batches ------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_has_tokens_and_masks_and_nothing_else():
-    data = prepare_sft_rows([SHORT, LONG], byte_tokenizer(), max_length=99)
-    batch = make_sft_batch(data.samples)
-    assert [len(row) for row in batch.tokens] == [24, 32]
-    assert batch.response_lengths.tolist() == [3, 11]
-    assert batch.rewards is None
-    assert batch.advantages is None
-    assert batch.rollout_log_probs is None
-
-
-def test_an_sft_sample_needs_no_tokenizer():
-    sample = SFTSample(np.array([5, 6]), np.array([False, True]), 0)
-    assert len(make_sft_batch([sample])) == 1
-
-
 @pytest.mark.parametrize(("num_rows", "batch_size"), [(10, 3), (7, 7), (3, 8), (1, 4)])
 def test_every_row_comes_once_an_epoch(num_rows, batch_size):
     drawn = [row for step in range(2 * num_rows) for row in select_sft_batch(num_rows, batch_size, step, 0)]
@@ -135,33 +106,6 @@ def test_every_row_comes_once_an_epoch(num_rows, batch_size):
     assert len(epochs) == 2 * batch_size
     for epoch in epochs:
         assert Counter(epoch) == Counter(range(num_rows))
-
-
-def test_epochs_and_seeds_have_orders_of_their_own():
-    first, second = select_sft_batch(50, 50, 0, 0), select_sft_batch(50, 50, 1, 0)
-    assert first != second
-    assert first != select_sft_batch(50, 50, 0, 1)
-    assert first != sorted(first)
-    assert select_sft_batch(50, 50, 0, -1) != first
-
-
-def test_a_step_can_be_asked_for_alone_and_again():
-    in_order = [select_sft_batch(10, 4, step, 3) for step in range(9)]
-    assert [select_sft_batch(10, 4, step, 3) for step in reversed(range(9))] == in_order[::-1]
-
-
-def test_another_process_draws_the_same_rows():
-    code = (
-        "from rollouts.data.mixture import select_sft_batch; print([select_sft_batch(10, 4, step, 3) for step"
-        " in (0, 5)])"
-    )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert answer.strip() == str([select_sft_batch(10, 4, step, 3) for step in (0, 5)])
-
-
-def test_the_order_sorts_raw_draws_of_philox():
-    draws = np.random.Philox(key=np.array([3, 0], np.uint64)).random_raw(10)
-    assert select_sft_batch(10, 10, 0, 3) == sorted(range(10), key=lambda row: draws[row])
 
 
 def test_the_order_is_the_one_that_older_checkpoints_were_trained_with():
