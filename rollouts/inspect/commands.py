@@ -343,6 +343,7 @@ def run_export_trace(arguments: argparse.Namespace) -> int:
     """Writes the trace of a run. Raises ConfigError for steps that are none, RunDirError where there are no
     spans.
     """
+    from rollouts.inspect.record import open_record
     from rollouts.inspect.trace import export_trace
 
     output = arguments.output or arguments.run_dir / "trace.json"
@@ -355,6 +356,9 @@ def run_export_trace(arguments: argparse.Namespace) -> int:
                 f"--steps {text}: give two whole numbers, the first not above the second, as 10..20"
             )
         steps = range(int(first), int(last) + 1)
-    count = export_trace(arguments.run_dir, output, steps=steps)
+    with open_record(arguments.run_dir) as record:
+        count = export_trace(record, output, steps=steps)
+    for note in record.notes:
+        print(note, file=sys.stderr)
     print(f"wrote {output}: {count} spans; open it at https://ui.perfetto.dev")
     return 0

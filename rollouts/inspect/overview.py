@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,6 +61,11 @@ TROUBLE = {
     "checkpoint/failed": "checkpoints could not be saved",
     "weight_sync/engines_failed": "weight updates of an engine failed",
 }
+SECRET_NAME = re.compile(
+    r"(^|[_.-])(api_?key|key|token|secret|password|passwd|pass|credentials?|auth|authorization|dsn|headers)$",
+    re.IGNORECASE,
+)
+URL_LOGIN = re.compile(r"(?<=://)[^/\s\"]+@")  # to the last @: a password may hold one
 DROPPED, FAILED = "groups/dropped/", "fail/"
 PHASE_PARTS = {"weight_sync_pause": "weight_sync"}  # a phase that lies within another
 LAGS = 8  # versions; samples further behind count as these
@@ -412,7 +418,10 @@ def find_accuracies(record: Record, stage: str) -> dict[str, str]:
 
 
 def read_settings(run_dir: RunDir) -> dict[str, str]:
-    """Each setting of config.toml as text by its dotted key; none if it is missing. Raises RunDirError."""
+    """Each setting of config.toml as text by its dotted key, secrets hidden; none if it is missing.
+
+    Raises RunDirError for what is no TOML.
+    """
     try:
         table = tomllib.loads(run_dir.config.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -420,11 +429,15 @@ def read_settings(run_dir: RunDir) -> dict[str, str]:
     except ValueError as error:
         raise RunDirError(f"{run_dir.config} is not TOML ({error}); restore the file") from error
 
-    def flatten(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
-        for key, value in table.items():
-            if isinstance(value, dict) and value:
-                yield from flatten(value, f"{prefix}{key}.")
-            else:
-                yield prefix + key, str(value) or '""'
+    def flatten(key: str, value: Any) -> Iterator[tuple[str, str]]:
+        tables = isinstance(value, list) and value and all(isinstance(one, dict) for one in value)
+        if isinstance(value, dict) or tables:
+            for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from flatten(f"{key}.{name}" if key else str(name), inner)
+        elif isinstance(value, str) and value and SECRET_NAME.search(key):
+            yield key, "(hidden)"
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            yield key, URL_LOGIN.sub("", text) or '""'
 
-    return dict(flatten(table, ""))
+    return dict(flatten("", table))

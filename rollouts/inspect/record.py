@@ -26,7 +26,7 @@ from rollouts.run_dir import RunDir, check_links, checkpoint_manifest, list_part
 
 HEAD = "schema BIGINT, stage VARCHAR, step BIGINT, policy_version BIGINT, attempt BIGINT, time_unix DOUBLE"
 # of the rows of each kind, beside HEAD; metrics and evaluations also have a column for each metric
-FIELDS = {  # of the rows of each kind, beside HEAD; metrics and evaluations also have a column for each metric
+FIELDS = {
     "metrics": "",
     "evaluations": "name VARCHAR",
     "samples": "id VARCHAR, group_index BIGINT, status VARCHAR, reward DOUBLE, tokens BIGINT,"

@@ -4,15 +4,12 @@ part of the page.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import hashlib
 import json
 import math
 import re
 import struct
-import subprocess
-import sys
 import zlib
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,29 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollouts.cli import main
 from rollouts.errors import RunDirError, StorageError
-from rollouts.inspect.columns import open_columns
-from rollouts.inspect.report import add_parser, token_view
-from rollouts.inspect.report.choose import (
-    TEXT_CHARS,
-    choose_samples,
-    encode_page_json,
-    shorten_row,
-    spread_out,
-    take,
-)
-from rollouts.inspect.report.curves import bucket_size, downsample, make_curves, make_phases, shorten
-from rollouts.inspect.report.failures import collect_messages, describe_class
-from rollouts.inspect.report.gather import gather_run
+from rollouts.inspect.record import open_record
+from rollouts.inspect.report.gather import gather_run, read_updates
+from rollouts.inspect.report.numbers import make_curves, make_spreads
 from rollouts.inspect.report.page import write_report
-from rollouts.inspect.report.settings import find_differences, flatten_settings
-from rollouts.inspect.report.spreads import make_spread, whole_edges
-from rollouts.inspect.report.token_view import make_token_values
-from rollouts.inspect.report.updates import parse_update, read_updates
+from rollouts.inspect.report.samples import TEXT_CHARS, encode_json, make_token_values, round_numbers, shorten
 from rollouts.run_dir import RunDir
-from tests.browser.written_run import NASTY, head, make_metrics, make_samples, write_rows, write_run
-
-NAN = math.nan
+from tests.browser.written_run import NASTY, head, write_rows, write_run
 
 
 class Elements(HTMLParser):
@@ -90,10 +73,7 @@ def page(run: Path, tmp_path: Path) -> Elements:
 
 
 def test_the_command_writes_report_html_into_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
-    arguments = parser.parse_args(["report", str(run)])
-    assert arguments.run(arguments) == 0
+    assert main(["report", str(run)]) == 0
     assert (run / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert str(run / "report.html") in capsys.readouterr().out
 
@@ -210,131 +190,53 @@ def test_rows_of_an_earlier_attempt_are_left_out(run: Path) -> None:
     assert curves["resumed"] == [19]
 
 
-def test_importing_the_command_loads_neither_torch_nor_numpy() -> None:
-    code = (
-        "import rollouts.inspect.report, sys; print([name for name in ('torch', 'transformers', 'numpy',"
-        " 'pydantic') if name in sys.modules])"
-    )
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        == "[]"
-    )
-
-
-# --- curves -------------------------------------------------------------------------------------------------
-
-
-def test_five_values_in_twos_keep_mean_least_and_greatest() -> None:
-    mean, low, high = downsample(np.array([1.0, 3.0, NAN, 5.0, 7.0]), 2)
-    assert (mean.tolist(), low.tolist(), high.tolist()) == ([2.0, 5.0, 7.0], [1.0, 5.0, 7.0], [3.0, 5.0, 7.0])
-
-
-def test_a_bucket_without_values_has_none() -> None:
-    assert shorten(downsample(np.array([NAN, NAN, 4.0]), 2).mean) == [None, 4]
-
-
-@pytest.mark.parametrize(
-    ("rows", "points", "size"), [(0, 10, 1), (10, 10, 1), (11, 10, 2), (100_000, 2000, 50)]
-)
-def test_buckets_are_as_small_as_the_points_allow(rows: int, points: int, size: int) -> None:
-    assert bucket_size(rows, points) == size
-
-
-def test_numbers_are_shortened_to_five_digits_and_what_is_not_finite_is_none() -> None:
-    assert shorten(np.array([1.23456789, 2.0, NAN, math.inf, 1e-9])) == [1.2346, 2, None, None, 1e-9]
-
-
 def test_a_curve_of_many_steps_has_few_points_and_an_envelope(tmp_path: Path) -> None:
-    root = tmp_path / "long"
-    root.mkdir()
-    write_rows(root / "metrics.jsonl", make_metrics(1000))
-    columns = open_columns(RunDir(root), "metrics")
-    rows = np.flatnonzero(columns.match_text("stage", "rl"))
-    curves = make_curves(columns, rows, points=100, begin_unix=1_800_000_000.0)
-    assert (curves["rows"], len(curves["step"]), curves["step"][:2], curves["time"][:2]) == (
-        1000,
-        100,
-        [1, 11],
-        [10, 110],
-    )
+    root = write_run(tmp_path / "long", steps=1000)
+    with open_record(root) as record:
+        curves = make_curves(record.stages["rl"], points=100, begin_unix=1_800_000_000.0)
+    assert (curves["rows"], len(curves["step"]), curves["step"][:2]) == (1000, 100, [1, 11])
     reward = curves["metrics"]["reward/mean"]
     assert (reward["mean"][0], reward["low"][0], reward["high"][0]) == (0.055, 0.01, 0.1)
+    assert round_numbers([1.23456789, 2.0, math.nan, math.inf, 1e-9]) == [1.2346, 2, None, None, 1e-9]
 
 
-def test_phases_and_the_rest_of_the_step_sum_to_the_step(run: Path) -> None:
-    columns = open_columns(RunDir(run), "metrics")
-    phases = make_phases(columns, np.flatnonzero(columns.match_text("stage", "rl")), points=100)
-    assert phases is not None
-    assert phases["total"] == {"generate": 25.0, "train": 10.0, "rest of the step": 5.0}
-    assert not phases["ahead"]
-
-
-# --- distributions and failures -----------------------------------------------------------------------------
-
-
-def test_values_are_counted_by_step_range_and_bin() -> None:
-    spread = make_spread(np.array([1, 1, 2, 9]), np.array([0.0, 2.0, 1.0, 7.0]), whole_edges(2))
-    assert spread["steps"] == [[1, 1], [2, 2], [9, 9]]
-    assert spread["counts"] == [
-        [1, 0, 1],
-        [0, 1, 0],
-        [0, 0, 1],
-    ]  # 7 is in the last bin, for 7 and what lies beyond its edge
-    assert spread["means"] == [1, 1, 7]
-
-
-def test_failures_are_counted_by_class_and_part_of_the_run(run: Path) -> None:
-    columns = open_columns(RunDir(run), "metrics")
-    found = describe_class(columns, np.flatnonzero(columns.match_text("stage", "rl")), "fail/reward")
-    assert found == {
-        "name": "reward",
-        "total": 4,
-        "steps": 4,
+def test_phases_failures_and_messages_are_counted(page: Elements) -> None:
+    run = script_of(page, "report-data")["runs"][0]
+    assert run["phases"]["rl"]["total"] == {"generate": 25.0, "train": 10.0, "rest of the step": 5.0}
+    (found,) = run["failures"]["classes"]
+    spread = [int(place % 5 == 4) for place in range(len(found["spread"]))]
+    assert (found["name"], found["total"], found["first"], found["last"]) == ("reward", 4, 5, 20)
+    assert sum(found["spread"]) == sum(spread)
+    (message,) = run["failures"]["messages"]
+    assert message == {
+        "class": "reward",
+        "function": "tasks:judge",
+        "text": "no answer after 5 s",
+        "count": 4,
         "first": 5,
         "last": 20,
-        "spread": [int(place % 5 == 4) for place in range(20)],
+        "sample": "s5-3",
+        "stage": "rl",
+        "step": 5,
     }
 
 
-def test_messages_that_differ_in_numbers_are_one(run: Path) -> None:
-    samples = open_columns(RunDir(run), "samples")
-    (message,) = collect_messages(samples, np.arange(samples.rows))
-    assert (message["text"], message["count"], message["first"], message["last"]) == (
-        "no answer after 5 s",
-        4,
-        5,
-        20,
-    )
-    assert (message["class"], message["function"], message["sample"], message["step"]) == (
-        "reward",
-        "tasks:judge",
-        "s5-3",
-        5,
-    )
+def test_values_are_counted_by_step_range_and_bin() -> None:
+    facts = {"stage": ["rl"] * 4, "step": [1, 1, 2, 9], "lag": [0.0, 2.0, 1.0, 20.0]}
+    facts |= {"reward": [math.nan] * 4, "length": [0.0, 2.0, 2.0, math.nan]}
+    spreads = make_spreads({name: np.array(values) for name, values in facts.items()})["rl"]
+    assert spreads["lag"]["steps"] == [[1, 1], [2, 2], [9, 9]]
+    assert [row[:3] + row[-1:] for row in spreads["lag"]["counts"]] == [
+        [1, 0, 1, 0],
+        [0, 1, 0, 0],
+        [0, 0, 0, 1],
+    ]
+    assert (spreads["lag"]["means"], spreads["lag"]["more"]) == ([1, 1, 20], True)
+    assert spreads["length"]["counts"] == [[1, 0, 1], [0, 0, 1]]
+    assert "reward" not in spreads
 
 
 # --- samples ------------------------------------------------------------------------------------------------
-
-
-def test_too_many_samples_are_chosen_within_the_bytes_with_the_newest_the_failed_and_the_extremes(
-    tmp_path: Path,
-) -> None:
-    root = tmp_path / "many"
-    root.mkdir()
-    write_rows(root / "samples.jsonl", make_samples(200, 8))
-    columns = open_columns(RunDir(root), "samples")
-    choice = choose_samples(columns, np.arange(columns.rows), 300_000, first=[4])
-    sizes = columns.column("length")[choice.rows]
-    assert len(set(choice.rows.tolist())) == len(choice.rows) < columns.rows
-    assert 200_000 < sizes.sum() <= 300_000
-    assert choice.rows[0] == 4
-    steps = columns.column("step")[choice.rows]
-    assert 200 in steps
-    assert np.histogram(steps, bins=4, range=(1, 200))[0].min() > 20  # evenly over the run too
-    assert columns.match_text("status", "failed")[choice.rows].sum() >= 20
-    assert choice.how == "newest steps, failed, best rewards, worst rewards, and steps evenly over the run"
 
 
 def test_a_report_stays_within_its_bytes_and_says_how_many_samples_it_shows(tmp_path: Path) -> None:
@@ -369,99 +271,14 @@ def test_a_huge_sample_keeps_no_other_one_out(tmp_path: Path) -> None:
     assert facts["samples"]["total"] == 1202
 
 
-def test_what_does_not_fit_is_passed_over() -> None:
-    costs = np.array([5.0, 100.0, 3.0, 4.0, 1.0, 1.0])
-    taken = np.zeros(6, dtype=bool)
-    assert take(np.array([1, 0, 2, 3, 4, 5]), taken, costs, 10.0).tolist() == [
-        0,
-        2,
-        4,
-        5,
-    ]  # 5 + 3, then 4 is too much, 1 + 1
-    assert taken.tolist() == [True, False, True, False, True, True]
-    assert take(np.array([1, 3]), taken, costs, 3.0).tolist() == []
-
-
-def test_a_report_of_long_samples_and_many_tokens_stays_within_its_bytes(tmp_path: Path) -> None:
-    """A run whose samples and token arrays would take more than 20 MB, with letters of three bytes: in whole,
-    and as one of ten runs.
-    """
-    root = write_long_run(tmp_path / "long")
-    for limit, rows, with_arrays in ((12_000_000, 120, 25), (1_200_000, 10, 3)):
-        facts, texts = gather_run(root, sample_bytes=limit)
-        assert sum(len(text.encode()) for text in texts) <= limit
-        assert len(texts) >= rows
-        assert sum('"arrays":' in text for text in texts) >= with_arrays
-    assert facts["samples"]["total"] == 150
-    assert write_report([root] * 10, tmp_path / "report.html") < 15_000_000
-
-
-def write_long_run(root: Path) -> Path:
-    """150 samples of 30,000 letters and of 4,000 tokens each."""
-    root.mkdir()
-    (root / "config.toml").write_text("")
-    length = 4000
-    columns = {
-        "tokens": ("<i4", [123_456.0] * length),
-        "mask": ("|u1", [1.0] * length),
-        "advantage": ("<f4", [-1.23456] * length),
-    }
-    columns |= {"mu": ("<f4", [-0.123456] * length), "log_prob": ("<f4", [-2.23456] * length)}
-    write_block(root, "s", columns)
-    samples = [
-        head("rl", step) | {"id": f"s{step}", "status": "completed", "response": "語" * 30_000, "reward": 1.0}
-        for step in range(1, 151)
-    ]
-    (root / "samples.jsonl").write_text(
-        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in samples)
-    )
-    where = {"update": 0, "shard": "rl-1-000000.bin", "offset": 0, "length": length}
-    block = (root / "tokens" / "rl-1-000000.bin").read_bytes()
-    shard = b""
-    rows = []
-    for step in range(1, 151):
-        rows.append(head("rl", step) | where | {"id": f"s{step}", "offset": len(shard)})
-        shard += rename_block(block, f"s{step}")
-    (root / "tokens" / "rl-1-000000.bin").write_bytes(shard)
-    write_rows(root / "contributions.jsonl", rows)
-    return root
-
-
-def rename_block(block: bytes, sample: str) -> bytes:
-    """The block as that of another sample."""
-    _, size, payload, _ = struct.unpack_from("<4sIII", block)
-    header = json.dumps(json.loads(block[16 : 16 + size]) | {"id": sample}).encode()
-    body = header + block[16 + size :]
-    return struct.pack("<4sIII", b"tok1", len(header), payload, zlib.crc32(body)) + body
-
-
-@pytest.mark.parametrize("length", [0, 1, 2, 7, 64])
-def test_every_beginning_of_a_spread_order_is_spread(length: int) -> None:
-    order = spread_out(np.arange(length))
-    assert sorted(order.tolist()) == list(range(length))
-    assert length < 4 or (order[:2].tolist()[0] == 0 and order[1] >= length // 2 - 1)
-
-
 def test_long_texts_are_cut_and_numbers_that_are_not_finite_are_left_out() -> None:
-    row = shorten_row(
-        {
-            "schema": 1,
-            "step": 3,
-            "response": "x" * (TEXT_CHARS + 5),
-            "reward": NAN,
-            "metadata": {"a": [math.inf, "y"]},
-        }
-    )
-    assert row == {
-        "step": 3,
-        "response": f"{'x' * TEXT_CHARS}… (20,005 characters in all)",
-        "reward": None,
-        "metadata": {"a": [None, "y"]},
-    }
+    row = {"response": "x" * (TEXT_CHARS + 5), "metadata": {"a": [math.inf, "y"]}}
+    cut = f"{'x' * TEXT_CHARS}… (20,005 characters in all)"
+    assert shorten(row) == {"response": cut, "metadata": {"a": [None, "y"]}}
 
 
 def test_page_json_says_the_same_without_what_could_end_a_script() -> None:
-    text = encode_page_json({"a": NASTY, "b": "\u2029"})
+    text = encode_json({"a": NASTY, "b": "\u2029"})
     assert json.loads(text) == {"a": NASTY, "b": "\u2029"}
     assert not re.search("[<\u2028\u2029]", text)
 
@@ -538,45 +355,18 @@ def test_samples_that_trained_have_their_advantage_share_and_tokens(run: Path) -
     )
 
 
-def test_a_step_whose_updates_are_not_all_read_has_no_values(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [
-        head("rl", step) | {"update": update, "id": f"s{step}-1", "weight": 1.0 - update}
-        for step in (19, 20)
-        for update in (0, 1)
-    ]
-    write_rows(run / "contributions.jsonl", rows)
-    contributions = open_columns(RunDir(run), "contributions")
-    samples = [head("rl", step) | {"id": f"s{step}-1"} for step in (19, 20)]
-    monkeypatch.setattr(token_view, "ROWS_READ", 3)
-    assert [
-        (key, row["weight"]) for key, row in token_view.read_contributions(contributions, samples).items()
-    ] == [(("rl", 20, "s20-1"), 1.0)]
-
-
-# --- settings and updates -----------------------------------------------------------------------------------
-
-
-def test_settings_that_differ_are_found_with_those_that_one_run_lacks() -> None:
-    one = {"a": {"b": 1, "c": [1]}, "output": {"dir": "x"}}
-    other = {"a": {"b": 2, "c": [1]}, "output": {"dir": "y"}, "d": "e"}
-    assert find_differences([flatten_settings(one), flatten_settings(other)]) == [
-        ("a.b", ["1", "2"]),
-        ("d", [None, '"e"']),
-    ]
+# --- updates ------------------------------------------------------------------------------------------------
 
 
 def test_lines_of_the_audit_log_are_columns(run: Path) -> None:
     updates = read_updates(RunDir(run))
     assert updates["columns"] == [
-        "time, UTC", "stage", "attempt", "step", "update", "version", "loss", "gradient norm", "clipped", "learning rate", "samples",
-        "of these zero advantage", "tokens", "note",
+        "time, UTC", "stage", "attempt", "step", "update", "version", "loss", "gradient norm", "clipped",
+        "learning rate", "samples", "of these zero advantage", "tokens", "note",
     ]  # fmt: skip
     assert updates["total"] == 20
     assert updates["lines"][6][-1] == "skipped: the loss is not finite"
     assert updates["unread"] == 0
-    assert parse_update("whatever a later version writes") is None
 
 
 def test_a_line_that_cannot_be_read_spoils_no_other(run: Path) -> None:

@@ -1,60 +1,36 @@
 from __future__ import annotations
 
 import json
-import tracemalloc
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollouts.errors import ConfigError, RunDirError, StorageError
+from rollouts.cli import main
+from rollouts.errors import RunDirError
+from rollouts.inspect.record import open_record
 from rollouts.inspect.trace import export_trace
-from rollouts.inspect.trace_command import parse_steps
+from tests.unit.run_rows import write_rows
 
 BEGAN = 1_800_000_000.0
 
 
-def make_row(
-    name: str,
-    track: str,
-    start_s: float,
-    duration_s: float,
-    *,
-    step: int = 1,
-    attempt: int = 1,
-    **more: object,
-) -> dict[str, Any]:
-    head = {
-        "schema": 1,
-        "stage": "rl",
-        "step": step,
-        "policy_version": step - 1,
-        "attempt": attempt,
-        "time_unix": BEGAN + 60,
-    }
-    return {
-        **head,
-        "name": name,
-        "track": track,
-        "start_unix": BEGAN + start_s,
-        "duration_s": duration_s,
-        **more,
-    }
+def make_row(name: str, track: str, start_s: float, duration_s: float, **more: object) -> dict[str, Any]:
+    return {"name": name, "track": track, "start_unix": BEGAN + start_s, "duration_s": duration_s, **more}
 
 
-def write(root: Path, *parts: list[dict[str, Any]], end: str = "") -> Path:
+def write(root: Path, *parts: list[dict[str, Any]]) -> Path:
     root.mkdir(exist_ok=True)
+    (root / "config.toml").write_text("")
     for number, rows in enumerate(parts):
-        name = "spans.jsonl" if number == 0 else f"spans.{number}.jsonl"
-        (root / name).write_text(
-            "".join(json.dumps(row) + "\n" for row in rows) + (end if number == len(parts) - 1 else "")
-        )
+        write_rows(root / ("spans.jsonl" if number == 0 else f"spans.{number}.jsonl"), *rows)
     return root
 
 
 def export(root: Path, **options: Any) -> dict[str, Any]:
-    export_trace(root, root / "trace.json", **options)
+    with open_record(root) as record:
+        export_trace(record, root / "trace.json", **options)
     return json.loads((root / "trace.json").read_text())
 
 
@@ -100,7 +76,7 @@ def test_a_span_is_an_event_in_microseconds_of_its_thread(tmp_path: Path):
     first, second = complete(trace)
     assert first == {
         "ph": "X", "pid": 1, "tid": first["tid"], "name": "generate", "cat": "rl", "ts": 0, "dur": 250_000,
-        "args": {"step": 3, "policy_version": 2, "attempt": 1, "id": "g1-s0", "tokens": 7},
+        "args": {"step": 3, "policy_version": 0, "attempt": 1, "id": "g1-s0", "tokens": 7},
     }  # fmt: skip
     assert (second["ts"], second["dur"], second["name"]) == (500_000, 125_000, "train")
     assert thread_names(trace) == {first["tid"]: "vllm-0 · 1", second["tid"]: "trainer"}
@@ -191,15 +167,9 @@ def test_only_the_steps_that_were_asked_for(tmp_path: Path):
 
 def test_requests_in_flight_are_counters(tmp_path: Path):
     root = write(tmp_path / "run", [make_row("train", "trainer", 0.0, 1.0)])
-    row = {
-        "stage": "rl",
-        "step": 1,
-        "attempt": 1,
-        "time_unix": BEGAN + 2,
-        "engine/vllm_0/in_flight": 3.0,
-        "fleet/queued": 5.0,
-    }
-    (root / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    row = {"time_unix": BEGAN + 2, "engine/vllm_0/in_flight": 3.0, "fleet/queued": 5.0}
+    earlier = {"step": 2, "time_unix": BEGAN - 1, "engine/vllm_0/in_flight": 1.0}
+    write_rows(root / "metrics.jsonl", {**row, "fleet/queued": 9.0}, {**row, "attempt": 2}, earlier)
     (counter,) = (event for event in export(root)["traceEvents"] if event["ph"] == "C")
     assert counter == {
         "ph": "C",
@@ -210,99 +180,20 @@ def test_requests_in_flight_are_counters(tmp_path: Path):
     }
 
 
-def test_counters_are_of_the_newest_attempts_and_not_from_before_the_trace(tmp_path: Path):
-    first = [make_row("train", "trainer", 10.0 * step, 1.0, step=step) for step in (2, 3, 4)]
-    root = write(tmp_path / "run", [*first, make_row("train", "trainer", 50.0, 1.0, step=4, attempt=2)])
-    # step 1 ended before the first span began; step 3 was repeated; of step 4 the second attempt has spans,
-    # and no row yet
-    rows = [(1, 1, 11.0, 1.0), (2, 1, 21.0, 2.0), (3, 1, 31.0, 3.0), (4, 1, 41.0, 4.0), (3, 2, 49.0, 9.0)]
-    head = {"schema": 1, "stage": "rl", "policy_version": 0}
-    lines = [
-        {**head, "step": step, "attempt": attempt, "time_unix": BEGAN + at, "engine/a/in_flight": n}
-        for step, attempt, at, n in rows
-    ]
-    (root / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    counters = [
-        (event["ts"], event["args"]["a"]) for event in export(root)["traceEvents"] if event["ph"] == "C"
-    ]
-    assert counters == [
-        (1_000_000, 2.0),
-        (29_000_000, 9.0),
-    ]  # µs after 20 s, when the first span that is shown began
-    assert [
-        event["args"]["a"] for event in export(root, steps=range(3, 4))["traceEvents"] if event["ph"] == "C"
-    ] == [9.0]
-
-
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--steps", "3..5"], 2, "no span of steps 3 to 5"),
+        (["--steps", "5..3"], 2, "--steps 5..3: give two whole numbers"),
+        (["--output", "/nowhere/t.json"], 1, "t.json cannot be written"),
+        (["--steps", "1"], 0, "1 damaged line left out"),
+    ],
+)
+def test_the_command_says_what_is_wrong(
+    tmp_path: Path, words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+):
     root = write(tmp_path / "run", [make_row("train", "trainer", 0.0, 1.0)])
-    with pytest.raises(StorageError, match=r"missing/t\.json cannot be written .*--output"):
-        export_trace(root, tmp_path / "missing" / "t.json")
-
-
-def test_a_torn_last_line_is_left_out(tmp_path: Path):
-    assert (
-        len(
-            complete(
-                export(
-                    write(
-                        tmp_path / "run", [make_row("train", "trainer", 0.0, 1.0)], end='{"stage": "rl", "st'
-                    )
-                )
-            )
-        )
-        == 1
-    )
-
-
-def test_a_line_that_is_no_span_is_refused_by_place(tmp_path: Path):
-    root = write(tmp_path / "run", [make_row("train", "trainer", 0.0, 1.0), {"stage": "rl", "step": 1}])
-    with pytest.raises(RunDirError, match=r"spans\.jsonl: the line at byte \d+ is no span"):
-        export(root)
-    assert not (root / "trace.json").exists()
-
-
-def test_a_run_without_spans_is_refused(tmp_path: Path):
-    with pytest.raises(RunDirError, match="no span"):
-        export(write(tmp_path / "run"))
-
-
-def test_memory_stays_small_however_many_spans_there_are(tmp_path: Path):
-    root = tmp_path / "run"
-    root.mkdir()
-    count = 10_000
-    with (root / "spans.jsonl").open("w") as file:
-        for number in range(count):
-            file.write(
-                json.dumps(
-                    make_row(
-                        "generate",
-                        f"vllm-{number % 4}",
-                        number * 0.01,
-                        0.1,
-                        step=1 + number // 100,
-                        id=f"s{number}",
-                    )
-                )
-                + "\n"
-            )
-    tracemalloc.start()
-    try:
-        assert export_trace(root, root / "trace.json") == count
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 150 * count, (
-        "about 100 bytes a span while places are sorted; a row as an object takes about 1000"
-    )
-
-
-@pytest.mark.parametrize(("text", "steps"), [("3..5", range(3, 6)), ("7", range(7, 8)), ("0..0", range(1))])
-def test_steps_are_read(text: str, steps: range):
-    assert parse_steps(text) == steps
-
-
-@pytest.mark.parametrize("text", ["5..3", "a..b", "..3", "1..", "-1..2"])
-def test_steps_that_are_none_are_refused(text: str):
-    with pytest.raises(ConfigError, match="--steps"):
-        parse_steps(text)
+    with (root / "spans.jsonl").open("a") as file:
+        file.write("no span\n")
+    assert main(["export-trace", str(root), *words]) == code
+    assert message in capsys.readouterr().err

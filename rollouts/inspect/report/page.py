@@ -18,9 +18,8 @@ from typing import Any
 
 from rollouts import __version__
 from rollouts.errors import StorageError
-from rollouts.inspect.report.choose import encode_page_json
 from rollouts.inspect.report.gather import CURVE_VALUES, POINTS, RunReport, gather_run
-from rollouts.inspect.report.settings import find_differences
+from rollouts.inspect.report.samples import encode_json
 
 SAMPLE_BYTES = 12_000_000  # of samples as JSON, of all runs together
 SCRIPTS = (
@@ -78,10 +77,17 @@ def make_page(runs: Sequence[RunReport], *, time_unix: float) -> str:
         "title": html.escape(" · ".join(run["name"] for run in facts)),
         "style": style,
         "script": script,
-        "data": encode_page_json(report),
+        "data": encode_json(report),
         "samples": f"[{','.join('[' + ','.join(run.samples) + ']' for run in runs)}]",
     }
     return PLACE.sub(lambda match: values[match[1]], load_text("report.html"))
+
+
+def find_differences(settings: Sequence[dict[str, str]]) -> list[tuple[str, list[str | None]]]:
+    """Settings that are not the same in all runs, with each run's value, None where it has none."""
+    names = dict.fromkeys(name for run in settings for name in run if name != "output.dir")
+    values = {name: [run.get(name) for run in settings] for name in names}
+    return [(name, found) for name, found in values.items() if len(set(found)) > 1]
 
 
 def name_apart(facts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
