@@ -9,6 +9,8 @@ from typing import NamedTuple
 # Settings of earlier versions, by as much of the end of their dotted names as tells them apart, and what
 # replaces them. A resolved config that has one stays readable.
 REMOVED: Mapping[str, str] = {
+    "engine.admin_key_env": "start SGLang with --api-key alone; api_key_env",
+    "engine.silence_s": "a server without any progress for 120 s is suspected",
     "optim.eps": "it is 1e-8",
     "output.keep_best": "with keep_checkpoints and [eval] the best checkpoint always stays",
     "reference.ema_decay": "set policy_weight = 1 - ema_decay",
@@ -260,8 +262,6 @@ engine.transport:
     weight_sync_backend vllm_sync_backend weight_broadcast
 engine.max_concurrency:
     max_concurrent_requests sglang_server_concurrency max_inflight_rollouts
-engine.silence_s (seconds without any progress; there is no limit on the whole request):
-    request_timeout vllm_server_timeout timeout
 distributed.ranks (processes on this machine; on several machines start it by torchrun):
     n_gpus_per_node gpus_per_node num_gpus_per_node actor_num_gpus_per_node trainer.n_gpus_per_node
     nproc_per_node num_gpus world_size

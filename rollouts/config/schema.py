@@ -717,9 +717,6 @@ class EngineConfig(Section):
     """servers that run already; empty: this run starts its own"""
     api_key_env: str = ""
     """environment variable that holds the key of the servers in urls"""
-    admin_key_env: str = ""
-    """environment variable with their key for control calls (--admin-api-key of SGLang); empty: the same key
-    """
     count: PositiveInt = 1
     """servers to start"""
     python: str = ""
@@ -734,8 +731,6 @@ class EngineConfig(Section):
     """how weights reach the servers"""
     max_concurrency: PositiveInt = 256
     """requests in flight per server, at most"""
-    silence_s: PositiveFloat = 120.0
-    """seconds without a byte and without progress after which a server is suspected"""
     down_limit_s: PositiveFloat = 900.0
     """seconds without any server in service after which the run saves and stops"""
 
@@ -748,11 +743,6 @@ class EngineConfig(Section):
                 raise ValueError(
                     f"{unused[0]} is set, but kind='local' starts no server; set kind='vllm' or 'sglang'"
                 )
-        if self.admin_key_env and not (self.kind == "sglang" and self.urls):
-            raise ValueError(
-                f"admin_key_env={self.admin_key_env!r} is for SGLang servers that run already; set"
-                " kind='sglang' and urls"
-            )
         if self.urls and (self.args or self.python or self.count != 1):
             raise ValueError(
                 "urls names servers that run already; count, python and args are for servers that this run"

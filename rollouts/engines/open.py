@@ -6,19 +6,19 @@ import importlib.util
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from rollouts.config.schema import EngineConfig
 from rollouts.engines.fleet import Fleet, open_fleet
 from rollouts.engines.fleet_members import FleetSettings, Member
 from rollouts.engines.processes import EngineCommand, open_engine_processes
+from rollouts.engines.server_engine import ServerEngine
 from rollouts.engines.sglang import open_sglang_engine
 from rollouts.engines.vllm import open_vllm_engine
 from rollouts.errors import ConfigError
-from rollouts.protocols import InferenceEngine
 
-PACKAGES = {"vllm": "vllm", "sglang": "sglang"}
+SILENCE_S = 120.0  # without an answer and without progress, after which a server is suspected
 
 
 def check_engine_config(config: EngineConfig) -> None:
@@ -30,7 +30,6 @@ def check_engine_config(config: EngineConfig) -> None:
     if not config.urls:
         find_server_python(config)
     read_api_key(config)
-    read_admin_key(config)
 
 
 def find_server_python(config: EngineConfig) -> Path:
@@ -47,7 +46,7 @@ def find_server_python(config: EngineConfig) -> Path:
     beside = Path(f".venv-{config.kind}") / "bin" / "python"
     if beside.exists():
         return beside.absolute()
-    if importlib.util.find_spec(PACKAGES[config.kind]) is not None:
+    if importlib.util.find_spec(config.kind) is not None:
         return Path(sys.executable)
     raise ConfigError(
         f"engine.kind={config.kind!r} but {beside} does not exist and this Python has no {config.kind}; set"
@@ -59,23 +58,13 @@ def read_api_key(config: EngineConfig) -> str | None:
     """The key of servers that run already, out of the environment. Raises ConfigError if it is named but not
     there.
     """
-    return _read_key(config.api_key_env, "api_key_env")
-
-
-def read_admin_key(config: EngineConfig) -> str | None:
-    """The key for control calls of SGLang servers that run already; None: the same as for all others. Raises
-    ConfigError as read_api_key.
-    """
-    return _read_key(config.admin_key_env, "admin_key_env")
-
-
-def _read_key(variable: str, setting: str) -> str | None:
+    variable = config.api_key_env
     if not variable:
         return None
     key = os.environ.get(variable, "")
     if not key:
         raise ConfigError(
-            f"engine.{setting}={variable!r}: there is no such environment variable, or it is empty; export it"
+            f"engine.api_key_env={variable!r}: no such environment variable, or it is empty; export it"
         )
     return key
 
@@ -100,15 +89,9 @@ async def open_server_fleet(
     async with AsyncExitStack() as stack:
         members: list[Member] = []
         if config.urls:
-            options = {
-                "api_key": read_api_key(config),
-                "admin_key": read_admin_key(config),
-                "vocab_size": vocab_size,
-            }
-            members += [
-                Member(await stack.enter_async_context(_open_engine(config, url, **options)))
-                for url in config.urls
-            ]
+            for url in config.urls:
+                opened = _open_engine(config, url, api_key=read_api_key(config), vocab_size=vocab_size)
+                members.append(Member(await stack.enter_async_context(opened)))
         else:
             command = EngineCommand(
                 kind=config.kind,
@@ -130,21 +113,15 @@ async def open_server_fleet(
         yield await stack.enter_async_context(open_fleet(members, settings=settings, seed=seed, warn=warn))
 
 
-@asynccontextmanager
-async def _open_engine(
-    config: EngineConfig,
-    url: str,
-    *,
-    api_key: str | None,
-    admin_key: str | None = None,
-    vocab_size: int,
-    name: str = "",
-) -> AsyncIterator[InferenceEngine]:
-    options = {"name": name, "api_key": api_key, "silence_s": config.silence_s, "vocab_size": vocab_size}
-    options["context_length"] = config.context_length or None
-    if config.kind == "vllm":
-        async with open_vllm_engine(url, **options) as engine:
-            yield engine
-    else:
-        async with open_sglang_engine(url, admin_key=admin_key, **options) as engine:
-            yield engine
+def _open_engine(
+    config: EngineConfig, url: str, *, api_key: str | None, vocab_size: int, name: str = ""
+) -> AbstractAsyncContextManager[ServerEngine]:
+    open_engine = open_vllm_engine if config.kind == "vllm" else open_sglang_engine
+    return open_engine(
+        url,
+        name=name,
+        api_key=api_key,
+        silence_s=SILENCE_S,
+        vocab_size=vocab_size,
+        context_length=config.context_length or None,
+    )

@@ -23,7 +23,7 @@ import msgspec
 import trio
 
 from rollouts.engines.http import HttpReply
-from rollouts.engines.wire import make_empty_completion, show
+from rollouts.engines.wire import decode_reply, make_empty_completion, show
 from rollouts.errors import (
     EngineClosed,
     EngineError,
@@ -119,6 +119,11 @@ class EngineServer:
         reply = await self.client.request(method, path, body=sent, silence_s=silence_s or self.silence_s)
         check_status(reply, where=f"{self.name}: {method} {path}")
         return reply.body
+
+    async def read(self, path: str, kind: type[ResultT], *, show_body: bool = True) -> ResultT:
+        """The record in the answer to GET `path`. Raises as call, and ReplyError."""
+        where = f"{self.name}: GET {path}"
+        return decode_reply(await self.call("GET", path), kind, where=where, show_body=show_body)
 
     async def call_generate(
         self, path: str, body: Any, read_progress: Callable[[], Awaitable[Hashable]]

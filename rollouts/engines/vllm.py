@@ -1,29 +1,30 @@
-"""VLLMEngine: a running vLLM server as an InferenceEngine, token ids in and out, over its HTTP API.
+"""A running vLLM server as an InferenceEngine: token ids in and out, over its HTTP API.
 
-    generate   POST /inference/v1/generate     needs --enable-scale-out; each token knows the weight version that produced it
+    generate   POST /inference/v1/generate     needs --enable-scale-out; each token knows its weight version
     control    /pause /resume /abort_requests  need VLLM_SERVER_DEV_MODE=1
-    weights    reload_weights in place from a directory; the version's name and the caches follow before anything is generated
+    weights    reload_weights in place from a directory; the version's name and the caches follow before
+               anything is generated
 
-Written against vLLM 0.32. There is no way around these settings: /v1/completions says no versions, so a
-server without them is refused. The API key guards /v1 and /inference only, not the control calls: servers
-belong on loopback or behind a wall.
+Written against vLLM 0.32. /v1/completions says no versions, so a server without these settings is refused.
+The API key guards /v1 and /inference only, not the control calls: servers belong on loopback or behind a
+wall.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import trio
 
 from rollouts.engines.http import open_http_client, split_url
 from rollouts.engines.server import EngineServer, Progress
-from rollouts.engines.snapshot import check_same_model, read_tensor_shapes
+from rollouts.engines.server_engine import ServerEngine, find_shapes
 from rollouts.engines.wire import VersionSpan, decode_reply, make_completion, parse_version
 from rollouts.errors import (
     EngineError,
@@ -32,14 +33,10 @@ from rollouts.errors import (
     ReplyError,
     RequestRefused,
     RolloutsError,
-    SnapshotError,
     WeightVersionError,
 )
 from rollouts.protocols import PauseMode
 from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
-
-if TYPE_CHECKING:
-    import torch
 
 GENERATE = "/inference/v1/generate"
 SERVER_PREFIX = "generate-tokens-"  # the server puts it before the ids that we give
@@ -260,11 +257,13 @@ def parse_metrics(body: bytes, *, where: str) -> dict[str, float]:
     return totals
 
 
-# --- the engine ---------------------------------------------------------------------------------------------
+# --- the dialect --------------------------------------------------------------------------------------------
 
 
-class VLLMEngine:
-    """One vLLM server. Made by open_vllm_engine."""
+class VLLMServer:
+    """The Dialect of one vLLM server, and its own calls for transfers of weights in memory."""
+
+    health_path = "/health"
 
     def __init__(
         self,
@@ -273,37 +272,28 @@ class VLLMEngine:
         *,
         model: str,
         loaded: Path,
-        expected: Mapping[str, tuple[int, ...]] | None,
+        shapes: Mapping[str, tuple[int, ...]] | None,
         transfer_backend: str | None,
     ) -> None:
-        """`model`: its name on the wire. `loaded`: where the weights come from. `expected`: the shapes a
-        snapshot must have, if known.
-        """
-        self.features = features
-        self.transfer_backend = (
-            transfer_backend  # of --weight-transfer-config; None: transfer in memory is off
-        )
+        """`model`: its name on the wire. `loaded`: where the weights come from."""
+        self.shapes = shapes
+        self.transfer_backend = transfer_backend  # None: transfer in memory is off
+        self.name = server.name
+        self._features = features
         self._server = server
         self._model = model
         self._started_with = loaded
         self._loaded = loaded  # where weights that failed to be replaced are loaded from again
-        self._loaded_version: int | None = (
-            None  # of what lies there; None: unknown, or it is not what the server has
-        )
-        self._expected = expected
-        self._updates = 0
+        # of what lies there; None: unknown, or it is not what the server has
+        self._loaded_version: int | None = None
 
     # --- requests
 
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """One completion. Cancelling the caller closes the connection, on which the server aborts."""
-        return await self._server.run(request, self.features, self._ask)
-
-    async def _ask(self, request: GenerateRequest, server_id: str) -> Completion:
-        body = make_generate_body(request, server_id, model=self._model, seeds=self.features.seeds)
+    async def ask(self, request: GenerateRequest, server_id: str) -> Completion:
+        body = make_generate_body(request, server_id, model=self._model, seeds=self._features.seeds)
         reply = await self._server.call_generate(GENERATE, body, self._read_progress)
         return parse_generated(
-            reply, request, server_id, vocab_size=self.features.vocab_size, where=self.features.name
+            reply, request, server_id, vocab_size=self._features.vocab_size, where=self.name
         )
 
     async def _read_progress(self) -> Progress:
@@ -312,242 +302,18 @@ class VLLMEngine:
         return Progress(work, requests=int(metrics.get(RUNNING, 0) + metrics.get(WAITING, 0)))
 
     async def _read_metrics(self) -> dict[str, float]:
-        return parse_metrics(await self._server.call("GET", "/metrics"), where=self.features.name)
+        return parse_metrics(await self._server.call("GET", "/metrics"), where=self.name)
 
-    async def _send_abort(self, server_ids: list[str]) -> None:
+    async def abort(self, server_ids: list[str]) -> None:
         assert server_ids, "an empty list aborts everybody's requests"
-        await self._server.call(
-            "POST",
-            "/abort_requests",
-            {"request_ids": [SERVER_PREFIX + server_id for server_id in server_ids]},
-        )
+        ids = [SERVER_PREFIX + server_id for server_id in server_ids]
+        await self._server.call("POST", "/abort_requests", {"request_ids": ids})
 
-    # --- flow
+    async def freeze(self, mode: PauseMode) -> None:
+        await self._server.call("POST", f"/pause?mode={mode}")
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Closes the gate here, then stops the server. Returns when nothing is generated any more. If it
-        fails, the gate is as it was.
-        """
-        self._server.check_open()
-        with self._server.pausing():
-            await self._pause(mode)
-
-    async def _pause(self, mode: PauseMode) -> None:
-        server = self._server
-        if mode == "wait":
-            await self._pause_when_idle()
-            return
-        server.close_gate()
-        await server.call("POST", f"/pause?mode={mode}")
-        if mode == "abort":
-            await server.abort(
-                self._send_abort
-            )  # what was on its way while the server aborted waits there, and those at our gate
-
-    async def _pause_when_idle(self) -> None:
-        server = self._server
-        frozen = server.paused
-        server.close_gate(frozen=False)
-        if frozen:
-            await server.call("POST", "/resume")  # what an earlier pause froze has to finish
-        await server.wait_answered(
-            server.sent()
-        )  # the server's own "wait" lets those stand that it has queued
-        await server.call("POST", "/pause?mode=wait")
-        server.close_gate()
-
-    async def resume(self) -> None:
-        """Requests in flight go on and waiting ones are sent, also if it fails: see EngineServer.resuming."""
-        with self._server.resuming():
-            await self._server.call("POST", "/resume")
-
-    async def abort_all(self) -> None:
-        self._server.check_open()
-        await self._server.abort(self._send_abort)
-
-    # --- weights
-
-    async def weight_version(self) -> int:
-        return parse_version(await self._read_version_name())
-
-    async def _read_version_name(self) -> str:
-        return decode_reply(
-            await self._server.call("GET", "/weight_info"), _WeightInfo, where=self.features.name
-        ).weight_version
-
-    async def checksum(self) -> str | None:
-        """A sha256 over those of all parameters that the server can read; those it keeps packed, on a CPU,
-        are left out.
-        """
-        body = await self._server.call("POST", "/weight_checker", {"action": "checksum"}, silence_s=LOAD_S)
-        sums = decode_reply(body, _Checksums, where=self.features.name).checksums
-        seen = sorted((name, digest) for name, digest in sums.items() if digest != HASH_OF_NOTHING)
-        if not seen:
-            raise EngineError(
-                f"{self.features.name} has no checksum of any of its {len(sums)} parameters: it keeps all of"
-                " them packed"
-            )
-        return hashlib.sha256(msgspec.json.encode(seen)).hexdigest()
-
-    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
-        """Loads a directory of safetensors, which the server must see under the same path, as `version`.
-        Pause first, in any mode.
-
-        Requests frozen by pause("keep") go on with the new weights after resume(), their keys and values
-        computed anew. Raises EngineError, with nothing sent, for a directory that is damaged or of another
-        model, and if the server fails, in which case what was loaded before is loaded again, under its
-        version only if that is known to be its own; WeightVersionError if the server names another version
-        afterwards; EngineSetupError for a server that came back with settings that would falsify training.
-        """
-        path = path.absolute()
-        try:
-            shapes = await trio.to_thread.run_sync(read_tensor_shapes, path)
-            if self._expected is not None:
-                check_same_model(shapes, self._expected, path=path)
-        except SnapshotError as error:
-            raise EngineError(f"{self.features.name} was sent nothing: {error}") from error
-        await self._check_paused()
-        before = await self._read_version_name()
-        if before == NEVER_NAMED:
-            await self._meet_again()
-        await self._name_weights(IN_PIECES)
-        try:
-            await self._load(path)
-        except (InfrastructureError, RequestRefused) as error:
-            now = await self._load_again(parse_version(before), error)
-            raise EngineError(f"{self.features.name} could not load {path} and {now}: {error}") from error
-        await self._commit(version)
-        self._loaded, self._loaded_version = path, version
-        return {"version": version, "tensors": len(shapes)}
-
-    async def _meet_again(self) -> None:
-        """A server whose weights were never named has just been started, perhaps by somebody else: its
-        settings are looked at again.
-        """
-        self._loaded, self._loaded_version = self._started_with, None
-        check_config(
-            await _read_config(self._server),
-            name=self.features.name,
-            context_length=self.features.context_length,
-        )
-
-    async def _load(self, path: Path) -> None:
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
-        await self._server.call("POST", "/collective_rpc", body, silence_s=LOAD_S)
-
-    async def _load_again(self, before: int, error: RolloutsError) -> str:
-        """What the server has now."""
-        source, version = self._loaded, self._loaded_version
-        if source != self._started_with and not source.is_dir():  # pruned meanwhile
-            source, version = self._started_with, None
-        try:
-            await self._load(source)
-            if version is not None and version == before:
-                await self._commit(version)
-                return f"has its version {version} back"
-            await self._reset_cache()
-        except EngineError as second:
-            raise EngineError(
-                f"{self.features.name} has its weights in pieces and must be restarted: {error}; loading"
-                f" {source} again failed too: {second}"
-            ) from error
-        self._loaded, self._loaded_version = source, None
-        return (
-            f"has the weights of {source}, which are not of version {before} that it had: they bear no"
-            " version; update it again, or restart it"
-        )
-
-    async def _reset_cache(self) -> None:
-        reset = await self._server.call(
-            "POST", "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
-        )
-        if not decode_reply(reset, _Success, where=self.features.name).success:
-            raise EngineError(
-                f"{self.features.name} did not reset its prefix cache: keys and values of older weights would"
-                " be used"
-            )
-
-    async def _commit(self, version: int) -> None:
-        """Nothing computed by other weights is used again, and what follows carries `version`."""
-        await self._reset_cache()
-        await self._name_weights(str(version))
-        reported = await self.weight_version()
-        if reported != version:
-            raise WeightVersionError(
-                f"{self.features.name} was given version {version} and says {reported}; is someone else"
-                " updating it?"
-            )
-        self._updates += 1
-
-    async def _name_weights(self, name: str) -> None:
-        await self._server.call("POST", "/update_weight_version", {"new_version": name})
-
-    async def _check_paused(self) -> None:
-        paused = decode_reply(
-            await self._server.call("GET", "/is_paused"), _IsPaused, where=self.features.name
-        ).is_paused
-        if not paused:
-            raise EngineError(
-                f"{self.features.name} generates; call pause() before its weights are exchanged"
-            )
-
-    # --- weights in memory: the server's own calls; who sends the tensors is a transport's business
-
-    async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
-        """Joins the server's workers to a process group; `info` is the backend's (address, port, rank offset,
-        world size).
-        """
-        if self.transfer_backend is None:
-            raise EngineSetupError(
-                f"""{self.features.name} was started without --weight-transfer-config '{{"backend": "nccl"}}'"""
-            )
-        if self.transfer_backend == "ipc":
-            raise EngineSetupError(
-                f"""{self.features.name}: backend "ipc" wants pickles over HTTP; start it with "nccl" instead"""
-            )
-        await self._server.call(
-            "POST", "/init_weight_transfer_engine", {"init_info": dict(info)}, silence_s=LOAD_S
-        )
-
-    async def start_weight_update(self) -> None:
-        """The server expects tensors from now on, and its version has no number. Pause first."""
-        await self._check_paused()
-        if await self._read_version_name() == NEVER_NAMED:
-            await self._meet_again()
-        self._loaded_version = None  # what lies there is not what the server will have
-        await self._name_weights(IN_PIECES)
-        await self._server.call("POST", "/start_weight_update", silence_s=LOAD_S)
-
-    async def update_weights(self, info: Mapping[str, Any]) -> None:
-        """Receives the tensors that `info` lists (names, dtypes, shapes). Returns when they have come: send
-        them meanwhile.
-        """
-        await self._server.call("POST", "/update_weights", {"update_info": dict(info)}, silence_s=LOAD_S)
-
-    async def finish_weight_update(self, version: int) -> None:
-        """What came is in use as `version`. Raises WeightVersionError if the server names another one."""
-        await self._server.call("POST", "/finish_weight_update", {}, silence_s=LOAD_S)
-        await self._commit(version)
-
-    async def get_world_size(self) -> int:
-        """Number of the server's workers, each a rank of the process group."""
-        return decode_reply(
-            await self._server.call("GET", "/get_world_size"), _WorldSize, where=self.features.name
-        ).world_size
-
-    async def begin_update(self) -> None:
-        raise EngineError(f"{self.features.name} takes no buckets; {_OTHER_WAY}")
-
-    def receive_bucket(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        raise EngineError(f"{self.features.name} takes no bucket of {len(bucket)} tensors; {_OTHER_WAY}")
-
-    async def finish_update(self, version: int) -> None:
-        raise EngineError(f"{self.features.name} has no update to version {version} to finish; {_OTHER_WAY}")
-
-    # --- the rest
-
-    async def health(self) -> bool:
-        return await self._server.health("/health")
+    async def thaw(self) -> None:
+        await self._server.call("POST", "/resume")
 
     async def load(self) -> EngineLoad:
         metrics = await self._read_metrics()
@@ -557,38 +323,164 @@ class VLLMEngine:
             cache_usage=metrics.get(CACHE_USAGE),
         )
 
-    async def release_memory(self) -> None:
-        """The weights wait in the host's memory, the cache is gone. Pause first. Raises EngineError where the
-        server cannot.
+    # --- weights
+
+    async def read_version(self) -> int:
+        return parse_version(await self._read_version_name())
+
+    async def _read_version_name(self) -> str:
+        return (await self._server.read("/weight_info", _WeightInfo)).weight_version
+
+    async def checksum(self) -> str | None:
+        """A sha256 over those of all parameters that the server can read; those it keeps packed, on a CPU,
+        are left out.
         """
-        if not self.features.frees_memory:
+        body = await self._server.call("POST", "/weight_checker", {"action": "checksum"}, silence_s=LOAD_S)
+        sums = decode_reply(body, _Checksums, where=self.name).checksums
+        seen = sorted((name, digest) for name, digest in sums.items() if digest != HASH_OF_NOTHING)
+        if not seen:
             raise EngineError(
-                f"{self.features.name} keeps its memory: start it on a GPU with --enable-sleep-mode"
+                f"{self.name} has no checksum of any of its {len(sums)} parameters: it keeps them packed"
             )
-        if not self._server.paused or self._server.sent():
+        return hashlib.sha256(msgspec.json.encode(seen)).hexdigest()
+
+    async def load_weights(self, path: Path, version: int) -> None:
+        """If the server fails, what was loaded before is loaded again, under its version only if that is
+        known to be its own.
+        """
+        await self._check_paused()
+        before = await self._read_version_name()
+        if before == NEVER_NAMED:
+            await self._check_config_again()
+        await self._name_weights(IN_PIECES)
+        try:
+            await self._load_from(path)
+        except (InfrastructureError, RequestRefused) as error:
+            now = await self._load_again(parse_version(before), error)
+            raise EngineError(f"{self.name} could not load {path} and {now}: {error}") from error
+        await self._commit(version)
+        self._loaded, self._loaded_version = path, version
+
+    async def _check_config_again(self) -> None:
+        """A server whose weights were never named has just been started, perhaps by somebody else."""
+        self._loaded, self._loaded_version = self._started_with, None
+        config = await _read_config(self._server)
+        check_config(config, name=self.name, context_length=self._features.context_length)
+
+    async def _load_from(self, path: Path) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+        await self._server.call("POST", "/collective_rpc", body, silence_s=LOAD_S)
+
+    async def _load_again(self, before: int, error: RolloutsError) -> str:
+        """What the server has now."""
+        source, version = self._loaded, self._loaded_version
+        if source != self._started_with and not source.is_dir():  # pruned meanwhile
+            source, version = self._started_with, None
+        try:
+            await self._load_from(source)
+            if version is not None and version == before:
+                await self._commit(version)
+                return f"has its version {version} back"
+            await self._reset_cache()
+        except EngineError as second:
             raise EngineError(
-                f"{self.features.name}: release_memory with requests in flight or admitted; pause('wait') or"
+                f"{self.name} has its weights in pieces and must be restarted: {error}; loading"
+                f" {source} again failed too: {second}"
+            ) from error
+        self._loaded, self._loaded_version = source, None
+        return (
+            f"has the weights of {source}, which are not of version {before} that it had: they bear no"
+            " version; update it again, or restart it"
+        )
+
+    async def _reset_cache(self) -> None:
+        path = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
+        if not decode_reply(await self._server.call("POST", path), _Success, where=self.name).success:
+            raise EngineError(
+                f"{self.name} did not reset its prefix cache: keys and values of older weights would be used"
+            )
+
+    async def _commit(self, version: int) -> None:
+        """Nothing computed by other weights is used again, and what follows carries `version`."""
+        await self._reset_cache()
+        await self._name_weights(str(version))
+        reported = await self.read_version()
+        if reported != version:
+            raise WeightVersionError(
+                f"{self.name} was given version {version} and says {reported}; is someone else updating it?"
+            )
+
+    async def _name_weights(self, name: str) -> None:
+        await self._server.call("POST", "/update_weight_version", {"new_version": name})
+
+    async def _check_paused(self) -> None:
+        if not (await self._server.read("/is_paused", _IsPaused)).is_paused:
+            raise EngineError(f"{self.name} generates; call pause() before its weights are exchanged")
+
+    # --- weights in memory: the server's own calls, for weight_sync.broadcast_vllm
+
+    async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
+        """Joins the server's workers to a process group; `info` is the backend's (address, port, rank offset,
+        world size).
+        """
+        if self.transfer_backend is None:
+            raise EngineSetupError(
+                f"""{self.name} was started without --weight-transfer-config '{{"backend": "nccl"}}'"""
+            )
+        if self.transfer_backend == "ipc":
+            raise EngineSetupError(
+                f"""{self.name}: backend "ipc" wants pickles over HTTP; start it with "nccl" instead"""
+            )
+        await self._send_slowly("/init_weight_transfer_engine", {"init_info": dict(info)})
+
+    async def start_weight_update(self) -> None:
+        """The server expects tensors from now on, and its version has no number. Pause first."""
+        await self._check_paused()
+        if await self._read_version_name() == NEVER_NAMED:
+            await self._check_config_again()
+        self._loaded_version = None  # what lies there is not what the server will have
+        await self._name_weights(IN_PIECES)
+        await self._send_slowly("/start_weight_update", None)
+
+    async def update_weights(self, info: Mapping[str, Any]) -> None:
+        """Receives the tensors that `info` lists (names, dtypes, shapes). Returns when they have come: send
+        them meanwhile.
+        """
+        await self._send_slowly("/update_weights", {"update_info": dict(info)})
+
+    async def finish_weight_update(self, version: int) -> None:
+        """What came is in use as `version`. Raises WeightVersionError if the server names another one."""
+        await self._send_slowly("/finish_weight_update", {})
+        await self._commit(version)
+
+    async def get_world_size(self) -> int:
+        """Number of the server's workers, each a rank of the process group."""
+        return (await self._server.read("/get_world_size", _WorldSize)).world_size
+
+    async def _send_slowly(self, path: str, body: Mapping[str, Any] | None) -> None:
+        await self._server.call("POST", path, body, silence_s=LOAD_S)
+
+    # --- memory
+
+    async def release_memory(self, *, paused: bool, in_flight: bool) -> None:
+        """The weights wait in the host's memory, the cache is gone."""
+        self._check_frees_memory()
+        if not paused or in_flight:
+            raise EngineError(
+                f"{self.name}: release_memory with requests in flight or admitted; pause('wait') or"
                 " pause('abort') first"
             )
-        await self._server.call("POST", "/sleep?level=1&mode=wait", silence_s=LOAD_S)
+        await self._send_slowly("/sleep?level=1&mode=wait", None)
 
-    async def restore_memory(self) -> None:
-        """Weights and an empty cache are there again; the engine is as paused as it was."""
-        if not self.features.frees_memory:
-            raise EngineError(
-                f"{self.features.name} never gave its memory away: start it on a GPU with --enable-sleep-mode"
-            )
-        await self._server.call("POST", "/wake_up", silence_s=LOAD_S)
-        if self._server.paused:
-            await self._server.call("POST", "/pause?mode=keep")  # waking up resumes the scheduler
+    async def restore_memory(self, *, paused: bool) -> None:
+        self._check_frees_memory()
+        await self._send_slowly("/wake_up", None)
+        if paused:
+            await self.freeze("keep")  # waking up resumes the scheduler
 
-    def statistics(self) -> Mapping[str, float]:
-        return self._server.statistics() | {"updates": float(self._updates)}
-
-
-_OTHER_WAY = (
-    "update it from a checkpoint, or through a weight transfer (init_weight_transfer and the calls after it)"
-)
+    def _check_frees_memory(self) -> None:
+        if not self._features.frees_memory:
+            raise EngineError(f"{self.name} keeps its memory: start it on a GPU with --enable-sleep-mode")
 
 
 class _WorldSize(msgspec.Struct, frozen=True):
@@ -607,7 +499,7 @@ async def open_vllm_engine(
     silence_s: float = 60.0,
     vocab_size: int,
     context_length: int | None = None,
-) -> AsyncIterator[VLLMEngine]:
+) -> AsyncIterator[ServerEngine]:
     """The engine behind `url`, checked and not paused, until the block ends; the server goes on.
 
     `vocab_size`: the trainer's; ids outside it are refused both ways. `context_length`: at least this many
@@ -623,7 +515,7 @@ async def open_vllm_engine(
             server.close()
 
 
-async def _shake_hands(server: EngineServer, *, vocab_size: int, context_length: int | None) -> VLLMEngine:
+async def _shake_hands(server: EngineServer, *, vocab_size: int, context_length: int | None) -> ServerEngine:
     served = await _read_served_model(server)
     config = await _read_config(server)
     check_config(config, name=server.name, context_length=context_length)
@@ -651,17 +543,17 @@ async def _shake_hands(server: EngineServer, *, vocab_size: int, context_length:
     await server.call("POST", "/resume")  # whoever used it before may have left it paused
     await _check_generates(server, features, served.id)
     model = Path(config.model_config.model)
-    shapes = await trio.to_thread.run_sync(_find_shapes, model)
-    return VLLMEngine(
+    # packed weights have other shapes than the trainer's
+    packed = config.model_config.quantization is not None
+    dialect = VLLMServer(
         server,
         features,
         model=served.id,
         loaded=model,
-        expected=(
-            None if config.model_config.quantization else shapes
-        ),  # packed weights have other shapes than the trainer's
+        shapes=None if packed else await trio.to_thread.run_sync(find_shapes, model),
         transfer_backend=config.weight_transfer_config.backend if config.weight_transfer_config else None,
     )
+    return ServerEngine(server, features, dialect)
 
 
 async def _read_served_model(server: EngineServer) -> _Served:
@@ -782,13 +674,3 @@ async def _check_generates(server: EngineServer, features: EngineFeatures, model
         raise EngineSetupError(
             f"{error}; vLLM 0.32 or later says log-probs and weight_versions there"
         ) from error
-
-
-def _find_shapes(model: Path) -> dict[str, tuple[int, ...]] | None:
-    """Shapes of the model that the server was started with; None if it lies on another machine or in another
-    format.
-    """
-    try:
-        return read_tensor_shapes(model)
-    except SnapshotError:
-        return None

@@ -7,7 +7,7 @@ import ipaddress
 import httpx
 
 from rollouts.config.schema import EngineConfig
-from rollouts.engines.open import read_admin_key, read_api_key
+from rollouts.engines.open import read_api_key
 from rollouts.errors import ConfigError
 from rollouts.preflight.findings import Finding
 
@@ -21,7 +21,7 @@ def check_servers(config: EngineConfig, *, transport: httpx.BaseTransport | None
     if config.kind == "local" or not config.urls:
         return []
     try:
-        key = read_admin_key(config) or read_api_key(config)
+        key = read_api_key(config)
     except ConfigError as error:
         return [Finding("error", "engine", str(error))]
     findings: list[Finding] = []

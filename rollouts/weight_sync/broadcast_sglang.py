@@ -14,7 +14,7 @@ import torch.distributed
 import trio
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from rollouts.engines.sglang import SGLangEngine
+from rollouts.engines.sglang import SGLangServer
 from rollouts.errors import EngineError, WeightSyncError
 from rollouts.protocols import InferenceEngine
 from rollouts.weight_sync.broadcast import BUCKET_BYTES, PROGRESS_S, Broadcast, Peer
@@ -36,7 +36,7 @@ class SGLangPeer:
 
     def __init__(
         self,
-        engine: SGLangEngine,
+        engine: SGLangServer,
         *,
         backend: Literal["gloo", "nccl"],
         address: str,
@@ -55,7 +55,7 @@ class SGLangPeer:
 
     @property
     def name(self) -> str:
-        return self._engine.features.name
+        return self._engine.name
 
     @property
     def device(self) -> torch.device:
@@ -212,11 +212,12 @@ async def open_sglang_broadcast(
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
     def make_peer(engine: InferenceEngine) -> Peer:
-        if not isinstance(engine, SGLangEngine):
+        server = getattr(engine, "dialect", None)
+        if not isinstance(server, SGLangServer):
             raise WeightSyncError(
                 f"engine {engine.features.name} is no SGLang server; give this transport SGLang engines only"
             )
-        return SGLangPeer(engine, backend=backend, address=address, device=device, progress_s=progress_s)
+        return SGLangPeer(server, backend=backend, address=address, device=device, progress_s=progress_s)
 
     transport = Broadcast(make_peer, bucket_bytes=bucket_bytes, dtype=dtype, progress_s=progress_s)
     try:

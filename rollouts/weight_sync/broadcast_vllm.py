@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import trio
 
-from rollouts.engines.vllm import VLLMEngine
+from rollouts.engines.vllm import VLLMServer
 from rollouts.errors import EngineError, WeightSyncError
 from rollouts.protocols import InferenceEngine
 from rollouts.weight_sync.broadcast import BUCKET_BYTES, PROGRESS_S, Broadcast, Peer
@@ -24,7 +24,7 @@ class VLLMPeer:
     sides.
     """
 
-    def __init__(self, engine: VLLMEngine, *, address: str, device: torch.device, progress_s: float) -> None:
+    def __init__(self, engine: VLLMServer, *, address: str, device: torch.device, progress_s: float) -> None:
         self._engine = engine
         self._address = address
         self._device = device
@@ -34,7 +34,7 @@ class VLLMPeer:
 
     @property
     def name(self) -> str:
-        return self._engine.features.name
+        return self._engine.name
 
     @property
     def device(self) -> torch.device:
@@ -136,11 +136,12 @@ async def open_vllm_broadcast(
     device = torch.device("cuda", torch.cuda.current_device())
 
     def make_peer(engine: InferenceEngine) -> Peer:
-        if not isinstance(engine, VLLMEngine):
+        server = getattr(engine, "dialect", None)
+        if not isinstance(server, VLLMServer):
             raise WeightSyncError(
                 f"engine {engine.features.name} is no vLLM server; give this transport vLLM engines only"
             )
-        return VLLMPeer(engine, address=address, device=device, progress_s=progress_s)
+        return VLLMPeer(server, address=address, device=device, progress_s=progress_s)
 
     transport = Broadcast(make_peer, bucket_bytes=bucket_bytes, dtype=dtype, progress_s=progress_s)
     try:

@@ -35,7 +35,6 @@ class RunningServer:
     api_key: str
     log: Path
     pid: int  # of its process group too
-    admin_key: str = ""  # of SGLang: for control calls; the api_key, unless it was started with another one
 
 
 @pytest.fixture(scope="session")
@@ -99,7 +98,7 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def run_server(
     command: Sequence[str], *, port: int, ready: str, environment: Mapping[str, str], log: Path
 ) -> Iterator[int]:
-    """The pid of a server that answers GET `ready`, in a process group of its own that is killed in the end."""
+    """The pid of a server that answers GET `ready`, in a process group that is killed in the end."""
     env = os.environ | {
         "PYTHONDONTWRITEBYTECODE": "",
         "HF_HUB_OFFLINE": "1",
@@ -149,9 +148,24 @@ def run_vllm(
     """A vLLM server on a CPU."""
     port, api_key = find_free_port(), secrets.token_hex(16)
     command = [
-        str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1", "--port", str(port),
-        "--served-model-name", "policy", "--max-model-len", str(CONTEXT_LENGTH), "--dtype", "float32", "--enforce-eager", *flags,
-    ]  # fmt: skip
+        str(python),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--served-model-name",
+        "policy",
+        "--max-model-len",
+        str(CONTEXT_LENGTH),
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        *flags,
+    ]
     environment = {
         "VLLM_SERVER_DEV_MODE": str(int(dev_mode)),
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -168,21 +182,42 @@ def run_sglang(
     model: Path,
     folder: Path,
     *flags: str,
-    admin_key: str = "",
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[RunningServer]:
     """An SGLang server on a CPU. Its keys are in a file that only we can read."""
     port, api_key = find_free_port(), secrets.token_hex(16)
     keys, log = folder / "keys.yaml", folder / "server.log"
     keys.touch(mode=0o600)
-    keys.write_text(f'api-key: "{api_key}"\n' + (f'admin-api-key: "{admin_key}"\n' if admin_key else ""))
+    keys.write_text(f'api-key: "{api_key}"\n')
     command = [
-        str(python), "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu",
-        "--attention-backend", "torch_native", "--dtype", "float32", "--context-length", str(CONTEXT_LENGTH), "--max-total-tokens", "16384",
-        "--max-running-requests", "32", "--sleep-on-idle", "--config", str(keys), *flags,
-    ]  # fmt: skip
+        str(python),
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        str(model),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--device",
+        "cpu",
+        "--attention-backend",
+        "torch_native",
+        "--dtype",
+        "float32",
+        "--context-length",
+        str(CONTEXT_LENGTH),
+        "--max-total-tokens",
+        "16384",
+        "--max-running-requests",
+        "32",
+        "--sleep-on-idle",
+        "--config",
+        str(keys),
+        *flags,
+    ]
     with run_server(command, port=port, ready="/ready", environment=environment or {}, log=log) as pid:
-        yield RunningServer(f"http://127.0.0.1:{port}", api_key, log, pid, admin_key or api_key)
+        yield RunningServer(f"http://127.0.0.1:{port}", api_key, log, pid)
 
 
 @pytest.fixture(scope="session")

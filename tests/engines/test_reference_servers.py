@@ -61,7 +61,7 @@ async def test_vllm_gives_the_models_own_log_probs(vllm_server: RunningServer, s
 async def test_sglang_gives_the_models_own_log_probs(
     sglang_server: RunningServer, snapshots: tuple[Path, Path]
 ):
-    keys = {"api_key": sglang_server.api_key, "admin_key": sglang_server.admin_key}
+    keys = {"api_key": sglang_server.api_key}
     async with open_sglang_engine(sglang_server.url, vocab_size=VOCAB_SIZE, **keys) as engine:
         await load(engine, snapshots[0])
     await check_same_log_probs(sglang_server, "sglang", snapshots[0])

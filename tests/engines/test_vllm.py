@@ -1,4 +1,4 @@
-"""VLLMEngine on a real vLLM server. Needs ROLLOUTS_VLLM_PYTHON, or vLLM in .venv-vllm."""
+"""The vLLM engine on a real vLLM server. Needs ROLLOUTS_VLLM_PYTHON, or vLLM in .venv-vllm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import transformers
 import trio
 
 from rollouts.engines.openai import open_openai_engine
-from rollouts.engines.vllm import VLLMEngine, open_vllm_engine
+from rollouts.engines.server_engine import ServerEngine
+from rollouts.engines.vllm import open_vllm_engine
 from rollouts.errors import EngineError, EngineSetupError, RequestRefused
 from rollouts.testing import engine_contracts
 from rollouts.testing.engine_contracts import LONG, at_work, disturb, make_request
@@ -31,7 +32,7 @@ from .model_checks import (
 pytestmark = pytest.mark.engines
 
 
-def open_engine(server: RunningServer, **changes: Any) -> AbstractAsyncContextManager[VLLMEngine]:
+def open_engine(server: RunningServer, **changes: Any) -> AbstractAsyncContextManager[ServerEngine]:
     return open_vllm_engine(server.url, **({"api_key": server.api_key, "vocab_size": VOCAB_SIZE} | changes))
 
 
@@ -117,13 +118,13 @@ async def test_server_that_fails_in_a_load_has_its_weights_back(
         version = await engine.weight_version()
         before = await engine.generate(make_request(temperature=0.0))
         await engine.pause("keep")
-        load_at_server = engine._load
+        load_at_server = engine.dialect._load_from
 
         async def lose_and_load(path: Path) -> None:
             shutil.rmtree(gone, ignore_errors=True)
             await load_at_server(path)
 
-        monkeypatch.setattr(engine, "_load", lose_and_load)
+        monkeypatch.setattr(engine.dialect, "_load_from", lose_and_load)
         with pytest.raises(EngineError, match=f"could not load {gone} and has its version {version} back"):
             await engine.update_weights_from_checkpoint(gone, version + 1)
         await engine.resume()
@@ -207,7 +208,7 @@ async def test_memory_that_a_cpu_cannot_give_back_is_said_so(vllm_server: Runnin
 async def test_weight_transfer_that_is_off_names_the_flag(vllm_server: RunningServer):
     async with open_engine(vllm_server) as engine:
         with pytest.raises(EngineSetupError, match="--weight-transfer-config"):
-            await engine.init_weight_transfer({})
+            await engine.dialect.init_weight_transfer({})
 
 
 @pytest.mark.parametrize("speaks", ["ids", "text"])

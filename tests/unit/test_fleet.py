@@ -1128,7 +1128,9 @@ async def test_ten_thousand_cancellations_leave_nothing(autojump_clock):
 
     engines = [FakeEngine(name, script=sometimes) for name in "abc"]
     answered = 0
-    async with fleet_of(*engines, settings=FleetSettings(max_concurrency=64)) as fleet:
+    async with fleet_of(
+        *engines, settings=FleetSettings(max_concurrency=64, failures_to_dead=10**9)
+    ) as fleet:
 
         async def one(name: str) -> None:
             nonlocal answered

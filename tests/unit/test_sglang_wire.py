@@ -14,9 +14,9 @@ import trio
 import trio.testing
 
 from rollouts.engines.server import EngineServer
+from rollouts.engines.server_engine import ServerEngine
 from rollouts.engines.sglang import (
-    ServerFacts,
-    SGLangEngine,
+    SGLangServer,
     _ServerInfo,
     check_server_info,
     find_gaps,
@@ -283,7 +283,7 @@ def test_vocabulary_is_read_from_a_models_config(tmp_path: Path):
 
 
 class ScriptedClient:
-    """An HttpClient that notes what it is asked, and answers 200 with `{}`, `/generate` when it is released."""
+    """An HttpClient that notes what it is asked; it answers `/generate` when it is released."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -316,16 +316,16 @@ class ScriptedClient:
         return [path for path, _ in self.calls]
 
 
-def make_engine(client: ScriptedClient, **changes: Any) -> SGLangEngine:
+def make_engine(client: ScriptedClient) -> ServerEngine:
     features = EngineFeatures(259, 2048, False, True, False, True, False, name="s")
-    facts = ServerFacts(world_size=1, data_parallel=1, weights_backed_up=False, shapes=None)
     server = EngineServer(client, name="s", silence_s=60.0)
-    return SGLangEngine(
-        server, client, features, facts=facts, version="7", **({"keep_mode": "retract"} | changes)
+    dialect = SGLangServer(
+        server, vocab_size=259, info=_ServerInfo("0.5.23"), shapes=None, ends_at=None, version="7"
     )
+    return ServerEngine(server, features, dialect)
 
 
-async def ask(engine: SGLangEngine, request: GenerateRequest, answers: list[Completion]) -> None:
+async def ask(engine: ServerEngine, request: GenerateRequest, answers: list[Completion]) -> None:
     answers.append(await engine.generate(request))
 
 
@@ -368,44 +368,6 @@ async def test_cancelled_request_is_aborted_at_the_server(autojump_clock: trio.t
     assert engine.statistics()["running"] == 0
 
 
-async def test_requests_frozen_in_place_are_put_into_the_queue_before_they_are_aborted(
-    autojump_clock: trio.testing.MockClock,
-):
-    client, answers = ScriptedClient(), []
-    engine = make_engine(client, keep_mode="in_place")
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(ask, engine, make_request(), answers)
-        await trio.testing.wait_all_tasks_blocked()
-        await engine.pause("keep")
-        nursery.start_soon(engine.abort_all)
-        await trio.testing.wait_all_tasks_blocked()
-        client.release.set()
-    assert [(path, body.get("mode")) for path, body in client.calls][1:4] == [
-        ("/pause_generation", "in_place"),
-        ("/pause_generation", "retract"),
-        ("/abort_request", None),
-    ]
-
-
-async def test_cache_is_not_flushed_under_requests_frozen_in_place_but_salted_anew(
-    autojump_clock: trio.testing.MockClock,
-):
-    client = ScriptedClient()
-    client.release.set()
-    engine = make_engine(client, keep_mode="in_place")
-    for mode, flushed in (("keep", False), ("abort", True)):
-        client.calls.clear()
-        await engine.pause(mode)
-        await engine.receive_broadcast(["a"], ["float32"], [[1]], group_name="g", version=8, last=False)
-        await engine.receive_broadcast(["b"], ["float32"], [[1]], group_name="g", version=8, last=True)
-        await engine.resume()
-        await engine.generate(make_request())
-        first, last = [body for path, body in client.calls if path == "/update_weights_from_distributed"]
-        assert (first["flush_cache"], "weight_version" in first) == (False, False)
-        assert (last["flush_cache"], last["weight_version"]) == (flushed, "8")
-        assert client.calls[-1][1]["extra_key"].endswith("-v8")
-
-
 async def test_two_runs_never_share_what_they_cached_under_the_same_version():
     salts: list[str] = []
     for _ in range(2):
@@ -419,7 +381,7 @@ async def test_two_runs_never_share_what_they_cached_under_the_same_version():
 async def test_weights_have_no_version_while_they_are_sent_in_pieces():
     client = ScriptedClient()
     client.answers["/model_info"] = {"model_path": "m", "weight_version": "7"}
-    await make_engine(client).begin_transfer()
+    await make_engine(client).dialect.begin_transfer()
     assert client.calls[1:] == [
         ("/update_weight_version", {"new_version": "loading", "abort_all_requests": False}),
         ("/begin_weight_update", {"selector": "all"}),
@@ -435,7 +397,9 @@ async def test_server_that_came_back_with_a_watermark_is_not_updated(way: str, t
     engine = make_engine(client)
     with pytest.raises(EngineSetupError, match="--enable-watermark"):
         await (
-            engine.update_weights_from_checkpoint(tmp_path, 8) if way == "disk" else engine.begin_transfer()
+            engine.update_weights_from_checkpoint(tmp_path, 8)
+            if way == "disk"
+            else engine.dialect.begin_transfer()
         )
     assert client.paths() == ["/model_info", "/server_info"]
 

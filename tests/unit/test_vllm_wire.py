@@ -1,5 +1,5 @@
-"""What VLLMEngine makes of answers: bodies that a real server gave, whole and spoiled, and a server in this
-process that misbehaves.
+"""What the vLLM engine makes of answers: bodies that a real server gave, whole and spoiled, and a server in
+this process that misbehaves.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import trio.testing
 
 from rollouts.engines.http import HttpReply
 from rollouts.engines.server import EngineServer
+from rollouts.engines.server_engine import ServerEngine
 from rollouts.engines.snapshot import check_same_model, read_tensor_shapes
 from rollouts.engines.vllm import (
     SERVER_PREFIX,
-    VLLMEngine,
     _shake_hands,
     make_generate_body,
     parse_generated,
@@ -363,7 +363,7 @@ def make_server(config: dict[str, Any] | None = None) -> Server:
 
 async def open_engine(
     server: Server, *, context_length: int | None = None, silence_s: float = 10.0
-) -> VLLMEngine:
+) -> ServerEngine:
     client = EngineServer(server, name="engine", silence_s=silence_s)
     return await _shake_hands(client, vocab_size=VOCAB_SIZE, context_length=context_length)
 
@@ -539,8 +539,8 @@ async def test_weights_sent_in_memory_are_not_confused_with_a_snapshot(tmp_path:
     old, new = write_snapshot(tmp_path / "old"), write_snapshot(tmp_path / "new")
     await engine.pause("keep")
     await engine.update_weights_from_checkpoint(old, 4)
-    await engine.start_weight_update()
-    await engine.finish_weight_update(5)
+    await engine.dialect.start_weight_update()
+    await engine.dialect.finish_weight_update(5)
     fail_to_load(server, new)
     with pytest.raises(EngineError, match="which are not of version 5"):
         await engine.update_weights_from_checkpoint(new, 6)
@@ -703,15 +703,15 @@ async def test_an_abort_that_the_server_ignores_ends_after_the_grace(autojump_cl
 async def test_weight_transfer_calls_go_out_in_the_servers_shape():
     server = make_server({"weight_transfer_config": {"backend": "nccl"}})
     engine = await open_engine(server)
-    await engine.init_weight_transfer({"master_port": 1})
+    await engine.dialect.init_weight_transfer({"master_port": 1})
     with pytest.raises(EngineError, match=r"call pause\(\)"):
-        await engine.start_weight_update()
+        await engine.dialect.start_weight_update()
     await engine.pause("keep")
     server.calls.clear()
-    await engine.start_weight_update()
+    await engine.dialect.start_weight_update()
     assert await engine.weight_version() == -1
-    await engine.update_weights({"names": ["w"]})
-    await engine.finish_weight_update(4)
+    await engine.dialect.update_weights({"names": ["w"]})
+    await engine.dialect.finish_weight_update(4)
     assert await engine.weight_version() == 4
     posts = [path for path, _ in server.calls if "update" in path]
     assert posts == [
@@ -728,7 +728,7 @@ async def test_weight_transfer_calls_go_out_in_the_servers_shape():
 async def test_weight_transfer_that_is_off_or_unsafe_names_the_flag(config: Any):
     engine = await open_engine(make_server({"weight_transfer_config": config}))
     with pytest.raises(EngineSetupError, match="nccl"):
-        await engine.init_weight_transfer({})
+        await engine.dialect.init_weight_transfer({})
 
 
 async def test_memory_is_released_only_while_nothing_runs_and_the_pause_survives():
