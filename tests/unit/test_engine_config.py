@@ -61,7 +61,7 @@ def test_an_environment_beside_the_run_is_found_and_a_named_one_comes_first(else
 
 def test_a_key_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch):
     config = EngineConfig(kind="vllm", urls=["http://127.0.0.1:1"], api_key_env="NO_SUCH_KEY")
-    with pytest.raises(ConfigError, match="api_key_env='NO_SUCH_KEY': there is no such environment variable"):
+    with pytest.raises(ConfigError, match="api_key_env='NO_SUCH_KEY': no such environment variable"):
         check_engine_config(config)
     monkeypatch.setenv("NO_SUCH_KEY", "secret")
     check_engine_config(config)
