@@ -16,6 +16,7 @@ REMOVED: Mapping[str, str] = {
     "reference.ema_decay": "set policy_weight = 1 - ema_decay",
     "reward_model.centring": "it is 0.01",
     "rl.share_prefix": "a prompt is computed once wherever that is exact",
+    "rollout.reward_workers": "there is one process per core that this process may use (taskset limits them)",
     "rl.skip_zero_advantage": "samples without advantage are left out wherever the gradient stays the same",
     "distributed.max_restarts": "start it with torchrun --nproc-per-node=N --max-restarts=M",
     "distributed.reduce_each_micro_batch": "cpu_offload sums gradients after every micro-batch too",
@@ -49,7 +50,7 @@ rl.rollout.num_prompts sft.batch_size (in RL it counts prompts, in SFT conversat
     batch_size
 rl.rollout.num_prompts sft.batch_size (it counts samples, ours prompts: divide it by samples_per_prompt):
     train_batch_size
-rl.rollout.num_prompts (there it counts samples, here prompts: divide it by samples_per_prompt):
+rl.rollout.num_prompts (there it counts samples, here prompts: divide by samples_per_prompt):
     generation_batch_size
 rl.rollout.num_prompts sft.batch_size (it counts samples a step, which are num_prompts * samples_per_prompt here):
     global_batch_size

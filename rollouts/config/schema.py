@@ -337,10 +337,8 @@ class RolloutConfig(Section):
     """of the samples of a batch; above it the run stops"""
     reward_timeout_s: PositiveFloat = 30.0
     """seconds one reward call may take; after it the sample has failed"""
-    reward_workers: NaturalInt = 0
-    """processes that run sync rewards; 0: one per core this process may use"""
     reward_memory_gib: PositiveFloat = 4.0
-    """memory of one such process; above it the sample has failed"""
+    """memory of one process that runs sync rewards; above it the sample has failed"""
 
 
 CLIPPED_BY_SETTINGS = ("ppo_clip", "clip_cov")  # losses whose clip is rl.clip_low and rl.clip_high

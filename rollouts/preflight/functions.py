@@ -2,7 +2,7 @@
 run.
 
 load_functions   config names ──► functions of this process, signatures checked
-open_functions   sync rewards ──► worker processes that can be killed; async ones stay in the event loop, watched
+open_functions   sync rewards ──► worker processes that can be killed; async ones stay in the event loop
 """
 
 from __future__ import annotations
@@ -131,10 +131,15 @@ def check_reward_settings(rollout: RolloutConfig, *, needed: bool) -> None:
 
 @asynccontextmanager
 async def open_functions(
-    config: RunConfig, functions: Functions, *, base_dir: Path, warn: Callable[[str], None]
+    config: RunConfig,
+    functions: Functions,
+    *,
+    base_dir: Path,
+    warn: Callable[[str], None],
+    num_workers: int | None = None,
 ) -> AsyncIterator[Functions]:
-    """The same functions where they run in a training run: sync rewards in worker processes for as long as
-    this is open.
+    """The same functions where they run in a training run: sync rewards in worker processes (None: one per
+    core that this process may use) for as long as this is open.
 
     `warn` gets a sentence when an async one blocks the event loop. Raises RewardCrashed if the processes
     cannot be started.
@@ -152,7 +157,7 @@ async def open_functions(
             yield functions
             return
         async with open_reward_workers(
-            count=rollout.reward_workers or count_cores(),
+            count=num_workers or count_cores(),
             timeout_s=rollout.reward_timeout_s,
             memory_bytes=int(rollout.reward_memory_gib * 2**30),
         ) as workers:

@@ -33,11 +33,10 @@ async def call_functions(
     `generate` is not called: it needs an engine. Raises: never for what functions do.
     """
     findings: list[Finding] = []
-    small = _with_one_worker(config)
     try:
-        functions = load_functions(small, stages, base_dir=base_dir)
+        functions = load_functions(config, stages, base_dir=base_dir)
         async with open_functions(
-            small, functions, base_dir=base_dir, warn=lambda text: _warn(text, findings)
+            config, functions, base_dir=base_dir, warn=lambda text: _warn(text, findings), num_workers=1
         ) as running:
             if rows.get("rl"):
                 await _call_rollout(
@@ -84,13 +83,6 @@ def make_trial_samples(row: Row) -> list[Sample]:
         )
         for index, response in enumerate(responses)
     ]
-
-
-def _with_one_worker(config: RunConfig) -> RunConfig:
-    if config.rl is None:
-        return config
-    rollout = config.rl.rollout.model_copy(update={"reward_workers": 1})
-    return config.model_copy(update={"rl": config.rl.model_copy(update={"rollout": rollout})})
 
 
 async def _call_rollout(
