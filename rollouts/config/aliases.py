@@ -52,7 +52,7 @@ rl.rollout.num_prompts sft.batch_size (it counts samples, ours prompts: divide i
     train_batch_size
 rl.rollout.num_prompts (there it counts samples, here prompts: divide by samples_per_prompt):
     generation_batch_size
-rl.rollout.num_prompts sft.batch_size (it counts samples a step, which are num_prompts * samples_per_prompt here):
+rl.rollout.num_prompts sft.batch_size (it counts samples a step, here num_prompts * samples_per_prompt):
     global_batch_size
 rl.rollout.num_prompts (it counts samples a step, which are num_prompts * samples_per_prompt here):
     train_global_batch_size policy.train_global_batch_size
