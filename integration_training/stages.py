@@ -226,14 +226,11 @@ class CurriculumBatches:
         self._buffer = buffer
         self._manager = manager
         self.statistics: Mapping[str, Any] = start_statistics(buffer.weights)
-        self.generating_ahead = manager.generating_ahead
+        self.generating = manager.generating
+        self.overlaps = manager.overlaps
         self.engines_updated = manager.engines_updated
         self.batch_metrics = manager.batch_metrics
         self.failed_samples = manager.failed_samples
-
-    @property
-    def is_ahead(self) -> bool:
-        return self._manager.is_ahead
 
     async def generate_batch(self) -> RolloutBatch:
         """The manager's next batch."""

@@ -1,44 +1,36 @@
 """Batches of scored groups, and the account of every prompt drawn for them.
 
-    DataBuffer ──► launch ──► run_group tasks in one nursery ──► closed groups ──► decide ──► batch
-        ▲          ceil(P * over_sampling) groups at once                         │  keep, filtered, failed, stale
-        │                                                                         │
-        └── s = 0: whoever is undecided when the batch is full: aborted, dropped as surplus, prompt returned
-            s ≥ 1: finished groups too many, and unfinished ones with all that they have, are held ──► resumed by the next call
+    DataBuffer ──► launch ──► run_group tasks in one nursery ──► closed groups ──► decide ──► generate_batch
+        ▲          while the window has room                                 │  keep, filtered, failed, stale
+        └── returned prompts ◄── surplus, stale, aborted ◄───────────────────┘
+
+One collector launches and decides groups, at every staleness: inside generate_batch, or, within generating()
+and where groups are decided as they finish, without a break between the calls.
 
 max_staleness = 0: groups are decided in launch order, however they finish, so a batch is the first P groups
-*by launch* that are kept, and one more is launched for each that drops out. Short answers gain nothing by
-finishing early, and the outcome does not depend on who finishes first.
+*by launch* that are kept. The window is ceil(P * over_sampling): one more group is launched for each that
+drops out. Who is undecided when the batch is full is aborted, dropped as surplus, and its prompt returned.
+Short answers gain nothing by finishing early, and the outcome does not depend on who finishes first.
 
-max_staleness ≥ 1: groups are decided as they finish, and P of them are delivered by the rule of pacing.py.
-While the batch is made, a group is launched whenever fewer than ceil(P * over_sampling) * G samples are being
-generated, up to the window of that rule, so engines stay full while the last members of old groups end. When
-the batch is full, abort_all() makes the engine answer with what there is: nothing is thrown away. An
-unfinished group keeps its finished members with their rewards, and of the others the tokens that there are,
-each with the version that made it; a member whose reward was being computed keeps its finished text and is
-scored in the next call, with that call's reward. A member that cannot go on (several segments, or a generate
-function that does not end within STOP_S) starts again. The next call resumes held groups before it launches
-others, in launch order.
+max_staleness ≥ 1: groups are decided as they finish, and P of them are delivered by the rule of pacing.py. A
+group is launched whenever fewer than ceil(P * over_sampling) * G samples are being generated, up to the
+window of that rule, so engines stay full while the last members of old groups end. When collecting ends,
+abort_all() makes the engine answer with what there is: an unfinished group keeps its finished members with
+their rewards, and of the others the tokens that there are, each with the version that made it; a member whose
+reward was being computed keeps its finished text and is scored later. A member that cannot go on (several
+segments, or a generate function that does not end within STOP_S) starts again. Held groups are resumed before
+others are launched. docs/async.md says what is old then, and why nothing becomes too old.
 
 deterministic: at every staleness in launch order, and only when all that were launched have finished, so that
 the requests of the next round reach the engine together: what is decoded together, and so the last bits of
 every log-prob, does not depend on how long a reward takes. Nothing is held.
-
-generate_batch() owns every task that it starts and ends them all before it returns; between calls nothing
-runs. Inside generating_ahead(), where groups are decided as they finish, one task collects without a break:
-what a call delivers leaves, and everything else goes on, so that engines work while the trainer does.
-docs/async.md says what is old then, and why nothing becomes too old.
-
-    generating_ahead ─► collector ─► run_group tasks in its nursery ─► decide ─► finished groups ─► generate_batch: deliver P of them
-                           ▲  launches while the window has room                                         │ one version on
-                           └──────────────────── wakes: a batch has left, or the engines were updated ◄──┘
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Protocol
@@ -49,10 +41,8 @@ from rollouts.config.schema import RolloutConfig
 from rollouts.crash_points import reach
 from rollouts.data.data_buffer import PromptRow
 from rollouts.errors import ConfigError, InfrastructureError, RolloutsError
-from rollouts.generation.ahead import Ahead, Report
-from rollouts.generation.batch import compute_batch_metrics, make_batch
-from rollouts.generation.budget import check_budget, draw_limit
-from rollouts.generation.draw import Draw, ManagerSnapshot, carry
+from rollouts.generation.batch import check_budget, compute_batch_metrics, draw_limit, make_batch
+from rollouts.generation.draw import Draw, ManagerSnapshot, Report, carry
 from rollouts.generation.group import (
     INFRASTRUCTURE,
     ClosedGroup,
@@ -71,7 +61,6 @@ from rollouts.generation.staleness import (
     decode_held_group,
     decode_unfinished_group,
     find_oldest_version,
-    find_oldest_version_of_members,
 )
 from rollouts.metrics.spans import SpanRecorder
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
@@ -98,7 +87,7 @@ STOP_S = 10.0
 
 class AsyncRolloutManager:
     """Turns prompts into batches. Holds groups between batches only when max_staleness ≥ 1; between calls
-    nothing runs, but in generating_ahead.
+    nothing runs, but inside generating().
     """
 
     def __init__(
@@ -148,15 +137,17 @@ class AsyncRolloutManager:
         self._max_staleness = max_staleness
         self._spans = spans
         self._in_rounds = deterministic or engine.features.deterministic
-        self._in_launch_order = self._in_rounds or max_staleness == 0
+        self.overlaps = max_staleness > 0 and not self._in_rounds  # generating() goes on between calls
         self._limiter = trio.CapacityLimiter(USER_THREADS)
         self._ledger = Ledger()
         self._held: dict[int, HeldGroup] = {}  # by group index, in launch order, like the next
         self._unfinished: dict[int, UnfinishedGroup] = {}
         self._failures: Counter[str] = Counter()  # samples by class
         self._next_group_index = 0
-        self._current: Draw | None = None  # while generate_batch runs, or generation goes on ahead
-        self._ahead: Ahead | None = None  # inside generating_ahead
+        self._current: Draw | None = None  # while the collector runs, and until what it left is put back
+        self._nursery: trio.Nursery | None = None  # of the collector
+        self._goes_on = False  # inside generating(), where collecting goes on between calls
+        self._is_awaited = False  # a call waits for its batch
         self._last_metrics: dict[str, Metric] = {}
         self._last_failed: tuple[Sample, ...] = ()
 
@@ -171,70 +162,53 @@ class AsyncRolloutManager:
         not count for max_failed_fraction. Raises NotEnoughSamples, with counts by reason, when max_attempts
         or max_failed_fraction is spent; UserFunctionError when a filter does not answer; FleetDown,
         EngineClosed, WeightVersionError, EngineSetupError, ModelError and other errors that are not one
-        sample's alone. Inside generating_ahead a call that is cancelled changes nothing, and one that raises
-        says what ended generation; the next begins it again.
+        sample's alone. Inside generating() a call that is cancelled changes nothing, and one that raises says
+        what ended generation; the next begins it again.
         """
-        if self._ahead is not None:
-            return await self._take_batch(self._ahead, reward_fn)
-        if self._current is not None:
+        if self._is_awaited:
             raise RuntimeError(RUNNING)
-        plan = self._make_plan(reward_fn)
-        draw = self._current = Draw()
+        self._is_awaited = True
         try:
-            await self._collect_batch(draw, plan)
-            return self._deliver(draw)
+            if self._goes_on:
+                if reward_fn is not None:
+                    raise ConfigError(
+                        "reward_fn= inside generating(), where samples are scored before their batch is asked"
+                        " for; give it to the manager"
+                    )
+                return await self._take_batch(self._make_plan(None))
+            plan = self._make_plan(reward_fn)
+            async with self._open_collecting():
+                return await self._take_batch(plan)
         finally:
-            self._end(draw)
+            self._is_awaited = False
+        raise AssertionError("unreachable")
 
     @asynccontextmanager
-    async def generating_ahead(self, *, engines_follow: bool = False) -> AsyncIterator[None]:
-        """Inside, where groups are decided as they finish, generation goes on between calls of
-        generate_batch, from the first one on.
+    async def generating(self) -> AsyncIterator[None]:
+        """Inside, if `overlaps`, generation goes on between calls of generate_batch, from the first one on.
 
-        Elsewhere it changes nothing. Whoever updates the engines calls engines_updated. `engines_follow`:
-        whenever they are too far behind for anything to train, an update is under way, and launching waits
-        for it, as long as it may take; else that is found out, as NotEnoughSamples. Every task has ended when
-        the block is left; then, as after hold(), nothing is lost, and generate_batch goes on from there, but
-        what was being generated starts again unless hold() came before.
+        Whoever updates the engines calls engines_updated. While they are too far behind for anything to
+        train, launching waits for that; outside, it is found out, as NotEnoughSamples. Every task has ended
+        when the block is left, and nothing is lost: generate_batch goes on from there, after a cancellation
+        or an error without the tokens that were being generated.
         """
-        assert self._ahead is None and self._current is None, "generation is under way already"
-        if self._in_launch_order:
+        assert self._nursery is None, "generation is under way already"
+        if not self.overlaps:
             yield
             return
-        failure: Exception | None = None
-        async with trio.open_nursery() as nursery:
-            self._ahead = Ahead(nursery, engines_follow)
-            try:
+        self._goes_on = True
+        try:
+            async with self._open_collecting():
                 yield
-            except Exception as error:  # raised below, outside the nursery, which would wrap it in a group
-                failure = error
-            finally:
-                nursery.cancel_scope.cancel()
-                self._ahead = None
-        if failure is not None:
-            raise failure
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether generation goes on between calls."""
-        return self._ahead is not None
+        finally:
+            self._goes_on = False
 
     def engines_updated(self, version: int) -> None:
-        """Every engine that serves has the weights of `version`, or newer ones. Inside generating_ahead more
-        may be launched then.
-        """
-        if self._ahead is not None and self._current is not None and self._current.pace is not None:
-            pace = self._current.pace
-            pace.engine_version = max(pace.engine_version, min(version, pace.policy_version))
-            self._ahead.wake()
-
-    async def hold(self) -> None:
-        """Ends what runs inside generating_ahead, with the tokens that it has: all is held, and the next call
-        goes on from there.
-        """
-        while self._ahead is not None and self._ahead.collecting is not None:
-            self._ahead.collecting.cancel()
-            await self._ahead.changed.wait()
+        """Every engine that serves has the weights of `version`, or newer ones. More may be launched then."""
+        draw = self._current
+        if draw is not None and draw.pace is not None:
+            draw.pace.engine_version = max(draw.pace.engine_version, min(version, draw.pace.policy_version))
+            draw.reports.send_nowait(None)
 
     def batch_metrics(self) -> dict[str, Metric]:
         """Metrics of the last batch that was delivered, empty before the first: see compute_batch_metrics."""
@@ -326,123 +300,177 @@ class AsyncRolloutManager:
         )
         self._ledger.check()
 
-    def _end(self, draw: Draw) -> None:
-        """Nothing of the draw runs any more."""
-        self._current = None
-        self._put_back(draw, ABORTED)
-        self._note_failed(draw)
-        self._ledger.check()
-        assert self._ledger.counts().in_flight == 0, "a group is still in flight"
+    # --- collecting -----------------------------------------------------------------------------------------
 
-    def _note_failed(self, draw: Draw) -> None:
-        self._last_failed = tuple(draw.failed)
-        self._failures.update(failure_class_of(sample) for sample in draw.failed)
-
-    # --- generating ahead -----------------------------------------------------------------------------------
-
-    async def _take_batch(self, ahead: Ahead, reward_fn: RewardFn | None) -> RolloutBatch:
-        """The next batch, once the collector has it."""
-        if reward_fn is not None:
-            raise ConfigError(
-                "reward_fn= inside generating_ahead, where samples are scored before their batch is asked"
-                " for; give it to the manager"
-            )
-        if ahead.is_awaited:
-            raise RuntimeError(RUNNING)
-        ahead.is_awaited = True
+    @asynccontextmanager
+    async def _open_collecting(self) -> AsyncIterator[None]:
+        """A nursery for the collector, which ends with the block."""
+        failure: Exception | None = None
         try:
-            draw = await self._start_collecting(ahead)
-            while ahead.failure is None and not _pace_of(draw).is_full():
-                await ahead.changed.wait()
-                if ahead.collecting is None and ahead.failure is None:  # held while we waited
-                    draw = await self._start_collecting(ahead)
-            if ahead.failure is not None:
-                failure, ahead.failure = ahead.failure, None
-                raise failure
-            batch = self._deliver(draw)
-            ahead.wake()
-            return batch
-        except trio.Cancelled:
-            self._last_failed = ()  # those of this batch are told with it, those of the last one have been
-            raise
+            async with trio.open_nursery() as self._nursery:
+                try:
+                    yield
+                    if self._current is not None:
+                        await self._stop_collecting(self._current)
+                except Exception as error:  # raised outside the nursery, which would wrap it in a group
+                    failure = error
+                self._nursery.cancel_scope.cancel()
         finally:
-            ahead.is_awaited = False
+            self._nursery = None
+            if self._current is not None:
+                self._end(self._current)
+        if failure is not None:
+            raise failure
 
-    async def _start_collecting(self, ahead: Ahead) -> Draw:
+    async def _take_batch(self, plan: GroupPlan) -> RolloutBatch:
+        """The next batch, once the collector has it."""
+        try:
+            draw = await self._start_collecting(plan)
+            while draw.failure is None and not self._is_full(draw):
+                await draw.changed.wait()
+            if not self.overlaps:
+                await draw.ended.wait()
+        except trio.Cancelled:
+            self._last_failed = ()  # those of this batch come with it; those of the last one were asked for
+            raise
+        if draw.failure is not None:
+            await draw.ended.wait()
+            self._end(draw)
+            raise draw.failure
+        return self._deliver(draw)
+
+    async def _start_collecting(self, plan: GroupPlan) -> Draw:
         """The draw of the collector that runs, or of a new one, at the trainer's version."""
-        pace = await self._make_pace(waits_for_engines=ahead.engines_follow)
-        draw = self._current
-        if draw is None and ahead.failure is None:
-            draw = self._current = Draw(pace=pace)
-            ahead.collecting = trio.CancelScope()
-            ahead.nursery.start_soon(self._collect_ahead, ahead, draw, pace)
-        elif draw is not None:
-            self._move_to(draw, _pace_of(draw), pace.policy_version)
-            self.engines_updated(pace.engine_version)
-        return draw or Draw(pace=pace)
+        version = self._policy_version()
+        engine_version = min(version, await self._engine.weight_version()) if self.overlaps else version
+        if self._current is None:
+            draw = self._current = Draw()
+            if self.overlaps:
+                draw.pace = Pace(
+                    num_prompts=self._config.num_prompts,
+                    max_staleness=self._max_staleness,
+                    policy_version=version,
+                    engine_version=engine_version,
+                    waits_for_engines=self._goes_on,
+                )
+            assert self._nursery is not None
+            self._nursery.start_soon(self._collect, draw, plan)
+        elif self._current.pace is not None:
+            self._move_to(self._current, self._current.pace, version)
+            self.engines_updated(engine_version)
+        return self._current
 
     def _move_to(self, draw: Draw, pace: Pace, version: int) -> None:
         """The batch in the making will be consumed at `version`. Finished groups are too old for it only if
         the trainer has skipped versions.
         """
         pace.policy_version = version
-        for group_index in [
-            index for index in sorted(draw.kept) if self._is_stale(draw.kept[index].group.samples)
-        ]:
+        stale = [index for index in sorted(draw.kept) if self._is_stale(draw.kept[index].group.samples)]
+        for group_index in stale:
             pace.close(group_index)
             self._drop(draw, group_index, STALE)
             self._data_buffer.return_prompts([draw.kept.pop(group_index).prompt])
 
-    async def _collect_ahead(self, ahead: Ahead, draw: Draw, pace: Pace) -> None:
-        """Launches and decides groups until an error, hold(), or the end of generating_ahead stops it. Every
-        task has ended when it returns.
+    async def _stop_collecting(self, draw: Draw) -> None:
+        """Ends every request with what it has, and the collector. Members that still generate after STOP_S
+        are cancelled.
         """
-        send, receive = trio.open_memory_channel[Report](
-            math.inf
-        )  # never more than the groups and samples in flight, and one for each call
-        ahead.reports, scope = send, ahead.collecting
-        assert scope is not None
-        plan = replace(self._make_plan(None), is_stopping=lambda: draw.is_stopping, ended=send)
-        failure: RolloutsError | None = None
+        draw.is_stopping = True
+        draw.reports.send_nowait(None)
+        with trio.move_on_after(STOP_S):
+            if draw.generating:
+                # an engine that cannot be told: its requests end by cancellation
+                with suppress(InfrastructureError):
+                    await self._engine.abort_all()
+            while draw.generating and draw.failure is None:
+                await draw.changed.wait()
+        if draw.failure is None:
+            draw.scope.cancel()
+        await draw.ended.wait()
+        # what stops a call is left to the next one
+        for group_index in sorted(draw.closed):
+            if draw.closed[group_index].error is None:
+                self._decide(draw.closed.pop(group_index), draw)
+
+    async def _collect(self, draw: Draw, plan: GroupPlan) -> None:
+        """Launches and decides groups; where nothing is carried over, until the batch is full. Every task has
+        ended when this returns.
+        """
+        plan = replace(plan, is_stopping=lambda: draw.is_stopping, ended=draw.reports)
         try:
             async with trio.open_nursery() as nursery:
-                launch = self._make_launch(draw, plan, nursery, send)
+                draw.scope = nursery.cancel_scope
                 try:
-                    with scope:
-                        self._take_held(draw, pace)
-                        launch(list(draw.work.values()))
-                        await self._collect_without_end(ahead, draw, pace, launch, receive)
-                    await self._stop_running(draw, receive)
+                    self._take_held(draw)
+                    self._launch(draw, plan, nursery, list(draw.work.values()))
+                    while self.overlaps or not self._is_full(draw):
+                        self._check_budget(draw)
+                        self._launch_more(draw, plan, nursery)
+                        self._check_budget(draw)  # the limit may have left fewer than are needed
+                        draw.notify()
+                        self._take_report(draw, await draw.received.receive())
+                        while (ready := self._next_ready(draw)) is not None:
+                            # replaced at once, even if the batch is full in a moment: else ids would depend
+                            # on who finishes first
+                            if not self._decide(ready, draw) and not self.overlaps:
+                                self._check_budget(draw)
+                                self._launch_more(draw, plan, nursery)
                 except RolloutsError as error:
-                    failure = error
+                    draw.failure = error
                 nursery.cancel_scope.cancel()
         finally:
-            while receive.statistics().current_buffer_used:
-                self._take_report(draw, receive.receive_nowait())
+            while draw.received.statistics().current_buffer_used:
+                self._take_report(draw, draw.received.receive_nowait())
             draw.generating = 0
-            if failure is None:
-                self._decide_late(draw)
-            ahead.failure = failure  # told when nothing runs any more
-            ahead.collecting = ahead.reports = None
-            self._end(draw)
-            ahead.notify()
+            draw.ended.set()
+            draw.notify()
 
-    async def _collect_without_end(
-        self,
-        ahead: Ahead,
-        draw: Draw,
-        pace: Pace,
-        launch: _Launch,
-        receive: trio.MemoryReceiveChannel[Report],
-    ) -> None:
-        while True:
-            self._check_budget(draw)
-            self._top_up(draw, pace, launch)
-            ahead.notify()
-            report = await receive.receive()
-            self._take_report(draw, report)
-            if isinstance(report, ClosedGroup):
-                self._decide(draw.closed.pop(report.group_index), draw)
+    def _launch(self, draw: Draw, plan: GroupPlan, nursery: trio.Nursery, works: Sequence[GroupWork]) -> None:
+        for work in works:
+            draw.generating += work.num_to_generate
+            nursery.start_soon(_run_and_send, plan, work, draw.reports)
+
+    def _launch_more(self, draw: Draw, plan: GroupPlan, nursery: trio.Nursery) -> None:
+        """Launches as many groups as the window has room for."""
+        if draw.is_stopping or (self._is_full(draw) and not self._goes_on and self.overlaps):
+            return
+        opened = self._open_groups(draw, self._find_room(draw))
+        if draw.pace is not None:
+            for work in opened:
+                draw.pace.open(work.group_index)
+        self._launch(draw, plan, nursery, opened)
+
+    def _find_room(self, draw: Draw) -> int:
+        # 10 * 1.1 is a little more than 11
+        at_once = math.ceil(self._config.num_prompts * self._config.over_sampling - 1e-9)
+        if draw.pace is None:
+            is_round = self._in_rounds and len(draw.undecided) > 0
+            return 0 if is_round else at_once - len(draw.kept) - len(draw.undecided)
+        if self._goes_on and len(draw.pace.finished) >= READY_BATCHES * self._config.num_prompts:
+            return 0
+        size = self._config.samples_per_prompt
+        return min((at_once * size - draw.generating) // size, draw.pace.room)
+
+    def _is_full(self, draw: Draw) -> bool:
+        return len(draw.kept) >= self._config.num_prompts if draw.pace is None else draw.pace.is_full()
+
+    def _take_report(self, draw: Draw, report: Report) -> None:
+        """Notes that a group has closed, or that a member of one no longer generates."""
+        if isinstance(report, ClosedGroup):
+            draw.closed[report.group_index] = report
+        elif report is not None:
+            draw.generating -= 1
+
+    def _next_ready(self, draw: Draw) -> ClosedGroup | None:
+        """A closed group that is to be decided now. In launch order: the one whose turn it is; None while
+        that one, or in rounds any of them, still runs, or when the batch is full.
+        """
+        if draw.pace is not None:
+            return draw.closed.pop(next(iter(draw.closed))) if draw.closed else None
+        if self._is_full(draw) or (self._in_rounds and len(draw.closed) < len(draw.undecided)):
+            return None
+        turn = next(iter(draw.undecided), None)
+        return None if turn is None else draw.closed.pop(turn, None)
 
     # --- making a batch -------------------------------------------------------------------------------------
 
@@ -468,147 +496,6 @@ class AsyncRolloutManager:
             spans=self._spans,
         )
 
-    @property
-    def _num_at_once(self) -> int:
-        """Groups launched at once."""
-        return math.ceil(
-            self._config.num_prompts * self._config.over_sampling - 1e-9
-        )  # 10 * 1.1 is a little more than 11
-
-    async def _collect_batch(self, draw: Draw, plan: GroupPlan) -> None:
-        """Fills draw.kept. Every task has ended when this returns or raises."""
-        if self._in_launch_order:
-            self._drop_held(draw)
-        else:
-            draw.pace = await self._make_pace()
-            self._take_held(draw, draw.pace)
-        send, receive = trio.open_memory_channel[Report](
-            math.inf
-        )  # never more than the groups and samples in flight
-        if draw.pace is not None:
-            plan = replace(plan, is_stopping=lambda: draw.is_stopping, ended=send)
-        failure: RolloutsError | None = None
-        async with trio.open_nursery() as nursery:
-            launch = self._make_launch(draw, plan, nursery, send)
-            try:
-                if draw.pace is None:
-                    await self._fill(draw, launch, receive)
-                else:
-                    await self._fill_paced(draw, draw.pace, launch, receive)
-                    await self._stop_running(draw, receive)
-            except RolloutsError as error:
-                failure = error  # raised below, outside the nursery, which would wrap it in a group
-            nursery.cancel_scope.cancel()
-        while receive.statistics().current_buffer_used:
-            self._take_report(draw, receive.receive_nowait())
-        draw.generating = 0
-        if failure is not None:
-            raise failure
-        if draw.pace is not None:
-            self._decide_late(draw)
-
-    def _make_launch(
-        self, draw: Draw, plan: GroupPlan, nursery: trio.Nursery, send: trio.MemorySendChannel[Report]
-    ) -> _Launch:
-        def launch(works: Iterable[GroupWork]) -> None:
-            for work in works:
-                draw.generating += work.num_to_generate
-                nursery.start_soon(_run_and_send, plan, work, send)
-
-        return launch
-
-    def _take_report(self, draw: Draw, report: Report) -> None:
-        """Notes that a group has closed, or that a member of one no longer generates."""
-        if isinstance(report, ClosedGroup):
-            draw.closed[report.group_index] = report
-        elif report is not None:
-            draw.generating -= 1
-
-    async def _fill(self, draw: Draw, launch: _Launch, receive: trio.MemoryReceiveChannel[Report]) -> None:
-        """Decides groups in their turn, with a new launch for each that drops out, until the batch is full.
-        Raises when a budget is spent.
-        """
-        wanted = self._config.num_prompts
-        launch(self._open_groups(draw, self._num_at_once))
-        owed = 0  # replacements that wait for the end of a round
-        while len(draw.kept) < wanted:
-            ready = self._next_ready(draw)
-            if ready is None:
-                launch(self._open_groups(draw, owed))
-                owed = 0
-                self._check_budget(draw)  # the limit may have left fewer than are owed
-                self._take_report(draw, await receive.receive())
-                continue
-            if self._decide(ready, draw):
-                continue
-            self._check_budget(draw)
-            if self._in_rounds:
-                owed += 1
-            # at once, even if the batch is full in a moment: else ids would depend on who finishes first
-            else:
-                launch(self._open_groups(draw, 1))
-
-    async def _make_pace(self, *, waits_for_engines: bool = False) -> Pace:
-        version = self._policy_version()
-        return Pace(
-            num_prompts=self._config.num_prompts,
-            max_staleness=self._max_staleness,
-            policy_version=version,
-            engine_version=min(version, await self._engine.weight_version()),
-            waits_for_engines=waits_for_engines,
-        )
-
-    async def _fill_paced(
-        self, draw: Draw, pace: Pace, launch: _Launch, receive: trio.MemoryReceiveChannel[Report]
-    ) -> None:
-        """Decides groups as they finish until the rule of pacing.py lets P of them go. Raises when a budget
-        is spent.
-        """
-        if pace.is_full():
-            return
-        launch(list(draw.work.values()))
-        while not pace.is_full():
-            self._check_budget(draw)
-            self._top_up(draw, pace, launch)
-            report = await receive.receive()
-            self._take_report(draw, report)
-            if isinstance(report, ClosedGroup):
-                self._decide(draw.closed.pop(report.group_index), draw)
-
-    def _top_up(self, draw: Draw, pace: Pace, launch: _Launch) -> None:
-        """Launches new groups as long as engines and the window have room for whole ones."""
-        size = self._config.samples_per_prompt
-        if self._ahead is not None and len(pace.finished) >= READY_BATCHES * self._config.num_prompts:
-            return
-        missing = (self._num_at_once * size - draw.generating) // size
-        opened = self._open_groups(draw, min(missing, pace.room))
-        for work in opened:
-            pace.open(work.group_index)
-        launch(opened)
-
-    async def _stop_running(self, draw: Draw, receive: trio.MemoryReceiveChannel[Report]) -> None:
-        """Ends every request with what it has. Members that still generate after STOP_S are left to be
-        cancelled.
-        """
-        draw.is_stopping = True
-        if not draw.generating:
-            return
-        with trio.move_on_after(STOP_S):
-            with suppress(
-                InfrastructureError
-            ):  # an engine that cannot be told: its requests end by cancellation
-                await self._engine.abort_all()
-            while draw.generating:
-                self._take_report(draw, await receive.receive())
-
-    def _decide_late(self, draw: Draw) -> None:
-        """Decides the groups that finished while the others were stopped; what stops a call is left to the
-        next one.
-        """
-        for group_index in sorted(draw.closed):
-            if draw.closed[group_index].error is None:
-                self._decide(draw.closed.pop(group_index), draw)
-
     def _open_groups(self, draw: Draw, count: int) -> list[GroupWork]:
         """Up to `count` new attempts, as many as the draw limit leaves."""
         prompts = self._data_buffer.get_prompts(max(0, min(count, draw_limit(self._config) - draw.drawn)))
@@ -624,15 +511,6 @@ class AsyncRolloutManager:
         draw.drawn += len(opened)
         reach("rollout.drawn")
         return opened
-
-    def _next_ready(self, draw: Draw) -> ClosedGroup | None:
-        """The closed group whose turn it is to be decided; None while that one, or in rounds any of them,
-        still runs.
-        """
-        if self._in_rounds and len(draw.closed) < len(draw.undecided):
-            return None
-        turn = next(iter(draw.undecided), None)
-        return None if turn is None else draw.closed.pop(turn, None)
 
     def _decide(self, closed: ClosedGroup, draw: Draw) -> bool:
         """Whether the group is kept. Raises what stops the whole call, leaving the group undecided."""
@@ -677,7 +555,7 @@ class AsyncRolloutManager:
     # --- the end of a batch ---------------------------------------------------------------------------------
 
     def _deliver(self, draw: Draw) -> RolloutBatch:
-        """The batch. What is left in draw.undecided is surplus, or held."""
+        """The batch. What is left in draw.undecided is surplus, or goes on."""
         self._check_budget(draw)
         chosen = sorted(draw.kept) if draw.pace is None else draw.pace.choose()
         groups = [draw.kept[group_index].group for group_index in chosen]
@@ -694,59 +572,64 @@ class AsyncRolloutManager:
             if failure_class == INFRASTRUCTURE:
                 self._data_buffer.return_prompts([prompt])
         draw.failed_groups.clear()
-        if self._ahead is None:
+        if draw.pace is None:
             self._put_back(draw, SURPLUS)
         self._last_metrics = compute_batch_metrics(
             groups, decided=draw.decided, drawn=draw.drawn, dropped=draw.dropped
         )
-        if self._ahead is not None:
-            self._note_failed(draw)
-            draw.begin_next()
+        self._note_failed(draw)
+        draw.begin_next()
+        if draw.pace is not None:
             for group_index in chosen:
-                _pace_of(draw).close(group_index)
-            _pace_of(
-                draw
-            ).policy_version += 1  # the next batch is consumed when the trainer is done with this one
+                draw.pace.close(group_index)
+            if self._goes_on:  # the next batch is consumed when the trainer is done with this one
+                draw.pace.policy_version += 1
+                draw.reports.send_nowait(None)
         return batch
 
-    def _take_held(self, draw: Draw, pace: Pace) -> None:
-        """Moves held groups into the batch; those that have become too old go, and their prompts are
-        returned.
+    def _take_held(self, draw: Draw) -> None:
+        """Moves held groups into the draw. Those that are too old go, and where nothing is carried over all
+        of them: a manager with other settings has held them. Their prompts are returned.
         """
-        stale: dict[int, PromptRow] = {}
+        pace, returned = draw.pace, dict[int, tuple[PromptRow, str]]()
         for group_index, held in self._held.items():
             oldest = find_oldest_version(held.group.samples)
-            if pace.is_stale(oldest):
-                stale[group_index] = held.prompt
-                continue
-            draw.kept[group_index] = held
-            pace.open(group_index, oldest=oldest)
-            pace.finish(group_index, oldest=oldest)
+            if self._is_stale(held.group.samples):
+                returned[group_index] = held.prompt, STALE
+            elif pace is None:
+                returned[group_index] = held.prompt, SURPLUS
+            else:
+                draw.kept[group_index] = held
+                pace.open(group_index, oldest=oldest)
+                pace.finish(group_index, oldest=oldest)
         for group_index, group in self._unfinished.items():
-            oldest = find_oldest_version_of_members(group.members)
-            if pace.is_stale(oldest):
-                stale[group_index] = group.prompt
-                continue
-            self._ledger.resume(group_index)
-            draw.undecided[group_index] = group.prompt
-            draw.work[group_index] = GroupWork(group_index, group.prompt, list(group.members))
-            pace.open(group_index, oldest=oldest)
+            oldest = find_oldest_version(sample for member in group.members for sample in member.samples)
+            if pace is None:
+                returned[group_index] = group.prompt, SURPLUS
+            elif pace.is_stale(oldest):
+                returned[group_index] = group.prompt, STALE
+            else:
+                self._ledger.resume(group_index)
+                draw.undecided[group_index] = group.prompt
+                draw.work[group_index] = GroupWork(group_index, group.prompt, list(group.members))
+                pace.open(group_index, oldest=oldest)
         self._held, self._unfinished = {}, {}
-        for group_index in sorted(stale):
-            self._drop(draw, group_index, STALE)
-        self._data_buffer.return_prompts([stale[group_index] for group_index in sorted(stale)])
+        for group_index in sorted(returned):
+            self._drop(draw, group_index, returned[group_index][1])
+        self._data_buffer.return_prompts([returned[group_index][0] for group_index in sorted(returned)])
 
-    def _drop_held(self, draw: Draw) -> None:
-        """Gives up what a manager with other settings has held, where nothing is carried over."""
-        prompts = {group_index: held.prompt for group_index, held in self._held.items()}
-        prompts |= {group_index: group.prompt for group_index, group in self._unfinished.items()}
-        stale = {
-            group_index for group_index, held in self._held.items() if self._is_stale(held.group.samples)
-        }
-        self._held, self._unfinished = {}, {}
-        for group_index in sorted(prompts):
-            self._drop(draw, group_index, STALE if group_index in stale else SURPLUS)
-        self._data_buffer.return_prompts([prompts[group_index] for group_index in sorted(prompts)])
+    def _end(self, draw: Draw) -> None:
+        """Puts back what a collector that has ended leaves."""
+        self._current = None
+        self._put_back(draw, ABORTED)
+        if draw.failed:
+            self._note_failed(draw)
+        self._ledger.check()
+        assert self._ledger.counts().in_flight == 0, "a group is still in flight"
+
+    def _note_failed(self, draw: Draw) -> None:
+        self._last_failed = tuple(draw.failed)
+        self._failures.update(failure_class_of(sample) for sample in draw.failed)
 
     def _put_back(self, draw: Draw, reason: str) -> None:
         """Holds and returns what is left of a draw; does nothing after a batch that was delivered."""
@@ -760,14 +643,6 @@ class AsyncRolloutManager:
         self._data_buffer.return_prompts(list(carried.returned.values()))
         for left in (draw.kept, draw.failed_groups, draw.undecided, draw.work, draw.closed):
             left.clear()
-
-
-_Launch = Callable[[Iterable[GroupWork]], None]
-
-
-def _pace_of(draw: Draw) -> Pace:
-    assert draw.pace is not None, "groups are decided in launch order"
-    return draw.pace
 
 
 async def _run_and_send(plan: GroupPlan, work: GroupWork, send: trio.MemorySendChannel[Report]) -> None:

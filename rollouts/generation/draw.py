@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import trio
+
 from rollouts.data.data_buffer import PromptRow
-from rollouts.errors import EngineError
+from rollouts.errors import EngineError, RolloutsError
 from rollouts.generation.group import ClosedGroup, GroupWork
 from rollouts.generation.pacing import Pace
 from rollouts.generation.staleness import (
@@ -19,10 +22,13 @@ from rollouts.generation.staleness import (
 )
 from rollouts.types import JSONValue, Sample
 
+Report = ClosedGroup | int | None
+"""A group that has closed; the group index of a member that generates no longer; or None: look for room."""
 
-@dataclass(slots=True, eq=False)
+
+@dataclass(eq=False)
 class Draw:
-    """One batch in the making."""
+    """What one collector works on: the batch in the making, and what goes on into the next."""
 
     pace: Pace | None = None  # where groups are decided as they finish
     undecided: dict[int, PromptRow] = field(
@@ -40,8 +46,21 @@ class Draw:
     )  # decided, but in the ledger only when the batch is delivered
     drawn: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # groups by reason
-    generating: int = 0  # samples; counted only where paced
+    generating: int = 0  # samples
     is_stopping: bool = False
+    failure: RolloutsError | None = None  # that ended the collector
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # of the collector's tasks
+    changed: trio.Event = field(default_factory=trio.Event)  # set and replaced after each report
+    ended: trio.Event = field(default_factory=trio.Event)  # every task has ended
+
+    def __post_init__(self) -> None:
+        # never more than the groups and samples in flight, and one for each call
+        self.reports, self.received = trio.open_memory_channel[Report](math.inf)
+
+    def notify(self) -> None:
+        """Wakes those who wait for `changed`."""
+        changed, self.changed = self.changed, trio.Event()
+        changed.set()
 
     def begin_next(self) -> None:
         """The batch has left; what it did not take belongs to the next one."""

@@ -62,9 +62,9 @@ class BatchSource(Protocol):
     """What the loop needs of an AsyncRolloutManager."""
 
     async def generate_batch(self) -> RolloutBatch: ...
-    def generating_ahead(self, *, engines_follow: bool = ...) -> AbstractAsyncContextManager[None]: ...
+    def generating(self) -> AbstractAsyncContextManager[None]: ...
     @property
-    def is_ahead(self) -> bool: ...
+    def overlaps(self) -> bool: ...  # whether generation goes on between calls
     def engines_updated(self, version: int) -> None: ...
     def batch_metrics(self) -> Mapping[str, Metric]: ...
     def failed_samples(self) -> Sequence[Sample]: ...
@@ -106,7 +106,7 @@ async def run_rl_training(
     history: list[dict[str, float]] = []
     async with (
         surround_steps(hooks, config, backend, critic, completed=completed_steps) as steps,
-        rollout_manager.generating_ahead(engines_follow=True),
+        rollout_manager.generating(),
         open_weight_push(sync, rollout_manager, config, hooks.stop) as push,
     ):
         for step in range(completed_steps + 1, config.steps + 1):
@@ -228,7 +228,7 @@ def throughput(batch: RolloutBatch, timer: PhaseTimer, rollout_manager: BatchSou
     overlaps training, they were made during the whole step.
     """
     tokens = float(batch.response_lengths.sum())
-    generate_s = timer.metrics()["time/step"] if rollout_manager.is_ahead else timer.seconds("generate")
+    generate_s = timer.metrics()["time/step"] if rollout_manager.overlaps else timer.seconds("generate")
     return {
         "perf/generated_tokens_per_s": tokens / generate_s,
         "perf/trained_tokens_per_s": tokens / timer.seconds("train"),

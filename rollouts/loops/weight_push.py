@@ -21,7 +21,7 @@ class GeneratingEngines(Protocol):
     """What a push needs of an AsyncRolloutManager."""
 
     @property
-    def is_ahead(self) -> bool: ...
+    def overlaps(self) -> bool: ...
     def engines_updated(self, version: int) -> None: ...
 
 
@@ -87,7 +87,7 @@ class WeightPush:
             released, ended = trio.Event(), trio.Event()
             self._ended = ended
             self._nursery.start_soon(self._push, step, released, ended)
-            await (released if self._rollout_manager.is_ahead and not last else ended).wait()
+            await (released if self._rollout_manager.overlaps and not last else ended).wait()
 
     async def wait(self) -> None:
         """Returns when no update is in flight. Raises what the last one failed with."""
@@ -113,7 +113,7 @@ class WeightPush:
 
     async def _push(self, version: int, released: trio.Event, ended: trio.Event) -> None:
         try:
-            options = {"released": released} if self._rollout_manager.is_ahead else {}
+            options = {"released": released} if self._rollout_manager.overlaps else {}
             metrics = await self._sync(version, **options)
             # not in one line: |= reads its left side before it waits, and take_metrics may come in between
             self._metrics |= metrics

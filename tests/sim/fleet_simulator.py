@@ -802,7 +802,7 @@ class _Simulation:
         )
         used_up = books["trained"] + books["held"] + books["in_flight"] + sum(final.values())
         buffer = trainer.buffer.buffer.statistics()
-        if (books["in_flight"] and not trainer.manager.is_ahead) or books["drawn"] != used_up + given_back:
+        if (books["in_flight"] and not trainer.manager.overlaps) or books["drawn"] != used_up + given_back:
             raise BrokenInvariant("ledger", f"{books}")
         if books.get("dropped/stale"):
             raise BrokenInvariant("tokens", f"{books['dropped/stale']:g} groups became too old")

@@ -1,4 +1,4 @@
-"""AsyncRolloutManager.generating_ahead: what goes on while the caller trains, how old it may become, and
+"""AsyncRolloutManager.generating: what goes on while the caller trains, how old it may become, and
 where everything is whatever ends it.
 """
 
@@ -190,8 +190,8 @@ def lags_of(batch: RolloutBatch, version: int) -> list[int]:
 
 async def test_generation_goes_on_while_the_caller_trains(autojump_clock):
     run = make_run()
-    async with run.manager.generating_ahead(engines_follow=True):
-        assert run.manager.is_ahead
+    async with run.manager.generating():
+        assert run.manager.overlaps
         assert await run.take() == [0, 1]
         assert trio.current_time() == 3
         await trio.sleep(100)
@@ -207,12 +207,12 @@ async def test_generation_goes_on_while_the_caller_trains(autojump_clock):
         await trio.sleep(3)
         assert len(run.engine.requests) == 6
         assert await run.take() == [4, 5]
-    assert not run.manager.is_ahead
+    assert not run.manager.overlaps
 
 
 async def test_nothing_runs_before_the_first_call_and_after_the_block(autojump_clock):
     run = make_run()
-    async with run.manager.generating_ahead(engines_follow=True):
+    async with run.manager.generating():
         await trio.sleep(10)
         run.update(0)
         await trio.sleep(10)
@@ -257,8 +257,8 @@ async def test_where_groups_are_decided_in_launch_order_the_block_changes_nothin
                 run.update(version + 1)
 
         if ahead:
-            async with run.manager.generating_ahead(engines_follow=True):
-                assert not run.manager.is_ahead
+            async with run.manager.generating():
+                assert not run.manager.overlaps
                 await three_batches()
         else:
             await three_batches()
@@ -281,7 +281,7 @@ async def test_two_batches_at_once_are_refused_and_the_first_is_delivered(autoju
     async def first() -> None:
         got.append(await run.take())
 
-    async with run.manager.generating_ahead(engines_follow=True), trio.open_nursery() as nursery:
+    async with run.manager.generating(), trio.open_nursery() as nursery:
         nursery.start_soon(first)
         await trio.sleep(1)
         with pytest.raises(RuntimeError, match="running already"):
@@ -291,8 +291,8 @@ async def test_two_batches_at_once_are_refused_and_the_first_is_delivered(autoju
 
 async def test_a_reward_for_one_batch_alone_is_refused(autojump_clock):
     run = make_run()
-    async with run.manager.generating_ahead(engines_follow=True):
-        with pytest.raises(ConfigError, match="reward_fn= inside generating_ahead"):
+    async with run.manager.generating():
+        with pytest.raises(ConfigError, match="reward_fn= inside generating"):
             await run.manager.generate_batch(index_reward)
         assert run.count("drawn") == 0
         assert await run.take() == [0, 1]
@@ -309,7 +309,7 @@ async def test_an_unfinished_answer_that_others_overtake_is_waited_for_in_the_la
             else ScriptedReply("abcdef", 31 / 7)
         )
     )
-    async with run.manager.generating_ahead(engines_follow=True):
+    async with run.manager.generating():
         assert 0 not in await run.take()
         run.update(1)
         batch = await run.manager.generate_batch()
@@ -321,7 +321,7 @@ async def test_an_unfinished_answer_that_others_overtake_is_waited_for_in_the_la
 
 async def test_what_is_held_keeps_its_tokens_and_goes_on_with_those_of_the_next_version(autojump_clock):
     run = make_run(go_on("abcdef", token_s=1.0), max_staleness=2)
-    async with run.manager.generating_ahead(engines_follow=True):
+    async with run.manager.generating():
         await run.take()  # 7 tokens each
         await trio.sleep(2.5)
         await run.manager.hold()
@@ -344,7 +344,7 @@ async def test_what_is_held_keeps_its_tokens_and_goes_on_with_those_of_the_next_
 async def test_to_hold_where_nothing_runs_does_nothing(autojump_clock):
     run = make_run()
     await run.manager.hold()
-    async with run.manager.generating_ahead(engines_follow=True):
+    async with run.manager.generating():
         await run.manager.hold()
         await run.take()
         await run.manager.hold()
@@ -358,7 +358,7 @@ async def test_a_call_that_waits_while_all_is_held_gets_its_batch(autojump_clock
     async def wait_for_batch() -> None:
         got.append(await run.take())
 
-    async with run.manager.generating_ahead(engines_follow=True), trio.open_nursery() as nursery:
+    async with run.manager.generating(), trio.open_nursery() as nursery:
         nursery.start_soon(wait_for_batch)
         await trio.sleep(1.5)
         await run.manager.hold()
@@ -375,7 +375,7 @@ class OwnError(Exception):
 
 async def leave_by_cancellation(run: Run) -> None:
     with trio.move_on_after(4.5) as scope:
-        async with run.manager.generating_ahead(engines_follow=True):
+        async with run.manager.generating():
             await run.take()
             await trio.sleep_forever()
     assert scope.cancelled_caught
@@ -383,7 +383,7 @@ async def leave_by_cancellation(run: Run) -> None:
 
 async def leave_by_an_error(run: Run) -> None:
     async def work() -> None:
-        async with run.manager.generating_ahead(engines_follow=True):
+        async with run.manager.generating():
             await run.take()
             await trio.sleep(1.5)
             raise OwnError
@@ -398,7 +398,7 @@ async def leave_by_an_error_that_cuts_a_call(run: Run) -> None:
         raise OwnError
 
     async def work() -> None:
-        async with run.manager.generating_ahead(engines_follow=True), trio.open_nursery() as nursery:
+        async with run.manager.generating(), trio.open_nursery() as nursery:
             nursery.start_soon(fail)
             while True:
                 await run.take()
@@ -411,7 +411,7 @@ async def leave_by_an_error_that_cuts_a_call(run: Run) -> None:
 
 
 async def leave_after_holding(run: Run) -> None:
-    async with run.manager.generating_ahead(engines_follow=True):
+    async with run.manager.generating():
         await run.take()
         await trio.sleep(1.5)
         await run.manager.hold()
@@ -424,7 +424,7 @@ async def leave_after_holding(run: Run) -> None:
 async def test_whatever_ends_the_block_no_prompt_is_lost(autojump_clock, leave: Callable[[Run], Any]):
     run = make_run(max_staleness=3)
     await leave(run)
-    assert run.engine.in_flight == 0 and run.count("in_flight") == 0 and not run.manager.is_ahead
+    assert run.engine.in_flight == 0 and run.count("in_flight") == 0 and not run.manager.overlaps
     run.check_balance()
     cut = (
         {"held": 2.0, "dropped/aborted": 0.0}
@@ -444,7 +444,7 @@ async def test_whatever_ends_the_block_no_prompt_is_lost(autojump_clock, leave: 
 
 async def test_a_call_that_is_cancelled_changes_nothing_and_the_next_one_gets_the_batch(autojump_clock):
     run = make_run()
-    async with run.manager.generating_ahead(engines_follow=True):
+    async with run.manager.generating():
         with trio.move_on_after(1.5) as scope:
             await run.manager.generate_batch()
         assert scope.cancelled_caught
@@ -462,7 +462,7 @@ async def test_the_samples_that_failed_are_told_once_also_after_a_call_that_was_
         return 1.0
 
     run = make_run(samples_per_prompt=3, reward=reward, max_failed_fraction=1.0)
-    async with run.manager.generating_ahead(engines_follow=True):
+    async with run.manager.generating():
         await run.take()
         assert [sample.id for sample in run.manager.failed_samples()] == ["g00000000-s000"]
         with trio.move_on_after(0.5):
@@ -493,7 +493,7 @@ async def test_a_filter_that_fails_beside_training_is_raised_by_the_next_call_an
     autojump_clock,
 ):
     run = make_run(filters=[fail_in_group(2)], max_staleness=2)
-    async with run.manager.generating_ahead(engines_follow=True):
+    async with run.manager.generating():
         assert await run.take() == [0, 1]
         await trio.sleep(50)
         assert run.engine.in_flight == 0 and run.count("in_flight") == 0, "generation has ended"
@@ -507,7 +507,7 @@ async def test_a_filter_that_fails_beside_training_is_raised_by_the_next_call_an
 
 async def test_a_filter_that_fails_while_a_call_waits_is_raised_by_that_call(autojump_clock):
     run = make_run(filters=[fail_in_group(0)])
-    async with run.manager.generating_ahead(engines_follow=True):
+    async with run.manager.generating():
         with pytest.raises(UserFunctionError, match="ZeroDivisionError"):
             await run.manager.generate_batch()
         assert trio.current_time() == 3 and run.engine.in_flight == 0
@@ -528,7 +528,7 @@ async def test_engines_that_are_gone_end_generation_and_their_return_begins_it_a
             text="ab", token_s=1.0, error=error if down[0] and group_of(request.request_id) > 1 else None
         )
     )
-    async with run.manager.generating_ahead(engines_follow=True):
+    async with run.manager.generating():
         await run.take()
         await trio.sleep(20)
         assert run.engine.in_flight == 0
@@ -544,7 +544,7 @@ async def test_engines_that_are_gone_end_generation_and_their_return_begins_it_a
 
 async def test_a_failure_that_nobody_asked_for_does_not_end_the_block(autojump_clock):
     run = make_run(filters=[fail_in_group(2)])
-    async with run.manager.generating_ahead(engines_follow=True):
+    async with run.manager.generating():
         await run.take()
         await trio.sleep(50)
     run.check_balance()
@@ -563,7 +563,7 @@ async def test_metrics_and_failed_samples_are_those_of_one_batch(autojump_clock)
     run = make_run(
         in_turn, samples_per_prompt=3, reward=reward, filters=[keep_all_but(1)], max_failed_fraction=0.3
     )
-    async with run.manager.generating_ahead(engines_follow=True):
+    async with run.manager.generating():
         assert await run.take() == [0, 2]
         first = metric_values(run.manager.batch_metrics())
         assert [sample.id for sample in run.manager.failed_samples()] == ["g00000000-s001"]
@@ -582,7 +582,7 @@ async def test_max_attempts_counts_for_each_batch(autojump_clock):
     """Of every two groups one is kept: a batch of one group needs two draws, four batches eight."""
     even = [0, 2, 4, 6]
     run = make_run(num_prompts=1, max_attempts=2, filters=[keep_all_but(*even)], max_staleness=3)
-    async with run.manager.generating_ahead(engines_follow=True):
+    async with run.manager.generating():
         assert [await run.take() for _ in range(4)] == [[1], [3], [5], [7]]
 
 
@@ -593,7 +593,7 @@ async def test_a_batch_that_cannot_be_made_ends_generation_and_the_next_call_has
     the second. Without 6 it is lost.
     """
     run = make_run(num_prompts=2, max_attempts=2, filters=[keep_all_but(*range(2, 8))], max_staleness=1)
-    async with run.manager.generating_ahead(engines_follow=True):
+    async with run.manager.generating():
         assert await run.take() == [0, 1]
         run.update(1)
         await trio.sleep(100)
@@ -612,7 +612,7 @@ async def test_failures_of_earlier_batches_count_for_none_later(autojump_clock):
         return 1.0
 
     run = make_run(samples_per_prompt=3, reward=reward, max_failed_fraction=1 / 6)  # one of a batch's six
-    async with run.manager.generating_ahead(engines_follow=True):
+    async with run.manager.generating():
         for version in range(5):
             await run.take()
             assert len(run.manager.failed_samples()) <= 1
@@ -622,7 +622,7 @@ async def test_failures_of_earlier_batches_count_for_none_later(autojump_clock):
 
 async def test_a_trainer_that_skips_versions_gets_nothing_stale_and_the_prompts_come_again(autojump_clock):
     run = make_run(num_prompts=1, max_staleness=2)
-    async with run.manager.generating_ahead(engines_follow=True):
+    async with run.manager.generating():
         batch = await run.manager.generate_batch()
         await trio.sleep(50)
         waiting = run.count("in_flight")
@@ -654,7 +654,7 @@ async def test_a_state_saved_while_all_runs_loses_nothing_and_trains_nothing_twi
         max_staleness=3,
     )
     trained: list[tuple[int, str]] = []
-    async with run.manager.generating_ahead(engines_follow=True):
+    async with run.manager.generating():
         for version in range(2):
             trained += prompts_of(await run.manager.generate_batch())
             run.version[0] = version + 1
@@ -666,7 +666,7 @@ async def test_a_state_saved_while_all_runs_loses_nothing_and_trains_nothing_twi
         await run.manager.generate_batch()  # the run that is saved goes on, and dies
     again = make_run(state=state, max_staleness=3, version=2, engine=ScriptedEngine(seconds_each, version=2))
     assert again.count("in_flight") == 0 and again.count("trained") == 4
-    async with again.manager.generating_ahead(engines_follow=True):
+    async with again.manager.generating():
         for version in range(2, 6):
             batch = await again.manager.generate_batch()
             assert all(0 <= lag <= 3 for lag in lags_of(batch, version))
@@ -843,7 +843,7 @@ async def drive(chances: Chances, watch: Watch, *, batches: int = 8) -> Outcome:
 
     with trio.CancelScope() as leaving:
         try:
-            async with run.manager.generating_ahead(engines_follow=True), trio.open_nursery() as nursery:
+            async with run.manager.generating(), trio.open_nursery() as nursery:
                 nursery.start_soon(abort_now_and_then)
                 try:
                     await train(nursery)
@@ -906,7 +906,7 @@ def test_an_engine_that_is_never_updated_lets_as_many_batches_go_as_the_stalenes
     async def run_out() -> None:
         for staleness in (1, 2, 4):
             run = make_run(max_staleness=staleness)
-            async with run.manager.generating_ahead(engines_follow=True):
+            async with run.manager.generating():
                 for _ in range(staleness + 1):
                     await run.take()
                 with trio.move_on_after(1000) as scope:
@@ -945,7 +945,7 @@ async def test_an_answer_that_is_aborted_again_and_again_is_finished_if_each_tim
     told: list[int] = []
     async with trio.open_nursery() as nursery:
         nursery.start_soon(abort_now_and_then)
-        async with run.manager.generating_ahead(engines_follow=True):
+        async with run.manager.generating():
             batch = await run.manager.generate_batch()
         nursery.cancel_scope.cancel()
     assert [sample.response for sample in batch.samples] == ["abcdefghijklmnopqrs"]
@@ -962,7 +962,7 @@ async def test_an_answer_that_is_aborted_in_vain_too_often_fails(autojump_clock)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(abort_now_and_then)
-        async with run.manager.generating_ahead(engines_follow=True):
+        async with run.manager.generating():
             with pytest.raises(
                 NotEnoughSamples, match=f"was aborted by its engine {MAX_STARTS} times without a token more"
             ):
@@ -975,7 +975,7 @@ async def test_an_answer_that_is_aborted_in_vain_too_often_fails(autojump_clock)
 
 async def test_engines_that_nobody_updates_are_found_out_unless_an_update_is_expected(autojump_clock):
     run = make_run(max_attempts=3)
-    async with run.manager.generating_ahead():
+    async with run.manager.generating():
         await run.take()
         await run.take()  # consumed at version 1, of version 0: as old as may be
         with pytest.raises(NotEnoughSamples, match="stale"):

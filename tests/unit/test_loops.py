@@ -447,7 +447,7 @@ class Updates:
         self.hold_s, self.load_s = hold_s, load_s
         self.failures: dict[int, tuple[float, Exception]] = {}
         self.events: list[tuple[str, int, float]] = []
-        self.is_ahead = True
+        self.overlaps = True
 
     async def __call__(self, version: int, *, released: trio.Event | None = None) -> Mapping[str, float]:
         began = trio.current_time()
@@ -490,7 +490,7 @@ async def test_an_update_goes_on_beside_training_and_the_next_one_waits_for_it(a
 
 async def test_without_overlap_an_update_is_waited_for(autojump_clock):
     updates = Updates()
-    updates.is_ahead = False
+    updates.overlaps = False
     async with updates.open() as push:
         await push.send(1)
         assert trio.current_time() == 10 and push.take_metrics() == {"updated/1": 1.0}
