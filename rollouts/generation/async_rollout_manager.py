@@ -148,6 +148,7 @@ class AsyncRolloutManager:
         self._nursery: trio.Nursery | None = None  # of the collector
         self._goes_on = False  # inside generating(), where collecting goes on between calls
         self._is_awaited = False  # a call waits for its batch
+        self._failure: RolloutsError | None = None  # that ended the collector, until a call has raised it
         self._last_metrics: dict[str, Metric] = {}
         self._last_failed: tuple[Sample, ...] = ()
 
@@ -316,7 +317,7 @@ class AsyncRolloutManager:
                     failure = error
                 self._nursery.cancel_scope.cancel()
         finally:
-            self._nursery = None
+            self._nursery, self._failure = None, None
             if self._current is not None:
                 self._end(self._current)
         if failure is not None:
@@ -335,14 +336,19 @@ class AsyncRolloutManager:
             raise
         if draw.failure is not None:
             await draw.ended.wait()
-            self._end(draw)
-            raise draw.failure
+            self._raise_failure()
         return self._deliver(draw)
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     async def _start_collecting(self, plan: GroupPlan) -> Draw:
         """The draw of the collector that runs, or of a new one, at the trainer's version."""
         version = self._policy_version()
         engine_version = min(version, await self._engine.weight_version()) if self.overlaps else version
+        self._raise_failure()
         if self._current is None:
             draw = self._current = Draw()
             if self.overlaps:
@@ -404,6 +410,8 @@ class AsyncRolloutManager:
                     self._take_held(draw)
                     self._launch(draw, plan, nursery, list(draw.work.values()))
                     while self.overlaps or not self._is_full(draw):
+                        if self._is_full(draw) and not self._goes_on:
+                            draw.is_stopping = True
                         self._check_budget(draw)
                         self._launch_more(draw, plan, nursery)
                         self._check_budget(draw)  # the limit may have left fewer than are needed
@@ -422,6 +430,9 @@ class AsyncRolloutManager:
             while draw.received.statistics().current_buffer_used:
                 self._take_report(draw, draw.received.receive_nowait())
             draw.generating = 0
+            if draw.failure is not None:
+                self._failure = draw.failure
+                self._end(draw)
             draw.ended.set()
             draw.notify()
 
@@ -432,7 +443,7 @@ class AsyncRolloutManager:
 
     def _launch_more(self, draw: Draw, plan: GroupPlan, nursery: trio.Nursery) -> None:
         """Launches as many groups as the window has room for."""
-        if draw.is_stopping or (self._is_full(draw) and not self._goes_on and self.overlaps):
+        if draw.is_stopping:
             return
         opened = self._open_groups(draw, self._find_room(draw))
         if draw.pace is not None:
