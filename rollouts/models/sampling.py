@@ -1,7 +1,7 @@
 """Completions from a torch model in the calling thread, without an engine: token ids in, token ids and
 log-probs out.
 
-requests ──► prompts in one padded forward pass ──► draw a token per row ──► one step of the cache ──► … until the last row has ended
+requests ──► prompts in one padded forward pass ──► draw a token per row ──► one step of the cache ──► …
 """
 
 from __future__ import annotations

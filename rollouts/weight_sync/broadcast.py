@@ -1,12 +1,12 @@
 """Weight updates in memory: the trainer is rank 0 of one process group per engine and broadcasts its weights
 in flattened buckets.
 
-    trio                                                        backend's device thread (the last bucket: a worker thread)
+    trio                                                    backend's device thread (last bucket: a worker)
     join every engine's group, begin its update
-    backend.stream_weights(sink) ─────────────────────────────► names of the files ─► one flat tensor a bucket
-        one HTTP call an engine: "take this bucket" ◄────────── started from there, then the broadcast to every group at once
-        answered when it is loaded, or the deadline ──────────► whoever failed is out, the next bucket goes to the others
-    end every update; the answer says who failed
+    backend.stream_weights(sink) ─────────────────────────► names of the files ─► one flat tensor a bucket
+        one HTTP call an engine: "take this bucket" ◄────── starts it, then broadcasts to every group at once
+        answered when it is loaded, or the deadline ──────► a failed engine is out of the next buckets
+    end every update; the answer says which engines failed
 
 One group an engine, so that a dead one hangs nobody else. Every step has `progress_s` and no longer: HTTP
 calls by trio, broadcasts by the group's own deadline. A failed engine's group is torn down and made anew at
@@ -29,11 +29,6 @@ from rollouts.errors import EngineError, EngineSilent, WeightSyncError
 from rollouts.models.export import FileNames
 from rollouts.protocols import InferenceEngine, TrainingBackend
 from rollouts.weight_sync.flat_buckets import FlatBucket, flatten_tensors, split_tensors
-
-Transport = Callable[
-    [TrainingBackend, Sequence[InferenceEngine], int], Awaitable[Mapping[str, Exception | None]]
-]
-"""Brings the backend's weights to engines under a version; by engine name what went wrong, None where nothing did. Engines are paused."""
 
 BUCKET_BYTES = 256 * 2**20
 PROGRESS_S = 120.0

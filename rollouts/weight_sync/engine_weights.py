@@ -1,8 +1,9 @@
 """The weights of an embedded engine that is behind the trainer, in a checkpoint: a resumed run generates with
 what an unbroken one would.
 
-    a save between two updates:   engine ──► state/engine.safetensors, with the version they are of
-    resume:                       state/engine.safetensors ──► trainer ──► engine, an update verified as ever ──► the trainer's own are restored
+    a save between two updates:   engine ──► state/engine.safetensors, with its version
+    resume:                       state/engine.safetensors ──► trainer ──► engine, by a verified update;
+                                  the trainer's own weights are restored after it
 
 Only a stop, or what ends a run, saves between two updates (`rl.sync_every` > 1): checkpoints that are due
 come after an update.

@@ -31,7 +31,7 @@ HALF_TOLERANCE = 0.2  # where one of them computes in 16 bits: unlikely tokens d
 
 
 def choose_tolerance(*, exact: bool) -> float:
-    """How far, in nats of the mean, engine and trainer may differ on the probe: less when both compute in float32."""
+    """How far engine and trainer may differ on the probe, in nats: less when both compute in float32."""
     return EXACT_TOLERANCE if exact else HALF_TOLERANCE
 
 

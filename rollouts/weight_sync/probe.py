@@ -80,8 +80,8 @@ def check_agreement(proof: Proof, *, tolerance: float) -> None:
     """Raises WeightSyncError unless engine and trainer agree on the probe."""
     if not proof.difference <= tolerance:  # NaN is no agreement
         raise WeightSyncError(
-            f"the engine at version {proof.version} differs from the trainer by {proof.difference:.3g} nats on"
-            f" the probe; the tolerance is {tolerance:.3g}: it does not serve the weights that were sent"
+            f"the engine at version {proof.version} differs from the trainer by {proof.difference:.3g} nats"
+            f" on the probe; the tolerance is {tolerance:.3g}: it does not serve the weights that were sent"
         )
 
 

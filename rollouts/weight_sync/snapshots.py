@@ -44,8 +44,9 @@ MANIFEST_NAME = "manifest.json"
 TEMPORARY_PREFIX = ".tmp-"
 SNAPSHOT_NAME = re.compile(r"v(0|[1-9][0-9]{0,17})(?:-([2-9]|[1-9][0-9]{1,8}))?")  # version, edition
 COPIED_FILES = (  # what a server may want of a model directory beside weights
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model", "preprocessor_config.json",
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt",
+    "tokenizer.model", "preprocessor_config.json",
 )  # fmt: skip
 ROOM = 1.5  # free memory for each byte of a copy, at least
 SHARDS = 8  # as many of LEAST_SHARD_BYTES or more: while one is hashed and synced the next is written

@@ -1,8 +1,9 @@
 """Brings engines to the trainer's weights after a step, and engines that come back to the published weights.
 
-    loop ──► WeightSync(backend, engines, version) ─► snapshot, or buckets in memory ─► sync_weights_to_engines ─► published
+    loop ──► WeightSync(backend, engines, version) ─► snapshot, or buckets in memory ─► update ─► published
     keep_engines_current ◄── stale engines, one by one ─► the published snapshot ─► commit or fail
-                                   one lock: an engine is never updated by both, and the loop's update cancels a revival
+
+One lock orders both; the loop's update cancels a revival under way.
 
 It remembers the published version with its snapshot and the trainer's log-probs of the probe, and what each
 engine proved.
@@ -44,7 +45,7 @@ RETRY_BASE_S, RETRY_CAP_S = 1.0, 60.0  # between two tries of an update that rea
 Transport = Callable[
     [TrainingBackend, Sequence[InferenceEngine], int], Awaitable[Mapping[str, Exception | None]]
 ]
-"""Sends the trainer's weights to paused engines, in memory, as a version; by engine name its error, None for success."""
+"""Sends the trainer's weights to paused engines in memory, as a version; errors by engine name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """One weight update of many engines at once, each in its own task. No torch, no disk.
 
     every engine:  close admission ─► pause ─► load ─► set version ─► resume ─► probe ─► commit
-                                        └── fails, is silent or is cancelled ──► resume (attempted always) ──► fail
+                                        └── fails, is silent or is cancelled ──► resume, in any case ──► fail
     when all have decided, and at least one has committed:  publish
 
 An engine that fails serves nobody and delays nobody. When the update is cancelled, or the trainer fails, the

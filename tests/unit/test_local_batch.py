@@ -13,7 +13,7 @@ from rollouts.device_thread import open_device_thread
 from rollouts.engines.local import decoder as decoder_file
 from rollouts.engines.local import open_local_engine
 from rollouts.engines.local.batch import SHARED_STEPS, DecodeBatch, Row
-from rollouts.engines.local.decoder import FastDecoder, take_apart
+from rollouts.engines.local.decoder import FastDecoder, KVSlots, take_apart
 from rollouts.engines.local.opening import PROBE_LENGTHS, probe_difference
 from rollouts.engines.local.weights import StagedWeights, copy_model
 from rollouts.engines.local.whole_model import take_whole
@@ -178,3 +178,29 @@ def test_a_copy_in_bfloat16_is_what_loading_in_bfloat16_gives_rotary_frequencies
     assert {parameter.dtype for parameter in own.parameters()} == {torch.bfloat16}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert torch.equal(own.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+
+
+def test_slots_grow_and_keep_their_contents():
+    kv = KVSlots(
+        num_layers=2,
+        num_kv_heads=1,
+        head_dim=2,
+        max_rows=20,
+        max_length=300,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    kv.reserve(3, 10)
+    assert (kv.rows, kv.capacity) == (8, 64)
+    filled = torch.arange(20.0).view(1, 1, 10, 2)
+    kv.write_prompts(1, torch.tensor([2]), filled, -filled)
+    kv.reserve(9, 65)
+    assert (kv.rows, kv.capacity) == (16, 128)  # half as much again, in blocks
+    assert torch.equal(kv.keys[1][2, :, :10], filled[0])
+    assert torch.equal(kv.values[1][2, :, :10], -filled[0])
+    assert kv.keys[1].sum() == filled.sum()
+    kv.move(2, 0, 10)
+    kv.copy(torch.tensor([0, 0]), torch.tensor([5, 6]), 4)
+    assert torch.equal(kv.values[1][6, :, :4], -filled[0, :, :4])
+    kv.reserve(20, 300)
+    assert (kv.rows, kv.capacity, kv.num_bytes) == (20, 300, 2 * 2 * 20 * 300 * 2 * 4)

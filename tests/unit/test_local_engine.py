@@ -17,7 +17,6 @@ import trio.testing
 
 from rollouts.device_thread import open_device_thread
 from rollouts.engines.local import LocalEngine, open_local_engine
-from rollouts.engines.local.decoder import KVSlots
 from rollouts.errors import EngineError
 from rollouts.testing import engine_contracts
 from rollouts.testing.engine_contracts import make_request
@@ -434,32 +433,6 @@ async def test_memory_is_released_when_idle_and_comes_back_with_the_next_request
         assert engine.statistics()["kv_bytes"] == 0
         await engine.restore_memory()
         assert len((await engine.generate(make_request())).token_ids) == 4
-
-
-def test_slots_grow_and_keep_their_contents():
-    kv = KVSlots(
-        num_layers=2,
-        num_kv_heads=1,
-        head_dim=2,
-        max_rows=20,
-        max_length=300,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    kv.reserve(3, 10)
-    assert (kv.rows, kv.capacity) == (8, 64)
-    filled = torch.arange(20.0).view(1, 1, 10, 2)
-    kv.write_prompts(1, torch.tensor([2]), filled, -filled)
-    kv.reserve(9, 65)
-    assert (kv.rows, kv.capacity) == (16, 128)  # half as much again, in blocks
-    assert torch.equal(kv.keys[1][2, :, :10], filled[0])
-    assert torch.equal(kv.values[1][2, :, :10], -filled[0])
-    assert kv.keys[1].sum() == filled.sum()
-    kv.move(2, 0, 10)
-    kv.copy(torch.tensor([0, 0]), torch.tensor([5, 6]), 4)
-    assert torch.equal(kv.values[1][6, :, :4], -filled[0, :, :4])
-    kv.reserve(20, 300)
-    assert (kv.rows, kv.capacity, kv.num_bytes) == (20, 300, 2 * 2 * 20 * 300 * 2 * 4)
 
 
 # --- the contract -------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from rollouts.types import Sample, SamplingParams
 from rollouts.weight_sync.sync import record_update
 from rollouts.weight_sync.update import EngineUpdate, SyncReport
 from tests.unit.test_fleet import FakeEngine, update
-from tests.unit.test_weight_sync import World
+from tests.unit.test_weight_update import World
 
 
 def ticking(step: float, start: float = 0.0) -> Callable[[], float]:

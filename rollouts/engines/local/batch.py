@@ -1,7 +1,7 @@
 """The rows being decoded. Everything here runs on the device thread.
 
-admit ──► prefill of each distinct prompt, once ──► slots 0..n-1 ──► step, step, … ──► finished rows leave at once
-                or: prompt copied from a row that has it                      │ the last row moves into the hole
+admit ──► prefill of each distinct prompt ──► slots 0..n-1 ──► step, step, … ──► finished rows leave at once
+          or: copied from a row that has it                                 │ the last row moves into the hole
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """LocalEngine: generation in this process, on the device thread that the trainer uses too.
 
-    generate() ──► waiting ──► active ──► finished.set() ──► its caller          pause, resume, abort_all, updates
-                      └───────────┴──── the scheduler task: one device job at a time ────┘  change the state and wake it
+    generate() ──► waiting ──► active ──► finished.set() ──► its caller
+                      └───────────┴──── the scheduler task: one device job at a time
+    pause, resume, abort_all, updates ──► change the state and wake it
 
 Every wait is for `_changed`, an event that is set and replaced whenever the state changes. Nobody polls.
 While a job runs, the rows belong to the device thread; between jobs they belong to the scheduler.

@@ -32,9 +32,7 @@ class Slots(Protocol):
 
     @property
     def keeps_prefixes(self) -> bool:
-        """Whether a row's first positions can be copied after it has grown. A recurrent state cannot be
-        turned back.
-        """
+        """Whether a row's first positions can be copied after it has grown; a recurrent state's cannot."""
         ...
 
     @property

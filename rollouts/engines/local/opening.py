@@ -1,9 +1,9 @@
 """Which way a model is run: the fastest whose log-probs agree with the model's own forward on a probe.
 
 compiled    fast, decoding under torch.compile            the same models on a GPU
-fast        the layers taken apart (decoder.py)           Llama-like models with full attention, experts included
-cached      the model's own forward with its own cache    sliding windows, recurrent states, soft caps, other layouts
-recompute   the model's own forward without a cache       whatever is causal; each token costs a pass over its sequence
+fast        the layers taken apart (decoder.py)           Llama-like models with full attention
+cached      the model's own forward with its own cache    windows, recurrent states, soft caps, other layouts
+recompute   the model's own forward without a cache       any causal model; a token costs a pass over its row
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The model's own forward as a decoder, for models that cannot be taken apart.
 
-    CachedDecoder      one token per row and step, with the model's own cache          attention, windows, recurrent states, mixtures of these
-    RecomputeDecoder   the whole sequence of every row at every step, without a cache   every causal model
+    CachedDecoder      one token per row and step, with the model's own cache
+    RecomputeDecoder   the whole sequence of every row at every step, for every causal model
 
 In the cache all rows end at the right: a row of L positions in a cache of width C has C - L positions of
 padding before it, which the mask hides. States without a time axis (convolutions, recurrent states) need no
@@ -301,7 +301,7 @@ class CachedDecoder:
         return self.whole.computing()
 
     def prefill(self, ids: Tensor, lengths: Tensor, slots: Tensor, kv: CacheSlots) -> Tensor:
-        """Logits [N, V] after each prompt: one forward pass for all prompts of one length, the longest first."""
+        """Logits [N, V] after each prompt: one forward pass for each length, the longest first."""
         row_lengths, row_slots = np.asarray(lengths.tolist()), np.asarray(slots.tolist())
         found: list[Tensor] = []
         order: list[int] = []
