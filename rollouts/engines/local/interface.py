@@ -28,7 +28,7 @@ def tolerance_of(dtype: torch.dtype) -> float:
 
 
 class Slots(Protocol):
-    """State by slot: rows 0..n-1, without holes. All methods are called inside `computing()`, but for drop."""
+    """State by slot: rows 0..n-1, without holes. All methods but drop are called inside `computing()`."""
 
     @property
     def keeps_prefixes(self) -> bool:
