@@ -116,7 +116,9 @@ class InferenceEngine(Protocol):
     def features(self) -> EngineFeatures: ...
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """One completion. Cancelling the caller frees its row. Raises RequestRefused, EngineError."""
+        """One completion; an engine that takes weight updates scores the prompt where the request asks for it.
+        Cancelling the caller frees its row. Raises RequestRefused, EngineError.
+        """
         ...
 
     async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]: ...

@@ -71,11 +71,8 @@ class Counters:
     generated_tokens: int = 0
     prefill_tokens: int = 0  # prompt tokens computed
     prefill_tokens_saved: int = 0  # prompt tokens copied instead of computed
-    prefill_padding: int = 0
     decode_steps: int = 0
     decode_rows: int = 0  # rows summed over the steps
-    attended_positions: int = 0  # row length summed over rows and steps
-    padded_positions: int = 0  # positions read past a row's length
     wasted_tokens: int = 0  # of rows whose caller went away
     moved_rows: int = 0  # by compaction
 
@@ -210,7 +207,6 @@ class DecodeBatch:
         self._lengths[slots] = lengths[group_of]
         self.counters.prefill_tokens += int(lengths.sum())
         self.counters.prefill_tokens_saved += int(lengths[group_of][copies].sum())
-        self.counters.prefill_padding += ids.size - int(lengths.sum())
         self._take_tokens(
             slots, sample_tokens(logits[self._to_device(group_of)], self._draws[slots]), version
         )
@@ -226,8 +222,6 @@ class DecodeBatch:
         )
         self.counters.decode_steps += 1
         self.counters.decode_rows += count
-        self.counters.attended_positions += int(positions.sum()) + count
-        self.counters.padded_positions += count * length - int(positions.sum()) - count
         self._lengths[:count] += 1
         self._take_tokens(np.arange(count), sample_tokens(logits, self._draws[:count]), version)
 
