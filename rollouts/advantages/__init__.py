@@ -101,15 +101,9 @@ def compute_group_advantages(
     """
     if kind not in ADVANTAGES:
         raise ValueError(f"kind={kind!r} is not known; advantages are {', '.join(ADVANTAGES)}")
-    inputs: Any = {
-        "rewards": rewards,
-        "group_indices": group_indices,
-        "lengths": lengths,
-        "named_rewards": named_rewards or {},
-    }
-    advantages = compute_advantages(
-        AdvantageInputs(**inputs | {"trajectories": trajectories}), ADVANTAGES[kind], **params
-    )
+    given: Any = {"lengths": lengths, "named_rewards": named_rewards or {}, "trajectories": trajectories}
+    inputs = AdvantageInputs(rewards=rewards, group_indices=group_indices, **given)  # pyright: ignore[reportArgumentType]
+    advantages = compute_advantages(inputs, ADVANTAGES[kind], **params)
     assert isinstance(advantages, np.ndarray), kind
     return advantages
 
@@ -140,9 +134,7 @@ def compute_advantages(
 
 
 def _check_answer(answer: Any, name: str, rows: int) -> FloatArray | tuple[FloatArray, ...]:
-    if not isinstance(answer, np.ndarray | list | tuple) or (
-        isinstance(answer, np.ndarray) and answer.ndim == 0
-    ):
+    if not isinstance(answer, np.ndarray | list | tuple) or getattr(answer, "ndim", 1) == 0:
         raise ValueError(
             f"{name} answered with {type(answer).__name__}; it must be a numpy array or a list, one advantage"
             " per row"
@@ -151,26 +143,15 @@ def _check_answer(answer: Any, name: str, rows: int) -> FloatArray | tuple[Float
         raise ValueError(
             f"{name} answered with {len(answer)} advantages for {rows} rows; there must be one per row"
         )
-    if rows and np.ndim(answer[0]) == 1:
-        tokens = tuple(np.asarray(row, np.float32) for row in answer)
-        for index, row in enumerate(tokens):
-            if row.ndim != 1 or not np.isfinite(row).all():
-                raise ValueError(
-                    f"{name} answered for row {index} with an array of shape {row.shape} that is not [T] of"
-                    " finite numbers"
-                )
-        return tokens
-    advantages = np.asarray(answer, np.float64)
-    bad = np.flatnonzero(~np.isfinite(advantages))
-    if advantages.ndim != 1 or len(bad):
-        detail = (
-            f"{advantages[bad[0]]} for row {bad[0]}" if advantages.ndim == 1 else f"shape {advantages.shape}"
-        )
-        raise ValueError(
-            f"{name} answered with {detail}; an advantage is one finite number per row, or one array [T]"
-            " per row"
-        )
-    return advantages.astype(np.float32)
+    per_token = rows > 0 and np.ndim(answer[0]) == 1
+    values = [np.asarray(row, np.float64) for row in answer]
+    for index, row in enumerate(values):
+        if row.ndim != per_token or not np.isfinite(row).all():
+            raise ValueError(
+                f"{name} answered for row {index} with {row if row.ndim == 0 else f'shape {row.shape}'}; an"
+                " advantage is one finite number per row, or one array [T] of finite numbers per row"
+            )
+    return tuple(row.astype(np.float32) for row in values) if per_token else np.asarray(values, np.float32)
 
 
 def broadcast_advantages(

@@ -306,12 +306,12 @@ def test_a_function_of_ones_own_answers_per_row_or_per_token():
         ([1.0], "answered with 1 advantages for 2 rows"),
         (None, "answered with NoneType; it must be a numpy array or a list"),
         (np.float64(1.0), "answered with float64"),
-        ([1.0, float("nan")], "answered with nan for row 1"),
+        ([1.0, float("nan")], "answered for row 1 with nan"),
         (
             [np.ones(2), np.asarray([np.inf])],
-            r"answered for row 1 with an array of shape \(1,\) that is not \[T\] of finite numbers",
+            r"answered for row 1 with shape \(1,\)",
         ),
-        (np.ones((2, 1, 1)), r"answered with shape \(2, 1, 1\)"),
+        (np.ones((2, 1, 1)), r"answered for row 0 with shape \(1, 1\)"),
     ],
 )
 def test_what_is_no_advantage_is_refused_by_the_name_of_the_function(answer, wrong):
