@@ -199,13 +199,13 @@ def print_findings(
     from rollouts.cli import check_loss
     from rollouts.models.devices import look_at_device
     from rollouts.models.load import load_tokenizer, resolve_model
-    from rollouts.preflight.checks import check_run
+    from rollouts.preflight.checks import look_at_run
     from rollouts.preflight.findings import print_findings as show
 
     local_ranks = max(
         config.distributed.ranks, launch.local_world_size
     )  # a process that stays alone answers for all
-    findings = check_run(
+    findings = look_at_run(
         config,
         command.stages,
         find_model=lambda name: resolve_model(name, seed=config.seed),
@@ -216,7 +216,7 @@ def print_findings(
         look_at_device=lambda: look_at_device(
             config.model.device, deterministic=config.deterministic, local_ranks=local_ranks
         ),
-    )
+    ).findings
     return show(findings, console)
 
 

@@ -58,16 +58,6 @@ from rollouts.types import IntArray
 if TYPE_CHECKING:
     from rollouts.models.devices import DeviceMemory
 
-__all__ = [
-    "CheckedRun",
-    "check_functions",
-    "check_lengths",
-    "check_run",
-    "collect_rows",
-    "look_at_run",
-    "prepare_rows",
-]
-
 LossSection = PreferenceTrainingConfig | RLTrainingConfig  # the table of a stage that names its loss
 LOOKED_AT = (
     20_000  # rows that are tokenized: seconds; of more, the longest half of them and others evenly spaced
@@ -82,31 +72,6 @@ class CheckedRun:
 
     findings: list[Finding]
     rows: Mapping[str, Sequence[Row]]  # of "eval" and the stages, as far as they could be read
-
-
-def check_run(
-    config: RunConfig,
-    stages: Sequence[str],
-    *,
-    find_model: Callable[[str], Path],
-    open_tokenizer: Callable[[Path], ChatTokenizer],
-    base_dir: Path,
-    check_loss: Callable[[LossSection], None] | None = None,
-    check_models: Callable[[Any], object] | None = None,
-    look_at_device: Callable[[], DeviceMemory] | None = None,
-) -> list[Finding]:
-    """The findings of `look_at_run`."""
-    run = look_at_run(
-        config,
-        stages,
-        find_model=find_model,
-        open_tokenizer=open_tokenizer,
-        base_dir=base_dir,
-        check_loss=check_loss,
-        check_models=check_models,
-        look_at_device=look_at_device,
-    )
-    return run.findings
 
 
 def look_at_run(
@@ -453,7 +418,9 @@ def _check_prompts(
     options: TemplateOptions,
     findings: list[Finding],
 ) -> int:
-    first = render_prompt(rows[0]["prompt"], tokenizer, options=options, tools=_tools_of(rows[0]))
+    first = render_prompt(
+        rows[0]["prompt"], tokenizer, options=options, tools=parse_tools(rows[0].get("tools"), where="tools")
+    )
     findings.append(Finding("ok", f"{stage}.data", f"the first prompt reads {first!r}"))
     longest = 0
     for index in _choose_rows([_count_characters(row["prompt"]) for row in rows]):
@@ -474,17 +441,15 @@ def _check_prompts(
     return longest
 
 
-def _tools_of(row: Row) -> list[dict[str, Any]] | None:
-    return parse_tools(row.get("tools"), where="tools")
-
-
 def _count_characters(prompt: str | Sequence[Mapping[str, Any]]) -> int:
     return len(prompt) if isinstance(prompt, str) else sum(len(str(message)) for message in prompt)
 
 
 def _tokenize_row(row: Row, where: str, tokenizer: ChatTokenizer, options: TemplateOptions) -> IntArray:
     try:
-        return tokenize_prompt(row["prompt"], tokenizer, options=options, tools=_tools_of(row))
+        return tokenize_prompt(
+            row["prompt"], tokenizer, options=options, tools=parse_tools(row.get("tools"), where="tools")
+        )
     except (DataError, ModelError) as error:
         raise type(error)(f"{where}: {error}") from error
 
@@ -553,7 +518,11 @@ def _mark_trained(
     """The conversation as the model reads it, what trains within ⟦ ⟧; cut in the middle when it is long."""
     messages = row_to_conversation(row, where="row 0")
     conversation = tokenize_conversation(
-        messages, tokenizer, train_on=config.train_on, options=options, tools=_tools_of(row)
+        messages,
+        tokenizer,
+        train_on=config.train_on,
+        options=options,
+        tools=parse_tools(row.get("tools"), where="tools"),
     )
     mask = compute_loss_mask(conversation, config.train_on)
     decode: Any = getattr(tokenizer, "decode", None)

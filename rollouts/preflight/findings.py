@@ -30,11 +30,6 @@ def has_errors(findings: Iterable[Finding]) -> bool:
     return any(finding.level == "error" for finding in findings)
 
 
-def format_findings(findings: Iterable[Finding]) -> str:
-    """One line per finding: level, subject, message; further lines of a message are indented."""
-    return "".join(f"{_format(finding).plain}\n" for finding in findings)
-
-
 def print_findings(
     findings: Iterable[Finding],
     console: Console,

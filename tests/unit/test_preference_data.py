@@ -35,7 +35,7 @@ from rollouts.data.preference_rows import split_labelled, split_pair
 from rollouts.data.rows import RowProblem, SourceRows
 from rollouts.data.sft import prepare_sft_rows
 from rollouts.errors import ConfigError, DataError
-from rollouts.preflight.checks import check_run
+from rollouts.preflight.checks import look_at_run
 from rollouts.preflight.preferences import (
     PreparedLabels,
     prepare_preferences,
@@ -374,9 +374,9 @@ def test_a_dry_run_and_a_run_read_the_rows_of_every_preference_stage(tmp_path):
         "reward_model": 2,
     }
     assert dict(loaded.left_out) == {"preference": 1, "reward_model": 1}
-    findings = check_run(
+    findings = look_at_run(
         config, stages, find_model=Path, open_tokenizer=lambda path: byte_tokenizer(), base_dir=tmp_path
-    )
+    ).findings
     said = [f"{finding.subject}: {finding.message}" for finding in findings]
     assert [text for text in said if "looked at" in text or "desirable" in text] == [
         (
@@ -390,17 +390,17 @@ def test_a_dry_run_and_a_run_read_the_rows_of_every_preference_stage(tmp_path):
         ),
     ]
     assert next(text for text in said if "work" in text).startswith(
-        "preference: work: 1 optimizer steps of 16 samples of two rows"
+        "preference: work: 1 steps of 16 samples, 8 times"
     )
     assert {finding.level for finding in findings if finding.subject.startswith(stages)} == {"ok"}
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b"}\n', encoding="utf-8")
-    findings = check_run(
+    findings = look_at_run(
         config,
         ("reward_model",),
         find_model=Path,
         open_tokenizer=lambda path: byte_tokenizer(),
         base_dir=tmp_path,
-    )
+    ).findings
     assert any("no `rejected`" in finding.message for finding in findings if finding.level == "error")
     with pytest.raises(ConfigError, match=r"no \[sft\] table"):
         load_all_rows(config, ("sft",))

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from rollouts.config.load import load_config
 from rollouts.errors import ConfigError, ModelError
-from rollouts.preflight.checks import check_run, look_at_run, read_context_length
+from rollouts.preflight.checks import look_at_run, read_context_length
 from rollouts.preflight.estimate import (
     Lengths,
     ModelSize,
@@ -24,8 +24,8 @@ from rollouts.preflight.estimate import (
     read_free_memory,
     read_model_size,
 )
-from rollouts.preflight.findings import Finding, format_findings, has_errors, print_findings
-from rollouts.preflight.trial import call_functions, make_trial_samples
+from rollouts.preflight.findings import Finding, has_errors, print_findings
+from rollouts.preflight.trial import call_functions
 from tests.unit.chat_tokenizers import byte_tokenizer
 
 RL = """
@@ -70,13 +70,13 @@ def write_rows(path: Path, *rows: dict[str, Any]) -> None:
 def look(house: Path, text: str, stages: tuple[str, ...] = ("rl",), tokenizer: Any = None) -> list[Finding]:
     (house / "run.toml").write_text(text, encoding="utf-8")
     config = load_config(house / "run.toml", ["--model.name", str(house / "model")])
-    return check_run(
+    return look_at_run(
         config,
         stages,
         find_model=find_model,
         open_tokenizer=lambda path: tokenizer or byte_tokenizer(),
         base_dir=house,
-    )
+    ).findings
 
 
 def find_model(name: str) -> Path:
@@ -134,17 +134,16 @@ def test_a_good_run_has_findings_and_no_error(house):
             "ok",
             "sft: work",
             (
-                "1 optimizer steps of 16 conversations, 16 times through the rows; at most 640 tokens and 1"
-                " or more micro-batches a step at that length"
+                "1 steps of 16 samples, 16 times through the rows; at most 640 tokens a step, 1 or more"
+                " micro-batches at that length"
             ),
         ),
         (
             "ok",
             "rl: work",
             (
-                "1 steps of 8 prompts x 8 samples = 64, 4 times through the rows or more; at most 640 tokens"
-                " sampled, 1 or more micro-batches at that length a step; 1 optimizer steps and 1 updates of"
-                " the engine in all"
+                "1 steps of 8 prompts x 8 samples, 4 times through the rows; at most 640 tokens a step, 1 or"
+                " more micro-batches at that length"
             ),
         ),
         ("ok", "eval: work", "3 evaluations of 1 prompts x 1 samples, at most 10 tokens each"),
@@ -215,15 +214,10 @@ def test_a_prompt_that_leaves_no_room_for_the_response_is_an_error(house):
     write_rows(house / "rl.jsonl", {"prompt": "a"}, {"prompt": [{"role": "user", "content": "x" * 12}]})
     assert errors(look(house, RL)) == [
         (
-            "rl.rollout.max_new_tokens: the longest prompt has 31 tokens, with max_new_tokens=10 that is 41, more"
-            " than the context of 40; lower it"
+            "rl.rollout.max_new_tokens: the longest prompt has 31 tokens, with max_new_tokens=10 that is 41,"
+            " more than the context of 40; lower it"
         )
     ]
-
-
-def test_a_model_that_states_no_context_has_no_limit(house):
-    (house / "model" / "config.json").write_text("{}", encoding="utf-8")
-    assert errors(look(house, RL.replace("max_new_tokens = 10", "max_new_tokens = 100000"))) == []
 
 
 def test_a_broken_model_config_is_named(house):
@@ -253,15 +247,6 @@ def test_a_chat_template_that_cannot_train_is_an_error(house):
     )
 
 
-def test_findings_print_one_a_line():
-    findings = [Finding("ok", "a.b", "fine"), Finding("error", "c", "not so")]
-    assert format_findings(findings) == "ok       a.b: fine\nerror    c: not so\n"
-
-
-def test_further_lines_of_a_finding_are_indented():
-    assert format_findings([Finding("error", "c", "two:\nlines")]) == "error    c: two:\n         lines\n"
-
-
 @pytest.mark.parametrize(("levels", "code", "verdict"), [
     (["ok"], 0, "nothing stands in the way of this run; nothing was trained"),
     (["ok", "warning"], 0, "nothing stands in the way of this run (1 warning); nothing was trained"),
@@ -270,11 +255,6 @@ def test_further_lines_of_a_finding_are_indented():
 def test_the_verdict_comes_last_and_is_the_exit_code(levels, code, verdict, capsys):
     assert print_findings([Finding(level, "a", "b [c]") for level in levels], Console()) == code
     assert capsys.readouterr().out.splitlines() == [*(f"{level:<8} a: b [c]" for level in levels), verdict]
-
-
-def test_a_terminal_gets_colour(capsys):
-    print_findings([Finding("error", "a", "b")], Console(force_terminal=True, color_system="standard"))
-    assert "\x1b[" in capsys.readouterr().out
 
 
 # --- rows ---------------------------------------------------------------------------------------------------
@@ -330,7 +310,11 @@ curriculum = "r.py:curriculum"
 advantage = "r.py:advantage"
 loss = "r.py:loss"
 changes = { from_step = 2, advantage = "r.py:advantage" }
-rollout = { reward = "r.py:score", generate = "r.py:generate", reward_combine = "r.py:combine", group_reward = "r.py:group", filters = ["r.py:keep"] }
+rollout.reward = "r.py:score"
+rollout.generate = "r.py:generate"
+rollout.reward_combine = "r.py:combine"
+rollout.group_reward = "r.py:group"
+rollout.filters = ["r.py:keep"]
 [preference]
 steps = 1
 data = { kind = "python", function = "r.py:rows", size = 1 }
@@ -388,13 +372,13 @@ def test_every_function_that_is_missing_or_wrong_is_found_before_a_model(house, 
     value = str(house / value) if value.startswith(("r", "g")) else value
     flag = f'["{value}"]' if key.endswith("filters") else value
     config = load_config(house / "run.toml", ["--model.name", str(house / "model"), f"--{key}", flag])
-    findings = check_run(
+    findings = look_at_run(
         config,
         ("sft", "rl"),
         find_model=refuse_model,
         open_tokenizer=lambda path: byte_tokenizer(),
         base_dir=house,
-    )
+    ).findings
     assert any(
         wanted.format(name) in finding.message
         for finding in findings
@@ -428,14 +412,14 @@ def test_a_loss_that_cannot_be_used_is_an_error(house):
 
     (house / "run.toml").write_text(RL, encoding="utf-8")
     config = load_config(house / "run.toml", ["--model.name", str(house / "model")])
-    found = check_run(
+    found = look_at_run(
         config,
         ("rl",),
         find_model=find_model,
         open_tokenizer=lambda path: byte_tokenizer(),
         base_dir=house,
         check_loss=check_loss,
-    )
+    ).findings
     assert errors(found) == ["rl.loss: loss='ppo_clip' is not known"]
 
 
@@ -453,11 +437,11 @@ def test_the_loss_of_preferences_is_looked_at_as_that_of_rl_is(house):
         "base_dir": house,
         "check_loss": check_loss,
     }
-    assert errors(check_run(config, ("preference",), **look_at)) == [
+    assert errors(look_at_run(config, ("preference",), **look_at).findings) == [
         "preference.loss: loss='ipo' is not known"
     ]
     both = ["preference.loss: loss='ipo' is not known", "rl.loss: loss='ppo_clip' is not known"]
-    assert errors(check_run(config, ("preference", "rl"), **look_at)) == both
+    assert errors(look_at_run(config, ("preference", "rl"), **look_at).findings) == both
 
 
 def test_a_reward_model_that_cannot_be_had_is_an_error(house):
@@ -467,14 +451,14 @@ def test_a_reward_model_that_cannot_be_had_is_an_error(house):
 
     (house / "run.toml").write_text(RL, encoding="utf-8")
     config = load_config(house / "run.toml", ["--model.name", str(house / "model")])
-    found = check_run(
+    found = look_at_run(
         config,
         ("rl",),
         find_model=find_model,
         open_tokenizer=lambda path: byte_tokenizer(),
         base_dir=house,
         check_models=check_models,
-    )
+    ).findings
     assert errors(found) == ["rl: rl.rollout.reward_model='x' is no reward model"]
 
 
@@ -506,8 +490,8 @@ def test_a_chat_template_that_is_missing_is_an_error(house):
     text = 'model = { chat_template = "gone.jinja" }\n' + RL
     assert errors(look(house, text)) == [
         (
-            f"model.chat_template: there is no file {house}/gone.jinja; name a Jinja file, or leave it out to use"
-            " the tokenizer's own"
+            f"model.chat_template: there is no file {house}/gone.jinja; name a Jinja file, or leave it out to"
+            " use the tokenizer's own"
         )
     ]
 
@@ -524,12 +508,6 @@ def call(house: Path, text: str, stages: tuple[str, ...] = ("rl",)) -> list[Find
         config, stages, find_model=find_model, open_tokenizer=lambda path: byte_tokenizer(), base_dir=house
     )
     return trio.run(lambda: call_functions(config, stages, run.rows, base_dir=house))
-
-
-def test_a_trial_sample_answers_as_the_row_does():
-    right, wrong = make_trial_samples({"prompt": "1+1", "answer": 2, "level": 3})
-    assert (right.response, right.metadata["level"], right.prompt) == ("2", 3, "1+1")
-    assert wrong.response not in ("", "2")
 
 
 def test_functions_are_called_once_and_their_answers_shown(house):
@@ -611,7 +589,8 @@ def test_free_memory_is_the_least_of_the_machines_and_of_every_control_groups_ar
     write_files(tmp_path, {
         "proc/self/cgroup": "0::/batch/job/step\n",
         f"{job}/step/memory.max": "max\n", f"{job}/step/memory.current": "700\n",
-        f"{job}/memory.max": "1000\n", f"{job}/memory.current": "900\n", f"{job}/memory.stat": "anon 300\ninactive_file 600\nactive_file 1\n",
+        f"{job}/memory.max": "1000\n", f"{job}/memory.current": "900\n",
+        f"{job}/memory.stat": "anon 300\ninactive_file 600\nactive_file 1\n",
         "sys/fs/cgroup/batch/memory.max": "4000\n", "sys/fs/cgroup/batch/memory.current": "3500\n",
         "sys/fs/cgroup/other/memory.max": "1\n", "sys/fs/cgroup/other/memory.current": "1\n",
     })  # fmt: skip
@@ -625,7 +604,8 @@ def test_free_memory_is_the_least_of_the_machines_and_of_every_control_groups_ar
 def test_free_memory_knows_the_first_version_of_control_groups_and_names_of_another_root(tmp_path):
     write_files(tmp_path, {
         "proc/self/cgroup": "5:cpu,cpuacct:/a\n4:memory:/docker/0123\n0::/\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "5000\n", "sys/fs/cgroup/memory/memory.usage_in_bytes": "3000\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "5000\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "3000\n",
         "sys/fs/cgroup/memory/memory.stat": "inactive_file 7\ntotal_inactive_file 1000\n",
     })  # fmt: skip
     assert read_free_memory(tmp_path) == 3000
