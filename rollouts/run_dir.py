@@ -16,7 +16,6 @@
       engines/NAME.log                   what started servers said
       tokens/STAGE-ATTEMPT-N.bin         per-token arrays of trained samples
       trackers/NAME.json                 how far a tracker has followed
-      index/                             what viewers have computed; not needed
 
 A .jsonl file that has grown to its limit goes on in the next part: metrics.jsonl, metrics.1.jsonl,
 metrics.2.jsonl, …
@@ -128,11 +127,6 @@ class RunDir:
         return self._get_own_dir("tokens")
 
     @property
-    def index(self) -> Path:
-        """Raises RunDirError like weights."""
-        return self._get_own_dir("index")
-
-    @property
     def trackers(self) -> Path:
         """Raises RunDirError like weights."""
         return self._get_own_dir("trackers")
@@ -160,7 +154,6 @@ def check_links(run_dir: RunDir) -> None:
         run_dir.weights,
         run_dir.engine_logs,
         run_dir.tokens,
-        run_dir.index,
         run_dir.trackers,
     )
     for path in (*files, *rows, *folders):

@@ -1,4 +1,4 @@
-"""Writes the pictures of docs/report.md and docs/inspect.md.
+"""Writes the pictures of docs/inspect.md and docs/command.md.
 
     python -m tests.browser.screenshots RUN [TROUBLED_RUN [COMPARED_RUN]] [--into docs/images]
 

@@ -68,7 +68,7 @@ def test_a_part_that_leads_out_of_the_run_is_refused(tmp_path: Path):
         check_links(run_dir)
 
 
-@pytest.mark.parametrize("name", ["tokens", "index", "trackers"])
+@pytest.mark.parametrize("name", ["tokens", "trackers"])
 def test_a_directory_of_the_record_that_leads_out_of_the_run_is_refused(tmp_path: Path, name: str):
     run_dir = RunDir(tmp_path / "run")
     run_dir.root.mkdir()
