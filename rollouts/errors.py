@@ -160,11 +160,6 @@ class StepInterrupted(BackendError):
     those before the step.
     """
 
-    def __init__(self, message: str, *, updates_done: int = 0) -> None:
-        super().__init__(message)
-        # optimizer steps of the step that were done: if not 0, the weights belong to no step
-        self.updates_done = updates_done
-
 
 class DenominatorMismatch(BackendError):
     """A loss returned a count that differs from the denominator computed for its unit."""

@@ -451,18 +451,6 @@ async def test_a_filter_that_fails_beside_training_is_raised_by_the_next_call_an
     run.check_balance()
 
 
-async def test_a_filter_that_fails_while_a_call_waits_is_raised_by_that_call(autojump_clock):
-    run = make_run(filters=[fail_in_group(0)])
-    async with run.manager.generating():
-        with pytest.raises(UserFunctionError, match="ZeroDivisionError"):
-            await run.manager.generate_batch()
-        assert trio.current_time() == 3 and run.engine.in_flight == 0
-        run.check_balance()
-        batch = await run.manager.generate_batch()
-    run.check_prompts(prompts_of(batch))
-    run.check_balance()
-
-
 @pytest.mark.parametrize("error", [FleetDown("nobody serves"), EngineClosed("gone")])
 async def test_engines_that_are_gone_end_generation_and_their_return_begins_it_again(
     autojump_clock, error: EngineError
@@ -484,14 +472,6 @@ async def test_engines_that_are_gone_end_generation_and_their_return_begins_it_a
         batch = await run.manager.generate_batch()
         assert sorted(prompts_of(batch)) == sorted(STREAM[2:4])
     run.check_prompts(STREAM[:4])
-    run.check_balance()
-
-
-async def test_a_failure_that_nobody_asked_for_does_not_end_the_block(autojump_clock):
-    run = make_run(filters=[fail_in_group(2)])
-    async with run.manager.generating():
-        await run.take()
-        await trio.sleep(50)
     run.check_balance()
 
 
@@ -548,21 +528,6 @@ async def test_a_batch_that_cannot_be_made_ends_generation_and_the_next_call_has
             await run.manager.generate_batch()
         assert await run.take() == [8, 9]
     run.check_balance()
-
-
-async def test_failures_of_earlier_batches_count_for_none_later(autojump_clock):
-    async def reward(sample: Sample) -> float:
-        if sample.id.endswith("s000") and group_of(sample.id) % 2 == 0:
-            raise KeyError("gold")
-        return 1.0
-
-    run = make_run(samples_per_prompt=3, reward=reward, max_failed_fraction=1 / 6)  # one of a batch's six
-    async with run.manager.generating():
-        for version in range(5):
-            await run.take()
-            assert len(run.manager.failed_samples()) <= 1
-            run.update(version + 1)
-    assert run.count("trained") == 10
 
 
 async def test_a_trainer_that_skips_versions_gets_nothing_stale_and_the_prompts_come_again(autojump_clock):

@@ -28,8 +28,6 @@ from rollouts.errors import (
 from rollouts.generation.rollouts import (
     append_completion,
     apply_sample_transforms,
-    build_batch_metadata,
-    compute_response_lengths,
     convert_to_batch,
     extract_sample_fields,
     generate_rollout_batches,
@@ -150,11 +148,6 @@ def test_batches_go_on_over_epochs_with_new_group_indices():
         for batch in batches
         for index in (batch.group_indices if batch.group_indices is not None else [])[::2]
     ] == [0, 1, 2, 3, 4, 5]
-
-
-def test_group_indices_start_where_asked():
-    batch = next(batches_of_two(make_buffer(), answer_all, reward_fn=reward_length, first_group_index=40))
-    assert [sample.id for sample in batch.samples][-1] == "g00000041-s001"
 
 
 def test_answers_may_come_in_any_order_and_lose_their_group_index():
@@ -352,14 +345,6 @@ def test_a_generate_function_that_breaks_its_rule_is_named(broken: Callable[...,
         next(batches_of_two(make_buffer(), broken, reward_fn=reward_length))
 
 
-def test_errors_of_the_data_rise_through_a_generate_function_as_they_are():
-    def generate(samples: list[Sample]) -> list[Sample]:
-        raise DataError("the prompt is empty")
-
-    with pytest.raises(DataError, match=r"^the prompt is empty$"):
-        next(batches_of_two(make_buffer(), generate, reward_fn=reward_length))
-
-
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
@@ -444,17 +429,6 @@ def test_transforms_run_in_turn_and_may_leave_samples_out():
     assert [sample.reward for sample in result] == [4, 8]
 
 
-def test_a_transform_that_empties_its_list_does_not_reach_the_callers():
-    samples = make_finished()
-
-    def clear(given: list[Sample]) -> list[Sample]:
-        given.clear()
-        return given
-
-    assert apply_sample_transforms(samples, [clear]) == []
-    assert len(samples) == 2
-
-
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
@@ -496,21 +470,6 @@ def test_the_fields_of_samples_are_ragged_columns():
     assert fields.group_indices is not None and fields.group_indices.tolist() == [5, 5]
 
 
-def test_response_lengths_count_what_trains():
-    assert compute_response_lengths(
-        [np.asarray([False, True, False, True]), np.asarray([False])]
-    ).tolist() == [2, 0]
-    assert compute_response_lengths([]).shape == (0,)
-
-
-def test_batch_metadata_is_the_samples_with_step_and_epoch_on_top():
-    samples = make_finished()
-    plain, stamped = build_batch_metadata(samples), build_batch_metadata(samples, step=7, epoch=9)
-    assert plain[0] == {"prompt_id": "row-0", "epoch": 0, "answer": 0}
-    assert stamped[1] == {"prompt_id": "row-0", "epoch": 9, "answer": 0, "step": 7}
-    assert samples[1].metadata["epoch"] == 0
-
-
 def test_greedy_samples_have_log_probs_at_temperature_one():
     assert convert_to_batch(make_finished(), temperature=0.0).temperature == 1.0
     assert convert_to_batch(make_finished(), temperature=0.5, step=3).metadata[0]["step"] == 3
@@ -536,9 +495,12 @@ def test_half_scored_and_failed_samples_do_not_become_a_batch():
 def test_a_completion_trains_and_its_prompt_does_not():
     pending = make_samples(0, make_buffer().get_prompts(1)[0], 1)[0]
     completion = Completion(
-        request_id=pending.id, token_ids=np.asarray([104, 105, END_ID]), log_probs=np.asarray([-1, -2, -3], np.float32),
-        weight_versions=np.asarray([4, 4, 4]), finish_reason="stop",
-    )  # fmt: skip
+        request_id=pending.id,
+        token_ids=np.asarray([104, 105, END_ID]),
+        log_probs=np.asarray([-1, -2, -3], np.float32),
+        weight_versions=np.asarray([4, 4, 4]),
+        finish_reason="stop",
+    )
     sample = append_completion(pending, np.asarray([97, 98]), completion, make_byte_tokenizer())
     assert (sample.response, sample.status) == ("hi", Status.COMPLETED)
     assert sample.tokens.tolist() == [97, 98, 104, 105, END_ID]
@@ -565,10 +527,21 @@ def make_model(kind: str = "llama", seed: int = 0) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if kind == "llama":
-            model: Any = LlamaForCausalLM(LlamaConfig(
-                vocab_size=259, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-                max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=257, eos_token_id=258, pad_token_id=256,
-            ))  # fmt: skip
+            model: Any = LlamaForCausalLM(
+                LlamaConfig(
+                    vocab_size=259,
+                    hidden_size=16,
+                    intermediate_size=32,
+                    num_hidden_layers=2,
+                    num_attention_heads=2,
+                    num_key_value_heads=1,
+                    max_position_embeddings=64,
+                    tie_word_embeddings=True,
+                    bos_token_id=257,
+                    eos_token_id=258,
+                    pad_token_id=256,
+                )
+            )
         elif kind == "gpt2":  # positions are learned, and dropout is on
             model = GPT2LMHeadModel(
                 GPT2Config(
@@ -712,10 +685,18 @@ def make_rotary(**rope: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        max_position_embeddings=64, rope_parameters={"rope_theta": 1e4, **rope},
-    )).eval()  # fmt: skip
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=64,
+            rope_parameters={"rope_theta": 1e4, **rope},
+        )
+    ).eval()
 
 
 def make_longrope() -> Any:
@@ -829,12 +810,6 @@ def make_batch() -> RolloutBatch:
         rollout_log_probs=tuple(np.full(count, -5.0, np.float32) for count in (5, 3)),
         temperature=0.7,
     )
-
-
-def test_padding_fills_with_nothing():
-    padded = pad_rows([np.asarray([True, True]), np.asarray([True])])
-    assert padded.tolist() == [[True, True], [True, False]] and padded.dtype == torch.bool
-    assert pad_rows([]).shape == (0, 0)
 
 
 @pytest.mark.parametrize(
