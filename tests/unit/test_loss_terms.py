@@ -1,0 +1,390 @@
+"""Terms, corrections, KL and refusals of the losses, on the fixture of test_losses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from math import exp
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollouts.errors import ConfigError
+from rollouts.losses import (
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    LOSSES,
+    LossInputs,
+    try_loss,
+)
+from rollouts.losses.corrections import compute_loglinear_prox, parse_correction, renormalise_log_probs
+from rollouts.losses.distillation import compute_divergence
+from rollouts.losses.kl import (
+    compute_exact_kl,
+    compute_kl_penalty,
+    kl_k2,
+    make_truncated_kl,
+    make_weighted_kl,
+)
+from rollouts.types import metric_values
+from tests.unit.test_losses import (
+    AGAINST_OLD,
+    INFINITY,
+    LP,
+    MU,
+    NAN,
+    OLD,
+    POLICY,
+    REF,
+    M,
+    R,
+    W,
+    make_inputs,
+    row,
+    run,
+)
+
+# --- terms --------------------------------------------------------------------------------------------------
+
+K2 = [0.08, 0.045, 0.005]
+KL_MU = sum(m * d for m, d in zip(M, (0.4, -0.3, -0.1), strict=True))  # (lp − ref)·exp(lp − mu)
+
+
+@pytest.mark.parametrize(
+    ("params", "value"),
+    [
+        ({"kl_coef": 0.5}, 0.5 * sum(K2)),
+        ({"kl_coef": 1.0, "kl_estimator": "k3"}, 0.070320046 + 0.049858808 + 0.005170918),
+        ({"kl_coef": 2.0, "kl_estimator": make_truncated_kl(kl_k2, 0.06)}, 2 * (0.06 + 0.045 + 0.005)),
+        ({"kl_coef": 1.0, "kl_estimator": "rollouts.losses.kl:kl_k2"}, sum(K2)),
+        ({"kl_coef": 1.0, "kl_estimator": make_weighted_kl(kl_k2, lambda policy, ref: ref.exp())},
+         sum(exp(q) * k for q, k in zip(REF, K2, strict=True))),
+        ({"mu_penalty_coef": 1.0}, 0.25 + 0.25 + 0.49),
+        ({"entropy_coef": 0.1}, -0.3),
+        ({"entropy_coef": 0.1, "entropy_fraction": 0.5}, -0.25),
+    ],
+)  # fmt: skip
+def test_terms_by_hand(params, value):
+    """Of a loss that is 0 without them."""
+    assert run("reinforce", make_inputs(0.0), **params)[0] == pytest.approx(value)
+
+
+@pytest.mark.parametrize("name", POLICY)
+def test_kl_importance_by_hand_for_every_loss(name):
+    """With A = 0 only (lp − ref)·exp(lp − mu) is left, by way of the weight where there is one."""
+    params: dict[str, Any] = {"kl_coef": 1.0, "kl_estimator": "k1", "kl_importance": True}
+    params |= {"beta": 0.0} if name == "dro" else {"cov_low": 4.0} if name.endswith("_cov") else {}
+    assert run(name, make_inputs(0.0), **params)[0] == pytest.approx(KL_MU)
+    if name in ("reinforce", "dro"):  # the factor is there already: a weight does not count it again
+        for old in (None, row(*OLD)):
+            inputs = make_inputs(0.0, old_log_probs=old)
+            assert run(name, inputs, correction="token_tis(cap=100)", **params)[0] == pytest.approx(KL_MU)
+            value, _ = run(name, inputs, correction="token_mask(low=0.5, high=1.8)", **params)
+            assert value == pytest.approx(KL_MU + 0.1 * exp(0.7))  # a dropped token has no KL term either
+
+
+def test_the_weight_is_the_truncated_ratio_or_the_correction_s():
+    losses = [-1.2, -exp(-0.4), -1.2]
+    for params, weights in (
+        ({}, W),
+        ({"importance_cap": 1.2}, [1.2, W[1], 1.2]),
+        ({"correction": "icepop(low=0.5, high=1.3)", "importance_cap": 1.0}, [W[0], W[1], 0.0]),
+    ):
+        noted: list[Tensor] = []
+        out = LOSSES["ppo_clip"](make_inputs(note_weights=noted.append), **params)
+        assert float(out.sum.detach()) == pytest.approx(
+            sum(a * b for a, b in zip(losses, weights, strict=True))
+        )
+        assert noted[0][0].tolist() == pytest.approx(weights)
+        assert out.count == 3.0  # a dropped token stays in the denominator
+    assert metric_values(out.metrics)["importance_weight/dropped"] == pytest.approx(1 / 3)
+    value, grad = run(
+        "reinforce",
+        make_inputs(log_probs=row(-INFINITY, -0.9, -1.6)),
+        correction="token_mask(low=0.1, high=10)",
+    )
+    assert (value, grad) == (pytest.approx(2.5), [0.0, -1.0, -1.0])  # dropped whatever it holds
+
+
+def test_only_tokens_of_high_entropy_get_the_policy_term():
+    value, grad = run("reinforce", make_inputs(), policy_entropy_fraction=0.5)
+    assert (value, grad) == (pytest.approx(2.5), [0.0, -1.0, -1.0])
+
+
+def test_metrics_say_what_happened():
+    metrics = metric_values(LOSSES["ppo_clip"](make_inputs(), importance_cap=1.3).metrics)
+    weights, log_weights = [W[0], W[1], 1.3], (0.2, -0.1, 0.3)
+    k3 = [exp(w) - w - 1 for w in log_weights]
+    expected = {
+        "clip_ratio": 2 / 3,
+        "clip_ratio/low": 0.0,
+        "clip_ratio/high": 2 / 3,
+        "ratio/mean": sum(R) / 3,
+        "ratio/max": R[2],
+        "kl/ref": 0.0,
+        "mismatch_kl/mean": sum(k3) / 3,
+        "mismatch_kl/max": max(k3),
+        "mismatch/logprob_abs_diff": 0.2,
+        "mismatch/k1": -0.4 / 3,
+        "mismatch/chi2": sum(exp(2 * w) for w in log_weights) / 3 - 1,
+        "mismatch/ess": 0.974612193,
+        "mismatch/prob_abs_diff/max": exp(-1.0) - exp(-1.2),
+        "approx_kl/mean": sum(exp(d) - 1 - d for d in (0.3, -0.4, 0.4)) / 3,
+        "importance_weight/ess": sum(weights) ** 2 / (3 * sum(w * w for w in weights)),
+        "importance_weight/mean": sum(weights) / 3,
+        "importance_weight/mean_square": sum(w * w for w in weights) / 3,
+        "importance_weight/capped": 1 / 3,
+        "importance_weight/max": 1.3,
+        "entropy/mean": 1.0,
+    }
+    assert metrics == pytest.approx(expected, abs=1e-8)
+    alone = metric_values(
+        LOSSES["ppo_clip"](make_inputs(old_log_probs=None)).metrics
+    )  # measured on the policy
+    assert alone["mismatch_kl/mean"] == pytest.approx(sum(exp(d) - d - 1 for d in (0.5, -0.5, 0.7)) / 3)
+    assert "importance_weight/mean" not in alone
+
+
+# --- corrections --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("token_tis", W),
+        ("icepop(low=1.0,high=2)", [W[0], 0, W[2]]),
+        ("sequence_tis", [exp(0.4)] * 3),
+        ("sequence_tis(cap=1.25)", [1.25] * 3),
+        ("token_mask(low=0.95, high=1.3)", [1, 0, 0]),
+        ("geometric_mask(low=0.5, high=1.1426309)", [1] * 3),  # exp(.4/3) = 1.142630812
+        ("geometric_mask(low=0.5, high=1.1426308)", [0] * 3),
+        ("veto(floor=0.9)", [1] * 3),
+        ("veto(floor=0.91)", [0] * 3),
+        ("sequence_k1_mask(limit=0.1334)", [1] * 3),  # |-.133333|
+        ("sequence_k1_mask(limit=0.1333)", [0] * 3),
+        ("sequence_k3_mask(limit=0.02537)", [1] * 3),  # .025366
+        ("sequence_k3_mask(limit=0.02536)", [0] * 3),
+        ("opsm(delta=0.49)", [1, 1, 0]),  # mean of mu − lp = .5
+        ("opsm(delta=0.51)", [1] * 3),
+        (" token_tis (cap = 1.3)*veto( floor=1e-4 )*sequence_k3_mask(limit=0.1) ", [W[0], W[1], 1.3]),
+    ],
+)
+def test_weights_by_hand_row_by_row(text, expected):
+    """The second row trains nothing, the third has a token that the trainer would hardly give."""
+    log_probs = torch.tensor([[-2.0, -0.9, -2.5]] * 3, dtype=torch.float64)
+    old, mu = row(*OLD).expand(3, 3), row(*MU).repeat(3, 1)
+    mu[2, 2] = 20.0
+    advantages, mask = row(1.0, 0.0, -1.0).expand(3, 3), torch.tensor([[True] * 3, [False] * 3, [True] * 3])
+    inputs = LossInputs(
+        log_probs=log_probs, old_log_probs=old, rollout_log_probs=mu, advantages=advantages, mask=mask
+    )
+    found = parse_correction(text)(inputs)
+    assert found[0].tolist() == pytest.approx(expected, abs=1e-9)
+    if text.startswith(("geo", "seq", "veto", "opsm")):
+        assert found[1].tolist() == [1.0] * 3  # a row without trained tokens is kept
+    if text.startswith("veto"):
+        assert found[2].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_nan_is_never_hidden_by_a_correction(name, advantage):
+    """The ratio is against old, so mu counts in the correction only."""
+    inputs = make_inputs(advantage, rollout_log_probs=row(NAN, *MU[1:]))
+    assert LOSSES["ppo_clip"](inputs, correction=name).sum.isnan()
+    outside = replace(inputs, mask=torch.tensor([[False, True, True]]))
+    assert LOSSES["ppo_clip"](outside, correction=name).sum.isfinite()
+    far = make_inputs(
+        advantage, log_probs=row(-INFINITY, -0.9, -1.6), old_log_probs=row(-INFINITY, -0.5, -2.0)
+    )
+    assert parse_correction(name)(far).isfinite().all()
+
+
+@pytest.mark.parametrize("name", POLICY)
+def test_no_gap_to_the_engine_is_weighted_twice(name):
+    inputs = make_inputs(old_log_probs=None)
+    if name in ("reinforce", "dro"):  # these weigh the policy itself, with or without old log-probs
+        params = {"beta": 0.0} if name == "dro" else {}
+        for values in (inputs, make_inputs()):
+            grad = run(name, values, correction="token_tis(cap=1.6)", **params)[1]
+            assert grad == pytest.approx([-min(m, 1.6) for m in M])
+        return
+    with pytest.raises(ConfigError, match=r"the ratio is against the engine already; set rl\.recompute_old"):
+        run(
+            name, make_inputs() if name in ("importance_sampling", "dppo") else inputs, correction="token_tis"
+        )
+    masked = parse_correction("token_mask(low=0.9, high=1.7)")(inputs)  # masks judge exp(lp − mu)
+    assert masked.tolist() == [[1.0, 0.0, 0.0]]
+
+
+def test_a_kept_set_is_renormalised_and_equal_models_have_ratio_one():
+    """The engine samples from the first two of four tokens, which hold .895 of the mass."""
+    logits = torch.tensor([0.6, 0.295, 0.08, 0.025], dtype=torch.float64).log().requires_grad_()
+    everything = torch.log_softmax(logits, -1)
+    kept = renormalise_log_probs(everything[:1][None], everything[:2].exp().sum()[None, None])
+    assert float(kept.detach().exp()) == pytest.approx(0.6 / 0.895)
+    kept.sum().backward()  # the gradient of a softmax over the kept two alone
+    assert logits.grad is not None
+    assert logits.grad.tolist() == pytest.approx([0.295 / 0.895, -0.295 / 0.895, 0.0, 0.0], abs=1e-12)
+
+
+def test_old_log_probs_between_engine_and_policy_by_version():
+    """α = 2/3, 0 of the current version's own, and 1/2."""
+    lp, versions = row(*LP).requires_grad_(), torch.tensor([[1, 4, 2]])
+    prox = compute_loglinear_prox(lp, row(*MU), sampled_version=versions, old_version=3, version=4)
+    assert prox[0].tolist() == pytest.approx([MU[0] + 0.5 * 2 / 3, MU[1], (MU[2] + LP[2]) / 2])
+    assert not prox.requires_grad
+    with pytest.raises(ConfigError, match="old_version=5"):
+        compute_loglinear_prox(lp, row(*MU), sampled_version=versions, old_version=5, version=4)
+
+
+# --- KL -----------------------------------------------------------------------------------------------------
+
+P, Q = (torch.tensor(values, dtype=torch.float64) for values in ([0.5, 0.3, 0.2], [0.4, 0.4, 0.2]))
+KL = 0.025267154  # of P and Q
+REVERSE = [0.098938, -0.093885, -0.005053]  # p·(log p/q − KL)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "gradient"),
+    [("k1", KL, [0.0] * 3), ("k2", 0.024862407, REVERSE), ("k3", KL, (P - Q).tolist())],
+)
+def test_expected_kl_gradients_are_none_reverse_and_forward(name, value, gradient):
+    """Σ p·dk/dz used as a loss on the policy's samples; drawn by mu and with the ratio it is KL's."""
+    logits = P.log().requires_grad_()
+    values = KL_ESTIMATORS[name](torch.log_softmax(logits, 0), Q.log())
+    (grad,) = torch.autograd.grad((P * values).sum(), [logits])
+    assert grad.tolist() == pytest.approx(gradient, abs=1e-6)
+    mu = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    terms = compute_kl_penalty(torch.log_softmax(logits, 0), Q.log(), name, sampler_log_probs=mu.log())
+    mean = (mu * terms).sum()
+    assert float(mean.detach()) == pytest.approx(value)
+    if name != "k2":
+        assert torch.autograd.grad(mean, [logits])[0].tolist() == pytest.approx(REVERSE, abs=1e-6)
+
+
+def test_exact_kl_by_hand():
+    policy, ref = (torch.stack([one.log(), one.log() + 7.0]).requires_grad_() for one in (P, Q))
+    found = compute_exact_kl(policy * 2.0, ref * 2.0, temperature=2.0)
+    assert found.tolist() == pytest.approx([KL] * 2)
+    grads = torch.autograd.grad(found[0], [policy, ref])
+    assert grads[0][0].tolist() == pytest.approx(REVERSE, abs=1e-6)
+    assert grads[1][0].tolist() == pytest.approx((Q - P).tolist())
+    assert torch.autograd.gradcheck(compute_exact_kl, (policy, ref))
+    top = compute_exact_kl(P.log()[None], Q.log()[None], weigh=lambda p, q: (q > math.log(0.3)).double())
+    assert top.tolist() == pytest.approx([0.5 * math.log(0.5 / 0.4) + 0.3 * math.log(0.3 / 0.4)])
+
+
+@pytest.mark.parametrize(
+    ("policy", "ref", "kl"),
+    [
+        ([0.0, 0.0, -INFINITY], [0.0, 0.0, 0.0], math.log(3 / 2)),  # Σ ½ log(½ / ⅓)
+        ([0.0, 0.0], [0.0, -INFINITY], INFINITY),
+        ([0.0, -INFINITY], [0.0, -INFINITY], 0.0),
+        ([0.0, NAN], [0.0, 0.0], NAN),
+        ([0.0, 0.0], [NAN, 0.0], NAN),
+        ([10.0, 9.0, -200.0], [10.0, 9.0, -INFINITY], INFINITY),  # float32: e^-210 is 0 there
+    ],
+)
+def test_tokens_without_probability(policy, ref, kl):
+    policy, ref = torch.tensor([policy]).requires_grad_(), torch.tensor([ref])
+    found = compute_exact_kl(policy, ref)
+    assert found.tolist() == [pytest.approx(kl, nan_ok=True)]
+    assert compute_divergence(policy, ref, beta=1.0).tolist() == [pytest.approx(kl, nan_ok=True)]
+    if math.isfinite(kl):
+        assert torch.autograd.grad(found.sum(), [policy])[0].isfinite().all()
+
+
+def test_a_term_of_weight_zero_adds_nothing_even_where_it_is_infinite():
+    policy, ref = row(1.0, 0.5, 0.0).requires_grad_(), row(1.0, 1.0, -INFINITY)
+    found = compute_exact_kl(policy, ref, weigh=lambda policy, ref: (ref > -INFINITY).to(ref.dtype))
+    p = policy.detach().softmax(-1)[0].tolist()
+    assert found.tolist() == pytest.approx([p[0] * math.log(p[0] / 0.5) + p[1] * math.log(p[1] / 0.5)])
+    assert torch.autograd.grad(found.sum(), [policy])[0].isfinite().all()
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "match"),
+    [
+        *[("ppo_clip", {"clip_low": value}, f"clip_low={value}") for value in (0.0, 1.5)],
+        ("gspo", {"clip_high": -0.2}, "clip_high=-0.2"),
+        ("ppo_clip", {"dual_clip": 1.0}, "dual_clip=1.0"),
+        ("ppo_clip", {"importance_cap": 0.0}, "cap=0.0"),
+        ("cispo", {"ratio_low": 2.0, "ratio_high": 1.0}, "ratio_low=2.0"),
+        ("sapo", {"tau_negative": -1.0}, "tau_negative=-1.0"),
+        ("dppo", {"tv_high": 1.5}, "tv_high=1.5"),
+        ("dro", {"beta": -0.1}, "beta=-0.1"),
+        ("gmpo", {"clip_low": 0.0}, "clip_low=0.0"),
+        ("clip_cov", {"cov_fraction": 0.0}, "cov_fraction=0.0"),
+        ("clip_cov", {"cov_low": 5.0}, "cov_low=5.0, cov_high=5.0"),
+        ("kl_cov", {"cov_kl_coef": -1.0}, "cov_kl_coef=-1.0"),
+        ("value", {"clip": 0.0}, "clip=0.0"),
+        ("reinforce", {"kl_coef": -0.1}, "kl_coef=-0.1"),
+        ("reinforce", {"kl_coef": 0.1, "kl_estimator": "k1"}, "expected gradient of zero"),
+        ("reinforce", {"kl_coef": 0.1, "kl_estimator": "k4"}, "takes 'k2' or 'k3'"),
+        ("reinforce", {"kl_importance": "false"}, "kl_importance='false'"),
+        ("reinforce", {"mu_penalty_coef": -1.0}, "mu_penalty_coef=-1.0"),
+        ("reinforce", {"entropy_fraction": 1.5}, "entropy_fraction=1.5"),
+        ("reinforce", {"entropy_coef": "high"}, "look for a value of the wrong kind"),
+        ("reinforce", {"importance_cap": 2.0}, "no parameter 'importance_cap'"),
+        ("sft", {"clip_high": 0.3}, "It takes none"),
+        ("ppo_clip", {"cliphigh": 0.3}, "did you mean 'clip_high'"),
+        ("dro", {"entropy_coeff": 0.1}, "did you mean 'entropy_coef'"),
+        *[
+            ("ppo_clip", {"correction": text}, match)
+            for text, match in {
+                "tis": "corrections are token_tis, icepop",
+                "token_tis(cap)": "is not understood",
+                "token_tis(cap=big)": "could not convert",
+                "token_tis(limit=2)": "it takes cap",
+                "token_tis * ": "'' is not understood",
+                "token_tis(cap=2) veto": "is not understood",
+                "token_tis(cap=0)": "cap=0.0",
+                "sequence_tis(cap=-1)": "cap=-1.0",
+                "icepop(low=2, high=1)": "low=2.0, high=1.0",
+                "geometric_mask(high=0.5)": "high=0.5",
+                "veto(floor=0)": "floor=0.0",
+                "sequence_k1_mask(limit=-1)": "limit -1.0",
+                "opsm(delta=-1)": "limit -1.0",
+            }.items()
+        ],
+    ],
+)
+def test_parameters_that_cannot_work_are_refused_before_the_run(name, params, match):
+    with pytest.raises(ConfigError) as error:
+        try_loss(name, params, recompute_old=True, reference=True)
+    assert match in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "params"),
+    [
+        *[(name, "advantages", {}) for name in [*POLICY, "linear"]],
+        *[(name, "rollout_log_probs", {}) for name in ("importance_sampling", "dppo", "dro")],
+        ("ppo_clip", "ref_log_probs", {"kl_coef": 0.1}),
+        ("ppo_clip", "entropy", {"entropy_coef": 0.1}),
+        ("value", "returns", {}),
+        ("value", "old_values", {"clip": 0.2}),
+    ],
+)
+def test_a_loss_names_the_field_that_the_batch_lacks(name, missing, params):
+    with pytest.raises(ConfigError, match=f"needs {missing}"):
+        LOSSES[name](make_inputs(**{missing: None}), **params)
+
+
+def test_inputs_that_do_not_fit_are_named():
+    for name in AGAINST_OLD:
+        with pytest.raises(ConfigError, match="needs rollout_log_probs"):
+            LOSSES[name](make_inputs(old_log_probs=None, rollout_log_probs=None))
+    with pytest.raises(ConfigError, match="entropy_gradient=True"):
+        LOSSES["ppo_clip"](replace(make_inputs(), entropy=row(1.0, 1.0, 1.0)), entropy_coef=0.1)
+    with pytest.raises(ValueError, match=r"LossInputs.advantages has shape \(1, 2\)"):
+        LOSSES["reinforce"](make_inputs(advantages=row(1.0, 1.0)))
+    for wrong in (lambda inputs: inputs.log_probs.exp(), lambda inputs: torch.ones(1, 1)):
+        with pytest.raises(ConfigError, match=r"it must give \(1, 3\), detached"):
+            LOSSES["ppo_clip"](make_inputs(), correction=wrong)
