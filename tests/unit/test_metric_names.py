@@ -29,7 +29,7 @@ NOT_METRICS = {  # literals of that form that name something else
     "tok/s", "s/step",  # labels of columns
     "perf/tokens_per_s",  # of runs of earlier versions, which a progress line still shows
     # prefixes of names that are in the table
-    "kto/{}", "critic/{}", "eval/{}/{}", "data/{}", "perplexity/{}",
+    "kto/{}", "logps/{}", "rewards/{}", "critic/{}", "eval/{}/{}", "data/{}", "perplexity/{}",
 }  # fmt: skip
 STATE_FILES = (
     "backends/state.py",
