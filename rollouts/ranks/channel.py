@@ -131,6 +131,7 @@ class Channel:
             nursery.start_soon(partial(trio.to_thread.run_sync, self._exchange, abandon_on_cancel=True))
             # in seconds by this process's own count, for a machine may sleep
             silent = dict.fromkeys(self._others, 0)
+            ended: set[int] = set()  # ranks whose process had ended a second ago: what they reported is read
             heard, exchanges = self._beats, 0
             while not self._closing.is_set():
                 await trio.sleep(BEAT_S)
@@ -140,7 +141,7 @@ class Channel:
                     missing = answers or rank == 0  # without an answer nothing is known of the others
                     silent[rank] = 0 if fresh else silent[rank] + missing
                 heard, exchanges = beats, self._exchanges
-                lost = None if self._closing.is_set() else self._find_lost(silent)
+                lost = None if self._closing.is_set() else self._find_lost(silent, ended)
                 if lost is not None:
                     if self._report is None and lost.rank:
                         self.report(lost)
@@ -164,13 +165,15 @@ class Channel:
                 return
             self._exchanges += 1
 
-    def _find_lost(self, silent: Mapping[int, int]) -> RankLost | None:
+    def _find_lost(self, silent: Mapping[int, int], ended: set[int]) -> RankLost | None:
         if self._report is not None:
             rank, phase, reason, _ = self._report
             return None if rank == self.rank and self._failed else RankLost(rank, phase, reason)
         for rank in self._others:
-            if (rank == 0 and self._broken) or has_ended(self.processes[rank]):
+            if (rank == 0 and self._broken) or rank in ended:
                 return RankLost(rank, self._beats[rank][1], ENDED)
+            if has_ended(self.processes[rank]):
+                ended.add(rank)
             if silent[rank] >= SILENT_BEATS:
                 return RankLost(rank, self._beats[rank][1], SILENT)
         return None
@@ -207,6 +210,10 @@ class Channel:
         else:
             assert self._closing.is_set(), f"rank {self.rank} left before rank 0 closed the channel"
             self.leave()
+
+    def stop_watching(self) -> None:
+        """watch() returns soon."""
+        self._closing.set()
 
     def leave(self) -> None:
         """Tells rank 0, which hosts the store, that this rank needs it no more."""

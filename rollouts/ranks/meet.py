@@ -34,7 +34,7 @@ from torch.distributed.rendezvous import rendezvous
 from rollouts import __version__
 from rollouts.device_thread import open_device_thread
 from rollouts.errors import ConfigError, RankLost
-from rollouts.ranks.channel import Channel, exit_on_lost
+from rollouts.ranks.channel import BEAT_S, Channel, exit_on_lost
 from rollouts.ranks.group import COLLECTIVE_S, Ranks, close_group, init_group
 from rollouts.ranks.launch import LOOPBACK, Launch, identify_process
 
@@ -94,7 +94,8 @@ async def open_ranks(
                 if isinstance(error, trio.Cancelled):
                     raise
             finally:
-                watching.cancel()
+                channel.stop_watching()  # its thread must end before the interpreter does, unless it hangs
+                watching.deadline = trio.current_time() + 3 * BEAT_S
         if failure is not None:
             raise failure
         await thread.submit(close_group)
