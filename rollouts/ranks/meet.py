@@ -51,6 +51,7 @@ class OpenRanks:
     ranks: Ranks
     channel: Channel
     agents: tuple[str, ...] = ()  # of each rank: the launcher's process that has started it (see Launch)
+    meeting: Any = None  # the launcher's store, which rank 0 hosts itself without torchrun
 
 
 @asynccontextmanager
@@ -119,7 +120,7 @@ def connect(
         hello["device"] = {DEVICE: choose_device()}
     except ConfigError as error:
         hello |= {"error": str(error), "device": {}}
-    store, connect_again = open_store(launch, come_s)
+    store, connect_again, meeting = open_store(launch, come_s)
     hellos = exchange_hellos(launch, store, hello, come_s)
     for rank, other in enumerate(hellos):
         if other["error"]:
@@ -131,11 +132,13 @@ def connect(
         launch, PrefixStore("group", store), device=hello["device"][DEVICE], shard_size=shard_size
     )
     channel = Channel(launch.rank, connect_again, [other["process"] for other in hellos])
-    return OpenRanks(ranks, channel, tuple(other["agent"] for other in hellos))
+    return OpenRanks(ranks, channel, tuple(other["agent"] for other in hellos), meeting)
 
 
-def open_store(launch: Launch, come_s: float) -> tuple[TCPStore, Callable[[], TCPStore]]:
-    """A connection to the store that rank 0 hosts, and what makes another one. Raises RankLost."""
+def open_store(launch: Launch, come_s: float) -> tuple[TCPStore, Callable[[], TCPStore], Store]:
+    """A connection to the store that rank 0 hosts, what makes another one, and the launcher's store, which must
+    live as long. Raises RankLost.
+    """
     where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
     # rank 0 may have much to read before it comes
     patience = dt.timedelta(seconds=COLLECTIVE_S if launch.rank else come_s)
@@ -150,7 +153,8 @@ def open_store(launch: Launch, come_s: float) -> tuple[TCPStore, Callable[[], TC
                 LOOPBACK, port, wait_for_workers=False, timeout=dt.timedelta(seconds=come_s), **options
             )
             meeting.set("address", str(port))
-            return store, partial(TCPStore, LOOPBACK, port, wait_for_workers=False, timeout=FOREVER)
+            again = partial(TCPStore, LOOPBACK, port, wait_for_workers=False, timeout=FOREVER)
+            return store, again, meeting
         host = LOOPBACK if launch.on_one_node else launch.master_addr
         until = time.monotonic() + patience.total_seconds()
         while True:  # the address may be that of a rank 0 that has ended
@@ -159,7 +163,7 @@ def open_store(launch: Launch, come_s: float) -> tuple[TCPStore, Callable[[], TC
                 reach = partial(TCPStore, host, port, wait_for_workers=False)
                 store = reach(timeout=dt.timedelta(seconds=CONNECT_S))
                 store.set_timeout(patience)
-                return store, partial(reach, timeout=FOREVER)
+                return store, partial(reach, timeout=FOREVER), meeting
             except DistError:
                 if time.monotonic() > until:
                     raise
