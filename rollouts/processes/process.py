@@ -28,6 +28,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import trio
 
@@ -192,42 +193,16 @@ async def open_process(
         "grace_s": grace_s,
         "linger_s": linger_s,
     }
-    words = [sys.executable, "-I", "-S", str(GUARD), json.dumps(settings)]
     with ExitStack() as ours:
-        with ExitStack() as theirs:
-            control, its_control = open_socket_pair(ours, theirs)
-            channel, stdin = None, os.open(os.devnull, os.O_RDONLY)
-            theirs.callback(os.close, stdin)
-            if with_channel:
-                channel_socket, its_channel = open_socket_pair(ours, theirs)
-                channel = trio.SocketStream(channel_socket)
-                stdin = its_channel.fileno()
-            if log is None:
-                output, stdout = os.pipe()
-                os.set_blocking(output, False)
-                ours.callback(os.close, output)
-                ours.callback(trio.lowlevel.notify_closing, output)
-                log_start = None
-            else:
-                output, stdout = -1, os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-                os.fchmod(stdout, 0o600)  # one that was there may be open to others; SGLang prints its key
-                log_start = (log, os.fstat(stdout).st_size)
-                line = (
-                    f"=== {datetime.now(UTC).isoformat(timespec='seconds')} {headline}: {shlex.join(argv)}\n"
-                )
-                os.write(stdout, line.encode())
-            theirs.callback(os.close, stdout)
-            process = Process(
-                control, channel=channel, log=log_start, output=output, output_bytes=output_bytes
-            )
-            files = [(stdin, 0), (stdout, 1), (stdout, 2), (its_control.fileno(), 3)]
-            process.guard_pid = os.posix_spawn(  # noqa: ASYNC221  (milliseconds: it shares the memory)
-                words[0],
-                words,
-                os.environ if env is None else env,
-                file_actions=[(os.POSIX_SPAWN_DUP2, fd, to) for fd, to in files],
-                setsid=True,
-            )
+        process = start_guard(
+            ours,
+            settings,
+            os.environ if env is None else env,
+            log=log,
+            headline=headline,
+            output_bytes=output_bytes,
+            with_channel=with_channel,
+        )
         try:
             yield process
         finally:
@@ -240,6 +215,54 @@ async def open_process(
             f"{argv[0]} (pid {process.pid}) is still there {END_S:g} s after SIGKILL; it may hold memory"
             " until the system lets it go"
         )
+
+
+def start_guard(
+    ours: ExitStack,
+    settings: Mapping[str, Any],
+    env: Mapping[str, str],
+    *,
+    log: Path | None,
+    headline: str,
+    output_bytes: int,
+    with_channel: bool,
+) -> Process:
+    """The process on its way; leaving `ours` closes this side's descriptors. Takes milliseconds: posix_spawn
+    shares the memory. Raises OSError.
+    """
+    words = [sys.executable, "-I", "-S", str(GUARD), json.dumps(settings)]
+    with ExitStack() as theirs:
+        control, its_control = open_socket_pair(ours, theirs)
+        channel, stdin = None, os.open(os.devnull, os.O_RDONLY)
+        theirs.callback(os.close, stdin)
+        if with_channel:
+            channel_socket, its_channel = open_socket_pair(ours, theirs)
+            channel = trio.SocketStream(channel_socket)
+            stdin = its_channel.fileno()
+        if log is None:
+            output, stdout = os.pipe()
+            os.set_blocking(output, False)
+            ours.callback(os.close, output)
+            ours.callback(trio.lowlevel.notify_closing, output)
+            log_start = None
+        else:
+            output, stdout = -1, os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            os.fchmod(stdout, 0o600)  # one that was there may be open to others; SGLang prints its key
+            log_start = (log, os.fstat(stdout).st_size)
+            now, command = datetime.now(UTC).isoformat(timespec="seconds"), shlex.join(settings["argv"])
+            line = f"=== {now} {headline}: {command}\n"
+            os.write(stdout, line.encode())
+        theirs.callback(os.close, stdout)
+        process = Process(control, channel=channel, log=log_start, output=output, output_bytes=output_bytes)
+        files = [(stdin, 0), (stdout, 1), (stdout, 2), (its_control.fileno(), 3)]
+        process.guard_pid = os.posix_spawn(
+            words[0],
+            words,
+            env,
+            file_actions=[(os.POSIX_SPAWN_DUP2, fd, to) for fd, to in files],
+            setsid=True,
+        )
+        return process
 
 
 def open_socket_pair(ours: ExitStack, theirs: ExitStack) -> tuple[trio.socket.SocketType, socket.socket]:

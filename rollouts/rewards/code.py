@@ -138,10 +138,8 @@ def make_code_reward(
         cases = _read_cases(sample, key)
         entry_point = sample.metadata.get("entry_point")
         if entry_point is not None and not (isinstance(entry_point, str) and entry_point.isidentifier()):
-            raise DataError(
-                f"sample {sample.id}: metadata['entry_point'] is {entry_point!r}; it must be the name of a"
-                " function"
-            )
+            where = f"sample {sample.id}: metadata['entry_point']"
+            raise DataError(f"{where} is {entry_point!r}; it must be the name of a function")
         isolation = describe_isolation(namespaces=namespaces)
         request = {
             "code": extract_code(sample.response),
@@ -151,24 +149,23 @@ def make_code_reward(
         }
         outcomes: list[Outcome] = []
         for case in cases:
-            try:
-                end = _run_child(request, case, limits, namespaces=namespaces)
-            except UserFunctionError as error:
-                raise UserFunctionError(f"sample {sample.id}: {error}") from error
+            end = _run_child(request, case, limits, namespaces=namespaces, where=f"sample {sample.id}: ")
             outcomes.append(_judge(end, case))
             if outcomes[-1].timed_out or not outcomes[-1].compiled:
                 break
         passed = sum(outcome.passed for outcome in outcomes)
         reward = passed / len(cases) if partial else float(passed == len(cases))
         parts = {"passed": passed / len(cases), "compiled": float(outcomes[0].compiled)}
-        failed = next(
-            (f"; test {at}: {case.note}" for at, case in enumerate(outcomes) if not case.passed), ""
-        )
-        there = ", ".join(name for name, is_there in asdict(isolation).items() if is_there) or "nothing"
-        note = f"{passed} of {len(cases)} tests passed{failed}; isolated: {there}"
-        return RewardResult(reward, parts, note)
+        return RewardResult(reward, parts, _note(outcomes, len(cases), isolation))
 
     return code_reward
+
+
+def _note(outcomes: Sequence[Outcome], num_cases: int, isolation: Isolation) -> str:
+    failed = next((f"; test {at}: {case.note}" for at, case in enumerate(outcomes) if not case.passed), "")
+    there = ", ".join(name for name, is_there in asdict(isolation).items() if is_there) or "nothing"
+    passed = sum(outcome.passed for outcome in outcomes)
+    return f"{passed} of {num_cases} tests passed{failed}; isolated: {there}"
 
 
 @cache
@@ -266,7 +263,9 @@ def _check_options(limits: Limits, require: Sequence[str], import_paths: Sequenc
             )
 
 
-def _run_child(request: Mapping[str, Any], case: Case, limits: Limits, *, namespaces: bool) -> ChildEnd:
+def _run_child(
+    request: Mapping[str, Any], case: Case, limits: Limits, *, namespaces: bool, where: str = ""
+) -> ChildEnd:
     """What a child made of one test. Raises UserFunctionError if it did not start."""
     nonce = secrets.token_hex(16)
     message = {
@@ -304,7 +303,7 @@ def _run_child(request: Mapping[str, Any], case: Case, limits: Limits, *, namesp
     first = parsed[0] if parsed else {}
     if not isinstance(first.get("isolation"), Mapping):
         raise UserFunctionError(
-            f"the child process that runs the code ({sys.executable} {CHILD.name}) did not start:"
+            f"{where}the child process that runs the code ({sys.executable} {CHILD.name}) did not start:"
             f" {first.get('error') or note}"
         )
     return ChildEnd(tuple(parsed), stdout, status, note)
