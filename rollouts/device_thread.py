@@ -1,9 +1,12 @@
 """One thread that owns every torch call, and futures of the work it was given.
 
-trio task ── submit(job) ──► queue, first in first out ──► the thread runs one job at a time ──► DeviceFuture ──► any number of waiters
+trio task ─ submit(job) ─► queue, first in first out ─► the thread runs one job at a time
+    ─► DeviceFuture ─► any number of waiters
                                                                                                     │
-leaving the context: normally, everything queued runs first; by an exception, the running job ends and the queued ones are dropped.
-Either way no job is left behind running, and a failure that nobody awaited is raised (unless something else is being raised).
+leaving the context: normally, everything queued runs first; by an exception, the running job ends and the
+queued ones are dropped.
+Either way no job is left behind running, and a failure that nobody awaited is raised (unless something else
+is being raised).
 """
 
 from __future__ import annotations

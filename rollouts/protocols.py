@@ -116,7 +116,7 @@ class InferenceEngine(Protocol):
     def features(self) -> EngineFeatures: ...
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """One completion; an engine that takes weight updates scores the prompt where the request asks for it.
+        """One completion, and the prompt's log-probs where the request asks for them.
         Cancelling the caller frees its row. Raises RequestRefused, EngineError.
         """
         ...

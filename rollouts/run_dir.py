@@ -230,8 +230,8 @@ class Activity:
     """Whether a run is at work in a directory, as far as this machine can tell."""
 
     where: Literal["here", "elsewhere", "nowhere", "unknown"]
-    """`elsewhere`: another machine used the directory last and left no summary; `unknown`: so did this one, or
-    one that is not named, and the lock cannot be asked.
+    """`elsewhere`: another machine used the directory last and left no summary; `unknown`: so did this one,
+    or one that is not named, and the lock cannot be asked.
     """
     locked: bool  # seen from here: then a process is at work beyond doubt
     finished: bool  # there is a summary

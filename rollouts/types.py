@@ -528,7 +528,9 @@ class RewardResult:
 
 @dataclass(frozen=True, slots=True)
 class FilterDecision:
-    """Whether a group trains. A dropped group says why: a short name that metrics count by, and a sentence."""
+    """Whether a group trains. A dropped group says why: a short name that metrics count by, and a
+    sentence.
+    """
 
     keep: bool
     reason: str = ""  # lower_snake name; empty when kept

@@ -1,4 +1,6 @@
-"""pytest-trio runs `async def test_…`; its `autojump_clock` gives virtual time, never with a real thread under it."""
+"""pytest-trio runs `async def test_…`; its `autojump_clock` gives virtual time, never with a real thread
+under it.
+"""
 
 from __future__ import annotations
 

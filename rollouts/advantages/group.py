@@ -28,7 +28,9 @@ P = ParamSpec("P")
 def per_trajectory(
     function: Callable[Concatenate[AdvantageInputs, P], Floats],
 ) -> Callable[Concatenate[AdvantageInputs, P], Floats]:
-    """The function applied to one row per trajectory, its answers spread over the rows [B] of the segments."""
+    """The function applied to one row per trajectory, its answers spread over the rows [B] of the
+    segments.
+    """
 
     @functools.wraps(function)
     def of_rows(inputs: AdvantageInputs, /, *args: P.args, **kwargs: P.kwargs) -> Floats:

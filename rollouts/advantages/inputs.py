@@ -17,7 +17,9 @@ from rollouts.types import BoolArray, FloatArray, Sample
 Floats = NDArray[np.float64]
 
 AdvantageFn = Callable[..., Any]
-"""Called as `function(inputs, **params)`: one number per row [B], or one array [T_i] per row with a value for each of its tokens."""
+"""Called as `function(inputs, **params)`: one number per row [B], or one array [T_i] per row with a value
+for each of its tokens.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

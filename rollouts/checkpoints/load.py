@@ -162,7 +162,9 @@ def check_config_hash(path: Path, config_hash: str) -> None:
 
 
 def load_trainer_state(path: Path) -> dict[str, JSONValue]:
-    """The mapping that `save_checkpoint` was given as `state`. Raises CheckpointError if it cannot be read."""
+    """The mapping that `save_checkpoint` was given as `state`. Raises CheckpointError if it cannot be
+    read.
+    """
     file = trainer_state_path(path)
     try:
         state = json.loads(file.read_bytes())

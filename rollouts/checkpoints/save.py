@@ -1,7 +1,8 @@
 """Saving a checkpoint: complete on disk afterwards, or absent.
 
     .tmp-step_N-xxxxxxxx/     model and state/ ← write_model, then state/trainer.json
-      └─ all files hashed ─ synced ─ read back and compared ─ manifest.json written, synced, read back ─ renamed to step_N/ ─ parent synced
+      └─ all files hashed ─ synced ─ read back and compared ─ manifest.json written, synced, read back ─
+          renamed to step_N/ ─ parent synced
 
 A crash at any point leaves either step_N complete or a .tmp- directory that no reader looks at;
 `remove_incomplete` clears those. Reading back goes to the disk where the system forgets a synced file when

@@ -62,7 +62,9 @@ def explain_markdown() -> str:
 
 
 def _tables(prefix: str) -> list[tuple[ConfigKey | None, Sequence[ConfigKey]]]:
-    """Each table with the settings to be written out under it: none where a table of that kind came before."""
+    """Each table with the settings to be written out under it: none where a table of that kind came
+    before.
+    """
     keys = [key for key in config_keys().values() if _is_under(key.key, without_numbers(prefix))]
     found: list[tuple[ConfigKey | None, Sequence[ConfigKey]]] = []
     seen: set[type[Section]] = set()

@@ -1,6 +1,7 @@
 """Curricula: the weights of a mixture as a function of the step and of how the sources went so far.
 
-curriculum(step, statistics) ──► check_weights ──► DataBuffer.set_weights ──► a batch ──► update_statistics ──► the next step
+curriculum(step, statistics) ─► check_weights ─► DataBuffer.set_weights ─► a batch
+    ─► update_statistics ─► the next step
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class SourceStatistics:
 
 
 Curriculum = Callable[[int, Mapping[str, SourceStatistics]], Mapping[str, float]]
-"""From the step about to run (from 1) and every source's statistics to the weights of all sources; 0 pauses a source. A pure function."""
+"""From the step about to run (from 1) and every source's statistics to the weights of all sources; 0
+pauses a source. A pure function.
+"""
 
 
 def start_statistics(names: Iterable[str]) -> dict[str, SourceStatistics]:

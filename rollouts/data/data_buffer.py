@@ -1,7 +1,8 @@
 """Prompts in a seeded order, without end, from one source or from several in exact proportions.
 
     get_prompts(n) ◄── returned prompts first ◄── return_prompts([...]), put back in front in the order given
-                   ◄── then the stream: whose turn it is ──► that source's permutation from its cursor on; its next epoch has another
+                   ◄─ then the stream: whose turn it is
+                       ─► that source's permutation from its cursor on; its next epoch has another
 
 Giving back everything that a draw took, in the order it came, leaves the buffer as if nothing had been drawn.
 """

@@ -33,9 +33,23 @@ from rollouts.data.rows import (
 from rollouts.errors import DataError
 
 __all__ = [
-    "BadRow", "Mixture", "Row", "SourceRows", "check_messages", "check_row", "exclude_from_mixture", "exclude_prompts", "load_rows", "load_sources",
-    "prompt_key", "read_source", "require_good_rows", "require_prompts", "row_to_conversation", "unique_prompts",
-]  # fmt: skip
+    "BadRow",
+    "Mixture",
+    "Row",
+    "SourceRows",
+    "check_messages",
+    "check_row",
+    "exclude_from_mixture",
+    "exclude_prompts",
+    "load_rows",
+    "load_sources",
+    "prompt_key",
+    "read_source",
+    "require_good_rows",
+    "require_prompts",
+    "row_to_conversation",
+    "unique_prompts",
+]
 
 Reader = Callable[[DataSourceConfig, str], Iterator[FoundRow]]
 READERS: Mapping[SourceKind, Reader] = {

@@ -1,4 +1,6 @@
-"""Rows out of files: JSON lines, Parquet, and whatever the package `datasets` reads, local or from its hub."""
+"""Rows out of files: JSON lines, Parquet, and whatever the package `datasets` reads, local or from its
+hub.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ add up over everything that continues it, exactly as if each had its own copy.
 Only nodes that predict a trained token need vocabulary logits; a pair (node, target) that several rows share
 is scored once.
 
-    lengths and what rows share ──► rollouts.data.packing_plans: which rows lie together ──► the arrays of each micro-batch
+    lengths and what rows share ─► rollouts.data.packing_plans: which rows lie together
+        ─► the arrays of each micro-batch
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Which rows lie together in which packed row and micro-batch: some plans are made from lengths alone, and
 the cheapest is taken.
 
-    padded     items ──fill_bins──► packed rows of up to a length ──divide_lengths──► micro-batches padded to their longest
-    one row    items ──fill_bins, or spread_over_bins for several ranks──► micro-batches that are one packed row each
+    padded  items ─fill_bins─► packed rows of up to a length ─divide_lengths─► micro-batches padded to
+        their longest
+    one row  items ─fill_bins, or spread_over_bins for several ranks─► micro-batches that are one packed
+        row each
 
 An item is a subtree of the rows' trie (rollouts.data.tries). Large ones keep most shared, small ones fill
 bins better and even out ranks. Costs are in tokens: what a node costs in the linear layers is 1.

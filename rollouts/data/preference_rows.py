@@ -1,7 +1,8 @@
 """Rows of preference data in one shape, whichever of the usual ones a dataset has. Column names are those of
 TRL's datasets.
 
-    pair      prompt + chosen + rejected; or chosen and rejected alone, two whole conversations that begin alike
+    pair      prompt + chosen + rejected; or chosen and rejected alone, two whole conversations that begin
+              alike
     labelled  prompt + completion + label; or completion and label alone, a whole conversation
 
 A response is text, or chat messages of which the last is the assistant's. Afterwards `prompt` holds every

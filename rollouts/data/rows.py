@@ -35,7 +35,9 @@ SHOWN = 5  # malformed rows that an error lists
 
 
 RowUse = Literal["any", "prompt", "conversation", "pair", "labelled"]
-"""prompt: RL and evaluation generate from it; conversation: SFT trains on it; pair, labelled: see rollouts.data.preference_rows."""
+"""prompt: RL and evaluation generate from it; conversation: SFT trains on it; pair, labelled: see
+rollouts.data.preference_rows.
+"""
 USE_OF_STAGE: Mapping[str, RowUse] = {
     "sft": "conversation",
     "rl": "prompt",

@@ -1,6 +1,7 @@
 """Rows that begin alike: which they are, which of them to keep together, and the trie that they become.
 
-    rows ──sort──► neighbours share the most ──cut where little is shared──► items, a subtree each ──► bins (rollouts.data.bins)
+    rows ─sort─► neighbours share the most ─cut where little is shared─► items, a subtree each
+        ─► bins (rollouts.data.bins)
 
 Sorted rows and what each shares with the one before say everything about a trie: a node is a row's token that
 the row before does not have. Only whole rows are looped over here, never their tokens.

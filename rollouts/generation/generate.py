@@ -89,7 +89,9 @@ def make_chat_generate(
 
 
 def compute_request_seed(run_seed: int, sample_id: str) -> int:
-    """63 bits that depend on both arguments and nothing else: the same in every process and on every machine."""
+    """63 bits that depend on both arguments and nothing else: the same in every process and on every
+    machine.
+    """
     digest = hashlib.sha256(f"{run_seed}/{sample_id}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 

@@ -1,7 +1,7 @@
 """How one group comes about: generate → reward for each sample at once, then group reward and filters when
 the last of them is done.
 
-    prompt ──► G members in one nursery ──► those that did not fail ──► group reward ──► filters ──► ClosedGroup
+    prompt ─► G members in one nursery ─► those that did not fail ─► group reward ─► filters ─► ClosedGroup
                generate, then reward        fewer than 2: failed_samples
 
 How far each member has come is in the GroupWork, also while it runs: whoever stops the group can go on from

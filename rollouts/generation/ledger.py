@@ -3,7 +3,8 @@ one place:
 
     open ──► in flight ──► trained
                  │    └──► dropped with a reason      filtered:REASON, surplus, stale, aborted
-                 │    └──► failed with a class        generate, reward, reward_timeout, reward_crashed, engine, infrastructure, data
+                 │  └─► failed with a class  generate, reward, reward_timeout, reward_crashed, engine,
+                     infrastructure, data
                  └───────► held ──► trained, or dropped; in flight again if it was held unfinished
 
 A prompt that is returned to the DataBuffer closes its attempt; drawing it again opens another.

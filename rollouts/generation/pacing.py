@@ -7,9 +7,10 @@ when the batch in the making is consumed, e ≤ v that of the engines (e < v bet
 until it is trained or dropped, between batches too. Its *deadline* is the oldest version of its tokens + s:
 the last version that may consume it; before there are tokens, that is e + s.
 
-    admit     in launch order, while fewer than W = P * (e + s - v + 1) groups are open, those of the batch in the making among them
-    deliver   P finished groups, earliest deadline first, then oldest launch; but only when for every d ≥ v at least
-              N(d) - P * (d - v) of the N(d) open groups with a deadline up to d are among the finished
+    admit     in launch order, while fewer than W = P * (e + s - v + 1) groups are open, those of the batch in
+              the making among them
+    deliver   P finished groups, earliest deadline first, then oldest launch; but only when for every d ≥ v at
+              least N(d) - P * (d - v) of the N(d) open groups with a deadline up to d are among the finished
 
 Why this bounds the lag. Call the books *even* when N(d) ≤ P * (d - v + 1) for every d ≥ v: the batches v, …,
 d can consume all that must be consumed by d. No group is too old in even books, since N(v) ≤ P fit into this

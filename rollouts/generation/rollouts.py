@@ -1,8 +1,8 @@
 """Batches of rollouts without an event loop: plain functions for a notebook or a script. Loads neither trio
 nor torch.
 
-    DataBuffer ──► pending samples ──► generate_fn ──► reward_fn ──► transforms ──► filter_fn ──► P groups ──► RolloutBatch
-        ▲                                                                                  │ too few: draw again
+    DataBuffer ─► samples ─► generate_fn ─► reward_fn ─► transforms ─► filter_fn ─► P groups ─► RolloutBatch
+        ▲                                                              │ too few: draw again
         └── everything that an unfinished batch drew, in the order it came ◄── an error ───┘
 
 Everything runs in the calling thread, one round after the other. What over-samples, carries unfinished

@@ -98,7 +98,9 @@ def encode_unfinished_group(group: UnfinishedGroup) -> dict[str, JSONValue]:
 
 
 def decode_unfinished_group(record: Mapping[str, JSONValue], prompt: PromptRow) -> UnfinishedGroup:
-    """The inverse of encode_unfinished_group. Raises ValueError naming the field of a sample that is wrong."""
+    """The inverse of encode_unfinished_group. Raises ValueError naming the field of a sample that is
+    wrong.
+    """
     group_index, records = int(record["group_index"]), record["members"]
     pending = make_samples(group_index, prompt, len(records))
     members = tuple(_decode_member(member, sample) for member, sample in zip(records, pending, strict=True))

@@ -1,1 +1,3 @@
-"""Metrics: rows, the JSONL files that hold them, progress on a terminal, time by phase. JSONL is the truth."""
+"""Metrics: rows, the JSONL files that hold them, progress on a terminal, time by phase. JSONL is the
+truth.
+"""

@@ -1,7 +1,8 @@
 """The files that a run's record is written to: rows in parts that grow to a limit, and the lines of
 updates.log.
 
-    append(name, data) ──► NAME.jsonl, NAME.1.jsonl, …      whole lines, in one write, to a file opened for appending
+    append(name, data) ─► NAME.jsonl, NAME.1.jsonl, …  whole lines, in one write, to a file opened for
+        appending
 
 A file is never renamed. It is cut in two cases only: a process that was killed inside a write can leave a
 torn last line, which the next attempt repairs when it opens the file, and what a refused write has left is

@@ -16,7 +16,10 @@ FAILURE_TEXTS = ("class", "function", "message", "traceback")
 VALUE_CHARS = 120  # of the JSON of one value of metadata; a longer one is cut
 NO_TEXTS = {"prompt": "", "response": ""}
 # around what may be cut
-BARE = b',"prompt":"","response":"","rewards":{},"rewards_cut":999999,"metadata":{"failure":{}},"metadata_cut":999999'
+BARE = (
+    b',"prompt":"","response":"","rewards":{},"rewards_cut":999999,'
+    b'"metadata":{"failure":{}},"metadata_cut":999999'
+)
 
 
 def encode_sample_rows(head: Mapping[str, Any], samples: Sequence[Sample]) -> bytes:

@@ -2,7 +2,8 @@
 contributions.jsonl.
 
     tokens/STAGE-ATTEMPT-NNNNNN.bin  =  block, block, …
-    block  =  b"tok1" | header bytes u32 | payload bytes u32 | crc32 u32 | header | payload            all little-endian
+    block  =  b"tok1" | header bytes u32 | payload bytes u32 | crc32 u32 | header | payload            all
+           little-endian
 
 The header is JSON: id, length T and the columns with their types; the payload is the columns one after the
 other, T values each; the CRC is of both. A column that has one value where the mask is 1 and one where it is

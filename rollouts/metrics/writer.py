@@ -231,8 +231,14 @@ async def open_jsonl_logger(
         TokenShards(run_dir, attempt=attempt, limit_bytes=token_arrays_bytes) if token_arrays_bytes else None
     )
     logger = JsonlLogger(
-        files, turns, attempt=attempt, samples_per_step=samples_per_step, shards=shards, progress=progress, time_unix=time_unix
-    )  # fmt: skip
+        files,
+        turns,
+        attempt=attempt,
+        samples_per_step=samples_per_step,
+        shards=shards,
+        progress=progress,
+        time_unix=time_unix,
+    )
     try:
         yield logger
     finally:

@@ -88,7 +88,9 @@ def describe_device(device: str) -> str:
 
 
 def find_device(model: torch.nn.Module) -> torch.device:
-    """Where a model computes: where its parameters are, unless FSDP offloads them, which wait in host memory."""
+    """Where a model computes: where its parameters are, unless FSDP offloads them, which wait in host
+    memory.
+    """
     parameter = next(model.parameters())
     mesh: Any = getattr(parameter, "device_mesh", None)  # of a DTensor
     if mesh is not None and mesh.device_type != parameter.device.type:

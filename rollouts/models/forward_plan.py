@@ -1,7 +1,8 @@
 """Which shortcuts are exact for a model: proved on the model, with a few tokens, when it is opened.
 
     plain forward of a row by itself ────────────────────────────────────► the log-probs that count
-    the same row beside others, padded, in a trie and in a packed row ───► equal to float rounding? then that layout is taken
+    the same row beside others, padded, in a trie and in a packed row
+        ─► equal to float rounding? then that layout is taken
 
 A model with a scalar head is proved by its hidden states, projected on random directions: its own head may be
 0, and would agree with anything.

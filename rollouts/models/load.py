@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ModelHead = Literal["tokens", "scalar"]
-"""What a model says at each position: log-probs of the next token, or one number. See rollouts.models.scalar_head."""
+"""What a model says at each position: log-probs of the next token, or one number. See
+rollouts.models.scalar_head.
+"""
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 OTHER_HEADS = (

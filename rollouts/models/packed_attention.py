@@ -2,7 +2,8 @@
 computes what is masked.
 
     subtree_end [S] ──find_pieces──► rectangles of the S x S square that hold every visible pair once
-    queries, keys, values ──attend_in_pieces──► each rectangle by a fused kernel; softmaxes merged by their log-sum-exp
+    queries, keys, values ─attend_in_pieces─► each rectangle by a fused kernel; softmaxes merged by their
+        log-sum-exp
 
 A node's descendants are the nodes after it, up to subtree_end, so what a shared beginning's keys are seen by
 is one slice of queries, without a mask. A long sequence is halved until its triangles are small. Only

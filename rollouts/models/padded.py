@@ -122,7 +122,9 @@ def _score(
     plan: ForwardPlan | None,
     entropy_gradient: bool,
 ) -> LinearLogProbs:
-    """Log-probs and entropy [N] of targets [N]. No attention mask: padding comes last, so no token sees it."""
+    """Log-probs and entropy [N] of targets [N]. No attention mask: padding comes last, so no token sees
+    it.
+    """
     if plan is None or plan.head == "whole":
         logits = model(input_ids=input_ids, **without_cache(model)).logits[predictors]
         return score_logits(logits, targets, temperature, entropy_gradient=entropy_gradient)

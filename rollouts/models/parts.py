@@ -1,8 +1,10 @@
 """A model directory that the ranks of a job write together: each has some of the tensors whole, none has all
 of them.
 
-    every rank:  deal_weights ─► who writes which weights, the same on all ─► write_part: model-of-rank-R-0000i.safetensors
-    rank 0:      write_description, and when all have written name_parts ─► model-0000i-of-0000N.safetensors, their index
+    every rank:  deal_weights ─► who writes which weights, the same on all
+        ─► write_part: model-of-rank-R-0000i.safetensors
+    rank 0:  write_description, and when all have written name_parts
+        ─► model-0000i-of-0000N.safetensors, their index
 
 Nothing here communicates: the caller brings each rank its tensors, and rank 0 the number of files of each.
 """

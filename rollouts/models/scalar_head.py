@@ -2,7 +2,8 @@
 head [1, H] instead of its own.
 
     directory of a causal model ───────────► its decoder, a new head of exactly 0
-    directory of a …ForSequenceClassification with one label ──► its decoder and its head          both are transformers' class of that name
+    directory of a …ForSequenceClassification with one label
+        ─► its decoder and its head  both are transformers' class of that name
 
 The number at a position is hidden state · head: it depends on that token and those before it. Transformers
 takes the last token's as the score of a sequence.

@@ -1,6 +1,7 @@
 """Safetensors files written tensor by tensor as they come, so that no more than one tensor is held.
 
-    bucket ─► names of the files ─► CPU, dtype ─► appended to the open shard of its dtype ─► shard full: header written, file complete
+    bucket ─► names of the files ─► CPU, dtype ─► appended to the open shard of its dtype
+        ─► shard full: header written, file complete
 
 The header stands before the tensors and is written last: room for it is kept, and what is left of the room is
 spaces, as the format allows.

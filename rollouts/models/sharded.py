@@ -1,7 +1,8 @@
 """Models whose weights are spread over ranks: made without memory, filled by slices, so that no rank ever
 holds the whole.
 
-    make_meta_model(path) ─► fully_shard (the caller) ─► load_sharded_weights(model, path): each rank reads its rows of every weight
+    make_meta_model(path) ─► fully_shard (the caller)
+        ─► load_sharded_weights(model, path): each rank reads its rows of every weight
 
 A weight that files have in pieces (a mixture's experts) is put together on every rank, one such weight at a
 time, and cut there.

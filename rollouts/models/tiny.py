@@ -4,7 +4,8 @@ enough to break shortcuts.
 byte    Llama, two layers, tied embeddings; what the examples use
 llama   Llama, three layers, tied
 qwen3   norms on queries and keys, untied
-gemma   Gemma 2: layers with a window of 8 tokens in turn with full ones, soft caps on scores and on logits, tied
+gemma   Gemma 2: layers with a window of 8 tokens in turn with full ones, soft caps on scores and on logits,
+        tied
 mamba   a state space model: no attention, no positions
 moe     Qwen3-MoE: four experts of which two answer, untied
 """

@@ -1,8 +1,10 @@
 """Which tensors of a directory's safetensors files make which weights of a model. Reads headers only, so it
 costs no memory.
 
-    names and shapes in the files ─► transformers' renamings ─► a weight read by slices: one tensor of the files
-                                            └───────────────► weights made together from several tensors (a mixture's experts)
+    names and shapes in the files ─► transformers' renamings
+        ─► a weight read by slices: one tensor of the files
+                                            └─► weights made together from several tensors (a mixture's
+                                                experts)
 
 Every process that reads the same files comes to the same plan, and to the same error.
 """
@@ -64,7 +66,9 @@ class WeightPlan:
 
 
 def list_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(parameters and buffers that files hold, by name; other names of tied ones → the name among the first)."""
+    """(parameters and buffers that files hold, by name; other names of tied ones → the name among the
+    first).
+    """
     weights: dict[str, Tensor] = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in weights.items()}
     aliases = {

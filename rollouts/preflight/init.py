@@ -18,8 +18,9 @@ SAID_ALREADY = {
     "eval.data": "sft.data",
     "rl.optim": "sft.optim",
 }  # tables alike, written out once
-RESULT_NOTE = """# Begin here: this trains a random two-layer model in seconds, so that you see everything work; then name a real one in [model].
-# A line that begins with # is a setting with its default. What a setting means: python -m rollouts explain KEY
+RESULT_NOTE = """# Begin here: this trains a random two-layer model in seconds, so that you see everything work; then name a
+# real one in [model]. A line that begins with # is a setting with its default. What a setting means:
+# python -m rollouts explain KEY
 #
 #     python -m rollouts check {config} --call
 #     python integration_training/train.py --config {config} --mode sft+rl
@@ -29,7 +30,7 @@ RESULT_NOTE = """# Begin here: this trains a random two-layer model in seconds, 
 REWARD_AND_FILTER = '''
 
 def reward(sample: Sample) -> RewardResult:
-    """1 for the answer and nothing else; part of it for an answer that is near. What is returned beside it is logged, too."""
+    """1 for the answer and nothing else; part of it for an answer that is near. Named parts are logged."""
     answer, response = str(sample.metadata["answer"]), sample.response.strip()
     exact = float(response == answer)
     return RewardResult(max(exact, 0.5 * nearness(response, answer)), {"exact": exact})
@@ -69,7 +70,8 @@ def make_rows(size: int, seed: int) -> Iterator[dict[str, str]]:
 
 def nearness(response: str, answer: str) -> float:
     """From 1, the right number, to 0: nine away, or no number."""
-    return 1 - min(9, abs(int(response) - int(answer))) / 9 if response.isdecimal() and len(response) < 4 else 0.0
+    is_number = response.isdecimal() and len(response) < 4
+    return 1 - min(9, abs(int(response) - int(answer))) / 9 if is_number else 0.0
 '''
     + REWARD_AND_FILTER
 )

@@ -43,7 +43,9 @@ SHOWN = 5
 
 
 def load_all_rows(config: RunConfig, stages: Sequence[str]) -> Rows:
-    """Raises DataError naming file, line and field; ConfigError for a stage that the config has no table for."""
+    """Raises DataError naming file, line and field; ConfigError for a stage that the config has no table
+    for.
+    """
     evaluation = (
         load_sources(config.eval.data, name="eval.data", use=USE_OF_STAGE["eval"]) if config.eval else None
     )

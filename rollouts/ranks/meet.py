@@ -136,8 +136,8 @@ def connect(
 
 
 def open_store(launch: Launch, come_s: float) -> tuple[TCPStore, Callable[[], TCPStore], Store]:
-    """A connection to the store that rank 0 hosts, what makes another one, and the launcher's store, which must
-    live as long. Raises RankLost.
+    """A connection to the store that rank 0 hosts, what makes another one, and the launcher's store, which
+    must live as long. Raises RankLost.
     """
     where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
     # rank 0 may have much to read before it comes

@@ -6,7 +6,8 @@ vocabulary holds the ids 1..9.
 
     CHECKS           need nothing but an engine; fakes pass them too
     MODEL_CHECKS     need a model that decodes: contexts of LONG + 64 tokens, several requests at a time
-    SNAPSHOT_CHECKS  need two snapshots of that model with different weights; leave the engine with the second as its next versions
+    SNAPSHOT_CHECKS  need two snapshots of that model with different weights; leave the engine with the second
+                     as its next versions
 
 They wait for other requests' answers, never for time: see at_work().
 """
@@ -296,7 +297,9 @@ async def check_stop_token_ends_and_stays(open_engine: OpenEngine) -> None:
 
 
 async def check_abort_keeps_what_is_there(open_engine: OpenEngine) -> None:
-    """An aborted request is answered with the tokens that it has, all of one version, and the engine goes on."""
+    """An aborted request is answered with the tokens that it has, all of one version, and the engine goes
+    on.
+    """
     async with open_engine() as engine:
         answer = await disturb(engine, lambda _: engine.abort_all())
         assert answer.finish_reason == "abort"

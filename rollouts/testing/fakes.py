@@ -526,7 +526,9 @@ class FakeBackend:
         return {"submitted": float(len(self._futures)), "steps": float(self._steps), **pieces}
 
     def close(self) -> RolloutsError | None:
-        """The first failure that nobody awaited, but for what an interrupt or an earlier failure left undone."""
+        """The first failure that nobody awaited, but for what an interrupt or an earlier failure left
+        undone.
+        """
         self._closed = True
         unheard = (
             future.failure for future in self._futures if future.failure is not None and not future.awaited

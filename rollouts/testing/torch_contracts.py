@@ -411,7 +411,9 @@ async def check_a_step_needs_a_gradient(open_backend: OpenBackend) -> None:
 
 
 async def check_futures(open_backend: OpenBackend) -> None:
-    """They return at once, finish in submission order, may be awaited again, and outlive a cancelled waiter."""
+    """They return at once, finish in submission order, may be awaited again, and outlive a cancelled
+    waiter.
+    """
     batch = make_batch()
     finished: list[int] = []
 

@@ -31,10 +31,21 @@ KEY_CODES = {
     "ArrowDown": 40,
 }  # Windows virtual key codes
 ARGUMENTS = (
-    "--headless=new", "--remote-debugging-pipe", "--no-first-run", "--no-default-browser-check", "--disable-gpu", "--disable-dev-shm-usage",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-default-apps", "--disable-extensions",
-    "--hide-scrollbars", "--force-color-profile=srgb", "--mute-audio",
-)  # fmt: skip
+    "--headless=new",
+    "--remote-debugging-pipe",
+    "--no-first-run",
+    "--no-default-browser-check",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-default-apps",
+    "--disable-extensions",
+    "--hide-scrollbars",
+    "--force-color-profile=srgb",
+    "--mute-audio",
+)
 
 
 class DevToolsError(Exception):
@@ -192,8 +203,12 @@ async def open_page(
     redirect = ["bash", "-c", f'exec "$@" 3<&{commands} 4>&{answers}', "bash"]
     process = await trio.lowlevel.open_process(
         [*redirect, program, *ARGUMENTS, *sandbox, f"--user-data-dir={profile}"],
-        pass_fds=(commands, answers), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+        pass_fds=(commands, answers),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     os.close(commands)
     os.close(answers)
     try:

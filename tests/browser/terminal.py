@@ -18,7 +18,8 @@ from rich.text import Text
 
 PAGE = """<!doctype html><html data-ready="true"><meta charset="utf-8">
 <style>{stylesheet} body {{ margin: 0; padding: 16px; background: {background}; color: {foreground} }}
-pre {{ margin: 0; font: 14px/18px "DejaVu Sans Mono", monospace }} i {{ display: inline-block; width: 1ch; font-style: normal }}</style>
+pre {{ margin: 0; font: 14px/18px "DejaVu Sans Mono", monospace }}
+i {{ display: inline-block; width: 1ch; font-style: normal }}</style>
 <pre>{code}</pre>"""
 
 
@@ -50,7 +51,9 @@ def read_piece(terminal: int) -> bytes:
 
 
 def write_terminal_page(words: Sequence[str], path: Path, *, columns: int, last: int) -> int:
-    """Writes a page of the command's last lines, under the command itself; how many lines those are together."""
+    """Writes a page of the command's last lines, under the command itself; how many lines those are
+    together.
+    """
     lines = capture_terminal(words, columns=columns).rstrip("\n").split("\n")[-last:]
     console = Console(
         record=True, width=columns, file=io.StringIO(), force_terminal=True, color_system="truecolor"

@@ -81,8 +81,16 @@ def test_it_opens_with_every_section_and_draws(tmp_path: Path) -> None:
             "[...document.querySelectorAll('main h2')].map((node) => node.textContent)"
         )
         assert titles == [
-            "Overview", "Curves", "Time by phase", "Distributions", "Failures", "Samples", "Evaluations", "Weight updates", "Settings",
-        ]  # fmt: skip
+            "Overview",
+            "Curves",
+            "Time by phase",
+            "Distributions",
+            "Failures",
+            "Samples",
+            "Evaluations",
+            "Weight updates",
+            "Settings",
+        ]
         assert await page.evaluate("document.title") == "written"
         await page.wait(f"{PICTURE_BYTES.format('#curves')} > 6000")
         await page.evaluate("document.getElementById('time').scrollIntoView()")
@@ -226,7 +234,8 @@ CONTRAST = """(() => {
   };
   const hasText = (node) => [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
   const skipped = ['SCRIPT', 'STYLE', 'OPTION'];
-  const texts = [...document.querySelectorAll('body *')].filter((node) => node.checkVisibility() && hasText(node) && !skipped.includes(node.tagName));
+  const texts = [...document.querySelectorAll('body *')].filter(
+    (node) => node.checkVisibility() && hasText(node) && !skipped.includes(node.tagName));
   const rated = texts.filter((node) => !node.disabled).map((node) => {
     const [a, b] = [light(channels(getComputedStyle(node).color)), light(backdrop(node))];
     return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), node.outerHTML.slice(0, 120)];

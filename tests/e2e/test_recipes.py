@@ -54,9 +54,22 @@ def test_the_kl_to_the_reference_is_zero_at_first_and_then_is_not(tmp_path: Path
 
 def test_kl_in_the_loss_with_recomputed_old_log_probs(tmp_path: Path):
     rows = run(
-        tmp_path / "run", "--rl.kl_coef", "0.1", "--rl.kl_in", "loss", "--rl.kl_estimator", "k3", "--rl.recompute_old", "true",
-        "--rl.updates_per_batch", "2", "--rl.advantage", "centred", "--rl.normalise_by", "constant",
-    )  # fmt: skip
+        tmp_path / "run",
+        "--rl.kl_coef",
+        "0.1",
+        "--rl.kl_in",
+        "loss",
+        "--rl.kl_estimator",
+        "k3",
+        "--rl.recompute_old",
+        "true",
+        "--rl.updates_per_batch",
+        "2",
+        "--rl.advantage",
+        "centred",
+        "--rl.normalise_by",
+        "constant",
+    )
     assert rows[0]["importance_weight/mean"] == pytest.approx(1.0, abs=1e-4)
     assert rows[0]["mismatch_kl/max"] < 1e-6
     assert "kl/ref" in rows[0]

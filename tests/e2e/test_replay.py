@@ -19,9 +19,21 @@ from rollouts.run_dir import RunDir
 from tests.e2e.conftest import TINY, Train
 
 SETTINGS = (
-    "--rl.steps", "2", "--rl.eval_every", "0", "--rl.optim.lr", "1e-2", "--output.checkpoint_every", "0", "--output.keep_checkpoints", "0",
-    "--rl.rollout.filters", "[]", "--rl.rollout.reward", "tests.e2e.test_rl_changes:score_letters",
-)  # fmt: skip
+    "--rl.steps",
+    "2",
+    "--rl.eval_every",
+    "0",
+    "--rl.optim.lr",
+    "1e-2",
+    "--output.checkpoint_every",
+    "0",
+    "--output.keep_checkpoints",
+    "0",
+    "--rl.rollout.filters",
+    "[]",
+    "--rl.rollout.reward",
+    "tests.e2e.test_rl_changes:score_letters",
+)
 SECOND_PASS = ("--rl.updates_per_batch", "2")
 
 
@@ -197,7 +209,10 @@ CONTROL = ("--rl.kl_control_params.target", "1e-3", "--rl.kl_control_params.tole
 KL = ("--rl.kl_coef", "0.1", *SECOND_PASS)
 CASES: dict[str, tuple[tuple[str, ...], str]] = {  # settings, and lines of [rl]
     "sequences_without_skipping": (("--rl.normalise_by", "sequences", *SECOND_PASS), ""),
-    "sequence_sums_gspo": (("--rl.normalise_by", "sequence_sums", "--rl.loss", "gspo", "--rl.minibatches", "2"), ""),
+    "sequence_sums_gspo": (
+        ("--rl.normalise_by", "sequence_sums", "--rl.loss", "gspo", "--rl.minibatches", "2"),
+        "",
+    ),
     "constant_minibatches": (("--rl.normalise_by", "constant", "--rl.minibatches", "3", *SECOND_PASS), ""),
     "kl_in_loss": ((*KL, "--rl.kl_in", "loss", "--rl.kl_estimator", "k3"), ""),
     "kl_in_reward_controlled": (
@@ -206,19 +221,49 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {  # settings, and lines of [rl]
     ),
     "kl_in_loss_controlled": (
         (
-            *KL, "--rl.kl_in", "loss", "--rl.kl_estimator", "k2", "--rl.steps", "3", "--rl.kl_control", "two_sided",
+            *KL,
+            "--rl.kl_in",
+            "loss",
+            "--rl.kl_estimator",
+            "k2",
+            "--rl.steps",
+            "3",
+            "--rl.kl_control",
+            "two_sided",
             *CONTROL,
         ),
         "",
     ),
     "recomputed_old_capped": (("--rl.recompute_old", "true", "--rl.minibatches", "2", *SECOND_PASS), ""),
-    "correction": (("--rl.loss", "reinforce", "--rl.loss_params.correction", "token_tis(cap=1.02) * veto(floor=1e-4)", *SECOND_PASS), ""),
-    "kl_stop": (("--rl.kl_stop", "1e-4", "--rl.minibatches", "2", "--rl.normalise_by", "constant", "--rl.updates_per_batch", "3"), ""),
+    "correction": (
+        (
+            "--rl.loss",
+            "reinforce",
+            "--rl.loss_params.correction",
+            "token_tis(cap=1.02) * veto(floor=1e-4)",
+            *SECOND_PASS,
+        ),
+        "",
+    ),
+    "kl_stop": (
+        (
+            "--rl.kl_stop",
+            "1e-4",
+            "--rl.minibatches",
+            "2",
+            "--rl.normalise_by",
+            "constant",
+            "--rl.updates_per_batch",
+            "3",
+        ),
+        "",
+    ),
     "changes": (
         ("--rl.steps", "3"),
-        'changes = [{ from_step = 2, loss = "cispo", normalise_by = "sequences" }, { from_step = 3, loss = "reinforce", kl_coef = 0.02 }]',
+        'changes = [{ from_step = 2, loss = "cispo", normalise_by = "sequences" },'
+        ' { from_step = 3, loss = "reinforce", kl_coef = 0.02 }]',
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

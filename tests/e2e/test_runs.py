@@ -75,10 +75,23 @@ def test_a_run_leaves_the_files_that_the_documentation_names(finished_run: Path)
 def test_an_rl_row_answers_the_questions_that_people_ask(finished_run: Path):
     row = read_rows(finished_run / "metrics.jsonl")[-1]
     wanted = {
-        "reward/mean", "reward/std", "groups/zero_std_frac", "loss/total", "clip_ratio/low", "clip_ratio/high", "mismatch_kl/mean", "entropy/mean",
-        "optim/grad_norm", "optim/lr", "response_length/mean", "truncated/frac", "perf/generated_tokens_per_s", "time/generate", "time/train",
+        "reward/mean",
+        "reward/std",
+        "groups/zero_std_frac",
+        "loss/total",
+        "clip_ratio/low",
+        "clip_ratio/high",
+        "mismatch_kl/mean",
+        "entropy/mean",
+        "optim/grad_norm",
+        "optim/lr",
+        "response_length/mean",
+        "truncated/frac",
+        "perf/generated_tokens_per_s",
+        "time/generate",
+        "time/train",
         "off_policy/max",
-    }  # fmt: skip
+    }
     assert wanted <= set(row), wanted - set(row)
 
 

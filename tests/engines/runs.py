@@ -17,9 +17,23 @@ STEPS, SYNC_EVERY = 4, 2
 # The demo's configs, smaller; a random model's answers are scored by their bytes, so that every batch has
 # something to learn from.
 SHORT = (
-    "--model.threads", "1", "--rl.steps", str(STEPS), "--rl.sync_every", str(SYNC_EVERY), "--rl.rollout.num_prompts", "4",
-    "--rl.rollout.samples_per_prompt", "8", "--rl.optim.lr", "1e-3", "--eval.data.size", "16", "--rl.data.size", "64",
-)  # fmt: skip
+    "--model.threads",
+    "1",
+    "--rl.steps",
+    str(STEPS),
+    "--rl.sync_every",
+    str(SYNC_EVERY),
+    "--rl.rollout.num_prompts",
+    "4",
+    "--rl.rollout.samples_per_prompt",
+    "8",
+    "--rl.optim.lr",
+    "1e-3",
+    "--eval.data.size",
+    "16",
+    "--rl.data.size",
+    "64",
+)
 REWARD = """
 def share_of_even_bytes(sample):
     tokens = [int(token) for token, trained in zip(sample.tokens, sample.loss_mask, strict=True) if trained]
@@ -35,9 +49,19 @@ def make_command(folder: Path, config: str, *arguments: str, mode: str = "rl") -
     """
     path = ROOT / "integration_training" / "configs" / config
     return [
-        "nice", "-n", "10", sys.executable, str(ROOT / "integration_training" / "train.py"), "--config", str(path), "--mode", mode, *arguments,
-        "--output.dir", str(folder / "run"),
-    ]  # fmt: skip
+        "nice",
+        "-n",
+        "10",
+        sys.executable,
+        str(ROOT / "integration_training" / "train.py"),
+        "--config",
+        str(path),
+        "--mode",
+        mode,
+        *arguments,
+        "--output.dir",
+        str(folder / "run"),
+    ]
 
 
 def use_byte_reward(folder: Path) -> tuple[str, ...]:
@@ -63,9 +87,14 @@ def train(
     """What a run that ended with `exit_code` wrote to stderr. Nothing that it started runs any more."""
     mark = uuid.uuid4().hex
     result = subprocess.run(
-        make_command(folder, config, *arguments, mode=mode), capture_output=True, text=True, env=make_environment(folder, mark, environment),
-        timeout=timeout_s, stdin=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
+        make_command(folder, config, *arguments, mode=mode),
+        capture_output=True,
+        text=True,
+        env=make_environment(folder, mark, environment),
+        timeout=timeout_s,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
     assert result.returncode == exit_code, result.stderr[-4000:]
     assert find_processes(mark) == []
     return result.stderr

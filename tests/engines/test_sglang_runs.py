@@ -23,8 +23,15 @@ def count_updates(log: Path) -> tuple[int, int]:
 
 def test_run_starts_a_server_updates_it_from_disk_and_leaves_nothing(sglang_python: Path, tmp_path: Path):
     train(
-        tmp_path, "demo_sglang.toml", *SHORT, *use_byte_reward(tmp_path), "--model.name", "tiny:llama", "--engine.python", str(sglang_python)
-    )  # fmt: skip
+        tmp_path,
+        "demo_sglang.toml",
+        *SHORT,
+        *use_byte_reward(tmp_path),
+        "--model.name",
+        "tiny:llama",
+        "--engine.python",
+        str(sglang_python),
+    )
     assert_proven(tmp_path / "run")
     assert count_updates(tmp_path / "run" / "engines" / "sglang-0.log") == (1 + STEPS // SYNC_EVERY, 0)
 
@@ -34,8 +41,19 @@ def test_run_on_a_running_server_updates_it_in_memory(
 ):
     from_disk, in_memory = count_updates(sglang_server.log)
     train(
-        tmp_path, "demo_sglang.toml", *SHORT, *use_byte_reward(tmp_path), "--model.name", str(snapshots[0]), "--engine.urls",
-        json.dumps([sglang_server.url]), "--engine.api_key_env", "SGLANG_KEY", "--engine.transport", "memory", SGLANG_KEY=sglang_server.api_key,
-    )  # fmt: skip
+        tmp_path,
+        "demo_sglang.toml",
+        *SHORT,
+        *use_byte_reward(tmp_path),
+        "--model.name",
+        str(snapshots[0]),
+        "--engine.urls",
+        json.dumps([sglang_server.url]),
+        "--engine.api_key_env",
+        "SGLANG_KEY",
+        "--engine.transport",
+        "memory",
+        SGLANG_KEY=sglang_server.api_key,
+    )
     assert_proven(tmp_path / "run")
     assert count_updates(sglang_server.log) == (from_disk, in_memory + 1 + STEPS // SYNC_EVERY)

@@ -41,10 +41,23 @@ def test_a_language_model_learns_on_a_server_whose_weights_are_proven_every_seco
 ):
     (tmp_path / "digits.py").write_text(REWARD)
     train(
-        tmp_path, "demo_vllm.toml", "--engine.python", str(vllm_python), "--rl.steps", "10", "--rl.rollout.num_prompts", "8",
-        "--rl.rollout.samples_per_prompt", "8", "--rl.rollout.reward", f"{tmp_path}/digits.py:share_of_digits", "--eval.data.size", "16",
-        "--model.threads", "1",
-    )  # fmt: skip
+        tmp_path,
+        "demo_vllm.toml",
+        "--engine.python",
+        str(vllm_python),
+        "--rl.steps",
+        "10",
+        "--rl.rollout.num_prompts",
+        "8",
+        "--rl.rollout.samples_per_prompt",
+        "8",
+        "--rl.rollout.reward",
+        f"{tmp_path}/digits.py:share_of_digits",
+        "--eval.data.size",
+        "16",
+        "--model.threads",
+        "1",
+    )
     run = tmp_path / "run"
     assert_proven(run, steps=range(1, 11))
     rewards = [row["reward/mean"] for row in read_rows(run / "metrics.jsonl")]
@@ -76,9 +89,21 @@ def test_a_server_that_keeps_its_old_weights_and_says_200_stops_the_run_before_a
     lying_url: str, vllm_server: RunningServer, snapshots: tuple[Path, Path], tmp_path: Path
 ):
     errors = train(
-        tmp_path, "demo_vllm.toml", *SHORT, *use_byte_reward(tmp_path), "--model.name", str(snapshots[0]), "--engine.urls", json.dumps([lying_url]),
-        "--engine.api_key_env", "VLLM_KEY", "--engine.down_limit_s", "5", exit_code=1, VLLM_KEY=vllm_server.api_key,
-    )  # fmt: skip
+        tmp_path,
+        "demo_vllm.toml",
+        *SHORT,
+        *use_byte_reward(tmp_path),
+        "--model.name",
+        str(snapshots[0]),
+        "--engine.urls",
+        json.dumps([lying_url]),
+        "--engine.api_key_env",
+        "VLLM_KEY",
+        "--engine.down_limit_s",
+        "5",
+        exit_code=1,
+        VLLM_KEY=vllm_server.api_key,
+    )
     assert "WeightSyncError" in errors
     run = tmp_path / "run"
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [
@@ -96,9 +121,23 @@ def test_a_server_killed_in_the_middle_of_a_batch_costs_nothing_and_serves_again
 ):
     mark = uuid.uuid4().hex
     command = make_command(
-        tmp_path, "demo_vllm.toml", *SHORT, *use_byte_reward(tmp_path), "--model.name", str(snapshots[0]), "--engine.python", str(vllm_python),
-        "--engine.count", "2", "--rl.steps", "400", "--rl.rollout.max_new_tokens", "160", "--output.checkpoint_every", "2",
-    )  # fmt: skip
+        tmp_path,
+        "demo_vllm.toml",
+        *SHORT,
+        *use_byte_reward(tmp_path),
+        "--model.name",
+        str(snapshots[0]),
+        "--engine.python",
+        str(vllm_python),
+        "--engine.count",
+        "2",
+        "--rl.steps",
+        "400",
+        "--rl.rollout.max_new_tokens",
+        "160",
+        "--output.checkpoint_every",
+        "2",
+    )
     metrics, log, errors = (
         tmp_path / "run" / "metrics.jsonl",
         tmp_path / "run" / "engines" / "vllm-0.log",

@@ -1,9 +1,11 @@
 """A whole RL run in virtual time, in which generating, training and updating the engine take given times: how
 much of them goes on at once.
 
-    engine    `slots` requests at a time, a token each every token_s; lengths are lognormal; an update freezes it for pause_s
+    engine    `slots` requests at a time, a token each every token_s; lengths are lognormal; an update freezes
+              it for pause_s
     trainer   train_s for a step; hold_s for the copy of its weights
-    update    hold_s (the trainer waits) ─► export_s (nobody waits) ─► pause_s (the engine is frozen, what is in flight goes on from new weights)
+    update  hold_s (the trainer waits) ─► export_s (nobody waits)
+        ─► pause_s (the engine is frozen, what is in flight goes on from new weights)
 
 The loop, the manager and its rules are the real ones. Limits: a batch cannot be generated in less than its
 tokens · token_s / slots, nor trained in less than train_s + hold_s.
@@ -97,9 +99,15 @@ class SlotEngine:
 
     def __init__(self, setting: OverlapSetting) -> None:
         self.features = EngineFeatures(
-            vocab_size=258, context_length=10**9, in_memory_update=False, update_from_checkpoint=True, shares_weights=False, keep_pause=True,
-            deterministic=False, name="slots",
-        )  # fmt: skip
+            vocab_size=258,
+            context_length=10**9,
+            in_memory_update=False,
+            update_from_checkpoint=True,
+            shares_weights=False,
+            keep_pause=True,
+            deterministic=False,
+            name="slots",
+        )
         self.version = 0
         self.longest_tokens = 0
         self._setting = setting

@@ -141,7 +141,9 @@ class SimulationReport:
 
 
 def run_simulation(schedule: Schedule) -> SimulationReport:
-    """Runs a schedule in virtual time. Raises AssertionError, naming the seed, when an invariant is broken."""
+    """Runs a schedule in virtual time. Raises AssertionError, naming the seed, when an invariant is
+    broken.
+    """
     try:
         return trio.run(Simulation(schedule).run, clock=trio.testing.MockClock(autojump_threshold=0))
     except BaseException as error:

@@ -2,8 +2,10 @@
 FaultyEngine and a fault server.
 
     plan = FaultPlan((
-        Fault("a", Crash(after_tokens=3, restart_after_s=20.0), at_request=5),      # dies in the middle of its sixth request
-        Fault("b", StaleWeights(), at_update=1),                                     # says the new version, serves the old weights
+        Fault("a", Crash(after_tokens=3, restart_after_s=20.0), at_request=5),      # dies in the middle of
+        its sixth request
+        Fault("b", StaleWeights(), at_update=1),                                     # says the new version,
+        serves the old weights
         Fault("b", Hang(for_s=90.0), at_s=300.0),
     ))
 

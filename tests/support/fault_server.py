@@ -2,7 +2,8 @@
 no model.
 
     client ──► 127.0.0.1 ──► Hypercorn (trio) ──► dialect ──► SimulatedProcess
-                 │ closed while the process is down            what FaultyEngine stands on: a fault looks the same from both
+                 │ closed while the process is down  what FaultyEngine stands on: a fault looks the same
+                     from both
                  └ cut and broken here, below ASGI
 
 Dialects are those of vLLM 0.32 and SGLang 0.5.23, as far as rollouts uses them, with their traits: vLLM puts
@@ -432,8 +433,12 @@ async def _generate_vllm(vllm: _VLLM, call: _Call) -> _Reply:
         written = VLLM_NO_LOG_PROB if log_prob is not None and not math.isfinite(log_prob) else log_prob
         entries.append({"token_id": token, "logprob": written, "rank": 1})
     choice: dict[str, Any] = {
-        "index": 0, "finish_reason": answer.finish, "stop_reason": None, "token_ids": answer.token_ids, "logprobs": {"content": entries},
-    }  # fmt: skip
+        "index": 0,
+        "finish_reason": answer.finish,
+        "stop_reason": None,
+        "token_ids": answer.token_ids,
+        "logprobs": {"content": entries},
+    }
     if answer.spans is not None:
         choice["weight_versions"] = answer.spans
     record: dict[str, Any] = {"request_id": server_id, "choices": [choice]}

@@ -1,10 +1,13 @@
 """Starts a command-line program many times, in a process of its own each time, or in several that are ranks,
 with its imports already made.
 
-    parent ── {"argv", "environ", "output", "kill_after_s", …} ──► server: has imported the program, one thread, runs nothing itself
+    parent ─ {"argv", "environ", "output", "kill_after_s", …}
+        ─► server: has imported the program, one thread, runs nothing itself
            ◄── {"pids"} ◄────────────────────────────────────────────┤
-                                                                     └─ fork ──► main(argv), or exec of "command" ──► exit, or SIGKILL in time
-           ◄── {"returncodes", "wall_s", "leftover", …} ◄──────────────┘ descendants that outlive the program become the server's children
+                                                                     └─ fork
+        ─► main(argv), or exec of "command" ─► exit, or SIGKILL in time
+           ◄─ {"returncodes", "wall_s", "leftover", …} ◄─┘ descendants that outlive the program become the
+               server's children
 
 A model program spends most of a short run on imports; a forked one begins at once, so that it can be killed
 at hundreds of instants. To several processes the server is what torchrun is: when one fails, the others get

@@ -47,7 +47,9 @@ BASE_WEIGHTS = "base"
 BASE_VERSION = "default"  # what both servers call weights that nobody has named
 
 ReadWeights = Callable[[Path], str]
-"""What the weights in a snapshot directory are, in one word: equal for equal weights. Raises BadAnswer(400) if there are none."""
+"""What the weights in a snapshot directory are, in one word: equal for equal weights. Raises
+BadAnswer(400) if there are none.
+"""
 WriteTokens = Callable[[GenerateRequest], Sequence[int]]
 """All that a server would sample for a request, its stop token included; max_new_tokens cuts it."""
 
@@ -106,9 +108,18 @@ class SimulatedProcess:
     """One server. Made by open_simulated_process; changes with every call, and with its plan."""
 
     def __init__(
-        self, name: str, plan: FaultPlan, nursery: trio.Nursery, *, speed: ServerSpeed, vocab_size: int, context_length: int,
-        write_tokens: WriteTokens, read_weights: ReadWeights, base_weights: str,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        plan: FaultPlan,
+        nursery: trio.Nursery,
+        *,
+        speed: ServerSpeed,
+        vocab_size: int,
+        context_length: int,
+        write_tokens: WriteTokens,
+        read_weights: ReadWeights,
+        base_weights: str,
+    ) -> None:
         self.name = name
         self.speed = speed
         self.vocab_size = vocab_size

@@ -430,7 +430,9 @@ def test_dynamic_frequencies_are_bound_by_the_context_and_not_by_the_original_on
 
 @pytest.mark.parametrize("window", [8, 40])
 def test_a_model_whose_log_probs_depend_on_the_end_of_rows_beyond_its_window_is_refused_there(window: int):
-    """All of its keys rank alike, so which of them it drops beyond the window depends on how long the row is."""
+    """All of its keys rank alike, so which of them it drops beyond the window depends on how long the row
+    is.
+    """
     torch.manual_seed(0)
     model = transformers.DogeForCausalLM(transformers.DogeConfig(**SIZES, keep_window_size=window)).eval()
     with torch.no_grad():
@@ -480,7 +482,9 @@ def test_a_distance_too_long_to_try_is_said(cache: Path):
 
 
 def test_a_window_that_the_config_does_not_rule_bounds_the_tries(cache: Path):
-    """The layers have their window elsewhere, so making the config's smaller for the probe changes nothing."""
+    """The layers have their window elsewhere, so making the config's smaller for the probe changes
+    nothing.
+    """
     model = new_model("a window in every layer", cache)
     model.config.sliding_window = 50
     forward = model.model.forward

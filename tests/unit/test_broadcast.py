@@ -65,7 +65,9 @@ async def open_backend(buckets: Sequence[dict[str, Tensor]] = (WEIGHTS,)) -> Asy
 
 
 class FakePeer:
-    """Takes what it is sent. `fails`: what happens in the step of that name instead; "hang" waits for ever."""
+    """Takes what it is sent. `fails`: what happens in the step of that name instead; "hang" waits for
+    ever.
+    """
 
     device = CPU
 
@@ -350,8 +352,14 @@ def open_gloo_pair(name: str, *, timeout: timedelta) -> Callable[[], tuple[Any, 
 
     def make_theirs() -> None:
         ends["theirs"], _ = _new_process_group_helper(
-            2, 1, [], Backend("gloo"), PrefixStore(name, other), group_name=name, timeout=timeout  # pyright: ignore[reportArgumentType]
-        )  # fmt: skip
+            2,
+            1,
+            [],
+            Backend("gloo"),
+            PrefixStore(name, other),
+            group_name=name,
+            timeout=timeout,  # pyright: ignore[reportArgumentType]
+        )
         _world.pg_group_ranks[ends["theirs"]] = {0: 0, 1: 1}
 
     def make_ours() -> None:

@@ -1,4 +1,6 @@
-"""Checkpoints are complete or absent, whatever stops the writer, and the newest complete one is always found."""
+"""Checkpoints are complete or absent, whatever stops the writer, and the newest complete one is always
+found.
+"""
 
 from __future__ import annotations
 
@@ -108,8 +110,15 @@ async def test_the_manifest_is_made_after_everything_else_is_written_and_synced(
         record(name)
     await save(stage_dir, 1)
     assert events == [
-        "compute_manifest", "fsync_tree", "read_back", "write_manifest", "fsync_path", "read_back_manifest", "fsync_path", "fsync_path",
-    ]  # fmt: skip
+        "compute_manifest",
+        "fsync_tree",
+        "read_back",
+        "write_manifest",
+        "fsync_path",
+        "read_back_manifest",
+        "fsync_path",
+        "fsync_path",
+    ]
 
 
 async def test_files_are_synced_before_the_manifest_the_manifest_before_the_name_and_the_name_last(
@@ -468,8 +477,8 @@ def test_a_score_that_is_no_number_is_named_and_makes_no_checkpoint_the_best(tmp
     )
     assert said == [
         (
-            f"{tmp_path}/evaluations.jsonl: score of rl step 4 is {value!r}, not a number; that checkpoint is not"
-            " the best"
+            f"{tmp_path}/evaluations.jsonl: score of rl step 4 is {value!r}, not a number; that checkpoint is"
+            " not the best"
         )
     ]
 

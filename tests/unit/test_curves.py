@@ -91,9 +91,7 @@ def test_near_asks_three_quarters_of_the_steps_to_be_near() -> None:
     assert not judge(bar, [0.0] * 8 + [1.0, 2.0, 2.0, 3.0]).met, "mean 2, two of four"
 
 
-def test_a_curve_is_like_others_if_each_quarter_lies_in_their_range_widened_by_two_of_its_standard_errors() -> (
-    None
-):
+def test_a_curve_is_like_others_if_each_quarter_lies_in_their_range_widened_by_two_errors():
     others = [[0.0] * 2 + [1.0] * 2 + [2.0] * 2 + [3.0] * 2, [0.5] * 2 + [1.5] * 2 + [2.5] * 2 + [3.5] * 2]
     bar = Bar("reward/mean", "like", of="base")
     assert judge(bar, [0.2, 0.4, 1.1, 1.3, 2.4, 2.4, 3.0, 3.2], others).met

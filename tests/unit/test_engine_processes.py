@@ -227,10 +227,19 @@ def test_a_vllm_server_gets_what_training_needs(tmp_path: Path):
     words = make_arguments(command, port=8101, key_file=tmp_path / "k.yaml")
     assert words[:3] == ("/v/bin/python", "-m", "vllm.entrypoints.openai.api_server")
     assert dict(split_flags(words[3:])) == {
-        "--model": "/m", "--host": "127.0.0.1", "--port": "8101", "--served-model-name": "policy", "--max-model-len": "512", "--dtype": "bfloat16",
-        "--logprobs-mode": "processed_logprobs", "--enable-scale-out": None, "--disable-uvicorn-access-log": None, "--seed": "3",
-        "--no-enable-chunked-prefill": None, "--enforce-eager": None,
-    }  # fmt: skip
+        "--model": "/m",
+        "--host": "127.0.0.1",
+        "--port": "8101",
+        "--served-model-name": "policy",
+        "--max-model-len": "512",
+        "--dtype": "bfloat16",
+        "--logprobs-mode": "processed_logprobs",
+        "--enable-scale-out": None,
+        "--disable-uvicorn-access-log": None,
+        "--seed": "3",
+        "--no-enable-chunked-prefill": None,
+        "--enforce-eager": None,
+    }
     assert words[-2:] == ("--seed", "3"), "the user's flags come last"
 
 
@@ -241,10 +250,18 @@ def test_an_sglang_server_on_a_cpu_gets_what_training_needs(tmp_path: Path):
     words = make_arguments(command, port=8101, key_file=tmp_path / "k.yaml")
     assert words[:3] == ("/s/bin/python", "-m", "sglang.launch_server")
     assert dict(split_flags(words[3:])) == {
-        "--model-path": "/m", "--host": "127.0.0.1", "--port": "8101", "--served-model-name": "policy", "--context-length": "512",
-        "--device": "cpu", "--attention-backend": "torch_native", "--max-total-tokens": "16384", "--sleep-on-idle": None,
-        "--log-level-http": "warning", "--config": str(tmp_path / "k.yaml"),
-    }  # fmt: skip
+        "--model-path": "/m",
+        "--host": "127.0.0.1",
+        "--port": "8101",
+        "--served-model-name": "policy",
+        "--context-length": "512",
+        "--device": "cpu",
+        "--attention-backend": "torch_native",
+        "--max-total-tokens": "16384",
+        "--sleep-on-idle": None,
+        "--log-level-http": "warning",
+        "--config": str(tmp_path / "k.yaml"),
+    }
 
 
 def test_an_sglang_server_on_a_gpu_gets_no_flag_of_the_cpu(tmp_path: Path):
@@ -323,9 +340,17 @@ def test_a_server_does_not_inherit_what_is_the_trainers():
         EngineCommand("vllm", Path("/v/bin/python"), Path("m"), env={"X": "1"}), inherited, threads=2
     )
     assert env == {
-        "HF_HUB_OFFLINE": "1", "PATH": "/v/bin:/bin", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "", "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1", "OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "X": "1",
-    }  # fmt: skip
+        "HF_HUB_OFFLINE": "1",
+        "PATH": "/v/bin:/bin",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "OMP_NUM_THREADS": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "X": "1",
+    }
 
 
 def test_gpus_are_told_by_number():

@@ -1,4 +1,6 @@
-"""GGUF files become model directories with the same weights; what is no such file, or is not whole, is named."""
+"""GGUF files become model directories with the same weights; what is no such file, or is not whole, is
+named.
+"""
 
 from __future__ import annotations
 

@@ -32,9 +32,16 @@ def test_slurm_trains_on_the_first_nodes_and_serves_on_the_others(tmp_path: Path
         path.chmod(0o755)
     calls = tmp_path / "calls"
     environment = {
-        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls), "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_ID": "77",
-        "SLURM_GPUS_PER_NODE": "4", "MODEL": "/models/m", "PYTHON": "any-python", "ENGINE_PYTHON": "any-python",
-    }  # fmt: skip
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "CALLS": str(calls),
+        "SLURM_JOB_NODELIST": "n[1-3]",
+        "SLURM_JOB_ID": "77",
+        "SLURM_GPUS_PER_NODE": "4",
+        "MODEL": "/models/m",
+        "PYTHON": "any-python",
+        "ENGINE_PYTHON": "any-python",
+    }
     arguments = ["--config", "c.toml", "--mode", "rl"]
     words = ["bash", str(LAUNCH / "slurm.sbatch"), *arguments]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)

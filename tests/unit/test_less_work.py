@@ -154,9 +154,15 @@ async def compute_our_gradients(
     async with open_device_thread(name="trainer", torch_threads=1) as thread:
         optim = OptimConfig(lr=1e-3)
         backend = PyTorchTrainingBackend(
-            model, create_adamw_optimizer(model, optim), thread, optim=optim, total_steps=1, plan=choose_plan(model, on),
-            share_prefix="sharing" in on, skip_zero_advantage="skipping" in on,
-        )  # fmt: skip
+            model,
+            create_adamw_optimizer(model, optim),
+            thread,
+            optim=optim,
+            total_steps=1,
+            plan=choose_plan(model, on),
+            share_prefix="sharing" in on,
+            skip_zero_advantage="skipping" in on,
+        )
         await backend.forward_backward(batch, spec)
         statistics = backend.statistics()
     wanted = "packed" if "packing" in on else "tries" if "sharing" in on else "single"

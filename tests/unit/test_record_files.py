@@ -1,4 +1,6 @@
-"""The files of the record: parts that grow to a limit, repair of what a kill has torn, a disk that refuses."""
+"""The files of the record: parts that grow to a limit, repair of what a kill has torn, a disk that
+refuses.
+"""
 
 from __future__ import annotations
 

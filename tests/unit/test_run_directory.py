@@ -27,7 +27,8 @@ from rollouts.preflight.run_directory import lock_run_dir
 from rollouts.run_dir import RunDir
 import subprocess
 lock_run_dir(RunDir(Path(sys.argv[1])))
-child = subprocess.Popen([sys.executable, "-c", "import sys; print('here', flush=True); sys.stdin.read()"], close_fds=False)
+code = "import sys; print('here', flush=True); sys.stdin.read()"
+child = subprocess.Popen([sys.executable, "-c", code], close_fds=False)
 sys.stdin.read()
 """
 

@@ -217,7 +217,7 @@ KILLED = """
             Path.rename = lambda self, target: die() if self.is_dir() else os.rename(self, target)
         await snapshots.export_snapshot(Backend(), Path(folder) / where / "v1", shard_bytes=5_000)
 
-    for where in ("nowhere", "shard", "manifest", "rename"):  # a child of its own each, after the imports, which are slow
+    for where in ("nowhere", "shard", "manifest", "rename"):  # a child each
         child = os.fork()
         if not child:
             trio.run(export, where)

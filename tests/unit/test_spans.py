@@ -170,7 +170,9 @@ async def test_requests_and_rewards_of_samples_have_the_engine_the_time_and_the_
 
 
 async def test_an_update_is_a_span_that_holds_its_parts(autojump_clock: trio.abc.Clock):
-    """A pause, a check and a resume of 0.1 s each, a load of 1.1 s or one that fails, and a probe of 0.1 s."""
+    """A pause, a check and a resume of 0.1 s each, a load of 1.1 s or one that fails, and a probe of 0.1
+    s.
+    """
     world = World()
     world.servers[1].faults["load"] = ["fail"]
     shared = EngineUpdate("shared", began=[("set_version", 0.0)])

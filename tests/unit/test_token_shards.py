@@ -92,10 +92,19 @@ def test_what_was_written_is_read_back_column_by_column(tmp_path: Path):
     assert traced is not None
     rows = write(RunDir(tmp_path / "run"), update)
     wanted: dict[str, Any] = {
-        "tokens": batch.tokens, "mask": batch.loss_masks, "version": batch.weight_versions, "mu": batch.rollout_log_probs,
-        "log_prob": traced.log_probs, "slope": traced.slopes, "weight": traced.weights, "advantage": batch.advantages,
-        "old": batch.old_log_probs, "ref": batch.ref_log_probs, "value": batch.old_values, "return": batch.returns,
-    }  # fmt: skip
+        "tokens": batch.tokens,
+        "mask": batch.loss_masks,
+        "version": batch.weight_versions,
+        "mu": batch.rollout_log_probs,
+        "log_prob": traced.log_probs,
+        "slope": traced.slopes,
+        "weight": traced.weights,
+        "advantage": batch.advantages,
+        "old": batch.old_log_probs,
+        "ref": batch.ref_log_probs,
+        "value": batch.old_values,
+        "return": batch.returns,
+    }
     kinds = {"tokens": "<i4", "mask": "|u1", "version": "<i4"}
     assert [row["length"] for row in rows] == list(LENGTHS)
     for index in (2, 0, 1):
@@ -134,8 +143,11 @@ def test_a_column_of_one_value_within_the_mask_and_one_without_takes_no_bytes_an
         tokens=tokens, loss_masks=masks, advantages=advantages, weight_versions=versions, samples=samples
     )
     forward = ForwardBackwardResult(
-        loss=0.0, denominator=1.0, metrics={}, per_token=TokenArrays(log_probs=zeros, slopes=zeros, weights=weights)
-    )  # fmt: skip
+        loss=0.0,
+        denominator=1.0,
+        metrics={},
+        per_token=TokenArrays(log_probs=zeros, slopes=zeros, weights=weights),
+    )
     update = dataclasses.replace(make_update(), batch=batch, forward=forward)
     run_dir = RunDir(tmp_path / "run")
     rows = write(run_dir, update)
