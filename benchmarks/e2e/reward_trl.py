@@ -17,13 +17,13 @@ from typing import Any
 
 STARTED = time.perf_counter()
 
-import torch
-from datasets import Dataset
-from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]  # noqa: E402
 
-from benchmarks.e2e.tasks import SCORES
-from benchmarks.e2e.trl_settings import make_common_settings
+from benchmarks.e2e.tasks import SCORES  # noqa: E402
+from benchmarks.e2e.trl_settings import make_common_settings  # noqa: E402
 
 
 class TimedTrainer(GRPOTrainer):

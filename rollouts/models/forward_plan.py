@@ -39,8 +39,6 @@ from rollouts.models.log_probs import (
     widen,
 )
 from rollouts.models.packed_attention import small_pieces
-from rollouts.models.quiet import quiet_transformers
-from rollouts.models.scalar_head import HEAD, has_scalar_head, make_probing_directions
 from rollouts.models.plan_limits import (
     PROBE_WINDOW,
     apply_length_limit,
@@ -52,6 +50,8 @@ from rollouts.models.plan_limits import (
     refuse_above,
     smaller_window,
 )
+from rollouts.models.quiet import quiet_transformers
+from rollouts.models.scalar_head import HEAD, has_scalar_head, make_probing_directions
 from rollouts.types import BoolArray, IntArray
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ SAID_ALREADY = {
     "eval.data": "sft.data",
     "rl.optim": "sft.optim",
 }  # tables alike, written out once
-RESULT_NOTE = """# Begin here: this trains a random two-layer model in seconds, so that you see everything work; then name a
-# real one in [model]. A line that begins with # is a setting with its default. What a setting means:
-# python -m rollouts explain KEY
+RESULT_NOTE = """# Begin here: this trains a random two-layer model in seconds, so that you see everything
+# work; then name a real one in [model]. A line that begins with # is a setting with its default. What a
+# setting means: python -m rollouts explain KEY
 #
 #     python -m rollouts check {config} --call
 #     python integration_training/train.py --config {config} --mode sft+rl

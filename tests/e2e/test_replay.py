@@ -260,8 +260,10 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {  # settings, and lines of [rl]
     ),
     "changes": (
         ("--rl.steps", "3"),
-        'changes = [{ from_step = 2, loss = "cispo", normalise_by = "sequences" },'
-        ' { from_step = 3, loss = "reinforce", kl_coef = 0.02 }]',
+        (
+            'changes = [{ from_step = 2, loss = "cispo", normalise_by = "sequences" },'
+            ' { from_step = 3, loss = "reinforce", kl_coef = 0.02 }]'
+        ),
     ),
 }
 

@@ -40,7 +40,7 @@ def where(sample):
 
 
 def draw(sample):
-    return np.random.random()
+    return np.random.random()  # noqa: NPY002
 
 
 def seen(sample):

@@ -102,7 +102,7 @@ async def test_cancelling_a_waiter_does_not_cancel_the_job():
 
 
 async def test_a_cancelled_waiter_has_not_heard_of_the_failure():
-    with pytest.raises(ValueError, match="unheard"):
+    with pytest.raises(ValueError, match="unheard"):  # noqa: PT012
         async with open_device_thread(name="device") as device:
             gate = Gate()
             device.submit(gate)
@@ -122,7 +122,7 @@ async def test_leaving_normally_runs_everything_that_was_queued():
 
 
 async def test_several_unheard_failures_are_raised_as_a_group():
-    with pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012
         async with open_device_thread(name="device") as device:
             device.submit(lambda: fail("one"))
             device.submit(lambda: fail("two"))
@@ -138,7 +138,7 @@ async def test_a_step_that_did_not_run_because_of_an_earlier_one_adds_no_failure
 
 
 async def test_an_exception_of_the_body_is_raised_as_it_is_and_hides_unheard_failures():
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(KeyError, match="mine"):  # noqa: PT012
         async with open_device_thread(name="device") as device:
             device.submit(lambda: fail("unheard"))
             raise KeyError("mine")
@@ -148,7 +148,7 @@ async def test_leaving_by_an_exception_waits_for_the_running_job_and_drops_the_r
     gate = Gate()
     ran: list[int] = []
     futures = []
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError):  # noqa: PT012
         async with open_device_thread(name="device") as device:
             futures.append(device.submit(gate))
             futures.append(device.submit(lambda: ran.append(1)))
@@ -185,7 +185,7 @@ async def test_a_long_job_learns_between_two_pieces_of_work_that_it_should_stop(
         gate()
         device.check_open()
 
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError):  # noqa: PT012
         async with open_device_thread(name="device") as device:
             future = device.submit(long_job)
             await gate.wait_started()

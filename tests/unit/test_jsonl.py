@@ -88,8 +88,8 @@ def test_a_torn_last_line_is_left_out_and_reported(tmp_path: Path):
     assert [row["a"] for row in read_rows(path, report=said.append)] == [1, 2]
     assert said == [
         (
-            f"{tmp_path}/metrics.1.jsonl: the last line is torn (6 bytes) and left out; its writer was killed,"
-            " or is writing it"
+            f"{tmp_path}/metrics.1.jsonl: the last line is torn (6 bytes) and left out; its writer was"
+            " killed, or is writing it"
         )
     ]
     assert len(read_rows(path)) == 2
