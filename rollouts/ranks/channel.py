@@ -70,18 +70,29 @@ class Channel:
     """
 
     def __init__(self, rank: int, connect: Callable[[], TCPStore], processes: list[str]) -> None:
-        self.phase = "start-up"  # what this rank does now, for the others to say if it is lost
+        self._phase = "start-up"
         self.rank = rank
         self.processes = processes
         self._store = connect()  # for operations that return at once
         self._commands = connect() if rank else self._store  # receive() blocks it
         self._others = [other for other in range(len(processes)) if other != rank]
         self._closing = threading.Event()
+        self._wake = threading.Event()  # the next heartbeat is due at once
         self._beats: list[list[Any]] = [[0, "start-up"] for _ in processes]  # [count, phase] as last read
         self._exchanges = 0
         self._broken = False  # the store is gone
         self._failed = False  # this rank has, and ends by itself
         self._report: list[Any] | None = None  # what `lost` says
+
+    @property
+    def phase(self) -> str:
+        """What this rank does now, for the others to say if it is lost."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._phase = phase
+        self._wake.set()
 
     # --- commands
 
@@ -103,7 +114,7 @@ class Channel:
             raise RankLost(0, self._beats[0][1], ENDED) from error
         command = json.loads(text)
         if command["name"] == "close":
-            self._closing.set()
+            self.stop_watching()
             return None
         return command
 
@@ -147,12 +158,16 @@ class Channel:
                         self.report(lost)
                     on_lost(lost, self.processes[lost.rank] if self._report and self._report[-1] else "")
                     break
-            self._closing.set()
+            self.stop_watching()
 
     def _exchange(self) -> None:
         keys = [f"beats/{rank}" for rank in range(len(self._beats))]
         count = 0
-        while not self._closing.wait(BEAT_S / 2):
+        while True:
+            self._wake.wait(BEAT_S / 2)
+            self._wake.clear()
+            if self._closing.is_set():
+                return
             count += 1
             try:
                 self._store.set(keys[self.rank], json.dumps([count, self.phase]))
@@ -204,7 +219,7 @@ class Channel:
     async def close(self) -> None:
         """On rank 0: ends the other ranks' receive(), and waits until they have left. Elsewhere: leaves."""
         if self.rank == 0:
-            self._closing.set()
+            self.stop_watching()
             self.send({"name": "close"})
             await self._wait_left(CLOSE_S)
         else:
@@ -214,10 +229,11 @@ class Channel:
     def stop_watching(self) -> None:
         """watch() returns soon."""
         self._closing.set()
+        self._wake.set()
 
     def leave(self) -> None:
         """Tells rank 0, which hosts the store, that this rank needs it no more."""
-        self._closing.set()
+        self.stop_watching()
         with contextlib.suppress(DistError):
             self._store.add("left", 1)
 
