@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rollouts.backends.captures import HeldPart, hold_together
+from rollouts.backends.captures import hold_together
 from rollouts.backends.state import read_state
 from rollouts.checkpoints.load import check_checkpoint, find_newest_checkpoint, load_trainer_state
 from rollouts.checkpoints.save import save_checkpoint
@@ -46,16 +46,24 @@ def make_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=259, **sizes, tie_word_embeddings=True))
 
 
+class Trained:
+    """A model that has trained a step. Each checkpoint is of a copy of its own."""
+
+    def __init__(self) -> None:
+        self.model = make_model()
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.model(torch.tensor([[1, 2, 3]]), use_cache=False).logits.sum().backward()
+        self.optimizer.step()
+
+    def write(self, path: Path) -> int:
+        held = hold_together(self.model, self.optimizer, ALONE, {"steps": 1.0}, make_byte_tokenizer())
+        assert held is not None
+        return held.write(path)
+
+
 @pytest.fixture(scope="module")
-def held() -> HeldPart:
-    """The state of a model that has trained a step."""
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.tensor([[1, 2, 3]]), use_cache=False).logits.sum().backward()
-    optimizer.step()
-    held = hold_together(model, optimizer, ALONE, {"steps": 1.0}, make_byte_tokenizer())
-    assert held is not None
-    return held
+def held() -> Trained:
+    return Trained()
 
 
 @pytest.fixture
@@ -63,7 +71,7 @@ def stage_dir(tmp_path: Path) -> Path:
     return RunDir(tmp_path).stage_checkpoints("rl")
 
 
-async def save(stage_dir: Path, step: int, held: HeldPart) -> Path:
+async def save(stage_dir: Path, step: int, held: Trained) -> Path:
     path = stage_dir / f"step_{step}"
 
     async def write(folder: Path) -> None:
@@ -73,14 +81,14 @@ async def save(stage_dir: Path, step: int, held: HeldPart) -> Path:
     return path
 
 
-def assert_loads(checkpoint: Path, held: HeldPart) -> None:
+def assert_loads(checkpoint: Path, held: Trained) -> None:
     """Its bytes are as they were written, and a fresh model and optimizer take them."""
     check_checkpoint(checkpoint, hashes=True)
     model = make_model()
     assert read_state(checkpoint, model, ["steps"], ALONE).position == {"steps": 1.0}
     load_sharded_weights(model, checkpoint)
     weights = dict(model.named_parameters())
-    assert all(torch.equal(weights[name], tensor) for bucket in held.weights for name, tensor in bucket)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in held.model.named_parameters())
 
 
 # --- a disk that refuses ------------------------------------------------------------------------------------
@@ -154,7 +162,7 @@ class RefusingFile(io.FileIO):
 
 
 async def count_calls(
-    stage_dir: Path, step: int, held: HeldPart, monkeypatch: pytest.MonkeyPatch
+    stage_dir: Path, step: int, held: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:
     """What a save asks of its disk that goes through."""
     disk = Disk(0, 0, times=0)
@@ -169,7 +177,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 async def test_a_disk_that_refuses_any_single_call_of_a_save_costs_that_save_only(
-    stage_dir: Path, held: HeldPart, monkeypatch: pytest.MonkeyPatch
+    stage_dir: Path, held: Trained, monkeypatch: pytest.MonkeyPatch
 ):
     older = await save(stage_dir, 1, held)
     asked = await count_calls(stage_dir, 2, held, monkeypatch)
@@ -200,7 +208,7 @@ async def test_a_disk_that_refuses_any_single_call_of_a_save_costs_that_save_onl
 
 
 async def test_a_disk_that_refuses_everything_from_some_call_on_leaves_the_checkpoint_before(
-    stage_dir: Path, held: HeldPart, monkeypatch: pytest.MonkeyPatch
+    stage_dir: Path, held: Trained, monkeypatch: pytest.MonkeyPatch
 ):
     """As a disk that has failed: what cleans up finds it refusing too."""
     older = await save(stage_dir, 1, held)
@@ -237,7 +245,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_a_file_system_that_is_full_after_any_part_of_a_checkpoint_costs_that_checkpoint_only(
-    small_disk: Path, held: HeldPart
+    small_disk: Path, held: Trained
 ):
     """The system itself refuses here, and libraries that are not written in Python meet it too."""
     stage_dir, ballast = RunDir(small_disk).stage_checkpoints("rl"), small_disk / "ballast"
@@ -281,7 +289,7 @@ def damage(content: bytes, draw: random.Random) -> list[bytes]:
 
 
 async def test_a_checkpoint_that_is_damaged_anywhere_is_refused_by_name_and_the_one_before_is_used(
-    stage_dir: Path, held: HeldPart
+    stage_dir: Path, held: Trained
 ):
     older, newer = await save(stage_dir, 1, held), await save(stage_dir, 2, held)
     files = sorted(path for path in newer.rglob("*") if path.is_file())
@@ -315,7 +323,7 @@ async def test_a_checkpoint_that_is_damaged_anywhere_is_refused_by_name_and_the_
     assert load_trainer_state(newer) == {"cursor": 2}
 
 
-async def test_a_file_of_another_checkpoint_in_its_place_is_refused_by_name(stage_dir: Path, held: HeldPart):
+async def test_a_file_of_another_checkpoint_in_its_place_is_refused_by_name(stage_dir: Path, held: Trained):
     older, newer = await save(stage_dir, 1, held), await save(stage_dir, 2, held)
     file = newer / "state" / "trainer.json"
     file.write_bytes((older / "state" / "trainer.json").read_bytes())

@@ -263,9 +263,9 @@ def test_a_clip_that_the_loss_does_not_read_is_refused(loss: str):
     [
         (
             {"loss_params": {"correction": "token_tis"}},
-            "there are no old log-probs: the ratio is against the engine already",
+            "needs old log-probs: the ratio is against the engine already",
         ),
-        ({"loss_params": {"kl_coef": 0.1}}, r"kl_coef=0\.1 needs ref_log_probs and the batch has none"),
+        ({"loss_params": {"kl_coef": 0.1}}, r"needs ref_log_probs and the batch has none"),
         (
             {"loss_params": {"kl_coef": 0.1, "kl_estimator": "k9"}, "kl_coef": 0.1},
             "kl_estimator='k9' is not known",
@@ -273,10 +273,10 @@ def test_a_clip_that_the_loss_does_not_read_is_refused(loss: str):
         ({"loss_params": {"clip_low": -1.0}}, r"clip_low=-1\.0 must be above 0"),
         ({"loss_params": {"entropy_fraction": 7}}, "entropy_fraction=7 must be above 0 and at most 1"),
         ({"loss_params": {"dual_clip": 0.5}}, r"dual_clip=0\.5 must be above 1"),
-        ({"loss_params": {"kl_importance": "false"}}, "kl_importance='false' must be true or false"),
+        ({"loss_params": {"kl_importance": "false"}}, "kl_importance='false' must be a boolean"),
         (
             {"loss": "gspo", "loss_params": {"clip_low": "wide"}},
-            "loss 'gspo' fails with clip_low='wide': TypeError",
+            "loss 'gspo' fails with .*'clip_low': 'wide'.*: TypeError",
         ),
     ],
 )

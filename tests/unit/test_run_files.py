@@ -126,6 +126,6 @@ async def test_the_engine_is_only_as_old_as_it_was_saved_where_steps_follow(
         return False
 
     monkeypatch.setattr("rollouts.weight_sync.engine_weights.sync_as_saved", sync_as_saved)
-    opened: Any = SimpleNamespace(backend=None, engine=None, sync_weights=sync_weights)
+    opened: Any = SimpleNamespace(backend=None, engine=object(), sync_weights=sync_weights)
     await sync_at_start(opened, tmp_path / newest if newest else None, trains=trains)
     assert synced == [served]
