@@ -107,7 +107,7 @@ async def drive(connected: Any, model: Path, folder: Path) -> None:
     import numpy as np
 
     from rollouts.backends.fsdp import open_fsdp_backend
-    from rollouts.config.schema import OptimConfig
+    from rollouts.config.tables import OptimConfig
     from rollouts.types import LossSpec, RolloutBatch
 
     ranks = connected.ranks

@@ -42,7 +42,7 @@ import trio
 import trio.testing
 
 from benchmarks.stub_engine import IdleEngine
-from rollouts.config.schema import RolloutConfig
+from rollouts.config.tables import RolloutConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.engines.fleet import Member, open_fleet
 from rollouts.errors import EngineUnreachable

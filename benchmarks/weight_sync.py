@@ -49,7 +49,7 @@ import trio
 from benchmarks.harness import finish
 from rollouts.backends.open import open_pytorch_backend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
-from rollouts.config.schema import OptimConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.engines.fleet import Fleet, Member, open_fleet
 from rollouts.engines.local import open_local_engine

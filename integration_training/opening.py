@@ -20,7 +20,8 @@ import trio
 
 from rollouts.config.load import training_digest
 from rollouts.config.modes import stage_config
-from rollouts.config.schema import OptimConfig, RunConfig
+from rollouts.config.schema import RunConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.data.chat import TemplateOptions
 from rollouts.data.sft import SFTMixture
 from rollouts.errors import ConfigError

@@ -23,7 +23,7 @@ from benchmarks.e2e.step_batch import (
     StepBatch,
     to_rollout_batch,
 )
-from rollouts.config.schema import OptimConfig
+from rollouts.config.tables import OptimConfig
 
 
 async def serve(arguments: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rollouts.advantages import broadcast_advantages, compute_group_advantages
-from rollouts.config.schema import OptimConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.filters import check_reward_nonzero_std
 from rollouts.generation.rollouts import (

@@ -33,7 +33,8 @@ from rollouts.backends.shares import find_attention_cost
 from rollouts.backends.steps import PackingOptions
 from rollouts.backends.trainer import Trainer
 from rollouts.config.load import check_same_config, dump_config
-from rollouts.config.schema import OptimConfig, RunConfig
+from rollouts.config.schema import RunConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.data.packing import MICRO_BATCH_COST
 from rollouts.device_thread import DeviceFuture, DeviceThread, open_device_thread
 from rollouts.errors import ConfigError, ModelError, RunDirError

@@ -12,7 +12,7 @@ import torch
 
 from rollouts.backends.compiled import compile_and_prove
 from rollouts.backends.pytorch import PyTorchTrainingBackend
-from rollouts.config.schema import OptimConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.errors import ConfigError
 from rollouts.models.devices import use_device

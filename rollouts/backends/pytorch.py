@@ -32,7 +32,7 @@ from rollouts.backends.steps import (
     with_skipped,
 )
 from rollouts.backends.trainer import Trainer
-from rollouts.config.schema import OptimConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.crash_points import reach
 from rollouts.data.packing import MICRO_BATCH_COST, MicroBatch, spread_to_rows
 from rollouts.device_thread import DeviceFuture, DeviceThread

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rollouts.backends.shares import Portion, TokenTrace
-from rollouts.config.schema import OptimConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.crash_points import reach
 from rollouts.data.packing import ATTENTION_COST, MicroBatch, make_micro_batches
 from rollouts.device_thread import DeviceFuture, DeviceThread

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from rollouts.config.fields import Section
 from rollouts.config.keys import ConfigKey, config_keys, describe_unknown_key, without_numbers
-from rollouts.config.schema import Section
 from rollouts.errors import ConfigError
 
 MARKDOWN_HEAD = """# Settings

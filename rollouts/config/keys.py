@@ -16,7 +16,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from rollouts.config.aliases import REMOVED, find_alias
-from rollouts.config.schema import RunConfig, Section
+from rollouts.config.fields import Section
+from rollouts.config.schema import RunConfig
 from rollouts.config.spelling import nearest_names
 
 BOUNDS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), Lt: ("lt", "below")}

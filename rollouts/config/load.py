@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 
 from rollouts.config.aliases import find_alias
 from rollouts.config.explain import SetValue
+from rollouts.config.fields import NONE, Section
 from rollouts.config.keys import (
     ConfigKey,
     config_keys,
@@ -29,7 +30,7 @@ from rollouts.config.keys import (
     format_value,
     members_of,
 )
-from rollouts.config.schema import NONE, RunConfig, Section
+from rollouts.config.schema import RunConfig
 from rollouts.config.spelling import nearest
 from rollouts.errors import ConfigError, RunDirError
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
-from rollouts.config.schema import DataSourceConfig, SourceKind
+from rollouts.config.tables import DataSourceConfig, SourceKind
 from rollouts.data.files import FoundRow, read_hf, read_jsonl, read_parquet
 from rollouts.data.held_out import exclude_from_mixture, exclude_prompts, prompt_key, unique_prompts
 from rollouts.data.made_rows import make_python_rows, make_reasoning_gym_rows

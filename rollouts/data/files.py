@@ -13,8 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
-from rollouts.config.schema import DataSourceConfig
 from rollouts.config.spelling import nearest
+from rollouts.config.tables import DataSourceConfig
 from rollouts.data.rows import MAX_ROW_BYTES, RowProblem, describe_missing
 from rollouts.errors import DataError
 

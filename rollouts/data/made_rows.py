@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.config.plugins import load_function
-from rollouts.config.schema import DataSourceConfig
 from rollouts.config.spelling import nearest
+from rollouts.config.tables import DataSourceConfig
 from rollouts.data.files import FoundRow
 from rollouts.data.rows import Row
 from rollouts.errors import DataError

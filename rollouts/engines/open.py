@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from rollouts.config.schema import EngineConfig
+from rollouts.config.tables import EngineConfig
 from rollouts.engines.fleet import Fleet, open_fleet
 from rollouts.engines.fleet_members import FleetSettings, Member
 from rollouts.engines.processes import EngineCommand, open_engine_processes

@@ -37,7 +37,7 @@ from typing import Protocol
 
 import trio
 
-from rollouts.config.schema import RolloutConfig
+from rollouts.config.tables import RolloutConfig
 from rollouts.crash_points import reach
 from rollouts.data.data_buffer import PromptRow
 from rollouts.errors import ConfigError, InfrastructureError, RolloutsError

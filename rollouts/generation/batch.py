@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rollouts.config.schema import RolloutConfig
+from rollouts.config.tables import RolloutConfig
 from rollouts.errors import NotEnoughSamples
 from rollouts.generation.draw import Draw
 from rollouts.generation.group import INFRASTRUCTURE, ClosedGroup, failure_class_of

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from rollouts.config.schema import OptimConfig
+from rollouts.config.tables import OptimConfig
 
 
 def create_adamw_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch.optim.AdamW:

@@ -14,14 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollouts.config.plugins import Role, load_function
-from rollouts.config.schema import (
-    DataSourceConfig,
-    PreferenceTrainingConfig,
-    RLTrainingConfig,
-    RolloutConfig,
-    RunConfig,
-    SFTTrainingConfig,
-)
+from rollouts.config.schema import PreferenceTrainingConfig, RLTrainingConfig, RunConfig, SFTTrainingConfig
+from rollouts.config.tables import DataSourceConfig, RolloutConfig
 from rollouts.data.chat import (
     ChatTokenizer,
     TemplateOptions,

@@ -17,7 +17,8 @@ from typing import Any
 
 from rollouts.advantages import ADVANTAGES, AdvantageFn, check_advantage_params
 from rollouts.config.plugins import Role, load_function
-from rollouts.config.schema import RLTrainingConfig, RolloutConfig, RunConfig
+from rollouts.config.schema import RLTrainingConfig, RunConfig
+from rollouts.config.tables import RolloutConfig
 from rollouts.errors import ConfigError, PlugInError, UserFunctionError
 from rollouts.filters import FILTERS
 from rollouts.loops.algorithm import check_algorithms

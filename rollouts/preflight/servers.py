@@ -6,7 +6,7 @@ import ipaddress
 
 import httpx
 
-from rollouts.config.schema import EngineConfig
+from rollouts.config.tables import EngineConfig
 from rollouts.engines.open import read_api_key
 from rollouts.errors import ConfigError
 from rollouts.preflight.findings import Finding

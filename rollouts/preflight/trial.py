@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rollouts.config.schema import RolloutConfig, RunConfig
+from rollouts.config.schema import RunConfig
+from rollouts.config.tables import RolloutConfig
 from rollouts.data.curriculum import call_curriculum, start_statistics
 from rollouts.data.datasets import Row
 from rollouts.errors import RolloutsError

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 import trio
 
-from rollouts.config.schema import EngineConfig
+from rollouts.config.tables import EngineConfig
 from rollouts.engines.fleet import Fleet
 from rollouts.engines.open import open_server_fleet
 from rollouts.engines.processes import split_flags

@@ -28,7 +28,7 @@ from rollouts.backends import captures
 from rollouts.checkpoints import load as checkpoints
 from rollouts.checkpoints.save import save_checkpoint
 from rollouts.checkpoints.writer import open_checkpoint_writer
-from rollouts.config.schema import OptimConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.errors import RunDirError, StorageError
 from rollouts.losses import LossInputs, LossOutput
 from rollouts.losses.reductions import reduce_loss

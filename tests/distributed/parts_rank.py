@@ -19,7 +19,7 @@ from rollouts.backends import weights as sharded_weights
 from rollouts.backends.captures import describe_room
 from rollouts.backends.fsdp import ShardedOptions, open_trainer
 from rollouts.backends.trainer import Trainer
-from rollouts.config.schema import OptimConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.models.parts import deal_weights, name_parts
 from rollouts.models.sharded import get_local
 from rollouts.ranks.group import Ranks, all_gather_floats, close_group

@@ -13,12 +13,8 @@ import trio
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollouts.config.schema import (
-    DataSourceConfig,
-    OptimConfig,
-    PreferenceTrainingConfig,
-    RewardModelTrainingConfig,
-)
+from rollouts.config.schema import PreferenceTrainingConfig, RewardModelTrainingConfig
+from rollouts.config.tables import DataSourceConfig, OptimConfig
 from rollouts.data.preference import make_preference_mixture
 from rollouts.loops.linearised import on_thread
 from rollouts.loops.preference import run_preference_training

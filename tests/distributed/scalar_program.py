@@ -24,7 +24,7 @@ import trio
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollouts.config.schema import OptimConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.data.scores import make_score_batch, read_scores
 from rollouts.models.tokenizers import make_byte_tokenizer
 from rollouts.testing import torch_contracts as contract

@@ -12,7 +12,7 @@ import torch
 
 from rollouts.backends.fsdp import FSDPTrainingBackend, open_fsdp_backend
 from rollouts.backends.open import open_pytorch_backend
-from rollouts.config.schema import OptimConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.models.load import resolve_model
 from rollouts.models.sharded import get_local
 from rollouts.ranks.channel import NoOtherRanks

@@ -17,7 +17,7 @@ import trio
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollouts.config.schema import OptimConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.models.load import resolve_model
 from rollouts.types import LossSpec, RolloutBatch
 

@@ -16,7 +16,7 @@ import pytest
 
 from rollouts.backends.open import open_pytorch_backend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
-from rollouts.config.schema import OptimConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.engines.server_engine import ServerEngine
 from rollouts.engines.sglang import open_sglang_engine
 from rollouts.errors import EngineError, EngineSetupError, InfrastructureError, RequestRefused

@@ -22,7 +22,7 @@ import numpy as np
 import trio
 import trio.testing
 
-from rollouts.config.schema import RolloutConfig
+from rollouts.config.tables import RolloutConfig
 from rollouts.data.data_buffer import DataBuffer, PromptRow
 from rollouts.errors import (
     EngineError,

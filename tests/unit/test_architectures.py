@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rollouts.backends.open import open_pytorch_backend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
-from rollouts.config.schema import OptimConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.data.packing import make_micro_batches
 from rollouts.device_thread import open_device_thread
 from rollouts.errors import ModelError

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import trio
 
-from rollouts.config.schema import RolloutConfig
+from rollouts.config.tables import RolloutConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.errors import (
     ConfigError,

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from rollouts.backends.compiled import compile_and_prove
 from rollouts.backends.open import open_pytorch_backend
-from rollouts.config.schema import OptimConfig, RunConfig
+from rollouts.config.schema import RunConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import open_device_thread
 from rollouts.engines.local import open_local_engine
 from rollouts.engines.local.weights import copy_model

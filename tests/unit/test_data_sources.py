@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rollouts.config.schema import DataSourceConfig
+from rollouts.config.tables import DataSourceConfig
 from rollouts.data.datasets import load_rows, load_sources, read_source
 from rollouts.errors import DataError
 

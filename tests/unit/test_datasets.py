@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollouts.config.schema import DataSourceConfig
+from rollouts.config.tables import DataSourceConfig
 from rollouts.data.datasets import (
     exclude_prompts,
     load_rows,

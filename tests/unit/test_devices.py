@@ -19,7 +19,8 @@ import trio
 
 from integration_training import opening, train
 from rollouts.backends.open import choose_autocast_dtype
-from rollouts.config.schema import EngineConfig, ModelConfig, RunConfig
+from rollouts.config.schema import RunConfig
+from rollouts.config.tables import EngineConfig, ModelConfig
 from rollouts.errors import ConfigError, ModelError
 from rollouts.models.devices import DeviceMemory, choose_device, describe_device, look_at_device, use_device
 from rollouts.preflight.estimate import Lengths, ModelSize, estimate_memory

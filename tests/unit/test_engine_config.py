@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollouts.config.schema import EngineConfig
+from rollouts.config.tables import EngineConfig
 from rollouts.engines.open import check_engine_config, find_server_python
 from rollouts.errors import ConfigError
 from rollouts.weight_sync.open import choose_tolerance, find_served_dtype, make_metric_name

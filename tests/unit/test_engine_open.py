@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.config.schema import EngineConfig
+from rollouts.config.tables import EngineConfig
 from rollouts.engines.open import open_server_fleet
 from rollouts.errors import EngineSetupError
 from tests.support.fault_server import Dialect, open_fault_server

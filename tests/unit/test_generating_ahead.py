@@ -16,7 +16,7 @@ import pytest
 import trio
 import trio.testing
 
-from rollouts.config.schema import RolloutConfig
+from rollouts.config.tables import RolloutConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.errors import (
     ConfigError,

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 
 from rollouts.backends.pytorch import PyTorchTrainingBackend
-from rollouts.config.schema import OptimConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import open_device_thread
 from rollouts.errors import ModelError
 from rollouts.losses import LossInputs, resolve_loss

@@ -12,12 +12,8 @@ import numpy as np
 import pytest
 import trio
 
-from rollouts.config.schema import (
-    DataSourceConfig,
-    RLTrainingConfig,
-    RolloutConfig,
-    SFTTrainingConfig,
-)
+from rollouts.config.schema import RLTrainingConfig, SFTTrainingConfig
+from rollouts.config.tables import DataSourceConfig, RolloutConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.data.sft import SFTSample
 from rollouts.errors import (

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollouts.config.schema import DataSourceConfig
+from rollouts.config.tables import DataSourceConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.data.datasets import (
     exclude_prompts,

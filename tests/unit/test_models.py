@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollouts.config.schema import OptimConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.errors import ModelError
 from rollouts.models.export import save_hf_model
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model, stop_token_ids

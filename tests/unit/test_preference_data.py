@@ -13,11 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.config.load import load_config
-from rollouts.config.schema import (
-    DataSourceConfig,
-    PreferenceTrainingConfig,
-    RunConfig,
-)
+from rollouts.config.schema import PreferenceTrainingConfig, RunConfig
+from rollouts.config.tables import DataSourceConfig
 from rollouts.data.datasets import load_sources
 from rollouts.data.mixture import Mixture, make_mixture
 from rollouts.data.preference import (

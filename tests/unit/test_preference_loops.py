@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rollouts.backends.pytorch import PyTorchTrainingBackend
-from rollouts.config.schema import DataSourceConfig, OptimConfig, PreferenceTrainingConfig
+from rollouts.config.schema import PreferenceTrainingConfig
+from rollouts.config.tables import DataSourceConfig, OptimConfig
 from rollouts.data.preference import (
     LabelledSample,
     PairSample,

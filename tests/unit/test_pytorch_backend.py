@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollouts.backends.open import choose_autocast_dtype, open_pytorch_backend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
-from rollouts.config.schema import OptimConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import open_device_thread
 from rollouts.errors import BackendClosed, BackendError, CheckpointError, NonFiniteSteps, StepInterrupted
 from rollouts.losses import LossInputs, LossOutput

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rollouts.config.load import check_same_config, check_same_run, dump_config, load_config
-from rollouts.config.schema import DistributedConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
+from rollouts.config.schema import RunConfig
+from rollouts.config.tables import DistributedConfig, EngineConfig, ModelConfig, OptimConfig
 from rollouts.errors import ConfigError
 from rollouts.preflight.ranks import check_ranks, choose_relaunch
 from rollouts.ranks.launch import Launch

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rollouts.backends.open import open_pytorch_backend
-from rollouts.config.schema import OptimConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.errors import BackendError, CheckpointError, ConfigError
 from rollouts.models.forward_plan import plan_forward

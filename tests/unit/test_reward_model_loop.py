@@ -17,7 +17,8 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification
 
 from rollouts.backends.pytorch import PyTorchTrainingBackend
-from rollouts.config.schema import DataSourceConfig, OptimConfig, RewardModelTrainingConfig
+from rollouts.config.schema import RewardModelTrainingConfig
+from rollouts.config.tables import DataSourceConfig, OptimConfig
 from rollouts.data.preference import PairSample, make_preference_mixture, select_preference_samples
 from rollouts.device_thread import open_device_thread
 from rollouts.errors import ModelError

@@ -22,7 +22,7 @@ import pytest
 import trio
 
 from rollouts.advantages import compute_group_advantages
-from rollouts.config.schema import RolloutConfig
+from rollouts.config.tables import RolloutConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.errors import RewardCrashed, RewardTimeout, UserFunctionError
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager

@@ -15,7 +15,7 @@ import pytest
 import trio
 import trio.testing
 
-from rollouts.config.schema import RolloutConfig
+from rollouts.config.tables import RolloutConfig
 from rollouts.errors import (
     DataError,
     EngineClosed,

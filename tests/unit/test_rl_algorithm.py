@@ -11,7 +11,8 @@ import pytest
 
 from rollouts.cli import check_loss
 from rollouts.config.load import check_same_run, dump_config, load_config, training_digest
-from rollouts.config.schema import AlgorithmChange, DataSourceConfig, RLTrainingConfig, RolloutConfig
+from rollouts.config.schema import AlgorithmChange, RLTrainingConfig
+from rollouts.config.tables import DataSourceConfig, RolloutConfig
 from rollouts.errors import CheckpointError, ConfigError, PlugInError, RunDirError
 from rollouts.loops.algorithm import (
     LoopState,

@@ -12,7 +12,8 @@ import trio
 
 from rollouts.advantages import ADVANTAGES, AdvantageInputs
 from rollouts.cli import check_loss
-from rollouts.config.schema import CriticConfig, RLTrainingConfig, RolloutConfig
+from rollouts.config.schema import CriticConfig, RLTrainingConfig
+from rollouts.config.tables import RolloutConfig
 from rollouts.errors import ConfigError, StalenessError, UserFunctionError
 from rollouts.loops import rl
 from rollouts.loops.algorithm import choose_algorithm, find_advantages, make_kl_stop, start_loop_state

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from rollouts.backends.open import open_pytorch_backend
-from rollouts.config.schema import DataSourceConfig, OptimConfig, RLTrainingConfig, RolloutConfig
+from rollouts.config.schema import RLTrainingConfig
+from rollouts.config.tables import DataSourceConfig, OptimConfig, RolloutConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.engines.local import open_local_engine
 from rollouts.errors import ConfigError

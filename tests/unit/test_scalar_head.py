@@ -23,7 +23,7 @@ from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMH
 from rollouts.backends.compiled import compile_and_prove
 from rollouts.backends.open import open_pytorch_backend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
-from rollouts.config.schema import OptimConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.data.scores import make_score_batch, read_scores, spread_scores
 from rollouts.device_thread import open_device_thread
 from rollouts.errors import BackendError, CheckpointError, ConfigError, DataError, ModelError

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import trio
 
-from rollouts.config.schema import RolloutConfig
+from rollouts.config.tables import RolloutConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.engines.fleet import Member, open_fleet
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager

@@ -10,7 +10,8 @@ import pytest
 
 from rollouts.cli.settings import check_output
 from rollouts.config.load import load_config
-from rollouts.config.schema import TRACKERS, RunConfig
+from rollouts.config.schema import RunConfig
+from rollouts.config.tables import TRACKERS
 from rollouts.errors import ConfigError, RunDirError
 from rollouts.trackers import commands, sinks
 from rollouts.trackers.follower import describe_run

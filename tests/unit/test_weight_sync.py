@@ -14,7 +14,7 @@ import torch
 import trio
 
 from rollouts.backends.open import open_pytorch_backend
-from rollouts.config.schema import OptimConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import open_device_thread
 from rollouts.engines.fleet import Member, open_fleet
 from rollouts.engines.local import open_local_engine
