@@ -54,7 +54,8 @@ from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.engines.fleet import Fleet, Member, open_fleet
 from rollouts.engines.local import open_local_engine
 from rollouts.engines.processes import EngineCommand, EngineProcess, open_engine_processes
-from rollouts.engines.vllm import VLLMEngine, open_vllm_engine
+from rollouts.engines.server_engine import ServerEngine
+from rollouts.engines.vllm import open_vllm_engine
 from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.protocols import InferenceEngine
 from rollouts.types import Completion, GenerateRequest, LossSpec, OptimParams, RolloutBatch, SamplingParams
@@ -396,7 +397,7 @@ async def run_server(model: Path, folder: Path) -> AsyncIterator[EngineProcess]:
         yield process
 
 
-def open_engine(process: EngineProcess, vocab_size: int) -> AbstractAsyncContextManager[VLLMEngine]:
+def open_engine(process: EngineProcess, vocab_size: int) -> AbstractAsyncContextManager[ServerEngine]:
     return open_vllm_engine(
         process.url, name=process.name, api_key=process.api_key, vocab_size=vocab_size, context_length=CONTEXT
     )

@@ -179,7 +179,7 @@ async def train_reward_model(run: Run, opened: Stage, newest: Path | None, start
     async def evaluate_step(step: int) -> None:
         await log_pairs(run, stage, step, backend.weight_version, measure)
 
-    if is_due(completed, config.eval_every):
+    if completed < config.steps and is_due(completed, config.eval_every):
         await evaluate_step(completed)
     history = await run_reward_model_training(
         backend,

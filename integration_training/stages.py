@@ -116,6 +116,8 @@ async def run_stage(
             return completed
         if stage == "preference":
             await evaluate_pairs_once(run, opened, start)
+        if stage == "reward_model":  # only its evaluation is left
+            await train(run, opened, newest, start)
         if last:
             await evaluate_once(run, opened, stage, total)
         return completed

@@ -81,7 +81,7 @@ class _InFlight:
 
 
 class EngineServer:
-    """One server as its engine sees it. Used by VLLMEngine and SGLangEngine; lives as long as its HTTP
+    """One server as its engine sees it. Used by ServerEngine; lives as long as its HTTP
     client.
     """
 

@@ -277,7 +277,7 @@ def test_metrics_are_filtered_and_drawn_over_time_and_on_a_log_axis(tmp_path: Pa
         await page.press("ArrowRight")
         await page.press("ArrowRight")
         assert (
-            await page.evaluate("document.getElementById('tip').textContent") == "0.175 min\n0.02"
+            await page.evaluate("document.getElementById('tip').textContent") == "0.2 min\n0.02"
         )  # 10.5 s after the first step of sft began
 
     run_in_browser(check, tmp_path)

@@ -24,11 +24,9 @@ kl_control_params = { target = 0.01, tolerance = 0.001 }
 kl_stop = 10.0
 updates_per_batch = 2
 minibatches = 2
-[rl.changes]
-from_step = 4
-loss = "gspo"
-normalise_by = "sequences"
-advantage = "tests.e2e.test_rl_changes:halve"
+changes = [
+    { from_step = 4, loss = "gspo", normalise_by = "sequences", advantage = "tests.e2e.test_rl_changes:halve" },
+]
 """
 SETTINGS = (
     "--rl.steps", "6", "--rl.eval_every", "0", "--rl.optim.lr", "1e-2", "--output.checkpoint_every", "0",

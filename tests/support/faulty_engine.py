@@ -2,7 +2,7 @@
 code that real engines run.
 
     generate() ──► EngineServer (gate, in flight, silence, abort) ──► _ProcessClient ──► SimulatedProcess
-                   the same as in VLLMEngine and SGLangEngine         raises what the HTTP client raises
+                   the same as in the engine of a server         raises what the HTTP client raises
 
 Answers travel as bytes, spoiled where the plan says so, and become completions, or ReplyErrors, in
 rollouts.engines.wire.

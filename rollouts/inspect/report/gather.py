@@ -101,7 +101,7 @@ def gather_run(root: Path, *, points: int = POINTS, sample_bytes: int) -> RunRep
 
 
 def find_begin(record: Record) -> float:
-    """When the first row was written, less the step that it is of; 0 of an empty run."""
+    """When the first step began, in Unix time; 0 of an empty run."""
     begins = [
         float(
             np.nanmin(
