@@ -189,11 +189,14 @@ class Channel:
         for rank in self._others:
             if (rank == 0 and self._broken) or rank in ended:
                 return RankLost(rank, self._beats[rank][1], ENDED)
-            if has_ended(self.processes[rank]):
+            if has_ended(self.processes[rank]) and not (self.rank == 0 and self._has_left(rank)):
                 ended.add(rank)
             if silent[rank] >= SILENT_BEATS:
                 return RankLost(rank, self._beats[rank][1], SILENT)
         return None
+
+    def _has_left(self, rank: int) -> bool:
+        return self._store.check([f"left/{rank}"])
 
     def report(self, lost: RankLost, *, own: bool = False) -> None:
         """Tells all ranks whom the run has lost, unless one has told them already. own: this rank has failed
@@ -219,11 +222,13 @@ class Channel:
     # --- leaving
 
     async def close(self) -> None:
-        """On rank 0: ends the other ranks' receive(), and waits until they have left. Elsewhere: leaves."""
+        """On rank 0: ends the other ranks' receive(), and waits until they have left; watch() names one that
+        ends without leaving. Elsewhere: leaves.
+        """
         if self.rank == 0:
-            self.stop_watching()
             self.send({"name": "close"})
             await self._wait_left(CLOSE_S)
+            self.stop_watching()
         else:
             assert self._closing.is_set(), f"rank {self.rank} left before rank 0 closed the channel"
             self.leave()
@@ -237,6 +242,7 @@ class Channel:
         """Tells rank 0, which hosts the store, that this rank needs it no more."""
         self.stop_watching()
         with contextlib.suppress(DistError):
+            self._store.set(f"left/{self.rank}", "")
             self._store.add("left", 1)
 
     async def end_others(self) -> None:
