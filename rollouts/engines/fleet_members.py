@@ -342,6 +342,8 @@ class FleetMember:
             error = f"no answer to a health check in {self._settings.check_s:g} s"
         except EngineError as raised:
             error = f"health check: {raised}"
+        if self._examining.cancel_called:  # an update or a death came in the same tick as the answer
+            return
         if version is None and self.condition == "dead":
             self.tries += 1
             self._lie_dead(error)
