@@ -91,7 +91,7 @@ test-engines: install-engines
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m engines --durations=10 tests/engines $(PYTEST_ARGS)
 
 # trackio wants an older pillow and MLflow an older pyarrow than constraints.txt has. Nothing here trains, so torch is not installed.
-TRACKERS := trackio==0.43.0 wandb==0.31.0 mlflow==3.17.2 tensorboard==2.21.0 msgspec pydantic pytest rich tomli-w trio
+TRACKERS := trackio==0.43.0 wandb==0.31.0 mlflow==3.17.2 tensorboard==2.21.0 httpx msgspec pydantic pytest pytest-trio rich tomli-w trio
 test-trackers: install-dev
 	@test -x .venv-trackers/bin/python || $(PYTHON) -m venv .venv-trackers
 	@$(BIN)/uv pip install -q --python .venv-trackers/bin/python $(TRACKERS)

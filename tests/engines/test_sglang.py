@@ -202,7 +202,7 @@ async def test_update_that_broke_off_in_the_middle_does_not_stand_in_the_way_of_
         open_trainer(snapshots[1]) as backend,
         open_sglang_broadcast() as transport,
     ):
-        assert await engine.begin_transfer()  # and nothing more: as if the trainer had died
+        assert await engine.dialect.begin_transfer()  # and nothing more: as if the trainer had died
         version = await send(transport, backend, engine)
         assert (await engine.generate(make_request())).weight_versions.tolist() == [version] * 4
 
