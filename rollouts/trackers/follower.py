@@ -334,7 +334,8 @@ def main(
         over = trio.Event()
 
         async def wait_stdin_ended() -> None:
-            await trio.lowlevel.wait_readable(0)  # nothing is ever written there
+            with contextlib.suppress(PermissionError):  # /dev/null: no trainer holds the other end
+                await trio.lowlevel.wait_readable(0)  # nothing is ever written there
             over.set()
 
         async with hiding_output(), trio.open_nursery() as nursery:
