@@ -25,7 +25,7 @@ kl_stop = 10.0
 updates_per_batch = 2
 minibatches = 2
 changes = [
-    { from_step = 4, loss = "gspo", normalise_by = "sequences", advantage = "tests.e2e.test_rl_changes:halve" },
+{ from_step = 4, loss = "gspo", normalise_by = "sequences", advantage = "tests.e2e.test_rl_changes:halve" },
 ]
 """
 SETTINGS = (
