@@ -84,9 +84,6 @@ class DeviceThread:
         self._dropping = False
         self._running = 0  # number of the job that runs, or ran last
         self._interrupted = 0  # jobs up to this number end at their next boundary
-        self._piece_began: float | None = None  # where the running job has boundaries
-        self._piece_s = 0.0  # the longest piece of the running job
-        self._last_piece_s = 0.0  # that of the last job that had boundaries
         self._submitted = 0
         self._completed = 0
         self._busy_s = 0.0
@@ -129,22 +126,11 @@ class DeviceThread:
         interrupt(), and BackendClosed if the context is being left by an exception.
         """
         self._check_dropping()
-        now = time.perf_counter()
-        if self._piece_began is not None:
-            self._piece_s = max(self._piece_s, now - self._piece_began)
-        self._piece_began = now
         if self.is_interrupted():
             raise StepInterrupted(
                 "the step was interrupted between two micro-batches, as a stop had asked; its gradients are"
                 " discarded"
             )
-
-    @property
-    def longest_piece_s(self) -> float:
-        """Seconds of the longest piece of work of the last job that had boundaries, or of the running one: an
-        interrupt may take so long.
-        """
-        return max(self._last_piece_s, self._piece_s)
 
     def _check_dropping(self) -> None:
         if self._dropping:
@@ -154,14 +140,11 @@ class DeviceThread:
             )
 
     def statistics(self) -> Mapping[str, float]:
-        """Jobs submitted and not finished (`queued`), jobs finished (`completed`), seconds in jobs (`busy_s`)
-        and in a piece.
-        """
+        """Jobs that are not finished (`queued`), jobs finished (`completed`), seconds in jobs (`busy_s`)."""
         return {
             "queued": float(self._submitted - self._completed),
             "completed": float(self._completed),
             "busy_s": self._busy_s,
-            "longest_piece_s": self.longest_piece_s,
         }
 
     def _run_jobs(self) -> None:
@@ -177,14 +160,8 @@ class DeviceThread:
                 value = job()
             except BaseException as raised:  # whatever it is belongs to whoever awaits the future
                 error = raised
-            self._end_pieces()
             self._token.run_sync_soon(self._deliver, future, value, error, time.perf_counter() - started)
             del entry, job, future, value, error  # a job's tensors must not live until the next job comes
-
-    def _end_pieces(self) -> None:
-        if self._piece_began is not None:
-            self._last_piece_s = max(self._piece_s, time.perf_counter() - self._piece_began)
-        self._piece_began, self._piece_s = None, 0.0
 
     def _deliver(
         self, future: DeviceFuture[Any], value: Any, error: BaseException | None, seconds: float

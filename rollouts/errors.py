@@ -37,7 +37,6 @@
     │       └── ReplyError          an answer that is cut, malformed or impossible
     ├── WeightSyncError             an update could not be verified
     │   └── SnapshotError           a weight snapshot that is incomplete or damaged
-    ├── ControlError                a message between ranks that is no command
     ├── RankLost                    a process of the run ended, fell silent or failed (exit 75)
     ├── CrashPointReached           a test made this place in the code raise (ROLLOUTS_RAISE_AT)
     ├── StalenessError              a sample older than max_staleness reached the trainer
@@ -231,10 +230,6 @@ class WeightSyncError(RolloutsError):
 
 class SnapshotError(WeightSyncError):
     """A weight snapshot that is incomplete, damaged or not there."""
-
-
-class ControlError(RolloutsError):
-    """Bytes on the control channel between ranks that are no command, or a command that cannot cross it."""
 
 
 class RankLost(RolloutsError):

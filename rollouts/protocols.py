@@ -91,8 +91,7 @@ class TrainingBackend(Protocol):
         """forward_backward and forward queued so far end at their next micro-batch: they fail with
         StepInterrupted. Returns at once.
 
-        The rest of the queue is a failed step's. statistics()["longest_piece_s"] says how long a micro-batch
-        takes.
+        The rest of the queue is a failed step's.
         """
         ...
 

@@ -139,9 +139,6 @@ class RunDir:
     def engine_logs(self) -> Path:
         return self.root / "engines"
 
-    def weight_snapshot(self, version: int) -> Path:
-        return self.weights / f"v{version}"
-
 
 def check_links(run_dir: RunDir) -> None:
     """Raises RunDirError when one of the run's files or directories is a symbolic link that leads out of the

@@ -32,7 +32,6 @@ from rollouts.protocols import TrainFuture
 from rollouts.run_dir import RunDir
 from rollouts.types import JSONValue, check_json, encode_json
 
-GUESSED_BYTES_PER_S = 100e6  # of a slow disk, hashing included; only until a save was measured
 DISK_MARGIN_BYTES = (
     1 << 20
 )  # of a checkpoint besides tensors, and room for the rows that are written meanwhile
@@ -175,10 +174,6 @@ class CheckpointWriter:
         """For the next row: how many saves failed since this was last asked; nothing if none did."""
         failed, self._failed_since_row = self._failed_since_row, 0
         return {"checkpoint/failed": float(failed)} if failed else {}
-
-    def expected_save_s(self) -> float:
-        """Seconds that a save takes from beginning to end: the last one's, or a guess from its size."""
-        return self._statistics["write_s"] or self._expected_bytes() / GUESSED_BYTES_PER_S
 
     def statistics(self) -> Mapping[str, float]:
         """Saves that are in place and that failed, how many of them beside training, seconds training waited,

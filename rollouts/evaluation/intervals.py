@@ -4,7 +4,6 @@ prompts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,16 +72,6 @@ def compare_policies(
         second_is_better=float((means[2] > 0).mean() + 0.5 * (means[2] == 0).mean()),
         num_prompts=len(one),
     )
-
-
-def average_by_prompt(values: Sequence[float], prompts: Sequence[int]) -> NDArray[np.float64]:
-    """[P] mean of the values of each prompt, in the order of the prompts' numbers. Raises ValueError on
-    lengths that differ.
-    """
-    if len(values) != len(prompts):
-        raise ValueError(f"{len(values)} values for {len(prompts)} prompt numbers; there must be one each")
-    _, index = np.unique(np.asarray(prompts, np.int64), return_inverse=True)
-    return np.bincount(index, weights=np.asarray(values, np.float64)) / np.bincount(index)
 
 
 def _check(values: ArrayLike, confidence: float, num_resamples: int) -> NDArray[np.float64]:

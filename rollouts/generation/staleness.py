@@ -58,11 +58,6 @@ def find_oldest_version(samples: Iterable[Sample]) -> int | None:
     )
 
 
-def find_oldest_version_of_members(members: Iterable[Member]) -> int | None:
-    """The oldest weight version of any token that there is of a group; None while there is none."""
-    return find_oldest_version(sample for member in members for sample in member.samples)
-
-
 def compute_lag(samples: Iterable[Sample], policy_version: int) -> int:
     """policy_version − the oldest weight version of any token that trains, at least 0; 0 if none does."""
     oldest = find_oldest_version(samples)

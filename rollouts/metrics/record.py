@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 
 from rollouts.errors import MetricError
-from rollouts.types import Metrics, metric_values
 
 SCHEMA = 1  # raised when a field changes its meaning; new fields and metrics do not raise it
 SEGMENT = r"[a-z0-9_]+(@[0-9]+)?"
@@ -46,13 +45,6 @@ def check_metric(name: str, value: object) -> float:
             " step"
         )
     return number
-
-
-def flatten_metrics(metrics: Metrics) -> dict[str, float]:
-    """Plain checked numbers of mergeable metrics; a metric without a value (a mean of nothing) is absent.
-    Raises MetricError.
-    """
-    return {name: check_metric(name, value) for name, value in metric_values(metrics).items()}
 
 
 def make_head(stage: str, step: int, policy_version: int, attempt: int, time_unix: float) -> dict[str, Any]:

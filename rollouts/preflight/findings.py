@@ -25,11 +25,6 @@ class Finding:
     message: str  # what is so, with its numbers; may have several lines
 
 
-def has_errors(findings: Iterable[Finding]) -> bool:
-    """Whether the run would stop."""
-    return any(finding.level == "error" for finding in findings)
-
-
 def print_findings(
     findings: Iterable[Finding],
     console: Console,

@@ -522,8 +522,7 @@ class FakeBackend:
         return self._submit(run)
 
     def statistics(self) -> Mapping[str, float]:
-        pieces = {"longest_piece_s": self._micro_batch_s} if self._micro_batch_s else {}
-        return {"submitted": float(len(self._futures)), "steps": float(self._steps), **pieces}
+        return {"submitted": float(len(self._futures)), "steps": float(self._steps)}
 
     def close(self) -> RolloutsError | None:
         """The first failure that nobody awaited, but for what an interrupt or an earlier failure left

@@ -257,19 +257,3 @@ async def test_an_interrupted_job_that_nobody_awaits_is_no_failure():
         device.submit(device.check_open)
         device.interrupt()
         gate.let_go.set()
-
-
-async def test_the_longest_piece_is_that_of_the_last_job_with_boundaries():
-    async with open_device_thread(name="device") as device:
-        assert device.longest_piece_s == 0
-
-        def pieces(pause_s: float) -> None:
-            device.check_open()
-            threading.Event().wait(pause_s)
-            device.check_open()
-
-        await device.submit(lambda: pieces(0.3))
-        assert 0.3 <= device.longest_piece_s < 30
-        await device.submit(lambda: threading.Event().wait(0.5))  # no boundary: not a piece
-        await device.submit(lambda: pieces(0.0))
-        assert device.longest_piece_s < 0.3

@@ -15,12 +15,11 @@ from rollouts.metrics.record import (
     check_metric,
     encode_row,
     encode_rows,
-    flatten_metrics,
     make_head,
     make_row,
 )
 from rollouts.metrics.spans import PhaseTimer
-from rollouts.types import Mean, Total
+from rollouts.types import Mean, Total, metric_values
 
 # --- rows ---------------------------------------------------------------------------------------------------
 
@@ -88,7 +87,7 @@ def test_numpy_scalars_and_bools_become_floats():
 
 
 def test_a_mean_of_nothing_is_absent_not_zero():
-    assert flatten_metrics(
+    assert metric_values(
         {"reward/mean": Mean(0.0, 0.0), "loss/total": Mean(3.0, 2.0), "fail/reward": Total(4.0)}
     ) == {
         "loss/total": 1.5,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollouts.evaluation.diversity import compute_bleu, compute_distinct_n, compute_self_bleu
-from rollouts.evaluation.intervals import average_by_prompt, compare_policies, compute_bootstrap_interval
+from rollouts.evaluation.intervals import compare_policies, compute_bootstrap_interval
 from rollouts.evaluation.pass_at_k import compute_mean_pass_at_k, compute_pass_at_k
 from rollouts.evaluation.policy_metrics import compute_entropy, compute_perplexity, compute_policy_divergence
 from rollouts.types import Mean
@@ -217,10 +217,6 @@ def test_a_policy_compared_with_itself_is_neither_better_nor_worse():
     assert (found.difference.low, found.difference.high, found.second_is_better) == (0.0, 0.0, 0.5)
 
 
-def test_samples_of_one_prompt_become_one_value():
-    assert average_by_prompt([1.0, 0.0, 0.5, 1.0], [7, 7, 3, 7]).tolist() == pytest.approx([0.5, 2 / 3])
-
-
 def test_what_cannot_be_compared_is_named():
     with pytest.raises(ValueError, match="2 values of the first policy, 3 of the second"):
         compare_policies([1.0, 2.0], [1.0, 2.0, 3.0], seed=0)
@@ -230,5 +226,3 @@ def test_what_cannot_be_compared_is_named():
         compute_bootstrap_interval([], seed=0)
     with pytest.raises(ValueError, match=r"confidence=1\.0"):
         compute_bootstrap_interval([1.0], seed=0, confidence=1.0)
-    with pytest.raises(ValueError, match="2 values for 1 prompt"):
-        average_by_prompt([1.0, 2.0], [1])

@@ -24,7 +24,7 @@ from rollouts.preflight.estimate import (
     read_free_memory,
     read_model_size,
 )
-from rollouts.preflight.findings import Finding, has_errors, print_findings
+from rollouts.preflight.findings import Finding, print_findings
 from rollouts.preflight.trial import call_functions
 from tests.unit.chat_tokenizers import byte_tokenizer
 
@@ -91,7 +91,7 @@ def errors(findings: list[Finding]) -> list[str]:
 
 def test_a_good_run_has_findings_and_no_error(house):
     findings = look(house, SFT + RL + 'filters = ["r.py:keep"]\n' + EVAL, ("sft", "rl"))
-    assert not has_errors(findings)
+    assert not errors(findings)
     # a prompt of n letters takes 8 + n tokens and the assistant's header 11
     assert [(finding.level, finding.subject, finding.message) for finding in findings] == [
         ("ok", "eval.data", "1 rows, 1 left out because they are asked twice"),
