@@ -46,9 +46,8 @@ import numpy as np
 
 from benchmarks.harness import compute_ratio, finish, take_turns
 from rollouts.backends.shares import compute_cost, deal_rounds
-from rollouts.data.bins import compute_round_cost
 from rollouts.data.packing import MicroBatch, make_micro_batches, spread_to_rows
-from rollouts.data.packing_plans import estimate_attention_cost, plan_one_row
+from rollouts.data.packing_plans import compute_round_cost, estimate_attention_cost, plan_one_row
 from rollouts.data.tries import sort_rows
 from rollouts.types import BoolArray, IntArray
 

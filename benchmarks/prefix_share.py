@@ -12,10 +12,9 @@ Ideal: the ratio of operations, 6 for each weight and token (those of the head: 
 12·layers·heads·size for each pair of a query and a key. Metrics of each shape: `speedup` (CPU time: threads
 wait for each other where the machine has other work), `speedup_wall`, `ideal`, `fraction_of_ideal` = speedup
 / ideal; `min_fraction_of_ideal` and `min_speedup` over all shapes; `gradient_error`, the largest relative
-difference of a parameter's gradient; `peak_bytes_shared` and `peak_bytes_dense` (last shape): what a pass
-holds at most beside the weights, with packed rows and with tries under a dense mask. `prefix_grouper`: null,
-that package is not measured. Targets: min_fraction_of_ideal >= 0.85, min_speedup >= 1.0, gradient_error <=
-1e-4. --quick: the first shape, one round.
+difference of a parameter's gradient; `peak_bytes_shared` (last shape): what a pass holds at most beside the
+weights. `prefix_grouper`: null, that package is not measured. Targets: min_fraction_of_ideal >= 0.85,
+min_speedup >= 1.0, gradient_error <= 1e-4. --quick: the first shape, one round.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from rollouts.data.packing import MicroBatch, make_micro_batches
 from rollouts.errors import ModelError
 from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model, resolve_model
-from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_log_probs
+from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_outputs
 from rollouts.types import BoolArray, IntArray
 
 SHAPES = ((128, 64, 8), (256, 256, 8), (1024, 256, 8))
@@ -54,9 +53,9 @@ class Group:
     masks: Sequence[BoolArray]
     weights: Tensor  # [n, P + C] of each token's log-prob in the loss
 
-    def pack(self, *, share_prefix: bool, padding_free: bool = True) -> list[MicroBatch]:
+    def pack(self, *, share_prefix: bool) -> list[MicroBatch]:
         """The group in micro-batches."""
-        options: dict[str, Any] = {"share_prefix": share_prefix, "padding_free": padding_free}
+        options: dict[str, Any] = {"share_prefix": share_prefix, "padding_free": True}
         return make_micro_batches(self.tokens, self.masks, micro_batch_tokens=MICRO_BATCH_TOKENS, **options)
 
 
@@ -100,7 +99,7 @@ def load_model() -> Any:
 def run_pass(model: Any, plan: ForwardPlan, group: Group, micro_batches: Sequence[MicroBatch]) -> None:
     """Adds the group's gradient."""
     for part in micro_batches:
-        found = compute_micro_batch_log_probs(model, part, plan=plan, temperature=1.0)
+        found = compute_micro_batch_outputs(model, part, plan=plan, temperature=1.0)
         weights = group.weights[
             torch.from_numpy(part.rows[part.token_rows]), torch.from_numpy(part.token_positions)
         ]
@@ -221,10 +220,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.quick:
         group = make_group(*shapes[-1], model.config.vocab_size)
         metrics["peak_bytes_shared"] = measure_peak(model, plan, group, group.pack(share_prefix=True))
-        dense = dataclasses.replace(plan, packed_up_to=0)
-        metrics["peak_bytes_dense"] = measure_peak(
-            model, dense, group, group.pack(share_prefix=True, padding_free=False)
-        )
     metrics["prefix_grouper"] = (
         None  # not measured: the package changes attention only, and has no pass of its own to time
     )

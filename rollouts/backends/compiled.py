@@ -14,7 +14,7 @@ from rollouts.errors import ModelError
 from rollouts.models.layers import compile_layers
 from rollouts.models.log_probs import (
     ForwardPlan,
-    compute_micro_batch_log_probs,
+    compute_micro_batch_outputs,
     compute_micro_batch_states,
     widen,
 )
@@ -50,9 +50,8 @@ def compile_and_prove(
     layout = plan.choose_layout(max(LENGTHS))
     rows = [rng.integers(0, vocab_size, length) for length in LENGTHS[: 1 if layout == "single" else 2]]
     masks = [np.arange(len(row)) > 0 for row in rows]
-    share_prefix, padding_free = layout in ("packed", "tries"), layout == "packed"
     (micro_batch,) = make_micro_batches(
-        rows, masks, micro_batch_tokens=sum(LENGTHS) + 2, share_prefix=share_prefix, padding_free=padding_free
+        rows, masks, micro_batch_tokens=sum(LENGTHS) + 2, share_prefix=True, padding_free=layout == "packed"
     )
 
     directions: list[
@@ -61,12 +60,12 @@ def compile_and_prove(
 
     def score() -> Tensor:
         if plan.head == "scalar":
-            states = compute_micro_batch_states(model, micro_batch, plan=plan, autocast_dtype=autocast_dtype)[
-                0
-            ].detach()
+            states = compute_micro_batch_states(
+                model, micro_batch, plan=plan, autocast_dtype=autocast_dtype
+            ).detach()
             directions.extend([] if directions else [make_probing_directions(states)])
             return widen(states) @ widen(directions[0]).T
-        found = compute_micro_batch_log_probs(
+        found = compute_micro_batch_outputs(
             model, micro_batch, plan=plan, temperature=1.0, autocast_dtype=autocast_dtype
         )
         return found.log_probs.detach()

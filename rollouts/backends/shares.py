@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 TOKEN_FIELDS = ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs", "returns", "old_values")
 MICRO_BATCH_ARRAYS = (
-    "rows", "input_ids", "position_ids", "subtree_end", "segments", "predictors", "targets", "token_rows",
+    "rows", "input_ids", "position_ids", "subtree_end", "predictors", "targets", "token_rows",
     "token_positions", "token_pairs",
 )  # fmt: skip
 
@@ -101,14 +101,8 @@ def compute_cost(micro_batch: MicroBatch, *, micro_batch_cost: float, attention_
     """Tokens computed, what a micro-batch costs beside them, and the (query, key) pairs of its attention,
     each `attention_cost` tokens.
     """
-    _, first, last, _ = micro_batch.segments.T
-    lines = micro_batch.segments[:, 0]
-    depths, lengths = micro_batch.position_ids[lines, first], last - first
-    return (
-        micro_batch.computed_tokens
-        + micro_batch_cost
-        + attention_cost * float((lengths * (depths + (lengths + 1) / 2)).sum())
-    )
+    pairs = float((micro_batch.position_ids + 1).sum())
+    return micro_batch.computed_tokens + micro_batch_cost + attention_cost * pairs
 
 
 def deal_rounds(costs: Sequence[float], ranks: int) -> list[list[int | None]]:

@@ -160,14 +160,14 @@ def prepare_batch(
     if skip_rows is not None and spec is not None:
         expected_count -= count_unit(batch, spec, skip_rows)
     check_token_ids(batch, vocab_size)
-    layout = plan.choose_layout(max(len(row) for row in batch.tokens), share_prefix=options.share_prefix)
+    layout = plan.choose_layout(max(len(row) for row in batch.tokens))
 
     def pack(ranks: int) -> list[MicroBatch]:
         return make_micro_batches(
             batch.tokens,
             batch.loss_masks,
             micro_batch_tokens=1 if layout == "single" else options.micro_batch_tokens,
-            share_prefix=layout == "tries" or (layout == "packed" and options.share_prefix),
+            share_prefix=options.share_prefix,
             padding_free=layout == "packed",
             ranks=ranks,
             attention_cost=options.attention_cost,

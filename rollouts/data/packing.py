@@ -28,28 +28,25 @@ import numpy as np
 from rollouts.data.packing_plans import (
     ATTENTION_COST,
     MICRO_BATCH_COST,
-    PACKED_LENGTH,
+    MicroBatchPlan,
     plan_one_row,
     plan_padded,
 )
-from rollouts.data.tries import Trie, find_nodes, make_trie, sort_rows
+from rollouts.data.tries import SortedRows, sort_rows
 from rollouts.types import BoolArray, FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """R packed rows of S nodes holding b rows of the batch; N distinct (node, target) pairs; M trained
-    tokens.
+    """R rows of S nodes holding b rows of the batch: one packed row, or rows padded to the longest; N
+    distinct (node, target) pairs; M trained tokens.
     """
 
     rows: IntArray  # [b] numbers of the batch's rows that are in here, each whole
     input_ids: IntArray  # [R, S] padding is 0
     position_ids: IntArray  # [R, S] depth in the trie; padding is 0
-    subtree_end: IntArray  # [R, S] first node after the subtree; padding sees itself only
-    # [K, 4] unbranched pieces of the tries: (r, first s, s after the last, parent segment or -1), by r and s;
-    # no padding
-    segments: IntArray
-    causal: bool  # every packed row is one sequence, so that a plain causal mask says the same
+    subtree_end: IntArray  # [R, S] first node after the subtree
+    causal: bool  # every one of the R rows is one sequence, so that a plain causal mask says the same
     predictors: IntArray  # [N] r * S + s of the node whose hidden state predicts; rising
     targets: IntArray  # [N] the token it should predict
     token_rows: IntArray  # [M] index into `rows`, rising
@@ -71,29 +68,26 @@ def make_micro_batches(
     padding_free: bool = False,
     ranks: int = 1,
     attention_cost: float = ATTENTION_COST,
-    packed_length: int = PACKED_LENGTH,
     micro_batch_cost: int = MICRO_BATCH_COST,
     skip_rows: BoolArray | None = None,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `micro_batch_tokens` computed tokens (a longer single row gets its own),
     holding every row that trains a token.
 
-    `share_prefix`: rows that begin alike share nodes. `padding_free`: a micro-batch is one packed row, filled
-    up to `micro_batch_tokens`; without it packed rows of about `packed_length` nodes (without sharing, of one
-    sequence) are padded to the longest of their micro-batch. `micro_batch_cost`: what a micro-batch costs
-    beside its tokens, in tokens; `attention_cost`: what a (query, key) pair costs, in tokens. With several
-    `ranks` the micro-batches cost least when each rank computes one at a time and waits for the slowest:
-    their costs are even, and each has rows where there are enough and parting them does not cost far more
-    than it saves. Deterministic, O(n log n) in the rows. Raises ValueError if a row trains its first token,
-    which nothing predicts.
+    `padding_free`: a micro-batch is one packed row, in which rows that begin alike share nodes with
+    `share_prefix`; without it one row each, padded to the longest of the micro-batch. `micro_batch_cost`:
+    what a micro-batch costs beside its tokens, in tokens; `attention_cost`: what a (query, key) pair costs,
+    in tokens. With several `ranks` the micro-batches cost least when each rank computes one at a time and
+    waits for the slowest: their costs are even, and each rank has rows where there are enough. Deterministic,
+    O(n log n) in the rows. Raises ValueError if a row trains its first token, which nothing predicts.
     """
     lengths = np.asarray([_needed_length(row, mask) for row, mask in enumerate(loss_masks)], np.int64)
     trained = np.flatnonzero(lengths > 0 if skip_rows is None else (lengths > 0) & ~skip_rows)
     if not len(trained):
         return []
-    rows = sort_rows(tokens, trained, lengths[trained], share=share_prefix)
+    rows = sort_rows(tokens, trained, lengths[trained], share=share_prefix and padding_free)
     if padding_free:
-        plan = plan_one_row(
+        plans = plan_one_row(
             rows,
             micro_batch_tokens,
             ranks=ranks,
@@ -101,19 +95,8 @@ def make_micro_batches(
             attention_cost=attention_cost,
         )
     else:
-        plan = plan_padded(
-            rows,
-            micro_batch_tokens,
-            packed_length=packed_length,
-            ranks=ranks,
-            micro_batch_cost=micro_batch_cost,
-        )
-    return [
-        _make_micro_batch(
-            rows.numbers[part.order], rows.lengths[part.order], part.common, part.starts, tokens, loss_masks
-        )
-        for part in plan
-    ]
+        plans = plan_padded(rows, micro_batch_tokens, ranks=ranks, micro_batch_cost=micro_batch_cost)
+    return [_make_micro_batch(rows, plan, tokens, loss_masks, packed=padding_free) for plan in plans]
 
 
 def _needed_length(row: int, mask: BoolArray) -> int:
@@ -130,90 +113,74 @@ def _needed_length(row: int, mask: BoolArray) -> int:
 
 
 def _make_micro_batch(
-    numbers: IntArray,
-    lengths: IntArray,
-    common: IntArray,
-    line_rows: IntArray,
+    rows: SortedRows,
+    plan: MicroBatchPlan,
     tokens: Sequence[IntArray],
     loss_masks: Sequence[BoolArray],
+    *,
+    packed: bool,
 ) -> MicroBatch:
-    """Of the batch's rows `numbers`, whose first `lengths` tokens are computed, of which a row shares
-    `common` with the one before it; the r-th packed row begins with the `line_rows[r]`-th of them.
-    """
-    trie = make_trie(lengths, common, line_rows)
-    cut = list(zip(numbers.tolist(), common.tolist(), lengths.tolist(), strict=True))
-    input_ids = np.concatenate([tokens[row][first:last] for row, first, last in cut])
-    segments, line_starts = trie.segments, trie.line_starts
-    nodes = np.arange(len(input_ids))
-    position_ids = nodes - np.repeat(trie.starts[:-1] - common, np.diff(trie.starts))
-    subtree_end = np.repeat(trie.subtree_end - line_starts[segments[:, 0]], segments[:, 2] - segments[:, 1])
-    lines, width = len(line_rows), int(np.diff(line_starts).max())
-    shift = np.arange(lines) * width - line_starts[:-1]  # from a node's number to its place
-    if lines * width > len(nodes):
-        places = nodes + np.repeat(shift, np.diff(line_starts))
-        padded = (
-            np.zeros(lines * width, np.int64),
-            np.zeros(lines * width, np.int64),
-            np.tile(np.arange(1, width + 1), lines),
-        )
-        for whole, values in zip(padded, (input_ids, position_ids, subtree_end), strict=True):
-            whole[places] = values
-        input_ids, position_ids, subtree_end = padded
-    segments[:, 1:3] -= line_starts[segments[:, :1]]
-
-    masks = [loss_masks[row][: last + 1] for row, _, last in cut]
-    ends = np.cumsum(lengths + 1)
-    found = np.flatnonzero(np.concatenate(masks))
-    counts = np.diff(np.searchsorted(found, ends), prepend=0)
-    token_rows = np.repeat(np.arange(len(cut)), counts)
-    token_positions = found - np.repeat(ends - lengths - 1, counts)
-    wanted = np.concatenate([tokens[row][: last + 1] for row, _, last in cut])[found]
-    line_of_row = np.searchsorted(line_rows, np.arange(len(cut)), side="right") - 1
-    predictors, targets, token_pairs = _find_pairs(trie, common, token_rows, token_positions - 1, wanted)
+    numbers, lengths = rows.numbers[plan.order], rows.lengths[plan.order]
+    width = int((lengths - plan.common).sum() if packed else lengths.max())
+    starts = np.cumsum(lengths - plan.common) - (lengths - plan.common)
+    if not packed:
+        starts = np.arange(len(lengths)) * width
+    input_ids, position_ids = np.zeros((2, width if packed else len(lengths) * width), np.int64)
+    path = np.zeros(int(lengths.max()), np.int64)  # the node of each depth of the row
+    nodes: list[IntArray] = []
+    trained: list[IntArray] = []
+    cut = zip(numbers.tolist(), starts.tolist(), plan.common.tolist(), lengths.tolist(), strict=True)
+    for row, start, common, length in cut:
+        own = slice(start, start + length - common)
+        input_ids[own], position_ids[own] = tokens[row][common:length], np.arange(common, length)
+        path[common:length] = np.arange(own.start, own.stop)
+        positions = np.flatnonzero(loss_masks[row][: length + 1])
+        trained.append(positions)
+        nodes.append(path[positions - 1])
+    wanted = [tokens[row][at] for row, at in zip(numbers.tolist(), trained, strict=True)]
+    keys = np.concatenate(nodes) << 32 | np.concatenate(wanted)  # a node and a token id fit 32 bits each
+    if np.any(keys[1:] <= keys[:-1]):
+        pairs, token_pairs = np.unique(keys, return_inverse=True)
+    else:
+        pairs, token_pairs = keys, np.arange(len(keys))
+    ends = find_subtree_ends(lengths, plan.common) if packed else np.full(len(input_ids), width)
     return MicroBatch(
         rows=numbers,
-        input_ids=input_ids.reshape(lines, width),
-        position_ids=position_ids.reshape(lines, width),
-        subtree_end=subtree_end.reshape(lines, width),
-        segments=segments,
-        causal=lines == len(cut),
-        predictors=predictors
-        + shift[line_of_row[0] if lines == 1 else np.searchsorted(line_starts, predictors, side="right") - 1],
-        targets=targets,
-        token_rows=token_rows,
-        token_positions=token_positions,
+        input_ids=input_ids.reshape(-1, width),
+        position_ids=position_ids.reshape(-1, width),
+        subtree_end=ends.reshape(-1, width),
+        causal=not packed or len(lengths) == 1,
+        predictors=pairs >> 32,
+        targets=pairs & 0xFFFFFFFF,
+        token_rows=np.repeat(np.arange(len(trained)), [len(one) for one in trained]),
+        token_positions=np.concatenate(trained),
         token_pairs=token_pairs,
     )
 
 
-def _find_pairs(
-    trie: Trie, common: IntArray, rows: IntArray, depths: IntArray, targets: IntArray
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Distinct (node, target) of M tokens, each predicted at a depth of its row, by node; and which of them
-    each token is.
+def find_subtree_ends(lengths: IntArray, common: IntArray) -> IntArray:
+    """[S] first node after each node's subtree, of rows in lexicographic order, each with the tokens that it
+    has in common with the one before.
+
+    The subtree of a row's node at depth d ends with the first later row that has at most d tokens in common
+    with the one before it.
     """
-    own = depths >= common[rows]
-    nodes = trie.starts[rows] + depths - common[rows]
-    if own.all():  # a node of a row's own predicts one token of it, and comes after those before
-        return nodes, targets, np.arange(len(nodes))
-    shared = np.flatnonzero(~own)
-    nodes[shared] = find_nodes(trie, common, rows[shared], depths[shared])
-    keys = (nodes << 32) | targets  # a node and a token id fit 32 bits each
-    single = np.flatnonzero(own)
-    first, others = keys[single], np.unique(keys[shared])
-    at = np.searchsorted(first, others)
-    new = (
-        (at == len(first)) | (first[np.minimum(at, len(first) - 1)] != others)
-        if len(first)
-        else np.ones(len(others), np.bool_)
-    )
-    pairs = np.insert(first, at[new], others[new])
-    token_pairs = np.empty(len(keys), np.int64)
-    token_pairs[single] = (
-        np.arange(len(first)) + np.cumsum(np.bincount(at[new], minlength=len(first) + 1))[: len(first)]
-    )
-    token_pairs[shared] = np.searchsorted(pairs, keys[shared])
-    return pairs >> 32, pairs & 0xFFFFFFFF, token_pairs
+    starts = np.concatenate([[0], np.cumsum(lengths - common)]).tolist()
+    found = np.empty(starts[-1], np.int64)
+    later = [(-1, starts[-1])]  # (common, first node) of later rows that end subtrees, the nearest last
+    for row in reversed(range(len(lengths))):
+        top, shared, start = int(lengths[row]), int(common[row]), starts[row]
+        while top > shared:
+            limit, end = later[-1]
+            bottom = max(limit, shared)
+            found[start + bottom - shared : start + top - shared] = end
+            top = min(top, bottom)
+            if limit > shared:
+                later.pop()
+        while later[-1][0] >= shared:
+            later.pop()
+        later.append((shared, start))
+    return found
 
 
 def spread_to_rows(

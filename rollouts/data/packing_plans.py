@@ -1,53 +1,41 @@
-"""Which rows lie together in which packed row and micro-batch: some plans are made from lengths alone, and
-the cheapest is taken.
+"""Which rows lie together in which micro-batch: some plans are made from lengths alone, and the cheapest is
+taken.
 
-    padded  items ─fill_bins─► packed rows of up to a length ─divide_lengths─► micro-batches padded to
-        their longest
-    one row  items ─fill_bins, or spread_over_bins for several ranks─► micro-batches that are one packed
-        row each
+    one packed row a micro-batch   items ─best fit, or evenly for several ranks─► bins of at most the budget
+    padded rows                    longest first, as many as the budget holds
 
-An item is a subtree of the rows' trie (rollouts.data.tries). Large ones keep most shared, small ones fill
-bins better and even out ranks. Costs are in tokens: what a node costs in the linear layers is 1.
+An item is rows that begin alike (rollouts.data.tries). Large ones keep most shared, small ones fill bins
+better and even out ranks. Costs are in tokens: what a node costs in the linear layers is 1. Everything here
+is deterministic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rollouts.data.bins import Costs, compute_round_cost, divide_lengths, fill_bins, spread_over_bins
-from rollouts.data.tries import Placed, SortedRows, fill_in_order, keep_together, place_rows
+from rollouts.data.tries import Placed, SortedRows, cut_rows, place_rows
 from rollouts.types import IntArray
 
-# up to so many nodes, filling a packed row is always worth it: less padding, and attention is a small part
-PACKED_LENGTH = 512
 # tokens; on a CPU mostly the head's and the embedding's gradients, which are as large as the vocabulary
 MICRO_BATCH_COST = 128
-# one node costs as much in the linear layers as a query does over so many nodes of a dense mask, on small
-# models
-LINEAR_COST = 1000
-ATTENTION_COST = 1 / LINEAR_COST
+ATTENTION_COST = 1 / 1000  # tokens; of a (query, key) pair, on small models
 PARTS = (1, 2, 4, 8)  # items are tried of up to the capacity, half of it and so on
 GOOD = 1.01  # times what cannot be undercut: no other plan is tried
 MORE_ROUNDS = 1  # rounds beyond the fewest that are tried
+Costs = NDArray[np.float64]
 
 
 class MicroBatchPlan(NamedTuple):
-    """b rows of one micro-batch in R packed rows."""
+    """b rows of one micro-batch."""
 
     order: IntArray  # [b] places in SortedRows
-    common: IntArray  # [b] tokens shared with the row before in the same packed row
-    starts: IntArray  # [R] index in `order` of each packed row's first row
-
-
-class _Candidate(NamedTuple):
-    placed: Placed
-    cuts: Sequence[
-        tuple[int, int]
-    ]  # [first, last) packed rows of each micro-batch, in the order of _sort_bins
-    costs: Costs  # [micro-batches]
+    common: IntArray  # [b] tokens shared with the row before; 0 in padded rows
 
 
 def estimate_attention_cost(*, layers: int, attention_width: int, parameters: int) -> float:
@@ -59,6 +47,13 @@ def estimate_attention_cost(*, layers: int, attention_width: int, parameters: in
     return 2 * layers * attention_width / parameters
 
 
+def compute_round_cost(costs: Sequence[float] | Costs, ranks: int) -> float:
+    """What all rounds cost together when `ranks` bins at a time are computed, the dearest first: each round
+    its dearest bin.
+    """
+    return float(np.sort(np.asarray(costs, np.float64))[::-1][::ranks].sum())
+
+
 # --- one packed row a micro-batch ---------------------------------------------------------------------------
 
 
@@ -66,198 +61,147 @@ def plan_one_row(
     rows: SortedRows, budget: int, *, ranks: int, micro_batch_cost: int, attention_cost: float
 ) -> list[MicroBatchPlan]:
     """Micro-batches of one packed row of at most `budget` nodes, or of one longer row; on one rank as few as
-    best fit finds, on several of even cost.
+    best fit finds, on several of even cost, with rows for each rank where there are enough.
     """
     whole = place_rows(rows, np.zeros(len(rows.numbers), np.int64))
     bound = (float(whole.nodes[0]) + attention_cost * float(whole.pairs[0])) / ranks
     bound += micro_batch_cost * -(-int(whole.nodes[0]) // (budget * ranks))
-    enough = min(ranks, len(rows.numbers))
     best, least = None, float("inf")
-    for labels in _find_items(rows, budget):
-        for placed in _fill_one_row(rows, labels, budget, ranks, attention_cost):
-            costs = placed.nodes + attention_cost * placed.pairs
-            cost = compute_round_cost(costs + micro_batch_cost, ranks)
-            if len(costs) >= enough and cost < least:
-                best, least = (
-                    _Candidate(placed, [(index, index + 1) for index in range(len(costs))], costs),
-                    cost,
-                )
-            if least <= GOOD * bound:
-                break
+    for placed in _find_bins(rows, budget, ranks, attention_cost):
+        cost = compute_round_cost(placed.nodes + attention_cost * placed.pairs + micro_batch_cost, ranks)
+        if len(placed.starts) >= min(ranks, len(rows.numbers)) and cost < least:
+            best, least = placed, cost
         if least <= GOOD * bound:
             break
     assert best is not None, "single rows fit somewhere, and leave no rank without"
-    return _make_plans(rows, best)
+    ends = np.append(best.starts[1:], len(best.order))
+    largest_first = np.lexsort((rows.numbers[best.order[best.starts]], -best.nodes))
+    cuts = [slice(best.starts[one], ends[one]) for one in largest_first.tolist()]
+    return [MicroBatchPlan(best.order[cut], best.common[cut]) for cut in cuts]
 
 
-def _find_items(rows: SortedRows, budget: int) -> Iterator[IntArray]:
-    """[n] items of each row, smaller and smaller ones; at last single rows. Without anything shared only
-    these.
-    """
-    shared = _find_shared(rows)
-    largest = 0
-    for parts in PARTS:
-        capacity = shared + (budget - shared) // parts
-        labels = keep_together(
-            rows, lambda depths, capacity=capacity: np.full(len(depths), capacity), fill_bins
-        )
-        count = int(labels.max()) + 1
-        if count > largest and count < len(labels):
-            largest = count
-            yield labels
-        if count == len(labels):
-            break
-    yield np.arange(len(rows.numbers))
-
-
-def _find_shared(rows: SortedRows) -> int:
-    """First tokens that all rows share."""
-    return int(rows.common[1:].min()) if len(rows.common) > 1 else 0
+def _find_bins(rows: SortedRows, budget: int, ranks: int, attention_cost: float) -> Iterator[Placed]:
+    """Ways to fill micro-batches: items of several sizes, single rows, neighbours in order."""
+    shared = int(rows.common[1:].min()) if len(rows.common) > 1 else 0
+    sizes_tried: set[int] = set()
+    for parts in PARTS if rows.least else ():
+        labels = cut_rows(rows, shared + max(budget - shared, 0) // parts, apart=True)
+        if (count := int(labels[-1])) not in sizes_tried:
+            sizes_tried.add(count)
+            yield from _fill_one_row(rows, labels, budget, shared, ranks, attention_cost)
+    yield from _fill_one_row(rows, np.arange(len(rows.numbers)), budget, shared, ranks, attention_cost)
+    if rows.least:
+        yield place_rows(rows, cut_rows(rows, budget, apart=False))
 
 
 def _fill_one_row(
-    rows: SortedRows, labels: IntArray, budget: int, ranks: int, attention_cost: float
+    rows: SortedRows, labels: IntArray, budget: int, shared: int, ranks: int, attention_cost: float
 ) -> Iterator[Placed]:
-    shared = _find_shared(rows)
+    """Items in bins. `shared`: first tokens of all rows, which each bin has once."""
     items = place_rows(rows, labels)
     sizes, capacity = items.nodes - shared, budget - shared
     if capacity <= 0:
         yield items
         return
+    filled = fill_bins(sizes, capacity)
     if ranks == 1:
-        yield place_rows(rows, fill_bins(sizes, capacity)[labels])
+        yield place_rows(rows, filled[labels])
         return
-    costs = (
-        1 + sizes + attention_cost * (items.pairs - shared * (shared + 1) / 2)
-    )  # 1: equal rows, which cost nothing more, go round too
-    tried, rounds = (
-        0,
-        max(-(-(int(fill_bins(sizes, capacity).max()) + 1) // ranks), 1),
-    )  # what best fit needs, evenness may need a little more
-    step = 1
+    # 1: equal rows, which cost nothing more, go round too
+    costs = 1 + sizes + attention_cost * (items.pairs - shared * (shared + 1) / 2)
+    tried, step = 0, 1
+    rounds = max(-(-(int(filled.max()) + 1) // ranks), 1)  # what best fit needs; evenness may need more
     while tried <= MORE_ROUNDS:
-        bins = spread_over_bins(sizes, costs, rounds * ranks, capacity, ranks=ranks)
-        if bins is not None:
+        bins = spread_over_bins(sizes, costs, rounds * ranks, capacity)
+        if bins is None:
+            step *= 2
+        else:
             yield place_rows(rows, bins[labels])
-        tried += bins is not None
+            tried, step = tried + 1, 1
         rounds += step
-        step *= 1 if bins is not None else 2
 
 
-# --- padded packed rows -------------------------------------------------------------------------------------
+def fill_bins(sizes: IntArray, capacity: int) -> IntArray:
+    """[n] the bin of each item, as few bins as best fit finds: the largest item first, each into the fullest
+    bin that has room for it.
 
-
-def plan_padded(
-    rows: SortedRows, budget: int, *, packed_length: int, ranks: int, micro_batch_cost: int
-) -> list[MicroBatchPlan]:
-    """Micro-batches of packed rows of about `packed_length` nodes, at most `budget` tokens with their
-    padding, or one longer row.
-
-    For several ranks the packing whose rounds cost least among some budgets: `budget`, and those that divide
-    the batch evenly among the ranks. Each rank has rows, where there are enough, unless the rounds cost less
-    than half without that: rows that begin alike lose much when they are parted.
+    An item above the capacity gets a bin of its own. Bins are numbered from 0, none is empty. O(n log n).
     """
-
-    def plan(tokens: int) -> _Candidate:
-        return _plan_padded(
-            rows, tokens, packed_length=min(packed_length, tokens), micro_batch_cost=micro_batch_cost
-        )
-
-    best = plan(budget)
-    if ranks == 1:
-        return _make_plans(rows, best)
-    total = int(best.costs.sum()) - micro_batch_cost * len(best.costs)
-    rounds, enough = -(-len(best.costs) // ranks), min(ranks, len(rows.numbers))
-    budgets = sorted(
-        {min(-(-total // (ranks * (rounds + more))), budget) for more in range(MORE_ROUNDS + 1)}, reverse=True
-    )
-    candidates = [best, *(plan(tokens) for tokens in budgets)]
-    smallest = budgets[-1]
-    while len(candidates[-1].costs) < enough and smallest > 1:
-        smallest = max(smallest // 2, 1)
-        candidates.append(plan(smallest))
-    cheapest = min(candidates, key=lambda one: compute_round_cost(one.costs, ranks))
-    shared_out = [one for one in candidates if len(one.costs) >= enough]
-    chosen = min(shared_out or [cheapest], key=lambda one: compute_round_cost(one.costs, ranks))
-    worth_it = compute_round_cost(chosen.costs, ranks) <= 2 * compute_round_cost(cheapest.costs, ranks)
-    return _make_plans(rows, chosen if worth_it else cheapest)
+    bins = np.zeros(len(sizes), np.int64)
+    rooms: list[tuple[int, int]] = []  # (room, bin), rising
+    used = 0
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[item])
+        at = bisect_left(rooms, (size, 0))
+        if at == len(rooms):
+            room, chosen, used = capacity, used, used + 1
+        else:
+            room, chosen = rooms.pop(at)
+        bins[item] = chosen
+        if room > size:
+            insort(rooms, (room - size, chosen))
+    return bins
 
 
-def _plan_padded(rows: SortedRows, budget: int, *, packed_length: int, micro_batch_cost: int) -> _Candidate:
-    best, least = None, float("inf")
-    for labels in _find_packed_rows(rows, budget, packed_length):
-        placed = place_rows(rows, labels)
-        nodes = placed.nodes[_sort_bins(rows, placed)]
-        cuts = divide_lengths(nodes, budget, micro_batch_cost)
-        padded = np.asarray([(last - first) * nodes[first] for first, last in cuts])
-        cost = float(padded.sum()) + micro_batch_cost * len(cuts)
-        if cost < least:
-            best, least = _Candidate(placed, cuts, (padded + micro_batch_cost).astype(np.float64)), cost
-    assert best is not None
-    return best
-
-
-def _find_packed_rows(rows: SortedRows, budget: int, packed_length: int) -> Iterator[IntArray]:
-    """[n] the packed row of each row: neighbours one after the other, and subtrees of several sizes by best
-    fit. Without sharing, its own.
+def spread_over_bins(sizes: IntArray, costs: Costs, count: int, capacity: int) -> IntArray | None:
+    """[n] the bin of each item, in `count` bins of even cost: the largest item first, each into the cheapest
+    bin that has room for it. None if an item finds no room. An item above the capacity fills a bin.
+    O((n + count) log count).
     """
-    if not rows.least:
-        yield np.arange(len(rows.numbers))
-        return
+    sizes = np.minimum(sizes, capacity)
+    room = [capacity] * count
+    cheapest = [(0.0, number) for number in range(count)]
+    parked: list[tuple[int, float, int]] = []  # (-room, cost, bin): no room for the last item
+    bins = np.zeros(len(sizes), np.int64)
+    for item in np.lexsort((-costs, -sizes)).tolist():
+        size = int(sizes[item])
+        while parked and -parked[0][0] >= size:
+            heapq.heappush(cheapest, heapq.heappop(parked)[1:])
+        while cheapest and room[cheapest[0][1]] < size:
+            cost, number = heapq.heappop(cheapest)
+            heapq.heappush(parked, (-room[number], cost, number))
+        if not cheapest:
+            return None
+        cost, number = cheapest[0]
+        bins[item] = number
+        room[number] -= size
+        heapq.heapreplace(cheapest, (cost + float(costs[item]), number))
+    return bins
 
-    def capacity(shared: IntArray) -> IntArray:
-        """Nodes of a packed row whose rows share so many: where linear layers and dense mask cost least for
-        each node that is not shared.
 
-        The minimum over S of (LINEAR_COST·S + S²) / (S - shared), but not below `packed_length`.
-        """
-        wide = np.minimum(shared, budget).astype(np.float64)
-        return np.clip(wide + np.sqrt(wide * wide + LINEAR_COST * wide), packed_length, budget).astype(
-            np.int64
+# --- padded rows --------------------------------------------------------------------------------------------
+
+
+def plan_padded(rows: SortedRows, budget: int, *, ranks: int, micro_batch_cost: int) -> list[MicroBatchPlan]:
+    """Micro-batches of rows, padded to their longest, of at most `budget` tokens or of one longer row.
+
+    For several ranks the cheapest among some budgets: `budget`, and those that divide the batch evenly; with
+    rows for each rank where there are enough.
+    """
+    order = np.argsort(-rows.lengths, kind="stable")
+    lengths = rows.lengths[order].tolist()
+    enough = min(ranks, len(lengths))
+
+    def cut(tokens: int) -> list[tuple[int, int]]:
+        starts = [0]
+        for place in range(1, len(lengths)):
+            if (place - starts[-1] + 1) * lengths[starts[-1]] > tokens:
+                starts.append(place)
+        return list(zip(starts, [*starts[1:], len(lengths)], strict=True))
+
+    found = [cut(budget)]
+    if ranks > 1:
+        rounds = -(-len(found[0]) // ranks)
+        tokens = [min(budget, sum(lengths) // (ranks * (rounds + more))) for more in range(MORE_ROUNDS + 1)]
+        found += [cut(each) for each in tokens]
+        while len(found[-1]) < enough:
+            tokens.append(tokens[-1] // 2)
+            found.append(cut(tokens[-1]))
+
+    def cost(cuts: list[tuple[int, int]]) -> float:
+        return compute_round_cost(
+            [(last - first) * lengths[first] + micro_batch_cost for first, last in cuts], ranks
         )
 
-    def has_room(held: int, length: int, common: int) -> bool:
-        """Beyond `packed_length` while sharing saves more in the linear layers than the larger dense mask
-        costs.
-        """
-        nodes = held + length - common
-        saves = LINEAR_COST * common > nodes**2 - held**2 - length**2
-        return nodes <= (budget if saves else packed_length)
-
-    yield fill_in_order(rows, has_room)
-    shared = _find_shared(rows)
-    most = int(capacity(np.asarray([shared]))[0])
-    counts: set[int] = set()
-    for parts in PARTS:
-        fraction: Callable[[IntArray], IntArray] = lambda depths, parts=parts: (  # noqa: E731
-            shared + (capacity(depths) - shared) // parts
-        )
-        labels = keep_together(rows, fraction, fill_bins)
-        if (count := int(labels.max()) + 1) in counts:
-            continue
-        counts.add(count)
-        yield fill_bins(place_rows(rows, labels).nodes - shared, most - shared)[labels]
-
-
-# --- plans --------------------------------------------------------------------------------------------------
-
-
-def _sort_bins(rows: SortedRows, placed: Placed) -> IntArray:
-    """Bins with the most nodes first; among equals the one whose first row comes first in the batch."""
-    return np.lexsort((rows.numbers[placed.order[placed.starts]], -placed.nodes))
-
-
-def _make_plans(rows: SortedRows, chosen: _Candidate) -> list[MicroBatchPlan]:
-    placed = chosen.placed
-    ends = np.append(placed.starts[1:], len(placed.order))
-    sizes = ends - placed.starts
-    by_size = _sort_bins(rows, placed)
-    # rows of the bins in their new order, one bin after the other
-    starts = np.concatenate([[0], np.cumsum(sizes[by_size])])
-    moved = np.arange(starts[-1]) + np.repeat(placed.starts[by_size] - starts[:-1], sizes[by_size])
-    order, common = placed.order[moved], placed.common[moved]
-    plans: list[MicroBatchPlan] = []
-    for first, last in chosen.cuts:
-        begin, end = int(starts[first]), int(starts[last])
-        plans.append(MicroBatchPlan(order[begin:end], common[begin:end], starts[first:last] - begin))
-    return plans
+    chosen = min((cuts for cuts in found if len(cuts) >= enough), key=cost)
+    return [MicroBatchPlan(order[first:last], np.zeros(last - first, np.int64)) for first, last in chosen]

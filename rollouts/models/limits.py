@@ -5,13 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 CONTEXT_NAMES = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "max_sequence_length",
-    "seq_length",
+    "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length",
     "context_length",
-)
+)  # fmt: skip
 
 
 class RotaryLimit(NamedTuple):
@@ -22,6 +18,15 @@ class RotaryLimit(NamedTuple):
     kind: str  # rope_type of the config: "dynamic" or "longrope"
     tokens: int
     field: str  # of the config, where `tokens` stands
+
+
+def find_context_limit(config: Any) -> int | None:
+    """Positions that the config allows, or None where it sets no limit (recurrent models, relative
+    positions).
+    """
+    config = config.get_text_config()
+    stated = [getattr(config, name, None) for name in CONTEXT_NAMES]
+    return next((value for value in stated if isinstance(value, int) and value > 0), None)
 
 
 def find_rotary_limit(config: Any) -> RotaryLimit | None:
@@ -35,10 +40,9 @@ def find_rotary_limit(config: Any) -> RotaryLimit | None:
         kind, field = str(part.get("rope_type", "")), "max_position_embeddings"
         tokens = getattr(config, field, None)
         if kind == "longrope":  # a dynamic one never looks at the original length
-            original = part.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", None
-            )
-            field, tokens = ("original_max_position_embeddings", original) if original else (field, tokens)
+            name = "original_max_position_embeddings"
+            if original := part.get(name) or getattr(config, name, None):
+                field, tokens = name, original
         elif "dynamic" not in kind:
             continue
         found.append(RotaryLimit(kind, int(tokens or 0), field))

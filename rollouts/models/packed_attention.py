@@ -18,21 +18,21 @@ travels with a layer's others, so a layer that is computed twice for its gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollouts.models.devices import find_device
 from rollouts.types import BoolArray, IntArray
 
 ARGUMENT = "packed_row"  # of the model's forward
+MaskForm = Literal["one", "windowed", "by_kind"]
+"""Of a model's layers none has a window, all have it, or the model takes one mask for each kind of layer."""
 
 
 class PieceSizes(NamedTuple):
@@ -46,11 +46,9 @@ class PieceSizes(NamedTuple):
     window_tile: int  # a rectangle at the edge of a window is cut to these before it gets a mask
 
 
-SIZES = PieceSizes(
-    triangle=128, masked=128, window_tile=512
-)  # measured on a server's CPU, for models of 0.1 M to 135 M parameters
-SMALL_SIZES = PieceSizes(triangle=2, masked=3, window_tile=2)
-_sizes: ContextVar[PieceSizes] = ContextVar("_sizes", default=SIZES)
+# measured on a server's CPU, for models of 0.1 M to 135 M parameters
+SIZES = PieceSizes(triangle=128, masked=128, window_tile=512)
+SMALL_SIZES = PieceSizes(triangle=2, masked=3, window_tile=2)  # so that a probe has pieces of every kind
 # added to what is not visible: exp gives exactly 0, and a query that sees none of a piece's keys has no
 # infinity to subtract
 HIDDEN = -30000.0
@@ -69,6 +67,17 @@ class Piece:
     causal: bool = False  # a square on the diagonal of one sequence: its upper half is hidden
     visible: BoolArray | None = None  # [queries, keys]; None: all of them, or the causal half
 
+    def cut(self, *tensors: Tensor) -> list[Tensor]:
+        """The piece's queries of the first of the tensors [1, H, S, D], and its keys of the others."""
+        first, *others = tensors
+        return [
+            first[:, :, self.first_query : self.end_query],
+            *(other[:, :, self.first_key : self.end_key] for other in others),
+        ]
+
+
+Masked = Sequence[tuple[Piece, Tensor | None]]  # with the masks, [queries, keys], of those that have one
+
 
 @dataclass(slots=True, eq=False)  # not frozen: torch.compile would make a case of every value
 class PackedRow:
@@ -77,45 +86,45 @@ class PackedRow:
     subtree_end: IntArray  # [S] first node after the subtree
     depths: IntArray  # [S] position ids
     window: int | None  # tokens that a layer with a window sees, itself included; None: no such layer
-    pieces: Sequence[tuple[Piece, Tensor | None]]  # with the masks, [queries, keys], of those that have one
-    windowed: Sequence[tuple[Piece, Tensor | None]]  # the same of a layer with a window
-    on_device: dict[
-        str, Any
-    ]  # what an accelerator makes once for all layers; and whether any layer has read the row
+    pieces: Masked
+    windowed: Masked  # the same of a layer with a window
+    # what an accelerator makes once for all layers; and whether any layer has read the row
+    on_device: dict[str, Any]
 
 
-@contextmanager
-def small_pieces() -> Iterator[None]:
-    """Inside, rows are cut into pieces of a few nodes, so that a probe of a few tokens has pieces of every
-    kind.
+def make_packed_inputs(
+    subtree_end: IntArray,
+    depths: IntArray,
+    *,
+    masks: MaskForm,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: PieceSizes = SIZES,
+) -> dict[str, Any]:
+    """What a model's forward takes for one packed row: what its attention does, and for each kind of layer
+    which of the two it is. `dtype` is that of the scores.
     """
-    before = _sizes.set(SMALL_SIZES)
-    try:
-        yield
-    finally:
-        _sizes.reset(before)
+    register_packed_attention()
+    window = None if masks == "one" else window
+    row = PackedRow(subtree_end, depths, window, (), (), {})
+    if device.type == "cpu":
+        pieces = find_pieces(subtree_end, sizes)
+        row.pieces = [(piece, _make_mask(piece.visible, dtype)) for piece in pieces]
+        if window is not None:
+            narrow = narrow_pieces(pieces, depths, window, sizes)
+            row.windowed = [(piece, _make_mask(piece.visible, dtype)) for piece in narrow]
+    # a finished mask, of which nothing is read but its last axis
+    full, own = (torch.zeros((1, 1, 1, kind), device=device) for kind in (ALL_KEYS, WINDOWED))
+    by_kind = {"full_attention": full, "sliding_attention": own}
+    chosen = {"one": full, "windowed": own, "by_kind": by_kind}[masks]
+    return {"attention_mask": chosen, ARGUMENT: row}
 
 
-def make_packed_row(
-    subtree_end: IntArray, depths: IntArray, *, window: int | None, dtype: torch.dtype, device: torch.device
-) -> PackedRow:
-    """The row's pieces, if a CPU computes them; `dtype` is that of the scores."""
-    if device.type != "cpu":  # pragma: gpu
-        return PackedRow(subtree_end, depths, window, (), (), {})
-    sizes = _sizes.get()
-    pieces = find_pieces(subtree_end, sizes)
-
-    def with_masks(found: Sequence[Piece]) -> list[tuple[Piece, Tensor | None]]:
-        return [
-            (piece, None if piece.visible is None else make_mask(piece.visible, dtype)) for piece in found
-        ]
-
-    windowed = () if window is None else with_masks(narrow_pieces(pieces, depths, window, sizes))
-    return PackedRow(subtree_end, depths, window, with_masks(pieces), windowed, {})
-
-
-def make_mask(visible: BoolArray, dtype: torch.dtype) -> Tensor:
+def _make_mask(visible: BoolArray | None, dtype: torch.dtype) -> Tensor | None:
     """What is added to scores, 0 or HIDDEN."""
+    if visible is None:
+        return None
     return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~torch.from_numpy(visible), HIDDEN)
 
 
@@ -226,7 +235,7 @@ def attend_in_pieces(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pieces: Sequence[tuple[Piece, Tensor | None]],
+    pieces: Masked,
     scale: float | None,
 ) -> Tensor:
     """softmax(query · keyᵀ · scale) · value over the pieces: query [1, H, S, D], key and value [1, H /
@@ -251,7 +260,7 @@ class _Pieces(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        pieces: Sequence[tuple[Piece, Tensor | None]],
+        pieces: Masked,
         scale: float | None,
     ) -> Tensor:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -263,16 +272,9 @@ class _Pieces(torch.autograd.Function):
         merged = torch.empty((1, count, heads, size), dtype=wide).transpose(1, 2)
         begun = 0  # diagonal pieces cover the queries before any other is merged
         for piece, mask in pieces:
-            queries, keys = slice(piece.first_query, piece.end_query), slice(piece.first_key, piece.end_key)
-            found, own_sum = kernel(
-                query[:, :, queries],
-                key[:, :, keys],
-                value[:, :, keys],
-                0.0,
-                piece.causal,
-                attn_mask=mask,
-                scale=scale,
-            )
+            inputs = piece.cut(query, key, value)
+            found, own_sum = kernel(*inputs, 0.0, piece.causal, attn_mask=mask, scale=scale)
+            queries = slice(piece.first_query, piece.end_query)
             if piece.first_query == piece.first_key:
                 merged[:, :, queries], log_sum[:, :, queries] = found, own_sum
                 begun += piece.end_query - piece.first_query
@@ -297,18 +299,11 @@ class _Pieces(torch.autograd.Function):
         grad = grads[0].to(query.dtype)
         sums = [torch.zeros_like(tensor, dtype=wide) for tensor in (query, key, value)]
         for piece, mask in ctx.pieces:
-            queries, keys = slice(piece.first_query, piece.end_query), slice(piece.first_key, piece.end_key)
-            inputs = (
-                grad[:, :, queries],
-                query[:, :, queries],
-                key[:, :, keys],
-                value[:, :, keys],
-                output[:, :, queries],
-                log_sum[:, :, queries],
-            )
+            cut = piece.cut(query, key, value)
+            inputs = [*piece.cut(grad), *cut, *piece.cut(output), *piece.cut(log_sum)]
             found = kernel(*inputs, 0.0, piece.causal, attn_mask=mask, scale=ctx.scale)
-            for total, part, place in zip(sums, found, (queries, keys, keys), strict=True):
-                total[:, :, place] += part
+            for total, part in zip(piece.cut(*sums), found, strict=True):
+                total += part
         return sums[0].to(query.dtype), sums[1].to(query.dtype), sums[2].to(query.dtype), None, None
 
 
@@ -325,9 +320,7 @@ def attend_on_device(
     )  # no node has two children
     if unshared and query.dtype in (torch.float16, torch.bfloat16) and find_spec("torch.nn.attention.varlen"):
         return _attend_documents(query, key, value, row, windowed=windowed, scale=scale)
-    if "flex" not in row.on_device:
-        row.on_device["flex"] = _compiled_flex()
-    return attend_by_flex(query, key, value, row, windowed=windowed, scale=scale, run=row.on_device["flex"])
+    return attend_by_flex(query, key, value, row, windowed=windowed, scale=scale, run=_compile_flex())
 
 
 def attend_by_flex(
@@ -373,15 +366,11 @@ def _make_block_mask(row: PackedRow, device: torch.device, window: int | None) -
     )
 
 
-_FLEX: list[Any] = []  # compiled once in this process
-
-
-def _compiled_flex() -> Any:  # pragma: gpu
+@cache
+def _compile_flex() -> Any:  # pragma: gpu
     from torch.nn.attention.flex_attention import flex_attention
 
-    if not _FLEX:
-        _FLEX.append(torch.compile(flex_attention, dynamic=True))
-    return _FLEX[0]
+    return torch.compile(flex_attention, dynamic=True)
 
 
 def _attend_documents(
@@ -408,13 +397,6 @@ def _attend_documents(
 
 
 # --- transformers -------------------------------------------------------------------------------------------
-
-
-def make_layer_mask(kind: int, model: torch.nn.Module) -> Tensor:
-    """What a model takes as its finished mask: nothing is read of it but which kind of layer it came to,
-    ALL_KEYS or WINDOWED.
-    """
-    return torch.zeros((1, 1, 1, kind), device=find_device(model))
 
 
 def attend_packed(
@@ -476,9 +458,8 @@ def register_packed_attention() -> None:
         row = options.pop(ARGUMENT, None)
         if row is None:
             return before(module, query, key, value, attention_mask, *inputs, **options)
-        asked = [name for name in UNKNOWN if options.get(name) is not None] + (
-            ["dropout"] if options.get("dropout") else []
-        )
+        asked = [name for name in UNKNOWN if options.get(name) is not None]
+        asked += ["dropout"] if options.get("dropout") else []
         if asked:
             raise ValueError(f"attention of packed rows knows no {', '.join(asked)}")
         return run(query, key, value, attention_mask, row, options.get("scaling")), None

@@ -17,16 +17,15 @@ from torch import Tensor
 
 from rollouts.errors import ModelError
 from rollouts.losses.inputs import LossInputs
-from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs
 from rollouts.models.limits import find_rotary_limit
-from rollouts.models.log_probs import own_log_probs, score_logits
+from rollouts.models.log_probs import ForwardPlan, score_states
 from rollouts.models.sampling import without_cache
 from rollouts.types import RolloutBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rollouts.models.log_probs import ForwardPlan
+TOKEN_FIELDS = ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs", "returns", "old_values")
 
 
 class TokenLogProbs(NamedTuple):
@@ -79,19 +78,23 @@ def compute_token_log_probs(
             f"mask[{int(first[0])}] trains the first token; nothing comes before it to predict it from: mask"
             " it out"
         )
-    _check_width(model, input_ids)
+    _check_width(model, *input_ids.shape)
     log_probs, entropy = input_ids.new_zeros((2, *input_ids.shape), dtype=torch.float32)
     rows, positions = mask.nonzero(as_tuple=True)
     if len(rows) == 0:
         return TokenLogProbs(log_probs, entropy)
-    values = _score(
+    plan = plan or ForwardPlan(head="whole")
+    # no attention mask: padding comes last, so no token sees it
+    run: Any = model if plan.head == "whole" else model.get_decoder()
+    output: Any = run(input_ids=input_ids, **without_cache(model))
+    states = (output.logits if plan.head == "whole" else output.last_hidden_state)[rows, positions - 1]
+    values = score_states(
         model,
-        input_ids,
-        (rows, positions - 1),
+        states,
         input_ids[rows, positions],
-        temperature,
-        plan,
-        entropy_gradient,
+        plan=plan,
+        temperature=temperature,
+        entropy_gradient=entropy_gradient,
     )
     return TokenLogProbs(
         log_probs.index_put((rows, positions), values.log_probs.float()),
@@ -99,48 +102,15 @@ def compute_token_log_probs(
     )
 
 
-def _check_width(model: PreTrainedModel, input_ids: Tensor) -> None:
-    limit, (count, width) = find_rotary_limit(model.config), input_ids.shape
-    if (
-        limit is None or width <= limit.tokens or (limit.kind == "longrope" and count == 1)
-    ):  # then the frequencies are that row's own
-        return
+def _check_width(model: PreTrainedModel, count: int, width: int) -> None:
+    limit = find_rotary_limit(model.config)
+    if limit is None or width <= limit.tokens or (limit.kind == "longrope" and count == 1):
+        return  # the frequencies are that row's own
     way_out = ", or give them one at a time, unpadded" if limit.kind == "longrope" else ""
     raise ModelError(
         f"rows of {width} tokens, padding included: rope_type={limit.kind!r} changes the frequencies of every"
         f" position beyond {limit.tokens} tokens (config.{limit.field}), so a row's log-probs would depend on"
         f" other rows; make them shorter{way_out}"
-    )
-
-
-def _score(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    predictors: tuple[Tensor, Tensor],
-    targets: Tensor,
-    temperature: float,
-    plan: ForwardPlan | None,
-    entropy_gradient: bool,
-) -> LinearLogProbs:
-    """Log-probs and entropy [N] of targets [N]. No attention mask: padding comes last, so no token sees
-    it.
-    """
-    if plan is None or plan.head == "whole":
-        logits = model(input_ids=input_ids, **without_cache(model)).logits[predictors]
-        return score_logits(logits, targets, temperature, entropy_gradient=entropy_gradient)
-    output: Any = model.get_decoder()(input_ids=input_ids, **without_cache(model))
-    hidden = output.last_hidden_state[predictors]
-    if plan.head == "own":
-        return own_log_probs(
-            model, type(output), hidden, targets, temperature=temperature, entropy_gradient=entropy_gradient
-        )
-    head: Any = model.get_output_embeddings()
-    return linear_logprobs(
-        hidden,
-        head.weight,
-        targets,
-        temperature=temperature / plan.logit_scale,
-        entropy_gradient=entropy_gradient,
     )
 
 
@@ -157,24 +127,13 @@ def make_loss_inputs(
     At the temperature of the batch. Fields that the batch lacks are None. entropy_gradient: a loss with an
     entropy_coef needs it. Raises like compute_token_log_probs.
     """
-    device = model.device
-    mask = pad_rows(batch.loss_masks, device=device)
-    input_ids = pad_rows(batch.tokens, device=device)
+    mask, input_ids = (pad_rows(rows, device=model.device) for rows in (batch.loss_masks, batch.tokens))
     log_probs, entropy = compute_token_log_probs(
         model, input_ids, mask, temperature=batch.temperature, plan=plan, entropy_gradient=entropy_gradient
     )
-
-    def pad(rows: Sequence[NDArray[np.float32]] | None) -> Tensor | None:
-        return None if rows is None else pad_rows(rows, device=device)
-
-    return LossInputs(
-        log_probs=log_probs,
-        mask=mask,
-        entropy=entropy,
-        advantages=pad(batch.advantages),
-        old_log_probs=pad(batch.old_log_probs),
-        rollout_log_probs=pad(batch.rollout_log_probs),
-        ref_log_probs=pad(batch.ref_log_probs),
-        returns=pad(batch.returns),
-        old_values=pad(batch.old_values),
-    )
+    fields: dict[str, Any] = {
+        name: pad_rows(rows, device=model.device)
+        for name in TOKEN_FIELDS
+        if (rows := getattr(batch, name)) is not None
+    }
+    return LossInputs(log_probs=log_probs, mask=mask, entropy=entropy, **fields)

@@ -71,4 +71,4 @@ def write_safetensors(
 def read_bytes(tensor: Tensor) -> memoryview:
     """The tensor's elements in row-major order, without a copy where they lie so in host memory already."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # pyright: ignore[reportArgumentType]
+    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"")  # pyright: ignore[reportArgumentType]

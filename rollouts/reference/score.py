@@ -100,7 +100,7 @@ def score_batch(
         batch.tokens,
         batch.loss_masks,
         micro_batch_tokens=1 if layout == "single" else micro_batch_tokens,
-        share_prefix=layout in ("packed", "tries"),
+        share_prefix=True,
         padding_free=layout == "packed",
     )
     flats: list[TokenOutputs] = []

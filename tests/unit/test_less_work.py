@@ -140,11 +140,8 @@ def choose_plan(model: Any, on: frozenset[str]) -> ForwardPlan:
     every position.
     """
     plan = plan_forward(model)
-    if "packing" not in on:
-        plan = dataclasses.replace(
-            plan, packed_up_to=0, tries_up_to=plan.tries_up_to if "sharing" in on else 0
-        )
-        plan = plan if "sharing" in on else dataclasses.replace(plan, rows_up_to=0)
+    if not {"packing", "sharing"} & on:
+        plan = dataclasses.replace(plan, packed_up_to=0, rows_up_to=0)
     return plan if "fused_head" in on else dataclasses.replace(plan, head="whole")
 
 
@@ -165,7 +162,7 @@ async def compute_our_gradients(
         )
         await backend.forward_backward(batch, spec)
         statistics = backend.statistics()
-    wanted = "packed" if "packing" in on else "tries" if "sharing" in on else "single"
+    wanted = "packed" if {"packing", "sharing"} & on else "single"
     assert statistics[f"batches_as_{wanted}"] == 1
     assert statistics["skipped_rows"] == (2 if "skipping" in on and skips else 0)
     return {name: parameter.grad for name, parameter in model.named_parameters()}

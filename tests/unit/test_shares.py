@@ -19,8 +19,8 @@ from rollouts.backends.shares import (
     find_attention_cost,
     make_portion,
 )
-from rollouts.data.bins import compute_round_cost
 from rollouts.data.packing import ATTENTION_COST, MicroBatch, make_micro_batches
+from rollouts.data.packing_plans import compute_round_cost
 from rollouts.models.load import load_hf_model
 from rollouts.models.scalar_head import load_scalar_model
 from rollouts.models.tiny import make_tiny
@@ -176,7 +176,7 @@ def test_a_portion_has_the_values_of_its_trained_tokens():
     batch = make_batch([3, 2, 4])
     assert batch.advantages is not None
     (micro_batch,) = make_micro_batches(
-        batch.tokens, batch.loss_masks, micro_batch_tokens=100, share_prefix=True
+        batch.tokens, batch.loss_masks, micro_batch_tokens=100, share_prefix=True, padding_free=True
     )
     portion = make_portion(micro_batch, batch)
     wanted = np.concatenate([batch.advantages[row][2:] for row in micro_batch.rows])
