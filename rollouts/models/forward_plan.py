@@ -232,9 +232,10 @@ class _Probe:
         settings = self.config.to_dict()
         if far := [key for key, value in settings.items() if _is_distance(key, value)]:
             return plan, f"{far[0]}={settings[far[0]]} reaches beyond what a probe can see"
-        window = getattr(self.config, "sliding_window", None)
-        windowed = window and getattr(self.config, "use_sliding_window", True) is not False
-        if not windowed or (kinds and "sliding_attention" not in kinds):
+        window = int(getattr(self.config, "sliding_window", None) or 0)
+        if getattr(self.config, "use_sliding_window", True) is False:
+            window = 0
+        if not window or (kinds and "sliding_attention" not in kinds):
             return self._try_packed(expected, dataclasses.replace(plan, packed_up_to=NO_LIMIT))
         reason = f"sliding_window={window} does not rule what the model sees"
         with self._smaller_window():
@@ -245,7 +246,7 @@ class _Probe:
                 candidate = dataclasses.replace(plan, masks=masks, window=PROBE_WINDOW, packed_up_to=NO_LIMIT)
                 found, reason = self._try_packed(narrow, candidate)
                 if not reason:
-                    return dataclasses.replace(found, window=int(window)), ""
+                    return dataclasses.replace(found, window=window), ""
         return plan, reason
 
     def _try_packed(self, expected: Tensor, candidate: ForwardPlan) -> tuple[ForwardPlan, str]:
