@@ -341,7 +341,7 @@ async def measure_vllm(
         sync = WeightSync(
             make_probe(vocab_size, tolerance=1e-3),
             keeper=DiskSnapshots(folder / "weights"),
-            admission=fleet,
+            fleet=fleet,
         )
         for version in range(1, 2 + 2 * rounds):
             await train(backend, batch, LEARNING_RATES[version % 2])

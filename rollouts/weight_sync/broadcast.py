@@ -1,24 +1,23 @@
 """Weight updates in memory: the trainer is rank 0 of one process group per engine and broadcasts its weights
 in flattened buckets.
 
-    trio                                                    backend's device thread (last bucket: a worker)
-    join every engine's group, begin its update
-    backend.stream_weights(sink) ─────────────────────────► names of the files ─► one flat tensor a bucket
-        one HTTP call an engine: "take this bucket" ◄────── starts it, then broadcasts to every group at once
-        answered when it is loaded, or the deadline ──────► a failed engine is out of the next buckets
-    end every update; the answer says which engines failed
+    backend's device thread                                  trio
+                                                             join every engine's group, begin its update
+    stream_weights(sink) ─► names of the files ─► flat bucket
+        waits, so that one bucket exists at a time ────────► to every engine at once:
+                                                               HTTP "take this bucket" and the broadcast
+        goes on with those engines that have it ◄─────────── each done, failed or out of time
+                                                             end every update; errors by engine name
 
-One group an engine, so that a dead one hangs nobody else. Every step has `progress_s` and no longer: HTTP
-calls by trio, broadcasts by the group's own deadline. A failed engine's group is torn down and made anew at
-the next update. Nothing is ever pickled: transports that ship pickled handles over HTTP (CUDA IPC) are not
-offered.
+One group an engine, so that a dead one hangs nobody else. Every step has `progress_s` and no longer. A failed
+engine's group is torn down and made anew at the next update. Nothing is ever pickled: transports that ship
+pickled handles over HTTP (CUDA IPC) are not offered.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor
 from rollouts.errors import EngineError, EngineSilent, WeightSyncError
 from rollouts.models.export import FileNames
 from rollouts.protocols import InferenceEngine, TrainingBackend
-from rollouts.weight_sync.flat_buckets import FlatBucket, flatten_tensors, split_tensors
+from rollouts.weight_sync.flat_buckets import FlatBucket, flatten_tensors, split_buckets
 
 BUCKET_BYTES = 256 * 2**20
 PROGRESS_S = 120.0
@@ -45,45 +44,23 @@ class Peer(Protocol):
         """Where buckets must lie to be sent."""
         ...
 
-    async def join(self) -> None:
-        """Both ends are in one process group; at once if they are already."""
+    async def begin(self) -> None:
+        """Both ends are in one process group, kept between updates, and the server expects weights."""
         ...
 
-    async def begin(self) -> None: ...
-    async def receive(self, bucket: FlatBucket, *, version: int, last: bool) -> None:
-        """Returns when the server has taken and loaded what `start_sending` sends."""
-        ...
-
-    def start_sending(self, bucket: FlatBucket) -> Callable[[], None]:
-        """Begins the broadcast; the result waits for its end. Runs on a thread that may block, for progress_s
-        at most.
-        """
+    async def send(self, bucket: FlatBucket, *, version: int, last: bool) -> None:
+        """Returns when the server has taken and loaded the bucket. May be cancelled."""
         ...
 
     async def end(self, version: int) -> None: ...
-    def break_off(self) -> None:
-        """Makes a broadcast that is under way fail. Called from trio, never blocks."""
-        ...
-
     async def leave(self) -> None:
         """Tears the group down on both ends; says nothing of failures."""
         ...
 
 
-# --- one update ---------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class _Reply:
-    """One engine's answer to one bucket."""
-
-    done: trio.Event = field(default_factory=trio.Event)
-    good: bool = False
-
-
 class _Update:
-    """One update of several engines. The sink's half runs on the device thread and never raises: that would
-    fail the backend.
+    """One update of several engines. The sink runs on the device thread and never raises: that would fail the
+    backend.
     """
 
     def __init__(
@@ -105,172 +82,108 @@ class _Update:
         self._progress_s = progress_s
         self._token = trio.lowlevel.current_trio_token()
         self._nursery: trio.Nursery | None = None  # None: nobody waits for this update any more
-        self._held: FlatBucket | None = None  # the newest bucket; it may turn out to be the last
-        self._failure: Exception | None = None  # of ours, which fails all engines
+        self._held: FlatBucket | None = None  # the newest bucket, which may turn out to be the last
+        self._failure: Exception | None = None  # of the trainer's half, which fails all engines
 
     async def run(self, backend: TrainingBackend) -> None:
         """Raises WeightSyncError if the trainer's half fails; what engines do wrong is in `outcomes`."""
-        async with trio.open_nursery() as nursery:
-            for peer in list(self._live):
-                nursery.start_soon(self._guard, peer, self._open, "joining its process group")
+        await self._ask_each("joining its process group", lambda peer: peer.begin())
         if not self._live:
             return
-        async with trio.open_nursery() as self._nursery, self._breaking_off():
+        async with trio.open_nursery() as self._nursery:
             try:
                 await backend.stream_weights(self.take).result()
-                await trio.to_thread.run_sync(self._finish)
+                await trio.to_thread.run_sync(self._guarded, lambda: self._pass_on(self._names.rest()))
+                if self._held is not None:
+                    await self._send(self._held, last=True)
             finally:
                 self._nursery = None
+        if self._held is None and self._live and self._failure is None:
+            self._failure = WeightSyncError("the backend streamed no weights")
         if self._failure is not None:
             raise WeightSyncError(
                 f"weights of version {self._version} could not be sent: {self._failure}"
             ) from self._failure
-        async with trio.open_nursery() as nursery:
-            for peer in list(self._live):
-                nursery.start_soon(
-                    self._guard, peer, lambda peer: peer.end(self._version), "ending the update"
-                )
-
-    @asynccontextmanager
-    async def _breaking_off(self) -> AsyncIterator[None]:
-        """When the body is cancelled, broadcasts under way fail at once: the thread that waits for them
-        cannot be left alone.
-        """
-        done = False
-
-        async def watch() -> None:
-            try:
-                await trio.sleep_forever()
-            finally:
-                for peer in self._live if not done else ():
-                    peer.break_off()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(watch)
-            yield
-            done = True
-            nursery.cancel_scope.cancel()
-
-    async def _open(self, peer: Peer) -> None:
-        await peer.join()
-        await peer.begin()
-
-    async def _guard(self, peer: Peer, work: Callable[[Peer], Awaitable[None]], doing: str) -> bool:
-        """Whether `work` ended well in time; a peer with which it did not is out of this update."""
-        try:
-            with trio.fail_after(self._progress_s):
-                await work(peer)
-        except trio.TooSlowError as error:
-            silent = EngineSilent(f"{peer.name} was not done with {doing} after {self._progress_s:g} s")
-            silent.__cause__ = error
-            self._drop(peer, silent)
-        except (EngineError, RuntimeError) as error:
-            self._drop(peer, error)
-        else:
-            return True
-        return False
-
-    def _drop(self, peer: Peer, error: Exception) -> None:
-        if self.outcomes[peer.name] is None:
-            self.outcomes[peer.name] = error
-        self._live = [other for other in self._live if other is not peer]
-        peer.break_off()
-
-    # --- on the device thread, and for the last bucket on a worker thread
+        await self._ask_each("ending the update", lambda peer: peer.end(self._version))
 
     def take(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         """A WeightSink."""
-        self._ours(lambda: self._pass_on(self._names.translate(bucket)))
+        self._guarded(lambda: self._pass_on(self._names.translate(bucket)))
 
-    def _finish(self) -> None:
-        """Sends what is left, the last bucket marked as such."""
-
-        def work() -> None:
-            self._pass_on(self._names.rest())
-            if self._held is None:
-                raise WeightSyncError("the backend streamed no weights")
-            self._ship(self._held, last=True)
-
-        self._ours(work)
-        self._held = None
-
-    def _ours(self, work: Callable[[], None]) -> None:
+    def _guarded(self, work: Callable[[], None]) -> None:
         if self._failure is not None or self._nursery is None or not self._live:
             return
         try:
             work()
-        except Exception as error:  # raised again where the update is awaited
+        except Exception as error:  # raised where the update is awaited
             self._failure = error
 
     def _pass_on(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        for part in split_tensors(
-            [(name, torch.as_tensor(tensor)) for name, tensor in tensors], bucket_bytes=self._bucket_bytes
-        ):
+        """Flattens the tensors and sends all buckets but the newest. In a thread."""
+        plain = [(name, torch.as_tensor(tensor)) for name, tensor in tensors]
+        for part in split_buckets(plain, self._bucket_bytes):
             if self._held is not None:
-                self._ship(self._held, last=False)
+                sent = threading.Event()
+                trio.from_thread.run_sync(self._start_sending, self._held, sent, trio_token=self._token)
+                sent.wait()
             if not self._live:
                 return
             self._held = flatten_tensors(part, dtype=self._dtype, device=self._live[0].device)
 
-    def _ship(self, bucket: FlatBucket, *, last: bool) -> None:
-        replies = trio.from_thread.run_sync(self._ask, bucket, last, trio_token=self._token)
-        waits: list[tuple[Peer, Callable[[], None]]] = []
-        for peer in list(replies):
-            self._blocking(peer, lambda peer=peer: waits.append((peer, peer.start_sending(bucket))))
-        for peer, wait in waits:
-            self._blocking(peer, wait)
-        trio.from_thread.run(self._wait_replies, replies, trio_token=self._token)
+    def _start_sending(self, bucket: FlatBucket, sent: threading.Event) -> None:
+        async def send() -> None:
+            try:
+                await self._send(bucket, last=False)
+            finally:
+                sent.set()
 
-    def _blocking(self, peer: Peer, work: Callable[[], object]) -> None:
-        try:
-            work()
-        except (EngineError, RuntimeError) as error:
-            trio.from_thread.run_sync(self._drop, peer, error, trio_token=self._token)
+        if self._nursery is None:
+            sent.set()
+        else:
+            self._nursery.start_soon(send)
 
-    # --- in trio, called from there
+    async def _send(self, bucket: FlatBucket, *, last: bool) -> None:
+        await self._ask_each(
+            "taking a bucket", lambda peer: peer.send(bucket, version=self._version, last=last)
+        )
 
-    def _ask(self, bucket: FlatBucket, last: bool) -> dict[Peer, _Reply]:
-        """Tells every engine that is still with us to take `bucket`."""
-        nursery, replies = self._nursery, {peer: _Reply() for peer in self._live}
-        if nursery is None:
-            return {}
-        for peer, reply in replies.items():
-            nursery.start_soon(self._tell, peer, bucket, last, reply)
-        return replies
+    async def _ask_each(self, doing: str, work: Callable[[Peer], Awaitable[None]]) -> None:
+        """Awaits `work` of every engine that is still in the update; one that fails, or is late, is out."""
 
-    async def _tell(self, peer: Peer, bucket: FlatBucket, last: bool, reply: _Reply) -> None:
-        try:
-            reply.good = await self._guard(
-                peer, lambda peer: peer.receive(bucket, version=self._version, last=last), "taking a bucket"
-            )
-        finally:
-            reply.done.set()
+        async def ask(peer: Peer) -> None:
+            try:
+                with trio.fail_after(self._progress_s):
+                    await work(peer)
+            except trio.TooSlowError as late:
+                silent = EngineSilent(f"{peer.name} was not done with {doing} after {self._progress_s:g} s")
+                silent.__cause__ = late
+                self.outcomes[peer.name] = silent
+            except (EngineError, RuntimeError) as error:
+                self.outcomes[peer.name] = error
 
-    async def _wait_replies(self, replies: Mapping[Peer, _Reply]) -> None:
-        for reply in replies.values():  # each has its deadline
-            await reply.done.wait()
+        async with trio.open_nursery() as nursery:
+            for peer in self._live:
+                nursery.start_soon(ask, peer)
+        self._live = [peer for peer in self._live if self.outcomes[peer.name] is None]
 
 
 class Broadcast:
-    """A Transport with the groups that it keeps from one update to the next. Made by open_sglang_broadcast
-    and open_vllm_broadcast.
-    """
+    """A Transport with the groups that it keeps from one update to the next. Made by open_broadcast."""
 
     def __init__(
         self,
         make_peer: Callable[[InferenceEngine], Peer],
         *,
-        bucket_bytes: int,
-        dtype: torch.dtype | None,
-        progress_s: float,
+        bucket_bytes: int = BUCKET_BYTES,
+        dtype: torch.dtype | None = None,
+        progress_s: float = PROGRESS_S,
     ) -> None:
         self._make_peer = make_peer
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
         self._progress_s = progress_s
-        self._peers: dict[
-            int, tuple[InferenceEngine, Peer]
-        ] = {}  # by identity: an engine that was replaced is another
+        # by identity: an engine that was replaced is another
+        self._peers: dict[int, tuple[InferenceEngine, Peer]] = {}
         self._lock = trio.Lock()
 
     async def __call__(
@@ -280,14 +193,15 @@ class Broadcast:
         WeightSyncError if the trainer's half fails.
         """
         async with self._lock:
-            peers = [self._find_peer(engine) for engine in engines]
-            if not peers:
+            if not engines:
                 return {}
-            names = FileNames(getattr(backend, "model", None))
+            for engine in engines:
+                if id(engine) not in self._peers:
+                    self._peers[id(engine)] = (engine, self._make_peer(engine))
             update = _Update(
-                peers,
+                [self._peers[id(engine)][1] for engine in engines],
                 version,
-                names,
+                FileNames(getattr(backend, "model", None)),
                 bucket_bytes=self._bucket_bytes,
                 dtype=self._dtype,
                 progress_s=self._progress_s,
@@ -297,28 +211,18 @@ class Broadcast:
                 await update.run(backend)
                 finished = True
             finally:
-                failed = [
-                    engine
-                    for engine in engines
-                    if not finished or update.outcomes[engine.features.name] is not None
-                ]
-                await self._forget(failed)
-            return update.outcomes
-
-    def _find_peer(self, engine: InferenceEngine) -> Peer:
-        if id(engine) not in self._peers:
-            self._peers[id(engine)] = (engine, self._make_peer(engine))
-        return self._peers[id(engine)][1]
+                outcomes = update.outcomes
+                await self._forget(
+                    [one for one in engines if not finished or outcomes[one.features.name] is not None]
+                )
+            return outcomes
 
     async def _forget(self, engines: Sequence[InferenceEngine]) -> None:
         """Tears down the groups of `engines`, with a deadline of its own."""
-        peers = [entry[1] for engine in engines if (entry := self._peers.pop(id(engine), None)) is not None]
-        for peer in peers:
-            peer.break_off()
         with trio.move_on_after(CLEANUP_S, shield=True):
             async with trio.open_nursery() as nursery:
-                for peer in peers:
-                    nursery.start_soon(peer.leave)
+                for engine in engines:
+                    nursery.start_soon(self._peers.pop(id(engine))[1].leave)
 
     async def aclose(self) -> None:
         await self._forget([engine for engine, _ in self._peers.values()])

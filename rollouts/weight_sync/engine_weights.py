@@ -11,7 +11,6 @@ come after an update.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import trio
@@ -41,16 +40,14 @@ async def hold_engine_weights(engine: InferenceEngine, version: int) -> WriteMod
     weights = await engine.copy_weights()
 
     async def write(checkpoint: Path) -> None:
-        await trio.to_thread.run_sync(write_engine_weights, checkpoint, weights, served)
+        def work() -> None:
+            folder = checkpoint_state_dir(checkpoint)
+            folder.mkdir(exist_ok=True)
+            write_safetensors(folder / ENGINE_FILE, weights, metadata={VERSION: str(served)})
+
+        await trio.to_thread.run_sync(work)
 
     return write
-
-
-def write_engine_weights(checkpoint: Path, weights: Mapping[str, Tensor], version: int) -> None:
-    """Writes the weights into the checkpoint's `state/`. Not synced. Blocks; raises OSError."""
-    folder = checkpoint_state_dir(checkpoint)
-    folder.mkdir(exist_ok=True)
-    write_safetensors(folder / ENGINE_FILE, weights, metadata={VERSION: str(version)})
 
 
 def read_engine_weights(checkpoint: Path) -> tuple[dict[str, Tensor], int] | None:
@@ -64,9 +61,8 @@ def read_engine_weights(checkpoint: Path) -> tuple[dict[str, Tensor], int] | Non
         return None
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, int(  # noqa: SIM118
-                (file.metadata() or {})[VERSION]
-            )
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return weights, int((file.metadata() or {})[VERSION])
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({type(error).__name__}: {error}); resume from another checkpoint"

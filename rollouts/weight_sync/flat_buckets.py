@@ -1,75 +1,53 @@
-"""Tensors that travel together as one flat tensor of bytes."""
+"""Tensors in buckets of a given size, and a bucket as one flat tensor of bytes."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-
-class Piece(NamedTuple):
-    """Where one tensor lies in a flat bucket."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+TensorT = TypeVar("TensorT", bound=Tensor)
 
 
-@dataclass(frozen=True, slots=True)
-class FlatBucket:
-    """Tensors one after the other as bytes; those with wider elements first, so that every one is aligned."""
+class FlatBucket(NamedTuple):
+    """Tensors one after the other as bytes."""
 
-    pieces: tuple[Piece, ...]
     flat: Tensor  # [bytes] uint8, a copy
+    tensors: list[tuple[str, Tensor]]  # views of it, wider elements first, so that each is aligned
 
-    @property
-    def dtype_names(self) -> list[str]:
-        return [str(piece.dtype).removeprefix("torch.") for piece in self.pieces]
-
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        """The tensors, as views of the bytes."""
-        found: list[tuple[str, Tensor]] = []
-        at = 0
-        for name, dtype, shape in self.pieces:
-            size = math.prod(shape) * dtype.itemsize
-            found.append((name, self.flat[at : at + size].view(dtype).reshape(shape)))
-            at += size
-        return found
+    def describe(self) -> tuple[list[str], list[str], list[list[int]]]:
+        """Names, dtypes and shapes of the tensors, as servers are told them."""
+        names, tensors = zip(*self.tensors, strict=True)
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+        return [*names], dtypes, [list(tensor.shape) for tensor in tensors]
 
 
 def flatten_tensors(
     tensors: Sequence[tuple[str, Tensor]], *, dtype: torch.dtype | None, device: torch.device
 ) -> FlatBucket:
-    """Copies of all `tensors` in one. `dtype`: what floating-point ones are sent as; None: as they are. At
-    least one.
+    """A copy of all `tensors`, of which there is one at least. `dtype`: of floating-point ones; None: as they
+    are.
     """
-    assert tensors, "an empty bucket"
     sent = [
-        (
-            name,
-            tensor.detach().to(device=device, dtype=dtype if dtype and tensor.is_floating_point() else None),
-        )
-        for name, tensor in tensors
+        (name, one.detach().to(device, dtype if one.is_floating_point() else None)) for name, one in tensors
     ]
     sent.sort(key=lambda entry: -entry[1].dtype.itemsize)
-    pieces = tuple(Piece(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sent)
-    return FlatBucket(
-        pieces, torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for _, tensor in sent])
-    )
+    flat = torch.cat([one.contiguous().reshape(-1).view(torch.uint8) for _, one in sent])
+    parts = flat.split([one.nbytes for _, one in sent])
+    views = [part.view(one.dtype).reshape(one.shape) for part, (_, one) in zip(parts, sent, strict=True)]
+    return FlatBucket(flat, [(name, view) for view, (name, _) in zip(views, sent, strict=True)])
 
 
-def split_tensors(
-    tensors: Sequence[tuple[str, Tensor]], *, bucket_bytes: int
-) -> list[list[tuple[str, Tensor]]]:
-    """`tensors` in order, in buckets of at most `bucket_bytes`; a larger tensor alone."""
-    buckets: list[list[tuple[str, Tensor]]] = []
+def split_buckets(
+    tensors: Iterable[tuple[str, TensorT]], bucket_bytes: int
+) -> list[list[tuple[str, TensorT]]]:
+    """`tensors` in order, in buckets of one dtype and at most `bucket_bytes`; a larger tensor alone."""
+    buckets: list[list[tuple[str, TensorT]]] = []
     size = 0
     for name, tensor in tensors:
-        if not buckets or size + tensor.nbytes > bucket_bytes:
+        if not buckets or size + tensor.nbytes > bucket_bytes or buckets[-1][0][1].dtype != tensor.dtype:
             buckets.append([])
             size = 0
         buckets[-1].append((name, tensor))

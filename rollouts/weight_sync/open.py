@@ -7,9 +7,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import trio
@@ -20,11 +20,10 @@ from rollouts.engines.open import open_server_fleet
 from rollouts.engines.processes import split_flags
 from rollouts.metrics.spans import SpanRecorder
 from rollouts.protocols import InferenceEngine, SyncWeights, TrainingBackend
-from rollouts.weight_sync.broadcast_sglang import open_sglang_broadcast
-from rollouts.weight_sync.broadcast_vllm import open_vllm_broadcast
+from rollouts.weight_sync.broadcast_servers import open_broadcast
 from rollouts.weight_sync.probe import make_probe
 from rollouts.weight_sync.snapshots import DiskSnapshots
-from rollouts.weight_sync.sync import Transport, WeightSync
+from rollouts.weight_sync.sync import WeightSync
 
 EXACT_TOLERANCE = 1e-3  # nats between engine and trainer on the probe, both in float32
 HALF_TOLERANCE = 0.2  # where one of them computes in 16 bits: unlikely tokens differ by more than likely ones
@@ -62,17 +61,22 @@ async def open_synced_fleet(
     keeper = DiskSnapshots(
         snapshot_dir, dtype=None if dtype == "float32" else dtype, model_dir=model_path, warn=warn
     )
+    open_transport: Any = nullcontext()
+    if config.transport != "disk":
+        sent_as = None if dtype is None else getattr(torch, dtype)
+        kind = "vllm" if config.kind == "vllm" else "sglang"
+        open_transport = open_broadcast(kind, wire=choose_wire(config, device), dtype=sent_as)
     async with (
         open_server_fleet(
             config, model_path, vocab_size=vocab_size, log_dir=log_dir, seed=seed, warn=warn
         ) as fleet,
-        open_transport(config, dtype, device) as transport,
+        open_transport as transport,
         trio.open_nursery() as nursery,
     ):
         sync = WeightSync(
             probe,
             keeper=keeper,
-            admission=fleet,
+            fleet=fleet,
             transport=transport,
             patience_s=config.down_limit_s,
             warn=warn,
@@ -103,22 +107,6 @@ def make_metric_name(name: str) -> str:
     becomes engine_unreachable.
     """
     return re.sub(r"[^a-z0-9_/]", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
-
-
-@asynccontextmanager
-async def open_transport(
-    config: EngineConfig, dtype: str | None, device: str
-) -> AsyncIterator[Transport | None]:
-    """How weights reach the servers from a trainer on `device` without a disk; None: by snapshots."""
-    sent_as = None if dtype is None else getattr(torch, dtype)
-    if config.transport == "disk":
-        yield None
-    elif config.kind == "vllm":
-        async with open_vllm_broadcast(dtype=sent_as) as transport:
-            yield transport
-    else:
-        async with open_sglang_broadcast(backend=choose_wire(config, device), dtype=sent_as) as transport:
-            yield transport
 
 
 def choose_wire(config: EngineConfig, device: str) -> Literal["gloo", "nccl"]:

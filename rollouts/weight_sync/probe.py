@@ -55,7 +55,7 @@ async def score_by_trainer(probe: Probe, backend: TrainingBackend) -> FloatArray
     return log_probs
 
 
-async def score_by_engine(probe: Probe, engine: InferenceEngine, *, version: int) -> FloatArray:
+async def score_by_engine(probe: Probe, engine: InferenceEngine, version: int) -> FloatArray:
     """[T] the engine's log-probs of the probe, 0 for the first token. Raises WeightSyncError if it does not
     score the probe, or answers with another version; what the engine raises.
     """
@@ -91,19 +91,16 @@ def check_change(previous: Proof, now: Proof) -> None:
     The weights differ when the snapshots do or, without snapshots, when the trainer's log-probs moved. Where
     both checksums are known they decide, because an engine with varying arithmetic scores old weights anew.
     """
-    if previous.digest is not None and now.digest is not None:
+    if None not in (previous.digest, now.digest):
         differ = previous.digest != now.digest
     else:
         moved = np.abs(previous.trainer_log_probs - now.trainer_log_probs).max()
         differ = bool(moved > NOTICEABLE)
-    if previous.version == now.version or not differ:
-        return
-    if previous.checksum is not None and now.checksum is not None:
+    same = np.array_equal(previous.engine_log_probs, now.engine_log_probs)
+    how = "scores the probe exactly as before"
+    if None not in (previous.checksum, now.checksum):
         same, how = previous.checksum == now.checksum, f"still has the checksum {now.checksum}"
-    else:
-        same = np.array_equal(previous.engine_log_probs, now.engine_log_probs)
-        how = "scores the probe exactly as before"
-    if same:
+    if previous.version != now.version and differ and same:
         raise WeightSyncError(
             f"the engine reports version {now.version} but {how}, as at version {previous.version}, although"
             " the trainer's weights differ: it still serves the old weights"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 import shutil
 import uuid
@@ -27,8 +26,10 @@ import torch
 import trio
 from torch import Tensor
 
-from rollouts.checkpoints.manifest import FileRecord, compute_sha256
-from rollouts.errors import SnapshotError, WeightSyncError
+from rollouts.checkpoints.manifest import FileRecord, record_file
+from rollouts.checkpoints.retention import remove_incomplete
+from rollouts.checkpoints.save import TEMPORARY_PREFIX, move_aside
+from rollouts.errors import SnapshotError
 from rollouts.models.directories import fsync_path
 from rollouts.models.export import FileNames, name_shards, write_config
 from rollouts.models.host_memory import read_free_memory
@@ -39,9 +40,7 @@ from rollouts.weight_sync.update import log_warning
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SNAPSHOT_SCHEMA = 1
 MANIFEST_NAME = "manifest.json"
-TEMPORARY_PREFIX = ".tmp-"
 SNAPSHOT_NAME = re.compile(r"v(0|[1-9][0-9]{0,17})(?:-([2-9]|[1-9][0-9]{1,8}))?")  # version, edition
 COPIED_FILES = (  # what a server may want of a model directory beside weights
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -51,7 +50,6 @@ COPIED_FILES = (  # what a server may want of a model directory beside weights
 ROOM = 1.5  # free memory for each byte of a copy, at least
 SHARDS = 8  # as many of LEAST_SHARD_BYTES or more: while one is hashed and synced the next is written
 LEAST_SHARD_BYTES = 64 * 2**20
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,36 +62,14 @@ class Snapshot:
     files: tuple[FileRecord, ...] = ()  # all but the manifest
 
 
-class Streamed(Protocol):
-    """Weights that are being handed over."""
-
-    async def result(self) -> None: ...
-
-
 class WeightSource(Protocol):
     """A TrainingBackend, or a copy of its weights."""
 
-    def stream_weights(self, sink: WeightSink) -> Streamed: ...
-
-
-class SnapshotKeeper(Protocol):
-    """Writes snapshots and removes them. DiskSnapshots is one."""
-
-    async def hold(self, backend: TrainingBackend) -> WeightSource | None:
-        """A copy of the weights, for export(); None where memory has no room for one."""
-        ...
-
-    async def export(self, source: WeightSource, version: int) -> Snapshot:
-        """The weights as `version`. One that it made before is verified and returned again."""
-        ...
-
-    async def prune(self, keep: Path) -> None:
-        """Removes every other snapshot."""
-        ...
+    def stream_weights(self, sink: WeightSink) -> Any: ...
 
 
 class DiskSnapshots:
-    """A SnapshotKeeper in one folder, `weights/`."""
+    """Writes snapshots into one folder, `weights/`, and removes them."""
 
     def __init__(
         self,
@@ -101,25 +77,24 @@ class DiskSnapshots:
         *,
         dtype: str | None = None,
         model_dir: Path | None = None,
-        warn: Callable[[str], None] = log_warning,
+        warn: Callable[[str], object] = log_warning,
     ) -> None:
-        """`dtype`: what floating-point weights are stored as, by name; None: as the trainer has them.
+        """`dtype`: what floating-point weights are stored as, by torch's name; None: as the trainer has them.
         `model_dir`: where files come from that a server wants beside weights (tokenizer, chat template).
         """
-        if dtype is not None and dtype not in DTYPES:
-            raise WeightSyncError(f"engines serve no dtype {dtype!r}; use one of {', '.join(DTYPES)}")
         self._folder = folder
-        self._dtype = None if dtype is None else DTYPES[dtype]
+        self._dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
         self._model_dir = model_dir
         self._warn = warn
         self._made: dict[int, Snapshot] = {}  # by version
         self._cleared = False
 
     async def hold(self, backend: TrainingBackend) -> HeldWeights | None:
+        """A copy of the weights, for export(); None where memory has no room for one."""
         return await hold_weights(backend, dtype=self._dtype)
 
     async def export(self, source: WeightSource, version: int) -> Snapshot:
-        """The weights as `version`.
+        """The weights as `version`. One that it made before is verified and returned again.
 
         What an earlier process left of this version may have other weights: it is never served, and the new
         snapshot is called v{version}-2 and so on. Raises SnapshotError.
@@ -160,63 +135,67 @@ class DiskSnapshots:
 # --- a copy in memory ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class HeldWeights:
     """A WeightSource: a trainer's weights of one version, in host memory."""
 
-    def __init__(self, model: PreTrainedModel | None) -> None:
-        self.model = model  # for the names of weights in files; its own weights have changed
-        self._buckets: list[list[tuple[str, Tensor]]] = []
+    model: PreTrainedModel | None  # for the names of weights in files; its own weights have changed
+    buckets: list[list[tuple[str, Tensor]]]
 
-    def take(self, bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None) -> None:
-        """Copies one bucket. On the device thread."""
-        self._buckets.append(
+    def stream_weights(self, sink: WeightSink) -> _Streaming:
+        """Hands the buckets to `sink`, in a thread."""
+        return _Streaming(lambda: [sink(bucket) for bucket in self.buckets])
+
+
+@dataclass(frozen=True, slots=True)
+class _Streaming:
+    work: Callable[[], object]
+
+    async def result(self) -> None:
+        await trio.to_thread.run_sync(self.work, abandon_on_cancel=True)  # sinks ignore what comes later
+
+
+async def stream_guarded(source: WeightSource, take: Callable[[Sequence[tuple[str, Any]]], object]) -> None:
+    """Hands all buckets to `take`. Raises what it raises, once the stream has ended: an error in a sink would
+    fail the backend.
+    """
+    failures: list[Exception] = []
+
+    def sink(bucket: Sequence[tuple[str, Any]]) -> None:
+        if not failures:
+            try:
+                take(bucket)
+            except Exception as error:
+                failures.append(error)
+
+    await source.stream_weights(sink).result()
+    if failures:
+        raise failures[0]
+
+
+async def hold_weights(backend: TrainingBackend, *, dtype: torch.dtype | None = None) -> HeldWeights | None:
+    """A copy of the trainer's weights in the dtype of a snapshot; None where memory has no room to spare."""
+    held, free = HeldWeights(getattr(backend, "model", None), []), read_free_memory()
+    if free is not None and free < ROOM * count_bytes(held.model, dtype):
+        return None
+
+    def copy(bucket: Sequence[tuple[str, Tensor]]) -> None:
+        held.buckets.append(
             [
                 (name, tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True))
                 for name, tensor in bucket
             ]
         )
 
-    def stream_weights(self, sink: WeightSink) -> Streamed:
-        """Hands the buckets to `sink`, in a thread."""
-        return _Streaming(lambda: [sink(bucket) for bucket in self._buckets])
-
-
-class _Streaming:
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._work = work
-
-    async def result(self) -> None:
-        await trio.to_thread.run_sync(self._work, abandon_on_cancel=True)  # sinks ignore what comes later
-
-
-async def hold_weights(backend: TrainingBackend, *, dtype: torch.dtype | None = None) -> HeldWeights | None:
-    """A copy of the trainer's weights in the dtype of a snapshot; None where memory has no room to spare."""
-    model: Any = getattr(backend, "model", None)
-    free = read_free_memory()
-    if free is not None and free < ROOM * count_bytes(model, dtype):
-        return None
-    held = HeldWeights(model)
-    failures: list[Exception] = []
-
-    def sink(bucket: Sequence[tuple[str, Tensor]]) -> None:
-        if not failures:
-            try:
-                held.take(bucket, dtype)
-            except Exception as error:  # raised below: an error in a sink would fail the backend
-                failures.append(error)
-
-    await backend.stream_weights(sink).result()
-    if failures:
-        raise SnapshotError(f"the weights could not be copied: {failures[0]!r}") from failures[0]
+    await stream_guarded(backend, copy)
     return held
 
 
 def count_bytes(model: PreTrainedModel | None, dtype: torch.dtype | None) -> int:
     """Of the parameters as a snapshot stores them; 0 without a model."""
-    parameters = [] if model is None else list(model.parameters())
     return sum(
         one.numel() * (dtype if dtype and one.is_floating_point() else one.dtype).itemsize
-        for one in parameters
+        for one in (model.parameters() if model is not None else ())
     )
 
 
@@ -237,14 +216,14 @@ async def export_snapshot(
     SnapshotError when the disk refuses; what the source raises. Cancelling leaves a .tmp- directory, because
     the device thread may still be writing.
     """
-    if parse_snapshot_name(path.name) is None:
-        raise SnapshotError(f"snapshot {path} must have a name like v12, its version")
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}")
-    model = getattr(source, "model", None)
+    model: PreTrainedModel | None = getattr(source, "model", None)
     shard_bytes = min(shard_bytes, max(LEAST_SHARD_BYTES, count_bytes(model, dtype) // SHARDS))
     try:
         await trio.to_thread.run_sync(lambda: temporary.mkdir(parents=True))
         shards = await _stream_shards(source, temporary, FileNames(model), dtype, shard_bytes)
+        if not shards:
+            raise SnapshotError(f"snapshot {path} would hold no weights: the backend streamed none")
         return await trio.to_thread.run_sync(
             lambda: _finish(temporary, path, shards, model=model, dtype=dtype, model_dir=model_dir)
         )
@@ -261,39 +240,33 @@ async def _stream_shards(
     source: WeightSource, folder: Path, names: FileNames, dtype: torch.dtype | None, shard_bytes: int
 ) -> list[tuple[FileRecord, list[str]]]:
     """Each shard's record and the names of its tensors; all of them are hashed and on disk."""
-    to_hash, hashing = trio.open_memory_channel[Path](math.inf)  # no more than there are shards
-    to_sync, syncing = trio.open_memory_channel[Path](math.inf)
     token = trio.lowlevel.current_trio_token()
     records: dict[str, FileRecord] = {}
     failures: list[Exception] = []
 
-    def announce(path: Path) -> None:
-        with suppress(
-            trio.ClosedResourceError
-        ):  # the device thread may complete a shard after a cancellation
-            to_hash.send_nowait(path)
-            to_sync.send_nowait(path)
+    async def follow(work: Callable[[Path], object], shard: Path) -> None:
+        try:
+            await trio.to_thread.run_sync(work, shard)
+        except OSError as error:
+            failures.append(error)
 
-    async def follow(shards: trio.MemoryReceiveChannel[Path], work: Callable[[Path], object]) -> None:
-        async for path in shards:
-            try:
-                await trio.to_thread.run_sync(work, path)
-            except OSError as error:
-                failures.append(error)
+    def hash_shard(shard: Path) -> None:
+        records[shard.name] = record_file(folder, shard)
 
-    def hash_shard(path: Path) -> None:
-        records[path.name] = hash_file(path)
+    def announce(shard: Path) -> None:
+        if not left:  # the device thread may complete a shard after a cancellation
+            nursery.start_soon(follow, hash_shard, shard)
+            nursery.start_soon(follow, fsync_path, shard)
 
     writer = ShardWriter(
         folder,
         names,
         dtype=dtype,
         shard_bytes=shard_bytes,
-        on_shard=lambda path: token.run_sync_soon(announce, path),
+        on_shard=lambda shard: token.run_sync_soon(announce, shard),
     )
+    left = False
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(follow, hashing, hash_shard)
-        nursery.start_soon(follow, syncing, fsync_path)
         try:
             await source.stream_weights(writer.take).result()
             await trio.to_thread.run_sync(writer.close)
@@ -301,8 +274,7 @@ async def _stream_shards(
             failures.append(error)
         finally:
             writer.stop()
-            to_hash.close()
-            to_sync.close()
+            left = True
     if writer.failure is not None or failures:
         raise writer.failure or failures[0]
     return [(records[name], tensors) for name, tensors in writer.shards]
@@ -318,35 +290,28 @@ def _finish(
     model_dir: Path | None,
 ) -> Snapshot:
     """Names the shards, adds the index and what a server wants beside them, the manifest, and renames it."""
-    if not shards:
-        raise SnapshotError(f"snapshot {path} would hold no weights: the backend streamed none")
     renamed = name_shards(temporary, [(record.path, names) for record, names in shards], always_index=True)
-    written = [FileRecord(renamed[record.path], record.size, record.sha256) for record, _ in shards]
-    for name in COPIED_FILES if model_dir is not None else ():
+    weights = [FileRecord(renamed[record.path], record.size, record.sha256) for record, _ in shards]
+    for name in COPIED_FILES:
         if model_dir is not None and (model_dir / name).is_file():
             shutil.copyfile(model_dir / name, temporary / name)
     if model is not None:
         write_config(model, temporary, dtype)
-    for file in sorted(set(temporary.iterdir()) - {temporary / record.path for record in written}):
+    files = list(weights)
+    for file in set(temporary.iterdir()) - {temporary / record.path for record in weights}:
         fsync_path(file)
-        written.append(hash_file(file))
-    files = sorted(written, key=lambda record: record.path)
+        files.append(record_file(temporary, file))
+    files.sort(key=lambda record: record.path)
     version, _ = parse_snapshot_name(path.name) or (0, 0)
-    content = {"schema": SNAPSHOT_SCHEMA, "version": version, "files": [asdict(record) for record in files]}
+    content = {"schema": 1, "version": version, "files": [asdict(record) for record in files]}
     (temporary / MANIFEST_NAME).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
     fsync_path(temporary / MANIFEST_NAME)
     fsync_path(temporary)
     temporary.rename(path)
     fsync_path(path.parent)
-    weights = [record for record in files if record.path.endswith(".safetensors")]
     hashes = "\n".join(f"{record.path} {record.sha256}" for record in weights)
     size = sum(record.size for record in weights)
     return Snapshot(path, hashlib.sha256(hashes.encode()).hexdigest(), size, tuple(files))
-
-
-def hash_file(path: Path) -> FileRecord:
-    """Name, size and hash of a file as it reads now. Reads every byte: run it in a thread."""
-    return FileRecord(path.name, path.stat().st_size, compute_sha256(path))
 
 
 # --- the folder ---------------------------------------------------------------------------------------------
@@ -355,14 +320,12 @@ def hash_file(path: Path) -> FileRecord:
 def parse_snapshot_name(name: str) -> tuple[int, int] | None:
     """(version, edition) of `vN` (edition 1) or `vN-E`; None for any other name."""
     match = SNAPSHOT_NAME.fullmatch(name)
-    return (int(match.group(1)), int(match.group(2) or 1)) if match else None
+    return (int(match[1]), int(match[2] or 1)) if match else None
 
 
 def list_snapshots(folder: Path) -> list[tuple[int, Path]]:
     """(version, path) of every complete snapshot in `folder`, by version and edition."""
-    named = [
-        (parsed, path) for path in folder.glob("v*") if (parsed := parse_snapshot_name(path.name)) is not None
-    ]
+    named = [(parsed, path) for path in folder.glob("v*") if (parsed := parse_snapshot_name(path.name))]
     return [(version, path) for (version, _), path in sorted(named)]
 
 
@@ -371,7 +334,7 @@ def check_snapshot(snapshot: Snapshot) -> None:
     for record in snapshot.files:
         path = snapshot.path / record.path
         try:
-            intact = hash_file(path) == record
+            intact = path.is_file() and record_file(snapshot.path, path) == record
         except OSError as error:
             raise SnapshotError(f"{path} cannot be read ({error}); remove {snapshot.path}") from error
         if not intact:
@@ -382,8 +345,7 @@ def clear_after_restart(folder: Path, version: int) -> None:
     """Removes what a killed run left: half-written snapshots, and versions above `version`, which training
     will make again. Blocks. Raises OSError.
     """
-    for path in folder.glob(f"{TEMPORARY_PREFIX}*"):
-        shutil.rmtree(path, ignore_errors=True)
+    remove_incomplete(folder)
     for newer, path in list_snapshots(folder):
         if newer > version:
             remove_snapshot(path)
@@ -393,7 +355,5 @@ def remove_snapshot(path: Path) -> None:
     """Removes a snapshot, its name first, so that no reader sees half of it. One that is gone is fine.
     Blocks. Raises OSError.
     """
-    hidden = path.with_name(f"{TEMPORARY_PREFIX}removed-{path.name}-{uuid.uuid4().hex[:8]}")
     with suppress(FileNotFoundError):
-        path.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)  # what stays is cleared at the next start
+        shutil.rmtree(move_aside(path), ignore_errors=True)  # what stays is cleared at the next start

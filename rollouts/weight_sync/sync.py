@@ -13,32 +13,34 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import trio
 
 from rollouts.crash_points import reach
 from rollouts.errors import SnapshotError, WeightSyncError
-from rollouts.metrics.spans import SpanRecorder
 from rollouts.protocols import InferenceEngine, TrainingBackend
 from rollouts.types import FloatArray
 from rollouts.weight_sync.probe import Probe, score_by_trainer
-from rollouts.weight_sync.snapshots import Snapshot, SnapshotKeeper, WeightSource
+from rollouts.weight_sync.snapshots import DiskSnapshots, Snapshot, WeightSource, stream_guarded
 from rollouts.weight_sync.update import (
-    Admission,
-    DirectAdmission,
+    EngineUpdate,
     LoadTogether,
     LoadWeights,
     ProvenVersions,
     SilenceLimits,
-    SyncReport,
-    UpdatedFleet,
     UpdatePlan,
+    compute_sync_metrics,
+    describe_failures,
     log_warning,
     sync_weights_to_engines,
 )
+
+if TYPE_CHECKING:
+    from rollouts.engines.fleet import Fleet
+    from rollouts.metrics.spans import SpanRecorder
 
 RETRY_BASE_S, RETRY_CAP_S = 1.0, 60.0  # between two tries of an update that reached no engine
 
@@ -53,8 +55,8 @@ class Published:
     """What the engines serve."""
 
     version: int
-    snapshot: Snapshot | None  # None: the weights went in memory, and no engine needs them from disk
     expected: FloatArray  # [T] the trainer's log-probs of the probe
+    snapshot: Snapshot | None = None  # None: the weights went in memory, and no engine needs them from disk
 
 
 @dataclass(slots=True)
@@ -62,8 +64,7 @@ class _Step:
     """The weights of one call by the loop, over all its tries."""
 
     backend: TrainingBackend
-    version: int
-    expected: FloatArray  # [T] log-probs of the probe
+    target: Published
     source: WeightSource  # the trainer, or a copy of its weights once the trainer is released
     released: trio.Event | None  # set once the trainer may change its weights
 
@@ -74,31 +75,30 @@ class WeightSync:
     An engine that shares the trainer's parameters loads nothing: only its version is checked. The others are
     given the weights by `transport` if there is one, else in memory where they support it, else from a
     snapshot of `keeper`. With a transport a snapshot is written once the engines serve again: restarted ones
-    load it. `admission` is the fleet; without one, a single engine that fails raises WeightSyncError.
+    load it. Without a fleet, a single engine that fails raises WeightSyncError.
     """
 
     def __init__(
         self,
         probe: Probe,
         *,
-        keeper: SnapshotKeeper | None = None,
-        admission: Admission | None = None,
+        keeper: DiskSnapshots | None = None,
+        fleet: Fleet | None = None,
         transport: Transport | None = None,
         limits: SilenceLimits | None = None,
         max_revivals: int = 6,
         patience_s: float = 600.0,
-        warn: Callable[[str], None] = log_warning,
+        warn: Callable[[str], object] = log_warning,
         spans: SpanRecorder | None = None,
     ) -> None:
         """`max_revivals`: failures in a row after which an engine waits for the next update. `patience_s`:
         how long an update that reached no engine waits for one, while keep_engines_current runs.
         """
-        self.probe = probe
-        self.proven = ProvenVersions()
         self.published: Published | None = None
+        self._probe = probe
+        self._proven = ProvenVersions()
         self._keeper = keeper
-        self._admission = admission or DirectAdmission()
-        self._fleet = admission if isinstance(admission, UpdatedFleet) else None
+        self._fleet = fleet
         self._transport = transport
         self._limits = limits or SilenceLimits()
         self._max_revivals = max_revivals
@@ -107,7 +107,6 @@ class WeightSync:
         self._spans = spans
         self._lock = trio.Lock()
         self._failed_revivals: Counter[str] = Counter()
-        self._streamed_bytes = 0  # in memory, since the run began
         self._keeping = 0  # tasks in keep_engines_current
         self._syncing = 0  # calls by the loop
         self._left_to_sync: dict[str, InferenceEngine] = {}  # announced as stale during such a call
@@ -135,8 +134,9 @@ class WeightSync:
         published_before = self.published
         try:
             shared = bool(engines) and all(engine.features.shares_weights for engine in engines)
-            expected = np.zeros(0, np.float32) if shared else await score_by_trainer(self.probe, backend)
-            return await self._sync_patiently(_Step(backend, version, expected, backend, released), engines)
+            expected = np.zeros(0, np.float32) if shared else await score_by_trainer(self._probe, backend)
+            step = _Step(backend, Published(version, expected), backend, released)
+            return await self._sync_patiently(step, engines)
         finally:
             self._syncing -= 1
             left, self._left_to_sync = self._left_to_sync, {}
@@ -156,9 +156,9 @@ class WeightSync:
             except WeightSyncError as error:
                 if not self._keeping:
                     raise
+                left_s = give_up_at - trio.current_time()
                 self._warn(
-                    f"{error}\nThe update waits for an engine that comes back, for"
-                    f" {give_up_at - trio.current_time():.0f} s at most."
+                    f"{error}\nThe update waits for an engine that comes back, for {left_s:.0f} s at most."
                 )
                 with trio.move_on_at(give_up_at) as waiting:
                     await arrived.wait()
@@ -171,30 +171,30 @@ class WeightSync:
         reach("sync.begin")
         members: list[InferenceEngine] = []
         for engine in engines:
-            is_fleet = self._fleet is not None and engine is self._admission
-            members += self._fleet.members_for_update() if self._fleet is not None and is_fleet else [engine]
+            fleet = self._fleet if engine is self._fleet else None
+            members += [engine] if fleet is None else fleet.members_for_update()
         in_memory = any(engine.features.in_memory_update for engine in members)
-        streamed_before, snapshot = self._streamed_bytes, None
-        if self._transport is None and any(
-            not engine.features.shares_weights and not engine.features.in_memory_update for engine in members
-        ):
-            if self._keeper is None:
-                raise WeightSyncError("an engine loads weights only from disk; give WeightSync a keeper")
+        loading = [one for one in members if not one.features.shares_weights]
+        target = step.target
+        if self._transport is None and any(not one.features.in_memory_update for one in loading):
             if not in_memory:
                 await self._release(step)
-            snapshot = await self._keeper.export(step.source, step.version)
-        report = await self._update(step, members, snapshot)
-        if snapshot is None and self._fleet is not None and self._keeper is not None:
+            target = await self._export(step)
+        sizes: list[int] = []
+        updates = await self._update(step, target, members, sizes)
+        if target.snapshot is None and self._fleet is not None and self._keeper is not None:
             await self._release(step)
-            snapshot = await self._keeper.export(step.source, step.version)
-            self.published = Published(step.version, snapshot, step.expected)
-        metrics, written = report.metrics(), 0
-        if snapshot is not None and self._keeper is not None:
-            await self._keeper.prune(snapshot.path)
-            written = snapshot.weight_bytes
-        if metrics:
-            metrics["weight_sync/bytes"] = float(self._streamed_bytes - streamed_before + written)
-        return metrics
+            self.published = target = await self._export(step)
+        metrics = compute_sync_metrics(updates)
+        if target.snapshot is not None and self._keeper is not None:
+            await self._keeper.prune(target.snapshot.path)
+            sizes.append(target.snapshot.weight_bytes)
+        return {**metrics, "weight_sync/bytes": float(sum(sizes))} if metrics else {}
+
+    async def _export(self, step: _Step) -> Published:
+        if self._keeper is None:
+            raise WeightSyncError("an engine loads weights only from disk; give WeightSync a keeper")
+        return replace(step.target, snapshot=await self._keeper.export(step.source, step.target.version))
 
     async def _release(self, step: _Step) -> None:
         """Lets the trainer go on, if there is room for a copy of its weights."""
@@ -206,53 +206,50 @@ class WeightSync:
             step.released.set()
 
     async def _update(
-        self, step: _Step, engines: Sequence[InferenceEngine], snapshot: Snapshot | None
-    ) -> SyncReport:
-        published = Published(step.version, snapshot, step.expected)
+        self, step: _Step, target: Published, engines: Sequence[InferenceEngine], sizes: list[int]
+    ) -> list[EngineUpdate]:
+        """What became of each engine; `sizes` gets the bytes that each was given in memory."""
 
         def note_publication() -> None:  # also where the update is cancelled after some have committed
-            self.published = published
+            self.published = target
             self._failed_revivals.clear()
 
         async def load(engine: InferenceEngine) -> None:
             if engine.features.in_memory_update:
-                self._streamed_bytes += await stream_into(step.source, engine, step.version)
+                sizes.append(await stream_into(step.source, engine, target.version))
             else:
-                await _load_snapshot(published, engine)
+                await _load_snapshot(target, engine)
 
         async def send(paused: Sequence[InferenceEngine]) -> Mapping[str, Exception | None]:
             assert self._transport is not None
-            return await self._transport(step.backend, paused, step.version)
+            return await self._transport(step.backend, paused, target.version)
 
-        plan = self._plan(published, load, load_together=None if self._transport is None else send)
-        report = await sync_weights_to_engines(engines, plan, on_publish=note_publication)
-        self._record(report)
-        if report.failed and self._fleet is None:
+        plan = self._plan(target, load, None if self._transport is None else send)
+        updates = await sync_weights_to_engines(engines, plan, on_publish=note_publication)
+        failures = describe_failures(updates)
+        if failures and self._fleet is None:
             raise WeightSyncError(
-                f"weight version {step.version} did not reach every engine, and there is no fleet that would"
-                f" keep requests from the others:\n{report.describe_failures()}"
-            ) from report.failed[0].error
-        return report
+                f"weight version {target.version} did not reach every engine, and there is no fleet that"
+                f" would keep requests from the others:\n{failures}"
+            ) from next(update.error for update in updates if not update.committed)
+        return updates
 
     def _plan(
-        self, target: Published, load: LoadWeights, *, load_together: LoadTogether | None = None
+        self, target: Published, load: LoadWeights, load_together: LoadTogether | None = None
     ) -> UpdatePlan:
         return UpdatePlan(
             version=target.version,
-            probe=self.probe,
+            probe=self._probe,
             expected=target.expected,
             load=load,
             load_together=load_together,
             digest=None if target.snapshot is None else target.snapshot.digest,
-            proven=self.proven,
-            admission=self._admission,
+            proven=self._proven,
+            fleet=self._fleet,
             limits=self._limits,
             warn=self._warn,
+            spans=self._spans,
         )
-
-    def _record(self, report: SyncReport) -> None:
-        if self._spans is not None:
-            record_update(self._spans, report)
 
     # --- engines that come back
 
@@ -288,7 +285,7 @@ class WeightSync:
         plan = self._plan(published, lambda engine: _load_snapshot(published, engine))
         try:
             with trio.CancelScope() as self._reviving:
-                self._record(await sync_weights_to_engines([engine], plan, publish=False))
+                await sync_weights_to_engines([engine], plan, publish=False)
                 del self._failed_revivals[name]
         except WeightSyncError as error:  # the fleet and `warn` were told
             self._failed_revivals[name] += 1
@@ -306,43 +303,17 @@ async def _load_snapshot(published: Published, engine: InferenceEngine) -> None:
     await engine.update_weights_from_checkpoint(published.snapshot.path, published.version)
 
 
-def record_update(spans: SpanRecorder, report: SyncReport) -> None:
-    """Adds a span for the update of each engine, for its pause, and for its phases load and probe."""
-    now, now_unix = trio.current_time(), spans.now_unix()
-    for update in report.engines:
-        began = dict(update.began)
-        if not began.keys() & {"pause", "probe"}:  # it shares the trainer's weights: nothing was done
-            continue
-        first_at = update.began[0][1]
-        spans.add("weight_sync", update.name, now - first_at, update.ended_at - first_at, now_unix=now_unix)
-        if "pause" in began:
-            ago_s = now - began["pause"]
-            spans.add("weight_sync_pause", update.name, ago_s, update.pause_s, now_unix=now_unix)
-        ends = [*(at for _, at in update.began[1:]), update.ended_at]
-        for (phase, at), end in zip(update.began, ends, strict=True):
-            if phase in ("load", "probe"):
-                spans.add(f"weight_sync_{phase}", update.name, now - at, end - at, now_unix=now_unix)
-
-
 async def stream_into(source: WeightSource, engine: InferenceEngine, version: int) -> int:
     """How many bytes the engine was given, bucket by bucket, as `version`. Raises what the engine raises; the
     backend goes on working.
     """
     sizes: list[int] = []
-    failures: list[Exception] = []
 
-    def sink(bucket: Sequence[tuple[str, Any]]) -> None:
-        if failures:
-            return
-        try:
-            engine.receive_bucket(bucket)
-            sizes.append(sum(tensor.nbytes for _, tensor in bucket))
-        except Exception as error:  # raised below: an error in a sink would fail the backend
-            failures.append(error)
+    def receive(bucket: Sequence[tuple[str, Any]]) -> None:
+        engine.receive_bucket(bucket)
+        sizes.append(sum(tensor.nbytes for _, tensor in bucket))
 
     await engine.begin_update()
-    await source.stream_weights(sink).result()
-    if failures:
-        raise failures[0]
+    await stream_guarded(source, receive)
     await engine.finish_update(version)
     return sum(sizes)

@@ -23,7 +23,7 @@ from rollouts.errors import EngineError, EngineSetupError, InfrastructureError, 
 from rollouts.testing import engine_contracts
 from rollouts.testing.engine_contracts import LONG, disturb, make_request
 from rollouts.types import Completion, GenerateRequest, RolloutBatch
-from rollouts.weight_sync.broadcast_sglang import open_sglang_broadcast
+from rollouts.weight_sync.broadcast_servers import open_broadcast
 
 from .conftest import CONTEXT_LENGTH, VOCAB_SIZE, RunningServer, run_sglang
 from .model_checks import (
@@ -144,7 +144,7 @@ async def test_broadcast_gives_what_the_disk_gives_and_what_the_trainer_has(
     async with (
         open_engine(sglang_server) as engine,
         open_trainer(snapshots[1]) as backend,
-        open_sglang_broadcast(bucket_bytes=50_000) as transport,
+        open_broadcast(bucket_bytes=50_000) as transport,
     ):
         await load(engine, snapshots[1])
         by_disk, disk_sum = await engine.generate(request), await engine.checksum()
@@ -176,7 +176,7 @@ async def test_request_in_flight_over_a_broadcast_has_two_versions(
     async with (
         open_engine(sglang_server) as engine,
         open_trainer(snapshots[1]) as backend,
-        open_sglang_broadcast(bucket_bytes=50_000) as transport,
+        open_broadcast(bucket_bytes=50_000) as transport,
     ):
         await load(engine, snapshots[0])
 
@@ -200,7 +200,7 @@ async def test_update_that_broke_off_in_the_middle_does_not_stand_in_the_way_of_
     async with (
         open_engine(sglang_server) as engine,
         open_trainer(snapshots[1]) as backend,
-        open_sglang_broadcast() as transport,
+        open_broadcast() as transport,
     ):
         assert await engine.dialect.begin_transfer()  # and nothing more: as if the trainer had died
         version = await send(transport, backend, engine)
@@ -276,7 +276,7 @@ async def test_server_that_dies_or_stops_in_an_update_is_reported_and_the_traine
     async with (
         open_engine(other_server) as engine,
         open_trainer(snapshots[1]) as backend,
-        open_sglang_broadcast(progress_s=5.0) as transport,
+        open_broadcast(progress_s=5.0) as transport,
     ):
         await engine.pause("wait")
         name = engine.features.name

@@ -470,7 +470,7 @@ class _Simulation:
             sync = WeightSync(
                 make_probe(VOCAB_SIZE, tolerance=1e-4),
                 keeper=self.snapshots,
-                admission=fleet,
+                fleet=fleet,
                 limits=SilenceLimits(
                     pause=limit_s, load=limit_s, set_version=limit_s, resume=limit_s, probe=limit_s * 4
                 ),

@@ -44,9 +44,9 @@ def publish_before_verify(patch: pytest.MonkeyPatch) -> None:
 
     async def sync_eagerly(
         engines: Sequence[InferenceEngine], plan: update.UpdatePlan, *, publish: bool = True, **options: Any
-    ) -> update.SyncReport:
-        if publish:
-            plan.admission.publish(plan.version)
+    ) -> list[update.EngineUpdate]:
+        if publish and plan.fleet is not None:
+            plan.fleet.publish(plan.version)
         return await real(engines, plan, publish=publish, **options)
 
     patch.setattr(sync, "sync_weights_to_engines", sync_eagerly)
@@ -55,10 +55,10 @@ def publish_before_verify(patch: pytest.MonkeyPatch) -> None:
 def forget_to_resume(patch: pytest.MonkeyPatch) -> None:
     """After an update that failed."""
 
-    async def do_nothing(run: Any) -> None:
+    async def do_nothing(self: update.EngineUpdate) -> None:
         await trio.lowlevel.checkpoint()
 
-    patch.setattr(update, "_resume_after_failure", do_nothing)
+    patch.setattr(update.EngineUpdate, "_resume_anyway", do_nothing)
 
 
 def commit_without_proof(patch: pytest.MonkeyPatch) -> None:

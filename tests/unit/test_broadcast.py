@@ -4,7 +4,6 @@ trainer's thread.
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -27,33 +26,28 @@ from torch.distributed.distributed_c10d import (
 )
 
 from rollouts.device_thread import DeviceThread, open_device_thread
-from rollouts.errors import EngineError, EngineSilent, EngineUnreachable, WeightSyncError
+from rollouts.errors import EngineSilent, EngineUnreachable, WeightSyncError
 from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.weight_sync.broadcast import Broadcast
-from rollouts.weight_sync.broadcast_sglang import listen_for_group, make_gloo_group, open_sglang_broadcast
-from rollouts.weight_sync.broadcast_vllm import open_vllm_broadcast
-from rollouts.weight_sync.broadcast_waits import Signal, run_both, wait_work
-from rollouts.weight_sync.flat_buckets import FlatBucket, flatten_tensors, split_tensors
+from rollouts.weight_sync.broadcast_servers import SGLangPeer, listen_for_group, make_group, open_broadcast
+from rollouts.weight_sync.flat_buckets import FlatBucket, flatten_tensors, split_buckets
 
 CPU = torch.device("cpu")
 WEIGHTS = {f"w{index}": torch.arange(4, dtype=torch.float32) + index for index in range(6)}  # 16 bytes each
+STEPS = ["begin", "send", "end"]
 
 
 class ThreadBackend:
-    """Streams `buckets` on a device thread, as backends do; `streamed` counts those that the sink has let go
-    of.
-    """
+    """Streams `buckets` on a device thread, as backends do."""
 
     def __init__(self, thread: DeviceThread, buckets: Sequence[dict[str, Tensor]]) -> None:
         self.thread = thread
         self.buckets = buckets
-        self.streamed = 0
 
     def stream_weights(self, sink: Callable[[Sequence[tuple[str, Tensor]]], None]) -> Any:
         def work() -> None:
             for bucket in self.buckets:
                 sink(list(bucket.items()))
-                self.streamed += 1
 
         return self.thread.submit(work)
 
@@ -65,52 +59,35 @@ async def open_backend(buckets: Sequence[dict[str, Tensor]] = (WEIGHTS,)) -> Asy
 
 
 class FakePeer:
-    """Takes what it is sent. `fails`: what happens in the step of that name instead; "hang" waits for
-    ever.
-    """
+    """Takes what it is sent. `fails`: what happens in the step of that name; "hang" waits for ever."""
 
     device = CPU
 
-    def __init__(self, name: str, **fails: Exception | str) -> None:
-        self.name = name
-        self.fails = fails
+    def __init__(self, name: str, fails: dict[str, Any]) -> None:
+        self.name, self.fails = name, fails
         self.log: list[str] = []
         self.taken: dict[str, Tensor] = {}
-        self.sent: list[Tensor] = []
-        self.signal = Signal()
+        self.reached = trio.Event()  # the step that hangs
 
     async def _step(self, step: str, note: str = "") -> None:
         self.log.append(step + note)
+        await trio.lowlevel.checkpoint()
         fault = self.fails.get(step)
         if isinstance(fault, Exception):
             raise fault
         if fault == "hang":
+            self.reached.set()
             await trio.sleep_forever()
-
-    async def join(self) -> None:
-        if "join" not in self.log:
-            await self._step("join")
 
     async def begin(self) -> None:
         await self._step("begin")
 
-    async def receive(self, bucket: FlatBucket, *, version: int, last: bool) -> None:
-        await self._step("receive", f" v{version} last" if last else "")
-        self.taken |= {name: tensor.clone() for name, tensor in bucket.tensors()}
-
-    def start_sending(self, bucket: FlatBucket) -> Callable[[], None]:
-        fault = self.fails.get("send")
-        if isinstance(fault, Exception):
-            raise fault
-        if fault == "hang":
-            return lambda: self.signal.wait(60)
-        return lambda: self.sent.append(bucket.flat)
+    async def send(self, bucket: FlatBucket, *, version: int, last: bool) -> None:
+        await self._step("send", f" {len(bucket.flat)}" + (f" v{version}" if last else ""))
+        self.taken |= {name: tensor.clone() for name, tensor in bucket.tensors}
 
     async def end(self, version: int) -> None:
         await self._step("end", f" v{version}")
-
-    def break_off(self) -> None:
-        self.signal.set()
 
     async def leave(self) -> None:
         self.log.append("leave")
@@ -126,11 +103,11 @@ class Fleet:
 
     def make_peer(self, engine: Any) -> FakePeer:
         name = engine.features.name
-        self.peers[name].append(FakePeer(name, **self.scripts[name]))
+        self.peers[name].append(FakePeer(name, self.scripts[name]))
         return self.peers[name][-1]
 
     def transport(self, *, bucket_bytes: int = 32, progress_s: float = 30.0) -> Broadcast:
-        return Broadcast(self.make_peer, bucket_bytes=bucket_bytes, dtype=None, progress_s=progress_s)
+        return Broadcast(self.make_peer, bucket_bytes=bucket_bytes, progress_s=progress_s)
 
 
 def assert_whole(peer: FakePeer, weights: dict[str, Tensor] = WEIGHTS) -> None:
@@ -138,187 +115,100 @@ def assert_whole(peer: FakePeer, weights: dict[str, Tensor] = WEIGHTS) -> None:
     assert all(torch.equal(peer.taken[name], tensor) for name, tensor in weights.items())
 
 
-# --- buckets ------------------------------------------------------------------------------------------------
-
-
-def test_flat_bucket_gives_its_tensors_back_whatever_their_types():
+def test_a_flat_bucket_is_an_aligned_copy_in_the_type_that_is_sent():
     tensors = [
         ("bytes", torch.tensor([1, 2, 3], dtype=torch.uint8)),
-        ("halves", torch.tensor([[1.5], [2.5]], dtype=torch.bfloat16)),
         ("turned", torch.arange(6, dtype=torch.float32).reshape(2, 3).T),  # not contiguous
-        ("one", torch.tensor(7.0)),
+        ("count", torch.tensor(7)),
     ]
     bucket = flatten_tensors(tensors, dtype=None, device=CPU)
-    assert [piece.name for piece in bucket.pieces] == [
-        "turned",
-        "one",
-        "halves",
-        "bytes",
-    ]  # wide first: 24 + 4 + 4 + 3 bytes, each aligned
-    assert len(bucket.flat) == 35
-    assert bucket.dtype_names == ["float32", "float32", "bfloat16", "uint8"]
-    back = dict(bucket.tensors())
-    assert all(torch.equal(back[name], tensor) for name, tensor in tensors)
-
-
-def test_flat_bucket_is_a_copy_in_the_type_that_is_sent():
-    weight, count = torch.tensor([1.0, 2.0]), torch.tensor([3])
-    bucket = flatten_tensors([("weight", weight), ("count", count)], dtype=torch.bfloat16, device=CPU)
-    weight.zero_()
-    assert {name: (tensor.dtype, tensor.tolist()) for name, tensor in bucket.tensors()} == {
-        "weight": (torch.bfloat16, [1.0, 2.0]), "count": (torch.int64, [3]),
-    }  # fmt: skip
-
-
-def test_buckets_are_full_and_a_large_tensor_is_alone():
-    sizes = [16, 16, 8, 100, 4, 28]
-    parts = split_tensors(
-        [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in sizes], bucket_bytes=32
+    assert bucket.describe() == (
+        ["count", "turned", "bytes"],
+        ["int64", "float32", "uint8"],
+        [[], [3, 2], [3]],
     )
-    assert [[tensor.nbytes for _, tensor in part] for part in parts] == [[16, 16], [8], [100], [4, 28]]
+    assert len(bucket.flat) == 8 + 24 + 3
+    halves = flatten_tensors(tensors, dtype=torch.bfloat16, device=CPU)
+    wanted = {name: tensor.clone() for name, tensor in tensors}
+    tensors[1][1].zero_()
+    for made, dtype in ((bucket, torch.float32), (halves, torch.bfloat16)):
+        found = dict(made.tensors)
+        assert found["turned"].dtype == dtype and found["count"].dtype == torch.int64
+        assert all(torch.equal(found[name], tensor.to(found[name].dtype)) for name, tensor in wanted.items())
 
 
-# --- one update ---------------------------------------------------------------------------------------------
+def test_buckets_are_full_of_one_dtype_and_a_large_tensor_is_alone():
+    sizes = [16, 16, 8, 100, 4, 28]
+    tensors = [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in sizes]
+    parts = split_buckets([*tensors, ("float", torch.zeros(1))], 32)
+    assert [[tensor.nbytes for _, tensor in part] for part in parts] == [[16, 16], [8], [100], [4, 28], [4]]
 
 
 async def test_every_engine_gets_every_weight_and_the_version_with_the_last():
-    fleet = Fleet(a={}, b={})
-    async with open_backend([dict(list(WEIGHTS.items())[:3]), dict(list(WEIGHTS.items())[3:])]) as backend:
+    fleet, names = Fleet(a={}, b={}), list(WEIGHTS.items())
+    async with open_backend([dict(names[:3]), dict(names[3:])]) as backend:
         transport = fleet.transport()
-        assert await transport(backend, fleet.engines, 5) == {"a": None, "b": None}
-        for (peer,) in fleet.peers.values():
-            assert_whole(peer)
-            # two tensors fit: 2 + 1 of the first bucket, 2 + 1 of the second
-            assert peer.log == ["join", "begin", "receive", "receive", "receive", "receive v5 last", "end v5"]
-            assert [len(flat) for flat in peer.sent] == [32, 16, 32, 16]
-        assert await transport(backend, fleet.engines, 6) == {"a": None, "b": None}
-        assert fleet.peers["a"][0].log[7:] == [
-            "begin",
-            "receive",
-            "receive",
-            "receive",
-            "receive v6 last",
-            "end v6",
-        ]  # in the group it had
+        for version in (5, 6):  # the second time with the peers of the first
+            assert await transport(backend, fleet.engines, version) == {"a": None, "b": None}
+            for (peer,) in fleet.peers.values():
+                assert_whole(peer)
+                sent = ["send 32", "send 16", "send 32", f"send 16 v{version}"]
+                assert peer.log[-6:] == ["begin", *sent, f"end v{version}"]
+        assert await transport(backend, [], 7) == {}
         await transport.aclose()
     assert [peer.log[-1] for (peer,) in fleet.peers.values()] == ["leave", "leave"]
 
 
-@pytest.mark.parametrize("step", ["join", "begin", "receive", "send", "end"])
-async def test_engine_that_fails_is_reported_and_the_others_go_on(step: str):
-    error = RuntimeError("connection closed by peer") if step == "send" else EngineUnreachable("b is gone")
-    fleet = Fleet(a={}, b={step: error}, c={})
+@pytest.mark.parametrize("fault", [EngineUnreachable("b is gone"), RuntimeError("connection closed"), "hang"])
+@pytest.mark.parametrize("step", STEPS)
+async def test_an_engine_that_fails_or_hangs_is_reported_and_the_others_go_on(step: str, fault: Any):
+    fleet = Fleet(a={}, b={step: fault}, c={})
     async with open_backend() as backend:
-        transport = fleet.transport()
-        assert await transport(backend, fleet.engines, 1) == {"a": None, "b": error, "c": None}
+        transport = fleet.transport(progress_s=2.0 if fault == "hang" else 60.0)
+        outcomes = await transport(backend, fleet.engines, 1)
+        assert outcomes["a"] is outcomes["c"] is None
+        if fault == "hang":
+            assert isinstance(outcomes["b"], EngineSilent) and "b was not done with" in str(outcomes["b"])
+        else:
+            assert outcomes["b"] is fault
         assert_whole(fleet.peers["a"][0])
-        assert_whole(fleet.peers["c"][0])
         assert fleet.peers["b"][0].log[-1] == "leave"
-        fleet.scripts["b"] = {}  # it comes back
+        fleet.scripts["b"] = {}  # it comes back, in a new group
         assert await transport(backend, fleet.engines, 2) == {"a": None, "b": None, "c": None}
-        assert fleet.peers["b"][1].log[:2] == ["join", "begin"]  # in a new group
         assert_whole(fleet.peers["b"][1])
 
 
-@pytest.mark.parametrize("step", ["join", "begin", "receive", "send", "end"])
-async def test_engine_that_hangs_costs_the_deadline_and_nobody_else(step: str):
-    fleet = Fleet(a={}, b={step: "hang"} | ({"receive": "hang"} if step == "send" else {}))
-    async with open_backend() as backend:
-        outcome = await fleet.transport(progress_s=0.2)(backend, fleet.engines, 1)
-        assert outcome["a"] is None
-        assert isinstance(outcome["b"], EngineSilent)
-        assert "b was not done with" in str(outcome["b"])
-        assert_whole(fleet.peers["a"][0])
-        assert backend.streamed == 1
-
-
-async def test_server_that_refuses_a_bucket_frees_the_thread_that_is_sending_it():
-    # the broadcast alone would wait for a minute: the refusal breaks it off
-    fleet = Fleet(a={}, b={"send": "hang", "receive": EngineError("b knows no such group")})
-    async with open_backend() as backend:
-        started = time.monotonic()
-        outcome = await fleet.transport()(backend, fleet.engines, 1)
-        assert time.monotonic() - started < 30
-        assert str(outcome["b"]) == "b knows no such group"
-        assert_whole(fleet.peers["a"][0])
-
-
-async def test_nothing_is_streamed_when_nobody_is_there():
+async def test_a_failure_on_the_trainers_side_is_a_weight_sync_error_and_the_backend_goes_on():
     fleet = Fleet(a={"begin": EngineUnreachable("a is gone")})
-    async with open_backend() as backend:
-        assert list(await fleet.transport()(backend, fleet.engines, 1)) == ["a"]
-        assert backend.streamed == 0
-        assert await fleet.transport()(backend, [], 1) == {}
-
-
-async def test_failure_on_the_trainers_side_is_a_weight_sync_error_and_the_backend_goes_on():
-    fleet = Fleet(a={})
     async with open_backend([]) as backend:
         transport = fleet.transport()
-        with pytest.raises(
-            WeightSyncError, match="version 3 could not be sent: the backend streamed no weights"
-        ):
+        assert list(await transport(backend, fleet.engines, 1)) == ["a"], "nobody is there: nothing to stream"
+        fleet.scripts["a"] = {}
+        with pytest.raises(WeightSyncError, match=r"version 3 could not be sent: .*streamed no weights"):
             await transport(backend, fleet.engines, 3)
-        assert fleet.peers["a"][0].log[-1] == "leave"
+        assert fleet.peers["a"][-1].log[-1] == "leave"
+        backend.buckets = [{"w": torch.zeros(2, dtype=torch.complex64)}, {"w": object()}]
+        with pytest.raises(WeightSyncError, match="version 3 could not be sent"):
+            await transport(backend, fleet.engines, 3)
         backend.buckets = [WEIGHTS]
         assert await transport(backend, fleet.engines, 3) == {"a": None}
 
 
-async def test_cancelled_update_lets_the_trainers_thread_go_and_leaves_no_group():
-    fleet = Fleet(a={"receive": "hang", "send": "hang"})
-    async with open_backend([WEIGHTS, WEIGHTS]) as backend:
-        transport = fleet.transport()
+@pytest.mark.parametrize("bucket_bytes", [32, 10_000])  # cut in a bucket that others follow, and in the last
+async def test_a_cancelled_update_lets_the_trainers_thread_go_and_leaves_no_group(bucket_bytes: int):
+    fleet = Fleet(a={"send": "hang"})
+    async with open_backend([WEIGHTS]) as backend:
+        transport = fleet.transport(bucket_bytes=bucket_bytes, progress_s=600.0)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(transport, backend, fleet.engines, 1)
-            while "receive" not in fleet.peers["a"][-1].log if fleet.peers["a"] else True:
-                await trio.lowlevel.checkpoint()
+            while not fleet.peers["a"]:  # noqa: ASYNC110
+                await trio.sleep(0.001)
+            await fleet.peers["a"][0].reached.wait()
             nursery.cancel_scope.cancel()
         assert fleet.peers["a"][0].log[-1] == "leave"
         fleet.scripts["a"] = {}
-        assert await transport(backend, fleet.engines, 2) == {"a": None}  # the thread is free
+        assert await transport(backend, fleet.engines, 2) == {"a": None}, "the thread is free"
         assert_whole(fleet.peers["a"][1])
-
-
-async def test_update_cancelled_in_its_last_bucket_does_not_wait_for_an_engine_that_hangs():
-    fleet = Fleet(a={"receive": "hang", "send": "hang"})  # which would hold the thread for a minute
-    begun_s = time.monotonic()
-    async with open_backend() as backend:
-        with trio.move_on_after(0.3) as scope:
-            await fleet.transport(bucket_bytes=10_000)(backend, fleet.engines, 1)
-    assert scope.cancelled_caught
-    assert time.monotonic() - begun_s < 10
-
-
-def listening_addresses() -> set[str]:
-    """Addresses, in the system's hexadecimal, on which this process listens."""
-    inodes = {
-        link[8:-1] for link in map(read_link, Path("/proc/self/fd").iterdir()) if link.startswith("socket:[")
-    }
-    lines = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
-    ]
-    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and line[9] in inodes}
-
-
-def read_link(path: Path) -> str:
-    try:
-        return str(path.readlink())
-    except OSError:
-        return ""
-
-
-@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads Linux's table of sockets")
-def test_nobody_outside_this_machine_reaches_a_groups_ports():
-    timeout, before = timedelta(seconds=5), listening_addresses()
-    store = listen_for_group("127.0.0.1", 1, timeout)
-    group = make_gloo_group(store, "g", 1, timeout, address="127.0.0.1")
-    try:
-        assert listening_addresses() - before <= {"0100007F"}
-        assert "0100007F" in listening_addresses()
-    finally:
-        group.abort()
 
 
 async def test_weights_go_out_under_the_names_that_model_files_have():
@@ -333,91 +223,103 @@ async def test_weights_go_out_under_the_names_that_model_files_have():
         assert_whole(fleet.peers["a"][0], {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
 
 
-async def test_first_failure_of_two_cancels_the_other():
-    async def fail() -> None:
-        raise EngineError("no")
-
-    with pytest.raises(EngineError, match="no"):
-        await run_both(fail, trio.sleep_forever)
+# --- over gloo ----------------------------------------------------------------------------------------------
 
 
-# --- gloo ---------------------------------------------------------------------------------------------------
+class FakeServer:
+    """What SGLangPeer asks of an SGLang server, whose other end of the group torch's own helper makes. It
+    takes nothing while `frozen`.
+    """
+
+    name, data_parallel, world_size = "s", 1, 1
+    frozen = False
+
+    async def join_group(self, *, address: str, port: int, group_name: str, backend: str) -> None:
+        timeout = timedelta(seconds=60)
+
+        def make() -> Any:
+            store = torch.distributed.TCPStore(address, port, 2, is_master=False, timeout=timeout)  # pyright: ignore[reportPrivateImportUsage]
+            prefix: Any = PrefixStore(group_name, store)
+            options: Any = {"group_name": group_name, "timeout": timeout}
+            group, _ = _new_process_group_helper(2, 1, [], Backend(backend), prefix, **options)
+            _world.pg_group_ranks[group] = {0: 0, 1: 1}
+            return group
+
+        self.group = await trio.to_thread.run_sync(make)
+
+    async def begin_transfer(self) -> bool:
+        return False
+
+    async def receive_broadcast(self, names: Any, dtypes: Any, shapes: Any, **more: Any) -> None:
+        if self.frozen:
+            await trio.sleep_forever()
+        self.received = torch.zeros(24, dtype=torch.uint8)
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        work = self.group.broadcast([self.received], options)
+        await trio.to_thread.run_sync(work.wait)
+
+    async def leave_group(self, group_name: str) -> None:
+        destroy_process_group(self.group)
 
 
-def open_gloo_pair(name: str, *, timeout: timedelta) -> Callable[[], tuple[Any, Any]]:
-    """Both ends of a group: ours, and one that torch's helper makes, as a server does."""
-    store = listen_for_group("127.0.0.1", 2, timeout)
-    other = torch.distributed.TCPStore("127.0.0.1", store.port, 2, is_master=False, timeout=timeout)  # pyright: ignore[reportPrivateImportUsage]
-    ends: dict[str, Any] = {}
-
-    def make_theirs() -> None:
-        ends["theirs"], _ = _new_process_group_helper(
-            2,
-            1,
-            [],
-            Backend("gloo"),
-            PrefixStore(name, other),
-            group_name=name,
-            timeout=timeout,  # pyright: ignore[reportArgumentType]
-        )
-        _world.pg_group_ranks[ends["theirs"]] = {0: 0, 1: 1}
-
-    def make_ours() -> None:
-        ends["ours"] = make_gloo_group(store, name, 2, timeout, address="127.0.0.1")
-
-    async def meet() -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(trio.to_thread.run_sync, make_theirs)
-            nursery.start_soon(trio.to_thread.run_sync, make_ours)
-
-    trio.run(meet)
-    return lambda: (ends["ours"], ends["theirs"])
+async def test_bytes_reach_a_server_and_one_that_takes_nothing_can_be_given_up():
+    server: Any = FakeServer()
+    peer = SGLangPeer(server, wire="gloo", address="127.0.0.1", device=CPU, progress_s=8.0)
+    await peer.begin()
+    bucket = flatten_tensors([("w", torch.arange(6.0))], dtype=None, device=CPU)
+    await peer.send(bucket, version=1, last=True)
+    assert torch.equal(server.received, bucket.flat)
+    server.frozen = True
+    large = flatten_tensors([("w", torch.zeros(2**26))], dtype=None, device=CPU)  # too large for a socket
+    with trio.move_on_after(0.5) as scope:
+        await peer.send(large, version=2, last=True)
+    assert scope.cancelled_caught
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(peer.leave)  # as long as the group's deadline, in a thread
+        started = trio.current_time()
+        await trio.sleep(0.1)
+        assert trio.current_time() - started < 4, "trio goes on meanwhile"
 
 
-def broadcast(group: Any, tensor: Tensor, timeout: timedelta) -> Any:
-    options = torch.distributed.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.timeout = 0, 0, timeout
-    return group.broadcast([tensor], options)
+def read_listening() -> set[str]:
+    """Addresses, in the system's hexadecimal, on which this process listens."""
+    links: list[str] = []
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(str(path.readlink()))
+        except OSError:  # closed meanwhile
+            continue
+    tables = [Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table]
+    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in links}
 
 
-def test_bytes_reach_a_group_that_torchs_own_helper_made():
-    ours, theirs = open_gloo_pair("pair-bytes", timeout=timedelta(seconds=20))()
-    sent, received = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
-    work = broadcast(ours, sent, timedelta(seconds=20))
-    broadcast(theirs, received, timedelta(seconds=20)).wait()
-    wait_work(work, Signal(), 20)
-    assert torch.equal(sent, received)
-    destroy_process_group(theirs)
-
-
-def test_broadcast_that_nobody_takes_ends_at_its_deadline_or_when_it_is_broken_off():
-    ours, theirs = open_gloo_pair("pair-silent", timeout=timedelta(seconds=20))()
-    large = torch.zeros(64 * 2**20, dtype=torch.uint8)  # more than a socket's buffer takes
-    work = broadcast(ours, large, timedelta(seconds=1))
-    broken = Signal()
-    broken.set()
-    with pytest.raises(RuntimeError, match="broken off"):
-        wait_work(work, broken, 20)
-    with pytest.raises(RuntimeError, match=r"Timed out|timed out|closed"):
-        wait_work(work, Signal(), 20)
-    destroy_process_group(theirs)
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads Linux's table of sockets")
+def test_nobody_outside_this_machine_reaches_a_groups_ports():
+    timeout, before = timedelta(seconds=60), read_listening()
+    store = listen_for_group("127.0.0.1", 1, timeout)
+    group = make_group(store, "g", 1, timeout, wire="gloo", address="127.0.0.1")
+    try:
+        assert read_listening() - before <= {"0100007F"} <= read_listening()
+    finally:
+        group.abort()
 
 
 # --- what cannot be -----------------------------------------------------------------------------------------
 
 
-async def test_nccl_without_a_gpu_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("options", [{"wire": "nccl"}, {"kind": "vllm"}])
+async def test_nccl_without_a_gpu_is_refused_with_a_way_out(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(WeightSyncError, match='use backend "gloo" or update from disk'):
-        async with open_sglang_broadcast(backend="nccl"):
-            pass
-    with pytest.raises(WeightSyncError, match="need a GPU on the trainer's side"):
-        async with open_vllm_broadcast():
+    with pytest.raises(WeightSyncError, match=r"need a GPU on the trainer's side.*update from disk"):
+        async with open_broadcast(**options):
             pass
 
 
-async def test_engine_of_another_kind_is_refused():
-    fleet = Fleet(a={})
-    async with open_backend() as backend, open_sglang_broadcast() as transport:
-        with pytest.raises(WeightSyncError, match="engine a is no SGLang server"):
-            await transport(backend, fleet.engines, 1)
+async def test_an_engine_of_another_kind_is_refused():
+    async with open_backend() as backend, open_broadcast() as transport:
+        with pytest.raises(WeightSyncError, match="engine a is no sglang server"):
+            await transport(backend, Fleet(a={}).engines, 1)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import textwrap
 import threading
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -20,8 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from rollouts.backends.open import open_pytorch_backend
+from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.tables import OptimConfig
-from rollouts.errors import BackendError, SnapshotError
+from rollouts.errors import SnapshotError
 from rollouts.models.export import save_hf_model
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.shard_writer import GrowingFile
@@ -29,12 +29,10 @@ from rollouts.types import LossSpec, RolloutBatch
 from rollouts.weight_sync import snapshots
 from rollouts.weight_sync.snapshots import (
     DiskSnapshots,
-    check_snapshot,
     clear_after_restart,
     export_snapshot,
     hold_weights,
     list_snapshots,
-    parse_snapshot_name,
 )
 
 OPTIM = OptimConfig(lr=1e-2)
@@ -50,6 +48,11 @@ def open_backend(model_path: Path):
     return open_pytorch_backend(model_path, optim=OPTIM, total_steps=10, threads=1, autocast="off")
 
 
+async def train(backend: PyTorchTrainingBackend) -> None:
+    backend.forward_backward(BATCH, LossSpec("sft"))
+    await backend.optim_step().result()
+
+
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for file in path.glob("*.safetensors"):
@@ -57,58 +60,34 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama", "qwen3", "moe", "gemma", "mamba"]
-)  # llama, gemma and mamba have tied embeddings; qwen3 has not
+@pytest.mark.parametrize("kind", ["llama", "moe"])  # tied embeddings; experts that files have one by one
 async def test_a_snapshot_has_the_names_and_bits_that_saving_the_model_writes(
     kind: str, cache: Path, tmp_path: Path
 ):
     """Also one that is written from a copy, after the trainer has changed its weights."""
+    path = tmp_path / "v1"
     async with open_backend(resolve_model(f"tiny:{kind}", cache_dir=cache)) as backend:
-        backend.forward_backward(BATCH, LossSpec("sft"))
-        await backend.optim_step().result()
-        made = await export_snapshot(backend, tmp_path / "v1", shard_bytes=50_000)
+        await train(backend)
+        made = await export_snapshot(backend, path, shard_bytes=50_000)
         held = await hold_weights(backend)
         await backend.device_thread.submit(lambda: save_hf_model(backend.model, tmp_path / "saved")).result()
-        backend.forward_backward(BATCH, LossSpec("sft"))
-        await backend.optim_step().result()
+        await train(backend)
         assert held is not None
         again = await export_snapshot(held, tmp_path / "v2", shard_bytes=50_000)
         moved = await export_snapshot(backend, tmp_path / "v3", shard_bytes=50_000)
     assert again.digest == made.digest != moved.digest
-    saved, written = read_tensors(tmp_path / "saved"), read_tensors(tmp_path / "v1")
+    saved, written = read_tensors(tmp_path / "saved"), read_tensors(path)
     assert set(written) == set(saved)
-    for name, tensor in saved.items():
-        assert written[name].dtype == tensor.dtype
-        assert torch.equal(written[name], tensor), name
-    assert json.loads((tmp_path / "v1/config.json").read_text()) == json.loads(
-        (tmp_path / "saved/config.json").read_text()
-    )
-
-
-async def test_shards_hold_no_more_than_they_may_and_the_index_finds_every_tensor(
-    cache: Path, tmp_path: Path
-):
-    path = tmp_path / "v4"
-    async with open_backend(resolve_model("tiny:llama", cache_dir=cache)) as backend:
-        made = await export_snapshot(backend, path, shard_bytes=70_000)
-    shards = sorted(path.glob("*.safetensors"))
-    assert len(shards) > 3
-    assert [shard.name for shard in shards] == [
-        f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)
-    ]
+    assert all(torch.equal(written[name], tensor) for name, tensor in saved.items())
+    assert (path / "config.json").read_bytes() == (tmp_path / "saved/config.json").read_bytes()
+    shards, manifest = sorted(path.glob("*.safetensors")), json.loads((path / "manifest.json").read_text())
+    assert len(shards) > 3 and sum(shard.stat().st_size for shard in shards) == made.weight_bytes
+    assert (manifest["version"], manifest["files"]) == (1, [asdict(record) for record in made.files])
     weight_map = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
     for shard in shards:
         with safe_open(shard, framework="pt") as opened:
             assert set(opened.keys()) == {name for name, file in weight_map.items() if file == shard.name}
-            assert len(opened.keys()) == 1 or shard.stat().st_size < 75_000
-    assert made.weight_bytes == sum(shard.stat().st_size for shard in shards)
-    manifest = json.loads((path / "manifest.json").read_text())
-    assert (
-        manifest["version"] == 4
-        and [{"path": record.path, "size": record.size, "sha256": record.sha256} for record in made.files]
-        == manifest["files"]
-    )
+            assert len(opened.keys()) == 1 or shard.stat().st_size < 55_000
 
 
 async def test_a_snapshot_is_a_model_directory_in_the_dtype_that_engines_serve(cache: Path, tmp_path: Path):
@@ -162,35 +141,12 @@ async def test_a_full_disk_fails_the_snapshot_and_not_the_backend(
         await export_snapshot(backend, tmp_path / "w/v1")
 
 
-async def test_an_error_of_the_backend_is_the_backends(cache: Path, tmp_path: Path):
-    async with open_backend(resolve_model("tiny:byte", cache_dir=cache)) as backend:
-        with pytest.raises(BackendError, match="no gradient"):
-            await backend.optim_step().result()
-        with pytest.raises(BackendError, match="call reset"):
-            await export_snapshot(backend, tmp_path / "v1")
-        await backend.reset().result()
-    assert list(tmp_path.iterdir()) == []
-
-
-async def test_a_cancelled_export_leaves_no_snapshot(cache: Path, tmp_path: Path):
-    async with open_backend(resolve_model("tiny:byte", cache_dir=cache)) as backend:
-        with trio.CancelScope() as scope:
-            scope.cancel()
-            await export_snapshot(backend, tmp_path / "w/v1")
-        assert list_snapshots(tmp_path / "w") == []
-        await export_snapshot(backend, tmp_path / "w/v1")
-        assert [version for version, _ in list_snapshots(tmp_path / "w")] == [1]
-
-
 KILLED = """
     import os, signal, sys
     from pathlib import Path
     import torch, trio
     from rollouts.models.shard_writer import GrowingFile
     from rollouts.weight_sync import snapshots
-
-    folder = sys.argv[1]
-    append, calls = GrowingFile.append, []
 
     class Backend:  # no model, so that transformers need not be imported
         def stream_weights(self, sink):
@@ -201,21 +157,17 @@ KILLED = """
         async def result(self):
             await trio.lowlevel.checkpoint()
 
-    def die(*args, **kwargs):
+    def die(*args):
         os.kill(os.getpid(), signal.SIGKILL)
-
-    def die_at_the_second(*args, **kwargs):
-        calls.append(args)
-        return die() if len(calls) == 2 else append(*args, **kwargs)
 
     async def export(where):
         if where == "shard":
-            GrowingFile.append = die_at_the_second
+            GrowingFile.finish = die
         elif where == "manifest":
             snapshots.asdict = die  # the manifest's entries
         elif where == "rename":
             Path.rename = lambda self, target: die() if self.is_dir() else os.rename(self, target)
-        await snapshots.export_snapshot(Backend(), Path(folder) / where / "v1", shard_bytes=5_000)
+        await snapshots.export_snapshot(Backend(), Path(sys.argv[1]) / where / "v1", shard_bytes=5_000)
 
     for where in ("nowhere", "shard", "manifest", "rename"):  # a child each
         child = os.fork()
@@ -228,31 +180,16 @@ KILLED = """
 
 def test_a_process_killed_while_it_writes_leaves_no_snapshot(tmp_path: Path):
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    killed = "nowhere 0 shard -9 manifest -9 rename -9"
+    assert " ".join(done.stdout.split()) == killed, done.stderr
+        done.stderr
     )
-    killed = -signal.SIGKILL
-    assert done.stdout.split() == [
-        "nowhere",
-        "0",
-        "shard",
-        f"{killed}",
-        "manifest",
-        f"{killed}",
-        "rename",
-        f"{killed}",
-    ], done.stderr
     assert (tmp_path / "nowhere/v1/manifest.json").exists()
     for where in ("shard", "manifest", "rename"):
         (left,) = (tmp_path / where).iterdir()
-        assert left.name.startswith(".tmp-v1-")
+        assert left.name.startswith(".tmp-v1-") and list_snapshots(tmp_path / where) == []
         assert (left / "manifest.json").exists() == (where == "rename")
-        assert list_snapshots(tmp_path / where) == []
         clear_after_restart(tmp_path / where, 5)
         assert list((tmp_path / where).iterdir()) == []
 
@@ -291,45 +228,6 @@ async def test_a_shard_that_is_complete_after_the_export_was_cancelled_harms_nob
         await written.wait()  # the shard was announced before
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".tmp-v1-") and len(list(left.iterdir())) == 2
-
-
-async def test_a_model_that_few_shards_would_hold_is_split_so_that_hashing_and_writing_overlap(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(snapshots, "LEAST_SHARD_BYTES", 1000)
-    async with open_backend(resolve_model("tiny:llama", cache_dir=cache)) as backend:
-        total = sum(4 * parameter.numel() for parameter in backend.model.parameters())
-        manifest = await export_snapshot(backend, tmp_path / "v1")
-        halves = await export_snapshot(backend, tmp_path / "v2", dtype=torch.bfloat16)
-        largest = max(4 * parameter.numel() for parameter in backend.model.parameters())
-    for made, size in ((manifest, total), (halves, total // 2)):
-        shards = [record.size for record in made.files if record.path.endswith(".safetensors")]
-        assert 4 <= len(shards) <= 2 * snapshots.SHARDS
-        assert sum(shards) >= size
-        assert max(shards) <= largest + 4096, "more than one tensor, and more than the share"
-    check_snapshot(manifest)
-
-
-def test_each_version_and_edition_has_one_name():
-    assert parse_snapshot_name("v0") == (0, 1)
-    assert parse_snapshot_name("v120") == (120, 1)
-    assert parse_snapshot_name("v120-2") == (120, 2)
-    assert parse_snapshot_name("v120-10") == (120, 10)
-    for name in (
-        "v01",
-        "v٣",
-        "v1-1",
-        "v1-0",
-        "v1-02",
-        "v",
-        "v-1",
-        "v1 ",
-        "v1\n",
-        "V1",
-        "v1-٢",
-        "v" + "9" * 5000,
-    ):
-        assert parse_snapshot_name(name) is None
 
 
 async def test_a_snapshot_that_cannot_be_removed_is_a_warning_and_one_that_is_gone_is_nothing(

@@ -16,8 +16,6 @@ from rollouts.metrics.spans import Answered, PhaseTimer, Span, SpanRecorder, lis
 from rollouts.protocols import InferenceEngine
 from rollouts.testing.fakes import FakeTokenizer
 from rollouts.types import Sample, SamplingParams
-from rollouts.weight_sync.sync import record_update
-from rollouts.weight_sync.update import EngineUpdate, SyncReport
 from tests.unit.test_fleet import FakeEngine, update
 from tests.unit.test_weight_update import World
 
@@ -173,20 +171,20 @@ async def test_an_update_is_a_span_that_holds_its_parts(autojump_clock: trio.abc
     """A pause, a check and a resume of 0.1 s each, a load of 1.1 s or one that fails, and a probe of 0.1
     s.
     """
-    world = World()
+    recorder = SpanRecorder(time_unix=trio.current_time)
+    world = World(spans=recorder)
     world.servers[1].faults["load"] = ["fail"]
-    shared = EngineUpdate("shared", began=[("set_version", 0.0)])
-    report = await world.update(1, 3.0)
-    recorder = SpanRecorder(time_unix=ticking(1.0, 100.0))
-    record_update(recorder, SyncReport(3, (*report.engines[:2], shared)))
-    spans = recorder.take()
-    assert [(span.name, span.track, round(span.duration_s, 6)) for span in spans] == [
-        ("weight_sync", "a", 1.5),
-        ("weight_sync_pause", "a", 1.4),
-        ("weight_sync_load", "a", 1.1),
-        ("weight_sync_probe", "a", 0.1),
-        ("weight_sync", "b", 0.3),
-        ("weight_sync_pause", "b", 0.3),
-        ("weight_sync_load", "b", 0.2),
-    ]
-    assert [round(span.start_unix - spans[0].start_unix, 6) for span in spans[:4]] == [0.0, 0.0, 0.1, 1.4]
+    await world.step(3.0)
+    spans = {(span.name, span.track): span for span in recorder.take() if span.track in ("a", "b")}
+    assert {key: round(span.duration_s, 6) for key, span in spans.items()} == {
+        ("weight_sync", "a"): 1.5,
+        ("weight_sync_pause", "a"): 1.4,
+        ("weight_sync_load", "a"): 1.1,
+        ("weight_sync_probe", "a"): 0.1,
+        ("weight_sync", "b"): 0.3,
+        ("weight_sync_pause", "b"): 0.3,
+        ("weight_sync_load", "b"): 0.1,
+    }
+    began = spans["weight_sync", "a"].start_unix
+    starts = [spans[f"weight_sync{part}", "a"].start_unix - began for part in ("_pause", "_load", "_probe")]
+    assert starts == pytest.approx([0.0, 0.1, 1.4])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,180 +14,30 @@ import trio
 from rollouts.backends.open import open_pytorch_backend
 from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import open_device_thread
-from rollouts.engines.fleet import Member, open_fleet
 from rollouts.engines.local import open_local_engine
 from rollouts.errors import BackendError, WeightSyncError
 from rollouts.models.load import resolve_model
 from rollouts.testing.fakes import ScriptedEngine, open_fake_backend
-from rollouts.types import EngineFeatures, GenerateRequest, LossSpec, RolloutBatch, SamplingParams
+from rollouts.types import EngineFeatures, LossSpec, RolloutBatch
 from rollouts.weight_sync import snapshots
 from rollouts.weight_sync.probe import Probe, make_probe
 from rollouts.weight_sync.snapshots import DiskSnapshots, Snapshot
 from rollouts.weight_sync.sync import WeightSync
-from tests.unit.test_weight_update import LIMITS, NAMES, PROBE, WHOLE, Admissions, Broadcast, Server, score
+from tests.unit.test_weight_update import (
+    PHASES,
+    Server,
+    Transfer,
+    World,
+)
 
-
-class Later:
-    """A TrainFuture that takes a second."""
-
-    def __init__(self, finish: Callable[[], Any]) -> None:
-        self.finish = finish
-
-    async def result(self) -> Any:
-        await trio.sleep(1)
-        return self.finish()
-
-
-class Trainer:
-    """A backend whose weights are a number."""
-
-    def __init__(self) -> None:
-        self.weights = 0.0
-        self.weight_version = 0
-        self.asked = 0
-        self.failure: Exception | None = None
-
-    def forward(self, batch: RolloutBatch) -> Later:
-        self.asked += 1
-        scored = score(self.weights)
-        return Later(lambda: self.finish((scored,)))
-
-    def stream_weights(self, sink: Any) -> Later:
-        return Later(lambda: sink([("w", np.asarray([self.finish(self.weights)]))]))
-
-    def finish(self, value: Any) -> Any:
-        if self.failure is not None:
-            raise self.failure
-        return value
-
-    def step(self, weights: float) -> int:
-        self.weights, self.weight_version = weights, self.weight_version + 1
-        return self.weight_version
-
-
-# --- WeightSync over a fleet --------------------------------------------------------------------------------
-
-
-class Number:
-    def __init__(self, weights: float) -> None:
-        self.weights = weights
-
-
-class Keeper:
-    """Snapshots that take no disk: w3.5 holds the weights 3.5."""
-
-    def __init__(self) -> None:
-        self.pruned: list[str] = []
-
-    async def hold(self, trainer: Any) -> Any:
-        await trio.sleep(0.5)
-        return Number(trainer.weights)
-
-    async def export(self, source: Any, version: int) -> Snapshot:
-        await trio.sleep(1)
-        return Snapshot(Path(f"w{source.weights}"), f"digest of {source.weights}", 1000)
-
-    async def prune(self, keep: Path) -> None:
-        self.pruned.append(keep.name)
-
-
-class FakeFleet(Admissions):
-    """Announces an engine again when an update of it has failed."""
-
-    def __init__(self, servers: Sequence[Server]) -> None:
-        super().__init__()
-        self.features = EngineFeatures(50, 512, False, True, False, True, False, name="fleet")
-        self.servers = servers
-        self.serving: set[str] = set()
-        self.send, self.stale_members = trio.open_memory_channel[Any](math.inf)
-
-    def members_for_update(self) -> tuple[Any, ...]:
-        return tuple(self.servers)
-
-    def needs_update(self, engine: Any) -> bool:
-        return engine.features.name not in self.serving
-
-    def commit(self, engine: Any, version: int) -> bool:
-        self.serving.add(engine.features.name)
-        return super().commit(engine, version)
-
-    def fail(self, engine: Any, error: Exception) -> None:
-        super().fail(engine, error)
-        self.serving.discard(engine.features.name)
-        self.send.send_nowait(engine)
-
-
-class FleetWorld:
-    """A WeightSync over a fleet of three. A trainer that `leaves` takes a step as soon as it may."""
-
-    def __init__(self, *, leaves: bool = False, **options: Any) -> None:
-        self.trainer: Any = Trainer()
-        self.servers: Any = [Server(name) for name in NAMES]
-        self.fleet: Any = FakeFleet(self.servers)
-        self.keeper: Any = Keeper()
-        self.warnings: list[str] = []
-        self.leaves = leaves
-        self.left_at: list[float] = []
-        self.sync = WeightSync(
-            PROBE,
-            keeper=self.keeper,
-            admission=self.fleet,
-            limits=LIMITS,
-            warn=self.warnings.append,
-            **options,
-        )
-
-    async def step(self, weights: float) -> Mapping[str, float]:
-        version, released = self.trainer.step(weights), trio.Event()
-        if not self.leaves:
-            return await self.sync(self.trainer, [self.fleet], version)
-
-        async def leave() -> None:
-            await released.wait()
-            self.left_at.append(trio.current_time())
-            self.trainer.step(weights + 70)  # 0.07 nats away; the tolerance is 0.01
-
-        with trio.CancelScope() as scope:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(leave)
-                metrics = await self.sync(self.trainer, [self.fleet], version, released=released)
-                scope.cancel()
-        return metrics
-
-    def restart(self, server: Server) -> None:
-        """The fleet notices that `server` came back with its first weights, and announces it."""
-        server.version, server.weights = -1, 0.0
-        self.fleet.serving.discard(server.features.name)
-        server.calls.clear()
-        self.fleet.events.clear()
-        self.fleet.send.send_nowait(server)
-
-    @asynccontextmanager
-    async def keeping(self):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.sync.keep_engines_current)
-            yield
-            nursery.cancel_scope.cancel()
-
-
-async def test_a_fleet_is_updated_through_its_members_and_one_of_them_may_fail(autojump_clock):
-    world = FleetWorld()
-    metrics = await world.step(3.0)
-    assert (metrics["weight_sync/engines_updated"], metrics["weight_sync/bytes"]) == (3.0, 1000.0)
-    assert world.keeper.pruned == ["w3.0"]
-    world.servers[0].faults["load"] = ["fail"]
-    assert (await world.step(4.0))["weight_sync/engines_failed"] == 1.0
-    sync = WeightSync(PROBE, keeper=world.keeper, limits=LIMITS)
-    world.servers[0].faults["load"] = ["fail"]
-    with pytest.raises(WeightSyncError, match=r"there is no fleet(.|\n)*a: load: EngineUnreachable: a is"):
-        await sync(world.trainer, world.servers, 1)
+# --- engines that come back --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step_on", [False, True])
 async def test_a_restarted_engine_is_brought_to_the_published_weights_whatever_the_trainer_has(
     autojump_clock, step_on: bool
 ):
-    world = FleetWorld()
+    world = World()
     async with world.keeping():
         await world.step(3.0)
         asked = world.trainer.asked
@@ -206,7 +54,7 @@ async def test_a_restarted_engine_is_brought_to_the_published_weights_whatever_t
 
 
 async def test_a_restarted_engine_that_keeps_base_weights_within_the_tolerance_is_caught(autojump_clock):
-    world = FleetWorld(max_revivals=1)
+    world = World(max_revivals=1)
     async with world.keeping():
         for weights in (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0):  # 0.006 nats away at last; the tolerance is 0.01
             await world.step(weights)
@@ -218,11 +66,11 @@ async def test_a_restarted_engine_that_keeps_base_weights_within_the_tolerance_i
 
 
 async def test_an_engine_is_given_up_after_some_revivals_until_the_next_update(autojump_clock):
-    world = FleetWorld(max_revivals=3)
+    world = World(max_revivals=3)
     async with world.keeping():
         world.fleet.send.send_nowait(world.servers[0])  # before the first update, which includes it
         await world.step(3.0)
-        assert world.servers[0].calls == WHOLE
+        assert world.servers[0].calls == PHASES
         world.servers[2].faults["load"] = ["fail"] * 5
         world.restart(world.servers[2])
         await trio.sleep(1000)
@@ -233,7 +81,7 @@ async def test_an_engine_is_given_up_after_some_revivals_until_the_next_update(a
 
 
 async def test_an_update_that_reaches_nobody_waits_for_an_engine_that_comes_back(autojump_clock):
-    world = FleetWorld(patience_s=300.0)
+    world = World(patience_s=300.0)
     await world.step(3.0)
     servers, world.fleet.servers = world.servers, ()
     async with world.keeping():
@@ -258,7 +106,7 @@ async def test_an_update_that_reaches_nobody_waits_for_an_engine_that_comes_back
 
 @pytest.mark.parametrize("fault", ["hang", ""])
 async def test_a_revival_gives_way_to_the_update_which_takes_its_engine_in(autojump_clock, fault: str):
-    world = FleetWorld()
+    world = World()
     async with world.keeping():
         await world.step(3.0)
         world.servers[0].faults["load"] = [fault]
@@ -270,7 +118,7 @@ async def test_a_revival_gives_way_to_the_update_which_takes_its_engine_in(autoj
         assert (await world.step(4.0))["weight_sync/engines_updated"] == 3.0
         assert trio.current_time() - started < 10
         await trio.sleep(100)  # its announcement by that failure comes to nothing: it serves
-        assert world.servers[0].calls == ["set_version", "pause", "load", "resume", *WHOLE]
+        assert world.servers[0].calls == ["set_version", "pause", "load", "resume", *PHASES]
         assert world.fleet.those("fail") == ["a"] and world.servers[0].weights == 4.0
 
 
@@ -278,33 +126,27 @@ async def test_a_revival_gives_way_to_the_update_which_takes_its_engine_in(autoj
 
 
 async def test_the_trainer_goes_on_once_its_weights_are_copied(autojump_clock):
-    world = FleetWorld(leaves=True, patience_s=500.0)
+    world = World(patience_s=500.0)
     for server in world.servers:
         server.faults["load"] = ["fail"]  # so the update is tried again without the trainer
     async with world.keeping():
-        metrics = await world.step(3.0)
-    assert world.left_at == [1.5], "1 s for the probe, 0.5 s for the copy"
+        metrics, left_at = await world.step_and_leave(3.0)
+    assert left_at == 1.5, "1 s for the probe, 0.5 s for the copy"
     assert (metrics["weight_sync/engines_updated"], metrics["weight_sync/probe_difference/max"]) == (3.0, 0.0)
     assert [(server.weights, server.version) for server in world.servers] == [(3.0, 1)] * 3
     assert (world.trainer.asked, world.trainer.weight_version) == (1, 2)
 
 
-async def test_an_engine_that_takes_weights_in_memory_keeps_the_trainer(autojump_clock):
-    world = FleetWorld(leaves=True)
-    world.servers[0] = Server("a", in_memory=True)
-    metrics = await world.step(3.0)
-    assert (world.left_at, metrics["weight_sync/engines_updated"]) == ([], 3.0)
-    assert metrics["weight_sync/bytes"] == 1008.0, "a snapshot and 8 bytes in memory"
-    assert [(server.weights, server.version) for server in world.servers] == [(3.0, 1)] * 3
-
-
 @pytest.mark.parametrize("in_memory", [False, True])
 async def test_a_failure_of_the_trainer_ends_the_update_at_once_as_itself(autojump_clock, in_memory: bool):
-    world = FleetWorld()
+    def fail() -> None:
+        raise BackendError("out of memory")
+
+    world = World()
     await world.step(3.0)
     if in_memory:  # the trainer answers the probe and fails as it streams
         world.servers[0] = Server("a", in_memory=True)
-        world.trainer.stream_weights = lambda sink: Later(fail)
+        world.trainer.finish = lambda value: fail() if isinstance(value, float) else value
     else:
         world.trainer.failure = BackendError("out of memory")
     world.servers[2].load_s = 50.0
@@ -317,71 +159,14 @@ async def test_a_failure_of_the_trainer_ends_the_update_at_once_as_itself(autoju
         assert world.sync.published is not None and world.sync.published.version == 1
 
 
-def fail() -> None:
-    raise BackendError("out of memory")
-
-
 async def test_after_a_transfer_in_memory_there_is_a_snapshot_for_those_that_restart(autojump_clock):
-    async def transport(backend: Any, engines: Sequence[Any], version: int) -> Mapping[str, Exception | None]:
-        return await Broadcast(backend.weights, version)(engines)
-
-    world = FleetWorld(transport=transport, leaves=True)
+    world = World(transport=Transfer())
     async with world.keeping():
-        await world.step(3.0)
-        assert world.servers[0].calls.count("load") == 0 and len(world.left_at) == 1
+        await world.step_and_leave(3.0)
+        assert world.servers[0].calls.count("load") == 0
         world.restart(world.servers[0])
         await trio.sleep(100)
         assert (world.servers[0].calls.count("load"), world.servers[0].weights) == (1, 3.0)
-
-
-async def test_with_a_real_fleet_what_was_proven_is_served_and_who_failed_or_joins_follows(autojump_clock):
-    trainer: Any = Trainer()
-    servers: Any = [Server(name) for name in NAMES]
-    servers[0].load_s = 20.0
-    servers[1].faults["pause"] = ["fail"]  # announced before there is anything to serve
-    async with open_fleet([Member(server) for server in servers[:2]], warn=lambda text: None) as fleet:
-        sync = WeightSync(PROBE, keeper=Keeper(), admission=fleet, limits=LIMITS, warn=lambda text: None)
-
-        async def served() -> set[int]:
-            """The versions in the answers to nine requests at once."""
-            versions: set[int] = set()
-
-            async def ask(index: int) -> None:
-                request = GenerateRequest(
-                    request_id=f"{trio.current_time()}-{index}",
-                    prompt_ids=PROBE.tokens,
-                    sampling=SamplingParams(max_new_tokens=1),
-                )
-                versions.update((await fleet.generate(request)).weight_versions.tolist())
-
-            async with trio.open_nursery() as nursery:
-                for index in range(9):
-                    nursery.start_soon(ask, index)
-            return versions
-
-        async def join() -> None:
-            await trio.sleep(10)
-            await fleet.join(Member(servers[2]))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(sync.keep_engines_current)
-            nursery.start_soon(join)
-            await sync(trainer, [fleet], trainer.step(3.0))
-            await trio.sleep(200)
-            assert (fleet.published_version, fleet.statistics()["fleet/serving"]) == (1, 3.0)
-            servers[1].faults["load"] = ["fail"]
-            await sync(trainer, [fleet], trainer.step(4.0))
-            assert servers[1].version == 1 and await served() == {2}  # nothing comes from the one that failed
-            trainer.step(5.0)  # the trainer is ahead when it returns
-            await trio.sleep(100)
-            assert (servers[1].weights, fleet.statistics()["fleet/serving"]) == (4.0, 3.0)
-            servers[0].load_s = 50.0
-            with trio.move_on_after(10):  # cancelled after some have committed: the version is published
-                await sync(trainer, [fleet], 3)
-            assert fleet.published_version == 3 and fleet.statistics()["fleet/serving"] == 2.0
-            await trio.sleep(200)  # and the other follows, out of the new snapshot
-            assert (servers[0].weights, fleet.statistics()["fleet/serving"]) == (5.0, 3.0)
-            nursery.cancel_scope.cancel()
 
 
 # --- with the embedded engine -------------------------------------------------------------------------------
@@ -410,10 +195,6 @@ async def take_step(backend: Any) -> None:
 
 def exact_probe(engine: Any) -> Probe:
     return make_probe(engine.features.vocab_size, tolerance=1e-4)
-
-
-async def served_weights(engine: Any) -> dict[str, torch.Tensor]:
-    return await engine.copy_weights()
 
 
 def disk_only(engine: Any) -> Any:
@@ -450,7 +231,7 @@ async def test_an_embedded_engine_proves_new_weights_and_never_old_ones(tmp_path
         assert await engine.weight_version() == 1
         await take_step(backend)
         take, engine.receive_bucket = engine.receive_bucket, lambda bucket: None
-        old = await served_weights(engine)
+        old = await engine.copy_weights()
         engine.begin_update_really, engine.begin_update = engine.begin_update, None
 
         async def begin_with_old() -> None:
@@ -481,7 +262,7 @@ async def test_the_trainer_steps_on_while_its_weights_are_written_and_the_engine
         sync = WeightSync(exact_probe(engine), keeper=keeper)
         await sync(backend, [disk_only(engine)], 1, released=released)
         assert released.is_set() and backend.weight_version == 2
-        served, now = await served_weights(engine), await backend.get_weights().result()
+        served, now = await engine.copy_weights(), await backend.get_weights().result()
         for name, tensor in served.items():
             assert torch.equal(tensor, wanted[name]), name
         assert any(not torch.equal(now[name], tensor) for name, tensor in wanted.items())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +13,19 @@ import pytest
 import trio
 
 from rollouts.errors import EngineSilent, EngineUnreachable, WeightSyncError
-from rollouts.types import (
-    Completion,
-    EngineFeatures,
-    EngineLoad,
-    GenerateRequest,
-)
-from rollouts.weight_sync.probe import Proof, check_agreement, check_change, make_probe
-from rollouts.weight_sync.update import (
-    ProvenVersions,
-    SilenceLimits,
-    SyncReport,
-    UpdatePlan,
-    sync_weights_to_engines,
-)
+from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest, RolloutBatch
+from rollouts.weight_sync.probe import Proof, check_change, make_probe
+from rollouts.weight_sync.snapshots import Snapshot
+from rollouts.weight_sync.sync import WeightSync
+from rollouts.weight_sync.update import SilenceLimits
 
 PROBE = make_probe(50, tolerance=1e-2)
 LIMITS = SilenceLimits(pause=10, load=100, set_version=5, resume=5, probe=20)
-PHASES = ("pause", "load", "set_version", "resume", "probe")
-WHOLE = ["pause", "load", "set_version", "resume", "probe"]
+PHASES = ["pause", "load", "set_version", "resume", "probe"]  # of one engine, in order
 NAMES = ("a", "b", "c")
 
 
-# --- fakes in virtual time ----------------------------------------------------------------------------------
+# --- fakes in virtual time: weights are a number ------------------------------------------------------------
 
 
 def score(weights: float) -> np.ndarray:
@@ -44,15 +35,11 @@ def score(weights: float) -> np.ndarray:
 
 
 class Server:
-    """An engine whose weights are a number. `faults` names, by phase, what becomes of the next calls: "fail",
-    "hang", "" for nothing.
-    """
+    """An engine. `faults` names, by phase, what becomes of the next calls: "fail", "hang", "" for nothing."""
 
-    def __init__(
-        self, name: str, *, keep_pause: bool = True, checksum: bool = False, in_memory: bool = False
-    ) -> None:
+    def __init__(self, name: str, *, checksum: bool = False, in_memory: bool = False) -> None:
         self.features = EngineFeatures(
-            50, 512, in_memory, True, False, keep_pause, False, name=name, checksum=checksum
+            50, 512, in_memory, True, False, name != "b", False, name=name, checksum=checksum
         )
         self.weights, self.version, self.paused = 0.0, -1, False
         self.calls: list[str] = []
@@ -81,14 +68,13 @@ class Server:
         await self.phase("resume")
         self.paused = False
 
-    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
+    async def update_weights_from_checkpoint(self, path: Path, version: int) -> None:
         assert self.paused
         await self.phase("load")
         for _ in range(10):
             await trio.sleep(self.load_s / 10)
             self.read += 1
         self.take(float(path.name.removeprefix("w")), version)
-        return {}
 
     def take(self, weights: float, version: int) -> None:
         self.weights, self.version = self.weights if self.deaf else weights, version
@@ -137,22 +123,95 @@ class Server:
         return {"read": self.read, "http/opened": trio.current_time()}
 
 
-class Admissions:
-    """An Admission that keeps a record."""
+class Later:
+    """A TrainFuture that takes a second."""
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self.finish = finish
+
+    async def result(self) -> Any:
+        await trio.sleep(1)
+        return self.finish()
+
+
+class Trainer:
+    """A backend."""
 
     def __init__(self) -> None:
+        self.weights, self.weight_version, self.asked = 0.0, 0, 0
+        self.failure: Exception | None = None
+
+    def forward(self, batch: RolloutBatch) -> Later:
+        self.asked += 1
+        scored = score(self.weights)
+        return Later(lambda: self.finish((scored,)))
+
+    def stream_weights(self, sink: Any) -> Later:
+        return Later(lambda: sink([("w", np.asarray([self.finish(self.weights)]))]))
+
+    def finish(self, value: Any) -> Any:
+        if self.failure is not None:
+            raise self.failure
+        return value
+
+    def step(self, weights: float) -> int:
+        self.weights, self.weight_version = weights, self.weight_version + 1
+        return self.weight_version
+
+
+class HeldNumber:
+    def __init__(self, weights: float) -> None:
+        self.weights = weights
+
+
+class Keeper:
+    """Snapshots that take no disk: w3.5 holds the weights 3.5."""
+
+    def __init__(self) -> None:
+        self.pruned: list[str] = []
+
+    async def hold(self, trainer: Any) -> Any:
+        await trio.sleep(0.5)
+        return HeldNumber(trainer.weights)
+
+    async def export(self, source: Any, version: int) -> Snapshot:
+        await trio.sleep(1)
+        return Snapshot(Path(f"w{source.weights}"), f"digest of {source.weights}", 1000)
+
+    async def prune(self, keep: Path) -> None:
+        self.pruned.append(keep.name)
+
+
+class FakeFleet:
+    """Keeps a record, and announces an engine again when an update of it has failed."""
+
+    def __init__(self, servers: Sequence[Server]) -> None:
+        self.features = EngineFeatures(50, 512, False, True, False, True, False, name="fleet")
+        self.servers = servers
+        self.serving: set[str] = set()
         self.events: list[tuple[Any, ...]] = []
-        self.dead: set[str] = set()
+        self.errors: dict[str, Exception] = {}
+        self.send, self.stale_members = trio.open_memory_channel[Any](math.inf)
+
+    def members_for_update(self) -> tuple[Any, ...]:
+        return tuple(self.servers)
+
+    def needs_update(self, engine: Any) -> bool:
+        return engine.features.name not in self.serving
 
     def close_admission(self, engine: Any) -> None:
         self.events.append(("close", engine.features.name))
 
     def commit(self, engine: Any, version: int) -> bool:
+        self.serving.add(engine.features.name)
         self.events.append(("commit", engine.features.name, version))
-        return engine.features.name not in self.dead
+        return True
 
     def fail(self, engine: Any, error: Exception) -> None:
         self.events.append(("fail", engine.features.name))
+        self.errors[engine.features.name] = error
+        self.serving.discard(engine.features.name)
+        self.send.send_nowait(engine)
 
     def publish(self, version: int) -> None:
         self.events.append(("publish", version))
@@ -162,90 +221,93 @@ class Admissions:
 
 
 class World:
-    """Three servers and what one update needs of them."""
+    """A WeightSync over a fleet of three."""
 
-    def __init__(self, **server: Any) -> None:
-        self.servers = [Server(name, **server) for name in NAMES]
-        self.admission = Admissions()
-        self.proven = ProvenVersions()
+    def __init__(self, *, checksum: bool = False, **options: Any) -> None:
+        self.trainer: Any = Trainer()
+        self.servers: Any = [Server(name, checksum=checksum) for name in NAMES]
+        self.fleet: Any = FakeFleet(self.servers)
+        self.keeper: Any = Keeper()
         self.warnings: list[str] = []
+        options = {"fleet": self.fleet, "warn": self.warnings.append} | options
+        self.sync = WeightSync(PROBE, keeper=self.keeper, limits=LIMITS, **options)
 
-    async def update(self, version: int, weights: float, **options: Any) -> SyncReport:
-        async def load(engine: Any) -> None:
-            await engine.update_weights_from_checkpoint(Path(f"w{weights}"), version)
+    async def step(self, weights: float) -> Mapping[str, float]:
+        """The trainer takes a step, and the fleet follows."""
+        return await self.update(self.trainer.step(weights))
 
-        plan = UpdatePlan(
-            version=version,
-            probe=PROBE,
-            expected=score(weights),
-            load=load,
-            digest=f"digest of {weights}",
-            proven=self.proven,
-            admission=self.admission,
-            limits=LIMITS,
-            warn=self.warnings.append,
-            **options,
-        )
-        return await sync_weights_to_engines(self.servers, plan)  # pyright: ignore[reportArgumentType]
+    async def update(self, version: int) -> Mapping[str, float]:
+        self.fleet.events.clear()
+        return await self.sync(self.trainer, [self.fleet], version)
 
+    async def step_and_leave(self, weights: float) -> tuple[Mapping[str, float], float]:
+        """As step(), with a trainer that goes on as soon as it may; and when that was."""
+        released, left_at = trio.Event(), math.nan
 
-def failures(report: SyncReport) -> list[tuple[str, str]]:
-    return [(update.name, update.phase) for update in report.failed]
+        async def leave() -> None:
+            nonlocal left_at
+            await released.wait()
+            left_at = trio.current_time()
+            self.trainer.step(weights + 70)  # 0.07 nats away; the tolerance is 0.01
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(leave)
+            step = self.trainer.step(weights)
+            metrics = await self.sync(self.trainer, [self.fleet], step, released=released)
+        return metrics, left_at
+
+    def restart(self, server: Server) -> None:
+        """The fleet notices that `server` came back with its first weights, and announces it."""
+        server.version, server.weights = -1, 0.0
+        self.fleet.serving.discard(server.features.name)
+        server.calls.clear()
+        self.fleet.events.clear()
+        self.fleet.send.send_nowait(server)
+
+    @asynccontextmanager
+    async def keeping(self):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.sync.keep_engines_current)
+            yield
+            nursery.cancel_scope.cancel()
 
 
 # --- every engine proves itself, or leaves ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep_pause", [True, False])
-async def test_every_engine_goes_through_all_phases_and_then_the_version_is_published(
-    autojump_clock, keep_pause: bool
-):
-    world = World(keep_pause=keep_pause)
-    report = await world.update(1, 3.0)
+async def test_every_engine_goes_through_all_phases_and_then_the_version_is_published(autojump_clock):
+    world = World()
+    metrics = await world.step(3.0)
     for server in world.servers:
-        assert server.calls == WHOLE and server.mode == ("keep" if keep_pause else "abort")
+        assert server.calls == PHASES and server.mode == ("abort" if server.features.name == "b" else "keep")
         assert (server.weights, server.version, server.paused) == (3.0, 1, False)
-    assert world.admission.those("close") == world.admission.those("commit") == list(NAMES)
-    assert world.admission.events[-1] == ("publish", 1)
-    assert report.metrics() == {
+    assert world.fleet.those("close") == world.fleet.those("commit") == list(NAMES)
+    assert world.fleet.events[-1] == ("publish", 1) and world.keeper.pruned == ["w3.0"]
+    assert metrics == {
         "time/weight_sync_pause": pytest.approx(1.4),  # 0.1 s a call and 1 s for the load
         "weight_sync/engines_updated": 3.0,
         "weight_sync/engines_failed": 0.0,
         "weight_sync/probe_difference/max": 0.0,
+        "weight_sync/bytes": 1000.0,
     }
 
 
 @pytest.mark.parametrize("fault", ["fail", "hang"])
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("index", range(3))
-async def test_an_engine_that_fails_in_any_phase_leaves_alone(
-    autojump_clock, index: int, phase: str, fault: str
-):
+async def test_an_engine_that_fails_in_any_phase_leaves_alone(autojump_clock, phase: str, fault: str):
     world = World()
-    await world.update(1, 3.0)
-    world.admission.events.clear()
-    world.servers[index].faults[phase] = [fault]
-    report = await world.update(2, 4.0)
+    await world.step(3.0)
+    world.servers[1].faults[phase] = [fault]
+    metrics = await world.step(4.0)
     assert [server.paused for server in world.servers] == [False] * 3
-    assert world.admission.those("commit") == [name for name in NAMES if name != NAMES[index]]
-    assert world.admission.those("fail") == [NAMES[index]]
-    assert world.admission.events[-1] == ("publish", 2)
-    assert failures(report) == [(NAMES[index], phase)]
-    assert type(report.failed[0].error) is (EngineSilent if fault == "hang" else EngineUnreachable)
-    assert report.metrics()["weight_sync/engines_failed"] == 1.0
-    assert f"engine {NAMES[index]} is out of service" in world.warnings[0] and len(world.warnings) == 1
-    assert (await world.update(3, 5.0)).failed == ()  # and the next update brings it back
-    assert world.servers[index].weights == 5.0
-
-
-@pytest.mark.parametrize("phase", PHASES)
-async def test_an_engine_that_cannot_be_resumed_holds_nobody_up(autojump_clock, phase: str):
-    world = World()
-    world.servers[1].faults = {phase: ["fail"], "resume": ["fail", "hang"] if phase == "resume" else ["hang"]}
-    with trio.fail_after(30):
-        report = await world.update(1, 3.0)
-    assert failures(report)[0][0] == "b"
-    assert world.admission.those("commit") == ["a", "c"]
+    assert (world.fleet.those("commit"), world.fleet.those("fail")) == (["a", "c"], ["b"])
+    assert world.fleet.events[-1] == ("publish", 2)
+    assert type(world.fleet.errors["b"]) is (EngineSilent if fault == "hang" else EngineUnreachable)
+    assert metrics["weight_sync/engines_failed"] == 1.0
+    (warning,) = world.warnings
+    assert "engine b is out of service" in warning and f"failed in phase {phase}" in warning
+    assert (await world.step(5.0))["weight_sync/engines_updated"] == 3.0, "the next update brings it back"
+    assert world.servers[1].weights == 5.0
 
 
 async def test_when_nobody_is_verified_nothing_is_published_and_each_failure_is_named(autojump_clock):
@@ -253,160 +315,133 @@ async def test_when_nobody_is_verified_nothing_is_published_and_each_failure_is_
     for server, phase in zip(world.servers, ("pause", "load", "probe"), strict=True):
         server.faults[phase] = ["fail"]
     with pytest.raises(WeightSyncError, match=r"a: pause: (.|\n)*b: load: (.|\n)*c: probe: "):
-        await world.update(4, 3.0)
-    assert world.admission.those("publish") == []
-    assert world.admission.those("fail") == list(NAMES)
-    world.servers = []
-    with pytest.raises(WeightSyncError, match="no engine that could be reached"):
-        await world.update(4, 3.0)
+        await world.step(3.0)
+    assert (world.fleet.those("publish"), world.fleet.those("fail")) == ([], list(NAMES))
+    for servers, says in (
+        ([], "no engine that could be reached"),
+        ([Server("a")] * 2, "2 engines are named 'a'"),
+    ):
+        world.fleet.servers = servers
+        with pytest.raises(WeightSyncError, match=says):
+            await world.step(3.0)
+
+
+async def test_without_a_fleet_one_engine_that_fails_fails_the_update(autojump_clock):
+    world = World(fleet=None)
+    world.servers[0].faults["load"] = ["fail"]
+    with pytest.raises(WeightSyncError, match=r"there is no fleet(.|\n)*a: load: EngineUnreachable: a is"):
+        await world.sync(world.trainer, world.servers, 1)
 
 
 @pytest.mark.parametrize("resumes", [True, False])
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", ["pause", "load", "probe"])
 async def test_a_cancelled_update_leaves_nobody_paused_and_nobody_half_admitted(
     autojump_clock, phase: str, resumes: bool
 ):
     world = World()
     for server in world.servers:
-        server.faults[phase] = ["hang"]
-        if not resumes:
-            server.faults.setdefault("resume", []).append("hang")
+        server.faults = {phase: ["hang"]} | ({} if resumes else {"resume": ["hang"]})
     started = trio.current_time()
-    with trio.move_on_after(4.0) as scope:
-        await world.update(1, 3.0)
-    assert scope.cancelled_caught and trio.current_time() - started <= 4.0 + LIMITS.resume
+    with trio.move_on_after(5.0) as scope:
+        await world.step(3.0)
+    assert scope.cancelled_caught and trio.current_time() - started <= 5.0 + LIMITS.resume
     assert not resumes or [server.paused for server in world.servers] == [False] * 3
-    assert world.admission.those("fail") == list(NAMES)
-    assert world.admission.those("commit") == world.admission.those("publish") == []
+    assert world.fleet.those("fail") == list(NAMES)
+    assert world.fleet.those("commit") == world.fleet.those("publish") == []
 
 
 async def test_a_load_that_makes_progress_may_take_any_time_and_a_silent_one_may_not(autojump_clock):
     world = World()
     world.servers[0].load_s = 900.0  # says something every 90 s; the limit is 100 s of silence
     world.servers[1].load_s = 2500.0
-    report = await world.update(1, 3.0)
-    assert failures(report) == [("b", "load")]
-    assert str(report.failed[0].error) == "engine b: phase load took more than 100 s without any progress"
-    assert report.engines[0].pause_s > 900
+    assert (await world.step(3.0))["time/weight_sync_pause"] > 900
+    error = str(world.fleet.errors["b"])
+    assert error == "engine b: phase load took more than 100 s without any progress"
+    assert world.fleet.those("fail") == ["b"]
 
 
 async def test_an_update_that_was_done_already_is_only_probed(autojump_clock):
     world = World()
-    await world.update(1, 3.0)
+    await world.step(3.0)
     for server in world.servers:
         server.calls.clear()
     world.servers[2].version = 0  # restarted meanwhile, say
-    assert (await world.update(1, 3.0)).failed == ()
+    assert (await world.update(1))["weight_sync/engines_updated"] == 3.0
     assert world.servers[0].calls == ["set_version", "probe"]
-    assert world.servers[2].calls == ["set_version", *WHOLE]
-
-
-async def test_engines_of_one_name_are_refused():
-    world = World()
-    world.servers[1] = Server("a")
-    with pytest.raises(WeightSyncError, match="2 engines are named 'a'"):
-        await world.update(1, 3.0)
-    assert world.admission.events == []
+    assert world.servers[2].calls == ["set_version", *PHASES]
 
 
 # --- what counts as proof -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "phase", "says"),
+    ("checksum", "change", "says"),
     [
-        ({}, {"deaf": True}, "probe", "scores the probe exactly as before, as at version 1"),
-        ({"checksum": True}, {"deaf": True, "noise": 1e-4}, "probe", "still has the checksum sum of 3.0"),
-        ({"checksum": True}, {"faults": {"checksum": ["fail"]}}, "probe", "gave no checksum of its weights"),
-        ({}, {"noise": 0.05}, "probe", r"differs from the trainer by 0.05 nats .* tolerance is 0.01"),
-        ({}, {"noise": math.nan}, "probe", "differs from the trainer by nan nats"),
-        ({}, {"answered_version": 1}, "probe", "scored the probe with version 1 instead of 2"),
-        ({}, {"scores": False}, "probe", "did not score the probe"),
-        ({}, {"take": lambda weights, version: None}, "set_version", "reports weight version 1 after"),
+        (False, {"deaf": True}, "scores the probe exactly as before, as at version 1"),
+        (True, {"deaf": True, "noise": 1e-4}, "still has the checksum sum of 3.0"),
+        (True, {"faults": {"checksum": ["fail"]}}, "gave no checksum of its weights"),
+        (False, {"noise": 0.05}, r"differs from the trainer by 0.05 nats .* tolerance is 0.01"),
+        (False, {"noise": math.nan}, "differs from the trainer by nan nats"),
+        (False, {"answered_version": 1}, "scored the probe with version 1 instead of 2"),
+        (False, {"scores": False}, "did not score the probe"),
+        (False, {"take": lambda weights, version: None}, "reports weight version 1 after"),
     ],
 )
 async def test_an_engine_that_does_not_prove_the_new_weights_leaves(
-    autojump_clock, kind: dict[str, bool], change: dict[str, Any], phase: str, says: str
+    autojump_clock, checksum: bool, change: dict[str, Any], says: str
 ):
     """The update moves log-probs by 0.0005 nats, which the tolerance of 0.01 hides."""
-    world = World(**kind)
-    await world.update(1, 3.0)
+    world = World(checksum=checksum)
+    await world.step(3.0)
     for name, value in change.items():
         setattr(world.servers[1], name, value)
-    report = await world.update(2, 3.5)
-    assert failures(report) == [("b", phase)]
+    await world.step(3.5)
+    assert world.fleet.those("fail") == ["b"]
     with pytest.raises(WeightSyncError, match=says):
-        raise report.failed[0].error or AssertionError
-
-
-async def test_a_change_that_no_log_prob_shows_is_proven_by_a_checksum_or_not_at_all(autojump_clock):
-    with_checksum, without = World(checksum=True), World()
-    for world in (with_checksum, without):
-        await world.update(1, 3.0)
-        assert (await world.update(2, 3.0)).failed == ()  # equal snapshots need no proof of change
-    assert (await with_checksum.update(3, 3.0 + 1e-7)).failed == ()
-    with pytest.raises(WeightSyncError, match="still serves the old weights"):
-        await without.update(3, 3.0 + 1e-7)
-
-
-async def test_an_engine_that_never_gave_a_checksum_may_go_on_without(autojump_clock):
-    world = World(checksum=True)
-    world.servers[0].faults["checksum"] = ["fail", "fail"]
-    await world.update(1, 3.0)
-    assert (await world.update(2, 4.0)).failed == ()
-    assert "a gave no checksum of its weights: EngineUnreachable" in world.warnings[0]
-
-
-def proof(version: int, engine: list[float], trainer: list[float]) -> Proof:
-    return Proof(
-        version, np.asarray([0, *engine], np.float32), np.asarray([0, *trainer], np.float32), None, None
-    )
-
-
-def test_the_difference_is_the_mean_over_the_scored_tokens():
-    assert proof(1, [-1, -2], [-1.5, -2.1]).difference == pytest.approx((0.5 + 0.1) / 2)
-    for engine, trainer in (([-1, math.nan], [-1, -2]), ([-1, -2], [-1, math.nan])):
-        with pytest.raises(WeightSyncError):
-            check_agreement(proof(2, engine, trainer), tolerance=1e9)
+        raise world.fleet.errors["b"]
 
 
 def test_without_snapshots_the_trainers_log_probs_say_whether_the_weights_differ():
-    check_change(proof(1, [-1, -2], [-1, -2]), proof(2, [-1, -2], [-1, -2]))
+    first, same, moved = (
+        Proof(version, np.float32([0, -1, -2]), np.float32([0, -1, last]), None, None)
+        for version, last in ((1, -2), (2, -2), (2, -2.0005))
+    )
+    check_change(first, same)
     with pytest.raises(WeightSyncError, match="still serves the old weights"):
-        check_change(proof(1, [-1, -2], [-1, -2]), proof(2, [-1, -2], [-1, -2.0005]))
+        check_change(first, moved)
 
 
 # --- weights that come to all at once -----------------------------------------------------------------------
 
 
-class Broadcast:
-    """A transfer to many engines in memory; `outcome` is the error of an engine by name."""
+class Transfer:
+    """A Transport; `outcome` is the error of an engine by name, or one of the whole transfer."""
 
-    def __init__(self, weights: float, version: int, **outcome: Exception) -> None:
-        self.weights, self.version, self.outcome = weights, version, outcome
+    def __init__(self) -> None:
+        self.outcome: dict[str, Exception] | Exception = {}
         self.given: list[str] = []
 
-    async def __call__(self, engines: Sequence[Any]) -> Mapping[str, Exception | None]:
-        self.given += [engine.features.name for engine in engines if engine.paused]
+    async def __call__(self, backend: Any, engines: Sequence[Any], version: int) -> Mapping[str, Any]:
+        self.given = sorted(engine.features.name for engine in engines if engine.paused)
         await trio.sleep(1)
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
         for engine in engines:
-            engine.take(self.weights, self.version)
+            engine.take(backend.weights, version)
         return {engine.features.name: self.outcome.get(engine.features.name) for engine in engines}
 
 
 async def test_a_transfer_to_all_takes_those_that_paused_and_need_it(autojump_clock):
-    world = World()
+    transfer = Transfer()
+    world = World(transport=transfer)
     world.servers[0].faults["pause"] = ["fail"]
-    broadcast = Broadcast(3.0, 1, b=EngineUnreachable("b is gone"))
-    report = await world.update(1, 3.0, load_together=broadcast)
-    assert (sorted(broadcast.given), failures(report)) == (["b", "c"], [("a", "pause"), ("b", "load")])
-    again = Broadcast(3.0, 1)
-    assert (await world.update(1, 3.0, load_together=again)).failed == ()
-    assert sorted(again.given) == ["a", "b"], "c has the weights"
-
-    async def fall_apart(engines: Sequence[Any]) -> Mapping[str, Exception | None]:
-        raise EngineUnreachable("the group fell apart")
-
+    transfer.outcome = {"b": EngineUnreachable("b is gone")}
+    await world.step(3.0)
+    assert (transfer.given, world.fleet.those("fail")) == (["b", "c"], ["a", "b"])
+    transfer.outcome = {}
+    await world.update(1)
+    assert (transfer.given, world.fleet.those("fail")) == (["a", "b"], []), "c has the weights"
+    transfer.outcome = EngineUnreachable("the group fell apart")
     with pytest.raises(WeightSyncError, match="the group fell apart"):
-        await world.update(2, 4.0, load_together=fall_apart)
+        await world.step(4.0)
     assert [server.paused for server in world.servers] == [False] * 3

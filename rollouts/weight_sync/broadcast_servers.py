@@ -1,0 +1,290 @@
+"""The servers' ends of broadcasts: SGLang over gloo or NCCL, vLLM over NCCL. See
+rollouts.weight_sync.broadcast.
+"""
+
+from __future__ import annotations
+
+import importlib
+import socket
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed
+import trio
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from rollouts.engines.sglang import SGLangServer
+from rollouts.engines.vllm import VLLMServer
+from rollouts.errors import EngineError, WeightSyncError
+from rollouts.protocols import InferenceEngine
+from rollouts.weight_sync.broadcast import BUCKET_BYTES, PROGRESS_S, Broadcast, Peer
+from rollouts.weight_sync.flat_buckets import FlatBucket
+
+Wire = Literal["gloo", "nccl"]
+POLL_S = 0.002
+# vLLM's own trainer side: a group of rank 0 out of an address, a port and a size
+VLLM_ENDPOINT = "vllm.distributed.weight_transfer.nccl_common"
+
+
+async def run_both(one: Callable[[], Awaitable[None]], other: Callable[[], Awaitable[None]]) -> None:
+    """Both at once; the first that fails cancels the other, and its error is raised as it is."""
+    errors: list[Exception] = []
+    async with trio.open_nursery() as nursery:
+
+        async def guard(work: Callable[[], Awaitable[None]]) -> None:
+            try:
+                await work()
+            except Exception as error:
+                errors.append(error)
+                nursery.cancel_scope.cancel()
+
+        nursery.start_soon(guard, one)
+        nursery.start_soon(guard, other)
+    if errors:
+        raise errors[0]
+
+
+async def run_on(device: torch.device, work: Callable[[], Any]) -> Any:
+    """What `work` returns, in a thread whose device is `device`. Abandoned by a cancellation: a thread that
+    waits for a dead server ends by its group's deadline.
+    """
+
+    def run() -> Any:
+        with torch.cuda.device(device) if device.type == "cuda" else device:
+            return work()
+
+    return await trio.to_thread.run_sync(run, abandon_on_cancel=True)
+
+
+async def wait_sent(is_done: Callable[[], bool]) -> None:
+    """Returns when `is_done`. By polling, which a cancellation ends: gloo and CUDA have no wait that can be
+    broken off.
+    """
+    while not is_done():  # noqa: ASYNC110
+        await trio.sleep(POLL_S)
+
+
+class SGLangPeer:
+    """A Peer of an SGLang server: a torch.distributed group, made without touching the process's default
+    group.
+    """
+
+    def __init__(
+        self, server: SGLangServer, *, wire: Wire, address: str, device: torch.device, progress_s: float
+    ) -> None:
+        self.name, self.device = server.name, device
+        self._server = server
+        self._wire: Wire = wire
+        self._address = address
+        self._timeout = timedelta(seconds=progress_s)
+        self._group_name = f"rollouts-{uuid.uuid4().hex}"
+        self._group: Any = None
+        self._has_session = False
+
+    async def begin(self) -> None:
+        if self._group is None:
+            await self._join()
+        self._has_session = await self._server.begin_transfer()
+
+    async def _join(self) -> None:
+        server, name = self._server, self._group_name
+        if server.data_parallel != 1:
+            raise EngineError(
+                f"{self.name} has --dp-size {server.data_parallel}; weights in memory reach only servers with"
+                " 1, or update from disk"
+            )
+        size = 1 + server.world_size
+        store = listen_for_group(self._address, size, self._timeout)
+        make = partial(make_group, store, name, size, self._timeout, wire=self._wire, address=self._address)
+
+        async def meet() -> None:
+            self._group = await run_on(self.device, make)
+
+        ask = partial(
+            server.join_group,
+            address=self._address,
+            port=store.port,
+            group_name=name,
+            backend=self._wire,
+        )
+        await run_both(ask, meet)
+
+    async def send(self, bucket: FlatBucket, *, version: int, last: bool) -> None:
+        ask = partial(
+            self._server.receive_broadcast,
+            *bucket.describe(),
+            group_name=self._group_name,
+            version=version,
+            last=last,
+        )
+        await run_both(ask, lambda: self._broadcast(bucket.flat))
+
+    async def _broadcast(self, flat: torch.Tensor) -> None:
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
+        work = await run_on(self.device, lambda: self._group.broadcast([flat], options))
+        await wait_sent(work.is_completed)
+        if self._wire == "gloo":
+            work.wait()  # raises what went wrong
+        elif (failure := work.exception()) is not None:
+            raise RuntimeError(f"a broadcast failed: {failure}")
+
+    async def end(self, version: int) -> None:
+        if self._has_session:
+            await self._server.end_transfer()
+            self._has_session = False
+
+    async def leave(self) -> None:
+        groups, self._group = [self._group], None
+        if groups[0] is not None:  # its last reference is dropped in the thread, where that waits for gloo
+            await trio.to_thread.run_sync(lambda: groups.pop().abort(), abandon_on_cancel=True)
+        with suppress(EngineError):  # it is gone, or knows nothing of it: both are what was wanted
+            await self.end(0)
+        with suppress(EngineError):
+            await self._server.leave_group(self._group_name)
+
+
+def listen_for_group(address: str, size: int, timeout: timedelta) -> Any:
+    """A TCPStore on a port of its own, on `address` alone: by itself it would listen on all interfaces, and
+    it asks nobody for a key.
+    """
+    family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.bind(where)
+        listener.listen()
+        port = listener.getsockname()[1]
+        options: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
+        make = cast(Any, torch.distributed).TCPStore
+        return make(address, port, size, is_master=True, timeout=timeout, **options)
+
+
+def make_group(store: Store, name: str, size: int, timeout: timedelta, *, wire: Wire, address: str) -> Any:
+    """Rank 0 of a group that torch's own helper makes on the other side, which names it so in the store.
+
+    gloo listens on `address` alone and blocks until all are there; NCCL connects at the first broadcast (not
+    run by our tests: needs a GPU).
+    """
+    prefix = "cpu/" if wire == "gloo" else "cuda/"
+    found = PrefixStore(prefix, PrefixStore(f"{name}/", PrefixStore(name, store)))
+    distributed = cast(Any, torch.distributed)
+    kind = distributed.ProcessGroupGloo if wire == "gloo" else distributed.ProcessGroupNCCL
+    options = kind._Options() if wire == "gloo" else kind.Options()
+    options._timeout = timeout
+    if wire == "gloo":
+        options._devices = [kind.create_device(hostname=address)]
+    return kind(found, 0, size, options)
+
+
+class VLLMPeer:
+    """A Peer of a vLLM server: its weight transfer engine over NCCL. Not run by our tests: needs a GPU on
+    both sides.
+    """
+
+    def __init__(self, server: VLLMServer, *, address: str, device: torch.device) -> None:
+        self.name, self.device = server.name, device
+        self._server = server
+        self._address = address
+        self._group: Any = None
+
+    async def begin(self) -> None:
+        if self._group is None:
+            await self._join()
+        await self._server.start_weight_update()
+
+    async def _join(self) -> None:
+        with socket.socket() as listener:  # the server is told the port before the other side listens there
+            listener.bind((self._address, 0))
+            port = listener.getsockname()[1]
+        size = 1 + await self._server.get_world_size()
+        meeting = {"master_address": self._address, "master_port": port, "world_size": size}
+
+        async def meet() -> None:
+            self._group = await run_on(self.device, lambda: import_vllm_endpoint().trainer_init(meeting))
+
+        options = {"rank_offset": 1, "packed": False}
+        await run_both(lambda: self._server.init_weight_transfer(meeting | options), meet)
+
+    async def send(self, bucket: FlatBucket, *, version: int, last: bool) -> None:
+        def start() -> Any:
+            for _, tensor in bucket.tensors:
+                self._group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+            sent = torch.cuda.Event()
+            sent.record()
+            return sent
+
+        async def broadcast() -> None:
+            await wait_sent((await run_on(self.device, start)).query)
+
+        names, dtype_names, shapes = bucket.describe()
+        described = {"names": names, "dtype_names": dtype_names, "shapes": shapes}
+        await run_both(lambda: self._server.update_weights(described), broadcast)
+
+    async def end(self, version: int) -> None:
+        await self._server.finish_weight_update(version)
+
+    async def leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            await trio.to_thread.run_sync(group.destroy, abandon_on_cancel=True)
+
+
+def import_vllm_endpoint() -> Any:
+    """The module of vLLM's own trainer side. Raises WeightSyncError without vLLM."""
+    try:
+        return importlib.import_module(VLLM_ENDPOINT)
+    except ImportError as error:
+        raise WeightSyncError(
+            f"broadcasts to vLLM need vLLM in the trainer's Python as well: {error}; install it or update"
+            " from disk"
+        ) from error
+
+
+@asynccontextmanager
+async def open_broadcast(
+    kind: Literal["sglang", "vllm"] = "sglang",
+    *,
+    wire: Wire = "gloo",
+    address: str = "127.0.0.1",
+    bucket_bytes: int = BUCKET_BYTES,
+    dtype: torch.dtype | None = None,
+    progress_s: float = PROGRESS_S,
+) -> AsyncIterator[Broadcast]:
+    """A Transport to servers of one kind without a disk in between.
+
+    wire: to SGLang "gloo" over the CPU's network or "nccl" between GPUs; to vLLM always NCCL, its servers
+    started with `--weight-transfer-config '{"backend": "nccl"}'` (NCCL is not run by our tests: needs a GPU).
+    address: of this machine, as servers reach it; groups listen there on ports of their own. dtype: what
+    floating-point weights are sent as; None: as the trainer has them, and the server converts. progress_s:
+    what any one step, a bucket included, may take. Groups are kept between updates and torn down at the end.
+    Raises WeightSyncError for NCCL without CUDA, and for vLLM without its package.
+    """
+    nccl = kind == "vllm" or wire == "nccl"
+    if nccl and not torch.cuda.is_available():
+        raise WeightSyncError(
+            "broadcasts over NCCL need a GPU on the trainer's side, and there is none; update from"
+            " disk, or SGLang servers over gloo"
+        )
+    if kind == "vllm":
+        import_vllm_endpoint()
+    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+    def make_peer(engine: InferenceEngine) -> Peer:
+        server = getattr(engine, "dialect", None)
+        if kind == "sglang" and isinstance(server, SGLangServer):
+            return SGLangPeer(server, wire=wire, address=address, device=device, progress_s=progress_s)
+        if kind == "vllm" and isinstance(server, VLLMServer):
+            return VLLMPeer(server, address=address, device=device)
+        raise WeightSyncError(
+            f"engine {engine.features.name} is no {kind} server; give this transport {kind} servers only"
+        )
+
+    transport = Broadcast(make_peer, bucket_bytes=bucket_bytes, dtype=dtype, progress_s=progress_s)
+    try:
+        yield transport
+    finally:
+        await transport.aclose()
