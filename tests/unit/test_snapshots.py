@@ -183,8 +183,6 @@ def test_a_process_killed_while_it_writes_leaves_no_snapshot(tmp_path: Path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     killed = "nowhere 0 shard -9 manifest -9 rename -9"
     assert " ".join(done.stdout.split()) == killed, done.stderr
-        done.stderr
-    )
     assert (tmp_path / "nowhere/v1/manifest.json").exists()
     for where in ("shard", "manifest", "rename"):
         (left,) = (tmp_path / where).iterdir()

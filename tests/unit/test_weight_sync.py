@@ -175,14 +175,14 @@ BATCH = RolloutBatch(tokens=(np.arange(1, 9),), loss_masks=(np.arange(8) >= 4,))
 
 
 @asynccontextmanager
-async def open_pair(cache: Path, *, mode: Any = "copied", kind: str = "byte"):
+async def open_pair(cache: Path, *, kind: str = "byte") -> AsyncIterator[tuple[Any, Any]]:
     """A trainer, and an engine with a copy of its weights."""
     path = resolve_model(f"tiny:{kind}", cache_dir=cache)
     optim = OptimConfig(lr=1e-2)
     async with (
         open_pytorch_backend(path, optim=optim, total_steps=10, threads=1, autocast="off") as backend,
         open_device_thread(name="engine", torch_threads=1) as thread,
-        open_local_engine(backend.model, device_thread=thread, mode=mode, max_rows=8) as engine,
+        open_local_engine(backend.model, device_thread=thread, mode="copied", max_rows=8) as engine,
     ):
         yield backend, engine
 
@@ -220,7 +220,7 @@ async def test_a_shared_engine_has_nothing_to_load_and_must_report_the_version()
             await sync(backend, [engine], 4)
 
 
-@pytest.mark.parametrize("kind", ["byte", "qwen3", "gemma", "mamba", "moe"])
+@pytest.mark.parametrize("kind", ["byte", "gemma", "moe"])
 async def test_an_embedded_engine_proves_new_weights_and_never_old_ones(tmp_path: Path, kind: str):
     async with open_pair(tmp_path, kind=kind) as (backend, engine):
         sync = WeightSync(exact_probe(engine))
@@ -232,10 +232,10 @@ async def test_an_embedded_engine_proves_new_weights_and_never_old_ones(tmp_path
         await take_step(backend)
         take, engine.receive_bucket = engine.receive_bucket, lambda bucket: None
         old = await engine.copy_weights()
-        engine.begin_update_really, engine.begin_update = engine.begin_update, None
+        begin = engine.begin_update
 
         async def begin_with_old() -> None:
-            await engine.begin_update_really()
+            await begin()
             take(list(old.items()))
 
         engine.begin_update = begin_with_old
