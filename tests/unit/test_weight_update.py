@@ -403,7 +403,7 @@ async def test_an_engine_that_does_not_prove_the_new_weights_leaves(
 
 def test_without_snapshots_the_trainers_log_probs_say_whether_the_weights_differ():
     first, same, moved = (
-        Proof(version, np.float32([0, -1, -2]), np.float32([0, -1, last]), None, None)  # pyright: ignore
+        Proof(version, np.asarray([0, -1, -2], np.float32), np.asarray([0, -1, last], np.float32), None, None)
         for version, last in ((1, -2), (2, -2), (2, -2.0005))
     )
     check_change(first, same)
