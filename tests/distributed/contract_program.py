@@ -11,7 +11,6 @@ import gc
 import inspect
 import os
 import resource
-import shutil
 import sys
 import tempfile
 import traceback
@@ -32,7 +31,7 @@ from rollouts.config.tables import OptimConfig
 from rollouts.errors import RunDirError, StorageError
 from rollouts.losses import LossInputs, LossOutput
 from rollouts.losses.reductions import reduce_loss
-from rollouts.models.load import load_hf_model, resolve_model
+from rollouts.models.load import resolve_model
 from rollouts.run_dir import RunDir
 from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import SFT, STEP, make_batch, raised_by, train
@@ -193,55 +192,6 @@ async def check_no_parameter_is_whole_on_a_rank(open_backend: Any) -> None:
             assert len(parameter.to_local()) == len(parameter.grad.to_local()) <= rows, name
 
 
-async def check_a_bad_batch_is_refused_on_all_ranks(open_backend: Any) -> None:
-    """What rank 0 finds while it packs: an id outside the vocabulary, a loss that does not exist."""
-    import dataclasses
-
-    batch = make_batch()
-    wrong = dataclasses.replace(batch, tokens=(*batch.tokens[:-1], batch.tokens[-1] + 10_000))
-    async with open_backend() as backend:
-        for bad, spec in ((wrong, SFT), (batch, LossSpec("no_such_loss"))):
-            error = await raised_by(backend.forward_backward(bad, spec))
-            assert "outside" in str(error) or "ids are 0 to" in str(error) or "no_such_loss" in str(error), (
-                error
-            )
-            await backend.reset().result()
-        await train(backend, batch)
-
-
-async def check_a_saved_model_loads_in_one_process(open_backend: Any, folder: Path) -> None:
-    """The directory is a Hugging Face model with the trained weights, and the state is that of every rank."""
-    async with open_backend() as backend:
-        await train(backend, make_batch())
-        await backend.save(folder).result()
-        weights = await contract.copy_weights(backend)
-        ranks = backend.ranks.world_size
-    loaded = load_hf_model(folder)
-    assert all(
-        torch.equal(parameter.detach(), weights[name]) for name, parameter in loaded.named_parameters()
-    )
-    files = sorted(path.name for path in (folder / "state").iterdir())
-    assert files == sorted(
-        ["backend.json", *(f"optimizer-{rank}-of-{ranks}.safetensors" for rank in range(ranks))]
-    ), files
-
-
-async def check_a_damaged_checkpoint_changes_nothing(open_backend: Any, folder: Path) -> None:
-    """A file that only one rank reads is gone: all refuse it, and the backend goes on with what it had."""
-    from rollouts.errors import CheckpointError
-
-    async with open_backend() as backend:
-        await train(backend, make_batch())
-        await backend.save(folder).result()
-        await train(backend, make_batch(1))
-        before = await contract.copy_weights(backend)
-        next((folder / "state").glob("optimizer-*")).write_bytes(b"12345678")
-        assert isinstance(await raised_by(backend.load(folder)), CheckpointError)
-        await backend.reset().result()
-        contract.assert_weights_equal(before, await contract.copy_weights(backend))
-        await train(backend, make_batch(2))
-
-
 async def check_a_full_disk_on_one_rank_costs_the_checkpoint_only(open_backend: Any, folder: Path) -> None:
     """All ranks fail the save alike, the one before loads, training goes on, and the next save is whole: on
     the last rank, then on rank 0.
@@ -386,30 +336,6 @@ async def check_a_disk_that_refuses_one_rank_beside_steps_costs_that_checkpoint(
         contract.assert_weights_equal(weights, await contract.copy_weights(backend))
         error = await write_error(await backend.capture().result(), folder / "nowhere")
         assert isinstance(error, RunDirError) and "rank 0" in str(error), error
-
-
-async def check_a_copy_that_finds_the_disk_full_before_it_is_written_leaves_no_memory_on_any_rank(
-    open_backend: Any, folder: Path
-) -> None:
-    """The next step finds none, on any rank, and the next copy is written."""
-    run_dir, warnings, usage = RunDir(folder), list[str](), shutil.disk_usage
-    folder.mkdir()
-    async with open_backend() as backend:
-        await backend.forward_backward(make_batch(), LossSpec(f"{HERE}:plenty_memory_loss")).result()
-        await backend.optim_step(STEP).result()
-        async with open_checkpoint_writer(backend, run_dir, "sft", warn=warnings.append) as writer:
-            shutil.disk_usage = lambda path: usage(path)._replace(free=0)
-            try:
-                await writer.save(1, {})
-                await writer.wait_written()
-            finally:
-                shutil.disk_usage = usage
-            assert writer.statistics()["failed"] == 1 and "cannot be written" in warnings[-1], warnings
-            await train(backend, make_batch(1), LossSpec(f"{HERE}:no_copies_loss"))
-            await writer.save(2, {})
-            await writer.wait_written()
-            await train(backend, make_batch(2), LossSpec(f"{HERE}:no_copies_loss"))
-        assert [step for step, _ in checkpoints.list_checkpoints(run_dir.stage_checkpoints("sft"))] == [2]
 
 
 # --- running them -------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ OPTIM = OptimConfig(lr=1e-3, warmup_steps=3, schedule="linear", weight_decay=0.0
 HALF = 5  # steps before a save
 SPECS = {
     "sft": LossSpec("sft"),
+    "value": LossSpec("value", {"clip": 0.2}),
     "grpo": LossSpec("ppo_clip", {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.01}),
     "entropy": LossSpec(
         "reinforce", {"entropy_coef": 0.1, "correction": "token_tis(cap=1.5)"}, unit="sequence_sums"
@@ -48,18 +49,11 @@ def make_gpt2() -> Path:
     from rollouts.models.tokenizers import make_byte_tokenizer
 
     def write(folder: Path) -> None:
-        sizes = {
-            "vocab_size": 259,
-            "n_positions": 256,
-            "n_embd": 64,
-            "n_layer": 3,
-            "n_head": 4,
-            "initializer_range": 0.1,
-        }
+        sizes: Any = {"vocab_size": 259, "n_positions": 256, "n_embd": 64, "n_layer": 3, "n_head": 4}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             transformers.GPT2LMHeadModel(
-                transformers.GPT2Config(**sizes, bos_token_id=256, eos_token_id=257)
+                transformers.GPT2Config(**sizes, initializer_range=0.1, bos_token_id=256, eos_token_id=257)
             ).save_pretrained(str(folder))
         make_byte_tokenizer().save_pretrained(str(folder))
 
@@ -73,7 +67,7 @@ class Case(NamedTuple):
 
     model: str
     dtype: Literal["float32", "float64"]
-    loss: Literal["sft", "grpo"]
+    loss: str
     steps: int = 10
     options: dict[str, Any] = {}  # of the sharded backend alone; never changed
     saves: str = ""  # the directory of a checkpoint after step HALF
@@ -111,6 +105,8 @@ def make_rollouts(step: int) -> RolloutBatch:
         rollout_log_probs=tuple(log_probs),
         ref_log_probs=tuple(ref),
         advantages=tuple(advantages),
+        returns=tuple(row / 4 for row in advantages),
+        old_values=tuple(row + 6 for row in log_probs),
         temperature=0.9,
     )
 
@@ -139,9 +135,8 @@ async def drive(channel: Any, ranks: Any) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for number, fields in enumerate(json.loads(sys.argv[1])):
         case = Case(*fields)
-        path = await trio.to_thread.run_sync(
-            find_model, case.model
-        )  # to make one takes seconds, in which this rank must be heard
+        # in a thread: to make one takes seconds, in which this rank must be heard
+        path = await trio.to_thread.run_sync(find_model, case.model)
         options = {**backend_options(case), "autocast": "off", "threads": 1, **case.options}
         async with open_fsdp_backend(
             path, channel=channel, ranks=ranks, dtype=case.dtype, **options

@@ -114,29 +114,3 @@ def test_a_disk_without_room_for_checkpoints_costs_them_and_the_last_one_ends_th
     assert weights_digest(out / "checkpoints/sft/step_20") == weights_digest(
         finished_run / "checkpoints/sft/step_20"
     )
-
-
-def test_retention_keeps_the_best_beside_the_newest(train: Train, tmp_path: Path):
-    out = tmp_path / "run"
-    result = train.run(
-        out,
-        "--output.keep_checkpoints",
-        "1",
-        "--sft.eval_every",
-        "4",
-        "--sft.optim.lr",
-        "0.01",
-        mode="sft",
-    )
-    assert result.returncode == 0, result.stderr
-    scores = {
-        row["step"]: row["eval/heldout/avg@1"]
-        for row in read_rows(out / "evaluations.jsonl")
-        if row["stage"] == "sft"
-    }
-    during = {
-        step: score for step, score in scores.items() if step < 20
-    }  # the last is saved before it is evaluated
-    best = max(during, key=lambda step: (during[step], step))
-    kept = {int(path.name.removeprefix("step_")) for path in (out / "checkpoints/sft").iterdir()}
-    assert kept == {best, 20}

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ import trio
 from transformers import AutoModelForCausalLM
 
 from rollouts.metrics.jsonl import newest_attempts, read_rows
-from tests.e2e.conftest import TRAIN, Train
+from tests.e2e.conftest import Train
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 240.0
@@ -123,17 +122,6 @@ def test_two_ranks_under_torchrun_are_the_run_of_one(train: Train, alone: Path, 
     assert (
         difference.norm() <= 1e-4 * torch.cat([parameter.flatten() for parameter in ours.parameters()]).norm()
     )
-
-
-def test_a_run_goes_on_with_another_number_of_ranks(train: Train, alone: Path, tmp_path: Path):
-    """Two ranks that the program starts itself, then one, then two."""
-    out = tmp_path / "run"
-    command = train.command(out, *SETTINGS, "--sft.steps", "4", "--distributed.ranks", "2", mode="sft")
-    run(train, command)
-    fork(train, out, "--resume", "--sft.steps", "8", mode="sft", ranks=1)
-    fork(train, out, "--resume", mode="sft", ranks=2)
-    assert_same_sft(alone, out)
-    assert [row["attempt"] for row in rows_of(out, "sft")] == [1] * 4 + [2] * 4 + [3] * 4
 
 
 def read_prompts(out: Path) -> list[tuple[int, str, int, Any]]:
@@ -256,32 +244,6 @@ async def test_torchrun_gets_rid_of_a_rank_that_stands_still_and_starts_all_agai
     expected = rows_of(tmp_path / "unbroken", "sft")
     for name in ("loss/total", "optim/grad_norm", "entropy/mean"):
         assert [row[name] for row in rows] == [row[name] for row in expected], name
-
-
-def test_a_setting_that_the_ranks_do_not_allow_ends_them_with_one_message(train: Train, tmp_path: Path):
-    result = train.run(tmp_path / "run", "--distributed.shard_size", "3", mode="sft", ranks=2)
-    assert result.returncode == 2
-    assert "ConfigError: distributed.shard_size=3 does not divide the 2 ranks" in result.stderr
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_recipe_for_two_machines_runs_on_one(train: Train, tmp_path: Path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    environment = {**train.environment(), "HEAD": f"localhost:{port}", "PYTHON": sys.executable}
-    script = TRAIN.parent / "launch" / "two_nodes.sh"
-    words = [str(script), *train.command(tmp_path / "run", *SETTINGS, "--sft.steps", "2", mode="sft")[2:]]
-    machines = [
-        subprocess.Popen(words, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for _ in range(2)
-    ]
-    try:
-        said = [machine.communicate(timeout=PATIENCE_S) for machine in machines]
-    finally:
-        for machine in machines:
-            machine.terminate()
-    assert [machine.returncode for machine in machines] == [0, 0], said
-    assert [row["step"] for row in rows_of(tmp_path / "run", "sft")] == [1, 2]
 
 
 async def wait_until(condition: Callable[[], bool], alive: list[int]) -> None:

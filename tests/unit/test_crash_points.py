@@ -50,26 +50,6 @@ def test_every_point_is_in_the_code_and_every_one_in_the_code_is_known():
     assert placed == set(POINTS)
 
 
-def test_nothing_happens_where_nothing_is_armed():
-    for name in POINTS:
-        reach(name)
-
-
-def test_reaching_a_point_that_nobody_wrote_down_is_a_mistake():
-    with pytest.raises(AssertionError, match="no crash point"):
-        reach("train.befor_optim_step")
-
-
-def test_it_raises_the_nth_time_and_only_then():
-    arm_crash_points({"ROLLOUTS_RAISE_AT": f"{POINT}:3"})
-    reach(POINT)
-    reach(POINT)
-    reach("train.after_optim_step")
-    with pytest.raises(CrashPointReached, match=f"{POINT} was reached for the 3"):
-        reach(POINT)
-    reach(POINT)
-
-
 def test_it_happens_on_the_rank_that_is_named():
     arm_crash_points({"ROLLOUTS_RAISE_AT": f"{POINT}:1:2"}, rank=0)
     reach(POINT)

@@ -7,7 +7,7 @@ import torch
 import trio
 
 from rollouts.device_thread import open_device_thread
-from rollouts.errors import BackendClosed, EarlierStepFailed, StepInterrupted
+from rollouts.errors import BackendClosed, StepInterrupted
 
 SOON = 10  # seconds; a test that takes longer hangs
 
@@ -46,34 +46,6 @@ async def test_jobs_run_in_submission_order_on_one_thread_that_is_not_trios():
     assert order[0][1] != threading.get_ident()
 
 
-async def test_submit_returns_before_the_job_ran():
-    gate = Gate()
-    async with open_device_thread(name="device") as device:
-        future = device.submit(gate)
-        assert not future.done()
-        gate.let_go.set()
-        assert await future.result() == "through"
-        assert future.done()
-
-
-async def test_many_tasks_may_await_one_future_many_times():
-    gate = Gate()
-    seen: list[str] = []
-
-    async def wait_twice() -> None:
-        seen.append(await future)
-        seen.append(await future.result())
-
-    async with open_device_thread(name="device") as device:
-        future = device.submit(gate)
-        async with trio.open_nursery() as nursery:
-            for _ in range(3):
-                nursery.start_soon(wait_twice)
-            await gate.wait_started()
-            gate.let_go.set()
-    assert seen == ["through"] * 6
-
-
 async def test_a_failure_reaches_every_waiter_and_is_then_not_raised_again_on_leaving():
     async with open_device_thread(name="device") as device:
         future = device.submit(lambda: fail("bad"))
@@ -101,47 +73,12 @@ async def test_cancelling_a_waiter_does_not_cancel_the_job():
         assert await future == "through"
 
 
-async def test_a_cancelled_waiter_has_not_heard_of_the_failure():
-    with pytest.raises(ValueError, match="unheard"):  # noqa: PT012
-        async with open_device_thread(name="device") as device:
-            gate = Gate()
-            device.submit(gate)
-            future = device.submit(lambda: fail("unheard"))
-            await gate.wait_started()
-            with trio.move_on_after(0):
-                await future
-            gate.let_go.set()
-
-
-async def test_leaving_normally_runs_everything_that_was_queued():
-    ran: list[int] = []
-    async with open_device_thread(name="device") as device:
-        for n in range(10):
-            device.submit(lambda n=n: ran.append(n))
-    assert ran == list(range(10))
-
-
 async def test_several_unheard_failures_are_raised_as_a_group():
     with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012
         async with open_device_thread(name="device") as device:
             device.submit(lambda: fail("one"))
             device.submit(lambda: fail("two"))
     assert [str(error) for error in caught.value.exceptions] == ["one", "two"]
-
-
-async def test_a_step_that_did_not_run_because_of_an_earlier_one_adds_no_failure():
-    def refuse() -> None:
-        raise EarlierStepFailed("a step before this one failed")
-
-    async with open_device_thread(name="device") as device:
-        device.submit(refuse)
-
-
-async def test_an_exception_of_the_body_is_raised_as_it_is_and_hides_unheard_failures():
-    with pytest.raises(KeyError, match="mine"):  # noqa: PT012
-        async with open_device_thread(name="device") as device:
-            device.submit(lambda: fail("unheard"))
-            raise KeyError("mine")
 
 
 async def test_leaving_by_an_exception_waits_for_the_running_job_and_drops_the_rest():
@@ -160,21 +97,6 @@ async def test_leaving_by_an_exception_waits_for_the_running_job_and_drops_the_r
     assert await futures[0] == "through"
     with pytest.raises(BackendClosed, match="closed by an exception"):
         await futures[1]
-
-
-async def test_a_cancelled_context_ends_with_its_running_job_and_the_cancellation_passes_through():
-    gate = Gate()
-    with trio.move_on_after(0.05) as scope:
-        async with open_device_thread(name="device") as device:
-            device.submit(gate)
-            dropped = device.submit(lambda: "never")
-            await gate.wait_started()
-            trio.lowlevel.current_trio_token().run_sync_soon(gate.let_go.set)
-            scope.cancel()
-            await trio.sleep_forever()
-    assert scope.cancelled_caught
-    assert gate.ended
-    assert dropped.done()
 
 
 async def test_a_long_job_learns_between_two_pieces_of_work_that_it_should_stop():
@@ -209,20 +131,6 @@ async def test_submitting_after_the_end_or_from_another_thread_is_refused():
 async def test_torch_uses_the_number_of_threads_that_was_asked_for():
     async with open_device_thread(name="device", torch_threads=1) as device:
         assert await device.submit(torch.get_num_threads) == 1
-
-
-async def test_statistics_count_jobs_and_seconds():
-    gate = Gate()
-    async with open_device_thread(name="device") as device:
-        device.submit(lambda: None)
-        future = device.submit(gate)
-        await gate.wait_started()
-        assert device.statistics()["queued"] == 1
-        gate.let_go.set()
-        await future
-        statistics = device.statistics()
-    assert (statistics["queued"], statistics["completed"]) == (0, 2)
-    assert statistics["busy_s"] > 0
 
 
 async def test_an_interrupt_ends_the_running_job_at_its_next_boundary_and_those_queued_before_it_alone():

@@ -80,11 +80,6 @@ def pair(policy: Backend, critic: Backend) -> PolicyAndCritic:
     return PolicyAndCritic(cast(SavedBackend, policy), cast(SavedBackend, critic))
 
 
-def test_the_size_is_that_of_both():
-    both = pair(Backend(Answer(), size=3), Backend(Answer(), size=4))
-    assert both.state_bytes() == 7
-
-
 async def test_the_critic_lies_in_a_directory_of_its_own(tmp_path: Path):
     policy, critic = Backend(Answer()), Backend(Answer())
     await pair(policy, critic).save(tmp_path).result()
@@ -123,18 +118,3 @@ async def test_a_copy_that_fails_frees_the_other_and_is_told():
     with pytest.raises(BackendError, match="out of memory"):
         await pair(Backend(Answer(BackendError("out of memory"))), Backend(Answer(copy))).capture().result()
     assert copy.dropped == 1
-
-
-async def test_a_copy_that_nobody_waits_for_any_more_is_freed(autojump_clock: trio.abc.Clock):
-    copy = Copy("held")
-    with trio.move_on_after(1) as scope:
-        await pair(Backend(Answer(copy)), Backend(Answer(never=True))).capture().result()
-    assert scope.cancelled_caught and copy.dropped == 1
-
-
-async def test_a_save_that_failed_is_told_when_both_have_ended(tmp_path: Path):
-    critic = Backend(Answer(BackendError("disk full")))
-    saving = pair(Backend(Answer()), critic).save(tmp_path)
-    assert saving.done()
-    with pytest.raises(BackendError, match="disk full"):
-        await saving.result()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import trio
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -21,13 +21,13 @@ from rollouts.backends.open import choose_autocast_dtype, open_pytorch_backend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import open_device_thread
-from rollouts.errors import BackendClosed, BackendError, CheckpointError, NonFiniteSteps, StepInterrupted
+from rollouts.errors import BackendClosed, BackendError
 from rollouts.losses import LossInputs, LossOutput
 from rollouts.losses.reductions import reduce_loss
 from rollouts.models.export import save_hf_model
 from rollouts.models.optim import create_adamw_optimizer
 from rollouts.testing import torch_contracts as contract
-from rollouts.testing.torch_contracts import SFT, STEP, make_batch
+from rollouts.testing.torch_contracts import SFT, make_batch
 from rollouts.types import LossSpec, Mean, OptimParams, RolloutBatch
 
 torch.set_num_threads(1)
@@ -159,51 +159,6 @@ async def test_forward_gives_the_log_probs_of_a_plain_forward_of_each_row(form: 
         np.testing.assert_allclose(found[mask], wanted[row].numpy()[mask[1:]], atol=1e-5)
 
 
-async def test_untied_heads_get_the_same_gradients_in_every_form():
-    found = []
-    for form in FORMS.values():
-        async with open_backend(make_model(tied=False), **form) as backend:
-            await backend.forward_backward(make_batch(), SFT)
-            found.append(gradients(backend))
-    assert "lm_head.weight" in found[0]
-    for other in found[1:]:
-        assert_close(found[0], other)
-
-
-async def test_masked_tokens_get_no_gradient():
-    """What stands behind the last trained token changes nothing; what a masked token is matters only to what
-    comes after it.
-    """
-    batch = make_batch(groups=1, size=2)
-    longer = dataclasses.replace(
-        batch,
-        tokens=tuple(np.append(tokens, 39) for tokens in batch.tokens),
-        loss_masks=tuple(np.append(mask, False) for mask in batch.loss_masks),
-        rollout_log_probs=None,
-        advantages=None,
-    )
-    found = []
-    for one in (batch, longer):
-        async with open_backend() as backend:
-            await backend.forward_backward(one, SFT)
-            found.append(gradients(backend))
-    assert_close(*found, tolerance=0)
-
-
-async def test_gradients_of_two_batches_add_up():
-    first, second = make_batch(0), make_batch(1)
-    parts = []
-    for one in (first, second):
-        async with open_backend() as backend:
-            await backend.forward_backward(one, SFT)
-            parts.append(gradients(backend))
-    async with open_backend() as backend:
-        await backend.forward_backward(first, SFT)
-        await backend.forward_backward(second, SFT)
-        both = gradients(backend)
-    assert_close(both, {name: parts[0][name] + parts[1][name] for name in both}, tolerance=1e-6)
-
-
 def watching_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
     """Keeps what it was given."""
     SEEN.append(inputs)
@@ -247,23 +202,6 @@ async def test_a_loss_sees_right_padded_rows_whatever_the_packing(share: bool):
         for a in row[mask]
     )
     assert result.metrics["rows"] == Mean(9.0, 1.0)
-
-
-async def test_entropy_is_a_mean_over_trained_tokens():
-    batch = make_batch()
-    with torch.no_grad():
-        model = make_model()
-        entropies = []
-        for tokens, mask in zip(batch.tokens, batch.loss_masks, strict=True):
-            log_probs = model(input_ids=torch.from_numpy(tokens)[None]).logits[0].log_softmax(-1)
-            entropies.append(
-                (-(log_probs.exp() * log_probs).sum(-1))[torch.from_numpy(np.flatnonzero(mask) - 1)]
-            )
-    async with open_backend(micro_batch_tokens=20) as backend:
-        result = await backend.forward_backward(batch, SFT)
-    metric = result.metrics["entropy/mean"]
-    assert metric.value == pytest.approx(float(torch.cat(entropies).mean()), abs=1e-4)
-    assert metric.count == sum(int(mask.sum()) for mask in batch.loss_masks)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -318,23 +256,6 @@ async def test_the_schedule_sets_the_learning_rate_unless_it_is_given():
     assert rates == pytest.approx([5e-3, 1e-2, 5e-3, 0.5, 0.0])
 
 
-async def test_a_clipped_step_is_that_of_the_scaled_gradient():
-    """SGD-like check by the first moment: after one step exp_avg = 0.1 · gradient · (limit / norm)."""
-    async with open_backend() as backend:
-        await backend.forward_backward(make_batch(), SFT)
-        before = gradients(backend)
-        result = await backend.optim_step(OptimParams(lr=1e-3, max_grad_norm=0.1))
-        norm = torch.stack([gradient.norm() for gradient in before.values()]).norm()
-        assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
-        moments = {
-            name: backend._trainer.optimizer.state[parameter]["exp_avg"]
-            for name, parameter in backend.model.named_parameters()
-        }
-    assert_close(
-        moments, {name: 0.1 * gradient * 0.1 / norm for name, gradient in before.items()}, tolerance=1e-6
-    )
-
-
 async def test_bfloat16_autocast_stays_close_to_float32():
     batch = make_batch()
     found = []
@@ -348,35 +269,6 @@ async def test_bfloat16_autocast_stays_close_to_float32():
     assert max(np.abs(one - other).max() for one, other in zip(found[0][0], found[1][0], strict=True)) < 0.3
     assert choose_autocast_dtype("off", "cpu") is None
     assert choose_autocast_dtype("bfloat16", "cpu") == torch.bfloat16
-
-
-async def test_statistics_count_steps_and_tokens():
-    batch = make_batch()
-    async with open_backend() as backend:
-        await backend.forward_backward(batch, SFT)
-        await backend.optim_step()
-        trained = backend.statistics()["computed_tokens"]
-        await backend.forward(batch)
-        statistics = backend.statistics()
-    assert (
-        statistics["computed_tokens"] == trained
-    )  # a checkpoint has it, and a run that goes on probes its engines once more
-    assert statistics["steps"] == 1
-    assert statistics["trained_tokens"] == sum(int(mask.sum()) for mask in batch.loss_masks)
-    assert statistics["computed_tokens"] < sum(len(row) for row in batch.tokens)  # prompts are shared
-    assert statistics["queued"] == 0
-
-
-async def test_weights_are_streamed_in_buckets(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rollouts.backends.trainer.BUCKET_BYTES", 9000)
-    buckets: list[list[int]] = []
-    async with open_backend() as backend:
-        await backend.stream_weights(lambda bucket: buckets.append([tensor.nbytes for _, tensor in bucket]))
-        names = set(await backend.get_weights())
-    assert all(sum(bucket) <= 9000 or len(bucket) == 1 for bucket in buckets)
-    assert len(buckets) > 2
-    assert sum(len(bucket) for bucket in buckets) == len(names)
-    assert "lm_head.weight" not in names  # tied to the embedding
 
 
 async def test_a_tied_weight_may_be_loaded_under_both_names():
@@ -408,55 +300,6 @@ async def test_a_checkpoint_before_the_first_step_can_be_loaded(tmp_path: Path):
             await backend.optim_step()
 
 
-async def test_torchs_random_state_is_restored(tmp_path: Path):
-    async with open_backend() as backend:
-        await backend.save(tmp_path)
-        wanted = await backend.device_thread.submit(lambda: torch.rand(3))
-        await backend.load(tmp_path)
-        assert torch.equal(await backend.device_thread.submit(lambda: torch.rand(3)), wanted)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: (path / "state" / "backend.json").write_text("{"), r"backend\.json cannot be read"),
-        (
-            lambda path: (path / "state" / "optimizer.safetensors").write_bytes(b"12345678"),
-            r"optimizer\.safetensors cannot be read",
-        ),
-        (lambda path: (path / "model.safetensors").unlink(), "there is no \\*.safetensors"),
-        (
-            lambda path: rename_state(path, "exp_avg/model.norm.weight", "exp_avg/model.other"),
-            r"exp_avg/model\.other",
-        ),
-        (
-            lambda path: reshape_state(path, "exp_avg/model.norm.weight"),
-            r"'exp_avg/model\.norm\.weight' has shape \(5,\)",
-        ),
-    ],
-)
-async def test_a_damaged_checkpoint_is_named(tmp_path: Path, damage: Any, message: str):
-    async with open_backend() as backend:
-        await backend.forward_backward(make_batch(), SFT)
-        await backend.optim_step()
-        await backend.save(tmp_path)
-        damage(tmp_path)
-        with pytest.raises(CheckpointError, match=message):
-            await backend.load(tmp_path)
-
-
-def rename_state(path: Path, old: str, new: str) -> None:
-    file = path / "state" / "optimizer.safetensors"
-    tensors = load_file(file)
-    tensors[new] = tensors.pop(old)
-    save_file(tensors, file)
-
-
-def reshape_state(path: Path, name: str) -> None:
-    file = path / "state" / "optimizer.safetensors"
-    save_file(load_file(file) | {name: torch.zeros(5)}, file)
-
-
 async def test_open_pytorch_backend_loads_trains_and_saves(tmp_path: Path):
     save_hf_model(make_model(), tmp_path / "model")
     async with open_pytorch_backend(
@@ -469,22 +312,6 @@ async def test_open_pytorch_backend_loads_trains_and_saves(tmp_path: Path):
         assert await backend.device_thread.submit(torch.get_num_threads) == 1
 
 
-async def test_deterministic_training_gives_the_same_bits_twice(tmp_path: Path):
-    save_hf_model(make_model(), tmp_path / "model")
-    found = []
-    try:
-        for _ in range(2):
-            async with open_pytorch_backend(
-                tmp_path / "model", optim=OPTIM, total_steps=3, threads=1, autocast="off", deterministic=True
-            ) as backend:
-                for seed in range(2):
-                    await contract.train(backend, make_batch(seed))
-                found.append(await backend.get_weights())
-    finally:
-        torch.use_deterministic_algorithms(False)
-    contract.assert_weights_equal(*found)
-
-
 CONTRACT = [name for name in vars(contract) if name.startswith("check_")]
 
 
@@ -495,50 +322,6 @@ async def test_contract(check: str, tmp_path: Path):
 
 
 INTERRUPT: list[Any] = []  # (micro-batch, what is called in it), counted down
-
-
-def interrupting_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
-    """drawing_loss that asks for a stop in one of its micro-batches."""
-    output = contract.drawing_loss(inputs, unit=unit)
-    if INTERRUPT:
-        count, interrupt = INTERRUPT.pop()
-        INTERRUPT.extend([(count - 1, interrupt)] if count > 1 else [])
-        if count == 1:
-            interrupt()
-    return output
-
-
-@pytest.mark.parametrize("micro_batch", [1, 2, 8])
-async def test_a_step_that_a_stop_cut_is_resumed_with_the_numbers_that_it_had_drawn(
-    micro_batch: int, tmp_path: Path
-):
-    """Nine micro-batches draw; the first one, two or eight of them have when the stop comes."""
-    batches, spec = [make_batch(seed) for seed in range(3)], LossSpec(f"{__name__}:interrupting_loss")
-    bad = LossSpec(f"{contract.HERE}:nan_loss")
-    options: dict[str, Any] = {"share_prefix": False, "micro_batch_tokens": 1}
-    async with open_backend(**options) as backend:
-        await contract.train(backend, batches[0], spec)
-        await backend.forward_backward(batches[0], bad)
-        await backend.optim_step(STEP)  # skipped: one in a row
-        await backend.save(tmp_path / "whole")
-        INTERRUPT.append((micro_batch, backend.interrupt))
-        cut, late = backend.forward_backward(batches[1], spec), backend.optim_step(STEP)
-        assert isinstance(await contract.raised_by(cut), StepInterrupted)
-        await contract.raised_by(late)
-        await backend.reset()
-        await backend.save(tmp_path / "cut")
-    names = sorted(
-        path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*") if path.is_file()
-    )
-    different = [
-        str(name)
-        for name in names
-        if (tmp_path / "whole" / name).read_bytes() != (tmp_path / "cut" / name).read_bytes()
-    ]
-    assert len(names) >= 4 and different == [], (
-        "weights, moments, random states and counters are those before the step"
-    )
-    assert json.loads((tmp_path / "cut/state/backend.json").read_text())["skipped_in_a_row"] == 1
 
 
 # --- what users saw -----------------------------------------------------------------------------------------
@@ -565,28 +348,6 @@ async def test_skipping_rows_without_advantage_changes_neither_gradient_nor_deno
     assert found[1][3]["computed_tokens"] < found[0][3]["computed_tokens"]
 
 
-async def test_a_batch_without_any_advantage_moves_weights_only_by_momentum_skipped_or_not():
-    nothing = with_zero_rows(make_batch(), set(range(9)))
-    found = []
-    for skip in (False, True):
-        async with open_backend(skip_zero_advantage=skip) as backend:
-            for batch in (make_batch(), nothing):
-                await backend.forward_backward(batch, LossSpec("reinforce"))
-                result = await backend.optim_step()
-            assert result.grad_norm == 0
-            found.append(await backend.get_weights())
-    assert_close(*found, tolerance=1e-6)
-
-
-async def test_the_weight_version_is_right_while_a_reset_waits_behind_it():
-    async with open_backend() as backend:
-        queued = backend.set_weight_version(5)
-        backend.reset()
-        assert backend.weight_version == 5
-        await queued
-        assert backend.weight_version == 5
-
-
 async def test_a_token_outside_the_vocabulary_is_named_by_its_row():
     batch = make_batch()
     wrong = dataclasses.replace(batch, tokens=(*batch.tokens[:-1], np.full_like(batch.tokens[-1], 64)))
@@ -607,42 +368,6 @@ async def test_a_loss_without_gradient_is_named():
     async with open_backend() as backend:
         with pytest.raises(BackendError, match="detached_loss' returned a sum without gradient"):
             await backend.forward_backward(make_batch(), LossSpec(f"{__name__}:detached_loss"))
-
-
-async def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path):
-    async with open_backend() as backend:
-        await contract.train(backend, make_batch())
-        await backend.save(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file(
-        tensors | {"model.norm.weight": torch.zeros(5)},
-        tmp_path / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    async with open_backend() as backend:
-        with pytest.raises(
-            CheckpointError, match=r"not of this model.*model\.norm\.weight \(5,\) for \(32,\)"
-        ):
-            await backend.load(tmp_path)
-        assert len(backend._trainer.optimizer.state) == 0
-        await backend.reset()
-        await contract.train(backend, make_batch())
-
-
-async def test_a_checkpoint_without_a_position_or_a_moment_is_named(tmp_path: Path):
-    async with open_backend() as backend:
-        await contract.train(backend, make_batch())
-        await backend.save(tmp_path)
-        file = tmp_path / "state" / "backend.json"
-        good = file.read_text()
-        file.write_text(json.dumps({**json.loads(good), "steps": "one"}))
-        with pytest.raises(CheckpointError, match=r"backend\.json has steps='one'; it must be a number"):
-            await backend.load(tmp_path)
-        await backend.reset()
-        file.write_text(good)
-        rename_state(tmp_path, "exp_avg/model.norm.weight", "other/model.norm.weight")
-        with pytest.raises(CheckpointError, match=r"of model\.norm\.weight; AdamW needs"):
-            await backend.load(tmp_path)
 
 
 async def test_a_cancelled_step_stops_between_micro_batches(monkeypatch: pytest.MonkeyPatch):
@@ -669,16 +394,3 @@ def slow_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
     on_batch()
     threading.Event().wait(0.05)
     return watching_loss(inputs, unit=unit)
-
-
-async def test_reset_forgets_how_many_steps_were_not_finite():
-    bad = LossSpec(f"{contract.HERE}:nan_loss")
-    async with open_backend() as backend:
-        for _ in range(2):
-            backend.forward_backward(make_batch(), bad)
-            future = backend.optim_step()
-        with pytest.raises(NonFiniteSteps):
-            await future
-        await backend.reset()
-        await backend.forward_backward(make_batch(), bad)
-        assert (await backend.optim_step()).skipped is not None

@@ -7,39 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  (documented there)
 
-from rollouts.backends.captures import UNKNOWN, has_room, is_allocation_failure
+from rollouts.backends.captures import UNKNOWN, has_room
 from rollouts.backends.fsdp import find_directory
 from rollouts.errors import BackendError, ConfigError, RunDirError
 from rollouts.models.digests import BLOCK_BYTES, BLOCKS, WHOLE_BYTES, compute_model_digests
 from rollouts.ranks.group import (
-    AgreedFailure,
-    Ranks,
-    all_gather_bytes,
-    all_gather_floats,
     decode_error,
     encode_error,
     init_group,
-    run_agreed,
-    scatter_bytes,
 )
 from rollouts.ranks.launch import Launch
-from rollouts.ranks.meet import find_difference
 
-ALONE = Ranks(0, 1, 1, torch.device("cpu"))
 LARGE = WHOLE_BYTES + 10 * 2**20
-
-
-def test_on_one_rank_the_collectives_do_nothing():
-    assert all_gather_floats(ALONE, [1.5, 2.0**53 - 1]).tolist() == [[1.5, 2.0**53 - 1]]
-    assert scatter_bytes(ALONE, [b"\0a"]) == b"\0a" and all_gather_bytes(ALONE, b"") == [b""]
-    value, numbers = run_agreed(ALONE, lambda: "done", lambda value: (float(len(value)), 7.0), count=2)
-    assert (value, numbers.tolist()) == ("done", [[4.0, 7.0]])
-    with pytest.raises(AgreedFailure) as caught:
-        run_agreed(ALONE, lambda: 1 // 0)
-    assert isinstance(caught.value.error, ZeroDivisionError)
 
 
 def test_others_hear_of_an_error_by_rank_and_of_a_full_disk_as_one():
@@ -54,12 +35,6 @@ def test_shards_must_divide_the_ranks():
         init_group(Launch(0, 3, 0, 3, "127.0.0.1", 0), HashStore(), device="cpu", shard_size=2)
 
 
-def test_the_first_name_that_differs_is_found_with_all_ranks_that_differ_from_rank_0():
-    same = {"x": "1", "y": "1"}
-    assert find_difference([same, same]) is None
-    assert find_difference([same, same, {"x": "1"}, {"x": "1", "y": "2", "z": ""}]) == ("y", [2, 3])
-
-
 @pytest.mark.parametrize(
     ("told", "room"),
     [
@@ -72,24 +47,6 @@ def test_the_first_name_that_differs_is_found_with_all_ranks_that_differ_from_ra
 )
 def test_there_is_room_where_every_machine_has_a_quarter_more_than_its_ranks_need(told, room):
     assert has_room(np.array(told, dtype=np.float64)) is room
-
-
-class OutOfMemoryError(RuntimeError):
-    """As torch calls it."""
-
-
-@pytest.mark.parametrize(
-    ("error", "memory"),
-    [
-        (MemoryError(), True),
-        (OutOfMemoryError("HIP has none left"), True),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."), True),
-        (RuntimeError("CUDA error: out of memory"), True),
-        (RuntimeError("the device is gone"), False),
-    ],
-)
-def test_a_copy_that_finds_no_memory_is_told_from_one_that_fails(error, memory):
-    assert is_allocation_failure(error) is memory
 
 
 # --- model directories of several machines ------------------------------------------------------------------

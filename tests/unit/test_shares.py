@@ -19,7 +19,7 @@ from rollouts.backends.shares import (
     find_attention_cost,
     make_portion,
 )
-from rollouts.data.packing import ATTENTION_COST, MicroBatch, make_micro_batches
+from rollouts.data.packing import MicroBatch, make_micro_batches
 from rollouts.data.packing_plans import compute_round_cost
 from rollouts.models.load import load_hf_model
 from rollouts.models.scalar_head import load_scalar_model
@@ -90,31 +90,6 @@ def test_every_row_is_computed_once_and_every_rank_has_as_many_rounds(
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 60), min_size=4, max_size=20), st.booleans(), st.booleans())
-def test_no_rank_is_without_work_where_there_are_rows_for_all(lengths: list[int], share: bool, free: bool):
-    batch = make_batch(lengths)
-    micro_batches = pack(batch, 4, budget=10_000, share_prefix=share, padding_free=free)
-    shares = deal_portions(
-        [make_portion(micro_batch, batch) for micro_batch in micro_batches], 4, micro_batch_cost=8
-    )
-    assert all(any(portion.counts for portion in mine) for mine in shares)
-
-
-def test_rounds_take_the_dearest_first_and_turn_around():
-    # sorted: 9 8 7 6 5 4 3 (numbers 1 4 0 6 2 5 3); rounds of three: 9 8 7, then 6 5 4 from the other end,
-    # then 3 alone
-    assert deal_rounds([7, 9, 5, 3, 8, 4, 6], 3) == [[1, 5, 3], [4, 2, None], [0, 6, None]]
-    assert compute_round_cost([7, 9, 5, 3, 8, 4, 6], 3) == 9 + 6 + 3
-    assert deal_rounds([], 2) == [[], []]
-
-
-def test_in_a_round_the_dearest_goes_to_the_rank_with_least_to_do():
-    # rounds 9 2, 2 1, 1 1: the second gives 2 to the rank that has 2, the third 1 to each
-    dealt = deal_rounds([9, 2, 2, 1, 1, 1], 2)
-    assert dealt == [[0, 3, 5], [1, 2, 4]]
-
-
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 5))
 def test_a_round_is_never_dearer_than_sorting_makes_it(costs: list[int], ranks: int):
     dealt = deal_rounds(costs, ranks)
@@ -135,23 +110,6 @@ def test_a_micro_batch_costs_its_nodes_and_what_they_see():
     assert compute_cost(micro, micro_batch_cost=10, attention_cost=0.5) == 5 + 10 + 0.5 * (1 + 2 + 3 + 3 + 4)
 
 
-def test_equal_rows_are_divided_evenly():
-    """Sixteen rows of 12 tokens, of which 11 are computed, on four ranks: four each, in one round."""
-    batch = make_batch([10] * 16)
-    micro_batches = pack(batch, 4, budget=1000)
-    assert sorted(len(micro_batch.rows) for micro_batch in micro_batches) == [4, 4, 4, 4]
-    assert {micro_batch.computed_tokens for micro_batch in micro_batches} == {44}
-
-
-def test_uneven_rows_cost_at_most_half_more_than_an_even_division():
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        batch = make_batch([int(length) for length in rng.integers(1, 200, 64)])
-        micro_batches = pack(batch, 4, budget=1024, cost=16)
-        costs = [micro_batch.computed_tokens + 16 for micro_batch in micro_batches]
-        assert compute_round_cost(costs, 4) <= 1.5 * sum(costs) / 4
-
-
 def test_a_rank_without_work_gets_the_smallest_portion_without_weight():
     batch = make_batch([30, 4, 9])
     portions = [make_portion(micro_batch, batch) for micro_batch in pack(batch, 3, budget=1)]
@@ -162,27 +120,6 @@ def test_a_rank_without_work_gets_the_smallest_portion_without_weight():
 
 def test_a_batch_without_rows_to_train_gives_everybody_nothing():
     assert deal_portions([], 3, micro_batch_cost=8) == [[], [], []]
-
-
-def test_one_rank_packs_as_one_process_does():
-    batch = make_batch([5, 50, 17, 3])
-    alone = make_micro_batches(
-        batch.tokens, batch.loss_masks, micro_batch_tokens=64, share_prefix=False, micro_batch_cost=8
-    )
-    assert [one.rows.tolist() for one in pack(batch, 1, budget=64)] == [one.rows.tolist() for one in alone]
-
-
-def test_a_portion_has_the_values_of_its_trained_tokens():
-    batch = make_batch([3, 2, 4])
-    assert batch.advantages is not None
-    (micro_batch,) = make_micro_batches(
-        batch.tokens, batch.loss_masks, micro_batch_tokens=100, share_prefix=True, padding_free=True
-    )
-    portion = make_portion(micro_batch, batch)
-    wanted = np.concatenate([batch.advantages[row][2:] for row in micro_batch.rows])
-    np.testing.assert_array_equal(portion.fields["advantages"], wanted)
-    assert set(portion.fields) == {"advantages"}
-    assert portion.width == 6
 
 
 def test_a_share_crosses_as_bytes():
@@ -217,10 +154,6 @@ def test_attention_costs_its_share_of_a_models_flops(tmp_path: Path):
     assert find_attention_cost(load_scalar_model(path)) == pytest.approx(
         4 * 2 * 64 / (2 * (73_984 + 64 + 64))
     )  # a head of 64, the table only read
-
-
-def test_a_model_without_attention_has_the_usual_cost(tmp_path: Path):
-    assert find_attention_cost(load_hf_model(make_tiny("mamba", 0, tmp_path))) == ATTENTION_COST
 
 
 # --- what the loss saw of each token --------------------------------------------------------------------

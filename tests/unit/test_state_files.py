@@ -111,13 +111,6 @@ def test_what_is_held_is_loaded_and_a_copy_stays_when_training_goes_on(copied: b
     assert load_file(tmp_path / "state/optimizer.safetensors")[f"step/{NAME}"] == 1.0
 
 
-def test_an_optimizer_that_never_stepped_is_saved_and_loaded_as_such(tmp_path: Path):
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    hold_state(model, optimizer, {"steps": 3}, ALONE, copied=False).write(tmp_path)
-    assert len(load(tmp_path, model).state) == 0
-
-
 def test_ranks_that_are_new_draw_numbers_of_their_own_and_the_same_ones_every_time(tmp_path: Path):
     model = make_model()
     write_ranks(tmp_path, make_moments(model), 2)
