@@ -9,7 +9,7 @@ rows made, encoded and written, and the thread's own cost.
 
     rows         us a rollout of what goes to the files of rows, and its share of the driver's CPU time, the
                  record included, for each number of samples in flight; the largest is `rows_share`
-    arrays       what per-token arrays add, which train.py keeps unless output.token_arrays_gib = 0: bytes for
+    arrays       what per-token arrays add, which train.py keeps: bytes for
                  every token of the run
     share        of both together; the largest is `record_share`
 

@@ -7,7 +7,6 @@ Stage    what is open while one runs; `open_stage` opens it from a model directo
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
@@ -24,6 +23,7 @@ from rollouts.config.schema import RunConfig
 from rollouts.config.tables import OptimConfig
 from rollouts.data.chat import TemplateOptions
 from rollouts.data.sft import SFTMixture
+from rollouts.engines.open import read_api_key
 from rollouts.errors import ConfigError
 from rollouts.loops.algorithm import count_updates, needs_reference
 from rollouts.loops.stopping import Stop
@@ -344,7 +344,8 @@ async def open_scorer(
         "micro_batch_tokens": micro_batch_tokens,
         "device": run.device,
     }
-    if config.update == "none":
+    rule = config.rule()
+    if rule is None:
         from rollouts.reference.score import open_frozen_reference
         from rollouts.reference.server import open_server_reference
 
@@ -353,36 +354,36 @@ async def open_scorer(
                 yield frozen
         else:
             vocab_size = int(backend.model.config.get_text_config().vocab_size)
-            key = read_key(config.api_key_env)
+            kind = await find_server_kind(config.where)
             async with open_server_reference(
-                config.where, kind=config.server, vocab_size=vocab_size, api_key=key
+                config.where, kind=kind, vocab_size=vocab_size, api_key=read_api_key(kind)
             ) as served:
                 yield served
         return
     import torch
 
-    from rollouts.reference.moving import REFERENCE, FollowingReference, make_rule, open_moving_reference
+    from rollouts.reference.moving import REFERENCE, FollowingReference, UpdateRule, open_moving_reference
 
     saved = newest / REFERENCE if newest is not None and (newest / REFERENCE).is_dir() else start
-    rule = make_rule(config.update, every=config.every, policy_weight=config.policy_weight)
+    share, every = rule
     async with open_moving_reference(
-        saved, rule=rule, dtype=getattr(torch, config.dtype), **common
+        saved, rule=UpdateRule(share, 1.0 - share, every), dtype=getattr(torch, config.dtype), **common
     ) as moving:
         yield FollowingReference(moving, backend, completed_steps)
 
 
-def read_key(name: str) -> str | None:
-    """The key in the environment variable `name`; None where no name is given. Raises ConfigError if it is
-    not set.
+async def find_server_kind(url: str) -> Literal["vllm", "sglang"]:
+    """What serves the reference: of the two only vLLM tells its version to anybody. Raises ConfigError for a
+    server that does not answer.
     """
-    if not name:
-        return None
-    if name not in os.environ:
-        raise ConfigError(
-            f"reference.api_key_env={name!r}, but there is no such environment variable; export it, or leave"
-            " api_key_env out"
-        )
-    return os.environ[name]
+    import httpx
+
+    try:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            answer = await client.get(f"{url.rstrip('/')}/version")
+    except httpx.HTTPError as error:
+        raise ConfigError(f"reference.where={url!r} does not answer ({error}); start the server") from error
+    return "vllm" if answer.is_success else "sglang"
 
 
 @asynccontextmanager
@@ -409,4 +410,4 @@ async def open_reward(run: Run, backend: Backend) -> AsyncIterator[RewardFn | No
         open_model_reward(scorer) as model_reward,
     ):
         both = add_model_reward(model_reward, run.functions.reward, timeout_s=config.rollout.reward_timeout_s)
-        yield weigh(both, config.rollout, None)
+        yield weigh(both, config.rollout)

@@ -74,6 +74,7 @@ async def train_preference(run: Run, opened: Stage, newest: Path | None, start: 
         score_mixture,
         score_samples,
     )
+    from rollouts.losses.row_losses import compares_with_reference
 
     config, backend, completed, stage = (
         run.config.preference,
@@ -89,11 +90,12 @@ async def train_preference(run: Run, opened: Stage, newest: Path | None, start: 
     loss = make_loss(run, backend, prepared)
     async with AsyncExitStack() as stack:
         reference: LogProbScorer | None = None
-        if config.reference == "live":
+        needed, moves = compares_with_reference(config.loss), run.config.reference.update != "none"
+        if needed and moves:
             completed_now: Callable[[], int] = lambda: int(backend.statistics()["steps"])  # noqa: E731
             scorer = open_scorer(run, backend, start, newest, config.micro_batch_tokens, completed_now)
             reference = await stack.enter_async_context(scorer)
-        if config.reference == "precomputed":
+        if needed and not moves:  # every row is scored once
             async with open_scorer(
                 run, backend, start, newest, config.micro_batch_tokens, lambda: 0
             ) as scorer:  # gone before training begins
@@ -134,6 +136,7 @@ async def train_preference(run: Run, opened: Stage, newest: Path | None, start: 
 async def evaluate_pairs_once(run: Run, opened: Stage, start: Path) -> None:
     """The evaluation of held-out preferences after the last step, if a run ended before it."""
     from rollouts.loops.preference import evaluate_preferences
+    from rollouts.losses.row_losses import compares_with_reference
 
     config, backend = run.config.preference, opened.backend
     assert config is not None
@@ -141,7 +144,7 @@ async def evaluate_pairs_once(run: Run, opened: Stage, start: Path) -> None:
         return
     prepared: Any = run.preferences["preference"]
     async with AsyncExitStack() as stack:
-        needed = config.reference != "none"
+        needed = compares_with_reference(config.loss)
         newest = run.run_dir.checkpoint("preference", config.steps)
         scorer = open_scorer(run, backend, start, newest, config.micro_batch_tokens, lambda: config.steps)
         reference = await stack.enter_async_context(scorer) if needed else None

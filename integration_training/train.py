@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from rollouts.metrics.progress import Progress
     from rollouts.ranks.meet import OpenRanks
 
+TOKEN_ARRAYS = 4 << 30  # bytes of per-token arrays that a run keeps of its newest steps
 COLLECTOR_THRESHOLDS = (
     10_000,
     20,
@@ -132,9 +133,7 @@ def parse_command_line(argv: Sequence[str]) -> Command:
 
 def make_template_options(config: RunConfig) -> TemplateOptions:
     """What the chat template is told. Raises ConfigError for a parameter that is not the user's to set."""
-    return TemplateOptions(
-        params=config.model.template_params, thinking=config.sft.thinking if config.sft else "keep"
-    )
+    return TemplateOptions(config.model.template_params)
 
 
 def check_losses(config: RunConfig, stages: Sequence[str]) -> None:
@@ -280,14 +279,13 @@ async def open_record(
     write_config(run_dir, config)
     reach("start.directory_made")
     output = config.output
-    arrays = int(output.token_arrays_gib * 2**30)
     async with (
         open_trackers(run_dir, output.trackers, say=say),
         open_jsonl_logger(
             run_dir,
             attempt=attempt,
             samples_per_step=output.samples_per_step,
-            token_arrays_bytes=arrays,
+            token_arrays_bytes=TOKEN_ARRAYS,
             progress=progress,
         ) as logger,
     ):

@@ -39,6 +39,7 @@ from rollouts.types import (
 )
 
 T = TypeVar("T")
+MAX_NONFINITE_STEPS = 3  # in a row
 CLIP_EPS = 1e-6  # what torch.nn.utils.clip_grads_with_norm_ adds to the norm
 OTHER_TERMS = (
     "kl_coef",
@@ -362,12 +363,11 @@ class OptimizerSteps:
         self.counts["skipped_steps"] += 1
         self._end_step()
         in_a_row = self._skipped_in_a_row
-        if in_a_row >= self._optim.max_nonfinite_steps:
+        if in_a_row >= MAX_NONFINITE_STEPS:
             self._skipped_in_a_row = 0  # whoever goes on all the same, goes on for as many again
             raise NonFiniteSteps(
-                f"{in_a_row} steps in a row were not finite, the last because {reason};"
-                f" optim.max_nonfinite_steps={self._optim.max_nonfinite_steps}: lower optim.lr, or look at"
-                " samples.jsonl for what the batch holds"
+                f"{in_a_row} steps in a row were not finite, the last because {reason}; lower optim.lr, or"
+                " look at samples.jsonl for what the batch holds"
             )
         return OptimStepResult(step=self.steps, lr=lr, grad_norm=None, clipped=False, skipped=reason)
 

@@ -215,7 +215,7 @@ def check_loss(config: RLTrainingConfig | PreferenceTrainingConfig) -> None:
     if isinstance(config, schema.PreferenceTrainingConfig):
         from rollouts.losses.row_losses import check_preference_loss
 
-        check_preference_loss(config.loss, config.loss_params, reference=config.reference != "none")
+        check_preference_loss(config.loss, config.loss_params)
         return
     from rollouts.loops.algorithm import check_algorithms, needs_reference
     from rollouts.loops.rl_batch import make_loss_spec

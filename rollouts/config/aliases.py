@@ -22,6 +22,30 @@ REMOVED: Mapping[str, str] = {
     "distributed.reduce_each_micro_batch": "cpu_offload sums gradients after every micro-batch too",
     "output.metric_aliases": "trackers get metrics under the names of docs/run_directory.md",
     "reference.server_model": "a reference's server serves one model, whose name is asked for",
+    "reference.server": "the server says what it is",
+    "reference.api_key_env": "the key is in the environment variable VLLM_API_KEY or SGLANG_API_KEY",
+    "reference.every": 'write update = "ema(every=4)"',
+    "reference.policy_weight": 'write update = "ema(policy_weight=0.05)"',
+    "engine.api_key_env": "the key is in the environment variable VLLM_API_KEY or SGLANG_API_KEY",
+    "engine.dtype": 'write args = ["--dtype", "float32"]',
+    "engine.context_length": 'write args = ["--max-model-len", "1024"], or "--context-length" of SGLang',
+    "engine.max_concurrency": "a server gets at most 256 requests at once, fewer while it answers 429 or 503",
+    "engine.down_limit_s": "without any server in service the run saves and stops after 900 s",
+    "output.token_arrays_gib": "per-token arrays of the newest steps are kept up to 4 GiB",
+    "data.subset": 'write dataset = "openai/gsm8k:main"',
+    "data.streaming": "a dataset of the hub is streamed if size is set",
+    "data.name": "a source is called by its file, dataset or function",
+    "optim.beta1": "it is 0.9",
+    "optim.min_lr_ratio": "linear and cosine end at 0",
+    "optim.max_nonfinite_steps": "it is 3",
+    "sft.thinking": "assistant turns train with their thinking; leave reasoning_content out of the rows",
+    "rl.kl_control_params": 'write kl_control = "proportional(target=6, horizon=1000)"',
+    "rl.importance_cap": "write loss_params = { importance_cap = 3 }",
+    "changes.importance_cap": "write loss_params = { importance_cap = 3 }",
+    "critic.clip": "it is 0.2",
+    "preference.reference": "rows are scored once, a reference that moves scores every batch",
+    "rollout.reward_combine": "combine the parts in the reward function, or weigh them by reward_weights",
+    "rollout.reward_memory_gib": "a process that runs rewards may have 4 GiB",
 }
 
 # Our settings (several where two stages have one, or where one of theirs is two of ours), what differs (in
@@ -96,16 +120,10 @@ rl.optim.warmup_steps sft.optim.warmup_steps:
     lr_warmup_steps num_warmup_steps lr_warmup_iters
 rl.optim.warmup_steps sft.optim.warmup_steps (there it is a share of all steps, here a number of steps):
     warmup_ratio lr_warmup_ratio lr_warmup_steps_ratio warmup_steps_proportion lr_warmup_fraction
-rl.optim.min_lr_ratio sft.optim.min_lr_ratio (there a learning rate, here its share of lr):
-    min_lr
 rl.optim.max_grad_norm sft.optim.max_grad_norm:
     clip_grad grad_clip gradient_clip gradient_clipping max_norm
-rl.optim.beta1 sft.optim.beta1:
-    adam_beta1 optim.betas1
 rl.optim.beta2 sft.optim.beta2:
     adam_beta2 optim.betas2
-rl.optim.beta1 rl.optim.beta2 (a pair there, two settings here):
-    betas
 rl.optim.weight_decay sft.optim.weight_decay:
     l2 wd
 rl.steps sft.steps:
@@ -168,17 +186,16 @@ rl.minibatches:
     ppo_n_minibatches num_mini_batches n_minibatches
 rl.kl_stop (nats per token, asked after every update):
     target_kl kl_target_early_stop
-rl.kl_control:
-    kl_controller kl_ctrl.type algorithm.kl_ctrl.type kl_controller_type
-rl.kl_control_params (proportional takes target and horizon):
-    kl_horizon kl_target kl_ctrl.horizon kl_ctrl.target_kl
+rl.kl_control (write kl_control = "proportional(target=6, horizon=1000)"):
+    kl_horizon kl_target kl_ctrl.horizon kl_ctrl.target_kl kl_controller
+    kl_ctrl.type algorithm.kl_ctrl.type kl_controller_type
 rl.max_staleness (counted in trainer steps; the default of 0 is strictly on-policy):
     max_off_policy_steps max_head_offpolicyness max_async_level async_level staleness_threshold
     max_staleness_steps
     max_trajectory_age_steps max_policy_age max_lag async_steps
 rl.sync_every:
     update_weights_interval weight_sync_interval vllm_sync_interval sync_steps
-rl.importance_cap (used with recompute_old = true):
+rl.loss_params (write loss_params = { importance_cap = 3 }, with recompute_old = true):
     tis_clip tis_imp_ratio_cap vllm_importance_sampling_cap behav_imp_weight_cap
 rl.recompute_old:
     use_tis vllm_importance_sampling_correction recompute_logprob
@@ -222,7 +239,7 @@ rl.data.path sft.data.path (with kind = "jsonl" or "parquet"; a hub dataset is k
     prompt_data train_files data.train_files dataset_path train_data_path input_data train_dataset.path
 rl.data.dataset sft.data.dataset:
     dataset_name
-rl.data.subset sft.data.subset:
+rl.data.dataset sft.data.dataset (write dataset = "openai/gsm8k:main"):
     dataset_config dataset_config_name
 rl.data.split sft.data.split:
     train_split dataset_train_split
@@ -240,10 +257,6 @@ rl.data.weight:
     sampling_ratio
 sft.train_on:
     assistant_only_loss completion_only_loss
-preference.reference (all rows are scored once unless it is "live" or "none"):
-    precompute_ref_log_probs precompute_ref_logps
-preference.reference (write reference = "none"):
-    reference_free
 engine.kind:
     inference_backend rollout.name
 engine.mode:
@@ -253,16 +266,11 @@ engine.urls (a list of http:// addresses):
 engine.count:
     vllm_num_engines num_engines num_inference_engines rollout_num_engines
 engine.args (a list of the server's own arguments, like ["--gpu-memory-utilization", "0.8"]):
+    vllm_dtype rollout_dtype max_model_len vllm_max_model_length max_model_length
     vllm_gpu_memory_utilization gpu_memory_utilization sglang_mem_fraction_static enforce_eager
     vllm_enable_prefix_caching
-engine.dtype:
-    vllm_dtype rollout_dtype
-engine.context_length:
-    max_model_len vllm_max_model_length max_model_length
 engine.transport:
     weight_sync_backend vllm_sync_backend weight_broadcast
-engine.max_concurrency:
-    max_concurrent_requests sglang_server_concurrency max_inflight_rollouts
 distributed.ranks (processes on this machine; on several machines start it by torchrun):
     n_gpus_per_node gpus_per_node num_gpus_per_node actor_num_gpus_per_node trainer.n_gpus_per_node
     nproc_per_node num_gpus world_size

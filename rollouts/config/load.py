@@ -19,10 +19,9 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from rollouts.config.aliases import find_alias
-from rollouts.config.explain import SetValue
-from rollouts.config.fields import NONE, Section
-from rollouts.config.keys import (
+from rollouts.config.explain import (
     ConfigKey,
+    SetValue,
     config_keys,
     describe_unknown_key,
     find_key,
@@ -30,8 +29,9 @@ from rollouts.config.keys import (
     format_value,
     members_of,
 )
-from rollouts.config.schema import RunConfig
+from rollouts.config.schema import AlgorithmChange, RunConfig
 from rollouts.config.spelling import nearest
+from rollouts.config.tables import NONE, Section
 from rollouts.errors import ConfigError, RunDirError
 
 # On resume: what a run writes and how long it goes on, not what it computes.
@@ -90,12 +90,13 @@ def load_with_origins(
 
 
 def load_recorded(path: Path) -> RunConfig:
-    """The config that a run of this or an earlier version has written: settings that are gone are left out.
+    """The config that a run of this or an earlier version has written: what replaces a removed setting has
+    its value, and where nothing does the setting is left out.
 
     Raises ConfigError.
     """
     settings = read_toml(path)
-    _drop_removed(settings, "")
+    _replace_removed(settings, "")
     try:
         return RunConfig.model_validate(settings, context=path.absolute().parent)
     except ValidationError as error:
@@ -103,13 +104,24 @@ def load_recorded(path: Path) -> RunConfig:
         raise ConfigError(f"{path}: {'; '.join(problems)}") from error
 
 
-def _drop_removed(table: Any, prefix: str) -> None:
+def _replace_removed(table: Any, prefix: str) -> None:
     for item in table if isinstance(table, list) else [table]:
-        for name in list(item) if isinstance(item, dict) else ():
+        if not isinstance(item, dict):
+            continue
+        cap = item.pop("importance_cap", None)
+        if cap is not None and item.get("recompute_old") and "correction" not in item.get("loss_params", {}):
+            item["loss_params"] = {"importance_cap": cap, **item.get("loss_params", {})}
+        if item.get("subset") and "dataset" in item:
+            item["dataset"] = f"{item['dataset']}:{item['subset']}"
+        rule = {key: item[key] for key in ("every", "policy_weight") if key in item}
+        for name, numbers in (("kl_control", item.get("kl_control_params")), ("update", rule)):
+            if numbers and item.get(name, "none") != "none":
+                item[name] += f"({', '.join(f'{key}={value}' for key, value in numbers.items())})"
+        for name in list(item):
             if f"{prefix}{name}" not in config_keys() and find_removed(f"{prefix}{name}"):
                 del item[name]
-            else:
-                _drop_removed(item[name], f"{prefix}{name}.")
+            elif (key := config_keys().get(f"{prefix}{name}")) and key.is_table:
+                _replace_removed(item[name], f"{prefix}{name}.")
 
 
 def read_toml(file: Path) -> dict[str, Any]:
@@ -159,9 +171,9 @@ def _set_apart(config: Section, defaults: Section | None = None, prefix: str = "
     out is a key too.
     """
     apart: dict[str, Any] = {}
-    for name, info in type(config).model_fields.items():
-        default = getattr(defaults, name) if defaults else info.get_default(call_default_factory=True)
-        value, key = getattr(config, name), f"{prefix}{name}"
+    for name in config.given():
+        value, key, field = getattr(config, name), f"{prefix}{name}", type(config).model_fields[name]
+        default = getattr(defaults, name) if defaults else field.get_default(call_default_factory=True)
         tables = value if isinstance(value, list) and value and isinstance(value[0], Section) else [value]
         for index, table in enumerate(tables):
             numbered = f"{key}.{index}" if len(tables) > 1 else key
@@ -169,7 +181,7 @@ def _set_apart(config: Section, defaults: Section | None = None, prefix: str = "
                 usual = default if isinstance(default, Section) else None
                 apart |= {} if usual else {numbered: {}}
                 apart |= _set_apart(table, usual, f"{numbered}.")
-            elif value != default:
+            elif value != default or isinstance(config, AlgorithmChange):
                 apart |= flatten({key: NONE if value is None else value})
     return apart
 
@@ -254,22 +266,17 @@ def _apply_override(settings: dict[str, Any], dotted: str, text: str) -> str:
     if path and section not in settings and config_keys()[section].default == "unset":
         raise ConfigError(f"the file has no [{section}] table; add one, or leave the flag out")
     table: Any = settings
-    for part in dotted.split(".")[:-1]:
-        if isinstance(table, list) and not part.isdecimal():
-            if len(table) > 1:
-                raise ConfigError(f"there are {len(table)} of {key.table}; number them: --{key.table}.0.…")
-            table = table[0]
-        if isinstance(table, dict) and part.isdecimal():  # a list of one, written as a table
-            table = [table]
-        if isinstance(table, list):
-            if int(part) >= len(table):
-                raise ConfigError(f"{key.table} has {len(table)} tables in the file, numbered from 0")
-            table = table[int(part)]
-        elif isinstance(table, dict):
+    for part in [*dotted.split(".")[:-1], ""]:  # the last step takes the only table of a list
+        if isinstance(table, list) or part.isdecimal():
+            items = table if isinstance(table, list) else [table]
+            if not part.isdecimal() and len(items) > 1:
+                raise ConfigError(f"there are {len(items)} of {key.table}; number them: --{key.table}.0.…")
+            if part.isdecimal() and int(part) >= len(items):
+                raise ConfigError(f"{key.table} has {len(items)} tables in the file, numbered from 0")
+            table = items[int(part) if part.isdecimal() else 0]
+            part = "" if part.isdecimal() else part
+        if isinstance(table, dict) and part:
             table = table.setdefault(part, {})
-    table = table[0] if isinstance(table, list) and len(table) == 1 else table
-    if isinstance(table, list):
-        raise ConfigError(f"there are {len(table)} of {key.table}; number them: --{key.table}.0.{key.name}")
     if isinstance(table, dict):  # else the file has a value where a table belongs, and pydantic says so
         table[dotted.rpartition(".")[2]] = _parse_override(text, key)
     return dotted
@@ -277,7 +284,7 @@ def _apply_override(settings: dict[str, Any], dotted: str, text: str) -> str:
 
 def _parse_override(text: str, key: ConfigKey) -> object:
     """The value of a flag; a path or function in it is relative to the working directory."""
-    if _is_text_only(members_of(key.annotation)) and not text.startswith(('"', "'")):
+    if _is_text_only(members_of(key.field.annotation)) and not text.startswith(('"', "'")):
         value: object = text
     else:
         try:
@@ -286,9 +293,8 @@ def _parse_override(text: str, key: ConfigKey) -> object:
             value = text
     if key.takes_any_key:
         return value
-    field = key.section.model_fields[key.name]
     try:
-        return TypeAdapter(field.rebuild_annotation()).validate_python(value, context=Path.cwd())
+        return TypeAdapter(key.field.rebuild_annotation()).validate_python(value, context=Path.cwd())
     except ValidationError:
         return value  # which is reported with everything else
 
@@ -325,7 +331,9 @@ def _describe_problem(detail: ErrorDetails, settings: Mapping[str, Any]) -> tupl
     if kind == "literal_error" and isinstance(value, str):
         key = find_key(dotted)
         choices = (
-            [choice for member in members_of(key.annotation) for choice in get_args(member)] if key else []
+            [choice for member in members_of(key.field.annotation) for choice in get_args(member)]
+            if key
+            else []
         )
         close = nearest(value, [choice for choice in choices if isinstance(choice, str)])
         message += f"; did you mean {format_value(close)}?" if close else ""
@@ -358,7 +366,7 @@ def _plain(config: Section) -> dict[str, Any]:
     "none".
     """
     plain: dict[str, Any] = {}
-    for name, info in type(config).model_fields.items():
+    for name in config.given():
         value = getattr(config, name)
         if isinstance(value, Section):
             plain[name] = _plain(value)
@@ -367,7 +375,7 @@ def _plain(config: Section) -> dict[str, Any]:
             plain[name] = tables if len(tables) > 1 else tables[0]
         elif value is not None:
             plain[name] = value
-        elif info.default is not None:
+        elif type(config).model_fields[name].default is not None:
             plain[name] = NONE
     return plain
 

@@ -1,29 +1,129 @@
-"""The tables of a config that several stages share, and those of the run as a whole."""
+"""What settings are made of, and the tables of a config that are no stages."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
-
-from rollouts.config.fields import (
-    DatasetText,
-    Decay,
-    DirText,
-    Fraction,
-    FunctionText,
-    ModelText,
-    NaturalFloat,
-    NaturalInt,
-    Off,
-    PathText,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    Seed,
-    as_list,
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
 )
+
 from rollouts.config.spelling import nearest
+
+NONE = "none"  # TOML has no null: the word switches off a nullable setting that is not text
+
+
+class Section(BaseModel):
+    """A frozen table of settings that refuses unknown keys and silent conversions."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, strict=True, use_attribute_docstrings=True
+    )
+
+    @field_validator("*")
+    @classmethod
+    def _has_plain_text(cls, value: Any) -> Any:
+        for text in _texts(value):
+            if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+                raise ValueError("the text has a NUL character, or bytes that are not UTF-8; remove them")
+        return value
+
+    def given(self) -> list[str]:
+        """The names of the settings that are written out."""
+        return list(type(self).model_fields)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner)
+
+
+# --- kinds of values ----------------------------------------------------------------------------------------
+
+Off = BeforeValidator(lambda value: None if value == NONE else value)
+PositiveInt = Annotated[int, Field(ge=1)]
+NaturalInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NaturalFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Params = dict[str, float | int | bool | str]
+
+
+def _check_path(path: str) -> str:
+    if len(path.encode()) > 4095 or any(len(part.encode()) > 255 for part in path.split("/")):
+        raise ValueError(f"it cannot be a path: {len(path)} characters are too many; choose a shorter one")
+    return path
+
+
+def _absolute_path(path: str, info: ValidationInfo) -> str:
+    """`path`, absolute if the context of the validation is the directory that it is relative to."""
+    _check_path(path)
+    try:
+        return str((info.context / Path(path).expanduser()).resolve()) if path and info.context else path
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~name of a user that there is not
+        raise ValueError(f"it cannot be a path: {error}; name a file or directory that can be") from error
+
+
+def _absolute_function(name: str, info: ValidationInfo) -> str:
+    file, colon, function = name.rpartition(":")
+    return f"{_absolute_path(file, info)}:{function}" if colon and file.endswith(".py") else name
+
+
+def _absolute_name(name: str, info: ValidationInfo) -> str:
+    """`name`, absolute if it is a path: it says so, or such a thing is there. org/name of a hub only looks
+    like one.
+    """
+    if not info.context or (info.data or {}).get("kind", "hf") != "hf":
+        return name
+    is_path = name.startswith((".", "~", "/")) or (":" not in name and name.endswith(".gguf"))
+    try:
+        there = bool(name) and ":" not in name and (Path(info.context) / name).exists()
+    except OSError:  # a name that is too long, or a directory on the way that may not be read
+        there = False
+    return _absolute_path(name, info) if is_path or there else name
+
+
+PathText = Annotated[str, AfterValidator(_absolute_path)]
+FunctionText = Annotated[str, AfterValidator(_absolute_function)]
+NameText = Annotated[str, AfterValidator(_absolute_name)]
+DirText = Annotated[str, AfterValidator(_check_path)]  # stays as it is
+
+
+def parse_call(text: str) -> tuple[str, dict[str, float]]:
+    """The name and numbers of "name" or "name(key=number, …)". Raises ValueError."""
+    found = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text)
+    if not found:
+        raise ValueError(f"{text!r} is not of the form name or name(key=number, …)")
+    numbers: dict[str, float] = {}
+    for part in filter(None, (found[2] or "").split(",")):
+        key, _, number = map(str.strip, part.partition("="))
+        try:
+            numbers[key] = float(number)
+        except ValueError:
+            raise ValueError(f"{text!r} has {part.strip()!r}, which is not key=number") from None
+    return found[1], numbers
+
+
+def as_list(tables: Any) -> Any:
+    """A list of tables; a single table is a list of one."""
+    return [tables] if isinstance(tables, dict | Section) else tables
+
+
+# --- tables -------------------------------------------------------------------------------------------------
 
 TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow", "otlp", "statsd", "prometheus")
 
@@ -39,9 +139,6 @@ class OutputConfig(Section):
     """newest complete checkpoints of a stage that stay, and the one that did best on [eval]; 0: all"""
     samples_per_step: NaturalInt = 16
     """rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is"""
-    token_arrays_gib: NaturalFloat = 4.0
-    """per-token arrays of the newest steps' trained samples are kept in tokens/, up to this; 0: none
-    """
     trackers: list[str] = []
     """fed from the files by processes beside the run: tensorboard, trackio, wandb, mlflow, otlp, statsd,
     prometheus
@@ -53,10 +150,8 @@ class OutputConfig(Section):
         for name in names:
             if name not in TRACKERS:
                 near = nearest(name, TRACKERS)
-                raise ValueError(
-                    f'"{name}" is no tracker; {f"did you mean {near}? " if near else ""}known are'
-                    f" {', '.join(TRACKERS)}"
-                )
+                hint = f"did you mean {near}? " if near else ""
+                raise ValueError(f'"{name}" is no tracker; {hint}known are {", ".join(TRACKERS)}')
         if len(set(names)) < len(names):
             raise ValueError("a tracker is named twice; leave one out")
         return names
@@ -65,7 +160,7 @@ class OutputConfig(Section):
 class ModelConfig(Section):
     """Which model trains and how its numbers are kept."""
 
-    name: ModelText = "bundled:smollm2-135m-instruct"
+    name: NameText = "bundled:smollm2-135m-instruct"
     """bundled:…, tiny:byte (random), a directory, or a hub name"""
     chat_template: PathText = ""
     """a file to use instead of the tokenizer's own chat template"""
@@ -106,14 +201,12 @@ class DataSourceConfig(Section):
     """jsonl and parquet: the file, relative to the config file; a pattern with * means several, in the order
     of their names
     """
-    dataset: DatasetText = ""
-    """hf: a name on the hub, or a directory; reasoning_gym: the dataset's name, or "composite"."""
-    subset: str = ""
-    """hf: the dataset's configuration"""
+    dataset: NameText = ""
+    """hf: a name on the hub, org/name or org/name:subset, or a directory; reasoning_gym: the dataset's name,
+    or "composite"
+    """
     split: str = "train"
     """hf: the split"""
-    streaming: bool = False
-    """hf: read the first `size` rows in order without downloading the rest"""
     function: FunctionText = ""
     """python: module:function or file.py:function, called with size=, seed= and params; gives rows"""
     params: dict[str, Any] = {}
@@ -128,8 +221,6 @@ class DataSourceConfig(Section):
     """put before every prompt that has no system message; None: what the chat template does"""
     max_bad_fraction: Fraction = 0.01
     """malformed rows that may be skipped, as a share of the rows; above it the run does not start"""
-    name: str = ""
-    """of the source in a mixture, in metrics and in sample records; empty: source-0, source-1, …"""
     weight: PositiveFloat = 1.0
     """share of the draws in a mixture, relative to the other sources"""
 
@@ -138,13 +229,8 @@ class DataSourceConfig(Section):
         needed, why = NEEDS[self.kind]
         if not getattr(self, needed):
             raise ValueError(f"{needed} is missing; {why}")
-        if self.size is None and (self.kind in NEEDS_SIZE or self.streaming):
-            raise ValueError(
-                f"size is missing; a {'streaming' if self.streaming else self.kind} source says how many rows"
-                " to take"
-            )
-        if self.streaming and self.kind != "hf":
-            raise ValueError(f"streaming=true with kind={self.kind!r}; only hf sources stream")
+        if self.size is None and self.kind in NEEDS_SIZE:
+            raise ValueError(f"size is missing; a {self.kind} source says how many rows to take")
         return self
 
 
@@ -152,45 +238,46 @@ Sources = Annotated[list[DataSourceConfig], BeforeValidator(as_list), Field(min_
 
 
 class OptimConfig(Section):
-    """AdamW and its schedule."""
+    """AdamW and its schedule; the decay of the mean of gradients is 0.9, epsilon 1e-8."""
 
     lr: PositiveFloat = 1e-05
     """learning rate after the warm-up"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """after the warm-up"""
+    """after the warm-up; linear and cosine end at 0"""
     warmup_steps: NaturalInt = 0
     """steps over which lr rises linearly from lr/warmup_steps"""
-    min_lr_ratio: Fraction = 0.0
-    """lr at the end of linear and cosine, as a share of lr"""
-    beta1: Decay = 0.9
-    """decay of the mean of gradients"""
-    beta2: Decay = 0.999
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """decay of the mean of squared gradients"""
     weight_decay: NaturalFloat = 0.0
     """decoupled from the gradient, as in AdamW"""
     max_grad_norm: Annotated[PositiveFloat | None, Off] = 1.0
     """None: no clipping"""
-    max_nonfinite_steps: PositiveInt = 3
-    """stop after so many steps in a row whose loss or gradient is not finite"""
 
 
-class RolloutConfig(Section):
-    """How samples are made."""
+class SamplingConfig(Section):
+    """What is sampled for each prompt and scored, in RL and in evaluation."""
+
+    samples_per_prompt: PositiveInt = 1
+    """G of RL: samples of a group; or of each held-out prompt"""
+    max_new_tokens: PositiveInt = 256
+    """tokens of one response, at most"""
+    temperature: NaturalFloat = 0.0
+    """0: greedy, in evaluation only; the trainer divides its logits by that of RL too"""
+    reward: FunctionText = ""
+    """module:function or file.py:function, of one sample; empty in [eval]: rl.rollout.reward"""
+
+
+class RolloutConfig(SamplingConfig):
+    """How samples of RL are made."""
 
     num_prompts: PositiveInt = 8
     """P: groups in a batch"""
     samples_per_prompt: PositiveInt = 8
-    """G: samples of a group"""
+    temperature: PositiveFloat = 1.0
     over_sampling: Annotated[float, Field(ge=1)] = 1.0
     """groups launched at once = ceil(num_prompts * over_sampling)"""
-    max_new_tokens: PositiveInt = 256
-    """tokens of one response, at most"""
-    temperature: PositiveFloat = 1.0
-    """of sampling; the trainer divides its logits by it too"""
     generate: FunctionText = ""
     """module:function or file.py:function; empty: one chat turn"""
-    reward: FunctionText = ""
-    """module:function or file.py:function, of one sample"""
     group_reward: FunctionText = ""
     """module:function or file.py:function, of all samples of a group; instead of reward"""
     reward_model: str = ""
@@ -198,9 +285,6 @@ class RolloutConfig(Section):
     """
     reward_weights: dict[str, float] = {}
     """weight of each named part of the reward; empty: the reward is what the function says"""
-    reward_combine: FunctionText = ""
-    """module:function or file.py:function from the named parts to the reward; instead of reward_weights
-    """
     filters: list[FunctionText] = []
     """group filters, run in order; names of rollouts.filters, module:function or file.py:function"""
     max_attempts: PositiveInt = 20
@@ -209,8 +293,12 @@ class RolloutConfig(Section):
     """of the samples of a batch; above it the run stops"""
     reward_timeout_s: PositiveFloat = 30.0
     """seconds one reward call may take; after it the sample has failed"""
-    reward_memory_gib: PositiveFloat = 4.0
-    """memory of one process that runs sync rewards; above it the sample has failed"""
+
+
+class EvalConfig(SamplingConfig):
+    """Evaluation on held-out prompts. Rows whose prompt occurs here are left out of every training stage."""
+
+    data: Sources
 
 
 class ReferenceConfig(Section):
@@ -221,30 +309,19 @@ class ReferenceConfig(Section):
     dtype: Literal["float32", "bfloat16", "8bit", "4bit"] = "float32"
     """8bit and 4bit need the extra reference-quant; the KL's bias is logged"""
     where: str = "trainer"
-    """trainer: beside it; process: one of its own; or the http(s) address of a server that serves this very
-    model
-    """
-    server: Literal["vllm", "sglang"] = "vllm"
-    """what runs at that address"""
-    api_key_env: str = ""
-    """environment variable that holds its key"""
-    update: Literal["none", "ema", "reset", "tr_dpo"] = "none"
-    """none: frozen; reset: becomes the policy; tr_dpo: a mixture with it"""
-    every: PositiveInt = 1
-    """steps from one update to the next"""
-    policy_weight: Annotated[float | None, Field(gt=0, le=1), Off] = None
-    """share of the policy in the update, 1 - decay of ema or α of tr_dpo; unset: 0.01 of ema, 0.6 of tr_dpo
+    """trainer: beside it; or the http(s) address of a vLLM or SGLang server that serves this very model"""
+    update: str = "none"
+    """none: frozen; "reset(every=1)": becomes the policy after so many steps; "ema(policy_weight=0.01,
+    every=1)" and "tr_dpo(policy_weight=0.6, every=1)": a mixture with it, in which the policy has this share
     """
 
     @model_validator(mode="after")
     def _consistent(self) -> ReferenceConfig:
         elsewhere = self.where.startswith(("http://", "https://"))
         if self.where != "trainer" and not elsewhere:
-            hint = "; the reference in a process of its own is gone" if self.where == "process" else ""
-            raise ValueError(
-                f"where={self.where!r} must be 'trainer' or the http(s) address of a server{hint}"
-            )
-        if self.update != "none" and (self.where != "trainer" or self.dtype not in ("float32", "bfloat16")):
+            raise ValueError(f"where={self.where!r} must be 'trainer' or the http(s) address of a server")
+        self.rule()
+        if self.update != "none" and (elsewhere or self.dtype not in ("float32", "bfloat16")):
             raise ValueError(
                 f"update={self.update!r} with where={self.where!r} and dtype={self.dtype!r}; a reference that"
                 " moves is in the trainer's process, in float32 or bfloat16"
@@ -255,6 +332,20 @@ class ReferenceConfig(Section):
                 " dtype out"
             )
         return self
+
+    def rule(self) -> tuple[float, int] | None:
+        """(policy's share, steps from one update to the next); None: frozen. Raises ValueError."""
+        rule, given = parse_call(self.update)
+        shares = {"none": 0.0, "ema": 0.01, "tr_dpo": 0.6, "reset": 1.0}
+        options = {"none": set[str](), "reset": {"every"}}.get(rule, {"every", "policy_weight"})
+        share, every = given.get("policy_weight", shares.get(rule, 0.0)), given.get("every", 1)
+        wrong = rule not in shares or not options >= set(given) or not (0 < share <= 1 or rule == "none")
+        if wrong or every < 1 or every != int(every):
+            raise ValueError(
+                f"update={self.update!r}; write none, reset(every=1), ema(policy_weight=0.01, every=1) or"
+                " tr_dpo(policy_weight=0.6, every=1), every in whole steps, policy_weight up to 1"
+            )
+        return None if rule == "none" else (share, int(every))
 
 
 class EngineConfig(Section):
@@ -270,60 +361,38 @@ class EngineConfig(Section):
     max_rows: PositiveInt = 128
     """of a local engine: sequences decoded at once"""
     urls: list[str] = []
-    """servers that run already; empty: this run starts its own"""
-    api_key_env: str = ""
-    """environment variable that holds the key of the servers in urls"""
+    """servers that run already, whose key is in the environment variable VLLM_API_KEY or SGLANG_API_KEY;
+    empty: this run starts its own
+    """
     count: PositiveInt = 1
     """servers to start"""
     python: str = ""
     """Python with vLLM or SGLang in it; empty: .venv-vllm/bin/python or .venv-sglang/bin/python"""
     args: list[str] = []
-    """more arguments of a started server"""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """of a started server; auto: as in the model's config.json"""
-    context_length: NaturalInt = 0
-    """tokens of prompt and response in a started server; 0: as long as the model allows"""
+    """more arguments of a started server, for example ["--dtype", "float32", "--max-model-len", "1024"]; with
+    urls what its --dtype was
+    """
     transport: Literal["disk", "memory"] = "disk"
     """how weights reach the servers"""
-    max_concurrency: PositiveInt = 256
-    """requests in flight per server, at most"""
-    down_limit_s: PositiveFloat = 900.0
-    """seconds without any server in service after which the run saves and stops"""
 
     @model_validator(mode="after")
     def _consistent(self) -> EngineConfig:
-        if self.kind == "local":
-            unused = [name for name in ("urls", "api_key_env", "python", "args") if getattr(self, name)]
-            unused += ["count"] if self.count != 1 else []
-            if unused:
+        started = {"python": self.python, "count": self.count != 1}
+        for name, value in started.items():
+            if value and self.urls:
                 raise ValueError(
-                    f"{unused[0]} is set, but kind='local' starts no server; set kind='vllm' or 'sglang'"
+                    f"urls names servers that run already; {name} is for servers that this run starts: set"
+                    " one or the other"
                 )
-        if self.urls and (self.args or self.python or self.count != 1):
-            raise ValueError(
-                "urls names servers that run already; count, python and args are for servers that this run"
-                " starts: set one or the other"
-            )
-        if len(set(self.urls)) != len(self.urls):
-            raise ValueError(f"urls={self.urls} names a server twice")
+        for name, value in {"urls": self.urls, "args": self.args, **started}.items():
+            if value and self.kind == "local":
+                raise ValueError(
+                    f"{name} is set, but kind='local' starts no server; set kind='vllm' or 'sglang'"
+                )
         for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"urls has {url!r}; a URL begins with http:// or https://")
+            if not url.startswith(("http://", "https://")) or self.urls.count(url) > 1:
+                raise ValueError(f"urls has {url!r}; name each server once, by http:// or https://")
         return self
-
-
-class EvalConfig(Section):
-    """Evaluation on held-out prompts. Rows whose prompt occurs here are left out of every training stage."""
-
-    data: Sources
-    reward: FunctionText = ""
-    """empty: rl.rollout.reward"""
-    max_new_tokens: PositiveInt = 256
-    """tokens of one response, at most"""
-    temperature: NaturalFloat = 0.0
-    """0: greedy"""
-    samples_per_prompt: PositiveInt = 1
-    """samples of each held-out prompt"""
 
 
 class DistributedConfig(Section):

@@ -114,8 +114,6 @@ def tokenize_conversation(
     if not messages:
         raise DataError("the conversation has no messages")
     messages = parse_messages(list(messages), where="messages")
-    if options.thinking == "drop":
-        messages = _drop_thinking(messages)
     template = make_template(messages, tokenizer, options, tools)
     text = render(messages, template, add_generation_prompt=False)
     turns = _choose_turns(
@@ -172,41 +170,6 @@ def _check_turn_says_something(message: ChatMessage, index: int) -> None:
             f"message {index} is an assistant turn that says nothing: no content, no thinking, no tool calls;"
             " leave the row out"
         )
-
-
-# --- thinking -----------------------------------------------------------------------------------------------
-
-THINKING = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
-
-
-def _drop_thinking(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """The messages without what assistant turns thought: neither reasoning_content nor a leading
-    <think>…</think>.
-    """
-    return [
-        _without_thinking(message, index) if message["role"] == "assistant" else message
-        for index, message in enumerate(messages)
-    ]
-
-
-def _without_thinking(message: ChatMessage, index: int) -> ChatMessage:
-    content = message["content"]
-    thought = THINKING.match(content)
-    if thought:
-        content = content[thought.end() :]
-    elif content.lstrip().startswith("<think>"):
-        raise DataError(
-            f"message {index} begins with <think> that never closes, so sft.thinking='drop' leaves nothing;"
-            " leave the row out"
-        )
-    thinks = thought is not None or "reasoning_content" in message
-    if thinks and not content.strip() and "tool_calls" not in message:
-        raise DataError(
-            f"message {index} is nothing but thinking, so sft.thinking='drop' leaves nothing; leave the"
-            " row out"
-        )
-    rest = {key: value for key, value in message.items() if key != "reasoning_content"}
-    return cast(ChatMessage, rest | {"content": content})
 
 
 # --- spans --------------------------------------------------------------------------------------------------
@@ -271,10 +234,9 @@ def _check_turn_is_written(
             continue
         other = cast(ChatMessage, message | {key: f"{value} {value}"})
         if render([*messages[:turn], other], template, add_generation_prompt=False) == ended:
-            way_out = "set sft.thinking='drop', " if key == "reasoning_content" else ""
             raise DataError(
                 f"the chat template does not write the {name} of message {turn}, so it would not train;"
-                f" {way_out}remove it from the row, or set model.chat_template to one that does"
+                " remove it from the row, or set model.chat_template to one that does"
             )
     _check_content_is_written(message["content"], turn, prompt, ended[len(prompt) :])
 
@@ -291,12 +253,12 @@ def _check_content_is_written(content: str, turn: int, prompt: str, body: str) -
     )  # at least one character is the turn's own
     if wanted in given + written:
         return
-    part = "thinking at the beginning of the content" if THINKING.match(content) else "content as it is"
-    way_out = "set sft.thinking='drop', " if THINKING.match(content) else ""
+    thinks = content.lstrip().startswith("<think>")
+    part = "thinking at the beginning of the content" if thinks else "content as it is"
     difference = _first_difference(content.strip(), body.lstrip())
     raise DataError(
         f"the chat template does not write the {part} of message {turn}, so it would not train"
-        f" ({difference}); {way_out}change the row, or set model.chat_template to one that does"
+        f" ({difference}); change the row, or set model.chat_template to one that does"
     )
 
 

@@ -57,11 +57,8 @@ class TemplateOptions:
     """
 
     params: Mapping[str, JSONValue] = field(default_factory=dict)  # by name, such as enable_thinking
-    thinking: Literal["keep", "drop"] = "keep"  # of the assistant turns in SFT conversations
 
     def __post_init__(self) -> None:
-        if self.thinking not in ("keep", "drop"):
-            raise ConfigError(f"thinking={self.thinking!r}; it must be keep or drop")
         for name, value in self.params.items():
             if name in OWN_PARAMS:
                 raise ConfigError(f"the template parameter {name} is set by rollouts; leave it out")

@@ -7,15 +7,17 @@ malformed leaves a hole.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, count, islice
+from pathlib import Path
 
 from rollouts.config.tables import DataSourceConfig, SourceKind
 from rollouts.data.files import FoundRow, read_hf, read_jsonl, read_parquet
 from rollouts.data.held_out import exclude_from_mixture, exclude_prompts, prompt_key, unique_prompts
 from rollouts.data.made_rows import make_python_rows, make_reasoning_gym_rows
 from rollouts.data.messages import check_messages
-from rollouts.data.mixture import Mixture, check_names
+from rollouts.data.mixture import Mixture
 from rollouts.data.preference_rows import split_labelled, split_pair
 from rollouts.data.rows import (
     BadRow,
@@ -89,23 +91,36 @@ def read_source(source: DataSourceConfig, *, name: str, use: RowUse = "any") -> 
         raise DataError(f"{name}.{where}={getattr(source, where)!r} has no rows{hint}")
     if source.size is not None and len(rows) < source.size:
         advice = f"set size = {len(rows)}" + (
-            " or leave it out" if source.kind in ("jsonl", "parquet", "hf") and not source.streaming else ""
+            " or leave it out" if source.kind in ("jsonl", "parquet", "hf") else ""
         )
         raise DataError(
             f"{name}.size={source.size} but {getattr(source, where)} has {len(rows)} rows; {advice}"
         )
-    return SourceRows(source.name, source.weight, tuple(rows), tuple(bad))
+    return SourceRows(name_sources([source])[0], source.weight, tuple(rows), tuple(bad))
+
+
+def name_sources(sources: Sequence[DataSourceConfig]) -> list[str]:
+    """What each source is called in metrics, samples and curricula: after its file, dataset or function, in
+    small letters; the second of a name has the suffix _2.
+    """
+    names: list[str] = []
+    for source in sources:
+        called = Path(source.path).name.partition(".")[0] or source.dataset.rpartition("/")[2]
+        base = re.sub(r"[^a-z0-9]+", "_", (called or source.function.rpartition(":")[2]).lower()).strip("_")
+        base = base or "source"
+        numbered = (f"{base}_{number}" for number in count(2))
+        names.append(next(name for name in chain([base], numbered) if name not in names))
+    return names
 
 
 def load_sources(sources: Sequence[DataSourceConfig], *, name: str, use: RowUse = "any") -> Mixture:
     """The rows of every source. Malformed rows are holes; their share is at most each source's
     max_bad_fraction.
 
-    Sources without a name are called source-0, source-1, … Raises DataError beginning with `name`, or
+    Raises DataError beginning with `name`, or
     `name`.INDEX when there are several.
     """
-    names = [source.name or f"source-{index}" for index, source in enumerate(sources)]
-    check_names(names, name=name)
+    names = name_sources(sources)
     loaded = []
     for index, source in enumerate(sources):
         key = f"{name}.{index}" if len(sources) > 1 else name

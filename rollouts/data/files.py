@@ -219,8 +219,8 @@ def choose_columns(columns: Mapping[str, str], names: Sequence[str], where: str,
 
 
 def read_hf(source: DataSourceConfig, name: str) -> Iterator[FoundRow]:
-    """One found row for every row of a split, in order; `source.size` of them when given, streamed if
-    `source.streaming`.
+    """One found row for every row of a split, in order; of the hub streamed where `source.size` says how
+    many.
 
     Code that comes with a dataset is never run. Raises DataError if the package is missing, the hub does not
     answer, or the dataset, its subset, its split or a column is not there.
@@ -266,6 +266,7 @@ def _explain_hf(error: Exception) -> str:
 def _open_hf(source: DataSourceConfig, where: str) -> Any:
     """A Dataset or, streaming, an IterableDataset."""
     import datasets
+    from datasets.config import HF_HUB_OFFLINE
 
     path = Path(source.dataset)
     if path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file()):
@@ -281,9 +282,10 @@ def _open_hf(source: DataSourceConfig, where: str) -> Any:
             format_, data_files={source.split.partition("[")[0]: [str(path)]}
         )
     else:
-        builder = datasets.load_dataset_builder(source.dataset, source.subset or None)
+        dataset, _, subset = source.dataset.partition(":")
+        builder = datasets.load_dataset_builder(dataset, subset or None)
     _check_format(builder, where)
-    if source.streaming:
+    if source.size is not None and not path.exists() and not HF_HUB_OFFLINE:
         return builder.as_streaming_dataset(split=source.split)
     builder.download_and_prepare()
     return builder.as_dataset(split=source.split)

@@ -18,6 +18,8 @@ from rollouts.engines.sglang import open_sglang_engine
 from rollouts.engines.vllm import open_vllm_engine
 from rollouts.errors import ConfigError
 
+MAX_CONCURRENCY = 256  # requests in flight per server
+DOWN_LIMIT_S = 900.0  # without any server in service
 SILENCE_S = 120.0  # without an answer and without progress, after which a server is suspected
 
 
@@ -29,7 +31,6 @@ def check_engine_config(config: EngineConfig) -> None:
         return
     if not config.urls:
         find_server_python(config)
-    read_api_key(config)
 
 
 def find_server_python(config: EngineConfig) -> Path:
@@ -54,19 +55,9 @@ def find_server_python(config: EngineConfig) -> Path:
     )
 
 
-def read_api_key(config: EngineConfig) -> str | None:
-    """The key of servers that run already, out of the environment. Raises ConfigError if it is named but not
-    there.
-    """
-    variable = config.api_key_env
-    if not variable:
-        return None
-    key = os.environ.get(variable, "")
-    if not key:
-        raise ConfigError(
-            f"engine.api_key_env={variable!r}: no such environment variable, or it is empty; export it"
-        )
-    return key
+def read_api_key(kind: str) -> str | None:
+    """The key of servers that run already: VLLM_API_KEY or SGLANG_API_KEY; None where that is not set."""
+    return os.environ.get(f"{kind.upper()}_API_KEY") or None
 
 
 @asynccontextmanager
@@ -90,7 +81,7 @@ async def open_server_fleet(
         members: list[Member] = []
         if config.urls:
             for url in config.urls:
-                opened = _open_engine(config, url, api_key=read_api_key(config), vocab_size=vocab_size)
+                opened = _open_engine(config, url, api_key=read_api_key(config.kind), vocab_size=vocab_size)
                 members.append(Member(await stack.enter_async_context(opened)))
         else:
             command = EngineCommand(
@@ -98,8 +89,6 @@ async def open_server_fleet(
                 python=find_server_python(config),
                 model=model_path,
                 args=tuple(config.args),
-                context_length=config.context_length or None,
-                dtype=None if config.dtype == "auto" else config.dtype,
             )
             for process in await stack.enter_async_context(
                 open_engine_processes(command, count=config.count, log_dir=log_dir)
@@ -109,7 +98,7 @@ async def open_server_fleet(
                 )
                 engine = await stack.enter_async_context(opened)
                 members.append(Member(engine, restart=process.restart, wait_exited=process.wait_exited))
-        settings = FleetSettings(max_concurrency=config.max_concurrency, down_limit_s=config.down_limit_s)
+        settings = FleetSettings(max_concurrency=MAX_CONCURRENCY, down_limit_s=DOWN_LIMIT_S)
         yield await stack.enter_async_context(open_fleet(members, settings=settings, seed=seed, warn=warn))
 
 
@@ -123,5 +112,4 @@ def _open_engine(
         api_key=api_key,
         silence_s=SILENCE_S,
         vocab_size=vocab_size,
-        context_length=config.context_length or None,
     )

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from rollouts.advantages import ADVANTAGES, AdvantageFn
-from rollouts.config.changes import list_tables
-from rollouts.config.schema import AlgorithmChange, RLTrainingConfig
+from rollouts.config.schema import AlgorithmChange, RLTrainingConfig, list_tables
+from rollouts.config.tables import parse_call
 from rollouts.errors import CheckpointError, ConfigError, PlugInError
 from rollouts.kl_control import KL_CONTROLS, KLControl, exceeds_kl_limit
 from rollouts.loops.rl_batch import find_trajectories, make_loss_spec
@@ -103,12 +103,12 @@ def _schedule_kl_coef(first: float, changes: Sequence[AlgorithmChange], step: in
     begun = [
         (change, change.kl_coef)
         for change in changes
-        if change.kl_coef is not None and change.from_step <= step
+        if "kl_coef" in change.given() and change.from_step <= step
     ]
     if not begun:
         return first
     change, kl_coef = begun[-1]
-    if change.kl_ramp_steps is None:
+    if not change.kl_ramp_steps:
         return kl_coef
     begin = change.from_step
     before = _schedule_kl_coef(first, [earlier for earlier, _ in begun[:-1]], begin)
@@ -118,7 +118,9 @@ def _schedule_kl_coef(first: float, changes: Sequence[AlgorithmChange], step: in
 def steer_kl_coef(config: RLTrainingConfig, step: int, state: LoopState) -> float:
     """The controller's coefficient, unless a change names another to go on from at this very step."""
     named = [
-        change.kl_coef for change in config.changes if change.kl_coef is not None and change.from_step == step
+        change.kl_coef
+        for change in config.changes
+        if "kl_coef" in change.given() and change.from_step == step
     ]
     return named[0] if named else state.kl_coef
 
@@ -131,12 +133,10 @@ def make_kl_control(config: RLTrainingConfig) -> KLControl:
     them.
     """
     try:
-        return KL_CONTROLS[config.kl_control](**config.kl_control_params)
+        name, numbers = parse_call(config.kl_control)
+        return KL_CONTROLS[name](**numbers)
     except (TypeError, ValueError) as error:
-        given = ", ".join(f"{name}={value}" for name, value in config.kl_control_params.items()) or "nothing"
-        raise ConfigError(
-            f"rl.kl_control_params has {given} for rl.kl_control={config.kl_control!r}: {error}"
-        ) from error
+        raise ConfigError(f"rl.kl_control={config.kl_control!r}: {error}") from error
 
 
 def start_loop_state(config: RLTrainingConfig) -> LoopState:

@@ -13,12 +13,13 @@ from rollouts.loops.updates import Update, UpdateResult, last_pass_metrics, trai
 from rollouts.protocols import TrainingBackend
 from rollouts.types import LossSpec
 
+VALUE_CLIP = 0.2  # updates of a step that move a value further gain nothing by it, in the reward's unit
 OWN_NAMES = ("value/", "return/")  # of metrics that only a critic has; the others get the prefix "critic/"
 
 
 def make_value_spec(config: CriticConfig) -> LossSpec:
     """The critic's loss: a mean over the trained tokens of an update's rows."""
-    return LossSpec("value", {"clip": config.clip} if config.clip else {})
+    return LossSpec("value", {"clip": VALUE_CLIP})
 
 
 async def train_critic(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rollouts.config.schema import PreferenceTrainingConfig
+from rollouts.config.schema import REFERENCE_FREE, PreferenceTrainingConfig
 from rollouts.data.preference import (
     LabelledSample,
     PairSample,
@@ -61,13 +61,10 @@ async def run_preference_training(
     Consumes tokenized samples; produces weights inside `backend`. The samples of a step are a pure function
     of (seed, step). Every step is two passes: one without gradient gives each response's log-prob, from which
     `loss` (make_preference_loss of config.loss, on the backend's thread) takes the loss and its slopes; the
-    other trains with these. Both are the whole batch's, so micro-batches and ranks do not matter. With
-    config.reference = "precomputed" and samples that are not scored yet, `reference` scores all of them
-    before the first step; who wants its memory back calls score_mixture beforehand and passes none. Raises
-    ConfigError without the reference that config asks for.
+    other trains with these. Both are the whole batch's, so micro-batches and ranks do not matter. `reference`
+    scores every batch; samples that score_mixture has scored need none. Raises ConfigError without the
+    reference that the loss asks for.
     """
-    if config.reference == "precomputed":
-        data = await score_mixture(data, config, reference)
 
     async def prepare(step: int) -> LinearisedStep:
         samples = select_preference_samples(data, config.batch_size, step - 1, seed)
@@ -107,8 +104,6 @@ async def evaluate_preferences(
     if not held_out:
         return {}
     samples = list(held_out)
-    if config.reference == "precomputed":
-        samples = await score_samples(samples, config, reference)
     sums, found = await linearise_samples(backend, samples, config, loss=loss, reference=reference)
     metrics = metric_values(found.metrics)
     accuracy = {"accuracy": metrics.pop("rewards/accuracies")} if "rewards/accuracies" in metrics else {}
@@ -163,20 +158,20 @@ async def _find_reference_sums(
     config: PreferenceTrainingConfig,
     reference: LogProbScorer | None,
 ) -> Sums | None:
-    if config.reference == "none":
-        return None
     known = [sample.ref_log_probs for sample in samples]
     if all(sums is not None for sums in known):
         return np.asarray(
             [value for sums in known if sums is not None for value in sums[: count_rows(config)]]
         )
+    if reference is None and (config.loss in REFERENCE_FREE or ":" in config.loss):
+        return None
     return sum_rows(await _require(reference, config).score(scored))
 
 
 def _require(reference: LogProbScorer | None, config: PreferenceTrainingConfig) -> LogProbScorer:
     if reference is None:
         raise ConfigError(
-            f"preference.reference={config.reference!r} needs a reference model; pass reference=, or samples"
+            f"preference.loss={config.loss!r} compares with a reference model; pass reference=, or samples"
             " that it has scored"
         )
     return reference

@@ -199,12 +199,6 @@ def make_loss_spec(config: RLTrainingConfig) -> LossSpec:
     params: dict[str, float | int | bool | str] = {}
     if config.loss in CLIPPED_BY_SETTINGS:
         params = {"clip_low": config.clip_low, "clip_high": config.clip_high}
-    if config.loss == "ppo_clip":
-        params["importance_cap"] = config.importance_cap
-    elif (
-        config.recompute_old and config.importance_cap != type(config).model_fields["importance_cap"].default
-    ):
-        params["importance_cap"] = config.importance_cap  # a loss that takes none refuses it by name
     if config.kl_coef > 0 and config.kl_in == "loss":
         params |= {"kl_coef": config.kl_coef, "kl_estimator": config.kl_estimator}
     rollout = config.rollout

@@ -158,29 +158,22 @@ def measure_calibration(scores: Values) -> dict[str, float]:
     }
 
 
-def check_preference_loss(name: str, params: Params, *, reference: bool) -> None:
-    """Raises ConfigError if there is no such loss, it does not take these parameters, or it needs a reference
-    and there is none, or has one for nothing; PlugInError for a function that cannot be imported. A function
-    of the user is not called.
+def compares_with_reference(name: str) -> bool:
+    """Whether the loss takes the log-probs of a reference model. Raises as check_preference_loss."""
+    names = ["ref_chosen"] if name == KTO else inspect.signature(_resolve(name)).parameters
+    return "ref_chosen" in names or "ref_rejected" in names
+
+
+def check_preference_loss(name: str, params: Params) -> None:
+    """Raises ConfigError if there is no such loss, or it does not take these parameters; PlugInError for a
+    function that cannot be imported. A function of the user is not called.
     """
     rows: dict[str, Any]
     if name == KTO:
-        names = ["ref_chosen"]
         loss = make_kto_loss({"reference_point": 0.0, **params}, num_desirable=1, num_undesirable=1)
         rows = {"desirable": np.asarray([True, False]), "others": None, "ref_others": None}
     else:
-        names = inspect.signature(_resolve(name)).parameters
         loss, rows = make_pair_loss(name, params), {"lengths": np.ones(2)}
-    needed = "ref_chosen" in names or "ref_rejected" in names
-    require(
-        reference or not needed,
-        f"preference.loss={name!r} compares with a reference model; set preference.reference = "
-        '"precomputed" or "live"',
-    )
-    require(
-        needed or not reference,
-        f'preference.loss={name!r} compares with no reference model; set preference.reference = "none"',
-    )
     if ":" in name:
         return
     try:

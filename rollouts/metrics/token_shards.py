@@ -217,10 +217,7 @@ def read_token_arrays(run_dir: RunDir, row: Mapping[str, Any]) -> Mapping[str, A
     shard, offset = row.get("shard"), row.get("offset")
     what = f"step {row.get('step')}, update {row.get('update')}, row {row.get('row')}"
     if not isinstance(shard, str) or not isinstance(offset, int):
-        raise RecordError(
-            f"{what} has no per-token arrays: the run kept none (output.token_arrays_gib = 0), or its disk"
-            " refused them"
-        )
+        raise RecordError(f"{what} has no per-token arrays: the disk refused them")
     if SHARD_NAME.fullmatch(shard) is None:
         raise RecordError(f"{what} names the shard {shard!r}, which is no name of one; the row is damaged")
     path = run_dir.tokens / shard
@@ -233,8 +230,7 @@ def read_token_arrays(run_dir: RunDir, row: Mapping[str, Any]) -> Mapping[str, A
             data = prefix + file.read(min(sum(sizes), BLOCK_BYTES_MAX))
     except FileNotFoundError as error:
         raise RecordError(
-            f"{path} of {what} was removed: arrays of the newest steps are kept, up to"
-            " output.token_arrays_gib; ask for a later step, or raise it"
+            f"{path} of {what} was removed: arrays of the newest steps are kept; ask for a later step"
         ) from error
     except OSError as error:
         raise RecordError(f"{path} of {what} cannot be read ({error})") from error
@@ -289,8 +285,7 @@ class TokenShards:
         except OSError as error:
             self._cut_off(stage, begun)
             raise StorageError(
-                f"per-token arrays are refused by {self._folder} ({error}); free space, or lower"
-                " output.token_arrays_gib"
+                f"per-token arrays are refused by {self._folder} ({error}); free space"
             ) from error
         try:
             self._make_room()

@@ -26,14 +26,14 @@ def create_adamw_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch
         },
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, fused=True)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, config.beta2), eps=1e-8, fused=True)
 
 
 def compute_lr(step: int, total_steps: int, config: OptimConfig) -> float:
     """The learning rate of optimizer step number `step`, counted from 0.
 
     Rises as lr·(step + 1)/warmup_steps; from its peak it stays, or falls as a line or half a cosine to
-    lr·min_lr_ratio at step total_steps − 1 and stays there. Without warm-up the peak is step 0. A warm-up
+    0 at step total_steps − 1 and stays there. Without warm-up the peak is step 0. A warm-up
     longer than the run is never finished.
     """
     assert step >= 0, step
@@ -45,4 +45,4 @@ def compute_lr(step: int, total_steps: int, config: OptimConfig) -> float:
         return config.lr
     progress = min((step - peak_step) / steps_to_fall, 1.0)
     height = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * height)
+    return config.lr * height

@@ -29,13 +29,13 @@ from rollouts.data.datasets import (
     Row,
     SourceRows,
     exclude_prompts,
+    name_sources,
     read_source,
     require_good_rows,
     row_to_conversation,
     unique_prompts,
 )
 from rollouts.data.messages import parse_tools
-from rollouts.data.mixture import check_names
 from rollouts.data.rows import RowUse
 from rollouts.data.sft import SFTMixture, prepare_sft_mixture, prepare_sft_rows
 from rollouts.engines.open import check_engine_config
@@ -157,11 +157,8 @@ def collect_rows(config: RunConfig, stages: Sequence[str], findings: list[Findin
 def _read_sources(
     sources: Sequence[DataSourceConfig], name: str, use: RowUse, findings: list[Finding]
 ) -> list[SourceRows]:
-    """Every source that can be read, its malformed rows listed in a finding. Raises DataError for names that
-    cannot be told apart.
-    """
-    names = [source.name or f"source-{index}" for index, source in enumerate(sources)]
-    check_names(names, name=name)
+    """Every source that can be read, its malformed rows listed in a finding."""
+    names = name_sources(sources)
     found: list[SourceRows] = []
     for index, source in enumerate(sources):
         key = f"{name}.{index}" if len(sources) > 1 else name
@@ -268,7 +265,6 @@ def named_functions(config: RunConfig) -> list[tuple[str, Role, str]]:
         found.append(("rl.rollout.generate", "generate", rollout.generate))
         found.append(("rl.rollout.reward", "reward", rollout.reward))
         found.append(("rl.rollout.group_reward", "group_reward", rollout.group_reward))
-        found.append(("rl.rollout.reward_combine", "reward_combine", rollout.reward_combine))
         found.extend(("rl.rollout.filters", "filter", name) for name in rollout.filters)
         found.append(("rl.curriculum", "curriculum", config.rl.curriculum))
         found.append(("rl.loss", "loss", config.rl.loss if ":" in config.rl.loss else ""))
@@ -336,7 +332,6 @@ def check_lengths(
             longest_prompt = max(longest_prompt, held_out)
     if config.sft and "sft" in stages and rows.get("sft"):
         with reporting(findings, "sft.data"):
-            options = replace(options, thinking=config.sft.thinking)
             longest_conversation = _check_conversations(
                 config.sft, rows["sft"], tokenizer, context_length, options, findings
             )
@@ -386,7 +381,7 @@ def prepare_rows(
         raise ConfigError(f"{wrong.subject}: {wrong.message}")
     if "sft" not in stages or config.sft is None:
         return None
-    options = TemplateOptions(config.model.template_params, config.sft.thinking)
+    options = TemplateOptions(config.model.template_params)
     prepared = prepare_sft_mixture(
         rows.training["sft"],
         tokenizer,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollouts.config.schema import (
+    REFERENCE_FREE,
     PreferenceTrainingConfig,
     RewardModelTrainingConfig,
     RLTrainingConfig,
@@ -169,7 +170,7 @@ def _other_parts(
         if rl.rollout.reward_model:
             parts["a reward model of the same size"] = weights
     preference = config.preference if stage == "preference" else None
-    if (rl and needs_reference(rl)) or (preference and preference.reference != "none"):
+    if (rl and needs_reference(rl)) or (preference and preference.loss not in REFERENCE_FREE):
         parts["the reference's weights"] = weights
     # Of one token the backward pass needs what each layer computed; with checkpointing each layer's input and
     # all of one layer.

@@ -24,11 +24,13 @@ from rollouts.filters import FILTERS
 from rollouts.loops.algorithm import check_algorithms
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, RewardFn
 from rollouts.rewards.blocking import watch_blocking
-from rollouts.rewards.call import call_combine, call_reward
+from rollouts.rewards.call import call_reward
 from rollouts.rewards.check import function_name, is_async
 from rollouts.rewards.combine import apply_weights, check_weights
 from rollouts.rewards.workers import open_reward_workers
 from rollouts.types import RewardResult, Sample
+
+REWARD_MEMORY = 4 << 30  # bytes of one process that runs sync rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +62,8 @@ def load_functions(config: RunConfig, stages: Sequence[str], *, base_dir: Path) 
 
     rollout = config.rl.rollout if config.rl else RolloutConfig()
     check_reward_settings(rollout, needed="rl" in stages)
-    rule, combine = load(rollout.reward, "reward"), load(rollout.reward_combine, "reward_combine")
-    reward = rule if rollout.reward_model else weigh(rule, rollout, combine)
+    rule = load(rollout.reward, "reward")
+    reward = rule if rollout.reward_model else weigh(rule, rollout)
     group_reward = load(rollout.group_reward, "group_reward")
     eval_reward = load(config.eval.reward, "reward") if config.eval and config.eval.reward else reward
     if config.eval and eval_reward is None:
@@ -111,22 +113,19 @@ def check_reward_settings(rollout: RolloutConfig, *, needed: bool) -> None:
             "rl.rollout.reward is empty; name a function as module:function or file.py:function (or"
             " rl.rollout.group_reward or reward_model)"
         )
-    if rollout.reward_model and (rollout.group_reward or rollout.reward_combine):
+    if rollout.reward_model and rollout.group_reward:
         raise ConfigError(
             "rl.rollout.reward_model scores samples one by one and is added to rl.rollout.reward; leave"
-            " group_reward and reward_combine out, weigh the parts with reward_weights"
+            " group_reward out, weigh the parts with reward_weights"
         )
     if rollout.reward and rollout.group_reward:
         raise ConfigError(
             "rl.rollout.reward and rl.rollout.group_reward are both given; score samples one by one or by"
             " group: keep one"
         )
-    if rollout.reward_weights and rollout.reward_combine:
-        raise ConfigError("rl.rollout.reward_weights and rl.rollout.reward_combine are both given; keep one")
-    if rollout.group_reward and (rollout.reward_weights or rollout.reward_combine):
+    if rollout.group_reward and rollout.reward_weights:
         raise ConfigError(
-            "rl.rollout.reward_weights and reward_combine weigh the parts of rl.rollout.reward; a"
-            " group_reward weighs its own"
+            "rl.rollout.reward_weights weighs the parts of rl.rollout.reward; a group_reward weighs its own"
         )
 
 
@@ -160,12 +159,12 @@ async def open_functions(
         async with open_reward_workers(
             count=num_workers or count_cores(),
             timeout_s=rollout.reward_timeout_s,
-            memory_bytes=int(rollout.reward_memory_gib * 2**30),
+            memory_bytes=REWARD_MEMORY,
         ) as workers:
             reward, eval_reward = functions.reward, functions.eval_reward
             if rollout.reward in in_workers:
-                reward = workers.reward(rollout.reward, base_dir, combine=rollout.reward_combine)
-                reward = reward if rollout.reward_model else weigh(reward, rollout, None)
+                reward = workers.reward(rollout.reward, base_dir)
+                reward = reward if rollout.reward_model else weigh(reward, rollout)
                 eval_reward = eval_reward if eval_name else reward
             if eval_name in in_workers:
                 eval_reward = workers.reward(eval_name, base_dir)
@@ -184,16 +183,14 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def weigh(
-    reward: RewardFn | None, rollout: RolloutConfig, combine: Callable[[Mapping[str, float]], float] | None
-) -> RewardFn | None:
+def weigh(reward: RewardFn | None, rollout: RolloutConfig) -> RewardFn | None:
     """`reward` with its parts weighed as the config says; `reward` itself if the config says nothing.
 
     Raises ConfigError for a weight that is no number; what it makes raises UserFunctionError for weights that
     do not name every part.
     """
     check_weights(rollout.reward_weights)
-    if reward is None or not (rollout.reward_weights or combine):
+    if reward is None or not rollout.reward_weights:
         return reward
     scored_by = reward
 
@@ -201,8 +198,6 @@ def weigh(
     async def weighed_reward(sample: Sample) -> RewardResult:
         result = await call_reward(scored_by, sample, timeout_s=rollout.reward_timeout_s)
         where = f"reward function {function_name(scored_by)} on sample {sample.id}"
-        if combine:
-            return await call_combine(combine, result, of=where, timeout_s=rollout.reward_timeout_s)
         try:
             return apply_weights(result, rollout.reward_weights)
         except (ConfigError, UserFunctionError) as error:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollouts.config.keys import ConfigKey, config_keys, format_value
+from rollouts.config.explain import ConfigKey, config_keys, format_value
 from rollouts.config.spelling import nearest
 from rollouts.errors import ConfigError, RunDirError
 

@@ -13,7 +13,7 @@ from typing import Any
 from rollouts.config.schema import RunConfig
 from rollouts.config.tables import RolloutConfig
 from rollouts.data.curriculum import call_curriculum, start_statistics
-from rollouts.data.datasets import Row
+from rollouts.data.datasets import Row, name_sources
 from rollouts.errors import RolloutsError
 from rollouts.preflight.findings import Finding, reporting
 from rollouts.preflight.functions import Functions, load_functions, open_functions
@@ -142,7 +142,7 @@ async def _call_reward(
 
 def _call_curriculum(curriculum: Any, config: RunConfig, findings: list[Finding]) -> None:
     assert config.rl is not None
-    names = [source.name or f"source-{index}" for index, source in enumerate(config.rl.data)]
+    names = name_sources(config.rl.data)
     with reporting(findings, "rl.curriculum"):
         weights = call_curriculum(curriculum, 1, start_statistics(names), function=config.rl.curriculum)
         findings.append(

@@ -67,13 +67,6 @@ class UpdateRule:
             )
 
 
-def make_rule(update: str, *, every: int, policy_weight: float | None) -> UpdateRule:
-    """The rule of the settings in [reference]; policy_weight=None is the update's own default."""
-    share = {"ema": 0.01, "tr_dpo": 0.6, "reset": 1.0}[update]
-    share = share if policy_weight is None or update == "reset" else policy_weight
-    return UpdateRule(share, 1.0 - share, every)
-
-
 def compute_update(reference: Tensor, policy: Tensor, rule: UpdateRule) -> Tensor:
     """reference_weight · reference + policy_weight · policy, in the reference's dtype and on its device.
 

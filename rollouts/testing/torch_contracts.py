@@ -292,14 +292,14 @@ async def check_non_finite_steps_change_nothing(open_backend: OpenBackend) -> No
 
 
 async def check_too_many_non_finite_steps_raise(open_backend: OpenBackend) -> None:
-    """The second in a row raises NonFiniteSteps; a good one in between starts the count again."""
+    """The third in a row raises NonFiniteSteps; a good one in between starts the count again."""
     batch, bad = make_batch(), LossSpec(f"{HERE}:nan_loss")
     async with open_backend() as backend:
-        for spec in (bad, SFT, bad):
+        for spec in (bad, SFT, bad, bad):
             await backend.forward_backward(batch, spec).result()
             await backend.optim_step(STEP).result()
         await raised_by(backend.forward_backward(batch, LossSpec(f"{HERE}:raising_loss")))
-        await backend.reset().result()  # a step that is given up is none: it does not stand between the two
+        await backend.reset().result()  # a step that is given up is none: it does not stand between them
         await backend.forward_backward(batch, bad).result()
         assert isinstance(await raised_by(backend.optim_step(STEP)), NonFiniteSteps)
         await backend.reset().result()

@@ -78,7 +78,7 @@ async def open_synced_fleet(
             keeper=keeper,
             fleet=fleet,
             transport=transport,
-            patience_s=config.down_limit_s,
+            patience_s=fleet.settings.down_limit_s,
             warn=warn,
             spans=spans,
         )
@@ -118,11 +118,12 @@ def choose_wire(config: EngineConfig, device: str) -> Literal["gloo", "nccl"]:
 
 
 def find_served_dtype(config: EngineConfig, model_path: Path) -> str | None:
-    """What the servers compute in: engine.dtype, or the 16 bits of the model's config.json; None where a
-    server chooses 16 bits by itself.
+    """What the servers compute in: --dtype of engine.args, or the 16 bits of the model's config.json; None
+    where a server chooses 16 bits by itself.
     """
-    if config.dtype != "auto":
-        return config.dtype
+    asked = dict(split_flags(config.args)).get("--dtype")
+    if asked not in (None, "auto"):
+        return {"float": "float32", "half": "float16"}.get(str(asked), asked)
     settings = json.loads((model_path / "config.json").read_text("utf-8"))
     stored = str(settings.get("dtype") or settings.get("torch_dtype") or "float32").removeprefix("torch.")
     return stored if stored in ("bfloat16", "float16") else None

@@ -37,7 +37,7 @@ from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import SFT, STEP, make_batch, raised_by, train
 from rollouts.types import LossSpec
 
-OPTIM = OptimConfig(lr=1e-2, max_nonfinite_steps=2)
+OPTIM = OptimConfig(lr=1e-2)
 HERE = "tests.distributed.contract_program"
 CALLS: list[int] = []
 

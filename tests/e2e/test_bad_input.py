@@ -188,7 +188,7 @@ def test_an_output_directory_that_cannot_be_written_is_named(
     ("arguments", "wanted"),
     [
         (("--rl.rollout.max_new_tokens", "4000"), ("rl.rollout.max_new_tokens", "more than the context of")),
-        (("--sft.optim.beta1", "1.0"), ("sft.optim.beta1 = 1.0", "less than 1")),
+        (("--sft.optim.beta2", "1.0"), ("sft.optim.beta2 = 1.0", "less than 1")),
         (("--seed", "18446744073709551616"), ("seed", "less than")),
         (("--model.template_params.enable_thinkin", "true"), ("enable_thinkin", "template")),
         (("--sft.max_length", "3"), ("max_length=3", "raise sft.max_length")),

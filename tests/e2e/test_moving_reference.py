@@ -37,9 +37,9 @@ SETTINGS = (
 @pytest.mark.parametrize(
     ("update", "moved"),
     [
-        (("ema", "--reference.policy_weight", "0.5"), [0, 1, 2, 3, 4, 5]),
-        (("tr_dpo", "--reference.every", "2"), [0, 0, 1, 1, 2, 2]),
-        (("reset", "--reference.every", "3"), [0, 0, 0, 1, 1, 1]),
+        (("ema(policy_weight=0.5)",), [0, 1, 2, 3, 4, 5]),
+        (("tr_dpo(every=2)",), [0, 0, 1, 1, 2, 2]),
+        (("reset(every=3)",), [0, 0, 0, 1, 1, 1]),
     ],
 )
 def test_a_reference_that_moves_goes_on_where_it_was(

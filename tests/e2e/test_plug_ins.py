@@ -66,8 +66,6 @@ def test_hostile_rewards_fail_their_samples_and_nothing_else(train: Train, tmp_p
         f"{plug_in}:reward",
         "--rl.rollout.reward_timeout_s",
         "1.0",
-        "--rl.rollout.reward_memory_gib",
-        "1.0",
     )
     arguments = (*arguments, "--output.samples_per_step", "100")
     result = train.run(tmp_path / "run", *arguments, mode="rl")

@@ -19,8 +19,7 @@ pytestmark = pytest.mark.slow
 
 CHANGES = """
 kl_coef = 0.05
-kl_control = "two_sided"
-kl_control_params = { target = 0.01, tolerance = 0.001 }
+kl_control = "two_sided(target=0.01, tolerance=0.001)"
 kl_stop = 10.0
 updates_per_batch = 2
 minibatches = 2

@@ -49,11 +49,9 @@ def test_run_on_a_running_server_updates_it_in_memory(
         str(snapshots[0]),
         "--engine.urls",
         json.dumps([sglang_server.url]),
-        "--engine.api_key_env",
-        "SGLANG_KEY",
         "--engine.transport",
         "memory",
-        SGLANG_KEY=sglang_server.api_key,
+        SGLANG_API_KEY=sglang_server.api_key,
     )
     assert_proven(tmp_path / "run")
     assert count_updates(sglang_server.log) == (from_disk, in_memory + 1 + STEPS // SYNC_EVERY)

@@ -97,12 +97,8 @@ def test_a_server_that_keeps_its_old_weights_and_says_200_stops_the_run_before_a
         str(snapshots[0]),
         "--engine.urls",
         json.dumps([lying_url]),
-        "--engine.api_key_env",
-        "VLLM_KEY",
-        "--engine.down_limit_s",
-        "5",
         exit_code=1,
-        VLLM_KEY=vllm_server.api_key,
+        VLLM_API_KEY=vllm_server.api_key,
     )
     assert "WeightSyncError" in errors
     run = tmp_path / "run"

@@ -37,7 +37,7 @@ from rollouts.testing.torch_contracts import SFT, make_batch
 from rollouts.types import LossSpec, RolloutBatch
 
 torch.set_num_threads(1)
-OPTIM = OptimConfig(lr=1e-2, max_nonfinite_steps=2)
+OPTIM = OptimConfig(lr=1e-2)
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,

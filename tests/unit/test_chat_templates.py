@@ -377,7 +377,7 @@ def test_a_template_that_opens_thinking_and_never_writes_it_is_refused():
 
 
 @pytest.mark.parametrize("name", sorted(TALKS))
-def test_thinking_that_a_template_would_leave_out_is_refused_or_dropped_by_choice(name):
+def test_thinking_that_a_template_would_leave_out_is_refused(name):
     thoughtful = [
         TALK[0],
         {**TALK[1], "reasoning_content": "three, four"},
@@ -386,37 +386,15 @@ def test_thinking_that_a_template_would_leave_out_is_refused_or_dropped_by_choic
     ]
     with pytest.raises(
         DataError,
-        match=r"does not write the thinking \(reasoning_content\) of message 1.*sft\.thinking='drop'",
+        match=r"does not write the thinking \(reasoning_content\) of message 1.*remove it",
     ):
         tokenize_conversation(thoughtful, family_tokenizer(name))
-    assert marked(thoughtful, family_tokenizer(name), options=TemplateOptions(thinking="drop")) == TALKS[name]
 
 
 def test_other_names_of_thinking_mean_the_same():
     for key in ("thinking", "reasoning"):
         messages = [turn("user", "3+4?"), turn("assistant", "7", **{key: "three, four"})]
         assert marked(messages, family_tokenizer("qwen3")) == marked(THOUGHTS[:2], family_tokenizer("qwen3"))
-        assert (
-            marked(messages, family_tokenizer("phi3"), options=TemplateOptions(thinking="drop")).count(
-                "three"
-            )
-            == 0
-        )
-
-
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        (turn("assistant", "<think>three, four"), "message 1 begins with <think> that never closes"),
-        (turn("assistant", "<think>three, four</think>"), "message 1 is nothing but thinking"),
-        (turn("assistant", "", reasoning_content="three, four"), "message 1 is nothing but thinking"),
-    ],
-)
-def test_an_answer_that_is_all_thinking_cannot_lose_it(answer, reason):
-    with pytest.raises(DataError, match=reason):
-        tokenize_conversation(
-            [TALK[0], answer], family_tokenizer("chatml"), options=TemplateOptions(thinking="drop")
-        )
 
 
 # --- what a template refuses, and its parameters ------------------------------------------------------------
@@ -492,12 +470,10 @@ def test_thinking_in_the_content_that_a_template_drops_is_refused():
         DataError,
         match=(
             r"does not write the thinking at the beginning of the content of message"
-            r" 1.*'<think>.*sft.thinking='drop'"
+            r" 1.*'<think>"
         ),
     ):
         tokenize_conversation(INLINE, family_tokenizer("deepseek_v3"))
-    dropped = marked(INLINE, family_tokenizer("deepseek_v3"), options=TemplateOptions(thinking="drop"))
-    assert dropped.endswith("<｜Assistant｜>⟦A1<｜end▁of▁sentence｜>⟧")
 
 
 @pytest.mark.parametrize("content", ["<think>\nR\n</think>\n\nA1", "<think>R</think>A1"])

@@ -211,14 +211,13 @@ def test_what_save_to_disk_wrote_is_read_by_split(tmp_path: Path, hf: Any):
     )
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_directory_of_data_files_is_read_also_streaming(tmp_path: Path, hf: Any, streaming: bool):
+def test_a_directory_of_data_files_is_read(tmp_path: Path, hf: Any):
     before = set(threading.enumerate())
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "train.jsonl").write_bytes(lines(QUESTIONS))
     (folder / "test.jsonl").write_bytes(lines(QUESTIONS[:1]))
-    source = {"kind": "hf", "dataset": str(folder), "columns": COLUMNS, "streaming": streaming, "size": 3}
+    source = {"kind": "hf", "dataset": str(folder), "columns": COLUMNS, "size": 3}
     assert load(**source) == [
         {"prompt": f"q {index}", "answer": str(index), **QUESTIONS[index]} for index in range(3)
     ]

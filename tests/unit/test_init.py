@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from rollouts.cli import main
-from rollouts.config.keys import config_keys
+from rollouts.config.explain import config_keys
 from rollouts.config.load import load_config
 from rollouts.config.plugins import load_function
 from rollouts.data.datasets import load_rows

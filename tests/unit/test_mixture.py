@@ -308,7 +308,7 @@ def test_batches_are_the_same_whether_a_run_came_to_them_or_began_there():
 def write(tmp_path: Path, name: str, *rows: dict[str, Any]) -> DataSourceConfig:
     path = tmp_path / f"{name}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return DataSourceConfig(kind="jsonl", path=str(path), name=name if name != "unnamed" else "", weight=2.0)
+    return DataSourceConfig(kind="jsonl", path=str(path), weight=2.0)
 
 
 def test_what_is_wrong_with_one_of_several_sources_is_named_by_its_number(tmp_path: Path):

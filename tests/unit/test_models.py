@@ -367,19 +367,19 @@ def test_a_model_without_trained_parameters_is_refused():
     ("schedule", "expected"),
     [
         ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.5, 1.0, 0.775, 0.55, 0.325, 0.1]),
-        # .1 + .9 (1 + cos(pi k/4))/2 for k = 1..4; cos(pi/4) = .7071068
-        ("cosine", [0.5, 1.0, 0.868198052, 0.55, 0.231801948, 0.1]),
+        ("linear", [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]),
+        # (1 + cos(pi k/4))/2 for k = 1..4; cos(pi/4) = .7071068
+        ("cosine", [0.5, 1.0, 0.853553391, 0.5, 0.146446609, 0.0]),
     ],
 )
 def test_the_learning_rate_rises_and_falls_as_worked_by_hand(schedule, expected):
-    config = OptimConfig(lr=2.0, schedule=schedule, warmup_steps=2, min_lr_ratio=0.1)
+    config = OptimConfig(lr=2.0, schedule=schedule, warmup_steps=2)
     assert [compute_lr(step, 6, config) / 2.0 for step in range(6)] == pytest.approx(expected)
     assert compute_lr(100, 6, config) == compute_lr(5, 6, config)
 
 
 def test_without_warm_up_the_first_step_has_the_whole_learning_rate():
-    config = OptimConfig(lr=1.0, schedule="linear", min_lr_ratio=0.0)
+    config = OptimConfig(lr=1.0, schedule="linear")
     assert [compute_lr(step, 5, config) for step in range(5)] == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
     assert compute_lr(0, 1, config) == 1.0
 

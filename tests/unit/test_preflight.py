@@ -285,13 +285,13 @@ def test_the_sources_of_a_mixture_are_listed_with_their_shares(house):
     write_rows(house / "more.jsonl", {"prompt": "x"}, {"prompt": "y"})
     text = RL.replace('data = { kind = "jsonl", path = "rl.jsonl" }\n', "")
     text += (
-        '[[rl.data]]\nkind = "jsonl"\npath = "rl.jsonl"\nname = "old"\n[[rl.data]]\nkind = "jsonl"\npath ='
+        '[[rl.data]]\nkind = "jsonl"\npath = "rl.jsonl"\n[[rl.data]]\nkind = "jsonl"\npath ='
         ' "more.jsonl"\nweight = 3.0\n'
     )
     findings = look(house, text)
     assert errors(findings) == []
     (rows,) = [finding.message for finding in findings if "of the draws" in finding.message]
-    assert rows == "5 rows: old 3 rows (25% of the draws), source-1 2 rows (75% of the draws)"
+    assert rows == "5 rows: rl 3 rows (25% of the draws), more 2 rows (75% of the draws)"
     (house / "more.jsonl").unlink()
     (problem,) = errors(look(house, text))
     assert problem.startswith("rl.data.1")
@@ -312,7 +312,6 @@ loss = "r.py:loss"
 changes = { from_step = 2, advantage = "r.py:advantage" }
 rollout.reward = "r.py:score"
 rollout.generate = "r.py:generate"
-rollout.reward_combine = "r.py:combine"
 rollout.group_reward = "r.py:group"
 rollout.filters = ["r.py:keep"]
 [preference]
@@ -327,7 +326,7 @@ reward = "r.py:score"
 """
 FUNCTIONS = (
     *(f"{stage}.data.function" for stage in ("sft", "rl", "eval")),
-    *(f"rl.rollout.{name}" for name in ("generate", "reward", "group_reward", "reward_combine", "filters")),
+    *(f"rl.rollout.{name}" for name in ("generate", "reward", "group_reward", "filters")),
     *("rl.curriculum", "rl.advantage", "eval.reward"),
 )
 FUNCTIONS_FILE = """
@@ -338,7 +337,6 @@ def advantage(inputs): ...
 def loss(inputs): ...
 def score(sample): ...
 def generate(sample, engine, sampling): ...
-def combine(parts): ...
 def group(samples): ...
 def keep(group): ...
 """
@@ -362,7 +360,6 @@ def test_every_function_that_is_missing_or_wrong_is_found_before_a_model(house, 
     (house / "run.toml").write_text(EVERY_FUNCTION, encoding="utf-8")
     names = {
         "group_reward": "group",
-        "reward_combine": "combine",
         "filters": "keep",
         "function": "rows",
         "reward": "score",
@@ -544,7 +541,7 @@ def test_the_reward_of_the_evaluation_and_the_curriculum_are_called_too(house):
     )
     assert [(finding.level, finding.subject, finding.message) for finding in call(house, text)][1:] == [
         ("ok", "eval.reward", "called with the response 'c': 1"),
-        ("ok", "rl.curriculum", "step 1: source-0 0.5"),
+        ("ok", "rl.curriculum", "step 1: rl 0.5"),
     ]
 
 

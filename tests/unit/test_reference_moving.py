@@ -23,7 +23,6 @@ from rollouts.reference.moving import (
     STATE_FILE,
     UpdateRule,
     compute_update,
-    make_rule,
     open_moving_reference,
 )
 from rollouts.reference.score import score_batch
@@ -33,7 +32,7 @@ BATCH = make_batch(temperature=0.8)
 
 
 def ema(decay: float) -> UpdateRule:
-    return make_rule("ema", every=1, policy_weight=1.0 - decay)
+    return UpdateRule(1.0 - decay, decay, 1)
 
 
 class Policy:

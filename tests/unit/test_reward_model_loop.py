@@ -94,7 +94,7 @@ async def test_three_steps_are_those_of_plain_autograd_with_margins_and_centring
     samples = make_pairs(6)  # their margins are 0, 1, 2, …
     plain = AutoModelForSequenceClassification.from_pretrained(model_path).eval()
     optimizer = torch.optim.AdamW(
-        plain.parameters(), lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), eps=1e-8, weight_decay=0.0
+        plain.parameters(), lr=OPTIM.lr, betas=(0.9, OPTIM.beta2), eps=1e-8, weight_decay=0.0
     )
     losses = []
     for step in range(3):

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -427,32 +426,8 @@ async def scored_in_the_trainer(sample: Sample) -> dict[str, float]:
     return {"a": 2.0}
 
 
-async def test_a_combine_function_of_an_async_reward_has_its_time_too():
-    release = threading.Event()
-
-    def stuck(parts: Any) -> float:
-        release.wait()
-        return 0.0
-
-    reward = weigh(scored_in_the_trainer, RolloutConfig(reward_timeout_s=0.2), stuck)
-    assert reward is not None
-    try:
-        with pytest.raises(
-            RewardTimeout,
-            match=(
-                "combine function stuck on the parts a of reward function scored_in_the_trainer on sample"
-                " g0-s0"
-            ),
-        ):
-            await call_reward(reward, SAMPLE)
-    finally:
-        release.set()
-    reward = weigh(scored_in_the_trainer, RolloutConfig(), lambda parts: parts["a"] * 2)
-    assert reward is not None and (await call_reward(reward, SAMPLE)).reward == 4.0
-
-
 async def test_a_part_without_its_weight_fails_the_sample_and_not_the_run():
-    reward = weigh(scored_in_the_trainer, RolloutConfig(reward_weights={"a": 1.0, "b": 1.0}), None)
+    reward = weigh(scored_in_the_trainer, RolloutConfig(reward_weights={"a": 1.0, "b": 1.0}))
     assert reward is not None
     with pytest.raises(
         UserFunctionError,

@@ -56,7 +56,7 @@ def test_without_changes_every_step_is_as_the_settings_say():
     for step in (1, 7, 100):
         algorithm = choose_algorithm(config, step, start_loop_state(config))
         assert (algorithm.change, algorithm.settings) == (0, config)
-        assert algorithm.loss.params == {"clip_low": 0.2, "clip_high": 0.28, "importance_cap": 2.0}
+        assert algorithm.loss.params == {"clip_low": 0.2, "clip_high": 0.28}
     assert list_algorithms(config) == [config]
     assert not needs_reference(config) and count_updates(config) == 1
 
@@ -232,9 +232,7 @@ def test_changes_survive_the_run_directory_and_decide_whether_it_is_the_same_run
 
 
 def test_a_controller_moves_the_coefficient_of_the_next_step():
-    config = rl_config(
-        kl_coef=0.1, kl_control="proportional", kl_control_params={"target": 2.0, "horizon": 100}
-    )
+    config = rl_config(kl_coef=0.1, kl_control="proportional(target=2, horizon=100)")
     state, control = start_loop_state(config), make_kl_control(config)
     batch = batch_of([0.0] * 50, [0] * 50, [0] * 50)
     seen: list[float] = []
@@ -248,9 +246,10 @@ def test_a_controller_moves_the_coefficient_of_the_next_step():
 
 
 def test_a_change_that_names_the_coefficient_is_where_the_controller_goes_on_from():
-    bounds = {"target": 1.0, "tolerance": 0.1, "factor": 2.0}
     config = rl_config(
-        {"from_step": 3, "kl_coef": 0.5}, kl_coef=0.1, kl_control="two_sided", kl_control_params=bounds
+        {"from_step": 3, "kl_coef": 0.5},
+        kl_coef=0.1,
+        kl_control="two_sided(target=1, tolerance=0.1, factor=2)",
     )
     state, control = start_loop_state(config), make_kl_control(config)
     batch = batch_of([0.0] * 50, [0] * 50, [0] * 50)
@@ -271,9 +270,7 @@ def test_a_fixed_coefficient_is_not_moved_by_the_state_that_a_checkpoint_kept():
 
 
 def test_a_controller_needs_a_reference_also_when_its_coefficient_has_come_to_0():
-    config = rl_config(
-        kl_coef=0.1, kl_control="proportional", kl_control_params={"target": 2.0, "horizon": 1}
-    )
+    config = rl_config(kl_coef=0.1, kl_control="proportional(target=2, horizon=1)")
     assert needs_reference(config)
     assert needs_reference(choose_algorithm(config, 9, LoopState(kl_coef=0.0)).settings)
 
@@ -282,7 +279,7 @@ def test_a_controller_needs_a_reference_also_when_its_coefficient_has_come_to_0(
     ("settings", "message"),
     [
         ({"kl_control": "proportional"}, "kl_coef=0 with kl_control='proportional', which multiplies it"),
-        ({"kl_control_params": {"target": 1.0}}, "kl_control='fixed', which takes none"),
+        ({"kl_control": "fixed(target=1)"}, r"kl_control='fixed\(target=1\)'; write fixed, proportional"),
         ({"minibatches": 3}, r"minibatches=3 with rollout\.num_prompts=2; a group stays together"),
         ({"kl_stop": 0.02}, r"kl_stop=0\.02 with one update a batch"),
     ],
@@ -293,15 +290,15 @@ def test_settings_that_would_do_nothing_are_refused(settings, message):
 
 
 @pytest.mark.parametrize(
-    ("params", "message"),
+    ("control", "message"),
     [
-        ({"target": 1.0}, "has target=1.0 for rl.kl_control='two_sided': .*tolerance"),
-        ({"target": 0.0, "tolerance": 0.1}, "the rule is target > 0"),
-        ({"target": 1.0, "tolerance": 0.1, "horizon": 5}, "horizon"),
+        ("two_sided(target=1)", r"rl.kl_control='two_sided\(target=1\)': .*tolerance"),
+        ("two_sided(target=0, tolerance=0.1)", "the rule is target > 0"),
+        ("two_sided(target=1, tolerance=0.1, horizon=5)", "horizon"),
     ],
 )
-def test_a_controller_that_cannot_be_made_is_refused_before_the_run(params, message):
-    config = rl_config(kl_coef=0.1, kl_control="two_sided", kl_control_params=params)
+def test_a_controller_that_cannot_be_made_is_refused_before_the_run(control, message):
+    config = rl_config(kl_coef=0.1, kl_control=control)
     with pytest.raises(ConfigError, match=message):
         check_algorithms(config, lambda settings: None)
 

@@ -314,12 +314,8 @@ def test_a_loss_that_will_find_what_it_needs_is_not_refused():
 def test_a_cap_beside_a_correction_is_refused():
     """The correction takes the place of the capped weight, so the cap would be dropped."""
     message = "with correction='icepop'; a correction takes the place of the capped weight"
-    with pytest.raises(ValueError, match=rf"importance_cap=3\.0 {message}"):
-        rl_config(recompute_old=True, importance_cap=3.0, loss_params={"correction": "icepop"})
     with pytest.raises(ValueError, match=rf"importance_cap=4\.0 {message}"):
         rl_config(recompute_old=True, loss_params={"correction": "icepop", "importance_cap": 4.0})
-    resolved = rl_config(recompute_old=True, loss_params={"correction": "icepop"}).model_dump()
-    assert RLTrainingConfig.model_validate(resolved).importance_cap == 2.0
 
 
 async def test_recompute_old_asks_the_trainer():
@@ -345,16 +341,12 @@ def test_the_loss_is_named_with_the_numbers_of_the_config():
     assert spec.params == {
         "clip_low": 0.2,
         "clip_high": 0.28,
-        "importance_cap": 2.0,
         "kl_coef": 0.02,
         "kl_estimator": "k3",
     }
     assert (spec.unit, spec.constant) == ("constant", 2 * 2 * 8)
     assert make_loss_spec(rl_config(loss="cispo", loss_params={"ratio_high": 4.0})).params == {
         "ratio_high": 4.0
-    }
-    assert make_loss_spec(rl_config(loss="cispo", recompute_old=True, importance_cap=3.0)).params == {
-        "importance_cap": 3.0
     }
     assert make_loss_spec(rl_config(loss="clip_cov", clip_high=0.28)).params == {
         "clip_low": 0.2,

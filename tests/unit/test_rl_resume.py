@@ -42,8 +42,7 @@ CONFIG = RLTrainingConfig(
     rollout=RolloutConfig(num_prompts=3, samples_per_prompt=3, max_new_tokens=6),
     optim=OptimConfig(lr=1e-2, schedule="cosine"),
     kl_coef=0.1,
-    kl_control="proportional",
-    kl_control_params={"target": 0.05, "horizon": 50},
+    kl_control="proportional(target=0.05, horizon=50)",
     updates_per_batch=2,
     minibatches=2,
     changes=[{"from_step": 4, "loss": "gspo", "normalise_by": "sequences", "advantage": "centred"}],  # pyright: ignore[reportArgumentType]
@@ -215,7 +214,7 @@ async def test_a_resumed_run_under_a_controller_must_be_given_its_coefficient(tm
         with pytest.raises(
             ConfigError,
             match=(
-                r"rl\.kl_control='proportional' after 3 steps needs the coefficient it had come to; pass"
+                r"rl\.kl_control='proportional.*' after 3 steps needs the coefficient it had come to; pass"
                 r" state="
             ),
         ):

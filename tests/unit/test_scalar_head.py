@@ -44,7 +44,7 @@ from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import LossSpec, RolloutBatch
 
 torch.set_num_threads(1)
-OPTIM = OptimConfig(lr=1e-2, max_nonfinite_steps=2)
+OPTIM = OptimConfig(lr=1e-2)
 IGNORE_COMPILER = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor"
 )  # torch hides it while it compiles, where it is no error

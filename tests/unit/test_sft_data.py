@@ -8,7 +8,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from rollouts.data.chat import TemplateOptions
 from rollouts.data.mixture import select_sft_batch
 from rollouts.data.sft import prepare_sft_rows
 from rollouts.errors import DataError, ModelError
@@ -69,20 +68,6 @@ def test_the_tools_of_a_row_are_written_and_do_not_train():
         prepare_sft_rows([SHORT | {"tools": [tool]}], byte_tokenizer(), max_length=99)
     with pytest.raises(DataError, match=r"sft\.data: row 0: tools\[0\] is 'f'; a tool is an object"):
         prepare_sft_rows([SHORT | {"tools": ["f"]}], byte_tokenizer(), max_length=99)
-
-
-def test_thinking_is_kept_or_dropped_by_choice():
-    row = {"prompt": "q", "answer": "<think>hm</think>\n\nab"}
-    kept, dropped = (
-        prepare_sft_rows(
-            [row], byte_tokenizer(), max_length=99, options=TemplateOptions(thinking=choice)
-        ).samples[0]
-        for choice in ("keep", "drop")
-    )
-    assert (
-        kept.loss_mask.sum() == 7 + 2 + 8 + 2 + 2 + 1
-    )  # <think>, hm, </think>, two line ends, ab, the end token
-    assert np.flatnonzero(dropped.loss_mask).tolist() == [20, 21, 22]
 
 
 def test_a_bad_row_is_named():
