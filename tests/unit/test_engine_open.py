@@ -25,6 +25,6 @@ async def open_and_name(config: EngineConfig) -> list[str]:
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 async def test_running_servers_are_called_by_their_kind_and_address(dialect: Dialect):
-    async with open_fault_server(dialect=dialect, vocab_size=VOCAB_SIZE) as server:
+    async with open_fault_server(dialect=dialect, vocab_size=VOCAB_SIZE, context_length=256) as server:
         config = EngineConfig(kind=dialect, urls=[server.url])
         assert await open_and_name(config) == [f"{dialect}-{server.url.removeprefix('http://')}"]

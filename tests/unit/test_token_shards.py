@@ -240,7 +240,7 @@ def test_a_removed_shard_is_named_with_the_setting_that_keeps_more(tmp_path: Pat
 def test_a_row_without_arrays_and_one_that_names_another_file_are_refused(tmp_path: Path):
     run_dir = RunDir(tmp_path / "run")
     row = write(run_dir, make_update())[0]
-    with pytest.raises(RecordError, match="kept none"):
+    with pytest.raises(RecordError, match="has no per-token arrays"):
         read_token_arrays(run_dir, {key: value for key, value in row.items() if key != "shard"})
     for shard in ("../config.toml", "/etc/passwd", "rl-1-000000.bin/../../x"):
         with pytest.raises(RecordError, match="no name of one"):
