@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,26 @@ class Curve:
     values: np.ndarray
 
 
+def list_curves(run: str, record: Record) -> list[Curve]:
+    """Every metric of every stage of a run that has a value, those of evaluations too."""
+    points: dict[tuple[str, str], dict[int, float]] = {}
+    for row in record.evaluations:
+        for name, value in row.items():
+            if name.startswith("eval/"):
+                points.setdefault((row["stage"], name), {})[row["step"]] = value
+    return [
+        *(
+            Curve(run, stage.name, name, *stage.series(name))
+            for stage in record.stages.values()
+            for name in stage.metrics
+        ),
+        *(
+            Curve(run, *of, *map(np.array, zip(*sorted(held.items()), strict=True)))
+            for of, held in points.items()
+        ),
+    ]
+
+
 def collect_panels(
     records: Mapping[str, Record], patterns: Sequence[str], *, stage: str | None = None
 ) -> list[list[Curve]]:
@@ -41,66 +61,39 @@ def collect_panels(
     Raises ConfigError for a stage that no run has, and for a pattern that no metric of these stages matches.
     """
     curves = [curve for run, record in records.items() for curve in list_curves(run, record)]
-    stages = list(dict.fromkeys(curve.stage for curve in curves))
+    stages = dict.fromkeys(curve.stage for curve in curves)
     if stage is not None and stage not in stages:
         raise ConfigError(f"--stage {stage}: the stages are {', '.join(stages) or 'none yet'}")
-    stages = [stage] if stage is not None else stages
-    names = list(dict.fromkeys(curve.name for curve in curves if curve.stage in stages))
-    chosen = dict.fromkeys(name for pattern in patterns for name in match_names(pattern, names))
-    panels = [
-        [curve for curve in curves if (curve.stage, curve.name) == (one, name)]
-        for one in stages
-        for name in chosen
-    ]
-    return [panel for panel in panels if panel]
-
-
-def list_curves(run: str, record: Record) -> list[Curve]:
-    """Every metric of every stage of a run that has a value, those of evaluations too."""
-    curves = [
-        Curve(run, stage.name, name, *stage.series(name))
-        for stage in record.stages.values()
-        for name in stage.metrics
-    ]
-    points: dict[tuple[str, str], dict[int, float]] = {}
-    for row in record.evaluations:
-        for name, value in row.items():
-            if name.startswith("eval/"):
-                points.setdefault((row["stage"], name), {})[row["step"]] = value
-    for (stage, name), held in points.items():
-        steps = np.array(sorted(held))
-        curves.append(Curve(run, stage, name, steps, np.array([held[step] for step in steps.tolist()])))
-    return curves
-
-
-def match_names(pattern: str, names: Sequence[str]) -> list[str]:
-    """The names that match. Raises ConfigError naming the nearest ones if none does."""
-    if found := [name for name in names if fnmatch.fnmatchcase(name, pattern)]:
-        return found
-    known = list(dict.fromkeys(name.partition("/")[0] for name in names))
-    areas = nearest_names(pattern.partition("/")[0], known)
-    near = [] if "*" in pattern else nearest_names(pattern, names)
-    near = near or [name for name in names if name.partition("/")[0] in areas] or list(names)
-    hint = f"near are {', '.join(near[:SHOWN_NAMES])}" if near else "none was logged yet"
-    raise ConfigError(f"{pattern}: no metric that was logged is called so; {hint}")
-
-
-def prepare_curve(curve: Curve, *, smooth: int = 1, log: bool = False) -> Curve:
-    """The curve as it is drawn: each value the mean of `smooth` up to it; with `log` only values above 0."""
-    held = curve.values > 0 if log else np.ones(len(curve.values), dtype=bool)
-    return Curve(
-        curve.run, curve.stage, curve.name, curve.steps[held], smooth_values(curve.values[held], smooth)
-    )
+    curves = [curve for curve in curves if stage in (None, curve.stage)]
+    names = list(dict.fromkeys(curve.name for curve in curves))
+    panels: dict[tuple[str, str], list[Curve]] = {}
+    for pattern in patterns:
+        found = fnmatch.filter(names, pattern)
+        if not found:
+            area = nearest_names(pattern.partition("/")[0], {name.partition("/")[0] for name in names})
+            near = nearest_names(pattern, names) if "*" not in pattern else []
+            near = near or [name for name in names if name.partition("/")[0] in area] or names
+            hint = f"near are {', '.join(near[:SHOWN_NAMES])}" if near else "none was logged yet"
+            raise ConfigError(f"{pattern}: no metric that was logged is called so; {hint}")
+        for one in stages:
+            for curve in curves:
+                if curve.stage == one and curve.name in found:
+                    panels.setdefault((one, curve.name), []).append(curve)
+    return list(panels.values())
 
 
 def smooth_values(values: np.ndarray, window: int) -> np.ndarray:
     """The mean of each value and the up to `window` - 1 before it."""
-    if window <= 1 or not len(values):
-        return values
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(values) + 1)
     begins = np.maximum(0, ends - window)
-    return (sums[ends] - sums[begins]) / (ends - begins)
+    return (sums[ends] - sums[begins]) / (ends - begins) if window > 1 else values
+
+
+def prepare_curve(curve: Curve, *, smooth: int, log: bool) -> Curve:
+    """The curve as it is drawn: each value the mean of `smooth` up to it; with `log` only values above 0."""
+    held = curve.values > (0 if log else -np.inf)
+    return replace(curve, steps=curve.steps[held], values=smooth_values(curve.values[held], smooth))
 
 
 def mean_by_range(steps: np.ndarray, values: np.ndarray, *, first: int, last: int, ranges: int) -> np.ndarray:
@@ -116,8 +109,7 @@ def draw_sparkline(steps: np.ndarray, values: np.ndarray, *, first: int, last: i
     means = mean_by_range(steps, values, first=first, last=last, ranges=width)
     low, high = np.nanmin(means), np.nanmax(means)
     shares = (means - low) / (high - low) if high > low else means * 0 + 0.5
-    top = len(BLOCKS) - 1
-    return "".join(" " if np.isnan(share) else BLOCKS[min(top, int(share * len(BLOCKS)))] for share in shares)
+    return "".join(" " if np.isnan(share) else BLOCKS[min(7, int(share * 8))] for share in shares)
 
 
 def draw_chart(
@@ -127,42 +119,39 @@ def draw_chart(
     height: int = 10,
     smooth: int = 1,
     log: bool = False,
-    title: str = "",
 ) -> Text:
     """The curves over each other in braille, with highest and lowest value and the range of steps."""
+    title = f"{panel[0].stage} {panel[0].name}{' (logarithmic)' if log else ''}"
     curves = [prepare_curve(curve, smooth=smooth, log=log) for curve in panel]
-    drawn = [curve for curve in curves if len(curve.values)]
-    title = title or f"{panel[0].stage} {panel[0].name}{' (logarithmic)' if log else ''}"
+    drawn = [(number, curve) for number, curve in enumerate(curves) if len(curve.values)]
     if not drawn:
         return Text(f"{title}: no value is above 0, so that none has a logarithm")
-    scaled = [np.log10(curve.values) if log else curve.values for curve in drawn]
-    low, high = min(float(values.min()) for values in scaled), max(float(values.max()) for values in scaled)
-    first, last = min(int(curve.steps[0]) for curve in drawn), max(int(curve.steps[-1]) for curve in drawn)
+    every = np.concatenate([curve.values for _, curve in drawn])
+    low, high = float(every.min()), float(every.max())
+    first, last = (int(find(curve.steps[end] for _, curve in drawn)) for find, end in ((min, 0), (max, -1)))
     cells, owners = np.zeros((height, width), np.int64), np.zeros((height, width), np.int64)
-    for curve, values in zip(drawn, scaled, strict=True):
-        means = mean_by_range(curve.steps, values, first=first, last=last, ranges=2 * width)
-        dots = place_dots(means, low=low, high=high, columns=2 * width, rows=4 * height)
+    for number, curve in drawn:
+        means = mean_by_range(curve.steps, curve.values, first=first, last=last, ranges=2 * width)
+        heights = np.log([low, high, *means]) if log else np.array([low, high, *means])
+        dots = place_dots(heights[2:], *heights[:2], columns=2 * width, rows=4 * height)
         bits = (dots.reshape(height, 4, width, 2) * DOT_BITS[:, None, :]).sum(axis=(1, 3))
         cells |= bits
-        owners[bits > 0] = curves.index(curve)
-    ends = [format_number(10**value if log else value) for value in (high, low)]
-    labels = [ends[0], *[""] * (height - 2), ends[1]]
-    margin = max(map(len, ends))
+        owners[bits > 0] = number
+    labels = [format_number(high), *[""] * (height - 2), format_number(low)]
+    margin = max(map(len, labels))
     text = Text(f"{'':>{margin}}  {title}\n")
-    for label, row, owner in zip(labels, cells, owners, strict=True):
+    for label, row, owner in zip(labels, cells.tolist(), owners.tolist(), strict=True):
         text.append(f"{label:>{margin}} ┤")
-        for cell, number in zip(row.tolist(), owner.tolist(), strict=True):
+        for cell, number in zip(row, owner, strict=True):
             text.append(chr(0x2800 + cell), COLOURS[number % len(COLOURS)])
         text.append("\n")
     text.append(f"{'':>{margin}}  {first}{f'step {last}':>{width - len(str(first))}}")
-    if len(curves) > 1:
-        text.append(f"\n{'':>{margin}}  ")
-        for number, curve in enumerate(curves):
-            text.append(f"━ {curve.run}  ", COLOURS[number % len(COLOURS)])
+    for number, curve in enumerate(curves if len(curves) > 1 else ()):
+        text.append(f"{'' if number else chr(10)}  ━ {curve.run}", COLOURS[number % len(COLOURS)])
     return text
 
 
-def place_dots(means: np.ndarray, *, low: float, high: float, columns: int, rows: int) -> np.ndarray:
+def place_dots(means: np.ndarray, low: float, high: float, *, columns: int, rows: int) -> np.ndarray:
     """[rows, columns] bool: the dots of a line without gaps, straight between the means."""
     held = np.flatnonzero(~np.isnan(means))
     places = held * (columns - 1) // max(1, len(means) - 1)
@@ -170,12 +159,10 @@ def place_dots(means: np.ndarray, *, low: float, high: float, columns: int, rows
     values = np.interp(inside, places, means[held])
     shares = (values - low) / (high - low) if high > low else np.full(len(inside), 0.5)
     lines = rows - 1 - np.rint(shares * (rows - 1))
-    halfway = (lines[:-1] + lines[1:]) / 2
+    halfway = (lines[:-1] + lines[1:]) / 2  # a dot's column reaches half the way to the dots beside it
     sides = np.stack([lines, np.append(lines[:1], halfway), np.append(halfway, lines[-1:])])
-    begins, ends = np.ceil(sides.min(axis=0)), np.floor(sides.max(axis=0))
-    dots = np.zeros((rows, columns), dtype=bool)
-    numbers = np.arange(rows)[:, None]
-    dots[:, inside] = (numbers >= begins) & (numbers <= ends)
+    dots, numbers = np.zeros((rows, columns), dtype=bool), np.arange(rows)[:, None]
+    dots[:, inside] = (numbers >= np.ceil(sides.min(axis=0))) & (numbers <= np.floor(sides.max(axis=0)))
     return dots
 
 
@@ -185,7 +172,6 @@ def save_png(panels: Sequence[Sequence[Curve]], path: Path, *, smooth: int = 1, 
     Raises RunDirError if matplotlib is not installed, or the file cannot be written.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise RunDirError(
@@ -196,29 +182,16 @@ def save_png(panels: Sequence[Sequence[Curve]], path: Path, *, smooth: int = 1, 
         stages.setdefault(panel[0].stage, []).append(panel)
     height = max(map(len, stages.values()))
     figure = Figure(figsize=(max(7.5, 5.5 * len(stages)), 2.2 * height + 0.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(height, len(stages), squeeze=False)
-    for axes in grid.flat:
-        axes.set_axis_off()
     for column, own in enumerate(stages.values()):
         for row, panel in enumerate(own):
-            axes = grid[row][column]
-            axes.set_axis_on()
+            axes = figure.add_subplot(height, len(stages), row * len(stages) + column + 1)
             axes.set_title(make_safe(f"{panel[0].stage}: {panel[0].name}"), fontsize=9)
             axes.tick_params(labelsize=8)
             axes.grid(alpha=0.3)
             for curve in (prepare_curve(curve, smooth=smooth, log=log) for curve in panel):
-                marker = "." if len(curve.steps) < 30 else None
-                places = thin_out(curve.values)
-                axes.plot(
-                    curve.steps[places],
-                    curve.values[places],
-                    linewidth=1.4,
-                    marker=marker,
-                    label=make_safe(curve.run),
-                )
-            if log:
-                axes.set_yscale("log")
+                marker, label = "." if len(curve.steps) < 30 else None, make_safe(curve.run)
+                axes.plot(*thin_out(curve), linewidth=1.4, marker=marker, label=label)
+            axes.set_yscale("log" if log else "linear")
             if len(panel) > 1:
                 axes.legend(fontsize=8)
     try:
@@ -227,13 +200,10 @@ def save_png(panels: Sequence[Sequence[Curve]], path: Path, *, smooth: int = 1, 
         raise RunDirError(f"{path} cannot be written: {error}; name another file with --png FILE") from error
 
 
-def thin_out(values: np.ndarray) -> np.ndarray:
-    """Places of at most DRAWN values that look like all: the lowest and the highest of each stretch."""
-    stretch = -(-2 * len(values) // DRAWN)
-    if stretch <= 2:
-        return np.arange(len(values))
-    kept: set[int] = set()
-    for begin in range(0, len(values), stretch):
-        part = values[begin : begin + stretch]
-        kept |= {begin + int(part.argmin()), begin + int(part.argmax())}
-    return np.array(sorted(kept))
+def thin_out(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of at most DRAWN points that look like all: lowest and highest of each stretch."""
+    if len(curve.values) <= DRAWN:
+        return curve.steps, curve.values
+    starts = np.arange(0, len(curve.values), -(-2 * len(curve.values) // DRAWN))
+    ends = [find.reduceat(curve.values, starts) for find in (np.minimum, np.maximum)]
+    return np.repeat(curve.steps[starts], 2), np.stack(ends, axis=1).ravel()

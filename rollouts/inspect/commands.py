@@ -18,17 +18,20 @@ if TYPE_CHECKING:
 
     from rollouts.inspect.record import Record
 
+STATUSES = ("completed", "truncated", "aborted", "failed", "pending")
+PICTURES = (  # panels of the PNG
+    *("reward/mean", "loss/total", "response_length/mean", "entropy/mean", "rewards/margins"),
+    *("value/explained_variance", "optim/grad_norm", "time/step"),
+)
+
 
 def add_parser(
-    commands: Any, name: str, what: str, run: object, *, several: bool = False
+    commands: Any, name: str, what: str, run: object, *, several: bool = False, more: str = ""
 ) -> argparse.ArgumentParser:
     """The parser of a command that takes a run directory, or several."""
-    parser = commands.add_parser(name, help=what, description=what, allow_abbrev=False)
-    help_text = "a run directory, for example runs/demo"
-    if several:
-        parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN", help=help_text)
-    else:
-        parser.add_argument("run_dir", type=Path, metavar="RUN", help=help_text)
+    parser = commands.add_parser(name, help=what, description=what + more, allow_abbrev=False)
+    place = {"dest": "run_dirs", "nargs": "+"} if several else {"dest": "run_dir"}
+    parser.add_argument(type=Path, metavar="RUN", help="a run directory, for example runs/demo", **place)
     parser.set_defaults(run=run)
     return parser
 
@@ -36,74 +39,64 @@ def add_parser(
 def add_inspect_parser(commands: Any) -> None:
     """Adds `inspect`."""
     what = "what became of a run, also while it runs; several runs side by side"
-    parser = add_parser(commands, "inspect", what, run_inspect, several=True)
-    parser.add_argument(
-        "--png",
-        type=Path,
-        metavar="FILE",
-        help="where to draw the curves as a picture (default RUN/curves.png; needs matplotlib)",
-    )
-    parser.add_argument(
-        "--last", type=int, default=10, metavar="N", help="how many of the last steps to list (10)"
-    )
-    parser.add_argument("--samples", type=int, default=0, metavar="N", help="also print the last N samples")
+    add = add_parser(commands, "inspect", what, run_inspect, several=True).add_argument
+    what = "where to draw the curves as a picture (default RUN/curves.png; needs matplotlib)"
+    add("--png", type=Path, metavar="FILE", help=what)
+    add("--last", type=int, default=10, metavar="N", help="how many of the last steps to list (10)")
+    add("--samples", type=int, default=0, metavar="N", help="also print the last N samples")
 
 
 def add_samples_parser(commands: Any) -> None:
     """Adds `samples`."""
     what = "transcripts: samples by step, reward, status or text; the last ones, unless --sort is given"
     parser = add_parser(commands, "samples", what, run_samples)
-    which = parser.add_mutually_exclusive_group()
+    which, add = parser.add_mutually_exclusive_group(), parser.add_argument
     which.add_argument("--step", type=int, metavar="N", help="samples of this step")
     which.add_argument("--last", action="store_true", help="samples of the last step that has any")
-    parser.add_argument("--stage", metavar="STAGE", help="samples of this stage, for example rl or eval-rl")
-    parser.add_argument(
-        "--status", help="samples that ended so: completed, truncated, aborted, failed or pending"
-    )
-    parser.add_argument("--group", type=int, metavar="G", help="samples of the group with this group_index")
+    add("--stage", metavar="STAGE", help="samples of this stage, for example rl or eval-rl")
+    add("--status", choices=STATUSES, help="samples that ended so")
+    add("--group", type=int, metavar="G", help="samples of the group with this group_index")
     what = "samples whose prompt, response or failure message holds TEXT, in upper or lower case"
-    parser.add_argument("--grep", default="", metavar="TEXT", help=what)
-    what = "lowest first, by step, reward, length, tokens, lag or group"
-    parser.add_argument("--sort", metavar="KEY", help=what)
-    parser.add_argument("--reverse", action="store_true", help="highest first")
-    parser.add_argument("--limit", type=int, default=10, metavar="N", help="how many to print (default 10)")
-    what = "mark each token by advantage, logprob_diff or mask; needs the arrays that a run keeps per token"
-    parser.add_argument("--color", metavar="VALUE", help=what)
-    parser.add_argument("--json", action="store_true", help="the rows as JSON lines")
+    add("--grep", default="", metavar="TEXT", help=what)
+    keys = ("step", "reward", "length", "tokens", "lag", "group")
+    add("--sort", choices=keys, help="lowest first, by this value")
+    add("--reverse", action="store_true", help="highest first")
+    add("--limit", type=int, default=10, metavar="N", help="how many to print (default 10)")
+    what = "mark each token by this value; needs the arrays that a run keeps per token"
+    add("--color", choices=("advantage", "logprob_diff", "mask"), help=what)
+    add("--json", action="store_true", help="the rows as JSON lines")
 
 
 def add_plot_parser(commands: Any) -> None:
     """Adds `plot`."""
-    parser = add_parser(commands, "plot", "curves of chosen metrics, of one run or several", run_plot)
+    add = add_parser(
+        commands, "plot", "curves of chosen metrics, of one run or several", run_plot
+    ).add_argument
     what = "a metric, or a pattern such as 'reward/*'; a directory is a further run"
-    parser.add_argument("names", nargs="+", metavar="METRIC | RUN", help=what)
-    parser.add_argument("--stage", metavar="STAGE", help="only this stage")
-    parser.add_argument(
-        "--smooth", type=int, default=1, metavar="N", help="draw means of N steps, up to each"
-    )
-    parser.add_argument(
-        "--log", action="store_true", help="logarithmic; values that are not above 0 are left out"
-    )
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw a picture instead (needs matplotlib)")
+    add("names", nargs="+", metavar="METRIC | RUN", help=what)
+    add("--stage", metavar="STAGE", help="only this stage")
+    add("--smooth", type=int, default=1, metavar="N", help="draw means of N steps, up to each")
+    add("--log", action="store_true", help="logarithmic; values that are not above 0 are left out")
+    add("--png", type=Path, metavar="FILE", help="draw a picture instead (needs matplotlib)")
 
 
 def add_tail_parser(commands: Any) -> None:
     """Adds `tail`."""
     what = "follow a run while it goes on, also over ssh; ends with the run"
-    parser = add_parser(commands, "tail", what, run_tail)
-    parser.add_argument("--once", action="store_true", help="print one screen and end")
+    add = add_parser(commands, "tail", what, run_tail).add_argument
+    add("--once", action="store_true", help="print one screen and end")
     what = "seconds between looks at the files (default 0.5)"
-    parser.add_argument("--every", type=float, default=0.5, metavar="S", help=what)
+    add("--every", type=float, default=0.5, metavar="S", help=what)
 
 
 def add_query_parser(commands: Any) -> None:
     """Adds `query`."""
     what = "SQL over the views metrics, evaluations, samples, contributions and spans of a run"
-    parser = add_parser(commands, "query", what, run_query)
-    parser.description = (
-        f"{what}, which hold the newest attempt of each step; with _all appended (metrics_all) every attempt."
+    more = (
+        ", which hold the newest attempt of each step; with _all appended (metrics_all) every attempt."
         ' Columns are called as logged: a name with a slash stands in double quotes, "reward/mean".'
     )
+    parser = add_parser(commands, "query", what, run_query, more=more)
     what = """one statement, for example 'SELECT step, "reward/mean" FROM metrics'"""
     parser.add_argument("sql", metavar="SQL", help=what)
     form = parser.add_mutually_exclusive_group()
@@ -114,46 +107,47 @@ def add_query_parser(commands: Any) -> None:
 def add_report_parser(commands: Any) -> None:
     """Adds `report`."""
     what = "write one HTML file that shows a run, or compares several; it loads nothing from elsewhere"
-    parser = add_parser(commands, "report", what, run_report, several=True)
+    add = add_parser(commands, "report", what, run_report, several=True).add_argument
     what = "where to (default report.html in the first RUN)"
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=what)
+    add("-o", "--output", type=Path, metavar="FILE", help=what)
 
 
 def add_trace_parser(commands: Any) -> None:
     """Adds `export-trace`."""
     what = "when what was done, as a trace that ui.perfetto.dev and chrome://tracing open"
-    parser = add_parser(commands, "export-trace", what, run_export_trace)
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to (default RUN/trace.json)")
-    parser.add_argument("--steps", metavar="A..B", help="only these steps of each stage, both included")
+    add = add_parser(commands, "export-trace", what, run_export_trace).add_argument
+    add("-o", "--output", type=Path, metavar="FILE", help="where to (default RUN/trace.json)")
+    add("--steps", metavar="A..B", help="only these steps of each stage, both included")
 
 
 def open_records(stack: ExitStack, roots: Sequence[Path]) -> dict[str, Record]:
-    """The records of runs by name, open until the stack ends. Raises RunDirError."""
-    from rollouts.inspect.overview import name_runs
+    """The records of runs, open until the stack ends, each by its directory's name with as many directories
+    above it as tell the runs apart. Raises RunDirError.
+    """
     from rollouts.inspect.record import open_record
 
-    roots = list(dict.fromkeys(roots))
-    return {
-        name: stack.enter_context(open_record(root))
-        for name, root in zip(name_runs(roots), roots, strict=True)
-    }
+    roots = list(dict.fromkeys(root.resolve() for root in roots))
+    depth = 1
+    while len({root.parts[-depth:] for root in roots}) < len(roots):
+        depth += 1
+    return {"/".join(root.parts[-depth:]): stack.enter_context(open_record(root)) for root in roots}
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Prints what the files of one run say, or what differs between several. Raises RolloutsError."""
     from rollouts.inspect.overview import print_comparison, print_run
+    from rollouts.inspect.record import open_record
     from rollouts.inspect.samples import SampleQuery, find_samples, print_sample
     from rollouts.inspect.terminal import make_console
 
     console = make_console()
     with ExitStack() as stack:
-        records = open_records(stack, arguments.run_dirs)
-        if len(records) > 1:
+        if len(arguments.run_dirs) > 1:
             if arguments.png is not None or arguments.samples > 0:
                 raise ConfigError("--png and --samples are for one run; name one, or leave them out")
-            print_comparison(console, records)
+            print_comparison(console, open_records(stack, arguments.run_dirs))
             return 0
-        record = next(iter(records.values()))
+        record = stack.enter_context(open_record(arguments.run_dirs[0]))
         print_run(console, record, last=arguments.last)
         if arguments.samples > 0:
             for row in find_samples(record, SampleQuery(limit=arguments.samples)).rows:
@@ -165,15 +159,13 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 def print_picture(console: Console, record: Record, png: Path | None) -> None:
     """Draws the curves as a picture and says where. A RUN/curves.png newer than its rows is left alone."""
     from rollouts.errors import RunDirError
+    from rollouts.inspect.record import find_parts
 
     path = png or record.root / "curves.png"
-    shown = record.files("metrics") + record.files("evaluations")
+    rows = [part for kind in ("metrics", "evaluations") for part in find_parts(record.run_dir, kind)]
+    changed = max((part.stat().st_mtime for part in rows), default=0.0)
     try:
-        if (
-            png is None
-            and path.exists()
-            and path.stat().st_mtime > max(part.stat().st_mtime for part in shown)
-        ):
+        if png is None and path.exists() and path.stat().st_mtime > changed:
             console.print(f"{path} is up to date", soft_wrap=True)
             return
         draw_picture(record, path)
@@ -188,75 +180,42 @@ def draw_picture(record: Record, path: Path) -> None:
     """Draws the curves that every run has, and accuracies, as a PNG. Raises RunDirError."""
     from rollouts.errors import RunDirError
     from rollouts.inspect.chart import Curve, list_curves, save_png
-    from rollouts.inspect.overview import ACCURACY, PICTURES
+    from rollouts.inspect.facts import ACCURACY
 
-    curves = list_curves("", record)
-    stages = dict.fromkeys(curve.stage for curve in curves)
-    panels = [
-        [curve]
-        for stage in stages
-        for name in PICTURES
-        for curve in curves
-        if (curve.stage, curve.name) == (stage, name)
-    ]
-    for stage in stages:
-        found = [(curve, ACCURACY.fullmatch(curve.name)) for curve in curves if curve.stage == stage]
-        accuracies = [
-            Curve(f"{match['name']} {match['stat']}", stage, "accuracy, %", curve.steps, 100 * curve.values)
-            for curve, match in found
-            if match
-        ]
-        panels += [accuracies] if accuracies else []
+    panels: dict[tuple[str, int], list[Curve]] = {}
+    for curve in list_curves("", record):
+        if match := ACCURACY.fullmatch(curve.name):
+            label, percent = f"{match['name']} {match['stat']}", 100 * curve.values
+            shown = Curve(label, curve.stage, "accuracy, %", curve.steps, percent)
+            panels.setdefault((curve.stage, len(PICTURES)), []).append(shown)
+        elif curve.name in PICTURES:
+            panels[curve.stage, PICTURES.index(curve.name)] = [curve]
     if not panels:
         raise RunDirError(f"{record.root} has no steps and no evaluations yet; there is nothing to plot")
-    save_png(panels, path)
+    save_png([panels[key] for key in sorted(panels, key=lambda key: key[1])], path)
 
 
 def run_samples(arguments: argparse.Namespace) -> int:
     """Prints samples. Raises RunDirError; ConfigError for a value out of range."""
     from rollouts.inspect.record import open_record
-    from rollouts.inspect.samples import (
-        COLOURS,
-        SORT_KEYS,
-        STATUSES,
-        SampleQuery,
-        find_samples,
-        print_samples,
-    )
+    from rollouts.inspect.samples import SampleQuery, find_samples, print_samples
     from rollouts.inspect.terminal import make_console, write_lines
 
-    for option, value, known in (
-        ("--status", arguments.status, STATUSES),
-        ("--sort", arguments.sort, SORT_KEYS),
-        ("--color", arguments.color, COLOURS),
-    ):
-        if value is not None and value not in known:
-            raise ConfigError(f"{option} {value}: give one of {', '.join(known)}")
-    query = SampleQuery(
-        step=arguments.step,
-        last_step=arguments.last,
-        stage=arguments.stage,
-        status=arguments.status,
-        group=arguments.group,
-        grep=arguments.grep,
-        sort=arguments.sort,
-        reverse=arguments.reverse,
-        limit=arguments.limit,
-    )
+    query = SampleQuery(**{name: getattr(arguments, name) for name in SampleQuery.__slots__})
     with open_record(arguments.run_dir) as record:
         found = find_samples(record, query)
         if arguments.json:
             import msgspec
 
-            write_lines("".join(f"{msgspec.json.encode(row).decode()}\n" for row in found.rows))
-            return 0
-        print_samples(make_console(), record, found, color=arguments.color)
+            write_lines(msgspec.json.Encoder().encode_lines(found.rows).decode())
+        else:
+            print_samples(make_console(), record, found, color=arguments.color)
     return 0
 
 
 def run_plot(arguments: argparse.Namespace) -> int:
     """Draws curves. Raises ConfigError for a metric or stage that is none, RunDirError for what is no run."""
-    from rollouts.inspect.chart import collect_panels, save_png
+    from rollouts.inspect.chart import collect_panels, draw_chart, save_png
     from rollouts.inspect.terminal import make_console
 
     if arguments.smooth < 1:
@@ -271,27 +230,21 @@ def run_plot(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         records = open_records(stack, [arguments.run_dir, *further])
         panels = collect_panels(records, metrics, stage=arguments.stage)
+    how = {"smooth": arguments.smooth, "log": arguments.log}
     if arguments.png is not None:
-        save_png(panels, arguments.png, smooth=arguments.smooth, log=arguments.log)
+        save_png(panels, arguments.png, **how)
         console.print(f"wrote {arguments.png}", soft_wrap=True)
         return 0
-    draw_panels(console, panels, arguments)
-    return 0
-
-
-def draw_panels(console: Console, panels: Sequence[Sequence[Any]], arguments: argparse.Namespace) -> None:
-    """Draws panels on a terminal: runs over each other, or below each other where there are no colours."""
-    from rollouts.inspect.chart import draw_chart
-
+    # runs lie over each other, or below each other where there are no colours
     overlaid = console.is_terminal and console.color_system is not None and not console.no_color
-    width = max(20, min(100, console.width - 14))
     for panel in panels:
         for curves in [panel] if overlaid else [[curve] for curve in panel]:
             if len(panel) > len(curves):
                 console.print(curves[0].run, soft_wrap=True)
-            chart = draw_chart(curves, width=width, smooth=arguments.smooth, log=arguments.log)
-            console.print(chart, soft_wrap=True)
+            width = max(20, min(100, console.width - 14))
+            console.print(draw_chart(curves, width=width, **how), soft_wrap=True)
             console.print()
+    return 0
 
 
 def run_tail(arguments: argparse.Namespace) -> int:
@@ -318,8 +271,8 @@ def run_query(arguments: argparse.Namespace) -> int:
 
     with open_record(arguments.run_dir) as record:
         answer = run_sql(record, arguments.sql)
-    for note in record.notes:
-        print(note, file=sys.stderr)
+    if record.notes:
+        print(*record.notes, sep="\n", file=sys.stderr)
     if arguments.csv or arguments.json:
         write_lines(format_csv(answer) if arguments.csv else format_json(answer))
     else:
@@ -349,16 +302,16 @@ def run_export_trace(arguments: argparse.Namespace) -> int:
     output = arguments.output or arguments.run_dir / "trace.json"
     steps: range | None = None
     if text := arguments.steps:
-        first, dots, last = text.partition("..")
-        last = last if dots else first
-        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        first, _, last = text.partition("..")
+        numbers = [int(number) for number in (first, last or first) if number.isdecimal()]
+        if len(numbers) < 2 or numbers[0] > numbers[1]:
             raise ConfigError(
                 f"--steps {text}: give two whole numbers, the first not above the second, as 10..20"
             )
-        steps = range(int(first), int(last) + 1)
+        steps = range(numbers[0], numbers[1] + 1)
     with open_record(arguments.run_dir) as record:
         count = export_trace(record, output, steps=steps)
-    for note in record.notes:
-        print(note, file=sys.stderr)
+    if record.notes:
+        print(*record.notes, sep="\n", file=sys.stderr)
     print(f"wrote {output}: {count} spans; open it at https://ui.perfetto.dev")
     return 0

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from rollouts.config.spelling import nearest
 from rollouts.errors import ConfigError
+from rollouts.inspect.facts import count_of
 from rollouts.inspect.record import KINDS, Record
 from rollouts.inspect.terminal import make_safe, make_table
 
@@ -35,15 +36,12 @@ def run_sql(record: Record, sql: str) -> Answer:
     try:
         statements = record.connection.extract_statements(sql)
         # no EXPLAIN: with ANALYZE it runs what it explains, and that may be a COPY onto the record
-        if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
-            kinds = ", ".join(statement.type.name for statement in statements) or "nothing"
-            raise ConfigError(
-                f"SQL: {kinds}; give one statement that reads, for example SELECT … FROM metrics"
-            )
+        if [statement.type for statement in statements] != [duckdb.StatementType.SELECT]:
+            raise ConfigError("SQL: give one statement that reads, for example SELECT … FROM metrics")
         for kind in KINDS:
             if kind in sql.lower():
                 columns += record.add_views(kind)
-                record.check_lines(kind)
+                record.note_damage(kind, f"{kind}_lines")
         result = record.connection.execute(sql)
         return Answer(tuple(str(column[0]) for column in result.description or ()), result.fetchall())
     except duckdb.Error as error:
@@ -52,33 +50,28 @@ def run_sql(record: Record, sql: str) -> Answer:
 
 def explain_error(text: str, columns: Sequence[str]) -> ConfigError:
     """What to say of a statement that DuckDB refuses, with the nearest column where one is missing."""
-    text = re.sub(r"^\w+ Error: ", "", text)
     match = MISSING_COLUMN.search(text)
     if match is None:
         views = f"; the views are {', '.join(KINDS)}, each with _all for every attempt"
         return ConfigError(f"SQL: {text}{views if 'does not exist' in text else ''}")
     name = match[1] or match[2]
-    parts = [f'"{column}"' for column in columns if name in column.split("/")]
-    near = nearest(name, list(columns))
+    parts = [f'"{column}"' for column in columns if name in column.split("/")][:4]
+    near = nearest(name, columns)
     hint = f'did you mean "{near}"?' if near else f"the columns are {', '.join(columns)}"
     if parts:
-        hint = f"a name with a slash stands in double quotes: {', '.join(parts[:4])}"
+        hint = f"a name with a slash stands in double quotes: {', '.join(parts)}"
     return ConfigError(f"SQL: there is no column {name}; {hint}")
 
 
 def make_answer_table(answer: Answer) -> Table:
     """The first SHOWN_ROWS rows."""
-    count, first = len(answer.rows), answer.rows[0] if answer.rows else ()
     headings = [make_safe(column, one_line=True) for column in answer.columns]
-    for place, value in enumerate(first):
-        headings[place] = f">{headings[place]}" if isinstance(value, int | float) else headings[place]
-    table = make_table("", *headings, lines=True)
-    table.caption = f"{count} row{'' if count == 1 else 's'}"
-    if count > SHOWN_ROWS:
-        table.caption += f", {count - SHOWN_ROWS} of them not shown: --csv and --json print all"
-    table.caption_justify = "left"
-    for row in answer.rows[:SHOWN_ROWS]:
-        table.add_row(*map(format_cell, row))
+    for place, value in enumerate(answer.rows[0] if answer.rows else ()):
+        headings[place] = f"{'>' * isinstance(value, int | float)}{headings[place]}"
+    table = make_table("", headings, (list(map(format_cell, row)) for row in answer.rows[:SHOWN_ROWS]))
+    left_out = max(0, len(answer.rows) - SHOWN_ROWS)
+    more = f", {left_out} of them not shown: --csv and --json print all" if left_out else ""
+    table.caption, table.caption_justify = count_of(len(answer.rows), "row") + more, "left"
     return table
 
 
@@ -92,13 +85,11 @@ def format_cell(value: Any) -> str:
 def format_csv(answer: Answer) -> str:
     """All rows, after a line with the columns."""
     held = io.StringIO()
-    writer = csv.writer(held, lineterminator="\n")
-    writer.writerow(answer.columns)
-    writer.writerows(answer.rows)
+    csv.writer(held, lineterminator="\n").writerows([answer.columns, *answer.rows])
     return held.getvalue()
 
 
 def format_json(answer: Answer) -> str:
     """A line for each row."""
-    rows = (dict(zip(answer.columns, row, strict=True)) for row in answer.rows)
-    return "".join(msgspec.json.encode(row, enc_hook=str).decode() + "\n" for row in rows)
+    rows = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
+    return msgspec.json.Encoder(enc_hook=str).encode_lines(rows).decode()

@@ -7,13 +7,11 @@ Rows are taken when they are whole. A long file is followed from its last START_
 
 from __future__ import annotations
 
-import statistics
 import time
-import tomllib
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +22,18 @@ from rich.live import Live
 from rich.text import Text
 
 from rollouts.inspect.chart import draw_sparkline
-from rollouts.inspect.overview import TROUBLE, describe_failure
+from rollouts.inspect.facts import (
+    FAILED,
+    NOT_PHASES,
+    TROUBLE,
+    describe_failure,
+    format_duration,
+    read_settings,
+)
 from rollouts.inspect.record import open_run_dir
 from rollouts.inspect.terminal import format_number, make_safe
 from rollouts.metrics.jsonl import Row, has_place, parse_row
-from rollouts.run_dir import Activity, RunDir, describe_activity, find_activity, list_parts
+from rollouts.run_dir import Activity, describe_activity, find_activity, list_parts
 
 START_BYTES = 8 << 20  # of a file's end that is read at first
 PACE_ROWS = 20  # rows whose times tell how long a step takes
@@ -44,11 +49,7 @@ FACTS = {
     "tok/s": "perf/generated_tokens_per_s",
     "s/step": "time/step",
 }
-COURSES = (
-    "reward/mean",
-    "rewards/accuracies",
-    "loss/total",
-)  # the sparkline is of the first that a stage has
+COURSES = ("reward/mean", "rewards/accuracies", "loss/total")  # the first that a stage has is drawn
 
 
 @dataclass(slots=True)
@@ -73,10 +74,9 @@ class FileCursor:
                 self.part, self.offset = part, 0
             with part.open("rb") as file:
                 file.seek(self.offset)
-                data = file.read()
-            end = data.rfind(b"\n") + 1
-            self.offset += end
-            found = (parse_row(line) for line in data[:end].split(b"\n"))
+                lines, newline, _ = file.read().rpartition(b"\n")
+            self.offset += len(lines) + len(newline)
+            found = (parse_row(line) for line in lines.split(b"\n"))
             rows += [row for row in found if row and has_place(row) and isinstance(row.get("stage"), str)]
         return rows
 
@@ -86,121 +86,96 @@ class RunView:
     """What the rows so far say."""
 
     root: Path
-    steps: dict[str, int] = field(default_factory=dict)  # of the config, by stage
+    steps: dict[str, int] = field(default_factory=dict)  # that the config asks for, by stage
     rows: dict[tuple[str, int], Row] = field(default_factory=dict)  # by stage and step, of the newest attempt
-    attempts: dict[str, int] = field(default_factory=dict)  # the newest one that wrote a row, by stage
     evaluation: Row | None = None
     samples: deque[Row] = field(default_factory=lambda: deque(maxlen=5))
     warnings: deque[str] = field(default_factory=lambda: deque(maxlen=4))
     failures: dict[str, float] = field(default_factory=dict)  # of the rows that were read, by class
-    engines: dict[str, tuple[int, int]] = field(
-        default_factory=dict
-    )  # requests and tokens of the newest step
+    engines: dict[str, list[int]] = field(default_factory=dict)  # tokens of each request of the newest step
     engine_step: tuple[str, int] = ("", 0)
-
-    def take_metrics(self, row: Row) -> None:
-        """Takes a row of metrics in; an attempt that goes on from an earlier step replaces what came after
-        it.
-        """
-        stage, step = row["stage"], row["step"]
-        row = {
-            name: value for name, value in row.items() if "/" not in name or isinstance(value, int | float)
-        }
-        if row["attempt"] > self.attempts.get(stage, 0):
-            self.attempts[stage] = row["attempt"]
-            again = [key for key in self.rows if key[0] == stage and key[1] >= step]
-            for key in again:
-                del self.rows[key]
-            if again:
-                self.warnings.append(f"{stage}: attempt {row['attempt']} goes on from step {step}")
-        self.rows[stage, step] = row
-        while len(self.rows) > HELD_ROWS:
-            del self.rows[next(iter(self.rows))]
-        for metric, value in row.items():
-            if metric.startswith("fail/") and value:
-                self.failures[metric[5:]] = self.failures.get(metric[5:], 0.0) + value
-        for metric, what in TROUBLE.items():
-            if row.get(metric):
-                self.warnings.append(f"{stage} step {step}: {row[metric]:g} {what}")
-
-    def take_sample(self, row: Row) -> None:
-        """Takes a sample in."""
-        self.samples.append(row)
-        if row.get("status") == "failed":
-            metadata = row.get("metadata")
-            failure = describe_failure(metadata.get("failure") if isinstance(metadata, dict) else None)
-            self.warnings.append(f"{row['stage']} step {row['step']}: {row.get('id', '')}: {failure}")
-
-    def take_span(self, row: Row) -> None:
-        """Takes a span in: of engines how much they answered in the newest step."""
-        if row.get("name") != "generate" or not isinstance(row.get("tokens"), int):
-            return
-        if self.engine_step != (row["stage"], row["step"]):
-            self.engine_step, self.engines = (row["stage"], row["step"]), {}
-        requests, tokens = self.engines.get(str(row.get("track")), (0, 0))
-        self.engines[str(row.get("track"))] = requests + 1, tokens + row["tokens"]
 
     @property
     def last(self) -> Row | None:
         """The newest row of metrics."""
         return next(reversed(self.rows.values()), None)
 
+    def take(self, kind: str, row: Row) -> None:
+        """Takes a row of a kind of file in."""
+        place = f"{row['stage']} step {row['step']}"
+        if kind == "metrics":
+            self.take_metrics(row, place)
+        elif kind == "evaluations":
+            self.evaluation = row
+        elif kind == "samples":
+            self.samples.append(row)
+            if row.get("status") == "failed":
+                failure = describe_failure((row.get("metadata") or {}).get("failure"))
+                self.warnings.append(f"{place}: {row.get('id', '')}: {failure}")
+        elif row.get("name") == "generate" and isinstance(row.get("tokens"), int):
+            if self.engine_step != (row["stage"], row["step"]):
+                self.engine_step, self.engines = (row["stage"], row["step"]), {}
+            self.engines.setdefault(str(row.get("track")), []).append(row["tokens"])
 
-def read_steps(run_dir: RunDir) -> dict[str, int]:
-    """Steps of each stage that the config asks for; nothing where it cannot be read."""
-    try:
-        settings = tomllib.loads(run_dir.config.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    tables = {name: table for name, table in settings.items() if isinstance(table, dict)}
-    return {name: table["steps"] for name, table in tables.items() if isinstance(table.get("steps"), int)}
+    def take_metrics(self, row: Row, place: str) -> None:
+        """Takes a step in; an attempt that goes on from an earlier step replaces what came after it."""
+        row = {name: value for name, value in row.items() if "/" not in name or type(value) in (int, float)}
+        again = [
+            key
+            for key, old in self.rows.items()
+            if key[0] == row["stage"] and key[1] >= row["step"] and old["attempt"] < row["attempt"]
+        ]
+        for key in again:
+            del self.rows[key]
+        if again:
+            self.warnings.append(f"{row['stage']}: attempt {row['attempt']} goes on from step {row['step']}")
+        self.rows[row["stage"], row["step"]] = row
+        if len(self.rows) > HELD_ROWS:
+            del self.rows[next(iter(self.rows))]
+        for name, value in row.items():
+            if name.startswith(FAILED) and value:
+                kind = name.removeprefix(FAILED)
+                self.failures[kind] = self.failures.get(kind, 0.0) + value
+            if name in TROUBLE and value:
+                self.warnings.append(f"{place}: {value:g} {TROUBLE[name]}")
 
 
 def estimate_left_s(view: RunView) -> float | None:
     """Seconds that the rest of the stage takes at the pace of its last rows; None where that is not known."""
-    last = view.last
-    if last is None or last["stage"] not in view.steps:
-        return None
+    last = view.last or {}
     own = [row for row in view.rows.values() if all(row[name] == last[name] for name in ("stage", "attempt"))]
     times = [row["time_unix"] for row in own[-PACE_ROWS:] if "time_unix" in row]
-    if len(times) < 2:
+    if len(times) < 2 or last["stage"] not in view.steps:
         return None
-    pace = statistics.median(after - before for before, after in pairwise(times))
-    return max(0.0, pace * (view.steps[last["stage"]] - last["step"]))
-
-
-def format_duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3.5 h`."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-def list_facts(row: Row) -> list[str]:
-    return [f"{heading} {format_number(row[metric])}" for heading, metric in FACTS.items() if metric in row]
+    return max(0.0, float(np.median(np.diff(times))) * (view.steps[last["stage"]] - last["step"]))
 
 
 def describe_row(view: RunView, row: Row) -> str:
     """A row of metrics on one line."""
     total = view.steps.get(row["stage"])
-    return "  ".join([f"{row['stage']} {row['step']}{f'/{total}' if total else ''}", *list_facts(row)])
+    return f"{row['stage']} {row['step']}{f'/{total}' if total else ''}  {'  '.join(list_facts(row))}"
+
+
+def list_facts(row: Row) -> list[str]:
+    """`reward 0.5`, …: the main numbers that a step has."""
+    return [f"{heading} {format_number(row[name])}" for heading, name in FACTS.items() if name in row]
 
 
 def draw_screen(view: RunView, activity: Activity, *, width: int, now_unix: float) -> Text:
     """What is known of the run, at most about 25 lines of `width` characters."""
     lines = [f"{view.root}: {describe_activity(activity)}"]
-    last, evaluation = view.last, view.evaluation
-    if last is None:
+    if view.last is None:
         lines.append("no step has ended yet")
     else:
-        lines += draw_step(view, last, activity, width=width, now_unix=now_unix)
-    if evaluation is not None:
+        lines += draw_step(view, view.last, activity, width=width, now_unix=now_unix)
+    if view.evaluation is not None:
         shown = [
             f"{name} {format_number(value)}"
-            for name, value in evaluation.items()
+            for name, value in view.evaluation.items()
             if name.startswith("eval/") and isinstance(value, float)
         ]
-        lines.append(f"evaluated {evaluation['stage']} step {evaluation['step']}: {', '.join(shown[:4])}")
+        place = f"{view.evaluation['stage']} step {view.evaluation['step']}"
+        lines.append(f"evaluated {place}: {', '.join(shown[:4])}")
     if view.failures:
         ordered = sorted(view.failures.items(), key=lambda item: -item[1])
         lines.append(f"failed    {', '.join(f'{kind} {count:.0f}' for kind, count in ordered)}")
@@ -215,26 +190,16 @@ def draw_screen(view: RunView, activity: Activity, *, width: int, now_unix: floa
 def draw_step(view: RunView, last: Row, activity: Activity, *, width: int, now_unix: float) -> list[str]:
     """Where the run is, and what its newest row says."""
     total, left = view.steps.get(last["stage"]), estimate_left_s(view)
-    place = [
-        f"{last['stage']} step {last['step']}{f' of {total}' if total else ''}",
-        f"attempt {last['attempt']}",
-    ]
+    place = f"{last['stage']} step {last['step']}{f' of {total}' if total else ''}, attempt {last['attempt']}"
     if "time_unix" in last:
-        place.append(f"{format_duration(max(0.0, now_unix - last['time_unix']))} ago")
+        place += f", {format_duration(max(0.0, now_unix - last['time_unix']))} ago"
     if left is not None and activity.may_go_on:
-        place.append(f"{format_duration(left)} left")
-    lines = [", ".join(place)]
+        place += f", {format_duration(left)} left"
+    lines = [place]
     for name in COURSES:
-        held = [
-            (step, row[name])
-            for (stage, step), row in view.rows.items()
-            if stage == last["stage"] and name in row
-        ]
+        held = {key: row[name] for key, row in view.rows.items() if key[0] == last["stage"] and name in row}
         if len(held) > 1:
-            steps, values = (
-                np.array([step for step, _ in held]),
-                np.array([float(value) for _, value in held]),
-            )
+            steps, values = np.array([step for _, step in held]), np.array(list(held.values()), np.float64)
             room = max(10, min(60, width - len(name) - 30))
             course = draw_sparkline(steps, values, first=int(steps.min()), last=int(steps.max()), width=room)
             lines.append(f"{name} {format_number(values[0])} {course} {format_number(values[-1])}")
@@ -242,10 +207,11 @@ def draw_step(view: RunView, last: Row, activity: Activity, *, width: int, now_u
     lines.append("   ".join(list_facts(last)))
     phases = {name.removeprefix("time/"): value for name, value in last.items() if name.startswith("time/")}
     ordered = sorted(phases.items(), key=lambda item: -item[1])
-    shown = [f"{name} {value:.2f} s" for name, value in ordered if name not in ("step", "weight_sync_pause")]
+    shown = [f"{name} {value:.2f} s" for name, value in ordered if name not in NOT_PHASES]
     lines += [f"phases    {'  '.join(shown)}"] if shown else []
-    for name, (requests, tokens) in view.engines.items():
-        lines.append(f"engine    {name}: {requests} requests, {tokens} tokens in step {view.engine_step[1]}")
+    for name, tokens in view.engines.items():
+        step = view.engine_step[1]
+        lines.append(f"engine    {name}: {len(tokens)} requests, {sum(tokens)} tokens in step {step}")
     return lines
 
 
@@ -270,19 +236,19 @@ async def follow(
     is missed. Raises RunDirError for a directory that is no run.
     """
     run_dir = open_run_dir(root)
-    view = RunView(root, read_steps(run_dir))
-    paths = (run_dir.metrics, run_dir.evaluations, run_dir.samples, run_dir.spans)
-    metrics, evaluations, samples, spans = (FileCursor(path) for path in paths)
+    settings = read_settings(run_dir)
+    asked = {name.removesuffix(".steps"): text for name, text in settings.items() if name.endswith(".steps")}
+    view = RunView(root, {stage: int(text) for stage, text in asked.items() if text.isdecimal()})
+    cursors = {path.stem: FileCursor(path) for path in run_dir.row_files if path != run_dir.contributions}
     shown: Activity | None = None
     while True:
         activity = find()
-        fresh, evaluated, sampled, timed = (one.read_new() for one in (metrics, evaluations, samples, spans))
-        for take, rows in ((view.take_metrics, fresh), (view.take_sample, sampled), (view.take_span, timed)):
+        found = {kind: cursor.read_new() for kind, cursor in cursors.items()}
+        for kind, rows in found.items():
             for row in rows:
-                take(row)
-        view.evaluation = evaluated[-1] if evaluated else view.evaluation
-        if fresh or evaluated or sampled or timed or activity != shown:
-            show(view, fresh, activity)
+                view.take(kind, row)
+        if any(found.values()) or activity != shown:
+            show(view, found["metrics"], activity)
             shown = activity
         if once or not activity.may_go_on:
             return
@@ -293,24 +259,20 @@ async def follow_on_console(root: Path, console: Console, every_s: float, once: 
     """Follows a run on a terminal, or where there is none with one line for each step. Raises RunDirError."""
     run_dir = open_run_dir(root)
 
-    def screen(view: RunView, activity: Activity) -> Text:
-        return draw_screen(view, activity, width=console.width, now_unix=time.time())
+    with (
+        Live(console=console, auto_refresh=False)
+        if console.is_terminal and not once
+        else nullcontext() as live
+    ):
 
-    def print_lines(view: RunView, fresh: list[Row], activity: Activity) -> None:
-        if once or not activity.may_go_on:
-            console.print(screen(view, activity), soft_wrap=True)
-            return
-        for row in fresh[-PRINTED_ROWS:]:
-            console.print(clip(describe_row(view, row), console.width), soft_wrap=True)
+        def show(view: RunView, fresh: list[Row], activity: Activity) -> None:
+            screen = draw_screen(view, activity, width=console.width, now_unix=time.time())
+            if live is not None:
+                live.update(screen, refresh=True)
+            elif once or not activity.may_go_on:
+                console.print(screen, soft_wrap=True)
+            else:
+                for row in fresh[-PRINTED_ROWS:]:
+                    console.print(clip(describe_row(view, row), console.width), soft_wrap=True)
 
-    if once or not console.is_terminal:
-        await follow(root, every_s=every_s, once=once, find=lambda: find_activity(run_dir), show=print_lines)
-        return
-    with Live(console=console, auto_refresh=False) as live:
-        await follow(
-            root,
-            every_s=every_s,
-            once=once,
-            find=lambda: find_activity(run_dir),
-            show=lambda view, _, activity: live.update(screen(view, activity), refresh=True),
-        )
+        await follow(root, every_s=every_s, once=once, find=lambda: find_activity(run_dir), show=show)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,9 +35,6 @@ def write_lines(text: str) -> None:
 
 def make_console() -> Console:
     """The terminal, or PLAIN_WIDTH columns where there is none; all that it prints is made safe."""
-    import io
-    from collections.abc import Iterable
-
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
@@ -52,23 +51,40 @@ def make_console() -> Console:
     return SafeConsole(width=width, highlight=False, markup=False, emoji=False)
 
 
-def make_table(title: str, *columns: str, lines: bool = False) -> Table:
-    """A table; a heading that begins with ">" is aligned to the right."""
+def make_table(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *, lines: bool = True
+) -> Table:
+    """A table. A heading that begins with ">" is aligned to the right, one with "|" is of a drawing."""
     from rich.box import HEAVY_HEAD
     from rich.table import Table
 
-    table = Table(
-        title=title or None,
-        title_justify="left",
-        title_style="bold",
-        box=HEAVY_HEAD if lines else None,
-        pad_edge=lines,
-        padding=(0, 1) if lines else (0, 2, 0, 0),
-    )
-    for name in columns:
-        right = name.startswith(">")
-        table.add_column(name.removeprefix(">"), justify="right" if right else "left", overflow="fold")
+    box, padding = (HEAVY_HEAD, (0, 1)) if lines else (None, (0, 2, 0, 0))
+    table = Table(title=title or None, title_justify="left", title_style="bold", box=box, pad_edge=lines)
+    table.padding = padding
+    for name in headings:
+        justify, style = "right" if name.startswith(">") else "left", "cyan" if name.startswith("|") else ""
+        table.add_column(name.lstrip(">|"), justify=justify, style=style, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def tabulate(
+    title: str, rows: Sequence[Mapping[str, str]], *, lines: bool = True, absent: str = "", width: int = 0
+) -> Table:
+    """A table with a row for each mapping, and a column for each heading that has a text in some row.
+
+    With `width`, columns that do not fit are left out, and the title says how many.
+    """
+    headings = list(dict.fromkeys(name for row in rows for name, text in row.items() if text))
+    used, fit = 1, 0
+    for name in headings:
+        used += max(len(name.lstrip(">|")), *(len(row.get(name, "")) for row in rows)) + 3
+        fit += not width or used <= width or fit < 2
+    if fit < len(headings):
+        title += f" ({len(headings) - fit} more columns in a wider terminal)"
+    cells = [[row.get(name) or absent for name in headings[:fit]] for row in rows]
+    return make_table(title, headings[:fit], cells, lines=lines)
 
 
 def format_number(value: float, digits: int = 4) -> str:

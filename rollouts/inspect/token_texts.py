@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rollouts.errors import RecordError
@@ -25,18 +26,17 @@ def load_decoder(run_dir: RunDir) -> Decode:
 
     places = [run_dir.checkpoint(stage, step) for stage, step in reversed(find_checkpoints(run_dir))]
     places += sorted(run_dir.weights.glob("v*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    try:
-        name = tomllib.loads(run_dir.config.read_text(encoding="utf-8"))["model"]["name"]
-        places.append(Path(name).expanduser())
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # a run without a readable config still has its checkpoints
-    paths = [path / "tokenizer.json" for path in places if (path / "tokenizer.json").is_file()]
-    if not paths:
+    with suppress(
+        OSError, ValueError, KeyError, TypeError
+    ):  # a run without a readable config still has those
+        places.append(Path(tomllib.loads(run_dir.config.read_text("utf-8"))["model"]["name"]).expanduser())
+    path = next((path for place in places if (path := place / "tokenizer.json").is_file()), None)
+    if path is None:
         raise RecordError(f"{run_dir.root} has no tokenizer.json yet: the first checkpoint brings it")
     try:
-        tokenizer = Tokenizer.from_file(str(paths[0]))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing more exact
-        raise RecordError(f"{paths[0]} cannot be read as a tokenizer ({error})") from error
+        raise RecordError(f"{path} cannot be read as a tokenizer ({error})") from error
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
 
@@ -48,8 +48,7 @@ def split_text(ids: Sequence[int], decode: Decode) -> list[tuple[int, int, str]]
     begin = 0
     for end in range(1, len(ids) + 1):
         context = list(ids[max(0, begin - CONTEXT) : begin])
-        before = decode(context)
-        text = decode([*context, *ids[begin:end]])
+        before, text = decode(context), decode([*context, *ids[begin:end]])
         if text.endswith(UNFINISHED) and end - begin < LONGEST and end < len(ids):
             continue
         own = text[len(before) :] if text.startswith(before) else decode(list(ids[begin:end]))

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 HEAD = {"schema": 1, "stage": "rl", "step": 1, "policy_version": 0, "attempt": 1, "time_unix": 1.0}
 
@@ -36,3 +40,16 @@ def write_run(root: Path, **metrics: float) -> Path:
     (root / "config.toml").write_text(f'seed = 0\n[output]\ndir = "{root}"\n')
     (root / "summary.json").write_text(json.dumps({"mode": "rl", "accuracy": {"base": 0.0, "rl": 0.5}}))
     return root
+
+
+def write_block(root: Path, sample: str, **columns: list[float]) -> dict[str, Any]:
+    """Where the arrays of a sample lie in a shard of one block, written as the format is described."""
+    kinds = {"tokens": "<i4", "mask": "|u1"}
+    described = [[name, kinds.get(name, "<f4")] for name in columns]
+    length = len(columns["tokens"])
+    header = json.dumps({"id": sample, "length": length, "columns": described}).encode()
+    payload = b"".join(np.array(columns[name], kind).tobytes() for name, kind in described)
+    (root / "tokens").mkdir()
+    prefix = struct.pack("<4sIII", b"tok1", len(header), len(payload), zlib.crc32(header + payload))
+    (root / "tokens" / "rl-1-000000.bin").write_bytes(prefix + header + payload)
+    return {"shard": "rl-1-000000.bin", "offset": 0, "length": length}

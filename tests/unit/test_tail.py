@@ -19,7 +19,6 @@ from rollouts.inspect.tail import (
     FileCursor,
     RunView,
     clip,
-    describe_row,
     draw_screen,
     estimate_left_s,
     follow,
@@ -51,22 +50,35 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def take(take_row: Callable[[Row], None], rows: list[Row]) -> None:
-    for row in rows:
-        take_row(row)
-
-
 def steps(rows: list[Row]) -> list[int]:
     return [row["step"] for row in rows]
 
 
-def test_a_line_is_read_once_it_is_whole(run: Path):
-    cursor = FileCursor(run / "metrics.jsonl")
-    assert steps(cursor.read_new()) == [1]
-    append(run / "metrics.jsonl", line(2)[:20])
-    assert cursor.read_new() == []
-    append(run / "metrics.jsonl", line(2)[20:])
-    assert steps(cursor.read_new()) == [2]
+def test_the_screen_says_where_the_run_is(run: Path):
+    view = RunView(run, {"rl": 12})
+    odd = {"time/generate": 2.0, "optim/skipped_steps": 1, "fail/reward": 3}
+    sample = {"id": "a", "status": "completed", "reward": 1, "response": "x\x1b[2Jy\nz"}
+    rows = [("metrics", line(step)) for step in (1, 2, 3)] + [("metrics", line(2, attempt=2, **odd))]
+    rows += [("samples", line(2, **sample))] + 2 * [
+        ("spans", line(2, name="generate", track="vllm", tokens=7))
+    ]
+    rows += [("metrics", line(3, attempt=2)), ("metrics", line(4, attempt=2, time_unix=900.0))]
+    for kind, text in rows:
+        view.take(kind, json.loads(text))
+    assert [step for _, step in view.rows] == [1, 2, 3, 4], "attempt 2 began again at step 2"
+    assert estimate_left_s(view) == 8 * (10 + 770) / 2, "by the median of the two paces"
+    lines = draw_screen(view, HERE, width=200, now_unix=905.0).plain.splitlines()
+    assert lines[:2] == [f"{run}: running", "rl step 4 of 12, attempt 2, 5 s ago, 52 min left"]
+    text = "\n".join(lines)
+    for part in (
+        "reward/mean 0.1 ▁▃▆█ 0.4",
+        "engine    vllm: 2 requests, 14 tokens in step 2",
+        "failed    reward 3",
+        "reward 1: x\\x1b[2Jy\\nz",
+        "warning   rl: attempt 2 goes on from step 2",
+        "warning   rl step 2: 1 optimizer steps changed nothing",
+    ):
+        assert part in text, part
 
 
 def test_a_torn_line_that_the_next_attempt_repairs_is_no_row(run: Path):
@@ -74,8 +86,11 @@ def test_a_torn_line_that_the_next_attempt_repairs_is_no_row(run: Path):
     append(path, line(2)[:20])
     cursor = FileCursor(path)
     assert steps(cursor.read_new()) == [1]
-    path.write_text(line(1) + line(2, attempt=2))  # the torn line is cut off, and rows follow
+    append(path, line(2)[20:] + line(3)[:9])
     assert steps(cursor.read_new()) == [2]
+    path.write_text(line(1) + line(2))
+    append(path, line(4, attempt=2))  # the torn line is cut off, and rows follow
+    assert steps(cursor.read_new()) == [4]
 
 
 def test_parts_are_followed_in_order(run: Path):
@@ -92,60 +107,6 @@ def test_a_long_file_is_followed_from_its_end(run: Path, monkeypatch: pytest.Mon
     append(run / "metrics.jsonl", "".join(line(step) for step in range(2, 101)))
     monkeypatch.setattr(tail, "START_BYTES", 3 * len(line(100)))
     assert steps(FileCursor(run / "metrics.jsonl").read_new()) == [98, 99, 100]
-
-
-def test_a_new_attempt_takes_back_the_steps_that_it_repeats(run: Path):
-    view = RunView(run)
-    take(view.take_metrics, [json.loads(line(step)) for step in (1, 2, 3)])
-    take(view.take_metrics, [json.loads(line(2, attempt=2))])
-    assert [(step, row["attempt"]) for (_, step), row in view.rows.items()] == [(1, 1), (2, 2)]
-    assert list(view.warnings) == ["rl: attempt 2 goes on from step 2"]
-
-
-def test_the_time_left_goes_by_the_median_pace(run: Path):
-    view = RunView(run, {"rl": 12})
-    take(
-        view.take_metrics,
-        [json.loads(line(1)), json.loads(line(2)), json.loads(line(3)), json.loads(line(4, time_unix=900.0))],
-    )
-    assert estimate_left_s(view) == 8 * 10.0
-    assert estimate_left_s(RunView(run)) is None
-
-
-def test_the_screen_says_where_the_run_is(run: Path):
-    view = RunView(run, {"rl": 12})
-    row = {
-        "loss/total": 0.5,
-        "fail/reward": 3,
-        "optim/skipped_steps": 1,
-        "time/generate": 2.0,
-        "time/step": 2.5,
-    }
-    take(view.take_metrics, [json.loads(line(1)), json.loads(line(2, **row))])
-    take(
-        view.take_sample,
-        [{**HEAD, "step": 2, "id": "a", "status": "completed", "reward": 1, "response": "x\x1b[2Jy\nz"}],
-    )
-    span = {
-        **HEAD,
-        "step": 2,
-        "name": "generate",
-        "track": "vllm-1",
-        "start_unix": 1.0,
-        "duration_s": 1.0,
-        "tokens": 7,
-    }
-    take(view.take_span, [span, span])
-    lines = draw_screen(view, HERE, width=200, now_unix=125.0).plain.splitlines()
-    assert lines[0] == f"{run}: running"
-    assert lines[1] == "rl step 2 of 12, attempt 1, 5 s ago, 2 min left"
-    text = "\n".join(lines)
-    assert "reward/mean 0.1 ▁█ 0.2" in text
-    assert "phases    generate 2.00 s" in text
-    assert "engine    vllm-1: 2 requests, 14 tokens in step 2" in text
-    assert "failed    reward 3" in text
-    assert "reward 1: x\\x1b[2Jy\\nz" in text
-    assert "warning   rl step 2: 1 optimizer steps changed nothing" in text
 
 
 def test_a_row_of_another_writer_is_shown_as_far_as_it_goes(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -172,11 +133,6 @@ def test_a_line_ends_at_the_border_where_letters_take_two_columns():
     assert clip("日本語のテキスト", 9) == "日本語の…"
     assert clip("日本語のテキスト", 8) == "日本語 …"  # half of a letter cannot be shown
     assert clip("plain", 5) == "plain"
-
-
-def test_a_row_is_one_line():
-    view = RunView(Path("r"), {"rl": 12})
-    assert describe_row(view, json.loads(line(3, **{"time/step": 2.5}))) == "rl 3/12  reward 0.3  s/step 2.5"
 
 
 def follow_in_virtual_time(
@@ -234,14 +190,6 @@ def test_a_run_of_another_machine_is_followed_until_it_has_a_summary(
 
     trio.run(finish, clock=MockClock(autojump_threshold=0))
     assert f"{run}: finished\n" in capsys.readouterr().out
-
-
-def test_the_screen_says_what_cannot_be_known(run: Path):
-    view = RunView(run)
-    far = Activity("elsewhere", locked=False, finished=False, host="node3")
-    assert draw_screen(view, far, width=200, now_unix=0.0).plain.startswith(
-        f"{run}: perhaps running on node3, whose lock may not be seen here\n"
-    )
 
 
 def test_on_a_terminal_the_screen_is_drawn_again(run: Path):

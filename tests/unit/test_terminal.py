@@ -35,16 +35,6 @@ def test_every_character_that_steers_is_written_out_and_no_other():
         assert (make_safe(letter) != letter) == is_steering(letter), hex(code)
 
 
-def test_an_escape_is_told_and_text_stays_text():
-    assert make_safe("a\x1b[2Jb\x9b\u202e") == "a\\x1b[2Jb\\x9b\\u202e"
-    kept = "tab\there,\nnext line; naïve 日本語 👩‍👩‍👧 ﬁ  \\x1b"
-    assert make_safe(kept) == kept
-
-
-def test_a_line_stays_one_line():
-    assert make_safe("a\tb\nc\u2028d\u2029\x1b", one_line=True) == "a\\tb\\nc\\u2028d\\u2029\\x1b"
-
-
 def test_a_console_writes_no_text_that_steers_in_tables_titles_and_styles(capsys: pytest.CaptureFixture[str]):
     console = make_console()
     table = Table(title=f"title{CLEAR}")
@@ -130,12 +120,6 @@ def test_no_command_lets_a_record_steer_the_terminal(
     text = written.out + written.err
     assert not [letter for letter in text if is_steering(letter)]
     assert "\\x1b" in text
-
-
-def test_words_between_colons_are_no_pictures(run: Path, capsys: pytest.CaptureFixture[str]):
-    write_rows(run / "evaluations.jsonl", {"name": ":warning:", "eval/:warning:/avg@1": 0.5})
-    assert main(["inspect", str(run)]) == 0
-    assert ":warning:" in capsys.readouterr().out
 
 
 def test_an_output_that_takes_no_lines_and_curves_gets_question_marks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,46 +11,69 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollouts.inspect.overview import ACCURACY, DROPPED, FAILED, TROUBLE, read_settings
-from rollouts.inspect.record import Record, Stage, open_record
-from rollouts.inspect.report.numbers import make_curves, make_phases, make_spreads
-from rollouts.inspect.report.samples import gather_samples
+from rollouts.inspect.facts import (
+    REST,
+    SAMPLE_FACTS,
+    count_of,
+    describe_stage,
+    find_accuracies,
+    find_failures,
+    format_duration,
+    read_settings,
+    split_phases,
+)
+from rollouts.inspect.record import Record, Stage, find_checkpoints, open_record
+from rollouts.inspect.report.samples import gather_samples, round_numbers
 from rollouts.inspect.terminal import format_number
 from rollouts.run_dir import RunDir, describe_activity, find_activity
 
 POINTS = 2000  # of a curve, at most
 CURVE_VALUES = 1_200_000  # numbers of all curves of a report together
-PAUSE_S = 3600.0  # between two rows of one attempt; a longer one is not counted as work
-PARTS = 20  # of the run's steps, for the small bars of failures
 MESSAGES = 100  # distinct ones that are listed
 FIRST_LINES, NEWEST_LINES = 200, 2000  # of updates.log that are shown
-HEADINGS = {
-    "version": "version",
-    "kl": "KL",
-    "beta": "β",
-    "grad_norm": "gradient norm",
-    "lr": "learning rate",
-}
-HEADINGS["zero_advantage"] = "of these zero advantage"
-SAMPLE_FACTS = (
-    "stage, step, attempt, status, reward, response_length AS length,"
-    " policy_version - weight_version_min AS lag,"
-    " 400 + least(coalesce(strlen(prompt), 0) + coalesce(strlen(response), 0), 40000)"
-    " + coalesce(strlen(metadata), 0) AS bytes, id,"
-    " CASE WHEN status = 'failed' THEN metadata->'$.failure' END AS failure"
+REPORT_FACTS = f"""{SAMPLE_FACTS}, id, reward, response_length::DOUBLE AS length,
+    400 + least(coalesce(strlen(prompt), 0) + coalesce(strlen(response), 0), 40000)
+    + coalesce(strlen(metadata), 0) AS bytes"""
+# Of each stage and each of reward, length and lag: counts by range of steps (at most 24) and bin, and means.
+# Bins are whole numbers for lag (the last takes all from 11 on) and short lengths, else 20 of equal width;
+# what is longer than 99.5 % of the responses is in the last.
+SPREADS = """
+    WITH held AS (
+        UNPIVOT (SELECT stage, step, reward, length, lag::DOUBLE AS lag FROM samples_held)
+        ON reward, length, lag INTO NAME name VALUE value),
+    tops AS (
+        SELECT stage, name, max(value) AS most, min(value) AS least,
+            CASE name WHEN 'length' THEN greatest(1, quantile_cont(value, 0.995)) ELSE most END AS top,
+            name = 'lag' OR (name = 'length' AND top <= 20) AS whole,
+            (CASE WHEN whole THEN least(floor(top), if(name = 'lag', 11, 20)) + 1 ELSE 20 END)::INT AS bins,
+            CASE WHEN whole THEN -0.5 WHEN name = 'length' THEN 0 WHEN least = most THEN least - 0.5
+                ELSE least END AS low,
+            CASE WHEN whole THEN 1 WHEN least = most AND name = 'reward' THEN 1 / bins
+                ELSE (top - low) / bins END AS width
+        FROM held GROUP BY stage, name),
+    ranges AS (
+        SELECT stage, name, step, ntile(24) OVER (PARTITION BY stage, name ORDER BY step) AS range
+        FROM (SELECT DISTINCT stage, name, step FROM held)),
+    counted AS (
+        SELECT stage, name, range, min(step) AS first, max(step) AS last, avg(value) AS mean,
+            any_value(bins) AS bins,
+            histogram(least(bins - 1, greatest(0, floor((value - low) / width)))::INT) AS counts
+        FROM held JOIN tops USING (stage, name) JOIN ranges USING (stage, name, step)
+        GROUP BY stage, name, range)
+    SELECT stage, name, list([first, last] ORDER BY range) AS steps, list(mean ORDER BY range) AS means,
+        list([coalesce(counts[bin], 0) FOR bin IN range(counted.bins)] ORDER BY range) AS counts,
+        any_value([low + bin * width FOR bin IN range(tops.bins + 1)]) AS edges,
+        any_value(if(name = 'lag', most > 11, most > top)) AS more
+    FROM counted JOIN tops USING (stage, name)
+    WHERE NOT (name = 'lag' AND starts_with(stage, 'eval-')) GROUP BY stage, name"""
+UPDATE = re.compile(
+    r"(?P<time>\S+)\s+attempt\s+(?P<attempt>\d+)\s+(?P<stage>\S+)\s+step\s+(?P<step>\d+)"
+    r"\s+update\s+(?P<update>\d+)\s+version\s+(?P<version>\d+)\s+loss\s+(?P<loss>\S+)\s+kl\s+(?P<KL>\S+)"
+    r"\s+beta\s+(?P<β>\S+)\s+grad_norm\s+(?P<gradient_norm>\S+)\s+(?P<clipped>\S+)"
+    r"\s+lr\s+(?P<learning_rate>\S+)\s+samples\s+(?P<samples>\d+)"
+    r"\s+zero_advantage\s+(?P<of_these_zero_advantage>\d+)\s+tokens\s+(?P<tokens>\d+)"
+    r"(\s+(?P<note>skipped: .*))?"
 )
-# messages that differ only in numbers are one, shown as the first was
-MESSAGES_SQL = r"""
-    SELECT coalesce(failure->>'$.class', 'unknown') AS class,
-        coalesce(failure->>'$.function', '') AS function,
-        coalesce(nullif(trim(left(failure->>'$.message', 400)), ''), '(no message)') AS text,
-        regexp_replace(text, '0x[0-9a-f]+|\d+(\.\d+)?', '#', 'gi') AS kind,
-        count(*) AS count, min(step) AS first, max(step) AS last, min(place) AS place
-    FROM samples_held WHERE status = 'failed' GROUP BY ALL"""
-MERGED_SQL = f"""
-    SELECT class, function, arg_min(text, place) AS text, sum(count)::BIGINT AS count, min(first) AS first,
-        max(last) AS last, min(place) AS place FROM ({MESSAGES_SQL}) GROUP BY class, function, kind
-    ORDER BY count DESC, place"""
 
 
 class RunReport(NamedTuple):
@@ -63,272 +87,185 @@ def gather_run(root: Path, *, points: int = POINTS, sample_bytes: int) -> RunRep
     """Everything of a run that the page shows. Raises RunDirError for a directory that is no run."""
     with open_record(root) as record:
         stages = record.stages
-        record.load("samples", SAMPLE_FACTS)
+        record.load("samples", REPORT_FACTS)
         names = max((len(stage.metrics) for stage in stages.values()), default=1)
         points = max(100, min(points, CURVE_VALUES // (3 * max(1, names))))
-        seconds = {name: sum_seconds(stage) for name, stage in stages.items()}
-        begin = find_begin(record)
-        failures = make_failures(record)
-        places = [message.pop("place") for message in failures["messages"]]
-        samples = gather_samples(record, sample_bytes, places)
-        facts = record.columns("SELECT stage, step, reward, length, lag FROM samples_held")
+        times = [stage.columns["time_unix"] for stage in stages.values()]
+        begin = min((float(np.nanmin(of)) for of in times if np.isfinite(of).any()), default=0.0)
+        failures = find_failures(record)
+        messages = failures["messages"][:MESSAGES]
+        samples = gather_samples(record, sample_bytes, [message.pop("place") for message in messages])
         activity = find_activity(record.run_dir)
         state = describe_activity(activity)
-        if stages and not activity.certain:
-            newest = max(float(np.nanmax(stage.columns["time_unix"])) for stage in stages.values())
-            state += f"; last row {datetime.fromtimestamp(newest, UTC):%Y-%m-%d %H:%M UTC}"
+        if times and not activity.certain:
+            newest = max(float(np.nanmax(of)) for of in times)
+            state += f"; last row {format_time(newest)}"
+        spreads: dict[str, Any] = {}
+        for row in record.rows(SPREADS):
+            row["means"] = round_numbers(row["means"])
+            spreads.setdefault(row.pop("stage"), {})[row.pop("name")] = row
+        described = [describe_stage(stage) for stage in stages.values()]
         phases = {name: make_phases(stage, points=points) for name, stage in stages.items()}
-        shown = {"total": len(facts["step"]), "shown": len(samples.texts), "how": samples.how}
-        said = {
+        facts = {
             "name": root.resolve().name,
             "state": activity.state,
-            "tiles": make_tiles(record, sum(seconds.values()), failures),
-            "facts": make_facts(record, state, sum(seconds.values()), begin),
+            "tiles": make_tiles(record, described, failures),
+            "facts": make_facts(record, state, described, begin),
             "notes": [*record.notes, *([samples.remark] if samples.remark else [])],
-            "stages": [describe_stage(stage, seconds[name]) for name, stage in stages.items()],
+            "stages": described,
             "curves": {
                 name: make_curves(stage, points=points, begin_unix=begin) for name, stage in stages.items()
             },
             "phases": {name: found for name, found in phases.items() if found},
-            "spreads": make_spreads(facts),
-            "failures": failures,
-            "evaluations": describe_evaluations(record),
+            "spreads": spreads,
+            "failures": failures | {"messages": messages, "more": len(failures["messages"]) - len(messages)},
+            "evaluations": [
+                {
+                    "stage": row["stage"], "step": row["step"], "version": row.get("policy_version"),
+                    "name": row.get("name", ""),
+                    "metrics": {name: value for name, value in row.items() if "/" in name},
+                }
+                for row in record.evaluations
+            ],
             "updates": read_updates(record.run_dir),
             "config": list(read_settings(record.run_dir).items()),
-            "samples": shown,
+            "samples": {"total": samples.total, "shown": len(samples.texts), "how": samples.how},
         }
-    return RunReport(said, samples.texts)
+    return RunReport(facts, samples.texts)
 
 
-def find_begin(record: Record) -> float:
-    """When the first step began, in Unix time; 0 of an empty run."""
-    begins = [
-        float(
-            np.nanmin(
-                stage.columns["time_unix"]
-                - np.nan_to_num(stage.columns.get("time/step", np.zeros(len(stage))))
-            )
-        )
-        for stage in record.stages.values()
-        if np.isfinite(stage.columns["time_unix"]).any()
-    ]
-    return min(begins, default=0.0)
+def format_time(time_unix: float) -> str:
+    """To the minute."""
+    return f"{datetime.fromtimestamp(time_unix, UTC):%Y-%m-%d %H:%M UTC}"
 
 
-def sum_seconds(stage: Stage) -> float:
-    """How long a stage's steps took: the time between rows of one attempt, and the first step of each."""
-    gaps = np.diff(stage.columns["time_unix"])
-    together = (np.diff(stage.columns["attempt"]) == 0) & (gaps >= 0) & (gaps < PAUSE_S)
-    begins = np.append(True, ~together)
-    first = np.nansum(stage.columns["time/step"][begins]) if "time/step" in stage.columns else 0.0
-    return float(np.nansum(gaps[together]) + first)
+def split_buckets(values: np.ndarray, points: int) -> np.ndarray:
+    """[at most points, size] the values, consecutive ones in a row, filled up with NaN."""
+    size = max(1, -(-len(values) // points))
+    padded = np.full(-(-len(values) // size) * size, np.nan)
+    padded[: len(values)] = values
+    return padded.reshape(-1, size)
 
 
-def describe_stage(stage: Stage, seconds: float) -> dict[str, Any]:
-    """A row of the table of stages."""
-
-    def find_ends(name: str) -> list[float] | None:
-        _, values = stage.series(name)
-        return [float(values[0]), float(values[-1])] if len(values) else None
-
+def make_curves(stage: Stage, *, points: int, begin_unix: float) -> dict[str, Any]:
+    """The curves of a stage: of each metric mean, least and greatest of so many consecutive steps as a point
+    takes.
+    """
+    size = split_buckets(stage.columns["step"], points).shape[1]
+    metrics: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a point without values is NaN
+        for name in stage.metrics:
+            table = split_buckets(stage.columns[name], points)
+            metrics[name] = {"mean": round_numbers(np.nanmean(table, axis=1)), "low": None, "high": None}
+            if size > 1:
+                metrics[name]["low"] = round_numbers(np.nanmin(table, axis=1))
+                metrics[name]["high"] = round_numbers(np.nanmax(table, axis=1))
+    resumed = np.flatnonzero(np.diff(stage.columns["attempt"]) > 0) + 1
     return {
-        "name": stage.name,
-        "last": int(stage.columns["step"][-1]),
-        "seconds": seconds,
-        "reward": find_ends("reward/mean"),
-        "loss": find_ends("loss/total"),
-        "failed": round(sum(stage.sum_below(FAILED).values())),
-        "dropped": round(sum(stage.sum_below(DROPPED).values())),
+        "rows": len(stage),
+        "step": stage.columns["step"][::size].tolist(),
+        "time": round_numbers(stage.columns["time_unix"][::size] - begin_unix, 7),
+        "resumed": np.unique(resumed // size).tolist(),
+        "metrics": metrics,
     }
 
 
-def describe_evaluations(record: Record) -> list[dict[str, Any]]:
-    """The evaluations in the order of the run, each with its numbers."""
-    return [
+def make_phases(stage: Stage, *, points: int) -> dict[str, Any] | None:
+    """Seconds of each phase per step, the longest first and the rest of the step last; None if none."""
+    phases = split_phases(stage)
+    rest = phases.get(REST, np.zeros(1))
+    if rest.sum() <= 0:
+        phases.pop(REST, None)
+    seconds = {
+        name: round_numbers(np.nanmean(split_buckets(np.maximum(0.0, values), points), axis=1))
+        for name, values in phases.items()
+    }
+    return (
         {
-            "stage": row["stage"],
-            "step": row["step"],
-            "version": row.get("policy_version"),
-            "name": row.get("name", ""),
-            "metrics": {name: value for name, value in row.items() if "/" in name},
+            "names": list(phases),
+            "seconds": seconds,
+            "total": {name: float(values.sum()) for name, values in phases.items()},
+            "rows": len(stage),
+            "ahead": bool(rest.sum() < -0.02 * stage.filled("time/step").sum()),
         }
-        for row in record.evaluations
-    ]
+        if phases
+        else None
+    )
 
 
-def make_failures(record: Record) -> dict[str, Any]:
-    """Samples that failed, by class and message, dropped groups, and steps that changed nothing."""
-    stages = list(record.stages.values())
-    steps = np.concatenate([np.empty(0, np.int64), *(stage.columns["step"] for stage in stages)])
-    sums: dict[str, float] = {}
-    for stage in stages:
-        for prefix in (FAILED, DROPPED, *TROUBLE):
-            for name, total in stage.sum_below(prefix).items():
-                sums[prefix + name] = sums.get(prefix + name, 0.0) + total
-    classes: list[dict[str, Any]] = []
-    for name in [name for name in sums if name.startswith(FAILED)]:
-        absent = [np.nan_to_num(stage.columns.get(name, np.zeros(len(stage)))) for stage in stages]
-        counts = np.concatenate(absent)
-        places = np.flatnonzero(counts)
-        spread = np.bincount(places * PARTS // len(counts), weights=counts[places], minlength=PARTS)
-        classes.append(
-            {
-                "name": name.removeprefix(FAILED),
-                "total": round(sums[name]),
-                "steps": len(places),
-                "first": int(steps[places].min()),
-                "last": int(steps[places].max()),
-                "spread": [int(value) for value in spread],
-            }
-        )
-    messages = record.rows(MERGED_SQL)
-    examples = record.columns("SELECT place, id, stage, step FROM samples_held WHERE status = 'failed'")
-    by_place = {place: index for index, place in enumerate(examples["place"].tolist())}
-    for message in messages[:MESSAGES]:
-        index = by_place[message["place"]]
-        message |= {"sample": examples["id"][index], "stage": examples["stage"][index]}
-        message["step"] = int(examples["step"][index])
-    dropped = [
-        [name.removeprefix(DROPPED), total] for name, total in sums.items() if name.startswith(DROPPED)
-    ]
-    return {
-        "classes": classes,
-        "messages": messages[:MESSAGES],
-        "more": max(0, len(messages) - MESSAGES),
-        "dropped": sorted(dropped, key=lambda pair: -pair[1]),
-        "trouble": [[what, sums[name]] for name, what in TROUBLE.items() if name in sums],
-    }
-
-
-def make_tiles(record: Record, seconds: float, failures: Mapping[str, Any]) -> list[dict[str, str]]:
+def make_tiles(
+    record: Record, stages: list[dict[str, Any]], failures: Mapping[str, Any]
+) -> list[dict[str, str]]:
     """The numbers that people look for first, those that the run has."""
     tiles: list[dict[str, str]] = []
 
-    def add(name: str, value: str, note: str = "") -> None:
+    def add(name: str, value: str, note: str) -> None:
         tiles.append({"name": name, "value": value, "note": note})
 
-    stages = record.stages
-    main = "rl" if "rl" in stages else list(stages)[-1] if stages else ""
-    found = [
-        (match, value)
-        for row in record.evaluations
-        for name, value in row.items()
-        if (match := ACCURACY.fullmatch(name))
-    ]
-    if found:
-        title = f"{found[0][0]['name']} {found[0][0]['stat']}"
-        own = [value for match, value in found if match[0] == found[0][0][0]]
-        add(title[:1].upper() + title[1:], f"{100 * own[-1]:.1f} %", f"at first {100 * own[0]:.1f} %")
-    for name, title in (
-        ("reward/mean", "Reward"),
-        ("rewards/accuracies", "Pairs ranked right"),
-        ("loss/total", "Loss"),
-    ):
-        values = stages[main].series(name)[1] if main else np.empty(0)
-        if len(values):
-            first, last = mean_ends(values)
-            add(f"{title}, {main}", format_number(last), f"at first {format_number(first)}")
-    steps = sum(map(len, stages.values()))
-    add("Steps", f"{steps:,}", ", ".join(f"{name} {len(stage):,}" for name, stage in stages.items()))
-    add(
-        "Time in steps", format_seconds(seconds), f"{format_seconds(seconds / steps)} a step" if steps else ""
-    )
-    failed = sum(found["total"] for found in failures["classes"])
-    add(
-        "Samples failed",
-        f"{failed:,}",
-        ", ".join(f"{kind['name']} {kind['total']:,}" for kind in failures["classes"][:3]),
-    )
-    lag = stages[main].series("off_policy/max")[1] if main else np.empty(0)
-    if len(lag):
-        mean = stages[main].series("off_policy/mean")[1]
-        note = f"versions; mean {format_number(float(mean.mean()))}" if len(mean) else "versions"
-        add("Greatest staleness", f"{lag.max():.0f}", note)
-    cut = stages[main].series("truncated/frac")[1] if main else np.empty(0)
-    if len(cut):
-        first, last = mean_ends(cut)
-        add("Cut at the limit", f"{100 * last:.1f} %", f"at first {100 * first:.1f} %")
+    for name, values in list(find_accuracies(record).items())[:1]:
+        title = name[:1].upper() + name[1:]
+        add(title, f"{100 * values[-1]:.1f} %", f"at first {100 * values[0]:.1f} %")
+    main = record.stages.get("rl") or next(reversed(record.stages.values()), None)
+    titles = {"reward/mean": "Reward", "rewards/accuracies": "Pairs ranked right", "loss/total": "Loss"}
+    for name, title in (titles | {"truncated/frac": "Cut at the limit"}).items():
+        values = main.series(name)[1] if main else np.empty(0)
+        if main and len(values):  # means of the first and of the last tenth
+            count = max(1, len(values) // 10)
+            last, first = format_number(values[-count:].mean()), format_number(values[:count].mean())
+            add(f"{title}, {main.name}", last, f"at first {first}")
+    steps, seconds = sum(stage["last"] for stage in stages), sum(stage["seconds"] for stage in stages)
+    add("Steps", f"{steps:,}", ", ".join(f"{stage['name']} {stage['last']:,}" for stage in stages))
+    pace = f"{format_duration(seconds / steps)} a step" if steps else ""
+    add("Time in steps", format_duration(seconds), pace)
+    kinds = failures["classes"]
+    note = ", ".join(f"{kind['name']} {kind['total']:,}" for kind in kinds[:3])
+    add("Samples failed", f"{sum(kind['total'] for kind in kinds):,}", note)
+    lag = main.series("off_policy/max")[1] if main else np.empty(0)
+    if main and len(lag):
+        mean = main.filled("off_policy/mean").mean()
+        add("Greatest staleness", f"{lag.max():.0f}", f"versions; mean {format_number(mean)}")
     return tiles
 
 
-def mean_ends(values: np.ndarray) -> tuple[float, float]:
-    """The means of the first and of the last tenth of the values."""
-    count = max(1, len(values) // 10)
-    return float(values[:count].mean()), float(values[-count:].mean())
-
-
-def make_facts(record: Record, state: str, seconds: float, begin_unix: float) -> list[tuple[str, str]]:
+def make_facts(
+    record: Record, state: str, stages: list[dict[str, Any]], begin_unix: float
+) -> list[tuple[str, str]]:
     """What the run is: names and texts, those that are known."""
     summary = record.summary
     accuracy = {name: value for name, value in (summary.get("accuracy") or {}).items() if value is not None}
+    checkpoints = sorted(find_checkpoints(record.run_dir))
     facts = {
         "directory": str(record.root),
-        "state": f"{state}, {record.attempts} attempt{'' if record.attempts == 1 else 's'}",
-        "begun": f"{datetime.fromtimestamp(begin_unix, UTC):%Y-%m-%d %H:%M UTC}" if begin_unix else "",
-        "time in steps": format_seconds(seconds),
+        "state": f"{state}, {count_of(record.attempts, 'attempt')}",
+        "begun": format_time(begin_unix) if begin_unix else "",
+        "time in steps": format_duration(sum(stage["seconds"] for stage in stages)),
         "stages": str(summary.get("mode") or " → ".join(record.stages)),
         "accuracy": " → ".join(f"{name} {100 * value:.1f} %" for name, value in accuracy.items()),
         "device": str(summary.get("device", "")),
         "seed": str(summary.get("seed", "")),
         "greatest memory": f"{summary['peak_rss_gib']} GiB" if "peak_rss_gib" in summary else "",
-        "checkpoints": ", ".join(f"{stage}/step_{step}" for stage, step in sorted(record.checkpoints)),
-        "versions": ", ".join(
-            f"{name} {version}" for name, version in (summary.get("versions") or {}).items()
-        ),
+        "checkpoints": ", ".join(f"{stage}/step_{step}" for stage, step in checkpoints),
+        "versions": ", ".join(f"{name} {of}" for name, of in (summary.get("versions") or {}).items()),
     }
     return [(name, text) for name, text in facts.items() if text]
-
-
-def format_seconds(seconds: float) -> str:
-    """In the unit that reads best."""
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def read_updates(run_dir: RunDir) -> dict[str, Any]:
     """The first and the newest lines of updates.log in columns, how many there are, and how many cannot be
     read.
     """
-    if not run_dir.updates_log.exists():
-        return {"columns": [], "lines": [], "total": 0, "unread": 0}
-    *lines, torn = run_dir.updates_log.read_text(encoding="utf-8", errors="replace").split("\n")
+    text = run_dir.updates_log.read_text("utf-8", "replace") if run_dir.updates_log.exists() else ""
+    *lines, torn = text.split("\n")
     shown = (
         lines if len(lines) <= FIRST_LINES + NEWEST_LINES else [*lines[:FIRST_LINES], *lines[-NEWEST_LINES:]]
     )
-    rows = [fields for line in shown if (fields := parse_update(line))]
-    names = [
-        name
-        for name in dict.fromkeys(name for row in rows for name in row)
-        if any(row.get(name, "-") not in ("", "-") for row in rows)
-    ]
-    if not rows:  # as a later version may write them
-        return {
-            "columns": [],
-            "lines": [[line] for line in shown],
-            "total": len(lines),
-            "unread": int(bool(torn)),
-        }
+    rows = [match.groupdict() for line in shown if (match := UPDATE.fullmatch(line.rstrip()))]
+    names = [name for name in UPDATE.groupindex if any((row[name] or "-") != "-" for row in rows)]
     unread = len(shown) - len(rows)
     return {
-        "columns": [HEADINGS.get(name, name) for name in names],
-        "lines": [[row.get(name, "") for name in names] for row in rows],
+        "columns": [name.replace("_", " ") for name in names],
+        "lines": [[row[name] or "" for name in names] for row in rows],
         "total": len(lines) - unread,
         "unread": unread + bool(torn),
     }
-
-
-def parse_update(line: str) -> dict[str, str]:
-    """The fields of a line: its time, `attempt N`, its stage, then names and values; empty for others."""
-    body, skipped, reason = line.partition("  skipped: ")
-    match = re.fullmatch(
-        r"(\S+)\s+attempt\s+(\d+)\s+(\S+)((?:\s+[a-z_]+\s+[-+.\w]+(?:\s+(?:clipped|whole)\b)?)*)\s*", body
-    )
-    if match is None:
-        return {}
-    fields = {"time, UTC": match[1].replace("T", " ").rstrip("Z"), "stage": match[3], "attempt": match[2]}
-    for name, value, clipped in re.findall(r"([a-z_]+)\s+([-+.\w]+)(?:\s+(clipped|whole)\b)?", match[4]):
-        fields[name] = value
-        if clipped:
-            fields["clipped"] = "yes" if clipped == "clipped" else "no"
-    return fields | {"note": f"skipped: {reason}" if skipped else ""}

@@ -18,20 +18,12 @@ from typing import Any
 
 from rollouts import __version__
 from rollouts.errors import StorageError
+from rollouts.inspect.facts import find_differences
 from rollouts.inspect.report.gather import CURVE_VALUES, POINTS, RunReport, gather_run
 from rollouts.inspect.report.samples import encode_json
 
 SAMPLE_BYTES = 12_000_000  # of samples as JSON, of all runs together
-SCRIPTS = (
-    "base.js",
-    "charts.js",
-    "curves.js",
-    "phases.js",
-    "overview.js",
-    "samples.js",
-    "transcript.js",
-    "keys.js",
-)  # in this order
+SCRIPTS = ("base", "charts", "curves", "phases", "overview", "samples", "transcript", "keys")  # in this order
 VALUES_PER_CURVE = 3 * 64  # mean, least and greatest of about so many metrics
 PLACE = re.compile(r"\{\{(\w+)\}\}")
 
@@ -65,9 +57,10 @@ def make_page(runs: Sequence[RunReport], *, time_unix: float) -> str:
         "version": __version__,
         "made": int(time_unix),
         "runs": facts,
-        "differences": find_differences([dict(run["config"]) for run in facts]),
+        "differences": list(find_differences([dict(run["config"]) for run in facts]).items()),
     }
-    style, script = load_style(), load_script()
+    style = load_text("report.css")
+    script = '"use strict";\n(() => {\n' + "\n".join(load_text(f"{name}.js") for name in SCRIPTS) + "})();\n"
     policy = (
         f"default-src 'none'; style-src 'sha256-{hash_source(style)}'; script-src"
         f" 'sha256-{hash_source(script)}'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -81,13 +74,6 @@ def make_page(runs: Sequence[RunReport], *, time_unix: float) -> str:
         "samples": f"[{','.join('[' + ','.join(run.samples) + ']' for run in runs)}]",
     }
     return PLACE.sub(lambda match: values[match[1]], load_text("report.html"))
-
-
-def find_differences(settings: Sequence[dict[str, str]]) -> list[tuple[str, list[str | None]]]:
-    """Settings that are not the same in all runs, with each run's value, None where it has none."""
-    names = dict.fromkeys(name for run in settings for name in run if name != "output.dir")
-    values = {name: [run.get(name) for run in settings] for name in names}
-    return [(name, found) for name, found in values.items() if len(set(found)) > 1]
 
 
 def name_apart(facts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -107,13 +93,5 @@ def hash_source(text: str) -> str:
 
 @cache
 def load_text(name: str) -> str:
+    """A file of the page."""
     return resources.files("rollouts.inspect.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def load_style() -> str:
-    return load_text("report.css")
-
-
-def load_script() -> str:
-    """The scripts as one, in a scope of its own."""
-    return '"use strict";\n(() => {\n' + "\n".join(load_text(name) for name in SCRIPTS) + "})();\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,14 +16,24 @@ from rollouts.metrics.jsonl import Row
 from rollouts.metrics.token_shards import read_token_arrays
 
 TEXT_CHARS = 20_000  # of a prompt's message, a response or another text; a longer one is cut
-# of the bytes; messages of failures are linked to their samples, steps evenly over the run take the rest
-SHARES = {
-    "examples of failures": 0.25,
-    "newest steps": 0.25,
-    "failed": 0.15,
-    "best rewards": 0.1,
-    "worst rewards": 0.1,
-}
+HOW = "newest steps, failed, best rewards, worst rewards, and steps evenly"
+# The places of samples that together have no more than so many bytes, the most wanted first. A sample's place
+# in each order is the bytes before it over the order's share of the room; the least of these counts. Examples
+# of failures, which messages name, come first; whole steps in the order of a hash are even over the run.
+CHOSEN = """
+    WITH ordered AS (
+        SELECT place, bytes, least(
+            CASE WHEN place IN (SELECT unnest(?::BIGINT[])) THEN 0 END,
+            sum(bytes) OVER (ORDER BY age, place) / 0.3,
+            CASE WHEN status = 'failed' THEN sum(bytes) OVER (
+                PARTITION BY status ORDER BY place DESC) / 0.15 END,
+            CASE WHEN reward IS NOT NULL THEN least(
+                sum(bytes) OVER (PARTITION BY reward IS NULL ORDER BY reward DESC, place DESC),
+                sum(bytes) OVER (PARTITION BY reward IS NULL ORDER BY reward, place DESC)) / 0.1 END,
+            sum(bytes) OVER (ORDER BY hash(stage, step), place) / 0.3) AS rank
+        FROM (SELECT *, dense_rank() OVER (PARTITION BY stage ORDER BY step DESC) AS age FROM samples_held))
+    SELECT place FROM ordered
+    QUALIFY sum(bytes) OVER (ORDER BY rank, place) <= ? ORDER BY rank, place"""
 LEFT_OUT = frozenset({"schema", "attempt", "time_unix"})  # of a row, in the page
 ARRAY_BYTES = 3_400_000  # of all samples of a run together: some 120,000 tokens
 SAMPLE_TOKENS = 4_000  # of one sample; the rest is cut
@@ -33,73 +43,34 @@ class ShownSamples(NamedTuple):
     """What the page shows of a run's samples."""
 
     texts: list[str]  # JSON of each, by stage, step and place in the file
+    total: int  # logged samples
     how: str  # in words how they were chosen, "" if all are there
     remark: str  # on their tokens, for a person
 
 
 def gather_samples(record: Record, limit_bytes: int, examples: Sequence[int]) -> ShownSamples:
     """The samples for the page, by the table samples_held. `examples`: places that are wanted first."""
-    facts = record.columns(
-        "SELECT place, stage, step, status, reward, bytes FROM samples_held ORDER BY place"
-    )
-    if not len(facts["place"]):
-        return ShownSamples([], "", "")
-    for_tokens = min(ARRAY_BYTES, limit_bytes // 3) if record.files("contributions") else 0
-    room = limit_bytes - for_tokens
-    how = ""
-    chosen = facts["place"]
-    if facts["bytes"].sum() > room:
-        chosen, how = choose_places(facts, room, examples), f"{', '.join(list(SHARES)[1:])}, and steps evenly"
-    rows: list[tuple[int, Row]] = []
-    for place, row in zip(chosen.tolist(), record.read_places("samples", chosen.tolist()), strict=True):
-        short = {name: shorten(value) for name, value in row.items() if name not in LEFT_OUT}
-        size = count_bytes(short)
-        if size <= room:
-            rows.append((place, short))
-            room -= size
-    order = {stage: place for place, stage in enumerate(dict.fromkeys(facts["stage"].tolist()))}
-    rows.sort(key=lambda found: (order[found[1]["stage"]], found[1]["step"], found[0]))
-    shown = [row for _, row in rows]
-    remark = add_token_values(record, shown, limit_bytes=for_tokens)
-    if len(shown) < len(facts["place"]):
-        how = how or "as many as fit"
-    return ShownSamples([encode_json(row) for row in shown], how, remark)
-
-
-def choose_places(facts: Mapping[str, np.ndarray], limit: float, examples: Sequence[int]) -> np.ndarray:
-    """Places of samples that together cost no more than `limit` bytes, the preferred ones first."""
-    places, steps, rewards, costs = (facts[name] for name in ("place", "step", "reward", "bytes"))
-    rewarded = np.flatnonzero(np.isfinite(rewards))[::-1]
-    age = np.zeros(len(places))
-    for stage in dict.fromkeys(facts["stage"].tolist()):
-        own = facts["stage"] == stage
-        age[own] = np.unique(-steps[own], return_inverse=True)[1]
-    keys = np.unique(np.stack([age, steps]), axis=1, return_inverse=True)[1].ravel()
-    count = max(1, min(keys.max() + 1, int(limit / 2 / np.bincount(keys, weights=costs).mean())))
-    even = np.isin(keys, np.linspace(0, keys.max(), count).astype(int))
-    orders = {
-        "examples of failures": np.searchsorted(places, np.array(examples, dtype=np.int64)),
-        "newest steps": np.argsort(age, kind="stable"),
-        "failed": np.flatnonzero(facts["status"] == "failed")[::-1],
-        "best rewards": rewarded[np.argsort(-rewards[rewarded], kind="stable")],
-        "worst rewards": rewarded[np.argsort(rewards[rewarded], kind="stable")],
-        "steps evenly": np.flatnonzero(even),
+    (counts,) = record.rows("SELECT count(*) AS total FROM samples_held")
+    stages = {
+        row["stage"]: row["first"]
+        for row in record.rows("SELECT stage, min(place) AS first FROM samples_held GROUP BY stage")
     }
-    taken = np.zeros(len(places), dtype=bool)
-    chosen: list[int] = []
-    left = limit
-    for name, order in orders.items():
-        room = min(left, SHARES.get(name, 1.0) * limit)
-        left -= room
-        for place in order.tolist():
-            if room < 200:  # bytes; no sample takes less
-                break
-            if not taken[place] and costs[place] <= room:
-                taken[place] = True
-                chosen.append(place)
-                room -= costs[place]
-        left += room
-    return places[chosen]
+    record.add_views("contributions")
+    has_arrays = bool(record.rows("FROM contributions LIMIT 1"))
+    for_tokens = min(ARRAY_BYTES, limit_bytes // 3) if has_arrays else 0
+    room = limit_bytes - for_tokens
+    chosen = [row["place"] for row in record.rows(CHOSEN, [list(examples), room])]
+    shown: list[tuple[tuple[int, int, int], Row]] = []
+    for place, row in zip(chosen, record.read_places("samples", chosen), strict=True):
+        short = {name: shorten(value) for name, value in row.items() if name not in LEFT_OUT}
+        room -= count_bytes(short)
+        if room < 0:
+            break
+        shown.append(((stages[row["stage"]], row["step"], place), short))
+    rows = [row for _, row in sorted(shown, key=lambda found: found[0])]
+    remark = add_token_values(record, rows, limit_bytes=for_tokens)
+    how = HOW if len(rows) < counts["total"] else ""
+    return ShownSamples([encode_json(row) for row in rows], counts["total"], how, remark)
 
 
 def shorten(value: Any) -> Any:
@@ -120,6 +91,7 @@ def encode_json(value: Any) -> str:
 
 
 def count_bytes(value: Any) -> int:
+    """Of a value's JSON in the page."""
     return len(encode_json(value).encode(errors="replace")) + 1
 
 
@@ -136,30 +108,29 @@ def add_token_values(record: Record, samples: Sequence[Row], *, limit_bytes: int
 
     Returns a remark for a person, "" if there is none.
     """
-    record.add_views("contributions")
-    ids = list({row["id"] for row in samples if "id" in row})
-    first = "SELECT * FROM contributions WHERE update = 0 AND id IN (SELECT unnest(?::VARCHAR[]))"
-    trained = {(row["stage"], row["step"], row["id"]): row for row in record.rows(first, [ids])}
+    first = "FROM contributions WHERE update = 0 AND id IN (SELECT unnest(?::VARCHAR[]))"
+    found = record.rows(first, [[row.get("id", "") for row in samples]])
+    trained = {(row["stage"], row["step"], row["id"]): row for row in found}
     decode: Decode | None = None
     remarks: list[str] = []
-    if any("shard" in row for row in trained.values()):
+    if any("shard" in row for row in found):
         try:
             decode = load_decoder(record.run_dir)
         except RecordError as error:
             remarks.append(f"Tokens are shown by number: {error}.")
-    missing, left = 0, limit_bytes
+    missing = 0
     for sample in sorted(samples, key=lambda row: -row["step"]):
         row = trained.get((sample["stage"], sample["step"], sample.get("id")), {})
-        sample.update({name: row[name] for name in ("advantage", "weight", "share") if name in row})
-        if left <= 0 or "shard" not in row:
+        sample |= {name: row[name] for name in ("advantage", "weight", "share") if name in row}
+        if limit_bytes <= 0 or "shard" not in row:
             continue
         try:
             values = make_token_values(read_token_arrays(record.run_dir, row), decode)
         except RecordError:
             missing += 1
             continue
-        left -= count_bytes(values)
-        if left >= 0:
+        limit_bytes -= count_bytes(values)
+        if limit_bytes >= 0:
             sample["arrays"] = values
     if missing:
         remarks.append(
@@ -171,20 +142,16 @@ def add_token_values(record: Record, samples: Sequence[Row], *, limit_bytes: int
 def make_token_values(arrays: Mapping[str, Any], decode: Decode | None) -> dict[str, Any]:
     """What the page shows of a sample's tokens. `difference` is trainer − engine, of tokens that train."""
     ids = arrays["tokens"][:SAMPLE_TOKENS].tolist()
-    mask = np.asarray(arrays["mask"][:SAMPLE_TOKENS]).astype(bool)
+    mask = np.asarray(arrays["mask"][: len(ids)]).astype(bool)
     pieces = [f"{token} " for token in ids]
     if decode is not None:
         pieces = [""] * len(ids)  # of a character made of several tokens, the last has the text
         for _, end, text in split_text(ids, decode):
             pieces[end - 1] = text
-    columns = {name: np.asarray(values[: len(ids)], np.float64) for name, values in arrays.items()}
+    values: dict[str, Any] = {"pieces": pieces, "mask": mask.astype(int).tolist()}
+    columns = dict(arrays)
     if "log_prob" in columns and "mu" in columns:
-        columns["difference"] = columns["log_prob"] - columns["mu"]
-
-    def iterate_values() -> Iterator[tuple[str, list[float | None]]]:
-        for name in ("advantage", "difference"):
-            if name in columns:
-                yield name, round_numbers(np.where(mask, columns[name], np.nan), 3)
-
-    cut = len(arrays["tokens"]) - len(ids)
-    return {"pieces": pieces, "mask": mask.astype(int).tolist(), "cut": cut, **dict(iterate_values())}
+        columns["difference"] = np.asarray(columns["log_prob"], np.float64) - columns["mu"]
+    for name in columns.keys() & {"advantage", "difference"}:
+        values[name] = round_numbers(np.where(mask, columns[name][: len(ids)], np.nan), 3)
+    return values | {"cut": len(arrays["tokens"]) - len(ids)}
