@@ -121,7 +121,9 @@ def gather_run(root: Path, *, points: int = POINTS, sample_bytes: int) -> RunRep
             "failures": failures | {"messages": messages, "more": len(failures["messages"]) - len(messages)},
             "evaluations": [
                 {
-                    "stage": row["stage"], "step": row["step"], "version": row.get("policy_version"),
+                    "stage": row["stage"],
+                    "step": row["step"],
+                    "version": row.get("policy_version"),
                     "name": row.get("name", ""),
                     "metrics": {name: value for name, value in row.items() if "/" in name},
                 }
