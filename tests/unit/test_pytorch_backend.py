@@ -31,7 +31,7 @@ from rollouts.testing.torch_contracts import SFT, make_batch
 from rollouts.types import LossSpec, Mean, OptimParams, RolloutBatch
 
 torch.set_num_threads(1)
-OPTIM = OptimConfig(lr=1e-2, max_nonfinite_steps=2)
+OPTIM = OptimConfig(lr=1e-2)
 SEEN: list[LossInputs] = []
 
 
