@@ -8,8 +8,10 @@ readers leave it out and say so.
 from __future__ import annotations
 
 import json
+import mmap
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +21,22 @@ from rollouts.errors import RunDirError
 from rollouts.run_dir import RunDir, list_parts
 
 Row = dict[str, Any]
-TAIL_BYTES = 1 << 16  # how much of a file's end is read at a time when looking for its last newline
 _decode = msgspec.json.Decoder().decode
 
 
 def parse_row(line: bytes) -> Row | None:
-    """The JSON object on a line, None if there is none."""
-    try:
-        row = _decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        row = _parse_json(line)
-    return row if isinstance(row, dict) else None
+    """The JSON object on a line, None if there is none.
 
-
-def _parse_json(line: bytes) -> Any:
-    """What the standard library makes of it: it takes NaN and half surrogates, which other writers' JSON may
-    hold.
+    The standard library's parser is asked where msgspec's refuses: it takes NaN and half surrogates, which
+    other writers' JSON may hold.
     """
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+    row: Any = None
+    with suppress(ValueError, RecursionError):
+        try:
+            row = _decode(line)
+        except (ValueError, RecursionError):
+            row = json.loads(line)
+    return row if isinstance(row, dict) else None
 
 
 def read_rows(path: Path, *, report: Callable[[str], None] | None = None) -> list[Row]:
@@ -52,39 +49,22 @@ def read_rows(path: Path, *, report: Callable[[str], None] | None = None) -> lis
     parts = list_parts(path)
     rows: list[Row] = []
     for part in parts:
-        whole, torn = _read_part(part)
-        rows += whole
-        if not torn:
-            continue
-        last = parse_row(torn)
-        if last is not None:
-            rows.append(last)
-        elif part is not parts[-1]:
-            raise RunDirError(
-                f"{part} ends in a torn line, and a part follows it; the file is damaged: restore it, or"
-                " delete that line"
-            )
-        elif report is not None:
-            report(
-                f"{part}: the last line is torn ({len(torn)} bytes) and left out; its writer was killed, or"
-                " is writing it"
-            )
+        with part.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                row = parse_row(line)
+                if row is not None:
+                    rows.append(row)
+                elif line.endswith(b"\n") or part is not parts[-1]:
+                    raise RunDirError(
+                        f"{part}:{number} is not a JSON object ({line[:40]!r}…); the file is damaged:"
+                        " restore it, or delete that line"
+                    )
+                elif report is not None:
+                    report(
+                        f"{part}: the last line is torn ({len(line)} bytes) and left out; its writer was"
+                        " killed, or is writing it"
+                    )
     return rows
-
-
-def _read_part(path: Path) -> tuple[list[Row], bytes]:
-    """The rows of the lines that have their newline, and what follows the last."""
-    *lines, torn = path.read_bytes().split(b"\n")
-    rows: list[Row] = []
-    for number, line in enumerate(lines, 1):
-        row = parse_row(line)
-        if row is None:
-            raise RunDirError(
-                f"{path}:{number} is not a JSON object ({line[:40]!r}…); the file is damaged: restore it, or"
-                " delete that line"
-            )
-        rows.append(row)
-    return rows, torn
 
 
 def newest_attempts(rows: Iterable[Row]) -> list[Row]:
@@ -145,26 +125,19 @@ def read_last_attempt(path: Path) -> int:
     """The attempt of the last whole row of a .jsonl file, 0 if there is none: attempts never decrease in a
     file, and long ones are slow to read.
     """
-    for part in reversed(list_parts(path)):
-        row = _read_last_row(part)
-        if row is not None:
-            return int(row.get("attempt", 0))
-    return 0
+    lines = (line for part in reversed(list_parts(path)) for line in read_backwards(part))
+    row = next((row for line in lines if (row := parse_row(line)) is not None), {})
+    return int(row.get("attempt", 0))
 
 
-def _read_last_row(path: Path) -> Row | None:
+def read_backwards(path: Path) -> Iterator[bytes]:
+    """The lines of a file from its last to its first, each with its newline where it has one."""
     with path.open("rb") as file:
-        start, tails = file.seek(0, os.SEEK_END), [b""]
-        while start > 0:
-            begin = max(0, start - TAIL_BYTES)
-            file.seek(begin)
-            tails.append(file.read(start - begin))
-            start = begin
-            if start and b"\n" not in tails[-1]:
-                continue  # no line begins in it
-            lines = b"".join(reversed(tails)).split(b"\n")[1 if start else 0 :]
-            rows = (row for line in reversed(lines) if (row := parse_row(line)) is not None)
-            row = next(rows, None)
-            if row is not None:
-                return row
-    return None
+        end = file.seek(0, os.SEEK_END)
+        if end == 0:
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+            while end > 0:
+                begin = view.rfind(b"\n", 0, end - 1) + 1
+                yield view[begin:end]
+                end = begin

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
 from rich.live import Live
@@ -18,18 +17,6 @@ SHOWN = (  # label, metrics of which the first present is shown, format
     ("tok/s", ("perf/generated_tokens_per_s", "perf/trained_tokens_per_s", "perf/tokens_per_s"), "{:.0f}"),
     ("s/step", ("time/step",), "{:.2f}"),
 )
-
-
-@dataclass(slots=True)
-class StageProgress:
-    """Where one stage is."""
-
-    first_step: int  # of this attempt
-    first_time: float  # seconds, when the first step was reported
-    step: int
-    total: int | None  # None: unknown
-    eta_s: float | None  # None: unknown
-    values: tuple[str, ...]  # one text per SHOWN entry, empty where the step has no such metric
 
 
 class Progress:
@@ -51,49 +38,49 @@ class Progress:
         self._clock = clock
         self._last_line = float("-inf")
         self._blind = False  # what is shown cannot be written any more
-        self._stages: dict[str, StageProgress] = {}
+        self._began: dict[str, tuple[int, float]] = {}  # by stage: first step of this attempt, when it ended
+        self._shown: dict[str, dict[str, str]] = {}  # by stage: text by label
 
     def update(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         """Shows a completed step. On a terminal always; in a log at most every `every_s` seconds, and the
         first and last of a stage.
         """
         now, total = self._clock(), self._total_steps.get(stage)
-        known = self._stages.get(stage)
-        first_step, first_time = (known.first_step, known.first_time) if known else (step, now)
+        is_first = stage not in self._began
+        first_step, first_time = self._began.setdefault(stage, (step, now))
         eta_s = compute_eta_s(step, total, first_step, now - first_time, metrics.get("time/step"))
-        state = StageProgress(first_step, first_time, step, total, eta_s, format_values(metrics))
-        self._stages[stage] = state
+        texts = {"stage": stage, "step": str(step) if total is None else f"{step}/{total}"}
+        for label, names, form in SHOWN:
+            texts[label] = next((form.format(metrics[name]) for name in names if name in metrics), "")
+        texts["eta"] = "" if eta_s is None else format_duration(eta_s)
+        self._shown[stage] = texts
         if self._live is not None:
             live = self._live
             self._show(lambda: live.update(self._table(), refresh=True))
-        elif known is None or step == total or now - self._last_line >= self._every_s:
+        elif is_first or step == total or now - self._last_line >= self._every_s:
             self._last_line = now
-            self._print(format_line(stage, state))
+            values = [f"{label} {text}" for label, text in list(texts.items())[2:] if text]
+            self.note("  ".join([f"{stage} {texts['step']}", *values]))
 
     def note(self, text: str) -> None:
         """Prints a line of its own, above the live display if there is one."""
-        self._print(text)
-
-    def _print(self, text: str) -> None:
         self._show(lambda: self._console.print(text, markup=False, highlight=False, soft_wrap=True))
 
     def _show(self, draw: Callable[[], None]) -> None:
         """Draws, unless nobody can read it any more: a terminal that is gone or a full disk under a log ends
         no run.
         """
-        if self._blind:
-            return
         try:
-            draw()
+            if not self._blind:
+                draw()
         except (OSError, ValueError, SystemExit):  # rich answers a broken pipe by SystemExit
             self._blind = True
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
-        table.add_row("stage", "step", *(label for label, _, _ in SHOWN), "eta", style="dim")
-        for stage, state in self._stages.items():
-            eta = "" if state.eta_s is None else format_duration(state.eta_s)
-            table.add_row(stage, format_step(state), *state.values, eta)
+        table.add_row(*next(iter(self._shown.values())), style="dim")
+        for texts in self._shown.values():
+            table.add_row(*texts.values())
         return table
 
 
@@ -112,10 +99,7 @@ def open_progress(
     it is told something, and owns no thread and no task.
     """
     console = console or Console(stderr=True)
-    if not console.is_terminal:
-        yield Progress(console, None, total_steps or {}, every_s=every_s, clock=clock)
-        return
-    with Live(console=console, auto_refresh=False) as live:
+    with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
         yield Progress(console, live, total_steps or {}, every_s=every_s, clock=clock)
 
 
@@ -130,26 +114,6 @@ def compute_eta_s(
     if step > first_step:
         return (total - step) * elapsed_s / (step - first_step)
     return None if step_s is None else (total - step) * step_s
-
-
-def format_values(metrics: Mapping[str, float]) -> tuple[str, ...]:
-    """One text per SHOWN entry, empty where the metrics have none of its names."""
-    found = (next((metrics[name] for name in names if name in metrics), None) for _, names, _ in SHOWN)
-    return tuple(
-        "" if value is None else form.format(value) for value, (_, _, form) in zip(found, SHOWN, strict=True)
-    )
-
-
-def format_step(state: StageProgress) -> str:
-    """`3/40`, or `3` if the number of steps is unknown."""
-    return str(state.step) if state.total is None else f"{state.step}/{state.total}"
-
-
-def format_line(stage: str, state: StageProgress) -> str:
-    """One line of a log: `rl 3/40  reward 0.250  loss 0.01  eta 1m20s`."""
-    shown = [f"{label} {value}" for (label, _, _), value in zip(SHOWN, state.values, strict=True) if value]
-    eta = [] if state.eta_s is None else [f"eta {format_duration(state.eta_s)}"]
-    return "  ".join([f"{stage} {format_step(state)}", *shown, *eta])
 
 
 def format_duration(seconds: float) -> str:

@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollouts.errors import StorageError
-from rollouts.metrics.jsonl import TAIL_BYTES, parse_row
+from rollouts.metrics.jsonl import parse_row, read_backwards
 from rollouts.run_dir import RunDir, list_parts, parse_part, part_path
 
 PART_BYTES = 256 << 20  # a part that has reached this is complete
 WAITING_BYTES = 1 << 26  # of one file's data that wait for a disk that refuses them
 ALWAYS = ("metrics", "samples", "evaluations")  # made at once; the others with their first row
 UPDATES = "updates"  # the name of updates.log, the only file that is not of rows and has one part
+FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 
 
 @dataclass(slots=True)
@@ -36,7 +36,6 @@ class _Growing:
     path: Path
     file: int  # descriptor
     end: int  # bytes of whole lines
-    torn: bool = False  # a refused write may have left something behind the end
 
 
 class RecordFiles:
@@ -51,10 +50,7 @@ class RecordFiles:
         self._waiting: dict[str, bytes] = {}  # what the disk refused, by name
         self._refused = False  # whether that was said
         run_dir.root.mkdir(parents=True, exist_ok=True)
-        self.repaired_bytes = sum(
-            repair_last_line(parts[-1]) for path in run_dir.row_files if (parts := list_parts(path))
-        )
-        self.repaired_bytes += repair_last_line(run_dir.updates_log, is_whole=lambda _: False)
+        self.repaired_bytes = sum(repair_last_line(path) for path in self._paths.values())
         with ExitStack() as stack:
             stack.callback(self._close_files)
             for name in ALWAYS:
@@ -70,10 +66,9 @@ class RecordFiles:
         """
         assert name in self._paths and (not data or data.endswith(b"\n")), name
         data = self._waiting.get(name, b"") + data
-        if not data:
-            return
         try:
-            self._write(name, data)
+            if data:
+                self._write(name, data)
         except OSError as error:
             self._waiting[name] = data
             refusal = self._describe(name, error)
@@ -93,12 +88,11 @@ class RecordFiles:
         still refuses: rows are lost.
         """
         try:
-            for name, data in list(self._waiting.items()):
+            for name, data in self._waiting.items():
                 try:
                     self._write(name, data)
                 except OSError as error:
                     raise self._describe(name, error) from error
-                del self._waiting[name]
         finally:
             self._close_files()
 
@@ -109,28 +103,27 @@ class RecordFiles:
         )
 
     def _write(self, name: str, data: bytes) -> None:
-        """All or nothing, so that no half line stays. Raises OSError."""
+        """All or nothing: what a refused write leaves is cut off, at the latest before the next. Raises
+        OSError.
+        """
         growing = self._growing.get(name) or self._open_last(name)
         if growing.end >= self._part_bytes and name != UPDATES:
             growing = self._open_next(name, growing)
-        if growing.torn:
+        if os.fstat(growing.file).st_size != growing.end:
             os.ftruncate(growing.file, growing.end)
-        growing.torn = True
         try:
             write_whole(growing.file, data)
         except OSError:
             with suppress(OSError):
                 os.ftruncate(growing.file, growing.end)
-                growing.torn = False
             raise
-        growing.torn = False
         growing.end += len(data)
 
     def _open_last(self, name: str) -> _Growing:
         """The last part there is, made if there is none."""
         path = (list_parts(self._paths[name]) or [self._paths[name]])[-1]
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._growing[name] = _Growing(path, file, os.lseek(file, 0, os.SEEK_END))
+        file = os.open(path, FLAGS, 0o644)
+        self._growing[name] = _Growing(path, file, os.fstat(file).st_size)
         return self._growing[name]
 
     def _open_next(self, name: str, full: _Growing) -> _Growing:
@@ -139,8 +132,7 @@ class RecordFiles:
         number = parse_part(self._paths[name], full.path.name)
         assert number is not None, full.path
         path = part_path(self._paths[name], number + 1)
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self._growing[name] = _Growing(path, file, 0)
+        self._growing[name] = _Growing(path, os.open(path, FLAGS | os.O_EXCL, 0o644), 0)
         os.close(full.file)
         return self._growing[name]
 
@@ -161,39 +153,21 @@ def write_whole(file: int, data: bytes) -> None:
         written += os.write(file, data[written:])
 
 
-def is_row(line: bytes) -> bool:
-    """Whether a line without its newline is a whole row."""
-    return parse_row(line) is not None
+def repair_last_line(path: Path) -> int:
+    """Bytes cut off the last part of a file of lines to make it end in a whole line; 0 for a file that is
+    whole, missing or empty.
 
-
-def repair_last_line(path: Path, *, is_whole: Callable[[bytes], bool] = is_row) -> int:
-    """Bytes cut off the end of a file of lines to make it end in a whole line; 0 for a file that is whole,
-    missing or empty.
-
-    A last line that is whole but for its newline is kept and gets the newline.
+    A last row that is whole but for its newline is kept and gets the newline.
     """
-    if not path.exists():
-        return 0
-    with path.open("r+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        start, tails = size, [b""]
-        while start > 0 and b"\n" not in tails[-1]:
-            begin = max(0, start - TAIL_BYTES)
-            file.seek(begin)
-            tails.append(file.read(start - begin))
-            start = begin
-        tail = b"".join(reversed(tails))
-        torn = tail[tail.rfind(b"\n") + 1 :]
-        if not torn:
+    for part in list_parts(path)[-1:]:
+        torn = next(read_backwards(part), b"\n")
+        if torn.endswith(b"\n"):
             return 0
-        if is_whole(torn):
-            file.seek(0, os.SEEK_END)
-            file.write(b"\n")
-            return 0
-        file.truncate(size - len(torn))
-        return len(torn)
-
-
-def join_lines(lines: Iterable[bytes]) -> bytes:
-    """The lines, each with a newline, for one write."""
-    return b"".join(line + b"\n" for line in lines)
+        with part.open("r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            if path.suffix == ".jsonl" and parse_row(torn) is not None:
+                file.write(b"\n")
+                return 0
+            file.truncate(size - len(torn))
+            return len(torn)
+    return 0

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from rollouts.errors import RecordError, StorageError
 from rollouts.metrics.contributions import Place, UpdateRecord
+from rollouts.metrics.record_files import FLAGS, write_whole
 from rollouts.run_dir import RunDir
 
 Array = NDArray[Any]
@@ -174,35 +175,17 @@ def decode_block(data: bytes, *, where: str) -> tuple[str, dict[str, Array]]:
     body = memoryview(data)[PREFIX.size : end]
     if zlib.crc32(body) != crc:
         raise RecordError(f"{damaged}: its checksum is not the one that was written")
-    try:
-        header = json.loads(bytes(body[:header_bytes]))
-        length = int(header["length"])
-        described = [
-            (str(name), str(kind), [float(level) for level in levels])
-            for name, kind, *levels in header["columns"]
-        ]
-    except (ValueError, KeyError, TypeError) as error:
-        raise RecordError(f"{damaged}: its header cannot be read ({error})") from error
+    header, at = json.loads(bytes(body[:header_bytes])), header_bytes
     columns: dict[str, Array] = {}
-    at = header_bytes
-    for name, kind, levels in described:
-        size = 0 if levels else length * int(kind[-1]) if kind in KNOWN_TYPES else -1
-        if (
-            size < 0
-            or at + size > len(body)
-            or kind not in KNOWN_TYPES
-            or (levels and (len(levels) != 2 or "mask" not in columns))
-        ):
-            raise RecordError(
-                f"{damaged}: column {name!r} of type {kind!r} does not fit; a later version may have"
-                " written it"
-            )
+    for name, kind, *levels in header["columns"]:
+        if kind not in KNOWN_TYPES:
+            raise RecordError(f"{where}: a later version has written column {name!r} of type {kind!r}")
         if levels:
             columns[name] = np.where(columns["mask"], *levels).astype(kind)
         else:
-            columns[name] = np.frombuffer(body[at : at + size], kind).copy()
-        at += size
-    return str(header.get("id", "")), columns
+            columns[name] = np.frombuffer(body, kind, header["length"], at).copy()
+            at += columns[name].nbytes
+    return header["id"], columns
 
 
 # --- reading ------------------------------------------------------------------------------------------------
@@ -221,7 +204,6 @@ def read_token_arrays(run_dir: RunDir, row: Mapping[str, Any]) -> Mapping[str, A
     if SHARD_NAME.fullmatch(shard) is None:
         raise RecordError(f"{what} names the shard {shard!r}, which is no name of one; the row is damaged")
     path = run_dir.tokens / shard
-    where = f"{path} at {offset}"
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -234,6 +216,7 @@ def read_token_arrays(run_dir: RunDir, row: Mapping[str, Any]) -> Mapping[str, A
         ) from error
     except OSError as error:
         raise RecordError(f"{path} of {what} cannot be read ({error})") from error
+    where = f"{path} at {offset}"
     sample_id, columns = decode_block(data, where=where)
     if sample_id != row.get("id", ""):
         raise RecordError(
@@ -260,7 +243,6 @@ class TokenShards:
         self._shard_bytes = max(1, min(SHARD_BYTES, limit_bytes // SHARDS_AT_LEAST))
         self._open: dict[str, tuple[int, Path]] = {}  # by stage: the shard that grows
         self._next = 0
-        self.removed_bytes = 0
 
     def write(self, stage: str, blocks: Sequence[Block]) -> list[Place]:
         """Appends the blocks and says where each lies; then removes the oldest shards beyond the limit.
@@ -268,31 +250,23 @@ class TokenShards:
         Raises StorageError where the disk refuses; what had been appended of the blocks is cut off again.
         """
         places: list[Place] = []
-        begun: list[tuple[Path, int]] = []
         try:
-            at = 0
-            while at < len(blocks):
-                file, path = self._choose_shard(stage)
-                offset = os.lseek(file, 0, os.SEEK_END)
-                begun.append((path, offset))
-                last, end = at, offset
-                while last < len(blocks) and (last == at or end < self._shard_bytes):
-                    places.append(Place(path.name, end, blocks[last].length))
-                    end += len(blocks[last].data)
-                    last += 1
-                write_all(file, b"".join(block.data for block in blocks[at:last]))
-                at = last
-        except OSError as error:
-            self._cut_off(stage, begun)
-            raise StorageError(
-                f"per-token arrays are refused by {self._folder} ({error}); free space"
-            ) from error
-        try:
+            file, path = self._choose_shard(stage)
+            begin = end = os.lseek(file, 0, os.SEEK_END)
+            for block in blocks:
+                places.append(Place(path.name, end, block.length))
+                end += len(block.data)
+            try:
+                write_whole(file, b"".join(block.data for block in blocks))
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(file, begin)
+                os.close(self._open.pop(stage)[0])  # nothing is appended to what may be left
+                raise
             self._make_room()
         except OSError as error:
             raise StorageError(
-                f"the oldest arrays of {self._folder} cannot be removed ({error}); those of this step are"
-                " left out"
+                f"per-token arrays are refused by {self._folder} ({error}); free space"
             ) from error
         return places
 
@@ -304,47 +278,26 @@ class TokenShards:
             os.close(file)
         self._open.clear()
 
-    def _cut_off(self, stage: str, begun: Sequence[tuple[Path, int]]) -> None:
-        """Takes away what has been appended. A disk that refuses that too leaves bytes that no row names;
-        nothing is appended to them.
-        """
-        try:
-            for path, offset in begun:
-                os.truncate(path, offset)
-        except OSError:
-            held = self._open.pop(stage, None)
-            if held is not None:
-                os.close(held[0])
-
     def _choose_shard(self, stage: str) -> tuple[int, Path]:
         """The stage's shard, or the next where it is full, or somebody has removed it."""
-        held = self._open.get(stage)
-        if held is not None:
+        if held := self._open.get(stage):
             state = os.fstat(held[0])
             if state.st_nlink > 0 and state.st_size < self._shard_bytes:
                 return held
-        if held is not None:
-            del self._open[stage]
-            os.close(held[0])
+            os.close(self._open.pop(stage)[0])
         self._folder.mkdir(exist_ok=True)
         while (path := self._folder / f"{stage}-{self._attempt}-{self._next:06d}.bin").exists():
             self._next += 1
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        opened = os.open(path, flags, 0o644), path
-        self._next += 1
-        self._open[stage] = opened
-        return opened
+        self._open[stage] = os.open(path, FLAGS | os.O_EXCL | os.O_NOFOLLOW, 0o644), path
+        return self._open[stage]
 
     def _make_room(self) -> None:
-        growing = {path.name for _, path in self._open.values()}
+        growing = [path for _, path in self._open.values()]
         sizes = {path: path.stat().st_size for path in list_shards(self._folder)}
         total = sum(sizes.values())
         for path, size in sizes.items():
-            if total <= self._limit:
-                return
-            if path.name not in growing:
+            if total > self._limit and path not in growing:
                 path.unlink()
-                self.removed_bytes += size
                 total -= size
 
 
@@ -352,16 +305,5 @@ def list_shards(folder: Path) -> list[Path]:
     """The shards in a directory, oldest first: by attempt, then by number, which goes on over the stages of
     an attempt.
     """
-    found = [
-        (match, path) for path in folder.iterdir() if (match := SHARD_NAME.fullmatch(path.name)) is not None
-    ]
-    return [
-        path for _, path in sorted(found, key=lambda pair: (int(pair[0][1]), int(pair[0][2]), pair[1].name))
-    ]
-
-
-def write_all(file: int, data: bytes) -> None:
-    """Writes all of `data`; a short write is continued until the system refuses."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
+    found = {path: match for path in folder.iterdir() if (match := SHARD_NAME.fullmatch(path.name))}
+    return sorted(found, key=lambda path: (int(found[path][1]), int(found[path][2]), path.name))

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import trio
 
@@ -29,15 +30,15 @@ from rollouts.errors import StorageError
 from rollouts.metrics.contributions import Place, UpdateRecord, encode_contributions, format_update
 from rollouts.metrics.progress import Progress
 from rollouts.metrics.record import encode_rows, make_head, make_row
-from rollouts.metrics.record_files import PART_BYTES, UPDATES, RecordFiles, join_lines
+from rollouts.metrics.record_files import PART_BYTES, UPDATES, RecordFiles
 from rollouts.metrics.sample_rows import encode_sample_rows, select_evenly
 from rollouts.metrics.spans import Span
 from rollouts.metrics.token_shards import TokenShards, encode_blocks
 from rollouts.run_dir import RunDir
 from rollouts.types import Sample
 
-Result = TypeVar("Result")
 Row = dict[str, Any]
+TakeTurn = Callable[[Callable[[], object]], Awaitable[None]]
 
 
 class JsonlLogger:
@@ -48,7 +49,7 @@ class JsonlLogger:
     def __init__(
         self,
         files: RecordFiles,
-        turns: Turns,
+        take_turn: TakeTurn,
         *,
         attempt: int,
         samples_per_step: int,
@@ -57,21 +58,14 @@ class JsonlLogger:
         time_unix: Callable[[], float],
     ) -> None:
         self._files = files
-        self._turns = turns
+        self._take_turn = take_turn
         self._attempt = attempt
         self._samples_per_step = samples_per_step
         self._shards = shards
         self._progress = progress
         self._time_unix = time_unix
         self._refused_arrays = False  # whether that was said
-        self._counts = {
-            "rows": 0,
-            "sample_rows": 0,
-            "evaluation_rows": 0,
-            "contribution_rows": 0,
-            "span_rows": 0,
-            "updates": 0,
-        }
+        self._counts: Counter[str] = Counter()  # rows written, by file
 
     async def log_step(
         self,
@@ -91,14 +85,20 @@ class JsonlLogger:
         """
         head = self._make_head(stage, step, policy_version)
         row = make_row(head, metrics)
+
+        def write() -> None:
+            lengths = [update.batch.response_lengths for update in updates]
+            for update, own in zip(updates, lengths, strict=True):
+                places = self._write_arrays(stage, update)
+                self._append("contributions", encode_contributions(head, update, own, places))
+            lines = (format_update(head, *pair) for pair in zip(updates, lengths, strict=True))
+            self._files.append(UPDATES, "".join(f"{line}\n" for line in lines).encode())
+            self._append("metrics", encode_rows([row]))
+            self._append_spans(head, spans)
+
         reach("metrics.before_row")
-        self._counts["contribution_rows"] += await self._turns.take(
-            lambda: self._write_step(head, row, updates, spans)
-        )
+        await self._take_turn(write)
         reach("metrics.after_row")
-        self._counts["rows"] += 1
-        self._counts["updates"] += len(updates)
-        self._counts["span_rows"] += len(spans)
         if self._progress is not None:
             self._progress.update(stage, step, metrics)
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -110,12 +110,10 @@ class JsonlLogger:
         be seen.
         """
         chosen = [samples[index] for index in select_evenly(len(samples), self._samples_per_step)]
+        head = self._make_head(stage, step, policy_version)
         reach("metrics.before_samples")
-        if chosen:
-            head = self._make_head(stage, step, policy_version)
-            await self._turns.take(lambda: self._files.append("samples", encode_sample_rows(head, chosen)))
+        await self._take_turn(lambda: self._append("samples", encode_sample_rows(head, chosen)))
         reach("metrics.after_samples")
-        self._counts["sample_rows"] += len(chosen)
         await trio.lowlevel.checkpoint_if_cancelled()
 
     async def log_evaluation(
@@ -124,46 +122,32 @@ class JsonlLogger:
         """Appends the row of an evaluation called `name`. Raises MetricError like log_step."""
         row = make_row({**self._make_head(stage, step, policy_version), "name": name}, metrics)
         reach("metrics.before_evaluation")
-        await self._turns.take(lambda: self._append("evaluations", [row]))
+        await self._take_turn(lambda: self._append("evaluations", encode_rows([row])))
         reach("metrics.after_evaluation")
-        self._counts["evaluation_rows"] += 1
         await trio.lowlevel.checkpoint_if_cancelled()
 
     async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None:
         """Appends a row for each span."""
         head = self._make_head(stage, step, policy_version)
-        if spans:
-            await self._turns.take(lambda: self._append("spans", [span.fields() for span in spans], head))
-        self._counts["span_rows"] += len(spans)
+        await self._take_turn(lambda: self._append_spans(head, spans))
         await trio.lowlevel.checkpoint_if_cancelled()
 
     def statistics(self) -> Mapping[str, float]:
-        """Rows written by this attempt, and how many bytes of torn lines were cut off when the files were
-        opened.
+        """Rows written by this attempt, by file, and how many bytes of torn lines were cut off when the files
+        were opened.
         """
         return {**self._counts, "repaired_bytes": self._files.repaired_bytes}
 
     def _make_head(self, stage: str, step: int, policy_version: int) -> Row:
         return make_head(stage, step, policy_version, self._attempt, self._time_unix())
 
-    def _append(self, name: str, rows: Sequence[Row], head: Row | None = None) -> None:
-        self._files.append(name, encode_rows(rows, head=head))
+    def _append(self, name: str, lines: bytes) -> None:
+        self._files.append(name, lines)
+        self._counts[name] += lines.count(b"\n")
 
-    def _write_step(self, head: Row, row: Row, updates: Sequence[UpdateRecord], spans: Sequence[Span]) -> int:
-        """The number of rows of contributions."""
-        if updates:
-            lengths = [update.batch.response_lengths for update in updates]
-            pairs = list(zip(updates, lengths, strict=True))
-            rows = [
-                encode_contributions(head, update, of, self._write_arrays(head["stage"], update))
-                for update, of in pairs
-            ]
-            self._files.append("contributions", b"".join(rows))
-            self._files.append(UPDATES, join_lines(format_update(head, *pair).encode() for pair in pairs))
-        self._append("metrics", [row])
+    def _append_spans(self, head: Row, spans: Sequence[Span]) -> None:
         if spans:
-            self._append("spans", [span.fields() for span in spans], head)
-        return sum(len(update.batch) for update in updates if update.contributes)
+            self._append("spans", encode_rows([span.fields() for span in spans], head=head))
 
     def _write_arrays(self, stage: str, update: UpdateRecord) -> Sequence[Place]:
         """Where the arrays of each row of the update lie; empty where none are kept."""
@@ -180,26 +164,6 @@ class JsonlLogger:
             return ()
         self._refused_arrays = False
         return places
-
-
-class Turns:
-    """Runs what blocks on a disk, one call after the other in the order in which they were asked for, in a
-    thread.
-    """
-
-    def __init__(self, *, in_thread: bool) -> None:
-        self._in_thread = in_thread
-        self._limiter = trio.CapacityLimiter(1)  # its queue is first come, first served
-
-    async def take(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns. It is done to its end also when the caller is cancelled."""
-        if not self._in_thread:
-            await trio.lowlevel.cancel_shielded_checkpoint()
-            return work()
-        results: list[Result] = []
-        with trio.CancelScope(shield=True):
-            results.append(await trio.to_thread.run_sync(work, limiter=self._limiter))
-        return results[0]
 
 
 @asynccontextmanager
@@ -220,35 +184,33 @@ async def open_jsonl_logger(
     token_arrays_bytes: of per-token arrays that are kept, 0 for none. in_thread: False where a thread may not
     be waited for, as under a mock clock; the event loop then waits for the disk.
     """
-    assert attempt >= 1 and samples_per_step >= 0 and token_arrays_bytes >= 0, (
-        attempt,
-        samples_per_step,
-        token_arrays_bytes,
-    )
-    turns = Turns(in_thread=in_thread)
-    files = await turns.take(lambda: RecordFiles(run_dir, part_bytes=part_bytes))
-    shards = (
-        TokenShards(run_dir, attempt=attempt, limit_bytes=token_arrays_bytes) if token_arrays_bytes else None
-    )
-    logger = JsonlLogger(
-        files,
-        turns,
-        attempt=attempt,
-        samples_per_step=samples_per_step,
-        shards=shards,
-        progress=progress,
-        time_unix=time_unix,
-    )
-    try:
-        yield logger
-    finally:
-        await turns.take(lambda: close_files(files, shards))
+    limits = (samples_per_step, token_arrays_bytes)
+    assert attempt >= 1 and min(limits) >= 0, (attempt, limits)
+    limiter = trio.CapacityLimiter(1)  # its queue is first come, first served
 
+    async def take_turn(work: Callable[[], object]) -> None:
+        """Does what blocks on a disk, one call after the other, to its end though the caller is cancelled."""
+        with trio.CancelScope(shield=True):
+            if in_thread:
+                await trio.to_thread.run_sync(work, limiter=limiter)
+            else:
+                await trio.lowlevel.checkpoint()
+                work()
 
-def close_files(files: RecordFiles, shards: TokenShards | None) -> None:
-    """Flushes and closes all of them. Raises StorageError if rows are lost."""
-    try:
-        files.close()
-    finally:
-        if shards is not None:
-            shards.close()
+    async with AsyncExitStack() as stack:
+        opened: list[RecordFiles] = []
+        await take_turn(lambda: opened.append(RecordFiles(run_dir, part_bytes=part_bytes)))
+        stack.push_async_callback(take_turn, opened[0].close)
+        shards: TokenShards | None = None
+        if token_arrays_bytes:
+            shards = TokenShards(run_dir, attempt=attempt, limit_bytes=token_arrays_bytes)
+            stack.push_async_callback(take_turn, shards.close)
+        yield JsonlLogger(
+            opened[0],
+            take_turn,
+            attempt=attempt,
+            samples_per_step=samples_per_step,
+            shards=shards,
+            progress=progress,
+            time_unix=time_unix,
+        )

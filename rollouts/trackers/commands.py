@@ -10,15 +10,7 @@ from typing import Any
 
 from rollouts.errors import ConfigError, RunDirError, TrackerError
 
-NAMES = (
-    "tensorboard",
-    "trackio",
-    "wandb",
-    "mlflow",
-    "otlp",
-    "statsd",
-    "prometheus",
-)  # so that --help is quick
+NAMES = "tensorboard, trackio, wandb, mlflow, otlp, statsd, prometheus"  # so that --help is quick
 PATIENCE_S = 300.0  # after the end of the run, without a row taken
 LOOK_S = 0.5  # between two looks whether the run is over
 EXIT_CODES = (
@@ -31,19 +23,12 @@ def add_parser(commands: Any) -> None:
     """Adds the subcommand `track`."""
     what = "send a run's metrics to trackers, also while it runs, from where the last time ended"
     parser = commands.add_parser("track", help=what, description=what, epilog=EXIT_CODES, allow_abbrev=False)
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/demo")
-    parser.add_argument(
-        "--to",
-        action="append",
-        required=True,
-        metavar="NAME",
-        help=f"a tracker, may be given again: {', '.join(NAMES)}",
-    )
-    parser.add_argument(
-        "--once",
-        action="store_true",
-        help="send what is there and end, though the run may go on, and wait for no other follower",
-    )
+    add = parser.add_argument
+    add("run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/demo")
+    what = f"a tracker, may be given again: {NAMES}"
+    add("--to", action="append", required=True, metavar="NAME", help=what)
+    what = "send what is there and end, though the run may go on, and wait for no other follower"
+    add("--once", action="store_true", help=what)
     parser.set_defaults(run=run_track)
 
 
@@ -65,8 +50,9 @@ def run_track(arguments: argparse.Namespace) -> int:
     check_followable(root)
     for name in names:
         read_position(position_path(root, name))  # one that cannot be read is said before anything starts
+    outcomes: dict[str, str] = dict.fromkeys(names, "behind")
 
-    async def follow() -> dict[str, Any]:
+    async def follow() -> None:
         over = trio.Event()
 
         async def wait_over() -> None:
@@ -74,28 +60,24 @@ def run_track(arguments: argparse.Namespace) -> int:
                 await trio.sleep(LOOK_S)  # no system tells when a lock is given back
             over.set()
 
+        options = {"once": arguments.once, "patience_s": PATIENCE_S}
         async with hiding_output(), trio.open_nursery() as nursery:
             nursery.start_soon(wait_over)
-            outcomes = await follow_all(
-                root,
-                names,
-                over=over,
-                say_for=lambda name: partial(say, name),
-                once=arguments.once,
-                patience_s=PATIENCE_S,
+            outcomes.update(
+                await follow_all(root, names, over=over, say_for=lambda name: partial(say, name), **options)
             )
             nursery.cancel_scope.cancel()
-        return outcomes
 
-    outcomes, code = dict.fromkeys(names, "behind"), 130
+    interrupted = False
     try:
-        outcomes, code = trio.run(follow), 0
+        trio.run(follow)
     except* KeyboardInterrupt:
         say("stopped", describe_catching_up(root, names))
+        interrupted = True
     except* SinkHung:
-        code = 1
-    if code == 130:
-        return code
+        pass  # said, and the tracker is behind
+    if interrupted:
+        return 130
     more = {"sent": "", "behind": ", not all", "held": "; another process follows the run for it already"}
     for name in names:
         position = read_position(position_path(root, name)) or Position("")

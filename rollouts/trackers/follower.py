@@ -19,12 +19,14 @@ import sys
 import tomllib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 import trio
+from msgspec.structs import replace
 
+from rollouts.config.secrets import find_secrets, hide_secrets, remove_secrets
 from rollouts.errors import RowsRefused, RunDirError, SinkUnavailable, TrackerError
 from rollouts.run_dir import RunDir
 from rollouts.trackers.position import (
@@ -35,7 +37,6 @@ from rollouts.trackers.position import (
     read_batch,
     write_position,
 )
-from rollouts.trackers.secrets import find_secrets, hide_secrets, remove_secrets
 from rollouts.trackers.sinks import SINKS, RunInfo, Sink, SinkKind, TrackedRow, open_sink
 
 LOOK_S = 0.5  # between two looks at the files
@@ -70,6 +71,7 @@ class Following:
 
     @property
     def path(self) -> Path:
+        """Where the position is stored."""
         return position_path(self.root, self.name)
 
     async def call(self, function: Callable[..., Result], *args: object) -> Result:
@@ -136,10 +138,10 @@ async def take_lock(descriptor: int, say: Say, *, once: bool) -> bool:
                 say("another process follows the run for this tracker; waiting for it to end")
             said = True
             await trio.sleep(LOOK_S)
-            continue
         except OSError:  # a file system without locks keeps nobody off
-            pass
-        return True
+            return True
+        else:
+            return True
 
 
 async def follow(following: Following) -> Outcome:
@@ -153,10 +155,9 @@ async def follow(following: Following) -> Outcome:
         except (RunDirError, SinkHung):
             raise
         except Exception as error:  # whatever a library raises must neither end the follower nor lose rows
-            failure = error
-        unavailable = isinstance(failure, SinkUnavailable)
-        refused = isinstance(failure, TrackerError) and not unavailable
-        told = f"{failure}" if isinstance(failure, TrackerError) else repr(failure)
+            refused = isinstance(error, TrackerError) and not isinstance(error, SinkUnavailable)
+            told = f"{error}" if isinstance(error, TrackerError) else repr(error)
+            asked_s = error.retry_after_s if isinstance(error, SinkUnavailable) else None
         problem = f"{'refuses' if refused else 'does not take'} rows: {told}"
         if open_position(following.path).number > before:
             failures, said, taken_s = 0, "", trio.current_time()
@@ -168,7 +169,6 @@ async def follow(following: Following) -> Outcome:
         if problem != said:
             following.say(f"{problem}; tried again until it does")
         said = problem
-        asked_s = failure.retry_after_s if isinstance(failure, SinkUnavailable) else None
         wait_s = REFUSED_WAIT_S if refused else choose_wait(failures, asked_s)
         with trio.move_on_after(min(wait_s, LAST_WAIT_S) if is_over else wait_s):
             await (trio.Event() if is_over else following.over).wait()
@@ -186,19 +186,12 @@ async def send_until_over(following: Following, *, troubled: bool) -> None:
     """Opens the sink at the stored position and sends rows until the run is over and all are sent. Raises
     what the sink raises, OSError, SinkHung. `troubled`: the last try failed.
     """
-    position = open_position(following.path)
-    run = describe_run(following.root, position)
-    sink = await following.call(following.open_sink, run)
+    position, kind = open_position(following.path), following.kind
+    sink = await following.call(following.open_sink, describe_run(following.root, position))
     try:
         while True:
             was_over = following.over.is_set()
-            batch = read_batch(
-                following.root,
-                following.kind.files,
-                position,
-                limit=following.kind.batch_rows,
-                say=following.say,
-            )
+            batch = read_batch(following.root, kind.files, position, limit=kind.batch_rows, say=following.say)
             if batch.rows:
                 position = await send(following, sink, position, batch.rows)
                 if troubled:
@@ -211,10 +204,11 @@ async def send_until_over(following: Following, *, troubled: bool) -> None:
                 break
             with trio.move_on_after(LOOK_S):
                 await following.over.wait()
-    except Exception as error:
-        if not isinstance(error, SinkHung):
-            with contextlib.suppress(Exception):
-                await following.call(sink.close)
+    except SinkHung:
+        raise
+    except Exception:
+        with contextlib.suppress(Exception):
+            await following.call(sink.close)
         raise
     await following.call(sink.close)
     write_position(following.path, position)
@@ -224,9 +218,9 @@ async def send(following: Following, sink: Sink, position: Position, rows: Seque
     """The stored position after the sink has taken the rows, whole or, where it refuses some, in halves
     without those that it refuses alone. A half that is taken counts at once.
     """
-    mark = None
+    mark, left_out = position.mark, position.left_out
     try:
-        mark = await following.call(sink.send, rows)
+        mark = dict(await following.call(sink.send, rows) or mark or {}) or None
     except RowsRefused as error:
         if len(rows) > 1:
             middle = len(rows) // 2
@@ -234,27 +228,19 @@ async def send(following: Following, sink: Sink, position: Position, rows: Seque
             return await send(following, sink, position, rows[middle:])
         row = rows[0].row
         named = f" {row['name']!r}" if "name" in row else ""
-        which = (
-            f"row{named} of {rows[0].file}.jsonl (stage {row['stage']}, step {row['step']}, attempt"
-            f" {row['attempt']})"
-        )
+        place = f"stage {row['stage']}, step {row['step']}, attempt {row['attempt']}"
+        which = f"row{named} of {rows[0].file}.jsonl ({place})"
         following.say(f"refuses {which} for good; it is left out: {error}")
-        position = replace(position, left_out=LeftOut(position.left_out.rows + 1, which))
-    return following.store(
-        replace(
-            position,
-            files={**position.files, **{row.file: row.end for row in rows}},
-            number=position.number + len(rows),
-            mark=position.mark if mark is None else mark,
-        )
-    )
+        left_out = LeftOut(left_out.rows + 1, which)
+    files, number = {**position.files, **{row.file: row.end for row in rows}}, position.number + len(rows)
+    return following.store(replace(position, files=files, number=number, mark=mark, left_out=left_out))
 
 
 def describe_run(root: Path, position: Position) -> RunInfo:
     """What a sink is told of the run. A config that is missing or cannot be read is an empty one."""
-    config: Mapping[str, Any] = {}
+    config: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
-        config = remove_secrets(tomllib.loads(RunDir(root).config.read_text(encoding="utf-8")))
+        config = remove_secrets("", tomllib.loads(RunDir(root).config.read_text(encoding="utf-8")))
     return RunInfo(position.id, root.resolve().name, root.resolve(), config, os.environ, position.mark)
 
 
@@ -268,7 +254,7 @@ async def hiding_output() -> AsyncIterator[None]:
     """
     secrets = find_secrets(os.environ)
     sys.stdout.flush()
-    out, err = os.dup(1), os.dup(2)
+    saved = {number: os.dup(number) for number in (1, 2)}
     readable, writable = os.pipe()
     ended = trio.Event()
 
@@ -277,36 +263,34 @@ async def hiding_output() -> AsyncIterator[None]:
         async for part in stream:
             *lines, held = (held + part).split(b"\n")
             for line in lines:
-                where = os.fstat(err)
-                if not stat.S_ISREG(where.st_mode) or where.st_size < LOG_BYTES:
-                    os.write(err, hide_secrets(line.decode(errors="replace"), secrets).encode() + b"\n")
+                write_log(saved[2], hide_secrets(line.decode(errors="replace"), secrets))
             held = held[:LOG_BYTES]
         ended.set()
 
     async with trio.lowlevel.FdStream(readable) as stream, trio.open_nursery() as nursery:
         nursery.start_soon(pass_on, stream)
-        os.dup2(writable, 1)
-        os.dup2(writable, 2)
+        for number in saved:
+            os.dup2(writable, number)
         os.close(writable)
         try:
             yield
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            os.dup2(out, 1)
-            os.dup2(err, 2)
+            for number, before in saved.items():
+                os.dup2(before, number)
             with trio.CancelScope(shield=True, deadline=trio.current_time() + OUTPUT_S):
                 await ended.wait()
             nursery.cancel_scope.cancel()
-            os.close(out)
-            os.close(err)
+            for before in saved.values():
+                os.close(before)
 
 
-def leave(code: int) -> NoReturn:
-    """Ends the process at once: a library's threads and handlers could wait for a service for ever."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def write_log(file: int, line: str) -> None:
+    """Appends a line, unless the file is as long as a log may be."""
+    state = os.fstat(file)
+    if not stat.S_ISREG(state.st_mode) or state.st_size < LOG_BYTES:
+        os.write(file, f"{line}\n".encode())
 
 
 def main(
@@ -323,10 +307,8 @@ def main(
 
     def say_for(name: str) -> Say:
         def say(text: str) -> None:
-            path = root / "trackers" / f"{name}.log"
-            with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
-                if file.tell() < LOG_BYTES:
-                    file.write(hide_secrets(f"{name}: {text}", secrets) + "\n")
+            with contextlib.suppress(OSError), (root / "trackers" / f"{name}.log").open("a") as file:
+                write_log(file.fileno(), hide_secrets(f"{name}: {text}", secrets))
 
         return say
 
@@ -348,7 +330,9 @@ def main(
         trio.run(run)
     except* SinkHung:
         code = HUNG
-    leave(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # at once: a library's threads and handlers could wait for a service for ever
 
 
 if __name__ == "__main__":

@@ -72,8 +72,7 @@ async def open_trackers(
         rest = describe_catching_up(run_dir.root, behind)
         say(f"not everything was sent to {', '.join(behind)}, {left}; {rest}")
     for name in names:
-        left_out = read_left_out(run_dir.root, name)
-        if left_out:
+        if left_out := read_left_out(run_dir.root, name):
             log = run_dir.root / "trackers" / f"{name}.log"
             say(f"warning: {name} does not have all rows: {left_out}; {log} says why")
 

@@ -9,9 +9,10 @@ ones: rows that are sent again change nothing there. Steps that a resumed run re
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from rollouts.config.secrets import flatten_settings
 from rollouts.errors import RowsRefused, SinkRefused, SinkUnavailable, TrackerError
 from rollouts.trackers.sinks import RunInfo, TrackedRow, clean_name
 
@@ -52,7 +53,9 @@ def find_run(client: Any, run: RunInfo) -> str:
     from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
 
     made = client.create_run(experiment_id, run_name=run.name).info.run_id
-    params = [Param(clean_name(name, "/"), value[:PARAM_CHARS]) for name, value in flatten(run.config)]
+    params = [
+        Param(clean_name(name, "/"), value[:PARAM_CHARS]) for name, value in flatten_settings("", run.config)
+    ]
     for start in range(0, len(params), PARAMS_PER_CALL):
         client.log_batch(made, params=params[start : start + PARAMS_PER_CALL])
     client.set_tag(made, TAG, run.id)  # last: a run without it is not found, and made again whole
@@ -93,15 +96,6 @@ class MlflowSink:
 
     def close(self) -> None:
         """The run stays as it is: a resumed run goes on with it."""
-
-
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted name, text) of each setting."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", str(value)
 
 
 def translate(error: Any) -> TrackerError:

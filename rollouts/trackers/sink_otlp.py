@@ -44,9 +44,6 @@ ROWS_AT_FAULT = frozenset({400, 413, 422})
 WORDS = 300  # characters of a collector's words that are worth a line
 UNITS = {"": "1", "share": "1", "s": "s", "bytes": "By"}  # as OpenTelemetry writes them; others in braces
 Signal = Literal["metrics", "traces"]
-_left_out: dict[
-    str, int
-] = {}  # by run: values that the collector did not take of batches; lives in the process
 
 
 def open_sink(run: RunInfo) -> OtlpSink:
@@ -59,74 +56,59 @@ class OtlpSink:
 
     def __init__(self, run: RunInfo) -> None:
         self._run = run
-        self._answer: requests.Response | None = None  # the last one
-        self._taken: dict[Signal, int] = {}  # number of the last row, for a batch of which half was taken
+        self._answers: list[requests.Response] = []  # of the request under way
+        self._left_out = int((run.mark or {}).get("left_out", 0))  # values that the collector left out
         session = requests.Session()
-        session.hooks["response"].append(self._note)
+        session.hooks["response"].append(lambda answer, **_: self._answers.append(answer))
         session.max_redirects = 0
         self._exporters = {
             "metrics": OTLPMetricExporter(session=session),
             "traces": OTLPSpanExporter(session=session),
         }
-        own = {"service.instance.id": run.id, "rollouts.run": run.name}
         given = Resource.create().attributes
-        named = (
-            {}
-            if not str(given["service.name"]).startswith("unknown_service")
-            else {"service.name": "rollouts"}
-        )
-        self._resource = Resource({**given, **named, **own})
+        unnamed = str(given["service.name"]).startswith("unknown_service")
+        own = {"service.instance.id": run.id, "rollouts.run": run.name}
+        self._resource = Resource({**given, **({"service.name": "rollouts"} if unnamed else {}), **own})
         self._scope = InstrumentationScope("rollouts", __version__)
-        before = (run.mark or {}).get("left_out", 0)
-        _left_out.setdefault(run.id, before if isinstance(before, int) else 0)
 
     def send(self, rows: Sequence[TrackedRow]) -> Mark | None:
         """Returns when the collector has taken the batch."""
+        empty = {"metrics": MetricsData([]), "traces": ()}
         for signal in ("metrics", "traces"):
-            new = [
-                row
-                for row in rows
-                if (row.file == "spans") == (signal == "traces") and row.number > self._taken.get(signal, -1)
-            ]
-            if new:
-                self._export(signal, new)
-                self._taken[signal] = new[-1].number
-        return {"left_out": _left_out[self._run.id]} if _left_out[self._run.id] else None
+            own = [row for row in rows if (row.file == "spans") == (signal == "traces")]
+            if not own:
+                continue
+            try:
+                message = self._make_spans(own) if signal == "traces" else self._make_metrics(own)
+            except (KeyError, TypeError, ValueError, OverflowError) as error:  # another program wrote the row
+                raise RowsRefused(f"it cannot be told as OTLP ({error!r})") from error
+            try:
+                self._post(signal, message)
+            except RowsRefused as error:
+                if len(rows) > 1:
+                    raise
+                try:
+                    self._post(signal, empty[signal])
+                except RowsRefused:
+                    hint = "even without rows; check OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_RESOURCE_ATTRIBUTES"
+                    raise SinkRefused(f"{error}, {hint}") from error
+                raise
+        return {"left_out": self._left_out} if self._left_out else None
 
     def close(self) -> None:
         """Closes the connection."""
         for exporter in self._exporters.values():
             exporter.shutdown()
 
-    def _note(self, answer: requests.Response, **options: Any) -> None:
-        self._answer = answer
-
-    def _export(self, signal: Signal, rows: Sequence[TrackedRow]) -> None:
-        try:
-            message = self._make_spans(rows) if signal == "traces" else self._make_metrics(rows)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:  # a row that another program wrote
-            raise RowsRefused(f"it cannot be told as OTLP ({error!r})") from error
-        try:
-            self._post(signal, message)
-        except RowsRefused as error:
-            if len(rows) > 1:
-                raise
-            try:
-                self._post(signal, () if signal == "traces" else MetricsData([]))
-            except RowsRefused:
-                hint = "even without rows; check OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_RESOURCE_ATTRIBUTES"
-                raise SinkRefused(f"{error}, {hint}") from error
-            raise
-
     def _post(self, signal: Signal, message: Any) -> None:
-        self._answer = None
+        self._answers.clear()
         self._exporters[signal].export(message)
-        answer: requests.Response | None = self._answer
-        if answer is None:
+        if not self._answers:
             raise SinkUnavailable("the collector does not answer")
+        answer = self._answers[-1]
         status = answer.status_code
         if 200 <= status < 300:
-            _left_out[self._run.id] += count_rejected(signal, answer.content)
+            self._left_out += count_rejected(signal, answer.content)
             return
         told = f"the collector answered {status} to {signal}"
         if status in (408, 429) or status >= 500:
@@ -142,20 +124,18 @@ class OtlpSink:
         points: dict[str, list[NumberDataPoint]] = {}
         for tracked in rows:
             row = tracked.row
+            time_ns = round(row["time_unix"] * 1000) * 1_000_000
             head = {"step": row["step"], "policy_version": row.get("policy_version", 0)}
             for name, value in {**head, **tracked.metrics()}.items():
-                time_ns = round(row["time_unix"] * 1000) * 1_000_000
                 point = NumberDataPoint(tracked.labels(), 0, time_ns, float(value))
                 points.setdefault(name, []).append(point)
         metrics: list[Metric] = []
         for name, held in points.items():
             known = find_metric(name)
             unit = UNITS.get(known.unit, f"{{{known.unit}}}") if known else "1"
-            metrics.append(
-                Metric(f"rollouts.{clean_name(name, '.')}", known.meaning if known else "", unit, Gauge(held))
-            )
-        scope = ScopeMetrics(self._scope, metrics, "")
-        return MetricsData([ResourceMetrics(self._resource, [scope], "")])
+            meaning = known.meaning if known else ""
+            metrics.append(Metric(f"rollouts.{clean_name(name, '.')}", meaning, unit, Gauge(held)))
+        return MetricsData([ResourceMetrics(self._resource, [ScopeMetrics(self._scope, metrics, "")], "")])
 
     def _make_spans(self, rows: Sequence[TrackedRow]) -> list[ReadableSpan]:
         """The span of each row; those of one step of one attempt are a trace. Ids follow from run and row."""

@@ -26,7 +26,6 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from rollouts.errors import SinkUnavailable
 from rollouts.trackers.sinks import Mark, RunInfo, TrackedRow
 
-EVENT_FILE = re.compile(r"events\.out\.tfevents\.\d{10}\.[0-9a-f]{8}\.\d+")
 FIRST_EVENT = "brain.Event:2"  # what a file of this format begins with
 
 
@@ -66,39 +65,27 @@ class TensorBoardSink:
 
     def _cut(self) -> None:
         """Makes the files what the mark says: longer ones were written by a follower that died before it
-        stored that it had.
+        stored that it had. A file whose end is lost, as after a power cut, is read no further by TensorBoard:
+        another goes on.
         """
-        for path in self._root.glob("*/events.out.tfevents.*"):
-            name = path.relative_to(self._root).as_posix()
-            if EVENT_FILE.fullmatch(path.name) is None or self._owner not in path.name:
-                continue
-            size = path.stat().st_size
-            if name not in self._sizes:
+        for path in self._root.glob(f"*/events.out.tfevents.*.{self._owner}.*"):
+            known = self._sizes.get(path.relative_to(self._root).as_posix())
+            if known is None:
                 path.unlink()
-            elif size > self._sizes[name]:
-                os.truncate(path, self._sizes[name])
+            elif path.stat().st_size > known:
+                os.truncate(path, known)
         for stage, name in list(self._files.items()):
             path = self._root / name
             if not path.exists() or path.stat().st_size < self._sizes[name]:
-                del self._files[
-                    stage
-                    # its end is lost, as after a power cut, and TensorBoard reads no further than that:
-                    # another file goes on
-                ]
+                del self._files[stage]
 
     def _write(self, tracked: TrackedRow) -> None:
         row, stage = tracked.row, str(tracked.row["stage"])
+        head = {"wall_time": row["time_unix"], "step": row["step"]}
         events = [make_event(row["time_unix"], row["step"], tracked.metrics())]
-        if tracked.file == "metrics" and row["attempt"] > self._attempts.get(stage, row["attempt"]):
-            events.insert(
-                0,
-                Event(
-                    wall_time=row["time_unix"],
-                    step=row["step"],
-                    session_log=SessionLog(status=SessionLog.START),
-                ),
-            )
         if tracked.file == "metrics":
+            if row["attempt"] > self._attempts.get(stage, row["attempt"]):
+                events.insert(0, Event(**head, session_log=SessionLog(status=SessionLog.START)))
             self._attempts[stage] = max(row["attempt"], self._attempts.get(stage, 0))
         if stage not in self._files:
             self._files[stage] = self._choose_file(stage, row["time_unix"])

@@ -11,20 +11,22 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, Protocol
+
+import msgspec
 
 from rollouts.errors import TrackerError
-from rollouts.types import JSONValue
 
 HEAD_FIELDS = frozenset({"schema", "stage", "step", "policy_version", "attempt", "time_unix", "name"})
-Mark = Mapping[str, JSONValue]
+Mark = Mapping[str, Any]  # JSON values
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Place(NamedTuple):
+class Place(msgspec.Struct, frozen=True):
     """A place in a file of the run: the beginning of a row."""
 
-    part: int = 0  # 0 is NAME.jsonl, n is NAME.n.jsonl
-    offset: int = 0  # bytes from the beginning of the part
+    part: NonNegative = 0  # 0 is NAME.jsonl, n is NAME.n.jsonl
+    offset: NonNegative = 0  # bytes from the beginning of the part
 
 
 START = Place()
@@ -97,7 +99,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SinkKind:
-    """A tracker that can be named in output.trackers."""
+    """A tracker that can be named in output.trackers, and how it is fed."""
 
     package: str  # module that must be importable
     files: tuple[str, ...] = ("metrics", "evaluations")  # of which rows are sent

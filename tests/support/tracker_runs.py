@@ -16,7 +16,7 @@ import os, signal, sys, time
 from dataclasses import replace
 from pathlib import Path
 from rollouts.errors import SinkRefused, SinkUnavailable
-from rollouts.trackers import follower, sinks
+from rollouts.trackers import follower, sink_{tracker}, sinks  # imported here, for its deadline is short
 
 FAULT = Path({fault!r})
 
@@ -88,7 +88,7 @@ def append(root: Path, *rows: dict[str, object], file: str = "metrics", part: in
 
 
 def write_follower(
-    folder: Path, tracker: str = "tensorboard", *, deadline_s: float = 1.0
+    folder: Path, tracker: str = "tensorboard", *, deadline_s: float = 4.0
 ) -> tuple[list[str], Path]:
     """(the command of a follower whose tracker has faults, the file that says which)."""
     fault, script = folder / "fault", folder / "follower.py"

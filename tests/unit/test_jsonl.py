@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rollouts.errors import RunDirError
-from rollouts.metrics.jsonl import newest_attempts, next_attempt, parse_row, read_last_attempt, read_rows
-from rollouts.run_dir import RunDir, check_links, list_parts, parse_part, part_path
+from rollouts.metrics.jsonl import newest_attempts, next_attempt, parse_row, read_rows
+from rollouts.run_dir import RunDir, check_links, list_parts, part_path
 
 # --- parts --------------------------------------------------------------------------------------------------
 
@@ -35,29 +35,6 @@ def test_parts_are_listed_in_the_order_of_their_numbers(tmp_path: Path):
     ]
     assert run_dir.parts(run_dir.samples) == [tmp_path / "samples.1.jsonl"]
     assert list_parts(tmp_path / "gone" / "metrics.jsonl") == []
-
-
-def test_a_parts_number_is_read_from_its_name():
-    path = Path("run/metrics.jsonl")
-    assert [parse_part(path, part_path(path, number).name) for number in (0, 1, 12)] == [0, 1, 12]
-    assert parse_part(path, "samples.jsonl") is None
-
-
-def test_rows_are_read_over_all_parts(tmp_path: Path):
-    for number in range(12):
-        part_path(tmp_path / "metrics.jsonl", number).write_text(
-            f'{{"step":{2 * number}}}\n{{"step":{2 * number + 1}}}\n'
-        )
-    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(24))
-
-
-def test_an_empty_last_part_is_no_damage(tmp_path: Path):
-    """The writer was killed when it had made the part."""
-    run_dir = RunDir(tmp_path)
-    run_dir.metrics.write_text('{"step":1,"attempt":4}\n')
-    part_path(run_dir.metrics, 1).touch()
-    assert read_rows(run_dir.metrics) == [{"step": 1, "attempt": 4}]
-    assert next_attempt(run_dir) == 5
 
 
 def test_a_part_that_leads_out_of_the_run_is_refused(tmp_path: Path):
@@ -95,22 +72,6 @@ def test_a_torn_last_line_is_left_out_and_reported(tmp_path: Path):
     assert len(read_rows(path)) == 2
 
 
-def test_a_whole_file_is_not_reported(tmp_path: Path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"a":1}\n{"a":2}')  # lacks only its newline
-    said: list[str] = []
-    assert [row["a"] for row in read_rows(path, report=said.append)] == [1, 2]
-    assert said == []
-
-
-def test_a_torn_line_before_the_last_part_is_damage(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"a":1}\n{"a"')
-    part_path(path, 1).write_bytes(b'{"a":3}\n')
-    with pytest.raises(RunDirError, match=r"metrics\.jsonl ends in a torn line, and a part follows"):
-        read_rows(path)
-
-
 @pytest.mark.parametrize("damage", [b"{broken", b"[1]", b"", b"\xff\xfe"])
 @pytest.mark.parametrize("part", [0, 2])
 def test_damage_before_the_last_line_is_named(tmp_path: Path, damage: bytes, part: int):
@@ -120,10 +81,6 @@ def test_damage_before_the_last_line_is_named(tmp_path: Path, damage: bytes, par
     part_path(path, part).write_bytes(b'{"a":1}\n' + damage + b'\n{"a":2}\n')
     with pytest.raises(RunDirError, match=rf"{part_path(path, part).name}:2 is not a JSON object"):
         read_rows(path)
-
-
-def test_a_missing_file_has_no_rows(tmp_path: Path):
-    assert read_rows(tmp_path / "nothing") == []
 
 
 def test_json_of_other_writers_is_read():
@@ -149,29 +106,6 @@ def test_readers_take_the_highest_attempt_of_each_step():
     assert newest_attempts(rows) == [rows[0], rows[2], rows[3], rows[4]]
 
 
-def test_samples_of_one_step_are_all_kept_and_evaluations_are_told_apart_by_name():
-    samples = [
-        {"stage": "rl", "step": 1, "attempt": 1, "id": "a"},
-        {"stage": "rl", "step": 1, "attempt": 1, "id": "b"},
-    ]
-    assert newest_attempts(samples) == samples
-    evaluations = [
-        {"stage": "rl", "step": 1, "attempt": 1, "name": "easy"},
-        {"stage": "rl", "step": 1, "attempt": 2, "name": "hard"},
-    ]
-    assert newest_attempts(evaluations) == evaluations
-
-
-def test_the_next_attempt_is_one_more_than_any_row_has(tmp_path: Path):
-    run_dir = RunDir(tmp_path)
-    assert next_attempt(run_dir) == 1
-    run_dir.evaluations.write_text('{"attempt":3}\n')
-    run_dir.metrics.write_text('{"attempt":1}\n{"attempt":2}\n')
-    assert next_attempt(run_dir) == 4
-    part_path(run_dir.spans, 2).write_text('{"attempt":7}\n{"att')
-    assert next_attempt(run_dir) == 8
-
-
 @pytest.mark.parametrize("name", ["samples", "contributions", "spans"])
 def test_an_attempt_that_left_only_such_rows_has_its_number_to_itself(tmp_path: Path, name: str):
     """An attempt killed between a step's samples and its row: readers saw its samples and those of the next
@@ -186,9 +120,3 @@ def test_an_attempt_that_left_only_such_rows_has_its_number_to_itself(tmp_path: 
         '{"attempt":5,"response":"' + 200_000 * "x" + '"}\n'
     )  # longer than what is read at a time
     assert next_attempt(run_dir) == 6
-
-
-def test_the_last_attempt_is_found_before_a_long_torn_line(tmp_path: Path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"attempt":5}\n{"attempt":6,"response":"' + 200_000 * "x")
-    assert read_last_attempt(path) == 5

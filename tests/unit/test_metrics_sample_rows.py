@@ -6,17 +6,13 @@ import json
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.metrics.record import encode_row, make_head
 from rollouts.metrics.sample_rows import (
     encode_sample_rows,
-    keep_what_fits,
-    select_evenly,
     shorten_failure,
-    shorten_json,
 )
 from rollouts.types import Sample, Status
 
@@ -124,22 +120,6 @@ def test_an_everyday_sample_is_kept_whole():
     assert "rewards_cut" not in row
 
 
-def test_long_values_are_shortened_before_a_key_is_left_out():
-    metadata = {"document": 5000 * "x", "source": "web", "numbers": list(range(5000)), "last": 1}
-    [row] = make_rows([Sample(id="a", prompt="?", metadata=metadata)])
-    assert row["metadata"]["document"] == 120 * "x" + "… (5000 characters)"
-    assert row["metadata"]["source"] == "web"
-    assert row["metadata"]["numbers"].endswith("… (23891 characters)")
-    assert row["metadata"]["last"] == 1
-    assert "metadata_cut" not in row
-
-
-def test_a_key_that_does_not_fit_makes_room_for_those_after_it():
-    """{"a":1} is 7 bytes: an entry counts 6 and its comma is the seventh of the next."""
-    assert keep_what_fits({"a": 1, "b": "long", "c": 2}, 12) == ({"a": 1, "c": 2}, 1, 0)
-    assert keep_what_fits({"a": 1}, -5) == ({}, 1, -5)
-
-
 def test_a_failure_keeps_its_four_texts_each_cut():
     failure = {"class": "reward", "function": "f", "message": "m", "traceback": 3000 * "y", "more": "z"}
     assert shorten_failure(failure) == {
@@ -149,48 +129,3 @@ def test_a_failure_keeps_its_four_texts_each_cut():
         "traceback": 2000 * "y" + "… (3000 characters)",
     }
     assert shorten_failure(3000 * "y") == 2000 * "y" + "… (3000 characters)"
-
-
-@pytest.mark.parametrize(
-    ("value", "short"),
-    [
-        ("x" * 9, "xxxx… (9 characters)"),
-        ([1, 2], "[1,2… (5 characters)"),
-        (None, None),
-        (1.25, 1.25),
-        ("xxxx", "xxxx"),
-    ],
-)
-def test_a_long_value_becomes_the_beginning_of_its_text(value: Any, short: Any):
-    assert shorten_json(value, 4) == short
-
-
-def test_select_evenly_takes_all_when_there_are_few():
-    assert select_evenly(3, 5) == [0, 1, 2]
-    assert select_evenly(8, 3) == [0, 2, 5]
-    assert select_evenly(0, 3) == []
-
-
-def test_rows_made_together_have_each_its_own_versions():
-    def sample(name: str, versions: list[int], mask: list[int]) -> Sample:
-        return Sample(
-            id=name,
-            prompt="?",
-            tokens=np.arange(len(mask)),
-            loss_mask=np.array(mask, bool),
-            weight_versions=np.array(versions, np.int64),
-        )
-
-    samples = [
-        sample("a", [-1, 3, 5, 4], [0, 1, 1, 1]),
-        sample("b", [-1, -1], [0, 0]),
-        sample("c", [9, 7, -1], [1, 0, 0]),
-        sample("d", [], []),
-    ]
-    rows = make_rows(samples)
-    spans = [
-        (row["response_length"], row.get("weight_version_min"), row.get("weight_version_max")) for row in rows
-    ]
-    assert spans == [(3, 3, 5), (0, None, None), (1, 9, 9), (0, None, None)]
-    assert [row["tokens"] for row in rows] == [4, 2, 3, 0]
-    assert make_rows([]) == []

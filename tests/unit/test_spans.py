@@ -46,24 +46,6 @@ def test_the_phases_of_a_step_are_spans_of_the_trainer():
     assert timer.seconds("train") == 6.0
 
 
-def test_a_row_has_what_a_span_has():
-    assert Span("train", "trainer", 1.25, 0.5).fields() == {
-        "name": "train",
-        "track": "trainer",
-        "start_unix": 1.25,
-        "duration_s": 0.5,
-    }
-    fields = Span("generate", "vllm-0", 1.0000004, 0.5, "g1-s0", 0).fields()
-    assert fields == {
-        "name": "generate",
-        "track": "vllm-0",
-        "start_unix": 1.0,
-        "duration_s": 0.5,
-        "id": "g1-s0",
-        "tokens": 0,
-    }
-
-
 def test_spans_of_samples_are_given_out_if_they_were_kept_and_others_always():
     recorder = SpanRecorder(clock=ticking(1.0), time_unix=lambda: 100.0)
     recorder.add("generate", "vllm-0", 5.0, 2.0, id="a", tokens=3)

@@ -14,7 +14,7 @@ import trio
 
 from rollouts.errors import RowsRefused, SinkRefused, SinkUnavailable, TrackerError
 from rollouts.trackers import follower
-from rollouts.trackers.follower import Following, SinkHung, choose_wait, follow, follow_all
+from rollouts.trackers.follower import Following, SinkHung, follow, follow_all
 from rollouts.trackers.position import open_position, position_path
 from rollouts.trackers.sinks import Mark, RunInfo, SinkKind, TrackedRow
 from tests.support.tracker_runs import BEGAN, append, make_row, make_run
@@ -83,18 +83,6 @@ def read_stored(root: Path) -> tuple[int, int]:
     return position.number, position.left_out.rows
 
 
-async def test_everything_is_sent_once_and_a_second_follower_goes_on_from_there(root: Path):
-    append(root, *(make_row(step) for step in range(1, 8)))
-    sink = FakeSink()
-    assert await run_follower(root, sink) == ("sent", [])
-    append(root, make_row(8))
-    assert await run_follower(root, sink) == ("sent", [])
-    assert [(row.row["step"], row.number) for row in sink.store] == [(step, step - 1) for step in range(1, 9)]
-    assert [info.mark for info in sink.infos] == [None, {"rows": 7}]
-    assert sink.infos[0].id == sink.infos[1].id
-    assert (sink.infos[0].name, sink.infos[0].config["name"]) == ("run", "t")
-
-
 async def test_a_service_that_is_away_gets_the_rows_later_and_that_is_said_once(root: Path):
     append(root, *(make_row(step) for step in range(1, 5)))
     sink = FakeSink(faults=[None, *[SinkUnavailable("no route")] * 4])
@@ -116,12 +104,6 @@ async def test_a_refusal_ends_the_follower_when_the_run_is_over(root: Path, erro
     append(root, make_row(1))
     sink = FakeSink(faults=[error])
     assert await run_follower(root, sink) == ("behind", [f"refuses rows: {error}"])
-
-
-async def test_a_service_that_stays_away_is_given_up_after_the_patience(root: Path):
-    append(root, make_row(1))
-    sink = FakeSink(faults=[SinkUnavailable("no route")] * 1000)
-    assert (await run_follower(root, sink, patience_s=0.05))[0] == "behind"
 
 
 @pytest.mark.parametrize(
@@ -180,13 +162,3 @@ async def test_a_sink_that_hangs_ends_the_follower_and_others_lose_nothing(root:
         )
     assert steps(good.store) == [1]
     assert said == ["hung for 0.3 s and was ended"]
-
-
-@pytest.mark.parametrize(
-    ("failures", "asked_s", "least", "most"),
-    [(1, None, 0.25, 0.5), (4, None, 2, 4), (9999, None, 30, 60), (1, 20.0, 20, 20), (1, 1e9, 300, 300)],
-)
-def test_waits_double_up_to_a_limit_and_heed_the_service(
-    failures: int, asked_s: float | None, least: float, most: float
-):
-    assert least <= choose_wait(failures, asked_s) <= most

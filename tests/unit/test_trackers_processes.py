@@ -18,7 +18,7 @@ import trio
 
 from rollouts.run_dir import RunDir
 from rollouts.trackers.launch import open_trackers
-from rollouts.trackers.position import LeftOut, Position, position_path, read_position, write_position
+from rollouts.trackers.position import position_path, read_position
 from tests.support.tracker_runs import append, make_row, make_run, read_events, write_follower
 
 pytest.importorskip("tensorboard")
@@ -89,32 +89,6 @@ def test_an_outage_costs_the_run_nothing_and_all_rows_arrive_once(root: Path, tm
     trio.run(wait_until, lambda: not find_processes(str(root)))
 
 
-async def test_one_tracker_that_hangs_does_not_keep_rows_from_another(root: Path, tmp_path: Path):
-    command, faults = write_follower(tmp_path, "statsd")
-    faults.write_text("hang")
-    said: list[str] = []
-    async with open_trackers(
-        RunDir(root), ["statsd", "tensorboard"], say=said.append, end_s=0.1, command=command
-    ):
-        append(root, *(make_row(step) for step in range(1, 21)))
-        await wait_until(lambda: count_rows(root) == 20 and count_rows(root, "statsd") == 0)
-        await wait_until(lambda: any("hung; it is started again" in text for text in said))
-    assert read_events(root)["loss/total"] == WHOLE
-    assert f"python -m rollouts track {root} --to statsd --once" in said[-1]
-
-
-async def test_a_follower_ends_with_a_run_that_has_sent_everything(root: Path, tmp_path: Path):
-    command, _ = write_follower(tmp_path)
-    said: list[str] = []
-    async with open_trackers(RunDir(root), NAMES, say=said.append, end_s=30.0, command=command):
-        append(root, make_row(1))
-        await wait_until(lambda: count_rows(root) == 1)
-        append(root, make_row(2))
-    assert said == []
-    assert [step for step, _ in read_events(root)["loss/total"]] == [1, 2]
-    assert find_processes(str(root)) == []
-
-
 @pytest.mark.parametrize("command", [["/nowhere/python"], [sys.executable, "-c", "raise SystemExit(7)"]])
 async def test_a_follower_that_cannot_start_or_ends_at_once_is_said_and_no_more(
     root: Path, command: list[str]
@@ -148,18 +122,6 @@ trio.run(run)
     assert read_events(root)["loss/total"] == WHOLE
 
 
-async def test_a_run_says_at_its_end_what_a_tracker_has_refused_for_good(root: Path):
-    path = position_path(root, "tensorboard")
-    path.parent.mkdir()
-    write_position(path, Position("id", number=3, left_out=LeftOut(2, "row of metrics.jsonl (step 7)")))
-    said: list[str] = []
-    async with open_trackers(RunDir(root), NAMES, say=said.append, command=[sys.executable, "-c", ""]):
-        pass
-    assert len(said) == 1
-    assert "2 refused for good and left out, the last: row of metrics.jsonl (step 7)" in said[0]
-    assert str(root / "trackers" / "tensorboard.log") in said[0]
-
-
 # --- the command --------------------------------------------------------------------------------------------
 
 
@@ -173,18 +135,6 @@ def lock(path: Path) -> int:
     held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     fcntl.flock(held, fcntl.LOCK_EX)
     return held
-
-
-def test_track_follows_a_run_until_its_lock_is_free(root: Path):
-    append(root, make_row(1))
-    held = lock(root / "run.lock")
-    track = start_track(root)
-    trio.run(wait_until, lambda: count_rows(root) == 1)
-    append(root, make_row(2))
-    assert track.poll() is None
-    os.close(held)
-    out, err = track.communicate(timeout=60)
-    assert (track.returncode, out, err) == (0, "tensorboard: 2 rows sent\n", "")
 
 
 def test_a_second_follower_waits_and_with_once_ends(root: Path):
