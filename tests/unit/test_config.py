@@ -69,14 +69,6 @@ def test_an_empty_file_is_the_defaults(write):
     assert load_config(write("")) == RunConfig()
 
 
-def test_values_of_the_file_replace_defaults(write):
-    config = load_config(write("seed = 7\n[model]\nthreads = 2\n" + RL))
-    assert (config.seed, config.model.threads, config.model.autocast) == (7, 2, "auto")
-    assert config.rl is not None
-    assert config.rl.steps == 4
-    assert config.rl.rollout.samples_per_prompt == 8
-
-
 def test_a_whole_number_is_a_number_but_text_is_not(write):
     config = load_config(write(RL.replace("steps = 4", "steps = 4\nclip_low = 1")))
     assert config.rl is not None
@@ -100,18 +92,7 @@ def test_the_word_none_switches_off_a_nullable_number(write):
     assert load_config(write(RL), ["--rl.optim.max_grad_norm", "none"]) == config
 
 
-def test_the_word_none_stays_text_where_text_is_asked_for(write):
-    assert load_config(write('name = "none"')).name == "none"
-
-
 # --- flags --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("flags", [["--rl.rollout.num_prompts", "4"], ["--rl.rollout.num_prompts=4"]])
-def test_a_flag_overrides_a_nested_setting(write, flags):
-    config = load_config(write(RL), flags)
-    assert config.rl is not None
-    assert config.rl.rollout.num_prompts == 4
 
 
 def test_flags_are_read_as_their_setting_asks(write):
@@ -139,44 +120,28 @@ def test_flags_are_read_as_their_setting_asks(write):
     assert config.rl.data[0].system_prompt == "quoted = yes"
 
 
-def test_the_last_of_two_equal_flags_counts(write):
-    assert load_config(write(""), ["--seed", "1", "--seed", "2"]).seed == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
-        (
-            RL.replace('"jsonl", path = "train.jsonl"', '"reasoning_gym", size = 3'),
-            "rl.data: dataset is missing",
-        ),
-        (
-            RL.replace('"jsonl", path = "train.jsonl"', '"reasoning_gym", dataset = "chain_sum"'),
-            "rl.data: size is missing",
-        ),
-        (
-            RL.replace("steps = 4", 'steps = 4\nkl_coef = 0.1\nkl_estimator = "k3"'),
-            "rl: kl_estimator='k3' with kl_in='reward'",
-        ),
-        (
-            RL.replace("steps = 4", 'steps = 4\nkl_coef = 0.1\nkl_in = "loss"'),
-            "rl: kl_estimator='k1' with kl_in='loss'",
-        ),
-        (
-            RL.replace("steps = 4", "steps = 4\nmax_staleness = 1"),
-            "engine.mode='shared' with rl.sync_every=1, rl.max_staleness=1",
-        ),
-    ],
-)
-def test_a_combination_that_cannot_work_is_refused(write, text, rule):
-    (problem,) = problems_of(write(text))
-    assert problem.startswith(rule)
-
-
 def test_every_alias_points_to_settings_that_exist():
     assert len(ALIASES) >= 80
     assert [key for alias in ALIASES.values() for key in alias.keys if key not in config_keys()] == []
     assert [name for name in ALIASES if name in config_keys()] == [], "a setting of ours is no foreign name"
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ('kl_coef = 0.1\nkl_estimator = "k3"', "rl: kl_estimator='k3' with kl_in='reward'"),
+        ('kl_coef = 0.1\nkl_in = "loss"', "rl: kl_estimator='k1' with kl_in='loss'"),
+        ("max_staleness = 1", "engine.mode='shared' with rl.sync_every=1, rl.max_staleness=1"),
+        ("sync_every = 3", "rl: max_staleness=0 is below sync_every - 1 = 2"),
+        ('loss = "gspo"\nclip_low = 0.1', "rl: clip_low=0.1 with loss='gspo'"),
+        ('advantage = "gae"', "rl: advantage='gae' without a critic"),
+        ('kl_control = "fixed("', "rl: 'fixed(' is not of the form name"),
+        ("changes = { from_step = 2 }", "rl: changes with from_step=2 changes nothing"),
+    ],
+)
+def test_a_combination_that_cannot_work_is_refused(write, line, rule):
+    (problem,) = problems_of(write(RL.replace("steps = 4", f"steps = 4\n{line}")))
+    assert problem.startswith(rule)
 
 
 # --- what is wrong ------------------------------------------------------------------------------------------
@@ -381,45 +346,36 @@ def test_paths_in_the_file_are_relative_to_the_file(write, tmp_path, monkeypatch
     assert config.model.name == str(tmp_path / "model")
 
 
-def test_a_dataset_directory_beside_the_config_is_a_path_and_a_hub_name_is_not(write, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("bundled:smollm2-135m-instruct", None),
+        ("tiny:byte", None),
+        ("org/model", None),
+        ("org:x.gguf", None),
+        ("models/x.gguf", "models/x.gguf"),
+        ("./gone", "gone"),
+        ("saved", "saved"),
+    ],
+)
+def test_a_name_is_a_path_if_it_says_so_or_is_there(write, tmp_path, name, path):
     (tmp_path / "saved").mkdir()
-    (tmp_path / "chain_sum").mkdir()
-    hf, gym = '"hf", dataset = "saved"', '"reasoning_gym", size = 3, dataset = "chain_sum"'
-    old = '"jsonl", path = "train.jsonl"'
-    assert load_config(write(RL.replace(old, hf))).rl.data[0].dataset == str(tmp_path / "saved")
-    assert (
-        load_config(write(RL.replace(old, hf.replace("saved", "org/saved")))).rl.data[0].dataset
-        == "org/saved"
-    )
-    assert load_config(write(RL.replace(old, gym))).rl.data[0].dataset == "chain_sum"
+    expected = name if path is None else str(tmp_path / path)
+    assert load_config(write(f'model = {{ name = "{name}" }}')).model.name == expected
+    for kind, found in (("hf", expected), ("reasoning_gym", name)):
+        source = f'"{kind}", size = 3, dataset = "{name}"'
+        config = load_config(write(RL.replace('"jsonl", path = "train.jsonl"', source)))
+        assert config.rl is not None
+        assert config.rl.data[0].dataset == found
 
 
 def test_paths_in_flags_are_relative_to_the_working_directory(write, tmp_path, monkeypatch):
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
     config = load_config(write(RL), ["--rl.data.path", "here.jsonl", "--rl.rollout.reward", "r.py:f"])
     assert config.rl is not None
-    assert (config.rl.data[0].path, config.rl.rollout.reward) == (
-        str(elsewhere / "here.jsonl"),
-        f"{elsewhere / 'r.py'}:f",
-    )
-
-
-@pytest.mark.parametrize("name", ["bundled:smollm2-135m-instruct", "tiny:byte", "org/model"])
-def test_a_model_name_that_is_no_directory_stays(write, name):
-    assert load_config(write(f'model = {{ name = "{name}" }}')).model.name == name
-
-
-def test_a_gguf_file_is_a_path(write, tmp_path):
-    assert load_config(write('model = { name = "models/x.gguf" }')).model.name == str(
-        tmp_path / "models" / "x.gguf"
-    )
-    assert load_config(write('model = { name = "org:x.gguf" }')).model.name == "org:x.gguf"
-
-
-def test_a_model_name_that_says_it_is_a_path_becomes_absolute(write, tmp_path):
-    assert load_config(write('model = { name = "./gone" }')).model.name == str(tmp_path / "gone")
+    assert config.rl.data[0].path == str(tmp_path / "elsewhere" / "here.jsonl")
+    assert config.rl.rollout.reward == f"{tmp_path / 'elsewhere' / 'r.py'}:f"
 
 
 # --- out and back -------------------------------------------------------------------------------------------
@@ -449,111 +405,51 @@ def test_a_config_that_toml_cannot_hold_is_refused_by_name():
         dump_config(config)
 
 
-def test_the_training_digest_changes_exactly_with_what_a_resumed_run_may_not_change(write):
-    free = ["--rl.steps", "9", "--output.keep_checkpoints", "2", "--name", "other"]
-    faster = ["--engine.max_rows", "4", "--model.threads", "1"]
-    one, exact = load_config(write(RL)), load_config(write("deterministic = true\n" + RL))
-    assert training_digest(one) == training_digest(load_config(write(RL), free + faster))
-    assert training_digest(one) != training_digest(load_config(write(RL), ["--rl.optim.lr", "0.5"]))
-    assert training_digest(exact) == training_digest(load_config(write("deterministic = true\n" + RL), free))
-    assert training_digest(exact) != training_digest(
-        load_config(write("deterministic = true\n" + RL), faster)
+FREE = [
+    *("--rl.steps", "9", "--output.keep_checkpoints", "2", "--name", "other"),
+    *("--model.device", "cpu", "--distributed.ranks", "2"),
+]
+FASTER = ["--engine.max_rows", "4", "--model.threads", "1", "--rl.micro_batch_tokens", "99"]
+DEFAULTS = ["--seed", "0", "--sft.optim.lr", "1e-4", "--rl.clip_low", "0.2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "same"),
+    [
+        ("", FREE, True),
+        ("", DEFAULTS, True),
+        ("", FASTER, True),
+        ("deterministic = true\n", FREE, True),
+        ("deterministic = true\n", FASTER, False),
+        *(("", [f"--{flag}", value], False) for flag, value in (
+            ("seed", "1"), ("rl.optim.max_grad_norm", "none"), ("rl.kl_coef", "0.5"), ("rl.data.size", "3"),
+            ("rl.loss_params.x", "3"), ("rl.data.path", "other.jsonl"), ("rl.changes.loss", "ppo_clip"),
+        )),
+    ],
+)  # fmt: skip
+def test_a_resumed_run_may_change_what_it_writes_but_not_what_it_computes(write, text, flags, same):
+    changes = "[[rl.changes]]\nfrom_step = 2\nclip_low = 0.3\n"
+    saved, now = (load_config(write(text + SFT + RL + changes), words) for words in ([], flags))
+    assert (training_digest(saved) == training_digest(now)) is same
+    if same:
+        check_same_run(saved, now)
+    else:
+        with pytest.raises(RunDirError, match=f"{flags[0][2:]}: .* then, .* now"):
+            check_same_run(saved, now)
+
+
+def test_the_training_digest_knows_files_by_name_and_has_no_defaults(write, tmp_path):
+    here, there = (
+        load_config(write(RL), ["--model.chat_template", f"{tmp_path}/{name}"]) for name in ("a/x", "b/x")
     )
-    assert training_digest(exact) != training_digest(one)
-
-
-def test_the_training_digest_leaves_out_what_has_its_default_so_that_a_new_setting_orphans_no_checkpoint(
-    write,
-):
-    plain = load_config(write(SFT + RL))
-    flags = [
-        "--seed",
-        "0",
-        "--sft.optim.lr",
-        str(plain.sft.optim.lr),
-        "--rl.optim.lr",
-        str(plain.rl.optim.lr),
-    ]
-    written_out = load_config(write(dump_config(plain)), flags)
-    assert training_digest(plain) == training_digest(written_out)
-    digests = [training_digest(plain)]
-    for flag, value in (
-        ("seed", "1"),
-        ("sft.optim.lr", str(plain.rl.optim.lr)),
-        ("rl.optim.max_grad_norm", "none"),
-        ("rl.kl_coef", "0.5"),
-    ):
-        digests.append(training_digest(load_config(write(SFT + RL), [f"--{flag}", value])))
-    digests += [
-        training_digest(load_config(write(text)))
-        for text in (SFT, RL, RL + '[eval]\ndata = { kind = "jsonl", path = "x.jsonl" }\n')
-    ]
-    digests.append(training_digest(load_config(write(RL + "[rl.loss_params]\nx = 3\n"))))
-    assert len({*digests}) == len(digests)
+    assert training_digest(here) == training_digest(there) != training_digest(load_config(write(RL)))
 
     class NextRunConfig(RunConfig):
         new_setting: int = 3
 
-    later = NextRunConfig(**{name: getattr(plain, name) for name in RunConfig.model_fields})
-    assert training_digest(later) == training_digest(plain)
-    assert training_digest(later.model_copy(update={"new_setting": 4})) != training_digest(plain)
-
-
-def test_the_training_digest_tells_one_source_from_two(write):
-    head = '[rl]\nsteps = 1\nrollout = { reward = "rewards.py:score" }\n'
-    named = (("[rl.data]", "x"), ("[[rl.data]]", "x"), ("[[rl.data]]", "y"))
-    table, one, two = (f'{opened}\nkind = "jsonl"\npath = "{name}.jsonl"\n' for opened, name in named)
-    digests = [
-        training_digest(load_config(write(head + text))) for text in (table, one, one + two, two + one)
-    ]
-    assert digests[0] == digests[1]
-    assert len({*digests}) == 3
-
-
-def test_the_training_digest_knows_files_by_name_and_not_by_place(write, tmp_path):
-    here, there, other = (
-        ["--model.chat_template", str(tmp_path / folder / name)]
-        for folder, name in (("a", "x"), ("b", "x"), ("a", "y"))
-    )
-    digests = [training_digest(load_config(write(RL), flags)) for flags in (here, there, other)]
-    assert digests[0] == digests[1] != digests[2]
-
-
-def test_a_resumed_run_may_write_elsewhere_and_go_on_longer(write):
-    saved = load_config(write(RL))
-    check_same_run(
-        saved,
-        load_config(write(RL), ["--rl.steps", "9", "--output.checkpoint_every", "2", "--name", "other"]),
-    )
-
-
-@pytest.mark.parametrize("deterministic", ["", "deterministic = true\n"])
-def test_a_resumed_run_may_go_on_on_another_device(write, deterministic):
-    """In deterministic mode there is one only, however it is named."""
-    saved, now = (
-        load_config(write(deterministic + RL)),
-        load_config(write(deterministic + RL), ["--model.device", "cpu"]),
-    )
-    check_same_run(saved, now)
-    assert training_digest(saved) == training_digest(now)
-
-
-def test_a_resumed_run_may_compute_faster_unless_it_promised_equal_bits(write):
-    flags = ["--engine.max_rows", "4", "--model.threads", "1", "--rl.micro_batch_tokens", "99"]
-    check_same_run(load_config(write(RL)), load_config(write(RL), flags))
-    deterministic = "deterministic = true\n" + RL
-    with pytest.raises(RunDirError, match=r"engine\.max_rows: 128 then, 4 now"):
-        check_same_run(load_config(write(deterministic)), load_config(write(deterministic), flags))
-
-
-def test_a_resumed_run_may_not_compute_something_else(write):
-    saved = load_config(write(RL))
-    with pytest.raises(RunDirError) as caught:
-        check_same_run(saved, load_config(write(RL), ["--rl.optim.lr", "0.5", "--rl.data.size", "3"]))
-    assert str(caught.value).splitlines()[1:] == [
-        "  rl.optim.lr: 1e-05 then, 0.5 now",
-        "  rl.data.size: unset then, 3 now",
-    ]
+    later = NextRunConfig(**{name: getattr(here, name) for name in RunConfig.model_fields})
+    assert training_digest(later) == training_digest(here)
+    assert training_digest(later.model_copy(update={"new_setting": 4})) != training_digest(here)
 
 
 # --- what the pages say -------------------------------------------------------------------------------------
