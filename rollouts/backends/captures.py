@@ -11,10 +11,9 @@ A rank of W needs memory for a W-th of the state. What is written either way is 
 
 from __future__ import annotations
 
-import re
 import socket
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +38,7 @@ from rollouts.ranks.group import Ranks, decode_error, run_agreed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-UNKNOWN = -1.0  # free memory that the system does not tell
 MEMORY_MARGIN = 1.25  # times the needed memory must be free before it is copied: what else grows meanwhile
-NO_MEMORY = re.compile(r"(cannot|can't|could not) allocate memory|out of memory", re.IGNORECASE)
 
 
 # --- at once ------------------------------------------------------------------------------------------------
@@ -67,10 +64,6 @@ def save_together(
             path.mkdir(parents=True, exist_ok=True)
             write_description(model, path, tokenizer)
 
-    def name(counts: Sequence[float]) -> None:
-        if ranks.rank == 0:
-            name_parts(path, [int(count) for count in counts])
-
     run_agreed(ranks, describe)
     with ExitStack() as stack:
 
@@ -81,8 +74,8 @@ def save_together(
 
         deal, writer = run_agreed(ranks, begin).value
         gather_parts(ranks, deal.parameters, writer.take)
-        counts = run_agreed(ranks, stack.close, lambda _: [float(len(writer.shards))], count=1).numbers
-    run_agreed(ranks, lambda: name(counts[:, 0].tolist()))
+        counts = run_agreed(ranks, stack.close, lambda _: [float(len(writer.shards))], count=1).numbers[:, 0]
+    run_agreed(ranks, lambda: name_parts(path, counts.astype(int).tolist()) if ranks.rank == 0 else None)
     run_agreed(ranks, lambda: hold_state(model, optimizer, position, ranks, copied=False).write(path))
 
 
@@ -145,55 +138,44 @@ def hold_together(
     if not has_room(told):
         return None
     buckets: list[list[tuple[str, Tensor]]] = []
-    short: list[BaseException] = []  # where memory was not to be had: the ranks agree on that below
-
-    def attempt(work: Callable[[], Any]) -> Any:
-        try:
-            return None if short else work()
-        except (MemoryError, RuntimeError) as error:
-            if not is_allocation_failure(error):
-                raise
-            short.append(error)
+    short: list[Exception] = []  # memory was not to be had: the ranks agree on that below
 
     def keep(bucket: Sequence[tuple[str, Tensor]]) -> None:
-        attempt(lambda: buckets.append([(name, tensor.to("cpu", copy=True)) for name, tensor in bucket]))
+        try:
+            buckets.append([] if short else [(name, one.to("cpu", copy=True)) for name, one in bucket])
+        except (MemoryError, RuntimeError) as error:  # torch's allocators raise the latter
+            short.append(error)
+
+    def hold() -> HeldState | None:
+        try:
+            return None if short else hold_state(model, optimizer, position, ranks, copied=True)
+        except (MemoryError, RuntimeError) as error:
+            short.append(error)
+            return None
 
     gather_parts(ranks, deal.parameters, keep)
-    state, lacking = run_agreed(
-        ranks,
-        lambda: attempt(lambda: hold_state(model, optimizer, position, ranks, copied=True)),
-        lambda _: [float(bool(short))],
-        count=1,
-    )
-    return None if lacking.any() else HeldPart(state, buckets, deal.names, model, tokenizer)
+    state, lacking = run_agreed(ranks, hold, lambda state: [float(state is None)], count=1)
+    if state is None or lacking.any():
+        return None
+    return HeldPart(state, buckets, deal.names, model, tokenizer)
 
 
 def describe_room(model: PreTrainedModel, ranks: Ranks, deal: Deal) -> tuple[float, float, float]:
-    """(machine, its free bytes, bytes that this rank needs): its part of the weights, and its rows of two
-    moments where no other replica has them.
+    """(machine, its free bytes or infinity, bytes that this rank needs): for its part of the weights, and its
+    rows of two moments where no other replica has them.
     """
     free = read_free_memory()
     moments = 2 * sum(get_local(weight).nbytes for weight in model.parameters()) if ranks.first_replica else 0
     machine = zlib.crc32(socket.gethostname().encode())
-    return float(machine), UNKNOWN if free is None else float(free), float(deal.nbytes + moments)
+    return float(machine), float("inf") if free is None else float(free), float(deal.nbytes + moments)
 
 
 def has_room(told: NDArray[np.floating[Any]]) -> bool:
     """Whether every machine has memory for what its ranks need together. `told` [W, 3]: describe_room of each
     rank.
     """
-    for machine in np.unique(told[:, 0]):
-        free, needed = told[told[:, 0] == machine, 1], told[told[:, 0] == machine, 2].sum()
-        known = free[free != UNKNOWN]
-        if len(known) and known.min() < MEMORY_MARGIN * needed:
-            return False
-    return True
-
-
-def is_allocation_failure(error: BaseException) -> bool:
-    """Whether memory, of the machine or of an accelerator, was not to be had, as Python and torch say it."""
-    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return known or NO_MEMORY.search(str(error)) is not None
+    machines = [told[told[:, 0] == machine] for machine in np.unique(told[:, 0])]
+    return all(here[:, 1].min() >= MEMORY_MARGIN * here[:, 2].sum() for here in machines)
 
 
 class HeldCheckpoint:
@@ -213,21 +195,20 @@ class HeldCheckpoint:
         held, self._held = self._held, None
         assert held is not None, f"{self._name} is written or dropped already"
         self._channel.send({"name": "write_held", "capture": self._name, "path": str(path)})
-        counts, failure = {0: 0}, None
+        counts, failure = [0], None
         try:
             counts[0] = await trio.to_thread.run_sync(held.write, path)
         except Exception as error:  # raised when nobody writes there any more: the directory is removed then
             failure = error
         del held  # its memory is free while the others write, and while the files are hashed
-        answers = await self._channel.wait_answers(self._name)
-        for rank, answer in sorted(answers.items()):
+        for rank, answer in sorted((await self._channel.wait_answers(self._name)).items()):
             if answer.isdecimal():
-                counts[rank] = int(answer)
-            elif failure is None:
-                failure = decode_error(rank, answer.encode())
+                counts.append(int(answer))
+            else:
+                failure = failure or decode_error(rank, answer.encode())
         if failure is not None:
             raise failure
-        await trio.to_thread.run_sync(name_parts, path, [counts[rank] for rank in sorted(counts)])
+        await trio.to_thread.run_sync(name_parts, path, counts)
 
     def drop(self) -> None:
         """Frees every rank's part, if it was not written. Returns at once."""

@@ -12,102 +12,48 @@ thread is in, so that rank 0, which waits for it, never waits for a collective t
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import torch
 import trio
 
 from rollouts.backends.captures import HeldPart
-from rollouts.backends.open import check_head, choose_autocast_dtype
+from rollouts.backends.open import (
+    Autocast,
+    TrainerOptions,
+    check_head,
+    choose_autocast_dtype,
+    open_parts,
+    raise_own,
+)
 from rollouts.backends.pytorch import RankedTrainingBackend
-from rollouts.backends.sharding import compile_sharded, plan_sharded_forward, shard_model
-from rollouts.backends.shares import find_attention_cost
-from rollouts.backends.steps import PackingOptions
-from rollouts.backends.trainer import Trainer
+from rollouts.backends.trainer import COMMANDS, Trainer
 from rollouts.config.load import check_same_config, dump_config
 from rollouts.config.schema import RunConfig
 from rollouts.config.tables import OptimConfig
-from rollouts.data.packing import MICRO_BATCH_COST
 from rollouts.device_thread import DeviceFuture, DeviceThread, open_device_thread
-from rollouts.errors import ConfigError, ModelError, RunDirError
-from rollouts.models.devices import use_device
-from rollouts.models.digests import compute_model_digests
-from rollouts.models.gradient_checkpointing import checkpoint_layers
+from rollouts.errors import ConfigError, RunDirError
 from rollouts.models.load import ModelHead
-from rollouts.models.optim import create_adamw_optimizer
 from rollouts.models.scalar_head import set_padding_token
-from rollouts.models.sharded import load_sharded_weights, make_meta_model
 from rollouts.ranks.channel import Channel, Command, RankChannel
-from rollouts.ranks.group import AgreedFailure, Ranks, all_gather_bytes, encode_error, run_agreed
-from rollouts.ranks.meet import OpenRanks, find_difference
+from rollouts.ranks.group import AgreedFailure, Ranks, encode_error
+from rollouts.ranks.meet import OpenRanks
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 WAITING, OPENING = "waiting for rank 0", "opening the model"
 FindPath = Callable[[str], Path]
 """A model directory of rank 0's as this machine has it. Blocks."""
 
 
-# --- every rank ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedOptions:
-    """What every rank must know to open its part of a backend; rank 0 sends it."""
-
-    model_path: str
-    optim: Mapping[str, Any]  # of OptimConfig
-    autocast: Literal["off", "bfloat16", "auto"] = "auto"
-    threads: int = 0  # torch's in each rank; 0: this machine's cores divided by its ranks
-    deterministic: bool = False
-    gradient_checkpointing: bool = False
-    compile_backend: str | None = None  # of torch.compile; None: layers run as they are written
-    cpu_offload: bool = False
-    reduce_each_micro_batch: bool = False  # see Trainer; cpu_offload does it too
-    seed: int = 0  # of torch's own generators, one for each rank
-    dtype: Literal["float32", "float64"] = "float32"  # of the master weights; float64 shows what is rounding
-    head: ModelHead = "tokens"
-
-
-def open_trainer(options: ShardedOptions, ranks: Ranks, check_open: Callable[[], None]) -> Trainer:
-    """This rank's part of a model with a fresh optimizer; no rank holds the whole. Collective. Raises
-    AgreedFailure.
-    """
-    cores = len(os.sched_getaffinity(0)) // ranks.local_world_size
-    torch.set_num_threads(options.threads or max(cores, 1))
-    torch.use_deterministic_algorithms(options.deterministic)
-    use_device(ranks.device)
-    path = Path(options.model_path)
-
-    def load() -> PreTrainedModel:
-        model = make_meta_model(path, dtype=getattr(torch, options.dtype), head=options.head)
-        if options.gradient_checkpointing:
-            checkpoint_layers(model)
-        shard_model(model, ranks, cpu_offload=options.cpu_offload)
-        device = "cpu" if options.cpu_offload else ranks.device
-        load_sharded_weights(model, path, device=device, buffer_device=ranks.device, new_head=True)
-        return model
-
-    digests = run_agreed(ranks, lambda: compute_model_digests(path)).value
-    check_same(ranks, digests, "copy the model directory again, so that all machines have the same files")
-    model = run_agreed(ranks, load).value
-    optimizer = create_adamw_optimizer(model, OptimConfig.model_validate(options.optim))
-    plan = plan_sharded_forward(model, ranks)
-    fields = {field.name: repr(getattr(plan, field.name)) for field in dataclasses.fields(plan)}
-    check_same(ranks, fields, "use machines with the same devices, drivers and libraries")
-    autocast_dtype = choose_autocast_dtype(options.autocast, str(ranks.device))
-    if options.compile_backend is not None:
-        compile_sharded(model, plan, ranks, autocast_dtype, backend=options.compile_backend)
-    torch.manual_seed((options.seed + ranks.rank) % 2**63)
+def open_trainer(options: TrainerOptions, ranks: Ranks, check_open: Callable[[], None]) -> Trainer:
+    """This rank's part of a backend. Collective. Raises AgreedFailure."""
+    model, optimizer, plan, autocast_dtype = open_parts(options, ranks)
     return Trainer(
         model,
         optimizer,
@@ -117,26 +63,6 @@ def open_trainer(options: ShardedOptions, ranks: Ranks, check_open: Callable[[],
         autocast_dtype=autocast_dtype,
         reduce_each=options.reduce_each_micro_batch or options.cpu_offload,
     )
-
-
-def check_same(ranks: Ranks, values: Mapping[str, str], way_out: str) -> None:
-    """Raises AgreedFailure with a ModelError naming the first of `values` that is another one on rank 0.
-    Collective.
-    """
-    mine = json.dumps([socket.gethostname(), dict(values)]).encode()
-    hosts, found = zip(*map(json.loads, all_gather_bytes(ranks, mine)), strict=True)
-    difference = find_difference(found)
-    if difference is not None:
-        name, (other, *_) = difference
-        raise AgreedFailure(
-            ModelError(
-                f"the model's {name} is {found[other].get(name)} on rank {other} on {hosts[other]} and"
-                f" {found[0].get(name)} on rank 0 on {hosts[0]}; {way_out}"
-            )
-        )
-
-
-# --- rank 0 -------------------------------------------------------------------------------------------------
 
 
 class FSDPTrainingBackend(RankedTrainingBackend):
@@ -155,7 +81,7 @@ async def open_fsdp_backend(
     micro_batch_tokens: int = 8192,
     share_prefix: bool = True,
     skip_zero_advantage: bool = False,
-    autocast: Literal["off", "bfloat16", "auto"] = "auto",
+    autocast: Autocast = "auto",
     head: ModelHead = "tokens",
     cpu_offload: bool = False,
     device_thread: DeviceThread | None = None,
@@ -164,7 +90,7 @@ async def open_fsdp_backend(
     """A backend whose model, gradients and optimizer are spread over `ranks`; on rank 0, while the others are
     in serve_backends.
 
-    Settings as of open_pytorch_backend; `options` are those of ShardedOptions. micro_batch_tokens: of one
+    Settings as of open_pytorch_backend; `options` are those of TrainerOptions. micro_batch_tokens: of one
     rank. cpu_offload: weights, gradients and moments wait in host memory, where AdamW runs; GPUs hold what a
     micro-batch needs. reduce_each_micro_batch: see Trainer. device_thread: that of a backend which is open on
     these ranks and stays open for longer; a second one then trains beside it, a critic beside a policy, and
@@ -179,7 +105,7 @@ async def open_fsdp_backend(
         )
     # rank 0 chooses the precision: machines may be unlike
     precision = choose_autocast_dtype(autocast, str(ranks.device))
-    sent = ShardedOptions(
+    sent = TrainerOptions(
         model_path=str(model_path),
         optim=optim.model_dump(),
         autocast="off" if precision is None else "bfloat16",
@@ -192,11 +118,7 @@ async def open_fsdp_backend(
     def open_part() -> Trainer:
         channel.phase = OPENING
         channel.send({"name": "open_backend", "options": dataclasses.asdict(sent), "backend": number})
-        try:
-            return open_trainer(sent, ranks, thread.check_open)
-        except AgreedFailure as failure:
-            error = failure.error
-        raise error
+        return raise_own(lambda: open_trainer(sent, ranks, thread.check_open))
 
     own = open_device_thread(name="trainer") if device_thread is None else nullcontext(device_thread)
     try:
@@ -207,21 +129,16 @@ async def open_fsdp_backend(
             trainer = await opening
             if head == "scalar":
                 set_padding_token(trainer.model, tokenizer)
-            packing = PackingOptions(
-                micro_batch_tokens=micro_batch_tokens,
-                micro_batch_cost=MICRO_BATCH_COST if ranks.device.type == "cpu" else micro_batch_tokens,
-                share_prefix=share_prefix,
-                skip_zero_advantage=skip_zero_advantage,
-                attention_cost=find_attention_cost(trainer.model),
-            )
             yield FSDPTrainingBackend(
                 trainer,
                 channel,
                 thread,
                 optim=optim,
                 total_steps=total_steps,
-                packing=packing,
                 tokenizer=tokenizer,
+                micro_batch_tokens=micro_batch_tokens,
+                share_prefix=share_prefix,
+                skip_zero_advantage=skip_zero_advantage,
                 number=number,
             )
     finally:
@@ -305,7 +222,7 @@ async def serve_backends(channel: Channel, ranks: Ranks, *, find_path: FindPath 
                 future = thread.submit(job)
                 nursery.start_soon(finish, future)
                 if command["name"] == "capture":
-                    captures[command["capture"]] = future
+                    captures[command["fields"]["name"]] = future
                 elif command["name"] == "close_backend":
                     for name in [*captures]:
                         if name.startswith(f"{command['backend']}-"):
@@ -333,28 +250,14 @@ def follow(
         if name == "open_backend":
             assert number not in trainers, f"backend {number} is open already"
             trainers[number] = None
-            options = ShardedOptions(**command["options"])
+            options = TrainerOptions(**command["options"])
             path = str(find_path(options.model_path))
             options = dataclasses.replace(options, model_path=path)
             trainers[number] = open_trainer(options, ranks, thread.check_open)
             return None
-        assert trainer is not None, f"{name} for a backend that did not open"
-        return TRAINER_COMMANDS[name](trainer, command)
+        assert trainer is not None and name in COMMANDS, f"{name} of a backend that did not open"
+        return getattr(trainer, name)(None, **command["fields"])
     except AgreedFailure:
         if trainer is not None:
             trainer.discard()
         return None
-
-
-TRAINER_COMMANDS: dict[str, Callable[[Trainer, Command], object]] = {
-    "reset": lambda trainer, _: trainer.reset(),
-    "skip_step": lambda trainer, _: trainer.skip_step(),
-    "forward_backward": lambda trainer, _: trainer.forward_backward(None),
-    "forward": lambda trainer, _: trainer.forward(None),
-    "optim_step": lambda trainer, command: trainer.optim_step(command["lr"], command["max_grad_norm"]),
-    "stream_weights": lambda trainer, _: trainer.stream_weights(None),
-    "load_weights": lambda trainer, _: trainer.load_weights(None),
-    "save": lambda trainer, command: trainer.save(Path(command["path"]), {}, None),
-    "capture": lambda trainer, _: trainer.capture({}, None),
-    "load": lambda trainer, command: trainer.load(Path(command["path"])),
-}

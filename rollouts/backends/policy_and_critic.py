@@ -5,59 +5,40 @@ policy's checkpoint.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from rollouts.checkpoints.writer import HeldCopy, SavingBackend
+from rollouts.backends.captures import HeldCheckpoint
 from rollouts.protocols import TrainFuture
 
 T = TypeVar("T")
 CRITIC = "critic"
 
 
-class SavedBackend(SavingBackend, Protocol):
-    """A backend that can be saved and restored."""
-
-    def load(self, path: Path) -> TrainFuture[None]: ...
-
-
+@dataclass(frozen=True, slots=True)
 class LaterFuture(Generic[T]):
     """A TrainFuture of what an async function gives, which is called when somebody awaits it."""
 
-    def __init__(self, wait: Callable[[], Awaitable[T]], parts: tuple[TrainFuture[Any], ...]) -> None:
-        self._wait = wait
-        self._parts = parts
+    wait: Callable[[], Awaitable[T]]
+    parts: tuple[TrainFuture[Any], ...]  # what it waits for
 
     async def result(self) -> T:
         """What the function gives. Raises what it raises."""
-        return await self._wait()
+        return await self.wait()
 
     def __await__(self) -> Generator[Any, Any, T]:
         return self.result().__await__()
 
     def done(self) -> bool:
         """Whether all that it waits for has ended."""
-        return all(part.done() for part in self._parts)
-
-
-async def collect_results(futures: tuple[TrainFuture[Any], ...], found: list[Any]) -> None:
-    """Awaits all futures, adding their results to `found`. Raises what the first that failed raises, when all
-    have ended.
-    """
-    errors: list[Exception] = []
-    for future in futures:
-        try:
-            found.append(await future.result())
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+        return all(part.done() for part in self.parts)
 
 
 class PolicyAndCritic:
     """Both backends, which share a device thread, so that what is submitted to both runs in that order."""
 
-    def __init__(self, policy: SavedBackend, critic: SavedBackend) -> None:
+    def __init__(self, policy: Any, critic: Any) -> None:
         self.policy = policy
         self.critic = critic
 
@@ -78,45 +59,56 @@ class PolicyAndCritic:
         return self._both(self.policy.reset(), self.critic.reset())
 
     def _both(self, *futures: TrainFuture[Any]) -> TrainFuture[None]:
-        return LaterFuture(lambda: collect_results(futures, []), futures)
+        async def wait() -> None:
+            await collect_results(futures, [])
 
-    def capture(self) -> TrainFuture[HeldCopy | None]:
+        return LaterFuture(wait, futures)
+
+    def capture(self) -> TrainFuture[HeldPair | None]:
         """What save() would write now, copied; None if there is no room for one of the two."""
         futures = self.policy.capture(), self.critic.capture()
 
-        async def wait() -> HeldCopy | None:
-            held: list[HeldCopy | None] = []
+        async def wait() -> HeldPair | None:
+            found: list[HeldCheckpoint | None] = []
+            held = HeldPair(found)
             try:
-                await collect_results(futures, held)
-                if all(held):
-                    return _HeldPair(*held)  # pyright: ignore[reportArgumentType]  (none is None)
-            except BaseException:
-                drop_all(held)
-                raise
-            drop_all(held)
-            return None
+                await collect_results(futures, found)
+                return held if all(found) else None
+            finally:
+                if len(found) < 2 or not all(found):
+                    held.drop()
 
         return LaterFuture(wait, futures)
 
 
-class _HeldPair:
+async def collect_results(futures: tuple[TrainFuture[Any], ...], found: list[Any]) -> None:
+    """Awaits all futures, adding their results to `found`. Raises what the first that failed raises, when all
+    have ended.
+    """
+    errors: list[Exception] = []
+    for future in futures:
+        try:
+            found.append(await future.result())
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPair:
     """What writes a captured policy and critic."""
 
-    def __init__(self, policy: HeldCopy, critic: HeldCopy) -> None:
-        self._policy = policy
-        self._critic = critic
+    parts: list[HeldCheckpoint | None]  # the policy's, the critic's; None where there was no room
 
     async def __call__(self, path: Path) -> None:
-        await self._policy(path)
-        (path / CRITIC).mkdir(exist_ok=True)
-        await self._critic(path / CRITIC)
+        for held, folder in zip(self.parts, (path, path / CRITIC), strict=True):
+            assert held is not None, "there was no room for both"
+            folder.mkdir(exist_ok=True)
+            await held(folder)
 
     def drop(self) -> None:
-        drop_all([self._policy, self._critic])
-
-
-def drop_all(held: list[HeldCopy | None]) -> None:
-    """Frees copies that were not written."""
-    for one in held:
-        if one is not None:
-            one.drop()
+        """Frees copies that were not written."""
+        for held in self.parts:
+            if held is not None:
+                held.drop()

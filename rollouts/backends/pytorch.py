@@ -14,15 +14,23 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rollouts.backends.captures import HeldCheckpoint
-from rollouts.backends.shares import Portion, Share, collect_token_arrays, deal_portions, make_portion
+from rollouts.backends.shares import (
+    Portion,
+    Share,
+    collect_token_arrays,
+    deal_portions,
+    find_attention_cost,
+    make_portion,
+    split_values,
+)
 from rollouts.backends.steps import (
     OptimizerSteps,
     PackingOptions,
@@ -34,7 +42,7 @@ from rollouts.backends.steps import (
 from rollouts.backends.trainer import Trainer
 from rollouts.config.tables import OptimConfig
 from rollouts.crash_points import reach
-from rollouts.data.packing import MICRO_BATCH_COST, MicroBatch, spread_to_rows
+from rollouts.data.packing import ATTENTION_COST, MICRO_BATCH_COST, MicroBatch, spread_to_rows
 from rollouts.device_thread import DeviceFuture, DeviceThread
 from rollouts.errors import BackendError
 from rollouts.models.log_probs import ForwardPlan
@@ -53,8 +61,6 @@ from rollouts.types import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-T = TypeVar("T")
-
 
 class RankedTrainingBackend:
     """A TrainingBackend (see rollouts.protocols for its rules) on the ranks of a trainer; lives on rank 0.
@@ -70,8 +76,10 @@ class RankedTrainingBackend:
         *,
         optim: OptimConfig,
         total_steps: int,
-        packing: PackingOptions,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        micro_batch_tokens: int = 8192,
+        share_prefix: bool = True,
+        skip_zero_advantage: bool = False,
         number: int = 0,
     ) -> None:
         self.model = trainer.model
@@ -80,7 +88,13 @@ class RankedTrainingBackend:
         self._trainer = trainer
         self._channel = channel
         self._number = number
-        self._packing = packing
+        self._packing = PackingOptions(
+            micro_batch_tokens=micro_batch_tokens,
+            micro_batch_cost=MICRO_BATCH_COST if self.ranks.device.type == "cpu" else micro_batch_tokens,
+            share_prefix=share_prefix,
+            skip_zero_advantage=skip_zero_advantage,
+            attention_cost=ATTENTION_COST if self.ranks.mesh is None else find_attention_cost(self.model),
+        )
         self._tokenizer = tokenizer
         self._tokenizer_copy: PreTrainedTokenizerBase | None = None  # for writing while generation uses it
         self._captures = itertools.count(1)
@@ -111,22 +125,24 @@ class RankedTrainingBackend:
 
         def work() -> None:
             self._steps.reset()
-            self._together("reset", self._trainer.reset)
+            self._together("reset")
 
         return self._queue.reset(work)
 
-    def _together(self, name: str, work: Callable[[], T], **fields: Any) -> T:
-        """`work()`, while the other ranks do what the command `name` says. On the device thread."""
+    def _together(self, name: str, local: Any = None, **fields: Any) -> Any:
+        """What the trainer's method `name` returns for `local`, which only this rank has, and `fields`; the
+        other ranks call it too. On the device thread.
+        """
         failed = self.device_thread.out_of_step
         if failed is not None:
             raise BackendError(
                 f"the ranks are out of step since {failed!r}; start them all again"
             ) from failed
         phase = f"{name} of step {self._steps.steps + 1}{' of the critic' if self._number else ''}"
-        self._channel.send({"name": name, "phase": phase, "backend": self._number, **fields})
+        self._channel.send({"name": name, "phase": phase, "backend": self._number, "fields": fields})
         self._channel.phase = phase
         try:
-            return work()
+            return getattr(self._trainer, name)(local, **fields)
         except AgreedFailure as failure:
             self._trainer.discard()
             error = failure.error
@@ -157,32 +173,26 @@ class RankedTrainingBackend:
         return self._queue.submit(lambda: self._forward(batch))
 
     def _run_shares(
-        self,
-        name: str,
-        method: Callable[[Callable[[], Sequence[Share]]], T],
-        batch: RolloutBatch,
-        spec: LossSpec | None,
-    ) -> tuple[T, PreparedBatch, list[list[Portion]]]:
-        """The method's result on all ranks, the prepared batch, and [rank][round] portions."""
+        self, name: str, batch: RolloutBatch, spec: LossSpec | None
+    ) -> tuple[Any, PreparedBatch, list[list[Portion]]]:
+        """The command's result on all ranks, the prepared batch, and [rank][round] portions."""
         dealt: list[Any] = []
 
         def make_shares() -> list[Share]:
             vocab_size = int(self.model.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
-            prepared = prepare_batch(
-                batch, spec, self._trainer.find_plan(), self._packing, vocab_size=vocab_size
-            )
-            world = self.ranks.world_size
+            plan, packing, world = self._trainer.find_plan(), self._packing, self.ranks.world_size
+            prepared = prepare_batch(batch, spec, plan, packing, vocab_size=vocab_size)
             portions = deal_portions(
                 [make_portion(micro_batch, batch) for micro_batch in prepared.pack(world)],
                 world,
-                micro_batch_cost=self._packing.micro_batch_cost,
-                attention_cost=self._packing.attention_cost,
+                micro_batch_cost=packing.micro_batch_cost,
+                attention_cost=packing.attention_cost,
             )
             dealt.extend([prepared, portions])
             counts = prepared.denominator, prepared.expected_count
             return [Share(tuple(mine), batch.temperature, spec, *counts) for mine in portions]
 
-        result = self._together(name, lambda: method(make_shares))
+        result = self._together(name, make_shares)
         prepared, portions = dealt
         computed = sum(portion.micro_batch.computed_tokens for mine in portions for portion in mine)
         self._steps.add_batch(prepared, computed, trains=spec is not None)
@@ -190,21 +200,20 @@ class RankedTrainingBackend:
 
     def _forward_backward(self, batch: RolloutBatch, spec: LossSpec) -> ForwardBackwardResult:
         steps = self._steps
-        result, prepared, portions = self._run_shares(
-            "forward_backward", self._trainer.forward_backward, batch, spec
-        )
+        result, prepared, portions = self._run_shares("forward_backward", batch, spec)
         steps.pending_batches += 1
         if steps.poisoned is None and not math.isfinite(result.total):
             steps.poisoned = f"the loss is {result.total}"
+        denominator = prepared.denominator
         if steps.poisoned is not None:
             return ForwardBackwardResult(
-                loss=None, denominator=prepared.denominator, metrics={}, skipped=steps.poisoned
+                loss=None, denominator=denominator, metrics={}, skipped=steps.poisoned
             )
         steps.counts["trained_tokens"] += float(batch.response_lengths.sum())
         reach("train.after_forward_backward")
         return ForwardBackwardResult(
-            loss=result.total / prepared.denominator,
-            denominator=prepared.denominator,
+            loss=result.total / denominator,
+            denominator=denominator,
             metrics=with_skipped(result.metrics, prepared),
             per_token=collect_token_arrays(portions, result.traces, batch) if spec.per_token else None,
         )
@@ -212,26 +221,21 @@ class RankedTrainingBackend:
     def _optim_step(self, params: OptimParams | None) -> OptimStepResult:
         params = self._steps.choose_params(params)
         if self._steps.poisoned is not None:
-            self._together("skip_step", self._trainer.skip_step)
+            self._together("skip_step")
             return self._steps.skip_step(self._steps.poisoned, params.lr)
         lr, limit = params.lr, params.max_grad_norm
-        norm = self._together(
-            "optim_step", lambda: self._trainer.optim_step(lr, limit), lr=lr, max_grad_norm=limit
-        )
+        norm = self._together("optim_step", lr=lr, max_grad_norm=limit)
         if not math.isfinite(norm):
             return self._steps.skip_step(f"the gradient norm is {norm}", lr)
         return self._steps.finish_step(lr, norm, clipped=limit is not None and norm > limit)
 
     def _forward(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
-        blocks, _, portions = self._run_shares("forward", self._trainer.forward, batch, None)
+        blocks, _, portions = self._run_shares("forward", batch, None)
         parts: list[MicroBatch] = []
         values: list[FloatArray] = []
         for mine, block in zip(portions, blocks, strict=True):
-            at = 0
-            for portion in mine:
-                parts.append(portion.micro_batch)
-                values.append(block[at : at + len(portion.micro_batch.targets)])
-                at += len(portion.micro_batch.targets)
+            parts += [portion.micro_batch for portion in mine]
+            values += split_values(block, [len(portion.micro_batch.targets) for portion in mine])
         return spread_to_rows(parts, values, batch.tokens)
 
     # --- weights
@@ -244,9 +248,7 @@ class RankedTrainingBackend:
         """Hands every parameter, whole, to `sink` in buckets (a parameter that is larger alone). Tied weights
         come once.
         """
-        return self._queue.submit(
-            lambda: self._together("stream_weights", lambda: self._trainer.stream_weights(sink))
-        )
+        return self._queue.submit(lambda: self._together("stream_weights", sink))
 
     def get_weights(self) -> DeviceFuture[dict[str, Tensor]]:
         """Copies of all parameters on the CPU, by Hugging Face name. Tied weights come once."""
@@ -257,7 +259,7 @@ class RankedTrainingBackend:
             def keep(bucket: Sequence[tuple[str, Tensor]]) -> None:
                 weights.update({name: tensor.to("cpu", copy=True) for name, tensor in bucket})
 
-            self._together("stream_weights", lambda: self._trainer.stream_weights(keep))
+            self._together("stream_weights", keep)
             return weights
 
         return self._queue.submit(work)
@@ -266,9 +268,7 @@ class RankedTrainingBackend:
         """Replaces all parameters. Raises BackendError naming what is missing, unknown or of another shape,
         before anything is copied.
         """
-        return self._queue.submit(
-            lambda: self._together("load_weights", lambda: self._trainer.load_weights(weights))
-        )
+        return self._queue.submit(lambda: self._together("load_weights", weights))
 
     # --- checkpoints
 
@@ -279,9 +279,7 @@ class RankedTrainingBackend:
 
         def work() -> None:
             position = self._steps.position(self._queue.version)
-            self._together(
-                "save", lambda: self._trainer.save(path, position, self._tokenizer), path=str(path)
-            )
+            self._together("save", (position, self._tokenizer), path=str(path))
 
         return self._queue.submit(work)
 
@@ -297,9 +295,7 @@ class RankedTrainingBackend:
         def work() -> HeldCheckpoint | None:
             position = self._steps.position(self._queue.version)
             self._tokenizer_copy = self._tokenizer_copy or copy.deepcopy(self._tokenizer)
-            held = self._together(
-                "capture", lambda: self._trainer.capture(position, self._tokenizer_copy), capture=name
-            )
+            held = self._together("capture", (position, self._tokenizer_copy), name=name)
             return None if held is None else HeldCheckpoint(self._channel, name, held)
 
         return self._queue.submit(work)
@@ -314,7 +310,7 @@ class RankedTrainingBackend:
         """
 
         def work() -> None:
-            position = self._together("load", lambda: self._trainer.load(path), path=str(path))
+            position = self._together("load", path=str(path))
             self._queue.version = self._steps.restore(position)
 
         return self._queue.submit(work)
@@ -345,26 +341,15 @@ class PyTorchTrainingBackend(RankedTrainingBackend):
         share_prefix: bool = True,
         skip_zero_advantage: bool = False,
     ) -> None:
-        trainer = Trainer(
-            model,
-            optimizer,
-            Ranks(0, 1, 1, model.device),
-            plan,
-            check_open=device_thread.check_open,
-            autocast_dtype=autocast_dtype,
-        )
-        packing = PackingOptions(
-            micro_batch_tokens=micro_batch_tokens,
-            micro_batch_cost=MICRO_BATCH_COST if model.device.type == "cpu" else micro_batch_tokens,
-            share_prefix=share_prefix,
-            skip_zero_advantage=skip_zero_advantage,
-        )
+        ranks, check_open = Ranks(0, 1, 1, model.device), device_thread.check_open
         super().__init__(
-            trainer,
+            Trainer(model, optimizer, ranks, plan, check_open=check_open, autocast_dtype=autocast_dtype),
             NoOtherRanks(),
             device_thread,
             optim=optim,
             total_steps=total_steps,
-            packing=packing,
             tokenizer=tokenizer,
+            micro_batch_tokens=micro_batch_tokens,
+            share_prefix=share_prefix,
+            skip_zero_advantage=skip_zero_advantage,
         )

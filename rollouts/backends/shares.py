@@ -83,18 +83,13 @@ def find_attention_cost(model: PreTrainedModel) -> float:
     config = model.config.get_text_config()
     layers, heads = getattr(config, "num_hidden_layers", 0), getattr(config, "num_attention_heads", 0)
     width = heads * (getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(heads, 1))
+    if not layers or not width:
+        return ATTENTION_COST
     parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
-    embedding, head = (
-        model.get_input_embeddings().weight,
-        getattr(model.get_output_embeddings(), "weight", None),
-    )
-    if head is not embedding:
-        parameters -= int(embedding.numel())  # pyright: ignore[reportCallIssue]
-    return (
-        estimate_attention_cost(layers=layers, attention_width=width, parameters=parameters)
-        if layers and width
-        else ATTENTION_COST
-    )
+    embedding: Any = model.get_input_embeddings().weight
+    if getattr(model.get_output_embeddings(), "weight", None) is not embedding:
+        parameters -= embedding.numel()
+    return estimate_attention_cost(layers=layers, attention_width=width, parameters=parameters)
 
 
 def compute_cost(micro_batch: MicroBatch, *, micro_batch_cost: float, attention_cost: float) -> float:
@@ -211,6 +206,11 @@ class TokenTrace(NamedTuple):
         )
 
 
+def split_values(values: FloatArray, counts: Sequence[int]) -> list[FloatArray]:
+    """`values` [..., sum of counts] in parts of so many."""
+    return np.split(values, np.cumsum(counts), axis=-1)[:-1]
+
+
 def collect_token_arrays(
     portions: Sequence[Sequence[Portion]], traces: Sequence[FloatArray], batch: RolloutBatch
 ) -> TokenArrays:
@@ -222,8 +222,7 @@ def collect_token_arrays(
     for mine, trace in zip(portions, traces, strict=True):
         counted = [portion.micro_batch for portion in mine if portion.counts]
         parts += counted
-        if counted:
-            found += np.split(trace, np.cumsum([len(one.token_rows) for one in counted])[:-1], axis=1)
+        found += split_values(trace, [len(one.token_rows) for one in counted])
     log_probs, slopes, weights = (
         spread_tokens_to_rows(parts, [trace[kind] for trace in found], batch.tokens) for kind in range(3)
     )

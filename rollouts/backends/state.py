@@ -45,39 +45,12 @@ SHARD_NAME = re.compile(r"optimizer-(\d+)-of-(\d+)\.safetensors")
 WAY_OUT = "resume from another checkpoint"
 
 
-# --- random states ------------------------------------------------------------------------------------------
-
-
 def copy_random_states(device: torch.device) -> dict[str, Tensor]:
     """The states of torch's own generators, on the CPU and on the device, under their names in files."""
     states = {CPU_RNG: torch.get_rng_state()}
     if device.type == "cuda":
         states[CUDA_RNG] = torch.cuda.get_rng_state(device)
     return states
-
-
-class StepRandomStates:
-    """torch's random states as of the last completed step, so that a step that is given up and repeated draws
-    the same numbers. On the device thread.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._states: dict[str, Tensor] | None = None  # None: no step began yet
-
-    def begin(self) -> None:
-        """Before a step draws; only the first one needs it."""
-        if self._states is None:
-            self.note()
-
-    def note(self) -> None:
-        """A step has drawn what it draws, or a checkpoint was loaded."""
-        self._states = copy_random_states(self._device)
-
-    def restore(self) -> None:
-        """The step since then was given up."""
-        if self._states is not None:
-            set_random_states(self._states, self._device)
 
 
 def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
@@ -159,9 +132,8 @@ def hold_state(
             if kind == STEP:
                 steps[name] = float(local)
             elif local.numel() and ranks.first_replica:
-                key = f"{kind}/{name}"
-                tensors[key] = local.to("cpu", copy=True).contiguous() if copied else local
-                extents[key] = Extent(tuple(parameter.shape), offset)
+                tensors[f"{kind}/{name}"] = local.to("cpu", copy=True).contiguous() if copied else local
+                extents[f"{kind}/{name}"] = Extent(tuple(parameter.shape), offset)
     return HeldState(tensors, Layout(ranks.rank, ranks.world_size, steps, extents), dict(position))
 
 
@@ -172,18 +144,8 @@ class Piece(NamedTuple):
     """A part of a tensor as it lies in a file."""
 
     file: Path
-    offset: tuple[int, ...]
+    extent: Extent
     size: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class OptimizerFiles:
-    """The optimizer of a checkpoint by the headers of its files."""
-
-    files: list[Path]  # one for each rank that saved
-    steps: dict[str, float]  # by parameter name
-    shapes: dict[str, tuple[int, ...]]  # of whole tensors, by key
-    pieces: dict[str, list[Piece]]  # by key
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +159,7 @@ class LoadedState:
     def apply(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         """The optimizer and torch's random states are as they were."""
         optimizer.state.clear()
-        for parameter, state in self.states.items():
-            optimizer.state[parameter] = state
+        optimizer.state.update(self.states)
         set_random_states(self.random_states, device)
 
 
@@ -212,30 +173,28 @@ def read_state(
     """
     reshard(model)
     folder = checkpoint_state_dir(checkpoint)
-    found = read_optimizer_files(folder)
+    files = find_optimizer_files(folder)
+    steps, pieces = read_headers(files)
     position = read_position(folder / BACKEND_FILE, fields)
-    parameters = dict(model.named_parameters())
-    check_optimizer_files(found, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
-    random_states = read_random_states(found.files, ranks.rank, find_device(model))
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    check_headers(files[0], steps, pieces, parameters)
+    random_states = read_random_states(files, ranks.rank, find_device(model))
     states: dict[Tensor, dict[str, Tensor]] = {}
-    for name, step in found.steps.items():
+    for name, step in steps.items():
         parameter = parameters[name]
-        slices, device = compute_local_slices(parameter), get_local(parameter).device
+        local = get_local(parameter)
         # fused AdamW wants the step on the parameter's device
-        state = {STEP: torch.tensor(step, dtype=torch.float32, device=device)}
+        state = {STEP: torch.tensor(step, dtype=torch.float32, device=local.device)}
         for kind in MOMENTS:
-            local = read_part(found, f"{kind}/{name}", slices, parameter.dtype).to(device)
-            state[kind] = _shard_like(parameter, local)
+            key, slices = f"{kind}/{name}", compute_local_slices(parameter)
+            part = read_part(pieces.get(key, ()), key, slices, parameter.dtype).to(local.device)
+            if isinstance(parameter, DTensor):
+                shape: Any = {"shape": parameter.shape, "stride": parameter.stride()}
+                mesh, placements = parameter.device_mesh, parameter.placements
+                part = DTensor.from_local(part, mesh, placements, run_check=False, **shape)
+            state[kind] = part
         states[parameter] = state
     return LoadedState(position, states, random_states)
-
-
-def _shard_like(parameter: Tensor, local: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return local
-    mesh, placements = parameter.device_mesh, parameter.placements
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 @contextmanager
@@ -251,124 +210,116 @@ def find_optimizer_files(folder: Path) -> list[Path]:
     """The one file of a single process, or those of all ranks in order. Raises CheckpointError naming one
     that is missing or of another save.
     """
-    single = folder / OPTIMIZER_FILE
-    shards = {
-        (int(match[2]), int(match[1])): path
-        for path in folder.glob("optimizer-*")
-        if (match := SHARD_NAME.fullmatch(path.name))
-    }
-    if not shards:
-        return [single]
-    ranks = min(shards)[0]
-    wanted = [(ranks, rank) for rank in range(ranks)]
-    names = {place: folder / f"optimizer-{place[1]}-of-{ranks}.safetensors" for place in wanted}
-    if missing := [names[place] for place in wanted if place not in shards]:
-        raise CheckpointError(f"{missing[0]} is missing; {ranks} ranks saved the optimizer; {WAY_OUT}")
-    others = [path for place, path in sorted(shards.items()) if place not in names]
-    if single.exists() or others:
-        raise CheckpointError(f"{(others or [single])[0]} and {names[wanted[0]]} are of two saves; {WAY_OUT}")
-    return [names[place] for place in wanted]
+    found = sorted(path.name for path in folder.glob("optimizer*"))
+    counts = {int(match[2]) for name in found if (match := SHARD_NAME.fullmatch(name))}
+    if not counts:
+        return [folder / OPTIMIZER_FILE]
+    ranks = min(counts)
+    wanted = [f"optimizer-{rank}-of-{ranks}.safetensors" for rank in range(ranks)]
+    for name in wanted:
+        if name not in found:
+            raise CheckpointError(f"{folder / name} is missing; {ranks} ranks saved the optimizer; {WAY_OUT}")
+    for name in found:
+        if name not in wanted:
+            raise CheckpointError(f"{folder / name} and {folder / wanted[0]} are of two saves; {WAY_OUT}")
+    return [folder / name for name in wanted]
 
 
-def read_optimizer_files(folder: Path) -> OptimizerFiles:
-    """What the headers say. Raises CheckpointError naming the file."""
-    found = OptimizerFiles(find_optimizer_files(folder), {}, {}, {})
-    for rank, path in enumerate(found.files):
+def read_headers(files: Sequence[Path]) -> tuple[dict[str, float], dict[str, list[Piece]]]:
+    """AdamW's steps by parameter name, and by key where the pieces of a moment lie. Raises CheckpointError
+    naming the file.
+    """
+    steps: dict[str, float] = {}
+    pieces: dict[str, list[Piece]] = {}
+    for rank, path in enumerate(files):
         with _open_file(path) as file:
             sizes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
             if path.name == OPTIMIZER_FILE:
-                steps = {
-                    key.partition("/")[2]: float(file.get_tensor(key))
-                    for key, size in sizes.items()
-                    if key.startswith(f"{STEP}/") and not size
-                }
-                moments = {key: size for key, size in sizes.items() if key.partition("/")[0] in MOMENTS}
-                tensors = {key: Extent(size, (0,) * len(size)) for key, size in moments.items()}
+                scalars = [key for key, size in sizes.items() if key.startswith(f"{STEP}/") and not size]
+                own = {key.partition("/")[2]: float(file.get_tensor(key)) for key in scalars}
+                moments = [key for key in sizes if key.partition("/")[0] in MOMENTS]
+                tensors = {key: Extent(sizes[key], (0,) * len(sizes[key])) for key in moments}
+                layout = Layout(0, 1, own, tensors)
             else:
-                layout = _read_layout(path, file.metadata(), rank, len(found.files))
-                steps, tensors = layout.steps, layout.tensors
-        if rank and steps != found.steps:
-            raise CheckpointError(f"{path} and {found.files[0]} are of two saves: other steps; {WAY_OUT}")
-        found.steps = steps
-        for key, extent in tensors.items():
-            if key not in sizes or found.shapes.setdefault(key, extent.shape) != extent.shape:
+                try:
+                    layout = msgspec.json.decode((file.metadata() or {}).get(LAYOUT, ""), type=Layout)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    raise CheckpointError(
+                        f"{path}: its metadata has no readable {LAYOUT} ({error}); {WAY_OUT}"
+                    ) from error
+        if (layout.rank, layout.ranks) != (rank, len(files)):
+            raise CheckpointError(f"{path}: {LAYOUT} says rank {layout.rank} of {layout.ranks}; {WAY_OUT}")
+        if rank and layout.steps != steps:
+            raise CheckpointError(f"{path} and {files[0]} are of two saves: other steps; {WAY_OUT}")
+        steps = layout.steps
+        for key, extent in layout.tensors.items():
+            lying = pieces.setdefault(key, [])
+            if key not in sizes or any(other.extent.shape != extent.shape for other in lying):
                 raise CheckpointError(f"{path}: {key!r} is not what its {LAYOUT} says; {WAY_OUT}")
-            found.pieces.setdefault(key, []).append(Piece(path, extent.offset, sizes[key]))
-    return found
+            lying.append(Piece(path, extent, sizes[key]))
+    return steps, pieces
 
 
-def _read_layout(path: Path, metadata: Mapping[str, str] | None, rank: int, ranks: int) -> Layout:
-    try:
-        layout = msgspec.json.decode((metadata or {}).get(LAYOUT, ""), type=Layout)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"{path}: its metadata has no readable {LAYOUT} ({error}); {WAY_OUT}"
-        ) from error
-    if (layout.rank, layout.ranks) != (rank, ranks):
-        raise CheckpointError(f"{path}: {LAYOUT} says rank {layout.rank} of {layout.ranks}; {WAY_OUT}")
-    return layout
-
-
-def check_optimizer_files(found: OptimizerFiles, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises CheckpointError unless everything is of a parameter of the model, whose `shapes` these are, and
-    what AdamW needs of it.
-    """
-    for key, shape in found.shapes.items():
-        name = key.partition("/")[2]
-        if shapes.get(name) != shape:
+def check_headers(
+    file: Path,
+    steps: Mapping[str, float],
+    pieces: Mapping[str, Sequence[Piece]],
+    parameters: Mapping[str, Tensor],
+) -> None:
+    """Raises CheckpointError unless everything is of a parameter of the model, and what AdamW needs of it."""
+    for key, lying in pieces.items():
+        shape, parameter = lying[0].extent.shape, parameters.get(key.partition("/")[2])
+        if parameter is None or tuple(parameter.shape) != shape:
+            has = "does not exist" if parameter is None else tuple(parameter.shape)
             raise CheckpointError(
-                f"{found.pieces[key][0].file}: {key!r} has shape {shape}, the model's parameter"
-                f" {shapes.get(name, 'does not exist')}; it is another model's checkpoint"
+                f"{lying[0].file}: {key!r} has shape {shape}, the model's parameter {has}; it is another"
+                " model's checkpoint"
             )
-    for name in sorted(found.steps.keys() | {key.partition("/")[2] for key in found.shapes}):
-        kinds = {kind for kind in MOMENTS if f"{kind}/{name}" in found.shapes}
+    kinds = {name: {STEP} for name in steps}
+    for key in pieces:
+        kind, _, name = key.partition("/")
+        kinds.setdefault(name, set()).add(kind)
+    for name, has in sorted(kinds.items()):
         # of a parameter without elements the files hold no moments
-        complete = kinds == set(MOMENTS) or (not kinds and math.prod(shapes.get(name, (1,))) == 0)
-        if name not in found.steps or not complete:
-            has = sorted(kinds | ({STEP} if name in found.steps else set()))
-            raise CheckpointError(f"{found.files[0]} has {has} of {name}; AdamW needs {[*MOMENTS, STEP]}")
+        empty = name in parameters and parameters[name].numel() == 0
+        if has != {STEP, *MOMENTS} and not (empty and has == {STEP}):
+            raise CheckpointError(f"{file} has {sorted(has)} of {name}; AdamW needs {[*MOMENTS, STEP]}")
 
 
-def read_part(found: OptimizerFiles, key: str, slices: Sequence[slice], dtype: torch.dtype) -> Tensor:
-    """A part of a whole tensor, put together from the files that have something of it. Reads no more.
-
-    dtype: of a part without elements. Raises CheckpointError if the files lack elements.
+def read_part(pieces: Sequence[Piece], key: str, slices: Sequence[slice], dtype: torch.dtype) -> Tensor:
+    """A part of a moment, put together from the files that have something of it, in the precision in which
+    they do. Reads no more. dtype: of a part without elements. Raises CheckpointError if elements are lacking.
     """
-    part: Tensor | None = None
-    filled, size = 0, [cut.stop - cut.start for cut in slices]
-    for piece in found.pieces.get(key, ()):
-        bounds = [
-            (max(start, cut.start), min(start + length, cut.stop))
-            for start, length, cut in zip(piece.offset, piece.size, slices, strict=True)
-        ]
-        if any(end <= start for start, end in bounds):
+    size = [cut.stop - cut.start for cut in slices]
+    part, filled = torch.empty(size, dtype=dtype), 0
+    for file, extent, lengths in pieces:
+        starts = [max(at, cut.start) for at, cut in zip(extent.offset, slices, strict=True)]
+        ends = [min(at + n, cut.stop) for at, n, cut in zip(extent.offset, lengths, slices, strict=True)]
+        if any(end <= start for start, end in zip(starts, ends, strict=True)):
             continue
-        inside = tuple(
-            slice(a - start, b - start) for (a, b), start in zip(bounds, piece.offset, strict=True)
-        )
-        with _open_file(piece.file) as file:
-            content = file.get_slice(key)[inside] if inside else file.get_tensor(key)
-        if part is None:
-            part = torch.empty(size, dtype=content.dtype)
-        part[
-            tuple(slice(a - cut.start, b - cut.start) for (a, b), cut in zip(bounds, slices, strict=True))
-        ] = content
+
+        def cut_from(origin: Sequence[int], starts: list[int] = starts, ends: list[int] = ends) -> Any:
+            return tuple(slice(a - o, b - o) for a, b, o in zip(starts, ends, origin, strict=True))
+
+        with _open_file(file) as opened:
+            content = opened.get_slice(key)[cut_from(extent.offset)] if size else opened.get_tensor(key)
+        part = part.to(content.dtype)
+        part[cut_from([cut.start for cut in slices])] = content
         filled += content.numel()
     if filled != math.prod(size):
-        raise CheckpointError(f"{found.files[0].parent}: the files lack elements of {key!r}; {WAY_OUT}")
-    return torch.empty(size, dtype=dtype) if part is None else part
+        raise CheckpointError(f"the files of the checkpoint lack elements of {key!r}; {WAY_OUT}")
+    return part
 
 
 def read_random_states(files: Sequence[Path], rank: int, device: torch.device) -> dict[str, Tensor]:
     """The states that this rank's generators go on with. Raises CheckpointError if torch refuses one."""
     path = files[rank % len(files)]
+    kinds = {CPU_RNG: torch.device("cpu")} | ({CUDA_RNG: device} if device.type == "cuda" else {})
     with _open_file(path) as file:
-        saved = {key: file.get_tensor(key) for key in (CPU_RNG, CUDA_RNG) if key in file.keys()}  # noqa: SIM118
+        saved = {key: file.get_tensor(key) for key in kinds if key in file.keys()}  # noqa: SIM118
     found: dict[str, Tensor] = {}
     for key, state in saved.items():
-        if key == CUDA_RNG and device.type != "cuda":
-            continue
-        generator = torch.Generator(device if key == CUDA_RNG else "cpu")
+        generator = torch.Generator(kinds[key])
         try:
             generator.set_state(state)
         except (RuntimeError, TypeError) as error:

@@ -4,10 +4,10 @@ does of a step. Every method is collective; on one rank the collectives do nothi
     rank 0 packs the batch ──scatter──► each rank's share ──► rounds: forward ─► loss, agreed ─► backward
                                                                 └──► gradients, summed and sharded
 
-All ranks call the same method at the same time; only rank 0 is given what comes from outside and gets results
-back. Three ways to fail: AgreedFailure, raised by all ranks alike, which are in step afterwards; any other
-error, after which the ranks are out of step and the job must end; and loss or gradients that are not finite,
-which all ranks see alike and report.
+All ranks call the same method of COMMANDS at the same time, with the same named arguments; the first argument
+is what only rank 0 has, None elsewhere, and only rank 0 uses results. Three ways to fail: AgreedFailure,
+raised by all ranks alike, which are in step afterwards; any other error, after which the ranks are out of
+step and the job must end; and loss or gradients that are not finite, which all ranks see alike and report.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from rollouts.backends.captures import HeldPart, hold_together, save_together
 from rollouts.backends.sharding import discard_iteration, run_unsharded
 from rollouts.backends.shares import Portion, Share, TokenTrace, decode_share, encode_share
-from rollouts.backends.state import StepRandomStates, read_state
+from rollouts.backends.state import copy_random_states, read_state, set_random_states
 from rollouts.backends.steps import (
     POSITION_FIELDS,
     check_count,
@@ -43,7 +43,6 @@ from rollouts.backends.weights import (
     check_weights,
     gather_bucket,
     scatter_weight,
-    split_buckets,
 )
 from rollouts.crash_points import reach
 from rollouts.errors import CheckpointError, ModelError, RolloutsError
@@ -61,11 +60,18 @@ from rollouts.ranks.group import (
     scatter_bytes,
 )
 from rollouts.types import FloatArray, Metric, Metrics, merge_metrics
+from rollouts.weight_sync.flat_buckets import split_buckets
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 METRIC_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Metric)}
+COMMANDS = {
+    "reset", "skip_step", "forward_backward", "forward", "optim_step", "stream_weights", "load_weights",
+    "save", "capture", "load",
+}  # fmt: skip
+Saved = tuple[Mapping[str, float], Any]
+"""Rank 0's position and tokenizer."""
 MakeShares = Callable[[], Sequence[Share]] | None
 """Rank 0's: one share for each rank. None on the others."""
 
@@ -107,7 +113,9 @@ class Trainer:
         self._check_open = check_open
         self._autocast_dtype = autocast_dtype
         self._reduce_each = reduce_each
-        self._random_states = StepRandomStates(ranks.device)
+        # torch's as of the last completed step, so that a step that is given up and repeated draws the same
+        # numbers; empty: no step began yet
+        self._random_states: Mapping[str, Tensor] = {}
         if plan is not None and ranks.rank == 0:
             log_plan(model, plan)
 
@@ -123,23 +131,27 @@ class Trainer:
         discard_iteration(self.model)
         self.optimizer.zero_grad(set_to_none=True)
 
-    def reset(self) -> None:
+    def reset(self, _: None) -> None:
         """As after the last step: what was begun since is thrown away, and this rank's random states are as
         they were. Does not communicate.
         """
         self.discard()
-        self._random_states.restore()
+        set_random_states(self._random_states, self.ranks.device)
 
-    def skip_step(self) -> None:
+    def skip_step(self, _: None) -> None:
         """Ends a step that changes nothing. Does not communicate."""
         self.discard()
-        self._random_states.note()
+        self._note_random_states()
+
+    def _note_random_states(self) -> None:
+        self._random_states = copy_random_states(self.ranks.device)
 
     # --- batches
 
     def forward_backward(self, make_shares: MakeShares) -> ShareResult:
         """Adds the gradient of sum / denominator to what has accumulated."""
-        self._random_states.begin()
+        if not self._random_states:
+            self._note_random_states()
         share = self._receive_share(make_shares)
         spec = share.spec
         assert spec is not None
@@ -170,13 +182,10 @@ class Trainer:
         merged = run_agreed(self.ranks, lambda: merge_metrics([decode_metrics(part) for part in parts])).value
         if not spec.per_token:
             return ShareResult(total, merged)
-        none = torch.zeros(3, 0)
-        blocks = self._gather(
-            lambda: torch.cat([none, *(trace.cpu() for trace in traces)], dim=1).numpy().tobytes()
-        )
-        return ShareResult(
-            total, merged, [np.frombuffer(block, np.float32).reshape(3, -1) for block in blocks]
-        )
+        arrays = [np.zeros((3, 0), np.float32), *(trace.cpu().numpy() for trace in traces)]
+        blocks = self._gather(lambda: np.concatenate(arrays, axis=1).tobytes())
+        found = [np.frombuffer(block, np.float32).reshape(3, -1) for block in blocks]
+        return ShareResult(total, merged, found)
 
     def forward(self, make_shares: MakeShares) -> list[FloatArray]:
         """Of each rank: log-probs (of a scalar head: values) [sum of N] of its portions' pairs, in their
@@ -242,11 +251,11 @@ class Trainer:
 
     # --- the optimizer
 
-    def optim_step(self, lr: float, max_grad_norm: float | None) -> float:
+    def optim_step(self, _: None, *, lr: float, max_grad_norm: float | None) -> float:
         """The gradient's norm over all ranks, before clipping. Where it is not finite nothing changes but
         that the gradient is gone.
         """
-        self._random_states.note()
+        self._note_random_states()
         gradients = [get_local(gradient) for gradient in collect_gradients(self.model)]
         mine = float(torch.nn.utils.get_total_norm(gradients))
         # in one order on every rank, so that all have the same bits; a replica's part counts once
@@ -284,19 +293,17 @@ class Trainer:
 
     # --- checkpoints
 
-    def save(
-        self, path: Path, position: Mapping[str, float], tokenizer: PreTrainedTokenizerBase | None
-    ) -> None:
+    def save(self, local: Saved | None, *, path: str) -> None:
         """See save_together."""
-        save_together(self.model, self.optimizer, self.ranks, path, position, tokenizer)
+        save_together(self.model, self.optimizer, self.ranks, Path(path), *(local or ({}, None)))
 
-    def capture(
-        self, position: Mapping[str, float], tokenizer: PreTrainedTokenizerBase | None
-    ) -> HeldPart | None:
-        """See hold_together. Generation must not use the tokenizer while it is written."""
-        return hold_together(self.model, self.optimizer, self.ranks, position, tokenizer)
+    def capture(self, local: Saved | None, *, name: str) -> HeldPart | None:
+        """See hold_together. Generation must not use the tokenizer while it is written. `name`: of what the
+        rank keeps.
+        """
+        return hold_together(self.model, self.optimizer, self.ranks, *(local or ({}, None)))
 
-    def load(self, path: Path) -> Mapping[str, float]:
+    def load(self, _: None, *, path: str) -> Mapping[str, float]:
         """The position that save() was given, on any number of ranks; weights, optimizer and random states
         are as they were. Gradients are discarded. Raises AgreedFailure with a CheckpointError; what does not
         fit is found before anything is changed.
@@ -305,16 +312,16 @@ class Trainer:
 
         def load_weights() -> None:
             try:
-                load_sharded_weights(self.model, path, device=self.ranks.device)
+                load_sharded_weights(self.model, Path(path), device=self.ranks.device)
             except ModelError as error:
                 raise CheckpointError(f"{path} is not of this model, or damaged: {error}") from error
 
         loaded = run_agreed(
-            self.ranks, lambda: read_state(path, self.model, POSITION_FIELDS, self.ranks)
+            self.ranks, lambda: read_state(Path(path), self.model, POSITION_FIELDS, self.ranks)
         ).value
         run_agreed(self.ranks, load_weights)
         loaded.apply(self.optimizer, self.ranks.device)
-        self._random_states.note()
+        self._note_random_states()
         return loaded.position
 
 
@@ -323,12 +330,11 @@ class Trainer:
 
 def encode_metrics(metrics: Metrics) -> bytes:
     """JSON; what is not finite is written as Python's json writes it."""
-    kinds = {name: [type(metric).__name__, *_list_values(metric)] for name, metric in metrics.items()}
+    kinds = {
+        name: [type(metric).__name__, *map(float, dataclasses.astuple(metric))]
+        for name, metric in metrics.items()
+    }
     return json.dumps(kinds).encode()
-
-
-def _list_values(metric: Metric) -> list[float]:
-    return [float(getattr(metric, field.name)) for field in dataclasses.fields(metric)]
 
 
 def decode_metrics(data: bytes) -> dict[str, Metric]:

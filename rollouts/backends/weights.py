@@ -4,8 +4,8 @@ them, or each rank gets its own part. On one rank the weights are whole already.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,30 +15,14 @@ from torch.distributed.tensor import DTensor, Shard
 from rollouts.errors import BackendError
 from rollouts.models.sharded import get_local
 from rollouts.ranks.group import Ranks
+from rollouts.weight_sync.flat_buckets import split_buckets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TensorT = TypeVar("TensorT", bound=Tensor)
 BUCKET_BYTES = 256 * 2**20
 # of whole tensors gathered at once: the rank that gets them holds about three times that beside its shards
 RANK_BUCKET_BYTES = 8 * 2**20
-
-
-def split_buckets(
-    parameters: Iterable[tuple[str, TensorT]], bucket_bytes: int
-) -> list[list[tuple[str, TensorT]]]:
-    """The parameters in buckets of at most `bucket_bytes` (a larger one alone), each bucket of one dtype."""
-    buckets: list[list[tuple[str, TensorT]]] = []
-    size = 0
-    for name, parameter in parameters:
-        full = size + parameter.nbytes > bucket_bytes
-        if not buckets or full or buckets[-1][0][1].dtype != parameter.dtype:
-            buckets.append([])
-            size = 0
-        buckets[-1].append((name, parameter))
-        size += parameter.nbytes
-    return buckets
 
 
 def check_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
@@ -61,17 +45,17 @@ def check_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None
             raise BackendError(f"{len(names)} weights {what}: {', '.join(names[:5])}; nothing was loaded")
 
 
-def _rows_of_shard(parameter: Tensor, num_shards: int) -> int:
-    """Rows of each shard but the last ones, which have fewer or none: torch cuts as torch.chunk does."""
-    return -(-parameter.shape[0] // num_shards)
+def _pad_rows(rows: Tensor, count: int) -> Tensor:
+    """`rows` and as many of zeros as make `count`."""
+    return torch.cat([rows, rows.new_zeros((count - len(rows), *rows.shape[1:]))])
 
 
-def _check_layout(parameter: Tensor) -> Tensor:
-    """This rank's rows."""
-    assert isinstance(parameter, DTensor), type(parameter)
-    placement = parameter.placements[-1]
-    assert isinstance(placement, Shard) and placement.dim == 0, parameter.placements
-    return get_local(parameter)
+def _get_rows(parameter: Tensor, num_shards: int) -> tuple[Tensor, int]:
+    """This rank's rows, and those of each shard but the last ones, which have fewer or none: torch cuts as
+    torch.chunk does.
+    """
+    assert isinstance(parameter, DTensor) and parameter.placements[-1] == Shard(0), parameter
+    return get_local(parameter), -(-parameter.shape[0] // num_shards)
 
 
 def gather_bucket(
@@ -85,30 +69,23 @@ def gather_bucket(
         return [(name, parameter.detach()) for name, parameter in bucket]
     if ranks.rank // ranks.num_shards != to // ranks.num_shards:
         return None
-    pieces: list[Tensor] = []
-    for _, parameter in bucket:
-        local = _check_layout(parameter)
-        padded = local.new_zeros((_rows_of_shard(parameter, ranks.num_shards), *parameter.shape[1:]))
-        padded[: len(local)] = local
-        pieces.append(padded.flatten())
+    pieces = [_pad_rows(*_get_rows(parameter, ranks.num_shards)).flatten() for _, parameter in bucket]
     mine = torch.cat(pieces)
     blocks = list(mine.new_empty((ranks.num_shards, len(mine))).unbind(0)) if ranks.rank == to else None
     dist.gather(mine, blocks, dst=to, group=ranks.shard_mesh.get_group())
     if blocks is None:
         return None
-    whole: list[tuple[str, Tensor]] = []
-    at = 0
-    for (name, parameter), piece in zip(bucket, pieces, strict=True):
-        rows = torch.cat([block[at : at + len(piece)] for block in blocks])
-        whole.append((name, rows[: parameter.numel()].view(parameter.shape)))
-        at += len(piece)
-    return whole
+    split = [block.split([len(piece) for piece in pieces]) for block in blocks]
+    return [
+        (name, torch.cat(rows)[: parameter.numel()].view(parameter.shape))
+        for (name, parameter), rows in zip(bucket, zip(*split, strict=True), strict=True)
+    ]
 
 
 def gather_parts(
     ranks: Ranks,
     parts: Sequence[Sequence[tuple[str, Tensor]]],
-    take: Callable[[list[tuple[str, Tensor]]], None],
+    take: Callable[[list[tuple[str, Tensor]]], object],
 ) -> None:
     """Hands `take` on each rank the whole tensors of its own part of `parts` [W], bucket by bucket.
     Collective; `take` must not raise.
@@ -131,13 +108,11 @@ def scatter_weight(ranks: Ranks, parameter: Tensor, weight: Tensor | None) -> No
         assert weight is not None
         parameter.detach().copy_(weight)
         return
-    local, rows = _check_layout(parameter), _rows_of_shard(parameter, ranks.num_shards)
+    local, rows = _get_rows(parameter, ranks.num_shards)
     block = local.new_empty((rows, *parameter.shape[1:]))
     parts: list[Tensor] | None = None
     if weight is not None:
-        padded = local.new_zeros((rows * ranks.num_shards, *parameter.shape[1:]))
-        padded[: len(weight)] = weight.to(padded)
-        shards = list(padded.split(rows))
+        shards = _pad_rows(weight.to(local), rows * ranks.num_shards).split(rows)
         # the mesh numbers a replica's ranks one after the other
         parts = [shards[rank % ranks.num_shards] for rank in range(ranks.world_size)]
     dist.scatter(block, parts, src=0)

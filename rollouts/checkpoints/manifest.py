@@ -9,20 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+
+import msgspec
 
 from rollouts.errors import CheckpointDamaged, CheckpointError
 from rollouts.run_dir import checkpoint_manifest
 
 MANIFEST_SCHEMA = 2
-READABLE_SCHEMAS = (1, MANIFEST_SCHEMA)  # 1: without config_hash and sha256
 
 
-@dataclass(frozen=True, slots=True)
-class FileRecord:
+class FileRecord(msgspec.Struct, frozen=True):
     """One file of a checkpoint."""
 
     path: str  # relative to the checkpoint, with forward slashes
@@ -30,8 +27,7 @@ class FileRecord:
     sha256: str  # hexadecimal
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(msgspec.Struct, frozen=True):
     """What a complete checkpoint holds."""
 
     stage: str  # sft, rl
@@ -85,14 +81,12 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """The file's bytes, the same for the same manifest. Its last field is the SHA-256 of itself without that
     field.
     """
-    content: dict[str, Any] = {
+    content = {
         "schema": MANIFEST_SCHEMA,
         "stage": manifest.stage,
         "step": manifest.step,
         "config_hash": manifest.config_hash,
-        "files": [
-            {"path": record.path, "size": record.size, "sha256": record.sha256} for record in manifest.files
-        ],
+        "files": msgspec.to_builtins(manifest.files),
     }
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return (json.dumps(content | {"sha256": digest}, indent=1) + "\n").encode()
@@ -109,34 +103,39 @@ def read_manifest(checkpoint: Path) -> Manifest:
     read: then nobody knows what the checkpoint is.
     """
     path = checkpoint_manifest(checkpoint)
+    way_out = f"use an older checkpoint and remove {checkpoint}"
     try:
         raw = path.read_bytes()
-        content = json.loads(raw)
-        schema = content["schema"]
-        if schema not in READABLE_SCHEMAS:
-            raise CheckpointError(
-                f"{path} has schema {schema!r}; this version reads {MANIFEST_SCHEMA}: use the version of"
-                " rollouts that wrote it"
-            )
-        manifest = _parse_manifest(content)
+        schema = msgspec.json.decode(raw, type=_Schema).schema
+        if schema == MANIFEST_SCHEMA:
+            manifest = msgspec.json.decode(raw, type=Manifest)
+            if raw == encode_manifest(manifest) and all(map(_lies_inside, manifest.files)):
+                return manifest
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointDamaged(
-            f"{checkpoint} has no manifest.json: it was not finished; use an older checkpoint and remove"
-            " this one"
+            f"{checkpoint} has no manifest.json: it was not finished; {way_out}"
         ) from error
     except OSError as error:
         raise describe_unreadable(path, error) from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(
-            f"{path} cannot be read ({type(error).__name__}: {error}); use an older checkpoint and remove"
-            " this one"
+            f"{path} cannot be read ({type(error).__name__}: {error}); {way_out}"
         ) from error
-    if schema == MANIFEST_SCHEMA and raw != encode_manifest(manifest):
-        raise CheckpointDamaged(
-            f"{path} is not as it was written: it was changed or damaged; use an older checkpoint and remove"
-            f" {checkpoint}"
+    if schema != MANIFEST_SCHEMA:
+        raise CheckpointError(
+            f"{path} has schema {schema!r}; this version reads {MANIFEST_SCHEMA}: use the version of rollouts"
+            " that wrote it"
         )
-    return manifest
+    raise CheckpointDamaged(f"{path} is not as it was written: it was changed or damaged; {way_out}")
+
+
+class _Schema(msgspec.Struct):
+    schema: int
+
+
+def _lies_inside(record: FileRecord) -> bool:
+    path = PurePosixPath(record.path)
+    return not path.is_absolute() and ".." not in path.parts and "\0" not in record.path
 
 
 def describe_unreadable(path: Path, error: OSError) -> CheckpointError:
@@ -145,26 +144,3 @@ def describe_unreadable(path: Path, error: OSError) -> CheckpointError:
         f"{path} cannot be read now ({error.strerror or error}), which says nothing about what it holds, so"
         " nothing was changed; see that the disk, the mount and the permissions are in order, and try again"
     )
-
-
-def _parse_manifest(content: Mapping[str, Any]) -> Manifest:
-    files = tuple(
-        FileRecord(_relative(record["path"]), int(record["size"]), str(record["sha256"]))
-        for record in content["files"]
-    )
-    config_hash = content.get("config_hash")
-    return Manifest(
-        str(content["stage"]), int(content["step"]), files, None if config_hash is None else str(config_hash)
-    )
-
-
-def _relative(path: object) -> str:
-    if (
-        not isinstance(path, str)
-        or not path
-        or PurePosixPath(path).is_absolute()
-        or ".." in PurePosixPath(path).parts
-        or "\0" in path
-    ):
-        raise ValueError(f"path {path!r} does not lie in the checkpoint")
-    return path

@@ -18,10 +18,11 @@ import shutil
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import torch
 import trio
 from torch import Tensor
@@ -303,7 +304,7 @@ def _finish(
         files.append(record_file(temporary, file))
     files.sort(key=lambda record: record.path)
     version, _ = parse_snapshot_name(path.name) or (0, 0)
-    content = {"schema": 1, "version": version, "files": [asdict(record) for record in files]}
+    content = {"schema": 1, "version": version, "files": msgspec.to_builtins(files)}
     (temporary / MANIFEST_NAME).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
     fsync_path(temporary / MANIFEST_NAME)
     fsync_path(temporary)

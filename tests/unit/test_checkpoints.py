@@ -474,14 +474,6 @@ async def test_a_checkpoint_of_other_settings_is_refused_by_name(stage_dir):
     assert path.is_dir()
 
 
-async def test_a_manifest_of_the_first_schema_is_still_read(stage_dir):
-    path = await save(stage_dir, 3)
-    content = json.loads(checkpoint_manifest(path).read_text())
-    del content["sha256"], content["config_hash"]
-    checkpoint_manifest(path).write_text(json.dumps(content | {"schema": 1}, indent=1) + "\n")
-    assert choose_checkpoint(stage_dir, config_hash="aaaa", report=pytest.fail) == path
-
-
 # --- names --------------------------------------------------------------------------------------------------
 
 

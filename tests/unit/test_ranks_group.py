@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  (documented there)
 
-from rollouts.backends.captures import UNKNOWN, has_room
+from rollouts.backends.captures import has_room
 from rollouts.backends.fsdp import find_directory
 from rollouts.errors import BackendError, ConfigError, RunDirError
 from rollouts.models.digests import BLOCK_BYTES, BLOCKS, WHOLE_BYTES, compute_model_digests
@@ -42,7 +42,7 @@ def test_shards_must_divide_the_ranks():
         ([[1, 260, 100], [1, 249, 100]], False),  # the least that a rank sees counts
         ([[1, 250, 200], [2, 125, 100]], True),
         ([[1, 10_000, 200], [2, 124, 100]], False),  # another machine is short
-        ([[1, UNKNOWN, 200], [2, 125, 100]], True),
+        ([[1, float("inf"), 200], [2, 125, 100]], True),
     ],
 )
 def test_there_is_room_where_every_machine_has_a_quarter_more_than_its_ranks_need(told, room):

@@ -7,10 +7,10 @@ import subprocess
 import sys
 import textwrap
 import threading
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -82,7 +82,7 @@ async def test_a_snapshot_has_the_names_and_bits_that_saving_the_model_writes(
     assert (path / "config.json").read_bytes() == (tmp_path / "saved/config.json").read_bytes()
     shards, manifest = sorted(path.glob("*.safetensors")), json.loads((path / "manifest.json").read_text())
     assert len(shards) > 3 and sum(shard.stat().st_size for shard in shards) == made.weight_bytes
-    assert (manifest["version"], manifest["files"]) == (1, [asdict(record) for record in made.files])
+    assert (manifest["version"], manifest["files"]) == (1, msgspec.to_builtins(list(made.files)))
     weight_map = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
     for shard in shards:
         with safe_open(shard, framework="pt") as opened:
@@ -164,7 +164,7 @@ KILLED = """
         if where == "shard":
             GrowingFile.finish = die
         elif where == "manifest":
-            snapshots.asdict = die  # the manifest's entries
+            snapshots.msgspec.to_builtins = die  # the manifest's entries
         elif where == "rename":
             Path.rename = lambda self, target: die() if self.is_dir() else os.rename(self, target)
         await snapshots.export_snapshot(Backend(), Path(sys.argv[1]) / where / "v1", shard_bytes=5_000)

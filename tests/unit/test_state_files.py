@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from rollouts.backends.state import hold_state, read_optimizer_files, read_part, read_state
+from rollouts.backends.state import find_optimizer_files, hold_state, read_headers, read_part, read_state
 from rollouts.errors import CheckpointError
 from rollouts.ranks.group import Ranks
 
@@ -75,7 +75,7 @@ def load(checkpoint: Path, model: PreTrainedModel) -> torch.optim.AdamW:
 def test_what_ranks_saved_is_put_together(ranks: int, tmp_path: Path):
     model = make_model()
     moments = make_moments(model)
-    found = read_optimizer_files(write_ranks(tmp_path, moments, ranks))
+    _, pieces = read_headers(find_optimizer_files(write_ranks(tmp_path, moments, ranks)))
     optimizer = load(tmp_path, model)
     for name, parameter in model.named_parameters():
         assert float(optimizer.state[parameter]["step"]) == 3.0
@@ -84,7 +84,7 @@ def test_what_ranks_saved_is_put_together(ranks: int, tmp_path: Path):
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(0).get_state())
     key = "exp_avg/model.embed_tokens.weight"
     for start, stop, first in [(0, 11, 0), (3, 9, 2), (10, 11, 7), (4, 4, 0)]:
-        part = read_part(found, key, (slice(start, stop), slice(first, 8)), torch.float32)
+        part = read_part(pieces[key], key, (slice(start, stop), slice(first, 8)), torch.float32)
         assert torch.equal(part, moments[key][start:stop, first:8])
 
 
