@@ -129,7 +129,7 @@ class RankedTrainingBackend:
 
         return self._queue.reset(work)
 
-    def _together(self, name: str, local: Any = None, **fields: Any) -> Any:
+    def _together(self, name: str, local: Any = None, /, **fields: Any) -> Any:
         """What the trainer's method `name` returns for `local`, which only this rank has, and `fields`; the
         other ranks call it too. On the device thread.
         """

@@ -307,7 +307,8 @@ def read_part(pieces: Sequence[Piece], key: str, slices: Sequence[slice], dtype:
         part[cut_from([cut.start for cut in slices])] = content
         filled += content.numel()
     if filled != math.prod(size):
-        raise CheckpointError(f"the files of the checkpoint lack elements of {key!r}; {WAY_OUT}")
+        folder = pieces[0].file.parent if pieces else "state/"
+        raise CheckpointError(f"{folder}: the files lack elements of {key!r}; {WAY_OUT}")
     return part
 
 

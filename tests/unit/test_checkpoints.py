@@ -24,7 +24,13 @@ from rollouts.checkpoints.load import (
     list_checkpoints,
     load_trainer_state,
 )
-from rollouts.checkpoints.manifest import MANIFEST_SCHEMA, read_manifest
+from rollouts.checkpoints.manifest import (
+    MANIFEST_SCHEMA,
+    FileRecord,
+    Manifest,
+    encode_manifest,
+    read_manifest,
+)
 from rollouts.checkpoints.resume import choose_checkpoint
 from rollouts.checkpoints.retention import (
     apply_retention,
@@ -206,32 +212,18 @@ async def test_a_complete_checkpoint_is_never_overwritten(stage_dir):
 # --- damage -------------------------------------------------------------------------------------------------
 
 
+def manifest_of(path: str) -> str:
+    """As a hostile hand would write it: with the right hash of itself."""
+    return encode_manifest(Manifest("rl", 2, (FileRecord(path, 1, ""),))).decode()
+
+
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        ("", "cannot be read"),
-        ('{"schema": 1', "cannot be read"),
-        ("[]", "cannot be read"),
-        ("{}", "cannot be read"),
+        *((text, "cannot be read") for text in ("", "[]", "{}", '{"schema": 2, "files": [{"path": "x"}]}')),
         (json.dumps({"schema": MANIFEST_SCHEMA + 1, "files": []}), "has schema 3; this version reads 2"),
-        (
-            json.dumps(
-                {"schema": 1, "stage": "rl", "step": 2, "files": [{"path": "../x", "size": 1, "sha256": ""}]}
-            ),
-            "does not lie in",
-        ),
-        (
-            json.dumps(
-                {
-                    "schema": 1,
-                    "stage": "rl",
-                    "step": 2,
-                    "files": [{"path": "/etc/x", "size": 1, "sha256": ""}],
-                }
-            ),
-            "does not lie in",
-        ),
-        (json.dumps({"schema": 1, "stage": "rl", "step": 2, "files": [{"path": "x"}]}), "cannot be read"),
+        *((manifest_of(path), "changed or damaged") for path in ("../x", "/etc/x", "a\0b")),
+        (manifest_of("x").replace("rl", "lr"), "changed or damaged"),
     ],
 )
 def test_a_manifest_that_cannot_be_trusted_is_refused(tmp_path, content, match):
