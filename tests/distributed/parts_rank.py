@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 
 from rollouts.backends import weights as sharded_weights
 from rollouts.backends.captures import describe_room
-from rollouts.backends.fsdp import ShardedOptions, open_trainer
+from rollouts.backends.fsdp import open_trainer
+from rollouts.backends.open import TrainerOptions
 from rollouts.backends.trainer import Trainer
 from rollouts.config.tables import OptimConfig
 from rollouts.models.parts import deal_weights, name_parts
@@ -68,7 +69,7 @@ def main() -> None:
     folder = Path(sys.argv[-1])
     ranks = connect(read_launch(os.environ), int(sys.argv[1]), lambda: "cpu").ranks
     trainer = open_trainer(
-        ShardedOptions(model_path=str(folder / "model"), optim=OptimConfig().model_dump()),
+        TrainerOptions(model_path=str(folder / "model"), optim=OptimConfig().model_dump()),
         ranks,
         lambda: None,
     )

@@ -78,15 +78,6 @@ async def test_a_rank_on_a_gpu_trains_as_one_process_there(case: str, path: Path
     assert places == {"cpu" if options.get("cpu_offload") else "cuda"}
 
 
-@pytest.mark.parametrize("autocast", ["off", "bfloat16"])
-async def test_one_process_on_a_gpu_trains_the_same_with_compiled_layers(autocast: str, path: Path):
-    found, wanted = (
-        await train_alone(path, compile_backend="inductor", autocast=autocast),
-        await train_alone(path, autocast=autocast),
-    )
-    assert_same(found, wanted, TOLERANCE[autocast])
-
-
 @pytest.mark.parametrize("cpu_offload", [False, True])
 async def test_what_is_saved_on_a_gpu_goes_on_with_the_same_weights_and_moments(
     cpu_offload: bool, path: Path, tmp_path: Path

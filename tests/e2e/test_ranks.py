@@ -124,44 +124,6 @@ def test_two_ranks_under_torchrun_are_the_run_of_one(train: Train, alone: Path, 
     )
 
 
-def read_prompts(out: Path) -> list[tuple[int, str, int, Any]]:
-    """Of every sample of RL, in the order of the file: step, id, group and prompt. The newest attempt of a
-    step counts.
-    """
-    rows = [row for row in read_rows(out / "samples.jsonl") if row["stage"] == "rl"]
-    newest = {row["step"]: row["attempt"] for row in rows}
-    return [
-        (row["step"], row["id"], row["group_index"], row["prompt"])
-        for row in rows
-        if row["attempt"] == newest[row["step"]]
-    ]
-
-
-def test_rl_on_other_ranks_draws_the_same_prompts_in_the_same_order(train: Train, tmp_path: Path):
-    """Four steps on one rank; and two on one, one on two, one on one. Prompts wait and are given back on the
-    way: over_sampling is above 1.
-    """
-    options = (
-        "--rl.steps",
-        "4",
-        "--rl.rollout.num_prompts",
-        "4",
-        "--rl.rollout.samples_per_prompt",
-        "4",
-        "--output.samples_per_step",
-        "1000",
-    )
-    one, changed = tmp_path / "one", tmp_path / "changed"
-    fork(train, one, *options, mode="rl", ranks=1)
-    fork(train, changed, *options, mode="rl", ranks=1, stop_after="rl:2")
-    fork(train, changed, *options, "--resume", mode="rl", ranks=2, stop_after="rl:3")
-    fork(train, changed, *options, "--resume", mode="rl", ranks=1)
-    assert [row["attempt"] for row in rows_of(changed, "rl")] == [1, 1, 2, 3]
-    prompts = read_prompts(one)
-    assert len(prompts) == 4 * 16 and {step for step, *_ in prompts} == {1, 2, 3, 4}
-    assert read_prompts(changed) == prompts
-
-
 # --- ranks that are lost ------------------------------------------------------------------------------------
 
 AGREEMENT = "train.before_agreement"  # a micro-batch, and so here a step: next is an all-gather

@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,8 +19,6 @@ from rollouts.checkpoints.manifest import read_manifest
 from rollouts.checkpoints.writer import CheckpointWriter, Keep, open_checkpoint_writer
 from rollouts.errors import StorageError
 from rollouts.run_dir import RunDir
-from rollouts.testing.torch_contracts import SFT, make_batch
-from tests.unit.test_pytorch_backend import open_backend
 
 
 class SlowBackend:
@@ -167,15 +164,6 @@ async def test_without_room_for_a_copy_training_waits(tmp_path):
     assert backend.calls == ["capture", "save"]
 
 
-async def test_a_copy_is_dropped_also_where_nothing_was_written(tmp_path, monkeypatch):
-    backend, warnings, usage = SlowBackend(), [], shutil.disk_usage
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=0))
-    async with open_writer(backend, tmp_path, warnings) as writer:
-        await writer.save(1, {})
-        await writer.wait_written()
-    assert backend.calls == ["capture", "drop"] and "cannot be written" in warnings[-1]
-
-
 async def test_a_save_that_fails_while_training_waits_leaves_the_backend_usable(tmp_path):
     backend, warnings = SlowBackend(room=False), []
     backend.failures = 1
@@ -231,23 +219,3 @@ async def test_too_little_room_for_two_checkpoints_is_a_warning_at_the_start(tmp
 
 
 # --- the real backend ---------------------------------------------------------------------------------------
-
-
-async def test_the_pytorch_backend_is_copied_in_a_moment_and_written_beside_steps_bit_for_bit(tmp_path):
-    batch = make_batch(seed=1)
-    async with open_backend() as backend:
-        await backend.forward_backward(batch, SFT).result()
-        await backend.optim_step().result()
-        before, after = tmp_path / "before", tmp_path / "after"
-        await backend.save(before).result()
-        write = await backend.capture().result()
-        assert write is not None
-        moved = backend.forward_backward(batch, SFT), backend.optim_step()
-        after.mkdir()
-        await write(after)
-        for future in moved:
-            await future.result()
-    names = sorted(path.relative_to(before) for path in before.rglob("*") if path.is_file())
-    assert {"model.safetensors", "config.json"} <= {str(name) for name in names}
-    for name in names:
-        assert (before / name).read_bytes() == (after / name).read_bytes(), name

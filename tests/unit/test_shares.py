@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,17 +11,11 @@ from rollouts.backends.shares import (
     collect_token_arrays,
     compute_cost,
     deal_portions,
-    deal_rounds,
     decode_share,
     encode_share,
-    find_attention_cost,
     make_portion,
 )
 from rollouts.data.packing import MicroBatch, make_micro_batches
-from rollouts.data.packing_plans import compute_round_cost
-from rollouts.models.load import load_hf_model
-from rollouts.models.scalar_head import load_scalar_model
-from rollouts.models.tiny import make_tiny
 from rollouts.testing.torch_contracts import make_batch as make_groups
 from rollouts.types import FloatArray, LossSpec, RolloutBatch, TokenArrays
 
@@ -89,19 +81,6 @@ def test_every_row_is_computed_once_and_every_rank_has_as_many_rounds(
     )
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 5))
-def test_a_round_is_never_dearer_than_sorting_makes_it(costs: list[int], ranks: int):
-    dealt = deal_rounds(costs, ranks)
-    assert sorted(number for mine in dealt for number in mine if number is not None) == list(
-        range(len(costs))
-    )
-    rounds = zip(*dealt, strict=True)
-    assert sum(
-        max(costs[number] for number in one if number is not None) for one in rounds
-    ) == compute_round_cost(costs, ranks)
-
-
 def test_a_micro_batch_costs_its_nodes_and_what_they_see():
     """A prompt of 2 and answers of 1 and 2 computed tokens: 5 nodes that see 1 2, 3, 3 4 nodes."""
     tokens = (np.asarray([1, 2, 5, 6]), np.asarray([1, 2, 7, 8, 9]))
@@ -141,19 +120,6 @@ def test_a_share_crosses_as_bytes():
             np.testing.assert_array_equal(values, getattr(other.micro_batch, name))
             assert values.flags.writeable  # torch warns of others
         np.testing.assert_array_equal(one.fields["advantages"], other.fields["advantages"])
-
-
-def test_attention_costs_its_share_of_a_models_flops(tmp_path: Path):
-    """tiny:byte has two layers of width 64, 73,984 weights in them, 64 in the last norm and 259·64 in a table
-    that is both embedding and head.
-    """
-    path = make_tiny("byte", 0, tmp_path)
-    assert find_attention_cost(load_hf_model(path)) == pytest.approx(
-        4 * 2 * 64 / (2 * (73_984 + 64 + 259 * 64))
-    )
-    assert find_attention_cost(load_scalar_model(path)) == pytest.approx(
-        4 * 2 * 64 / (2 * (73_984 + 64 + 64))
-    )  # a head of 64, the table only read
 
 
 # --- what the loss saw of each token --------------------------------------------------------------------

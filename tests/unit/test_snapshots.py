@@ -26,7 +26,6 @@ from rollouts.models.export import save_hf_model
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.shard_writer import GrowingFile
 from rollouts.types import LossSpec, RolloutBatch
-from rollouts.weight_sync import snapshots
 from rollouts.weight_sync.snapshots import (
     DiskSnapshots,
     clear_after_restart,
@@ -226,30 +225,3 @@ async def test_a_shard_that_is_complete_after_the_export_was_cancelled_harms_nob
         await written.wait()  # the shard was announced before
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".tmp-v1-") and len(list(left.iterdir())) == 2
-
-
-async def test_a_snapshot_that_cannot_be_removed_is_a_warning_and_one_that_is_gone_is_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    for name in ("v1", "v2", "v3", "v4"):
-        (tmp_path / name).mkdir()
-    warnings: list[str] = []
-    keeper = DiskSnapshots(tmp_path, warn=warnings.append)
-    remove = snapshots.remove_snapshot
-
-    def remove_or_not(path: Path) -> None:
-        if path.name == "v1":
-            path.rmdir()  # somebody else was quicker
-        if path.name == "v2":
-            raise PermissionError(13, "Permission denied", str(path))
-        remove(path)
-
-    monkeypatch.setattr(snapshots, "remove_snapshot", remove_or_not)
-    await keeper.prune(tmp_path / "v4")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["v2", "v4"]
-    assert len(warnings) == 1
-    assert "v2 could not be removed" in warnings[0]
-    assert "Permission denied" in warnings[0]
-    monkeypatch.setattr(snapshots, "remove_snapshot", remove)
-    await keeper.prune(tmp_path / "v4")
-    assert [path.name for path in tmp_path.iterdir()] == ["v4"]

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import trio
 
 from rollouts.backends.open import open_pytorch_backend
@@ -19,10 +18,8 @@ from rollouts.engines.local import open_local_engine
 from rollouts.errors import BackendError, WeightSyncError
 from rollouts.models.load import resolve_model
 from rollouts.testing.fakes import ScriptedEngine, open_fake_backend
-from rollouts.types import EngineFeatures, LossSpec, RolloutBatch
-from rollouts.weight_sync import snapshots
+from rollouts.types import LossSpec, RolloutBatch
 from rollouts.weight_sync.probe import Probe, make_probe
-from rollouts.weight_sync.snapshots import DiskSnapshots, Snapshot
 from rollouts.weight_sync.sync import WeightSync
 from tests.unit.test_weight_update import (
     PHASES,
@@ -198,20 +195,6 @@ def exact_probe(engine: Any) -> Probe:
     return make_probe(engine.features.vocab_size, tolerance=1e-4)
 
 
-def disk_only(engine: Any) -> Any:
-    """The engine, as one that takes weights from disk alone."""
-
-    class DiskOnly:
-        features = EngineFeatures(
-            engine.features.vocab_size, 512, False, True, False, True, False, name="disk"
-        )
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(engine, name)
-
-    return DiskOnly()
-
-
 async def test_a_shared_engine_has_nothing_to_load_and_must_report_the_version():
     async with open_fake_backend() as backend:
         engine = ScriptedEngine(shares_weights=True, version=2)
@@ -242,33 +225,3 @@ async def test_an_embedded_engine_proves_new_weights_and_never_old_ones(tmp_path
         engine.begin_update = begin_with_old
         with pytest.raises(WeightSyncError, match="differs from the trainer"):
             await sync(backend, [engine], 2)
-
-
-async def test_the_trainer_steps_on_while_its_weights_are_written_and_the_engine_serves_what_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    async with open_pair(tmp_path) as (backend, engine):
-        keeper = DiskSnapshots(tmp_path / "weights")
-        await take_step(backend)
-        wanted = {name: tensor.clone() for name, tensor in (await backend.get_weights().result()).items()}
-        released, exporting = trio.Event(), keeper.export
-
-        async def export(source: Any, version: int) -> Snapshot:
-            if released.is_set():
-                assert source is not backend
-                await take_step(backend)
-            return await exporting(source, version)
-
-        keeper.export = export
-        sync = WeightSync(exact_probe(engine), keeper=keeper)
-        await sync(backend, [disk_only(engine)], 1, released=released)
-        assert released.is_set() and backend.weight_version == 2
-        served, now = await engine.copy_weights(), await backend.get_weights().result()
-        for name, tensor in served.items():
-            assert torch.equal(tensor, wanted[name]), name
-        assert any(not torch.equal(now[name], tensor) for name, tensor in wanted.items())
-
-        monkeypatch.setattr(snapshots, "read_free_memory", lambda: 1000)  # no room for a copy
-        released = trio.Event()
-        await sync(backend, [disk_only(engine)], 2, released=released)
-        assert not released.is_set() and await engine.weight_version() == 2
