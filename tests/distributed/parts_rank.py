@@ -35,14 +35,14 @@ def step(trainer: Trainer) -> None:
     torch.manual_seed(0)
     for _, parameter in trainer.model.named_parameters():
         parameter.grad = torch.ones_like(parameter)
-    trainer.optim_step(1e-2, None)
+    trainer.optim_step(None, lr=1e-2, max_grad_norm=None)
 
 
 def capture(trainer: Trainer, ranks: Ranks, path: Path) -> dict[str, Any]:
     """Copies, changes the weights, and only then writes."""
     deal = deal_weights(trainer.model, ranks.rank, ranks.world_size)
     _, _, needed = describe_room(trainer.model, ranks, deal)
-    held = trainer.capture({"steps": 1.0}, None)
+    held = trainer.capture(({"steps": 1.0}, None), name="held")
     assert held is not None
     for parameter in trainer.model.parameters():
         get_local(parameter).add_(1.0)
@@ -74,7 +74,7 @@ def main() -> None:
         lambda: None,
     )
     step(trainer)
-    trainer.save(folder / "saved", {"steps": 1.0}, None)
+    trainer.save(({"steps": 1.0}, None), path=str(folder / "saved"))
     weights: dict[str, torch.Tensor] = {}
     trainer.stream_weights(
         lambda bucket: weights.update({name: torch.as_tensor(tensor).clone() for name, tensor in bucket})
