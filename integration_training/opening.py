@@ -29,8 +29,7 @@ from rollouts.loops.algorithm import count_updates, needs_reference
 from rollouts.loops.stopping import Stop
 from rollouts.metrics.spans import SpanRecorder
 from rollouts.preflight.functions import Functions, weigh
-from rollouts.preflight.preferences import PreparedLabels, PreparedPairs
-from rollouts.preflight.rows import Rows
+from rollouts.preflight.rows import PreparedLabels, PreparedPairs, Rows
 from rollouts.protocols import (
     InferenceEngine,
     LogProbScorer,
@@ -165,14 +164,15 @@ async def open_critic(
         yield None
         return
     from rollouts.backends.policy_and_critic import CRITIC
-    from rollouts.preflight.reward_models import find_critic_start
+    from rollouts.preflight.reward_models import CRITIC as CRITIC_SETTING
+    from rollouts.preflight.reward_models import find_scalar_model
 
     if model_path.parent == run.run_dir.stage_checkpoints(
         stage
     ):  # only this stage's own: a model of another run may have brought its critic
         path = model_path / CRITIC
     else:
-        find = partial(find_critic_start, run.config, run.run_dir, config.model)
+        find = partial(find_scalar_model, run.config, run.run_dir, CRITIC_SETTING, config.model)
         path = (
             await trio.to_thread.run_sync(find) if config.model else model_path
         )  # in a thread: other ranks take silence for an end
@@ -397,11 +397,11 @@ async def open_reward(run: Run, backend: Backend) -> AsyncIterator[RewardFn | No
     if config is None or not config.rollout.reward_model:
         yield run.functions.reward
         return
-    from rollouts.preflight.reward_models import REWARD, check_tokens, find_reward_model
+    from rollouts.preflight.reward_models import REWARD, check_tokens, find_scalar_model
     from rollouts.reference.score import open_frozen_reference
 
     path = await trio.to_thread.run_sync(
-        partial(find_reward_model, run.config, run.run_dir, REWARD, config.rollout.reward_model)
+        partial(find_scalar_model, run.config, run.run_dir, REWARD, config.rollout.reward_model)
     )
     await trio.to_thread.run_sync(check_tokens, path, REWARD, run.tokenizer)
     options: dict[str, Any] = {"micro_batch_tokens": config.micro_batch_tokens, "device": run.device}

@@ -17,7 +17,7 @@ from integration_training.reports import (
     has_evaluation,
     sync_for_evaluation,
 )
-from rollouts.preflight.preferences import PreparedLabels, PreparedPairs, describe_counts
+from rollouts.preflight.rows import PreparedLabels, PreparedPairs, describe_counts
 
 if TYPE_CHECKING:
     from integration_training.opening import Backend

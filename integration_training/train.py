@@ -51,18 +51,13 @@ from rollouts.errors import (
     StorageError,
 )
 from rollouts.loops.stopping import Stop, end_overdue, end_unconnected, exit_now, watch_signals
-from rollouts.preflight.checks import prepare_rows, read_context_length
+from rollouts.preflight.checks import check_loss, look_at_run, read_context_length
+from rollouts.preflight.findings import print_findings
 from rollouts.preflight.functions import load_functions, open_functions
-from rollouts.preflight.preferences import (
-    PREFERENCE_STAGES,
-    PreparedLabels,
-    PreparedPairs,
-    prepare_preferences,
-)
 from rollouts.preflight.ranks import check_ranks, choose_relaunch
 from rollouts.preflight.restarts import choose_resume, confirm_launch, describe_launch
 from rollouts.preflight.reward_models import check_reward_models
-from rollouts.preflight.rows import Rows, load_all_rows
+from rollouts.preflight.rows import load_all_rows, prepare_rows
 from rollouts.preflight.run_directory import check_run_dir, choose_run_dir, lock_run_dir, write_holder
 from rollouts.protocols import MetricsLogger
 from rollouts.ranks.launch import Launch, read_launch
@@ -70,8 +65,6 @@ from rollouts.run_dir import RunDir
 from rollouts.trackers.launch import check_trackers, open_trackers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from rollouts.metrics.progress import Progress
     from rollouts.ranks.meet import OpenRanks
 
@@ -140,29 +133,9 @@ def check_losses(config: RunConfig, stages: Sequence[str]) -> None:
     """Raises ConfigError if a stage names a loss that is none, or that cannot be called with these parameters
     on what a batch will hold.
     """
-    from rollouts.cli import check_loss
-
     for stage, section in (("preference", config.preference), ("rl", config.rl)):
         if stage in stages and section:
             check_loss(section)
-
-
-def prepare_all_preferences(
-    config: RunConfig,
-    stages: Sequence[str],
-    rows: Rows,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    context_length: int | None,
-) -> dict[str, PreparedPairs | PreparedLabels]:
-    """The rows of each stage that trains on preferences, tokenized. Raises as prepare_preferences."""
-    return {
-        stage: prepare_preferences(
-            config, stage, rows.training[stage], tokenizer, context_length=context_length
-        )
-        for stage in stages
-        if stage in PREFERENCE_STAGES
-    }
 
 
 def choose_run_device(config: RunConfig, launch: Launch) -> Literal["cpu", "cuda"]:
@@ -189,34 +162,6 @@ def write_config(run_dir: RunDir, config: RunConfig) -> None:
 
 
 # --- the run ------------------------------------------------------------------------------------------------
-
-
-def print_findings(
-    command: Command, config: RunConfig, launch: Launch, run_dir: RunDir, console: Console
-) -> int:
-    """The exit code of --dry-run: 0 when nothing would stop the run."""
-    from rollouts.cli import check_loss
-    from rollouts.models.devices import look_at_device
-    from rollouts.models.load import load_tokenizer, resolve_model
-    from rollouts.preflight.checks import look_at_run
-    from rollouts.preflight.findings import print_findings as show
-
-    local_ranks = max(
-        config.distributed.ranks, launch.local_world_size
-    )  # a process that stays alone answers for all
-    findings = look_at_run(
-        config,
-        command.stages,
-        find_model=lambda name: resolve_model(name, seed=config.seed),
-        open_tokenizer=lambda path: load_tokenizer(path, chat_template=chat_template_path(config)),
-        base_dir=Path.cwd(),
-        check_loss=check_loss,
-        check_models=lambda tokenizer: check_reward_models(config, command.stages, run_dir, tokenizer),
-        look_at_device=lambda: look_at_device(
-            config.model.device, deterministic=config.deterministic, local_ranks=local_ranks
-        ),
-    ).findings
-    return show(findings, console)
 
 
 def chat_template_path(config: RunConfig) -> Path | None:
@@ -313,7 +258,10 @@ async def run_locked(command: Command, config: RunConfig, launch: Launch, held: 
     check_run_dir(run_dir, config, resume=resume)
     check_trackers(config.output.trackers)
     if command.dry_run:
-        return print_findings(command, config, launch, run_dir, console)
+        # a process that stays alone answers for all
+        ranks = max(config.distributed.ranks, launch.local_world_size)
+        run = look_at_run(config, command.stages, run_dir, base_dir=Path.cwd(), local_ranks=ranks)
+        return print_findings(run.findings, console)
     rows = load_all_rows(config, command.stages)
     named = load_functions(config, command.stages, base_dir=Path.cwd())
     check_losses(config, command.stages)
@@ -322,7 +270,7 @@ async def run_locked(command: Command, config: RunConfig, launch: Launch, held: 
     device = (
         choose_run_device(config, launch) if launch.world_size == 1 else ""
     )  # ranks choose when they meet, and hear of a refusal
-    for note in rows.notes():
+    for note in rows.notes:
         console.print(note, highlight=False, markup=False, soft_wrap=True)
     model_path = await trio.to_thread.run_sync(
         lambda: resolve_model(config.model.name, seed=config.seed), abandon_on_cancel=True
@@ -330,10 +278,7 @@ async def run_locked(command: Command, config: RunConfig, launch: Launch, held: 
     tokenizer = load_tokenizer(model_path, chat_template=chat_template_path(config))
     check_reward_models(config, command.stages, run_dir, tokenizer)
     stop_ids = stop_token_ids(tokenizer, model_path)
-    preferences = prepare_all_preferences(
-        config, command.stages, rows, tokenizer, context_length=read_context_length(model_path)
-    )
-    conversations = prepare_rows(
+    prepared = prepare_rows(
         config, command.stages, rows, tokenizer, context_length=read_context_length(model_path)
     )
     reach("start.checked")
@@ -369,7 +314,7 @@ async def run_locked(command: Command, config: RunConfig, launch: Launch, held: 
                         make_template_options(config),
                         str(ranks.ranks.device) if ranks else device,
                     )
-                    data = rows, conversations, preferences
+                    data = rows, prepared.conversations, prepared.preferences
                     run = Run(
                         config,
                         run_dir,

@@ -15,11 +15,8 @@ import sys
 from collections.abc import Sequence
 
 from rollouts import __version__
-from rollouts.cli.settings import check_loss
 from rollouts.errors import ConfigError, DataError, ModelError, PlugInError, RolloutsError, RunDirError
 from rollouts.inspect.terminal import make_safe
-
-__all__ = ["check_loss", "main", "make_parser"]
 
 BAD_INPUT = (ConfigError, DataError, ModelError, PlugInError, RunDirError)
 

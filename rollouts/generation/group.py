@@ -44,7 +44,7 @@ from rollouts.metrics.spans import REWARDS, Answered, SpanRecorder, listing_answ
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
 from rollouts.rewards.call import call_filter, call_generate, call_group_reward, call_reward
 from rollouts.rewards.check import apply_reward, function_name
-from rollouts.rewards.worker_messages import RaisedInWorker
+from rollouts.rewards.workers import RaisedInWorker
 from rollouts.types import FilterDecision, Sample, SampleGroup, SamplingParams, Status
 
 MAX_STARTS = 8  # in vain, of one sample whose engine keeps aborting it; after that it has failed

@@ -1,5 +1,5 @@
 """What a run will need and do, by arithmetic: memory, disk, samples and steps. No weights are read, only the
-heads of their files.
+headers of their files.
 
 Memory is an estimate: fixed parts are exact (float32 weights, gradients, two AdamW moments), activations are
 a formula for Llama-like layers.
@@ -11,18 +11,12 @@ import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollouts.config.schema import (
-    REFERENCE_FREE,
-    PreferenceTrainingConfig,
-    RewardModelTrainingConfig,
-    RLTrainingConfig,
-    RunConfig,
-    SFTTrainingConfig,
-)
+from safetensors import SafetensorError, safe_open
+
+from rollouts.config.schema import REFERENCE_FREE, RLTrainingConfig, RunConfig, SFTTrainingConfig
 from rollouts.errors import ModelError
 from rollouts.loops.algorithm import needs_reference
 from rollouts.models.host_memory import read_free_memory
@@ -31,21 +25,17 @@ from rollouts.preflight.findings import Finding
 if TYPE_CHECKING:
     from rollouts.models.devices import DeviceMemory
 
-TrainingSection = SFTTrainingConfig | RLTrainingConfig | PreferenceTrainingConfig | RewardModelTrainingConfig
 FLOAT_BYTES = 4
-LARGEST_HEAD_BYTES = 100 << 20  # of a safetensors file's list of tensors, by its format
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
+class Lengths(NamedTuple):
     """In tokens; 0: unknown."""
 
     prompt: int  # the longest that was looked at
     conversation: int
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSize:
+class ModelSize(NamedTuple):
     """What memory depends on."""
 
     parameters: int
@@ -57,20 +47,17 @@ class ModelSize:
 
 
 def read_model_size(model_dir: Path) -> ModelSize | None:
-    """From config.json and the heads of the safetensors files; None if either does not say. Raises ModelError
-    for a file that is damaged.
+    """From config.json and the headers of the safetensors files; None if either does not say. Raises
+    ModelError for a file that is damaged.
     """
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config", config)
     try:
-        hidden, heads, layers = (
-            int(config["hidden_size"]),
-            int(config["num_attention_heads"]),
-            int(config["num_hidden_layers"]),
-        )
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         head_dim = int(config.get("head_dim") or hidden // heads)
         inner = int(config.get("intermediate_size") or 4 * hidden)
         key_value = int(config.get("num_key_value_heads") or heads) * head_dim
+        layers = int(config["num_hidden_layers"])
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
     parameters = sum(count_parameters(path) for path in sorted(model_dir.glob("*.safetensors")))
@@ -78,15 +65,11 @@ def read_model_size(model_dir: Path) -> ModelSize | None:
 
 
 def count_parameters(path: Path) -> int:
-    """Numbers in a safetensors file, by its head. Raises ModelError if the head is damaged."""
+    """Numbers in a safetensors file, by its header. Raises ModelError if the header is damaged."""
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > LARGEST_HEAD_BYTES:
-                raise ValueError(f"a head of {length} bytes")
-            head: dict[str, Any] = json.loads(file.read(length))
-        return sum(math.prod(tensor["shape"]) for name, tensor in head.items() if name != "__metadata__")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        with safe_open(path, framework="numpy") as file:
+            return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
         raise ModelError(
             f"{path} is no safetensors file ({error}); copy the model directory again"
         ) from error
@@ -117,16 +100,15 @@ def estimate_memory(
     for stage in stages:
         others = _other_parts(config, stage, lengths, size, shards)
         if device is None or device.kind == "cpu":
-            parts = _trained_parts(size) | others
-            findings.append(_compare_memory(f"{stage}: memory", parts, read_free_memory()))
-        elif config.distributed.cpu_offload:
-            findings.append(_compare_memory(f"{stage}: memory of a GPU", others, device.free_bytes))
+            findings.append(_compare(f"{stage}: memory", _trained_parts(size) | others, read_free_memory()))
+            continue
+        offload = config.distributed.cpu_offload
+        on_gpu = others if offload else _trained_parts(size, shards) | others
+        findings.append(_compare(f"{stage}: memory of a GPU", on_gpu, device.free_bytes))
+        if offload:
             copies = ranks // shards
             held = {f"{copies} x {what}": copies * count for what, count in _trained_parts(size).items()}
-            findings.append(_compare_memory(f"{stage}: host memory", held, read_free_memory()))
-        else:
-            parts = _trained_parts(size, shards) | others
-            findings.append(_compare_memory(f"{stage}: memory of a GPU", parts, device.free_bytes))
+            findings.append(_compare(f"{stage}: host memory", held, read_free_memory()))
     return [*findings, estimate_disk(config, stages, size)]
 
 
@@ -134,11 +116,8 @@ def _trained_parts(size: ModelSize, shards: int = 1) -> dict[str, int]:
     """Bytes of what AdamW trains with, divided among `shards` ranks."""
     weights = FLOAT_BYTES * size.parameters // shards
     share = f" / {shards} ranks" if shards > 1 else ""
-    return {
-        f"weights 4 x {size.parameters / 1e6:.4g}M{share}": weights,
-        "gradients as much": weights,
-        "AdamW twice that": 2 * weights,
-    }
+    names = (f"weights 4 x {size.parameters / 1e6:.4g}M{share}", "gradients as much", "AdamW twice that")
+    return dict(zip(names, (weights, weights, 2 * weights), strict=True))
 
 
 def _other_parts(
@@ -146,17 +125,15 @@ def _other_parts(
 ) -> dict[str, int]:
     """Bytes by what else holds them, each with its formula."""
     weights = FLOAT_BYTES * size.parameters
-    parts: dict[str, int] = {}
-    section: TrainingSection = getattr(config, stage)
+    section: Any = getattr(config, stage)
     rl, engine = config.rl if stage == "rl" else None, config.engine
+    parts: dict[str, int] = {}
     if engine.kind == "local" or rl is None:  # servers have memory of their own
         rows = engine.max_rows if config.eval and stage != "reward_model" else 0
         sampled = config.eval.max_new_tokens if config.eval else 0
         if rl is not None:
-            launched = (
-                math.ceil(rl.rollout.num_prompts * rl.rollout.over_sampling) * rl.rollout.samples_per_prompt
-            )
-            rows = min(engine.max_rows, max(rows, launched))
+            prompts = math.ceil(rl.rollout.num_prompts * rl.rollout.over_sampling)
+            rows = min(engine.max_rows, max(rows, prompts * rl.rollout.samples_per_prompt))
             sampled = max(sampled, rl.rollout.max_new_tokens)
         length = lengths.prompt + sampled
         what = f"keys and values 8 x {rows} rows x {length} tokens x {size.layers} layers x {size.key_value}"
@@ -169,8 +146,7 @@ def _other_parts(
             parts["a critic of the same size"] = sum(_trained_parts(size, shards).values())
         if rl.rollout.reward_model:
             parts["a reward model of the same size"] = weights
-    preference = config.preference if stage == "preference" else None
-    if (rl and needs_reference(rl)) or (preference and preference.loss not in REFERENCE_FREE):
+    if (rl and needs_reference(rl)) or (stage == "preference" and section.loss not in REFERENCE_FREE):
         parts["the reference's weights"] = weights
     # Of one token the backward pass needs what each layer computed; with checkpointing each layer's input and
     # all of one layer.
@@ -178,21 +154,22 @@ def _other_parts(
     inputs = FLOAT_BYTES * size.hidden * size.layers
     layers = layer + inputs if config.model.gradient_checkpointing else layer * size.layers
     per_token = FLOAT_BYTES * 6 * size.hidden + layers
-    tokens = min(section.micro_batch_tokens, _tokens_of_step(section, lengths))
+    if rl is not None:
+        samples = rl.rollout.num_prompts * rl.rollout.samples_per_prompt
+        step = rl.rollout.num_prompts * lengths.prompt + samples * rl.rollout.max_new_tokens
+    else:
+        step = _rows_of_step(section) * (lengths.conversation or section.max_length)
+    tokens = min(section.micro_batch_tokens, step)
     parts[f"activations {tokens} tokens x {per_token / 1024:.4g} KiB"] = tokens * per_token
     return parts
 
 
-def _tokens_of_step(section: TrainingSection, lengths: Lengths) -> int:
-    if not isinstance(section, RLTrainingConfig):  # of a pair both rows; of a KTO row the mismatched one too
-        rows = section.batch_size * (1 if isinstance(section, SFTTrainingConfig) else 2)
-        return rows * (lengths.conversation or section.max_length)
-    rollout = section.rollout
-    samples = rollout.num_prompts * rollout.samples_per_prompt
-    return rollout.num_prompts * lengths.prompt + samples * rollout.max_new_tokens
+def _rows_of_step(section: Any) -> int:
+    """Token rows of a step without generation: of a pair both, of a KTO row the mismatched one too."""
+    return section.batch_size * (1 if isinstance(section, SFTTrainingConfig) else 2)
 
 
-def _compare_memory(subject: str, parts: Mapping[str, int], free: int | None) -> Finding:
+def _compare(subject: str, parts: Mapping[str, int], free: int | None) -> Finding:
     total = sum(parts.values())
     listed = ", ".join(f"{_gib(count)} {what}" for what, count in parts.items())
     text = f"about {_gib(total)} when every sample has its full length, an estimate: {listed}"
@@ -203,25 +180,24 @@ def _compare_memory(subject: str, parts: Mapping[str, int], free: int | None) ->
     return Finding("warning", subject, f"{text}: {advice}")
 
 
-# --- disk ---------------------------------------------------------------------------------------------------
-
-
 def estimate_disk(config: RunConfig, stages: Sequence[str], size: ModelSize) -> Finding:
     """Checkpoints that stay, and the room for them."""
     one = 3 * FLOAT_BYTES * size.parameters
-    has_critic = "rl" in stages and config.rl is not None and config.rl.critic is not None
     every, keep = config.output.checkpoint_every, config.output.keep_checkpoints
-    written = {stage: math.ceil(getattr(config, stage).steps / every) if every else 1 for stage in stages}
-    kept = {stage: min(count, keep) if keep else count for stage, count in written.items()}
-    sizes = {stage: 2 * one if stage == "rl" and has_critic else one for stage in stages}
-    # the next one is written before one goes
-    needed = sum(sizes[stage] * count for stage, count in kept.items()) + max(sizes.values(), default=one)
+    written = kept = needed = largest = 0
+    for stage in stages:
+        count = math.ceil(getattr(config, stage).steps / every) if every else 1
+        stay = min(count, keep) if keep else count
+        bytes_each = 2 * one if stage == "rl" and config.rl and config.rl.critic else one
+        written, kept, needed = written + count, kept + stay, needed + stay * bytes_each
+        largest = max(largest, bytes_each)
+    needed += largest  # the next one is written before one goes
     root = Path(config.output.dir or f"runs/{config.name}").absolute()
     free = shutil.disk_usage(next(folder for folder in (root, *root.parents) if folder.exists())).free
-    beside = ", twice that with a critic" if has_critic else ""
+    beside = ", twice that with a critic" if largest > one else ""
     text = (
-        f"{sum(written.values())} written, {sum(kept.values())} kept, {_gib(one)} each (weights and AdamW's"
-        f" moments{beside}), {_gib(needed)} at most; {_gib(free)} are free on disk"
+        f"{written} written, {kept} kept, {_gib(one)} each (weights and AdamW's moments{beside}),"
+        f" {_gib(needed)} at most; {_gib(free)} are free on disk"
     )
     if needed <= free:
         return Finding("ok", "checkpoints", text)
@@ -236,16 +212,14 @@ def estimate_work(config: RunConfig, stages: Sequence[str], row_counts: Mapping[
     findings: list[Finding] = []
     evaluations = 1  # before training
     for stage in stages:
-        section: TrainingSection | None = getattr(config, stage)
-        if section is None:
-            continue
+        section: Any = getattr(config, stage)
         if isinstance(section, RLTrainingConfig):
             rollout, drawn = section.rollout, section.rollout.num_prompts
             each = f"{drawn} prompts x {rollout.samples_per_prompt} samples"
             tokens = drawn * rollout.samples_per_prompt * rollout.max_new_tokens
         else:
-            drawn, pairs = section.batch_size, 1 if isinstance(section, SFTTrainingConfig) else 2
-            each, tokens = f"{drawn} samples", pairs * drawn * section.max_length
+            drawn = section.batch_size
+            each, tokens = f"{drawn} samples", _rows_of_step(section) * section.max_length
         rows = row_counts.get(stage, 0)
         epochs = f", {section.steps * drawn / rows:.3g} times through the rows" if rows else ""
         micro_batches = math.ceil(tokens / section.micro_batch_tokens)
@@ -256,10 +230,8 @@ def estimate_work(config: RunConfig, stages: Sequence[str], row_counts: Mapping[
     if config.eval and stages:
         rows, samples = row_counts.get("eval", 0), config.eval.samples_per_prompt
         tokens = rows * samples * config.eval.max_new_tokens
-        text = (
-            f"{evaluations} evaluations of {rows} prompts x {samples} samples, at most {tokens} tokens each"
-        )
-        findings.append(Finding("ok", "eval: work", text))
+        text = f"{evaluations} evaluations of {rows} prompts x {samples} samples"
+        findings.append(Finding("ok", "eval: work", f"{text}, at most {tokens} tokens each"))
     return findings
 
 

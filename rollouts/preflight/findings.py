@@ -12,17 +12,42 @@ from rich.text import Text
 
 from rollouts.errors import RolloutsError
 
+Level = Literal["ok", "warning", "error"]  # error: the run would stop at it
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
-INDENT = " " * 9  # of further lines of a message: the width of the level before it
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that was looked at."""
 
-    level: Literal["ok", "warning", "error"]  # error: the run would stop at it
+    level: Level
     subject: str  # the setting or file
     message: str  # what is so, with its numbers; may have several lines
+
+
+Findings = list[Finding]
+
+
+def has_errors(findings: Iterable[Finding]) -> bool:
+    """Whether the run would stop."""
+    return any(finding.level == "error" for finding in findings)
+
+
+def note(findings: Findings | None, level: Level, subject: str, message: str) -> None:
+    """Adds a finding, where findings are collected."""
+    if findings is not None:
+        findings.append(Finding(level, subject, message))
+
+
+@contextmanager
+def reporting(findings: Findings | None, subject: str) -> Iterator[None]:
+    """An error of ours within becomes a finding about `subject`. None, in a run: it rises."""
+    try:
+        yield
+    except RolloutsError as error:
+        if findings is None:
+            raise
+        note(findings, "error", subject, str(error).removeprefix(f"{subject}: "))
 
 
 def print_findings(
@@ -33,30 +58,22 @@ def print_findings(
     bad: str = "would stop this run",
     end: str = "; nothing was trained",
 ) -> int:
-    """The exit code: 0 without an error, else 2. Prints the findings and the verdict, in colour
-    where the console has it.
+    """The exit code: 0 without an error, else 2. Prints the findings and the verdict, in colour where the
+    console has it.
     """
-    shown = list(findings)
-    for finding in shown:
-        console.print(_format(finding), soft_wrap=True)
-    errors = sum(finding.level == "error" for finding in shown)
-    warnings = sum(finding.level == "warning" for finding in shown)
-    noted = f" ({warnings} warning{'s' if warnings > 1 else ''})" if warnings else ""
-    what = f"{errors} thing{'s' if errors > 1 else ''} {bad}" if errors else good
-    console.print(Text(f"{what}{noted}{end}", STYLES["error" if errors else "ok"]), soft_wrap=True)
-    return 2 if errors else 0
+    count = {"ok": 0, "warning": 0, "error": 0}
+    for finding in findings:
+        count[finding.level] += 1
+        text = Text(f"{finding.level:<8} ", STYLES[finding.level])
+        text.append(f"{finding.subject}: ", "bold")
+        text.append(finding.message.replace("\n", "\n" + " " * 9), "")
+        console.print(text, soft_wrap=True)
+    things, warnings = _count(count["error"], "thing"), _count(count["warning"], "warning")
+    verdict = f"{things} {bad}" if count["error"] else good
+    noted = f" ({warnings})" if count["warning"] else ""
+    console.print(Text(f"{verdict}{noted}{end}", STYLES["error" if count["error"] else "ok"]), soft_wrap=True)
+    return 2 if count["error"] else 0
 
 
-def _format(finding: Finding) -> Text:
-    text = Text(f"{finding.level:<8} ", STYLES[finding.level])
-    text.append(f"{finding.subject}: ", "bold")
-    return text.append(finding.message.replace("\n", f"\n{INDENT}"), "")
-
-
-@contextmanager
-def reporting(findings: list[Finding], subject: str) -> Iterator[None]:
-    """An error of ours within becomes a finding about `subject`."""
-    try:
-        yield
-    except RolloutsError as error:
-        findings.append(Finding("error", subject, str(error).removeprefix(f"{subject}: ")))
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}"

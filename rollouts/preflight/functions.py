@@ -1,16 +1,18 @@
-"""The user's functions that a config names: imported and checked before a model loads, and put where they
-run.
+"""The user's functions that a config names: imported and checked before a model loads, put where they run,
+and called once by a check.
 
 load_functions   config names ──► functions of this process, signatures checked
 open_functions   sync rewards ──► worker processes that can be killed; async ones stay in the event loop
+call_functions   each is called on a made-up sample
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +21,23 @@ from rollouts.advantages import ADVANTAGES, AdvantageFn, check_advantage_params
 from rollouts.config.plugins import Role, load_function
 from rollouts.config.schema import RLTrainingConfig, RunConfig
 from rollouts.config.tables import RolloutConfig
-from rollouts.errors import ConfigError, PlugInError, UserFunctionError
+from rollouts.data.curriculum import call_curriculum, start_statistics
+from rollouts.data.datasets import name_sources
+from rollouts.data.rows import Row
+from rollouts.errors import ConfigError, PlugInError, RolloutsError, UserFunctionError
 from rollouts.filters import FILTERS
 from rollouts.loops.algorithm import check_algorithms
+from rollouts.preflight.findings import Finding, Findings, note, reporting
+from rollouts.preflight.rows import Rows
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, RewardFn
-from rollouts.rewards.blocking import watch_blocking
-from rollouts.rewards.call import call_reward
-from rollouts.rewards.check import function_name, is_async
+from rollouts.rewards.call import call_filter, call_group_reward, call_reward, watch_blocking
+from rollouts.rewards.check import apply_reward, function_name, is_async
 from rollouts.rewards.combine import apply_weights, check_weights
 from rollouts.rewards.workers import open_reward_workers
-from rollouts.types import RewardResult, Sample
+from rollouts.types import RewardResult, Sample, SampleGroup, Status
 
 REWARD_MEMORY = 4 << 30  # bytes of one process that runs sync rewards
+WRONG_ANSWER = "(a made-up response)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,95 +45,93 @@ class Functions:
     """What the config names; None where it names nothing."""
 
     generate: GenerateFn | None = None  # None: one chat turn
-    reward: RewardFn | None = (
-        None  # weighed by rl.rollout.reward_weights, unless a reward model is to be added first
-    )
+    reward: RewardFn | None = None  # open_functions weighs it, unless a reward model is to be added first
     group_reward: GroupRewardFn | None = None
-    eval_reward: RewardFn | None = None
+    eval_reward: RewardFn | None = None  # open_functions: the reward, where eval names none
     filters: tuple[FilterFn, ...] = ()
     curriculum: Callable[..., Any] | None = None
     advantages: Mapping[str, AdvantageFn] = field(
         default_factory=dict
-    )  # by the names in rl.advantage and rl.changes
+    )  # by names in rl.advantage, rl.changes
 
 
-def load_functions(config: RunConfig, stages: Sequence[str], *, base_dir: Path) -> Functions:
+def load_functions(
+    config: RunConfig, stages: Sequence[str], *, base_dir: Path, findings: Findings | None = None
+) -> Functions:
     """Every function as it is, in this process. Raises PlugInError for one that does not import or does not
     take what its role passes, ConfigError where a stage lacks one, or two settings contradict each other; the
     message names the setting.
     """
-
-    def load(name: str, role: Role) -> Any:
-        built_in = FILTERS if role == "filter" else None
-        return load_function(name, role=role, base_dir=base_dir, built_in=built_in) if name else None
-
     rollout = config.rl.rollout if config.rl else RolloutConfig()
-    check_reward_settings(rollout, needed="rl" in stages)
-    rule = load(rollout.reward, "reward")
-    reward = rule if rollout.reward_model else weigh(rule, rollout)
-    group_reward = load(rollout.group_reward, "group_reward")
-    eval_reward = load(config.eval.reward, "reward") if config.eval and config.eval.reward else reward
-    if config.eval and eval_reward is None:
-        raise ConfigError(
-            "eval.reward is empty and there is no rl.rollout.reward to fall back on; name a function of one"
-            " sample"
-        )
-    return Functions(
-        generate=load(rollout.generate, "generate"),
-        reward=reward,
-        group_reward=group_reward,
-        eval_reward=eval_reward,
-        filters=tuple(load(name, "filter") for name in rollout.filters),
-        curriculum=load(config.rl.curriculum, "curriculum") if config.rl else None,
-        advantages=load_advantages(config.rl, base_dir=base_dir) if config.rl else {},
+
+    def load(key: str, name: str, role: Role) -> Any:
+        with reporting(findings, key):
+            if name:
+                built_in = FILTERS if role == "filter" else None
+                function = load_function(name, role=role, base_dir=base_dir, built_in=built_in)
+                note(findings, "ok", key, name)
+                return function
+        return None
+
+    with reporting(findings, "rl.rollout.reward"):
+        check_reward_settings(rollout, needed="rl" in stages and config.rl is not None)
+    with reporting(findings, "eval.reward"):
+        if config.eval and not (config.eval.reward or rollout.reward):
+            raise ConfigError(
+                "eval.reward is empty and there is no rl.rollout.reward to fall back on; name a function of"
+                " one sample"
+            )
+    functions = Functions(
+        generate=load("rl.rollout.generate", rollout.generate, "generate"),
+        reward=load("rl.rollout.reward", rollout.reward, "reward"),
+        group_reward=load("rl.rollout.group_reward", rollout.group_reward, "group_reward"),
+        eval_reward=load("eval.reward", config.eval.reward if config.eval else "", "reward"),
+        filters=tuple(load("rl.rollout.filters", name, "filter") for name in rollout.filters),
+        curriculum=load("rl.curriculum", config.rl.curriculum if config.rl else "", "curriculum"),
     )
+    with reporting(findings, "rl.advantage"):
+        if config.rl:
+            advantages = load_advantages(config.rl, base_dir=base_dir)
+            if named := [name for name in advantages if ":" in name]:
+                note(findings, "ok", "rl.advantage", ", ".join(named))
+            return replace(functions, advantages=advantages)
+    return functions
 
 
 def load_advantages(config: RLTrainingConfig, *, base_dir: Path) -> dict[str, AdvantageFn]:
-    """The functions that rl.advantage and rl.changes name, by name. Raises as load_advantage; the message
-    names the change.
+    """The functions that rl.advantage and rl.changes name, by name. Raises PlugInError if there is none,
+    ConfigError if one does not take its parameters; the message names the change.
     """
     found: dict[str, AdvantageFn] = {}
-    check_algorithms(
-        config,
-        lambda settings: found.update({settings.advantage: load_advantage(settings, base_dir=base_dir)}),
-    )
+
+    def load(settings: RLTrainingConfig) -> None:
+        name = settings.advantage
+        try:
+            found[name] = load_function(name, role="advantage", base_dir=base_dir, built_in=ADVANTAGES)
+        except PlugInError as error:
+            raise PlugInError(f"rl.{error}") from error
+        check_advantage_params(name, found[name], settings.advantage_params)
+
+    check_algorithms(config, load)
     return found
-
-
-def load_advantage(config: RLTrainingConfig, *, base_dir: Path) -> AdvantageFn:
-    """The function that rl.advantage names. Raises PlugInError if there is none, ConfigError if it does not
-    take rl.advantage_params.
-    """
-    try:
-        function = load_function(config.advantage, role="advantage", base_dir=base_dir, built_in=ADVANTAGES)
-    except PlugInError as error:
-        raise PlugInError(f"rl.{error}") from error
-    check_advantage_params(config.advantage, function, config.advantage_params)
-    return function
 
 
 def check_reward_settings(rollout: RolloutConfig, *, needed: bool) -> None:
     """Raises ConfigError unless the settings name one way to score; none is enough unless one is `needed`."""
-    if needed and not rollout.reward and not rollout.group_reward and not rollout.reward_model:
-        raise ConfigError(
-            "rl.rollout.reward is empty; name a function as module:function or file.py:function (or"
-            " rl.rollout.group_reward or reward_model)"
-        )
-    if rollout.reward_model and rollout.group_reward:
-        raise ConfigError(
-            "rl.rollout.reward_model scores samples one by one and is added to rl.rollout.reward; leave"
-            " group_reward out, weigh the parts with reward_weights"
-        )
-    if rollout.reward and rollout.group_reward:
-        raise ConfigError(
-            "rl.rollout.reward and rl.rollout.group_reward are both given; score samples one by one or by"
-            " group: keep one"
-        )
-    if rollout.group_reward and rollout.reward_weights:
-        raise ConfigError(
-            "rl.rollout.reward_weights weighs the parts of rl.rollout.reward; a group_reward weighs its own"
-        )
+    rules = {
+        "reward is empty; name a function as module:function or file.py:function (or rl.rollout.group_reward"
+        " or reward_model)": needed and not (rollout.reward or rollout.group_reward or rollout.reward_model),
+        "reward_model scores samples one by one and is added to rl.rollout.reward; leave group_reward out,"
+        " weigh the parts with reward_weights": rollout.reward_model and rollout.group_reward,
+        "reward and rl.rollout.group_reward are both given; score samples one by one or by group: keep"
+        " one": rollout.reward and rollout.group_reward,
+        "reward_weights weighs the parts of rl.rollout.reward; a group_reward weighs its"
+        " own": rollout.group_reward and rollout.reward_weights,
+    }
+    for rule, broken in rules.items():
+        if broken:
+            raise ConfigError(f"rl.rollout.{rule}")
+    check_weights(rollout.reward_weights)
 
 
 @asynccontextmanager
@@ -139,43 +144,32 @@ async def open_functions(
     num_workers: int | None = None,
 ) -> AsyncIterator[Functions]:
     """The same functions where they run in a training run: sync rewards in worker processes (None: one per
-    core that this process may use) for as long as this is open.
+    core that this process may use) for as long as this is open, and the reward weighed.
 
     `warn` gets a sentence when an async one blocks the event loop. Raises RewardCrashed if the processes
     cannot be started.
     """
     rollout = config.rl.rollout if config.rl else RolloutConfig()
-    eval_name = config.eval.reward if config.eval else ""
-    named = (rollout.reward, rollout.group_reward, eval_name)
-    in_workers = [
-        name
-        for name, role in zip(named, ("reward", "group_reward", "reward"), strict=True)
-        if name and _is_sync(name, role, base_dir)
-    ]
-    with watch_blocking(warn):
-        if not in_workers:
-            yield functions
-            return
-        async with open_reward_workers(
-            count=num_workers or count_cores(),
-            timeout_s=rollout.reward_timeout_s,
-            memory_bytes=REWARD_MEMORY,
-        ) as workers:
-            reward, eval_reward = functions.reward, functions.eval_reward
-            if rollout.reward in in_workers:
+    reward, group_reward, eval_reward = functions.reward, functions.group_reward, functions.eval_reward
+    async with AsyncExitStack() as stack:
+        stack.enter_context(watch_blocking(warn))
+        if any(function and not is_async(function) for function in (reward, group_reward, eval_reward)):
+            workers = await stack.enter_async_context(
+                open_reward_workers(
+                    count=num_workers or count_cores(),
+                    timeout_s=rollout.reward_timeout_s,
+                    memory_bytes=REWARD_MEMORY,
+                )
+            )
+            if reward and not is_async(reward):
                 reward = workers.reward(rollout.reward, base_dir)
-                reward = reward if rollout.reward_model else weigh(reward, rollout)
-                eval_reward = eval_reward if eval_name else reward
-            if eval_name in in_workers:
-                eval_reward = workers.reward(eval_name, base_dir)
-            group_reward = functions.group_reward
-            if rollout.group_reward in in_workers:
+            if group_reward and not is_async(group_reward):
                 group_reward = workers.group_reward(rollout.group_reward, base_dir)
-            yield replace(functions, reward=reward, group_reward=group_reward, eval_reward=eval_reward)
-
-
-def _is_sync(name: str, role: Role, base_dir: Path) -> bool:
-    return not is_async(load_function(name, role=role, base_dir=base_dir))
+            if eval_reward and config.eval and not is_async(eval_reward):
+                eval_reward = workers.reward(config.eval.reward, base_dir)
+        if not rollout.reward_model:
+            reward = weigh(reward, rollout)
+        yield replace(functions, reward=reward, group_reward=group_reward, eval_reward=eval_reward or reward)
 
 
 def count_cores() -> int:
@@ -184,12 +178,9 @@ def count_cores() -> int:
 
 
 def weigh(reward: RewardFn | None, rollout: RolloutConfig) -> RewardFn | None:
-    """`reward` with its parts weighed as the config says; `reward` itself if the config says nothing.
-
-    Raises ConfigError for a weight that is no number; what it makes raises UserFunctionError for weights that
-    do not name every part.
+    """`reward` with its parts weighed as the config says; `reward` itself if the config says nothing. What it
+    makes raises UserFunctionError for weights that do not name every part.
     """
-    check_weights(rollout.reward_weights)
     if reward is None or not rollout.reward_weights:
         return reward
     scored_by = reward
@@ -205,3 +196,97 @@ def weigh(reward: RewardFn | None, rollout: RolloutConfig) -> RewardFn | None:
 
     weighed_reward.keeps_own_time = True  # pyright: ignore[reportAttributeAccessIssue]  (the call within has the deadline)
     return weighed_reward
+
+
+# --- a trial call -------------------------------------------------------------------------------------------
+
+
+async def call_functions(config: RunConfig, stages: Sequence[str], rows: Rows, *, base_dir: Path) -> Findings:
+    """A finding per function: what it made of a sample of the first row. Sync rewards run in a worker
+    process, as in training.
+
+    The row's answer is the response of the first sample of the group, something else that of the second.
+    `generate` is not called: it needs an engine. Raises: never for what functions do.
+    """
+    findings: Findings = []
+    warn = functools.partial(note, findings, "warning", "--call")
+    try:
+        functions = load_functions(config, stages, base_dir=base_dir)
+        async with open_functions(config, functions, base_dir=base_dir, warn=warn, num_workers=1) as running:
+            await _call_each(config, running, rows, findings)
+    except* RolloutsError as group:
+        findings += [Finding("error", "--call", str(error)) for error in group.exceptions]
+    return findings
+
+
+async def _call_each(config: RunConfig, functions: Functions, rows: Rows, findings: Findings) -> None:
+    timeout_s = (config.rl.rollout if config.rl else RolloutConfig()).reward_timeout_s
+    results: list[RewardResult] = []
+    samples = make_trial_samples(rows.list_rows("rl"))
+    key = "rl.rollout.group_reward" if functions.group_reward else "rl.rollout.reward"
+    with reporting(findings, key):
+        if samples and functions.group_reward:
+            results = [*await call_group_reward(functions.group_reward, samples, timeout_s=timeout_s)]
+        elif functions.reward:
+            results = [await call_reward(functions.reward, sample, timeout_s=timeout_s) for sample in samples]
+        if results:
+            note(findings, "ok", key, _describe(samples, results))
+    if functions.generate:
+        note(findings, "ok", "rl.rollout.generate", "not called: it needs a model")
+    for filter_ in functions.filters if results else ():
+        with reporting(findings, "rl.rollout.filters"):
+            group = SampleGroup(0, "row-0", tuple(map(apply_reward, samples, results)))
+            decision = await call_filter(filter_, group, timeout_s=timeout_s)
+            verdict = "keeps" if decision.keep else f"drops ({decision.reason})"
+            text = f"{function_name(filter_)} {verdict} a group of these two"
+            note(findings, "ok", "rl.rollout.filters", text)
+    held_out = make_trial_samples(rows.list_rows("eval"))[:1]
+    with reporting(findings, "eval.reward"):
+        if held_out and functions.eval_reward and config.eval and config.eval.reward:
+            result = await call_reward(functions.eval_reward, held_out[0], timeout_s=timeout_s)
+            note(findings, "ok", "eval.reward", _describe(held_out, [result]))
+    with reporting(findings, "rl.curriculum"):
+        if functions.curriculum and config.rl:
+            names = name_sources(config.rl.data)
+            weights = call_curriculum(
+                functions.curriculum, 1, start_statistics(names), function=config.rl.curriculum
+            )
+            shown = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
+            note(findings, "ok", "rl.curriculum", f"step 1: {shown}")
+
+
+def make_trial_samples(rows: Sequence[Row]) -> list[Sample]:
+    """Two samples of the first row: one whose response is its answer, and one with something else. None where
+    there is no row.
+    """
+    samples: list[Sample] = []
+    for row in rows[:1]:
+        answer = row.get("answer")
+        right = str(answer) if isinstance(answer, str | int | float) else WRONG_ANSWER
+        for index, response in enumerate((right, WRONG_ANSWER)):
+            # a copy, as in a run: what a function changes in one sample is not in the other
+            metadata = {**copy.deepcopy(row), "prompt_id": "row-0", "epoch": 0}
+            prompt = metadata.pop("prompt")
+            sample = Sample(
+                id=f"trial-s{index:03d}",
+                prompt=prompt,
+                response=response,
+                group_index=0,
+                status=Status.COMPLETED,
+                metadata=metadata,
+            )
+            samples.append(sample)
+    return samples
+
+
+def _describe(samples: Sequence[Sample], results: Sequence[RewardResult]) -> str:
+    texts = (text if len(text) <= 40 else text[:37] + "..." for text in (s.response for s in samples))
+    rewards = (
+        f"{result.reward:g}"
+        + (
+            f" ({', '.join(f'{name} {value:g}' for name, value in result.parts.items())})"
+            * bool(result.parts)
+        )
+        for result in results
+    )
+    return f"called with {' and '.join(f'the response {text!r}' for text in texts)}: {', '.join(rewards)}"

@@ -1,17 +1,20 @@
 """How a user's function is called and its answer checked.
 
-One rule for generate, reward, group_reward and filter alike: a coroutine function is awaited where it is,
+One rule for generate, reward, group_reward and filter: a coroutine function is awaited where it is,
 anything else runs in a thread (and if it answers with an awaitable, that is awaited). A thread whose caller
-has gone away is abandoned, not stopped. Reward functions that have a name run in processes instead, which can
-be stopped: what rewards/workers.py makes of them looks like a coroutine function here, and keeps its own
-time.
+has gone away is abandoned, not stopped. Sync reward functions that a config names run in processes instead,
+which can be stopped: rewards/workers.py makes async functions of them, which keep their own time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+import time
+import types
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +22,6 @@ import trio
 
 from rollouts.errors import RewardTimeout, RolloutsError, UserFunctionError
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
-from rollouts.rewards.blocking import running_in_loop
 from rollouts.rewards.check import (
     check_decision,
     check_group_rewards,
@@ -29,12 +31,12 @@ from rollouts.rewards.check import (
     is_async,
     shorten,
 )
-from rollouts.rewards.combine import CombineFn, check_combined, describe_combine
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup, SamplingParams, Status
 
-# calls of sync functions at once: enough to hide waiting for a sandbox or a service; Python code shares one
-# lock anyway
+# calls of sync functions at once: enough to hide waiting for a service; Python code shares one lock anyway
 USER_THREADS = 32
+BLOCKING_S = 0.1  # in one step; above it an async function is named as blocking the event loop
+_watchers: list[Callable[[str, float], None]] = []  # get an async function's name and the seconds of a step
 
 
 async def call_generate(
@@ -53,33 +55,27 @@ async def call_generate(
     """
     where = f"generate function {function_name(generate)} on sample {sample.id}"
     try:
-        answer = await _call(generate, sample, engine, sampling, kind="generate", limiter=limiter)
-    except BaseException as error:
-        inner = _find_own(error)
-        if isinstance(inner, RolloutsError) and not isinstance(inner, UserFunctionError):
-            raise inner from (None if inner is error else error)
-        raise UserFunctionError(f"{where} raised {describe(inner)}") from inner
-    segments = (
-        (answer,) if isinstance(answer, Sample) else tuple(answer) if isinstance(answer, Sequence) else ()
-    )
-    if not segments or not all(isinstance(segment, Sample) for segment in segments):
+        answer = await _call(generate, sample, engine, sampling, where=where, limiter=limiter)
+    except UserFunctionError as error:
+        if isinstance(error.__cause__, RolloutsError) and not isinstance(error.__cause__, UserFunctionError):
+            raise error.__cause__ from None
+        raise
+    segments = [answer] if isinstance(answer, Sample) else answer
+    if not (isinstance(segments, Sequence) and segments and all(isinstance(s, Sample) for s in segments)):
         raise UserFunctionError(
-            f"{where} returned {shorten(answer)}; it must return a Sample or a sequence of Samples that is"
-            " not empty"
+            f"{where} returned {shorten(answer)}; it must return a Sample or a sequence of Samples, not empty"
         )
     if any(segment.status is Status.PENDING for segment in segments):
         raise UserFunctionError(
-            f"{where} returned a sample whose status is still pending; set completed, truncated, aborted or"
-            " failed"
+            f"{where} returned a sample whose status is still pending; set completed,"
+            " truncated, aborted or failed"
         )
-    return tuple(_name_segment(segment, sample, index) for index, segment in enumerate(segments))
-
-
-def _name_segment(segment: Sample, sample: Sample, index: int) -> Sample:
-    name = sample.id if index == 0 else f"{sample.id}.{index}"  # number_trajectories reads it
-    if segment.id == name and segment.group_index == sample.group_index:
-        return segment
-    return replace(segment, id=name, group_index=sample.group_index)
+    named: list[Sample] = []
+    for index, segment in enumerate(segments):
+        name = f"{sample.id}.{index}" if index else sample.id  # number_trajectories reads it
+        same = segment.id == name and segment.group_index == sample.group_index
+        named.append(segment if same else replace(segment, id=name, group_index=sample.group_index))
+    return tuple(named)
 
 
 async def call_reward(
@@ -96,9 +92,7 @@ async def call_reward(
     if it takes too long.
     """
     where = f"reward function {function_name(reward)} on sample {sample.id}"
-    return check_reward(
-        await _call_in_time(reward, sample, where=where, timeout_s=timeout_s, limiter=limiter), where
-    )
+    return check_reward(await _call(reward, sample, where=where, timeout_s=timeout_s, limiter=limiter), where)
 
 
 async def call_group_reward(
@@ -112,24 +106,8 @@ async def call_group_reward(
     another than of samples.
     """
     where = f"group reward function {function_name(group_reward)} on the group of sample {samples[0].id}"
-    answer = await _call_in_time(
-        group_reward, tuple(samples), where=where, timeout_s=timeout_s, limiter=limiter
-    )
+    answer = await _call(group_reward, tuple(samples), where=where, timeout_s=timeout_s, limiter=limiter)
     return check_group_rewards(answer, len(samples), where)
-
-
-async def call_combine(
-    combine: CombineFn, result: RewardResult, *, of: str, timeout_s: float = math.inf
-) -> RewardResult:
-    """The result with the reward combine(parts); `of` says in errors whose parts they are. Raises like
-    call_reward.
-    """
-    where = describe_combine(combine, result, of=of)
-    return check_combined(
-        await _call_in_time(combine, dict(result.parts), where=where, timeout_s=timeout_s, limiter=None),
-        result,
-        where,
-    )
 
 
 async def call_filter(
@@ -146,88 +124,81 @@ async def call_filter(
     """
     name = function_name(filter_)
     where = f"filter {name} on group {group.group_index} (prompt {group.prompt_id})"
-    try:
-        answer = await _call_before(filter_, group, kind="filter", timeout_s=timeout_s, limiter=limiter)
-    except _TooLate:
-        raise UserFunctionError(
-            f"{where} took longer than {timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s"
-        ) from None
-    except BaseException as error:
-        inner = _find_own(error)
-        raise UserFunctionError(f"{where} raised {describe(inner)}") from inner
+    answer = await _call(
+        filter_, group, where=where, timeout_s=timeout_s, limiter=limiter, late=UserFunctionError
+    )
     return check_decision(answer, name, where)
+
+
+@contextlib.contextmanager
+def watch_blocking(warn: Callable[[str], None]) -> Iterator[None]:
+    """While open, `warn` gets a sentence, once for each function, about an async user function that held the
+    event loop for more than BLOCKING_S in one step.
+
+    Wall time is measured, so on a very busy machine a function that did little can be named.
+    """
+    named: set[str] = set()
+
+    def look(what: str, held_s: float) -> None:
+        if held_s > BLOCKING_S and what not in named:
+            named.add(what)
+            warn(
+                f"async {what} blocked the event loop for {held_s:.2f} s in one step, in which nothing"
+                " else could go on; await what takes long, or make the function sync: a reward then runs in a"
+                " worker process, any other function in a thread"
+            )
+
+    _watchers.append(look)
+    try:
+        yield
+    finally:
+        _watchers.remove(look)
 
 
 # --- calling ------------------------------------------------------------------------------------------------
 
 
-class _TooLate(Exception):
-    """The deadline of a call has passed; no user function can raise this one."""
-
-
-async def _call_in_time(
-    function: Callable[..., Any],
-    argument: object,
-    *,
-    where: str,
-    timeout_s: float,
-    limiter: trio.CapacityLimiter | None,
-) -> Any:
-    if keeps_own_time(function):
-        return await function(argument)  # raises what it means itself
-    try:
-        kind = where.partition(" function ")[0]
-        return await _call_before(function, argument, kind=kind, timeout_s=timeout_s, limiter=limiter)
-    except _TooLate:
-        raise RewardTimeout(
-            f"{where} took longer than {timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s"
-        ) from None
-    except BaseException as error:
-        inner = _find_own(error)
-        raise UserFunctionError(f"{where} raised {describe(inner)}") from inner
-
-
-def keeps_own_time(function: Callable[..., Any]) -> bool:
-    """Whether the function is one of RewardWorkers': it waits for a free worker, which must not count as the
-    function's time.
-    """
-    return getattr(function, "keeps_own_time", False) is True
-
-
-async def _call_before(
-    function: Callable[..., Any],
-    argument: object,
-    *,
-    kind: str,
-    timeout_s: float,
-    limiter: trio.CapacityLimiter | None,
-) -> Any:
-    with trio.CancelScope() as scope:
-        answer = await _call(
-            function, argument, kind=kind, limiter=limiter, on_start=lambda: _set_deadline(scope, timeout_s)
-        )
-        if not scope.cancel_called:  # else it kept the cancellation to itself, or never awaited
-            return answer
-    raise _TooLate
-
-
-def _set_deadline(scope: trio.CancelScope, timeout_s: float) -> None:
-    scope.deadline = trio.current_time() + timeout_s
-
-
 async def _call(
     function: Callable[..., Any],
     *arguments: object,
-    kind: str,
-    limiter: trio.CapacityLimiter | None,
-    on_start: Callable[[], None] = lambda: None,
+    where: str,
+    timeout_s: float = math.inf,
+    limiter: trio.CapacityLimiter | None = None,
+    late: type[UserFunctionError] = RewardTimeout,
 ) -> Any:
+    """The function's answer. Raises `late` after timeout_s, UserFunctionError from whatever it raised.
+
+    Cancellation and KeyboardInterrupt (Ctrl-C where nobody receives signals) pass through.
+    """
+    if getattr(function, "keeps_own_time", False) is True:  # waiting for a worker is not the function's time
+        return await function(*arguments)
+    with trio.CancelScope() as scope:
+        try:
+            answer = await _run(function, arguments, where, limiter, scope, timeout_s)
+        except BaseException as error:
+            inner = _find_own(error)
+            raise UserFunctionError(f"{where} raised {describe(inner)}") from inner
+        if not scope.cancel_called:  # otherwise it answered too late, having kept the cancellation to itself
+            return answer
+    raise late(
+        f"{where} took longer than {timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s"
+    )
+
+
+async def _run(
+    function: Callable[..., Any],
+    arguments: Sequence[object],
+    where: str,
+    limiter: trio.CapacityLimiter | None,
+    scope: trio.CancelScope,
+    timeout_s: float,
+) -> Any:
+    what = where.partition(" on ")[0]
     if is_async(function):
-        on_start()
-        with running_in_loop(kind, function_name(function)):
-            return await function(*arguments)
+        scope.deadline = trio.current_time() + timeout_s
+        return await _timed(function(*arguments), what)
     async with limiter or trio.to_thread.current_default_thread_limiter():
-        on_start()
+        scope.deadline = trio.current_time() + timeout_s
         # A limiter of its own: a thread that is abandoned must not keep its place, or as many hung calls as
         # there are places would stop everything. The budget of failed samples bounds how many there can be.
         # The answer comes in a tuple, for trio refuses a bare coroutine as a thread's answer.
@@ -237,25 +208,38 @@ async def _call(
             abandon_on_cancel=True,
             limiter=trio.CapacityLimiter(1),
         )
-    if not inspect.isawaitable(answer):
-        return answer
-    with running_in_loop(kind, function_name(function)):
-        return await answer
+    return await _timed(answer, what) if inspect.isawaitable(answer) else answer
+
+
+@types.coroutine
+def _timed(awaitable: Awaitable[Any], what: str) -> Generator[Any, Any, Any]:
+    """What the awaitable returns. The watchers get the seconds of each of its steps."""
+    steps: Any = awaitable.__await__()
+    resume: Callable[[], Any] = functools.partial(next, steps)
+    while True:
+        began_s = time.perf_counter()
+        try:
+            trap = resume()
+        except StopIteration as stop:
+            return stop.value
+        finally:
+            for watch in _watchers:
+                watch(what, time.perf_counter() - began_s)
+        try:
+            resume = functools.partial(steps.send, (yield trap))
+        except BaseException as error:  # thrown in: the function's own
+            resume = functools.partial(steps.throw, error)
 
 
 def _find_own(error: BaseException) -> BaseException:
     """What the function raised, without the groups that nurseries put around one error; SystemExit and the
-    like are its own too.
-
-    Raises the cancellation if there is one in it: who is cancelled has nothing more to say. Likewise
-    KeyboardInterrupt, which is Ctrl-C wherever nobody receives signals.
+    like are its own too. Raises the cancellation or KeyboardInterrupt that is in it.
     """
     if isinstance(error, trio.Cancelled | KeyboardInterrupt):
         raise error
     if isinstance(error, BaseExceptionGroup):
-        passing = error.subgroup((trio.Cancelled, KeyboardInterrupt))
-        if passing is not None:
+        if (passing := error.subgroup((trio.Cancelled, KeyboardInterrupt))) is not None:
             raise passing
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
+        if len(error.exceptions) == 1:
+            return _find_own(error.exceptions[0])
     return error

@@ -1,9 +1,10 @@
-"""What a user's function may answer. Plain functions without trio: the asynchronous callers and the
-synchronous tier share them.
+"""What a user's function may answer. Plain functions without trio: the asynchronous callers, the worker
+processes and the synchronous tier share them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -17,41 +18,51 @@ import numpy as np
 from rollouts.errors import UserFunctionError
 from rollouts.types import FilterDecision, RewardResult, Sample
 
-NOTE_CHARS = 10_000  # of a note; what is beyond is cut
-RAISED = (
-    Exception,
-    SystemExit,
-    GeneratorExit,
-)  # what a plain function of a user's may raise that is its own: not what stops everything
+NOTE_CHARS = 10_000  # of a note; the rest is cut
+# exceptions that a user's function may raise as its own; KeyboardInterrupt and Cancelled are not among them
+RAISED = (Exception, SystemExit, GeneratorExit)
 
 
 def check_reward(answer: object, where: str) -> RewardResult:
     """`answer` as a record: a finite number, a mapping of named parts whose sum is the reward, or a
     RewardResult; True is 1.0.
 
-    Raises UserFunctionError, beginning with `where`, for anything else: NaN, infinity, None, text, no parts
-    at all.
+    Raises UserFunctionError, beginning with `where`, for anything else: NaN, infinity, None, text, no parts.
     """
-    if isinstance(answer, RewardResult):
-        note = _check_note(answer.note, where)
-        return RewardResult(
-            _check_number(answer.reward, where, "reward"), _check_parts(answer.parts, where), note
-        )
-    if isinstance(answer, Mapping):
-        parts = _check_parts(answer, where)
-        if not parts:
-            raise UserFunctionError(f"{where} returned a mapping without parts; name at least one")
-        return RewardResult(add_up(parts.values(), where), parts)
-    return RewardResult(_check_number(answer, where, "reward"))
+    result = answer if isinstance(answer, RewardResult) else None
+    if result is None and not isinstance(answer, Mapping):
+        return RewardResult(_check_number(answer, where, "reward"))
+    parts: dict[str, float] = {}
+    try:
+        items = list((answer if result is None else result.parts).items())  # type: ignore[union-attr]
+    except RAISED as error:
+        raise UserFunctionError(f"{where} returned parts that cannot be read: {describe(error)}") from error
+    for name, value in items:
+        if not isinstance(name, str) or not name:
+            raise UserFunctionError(
+                f"{where} returned a part named {shorten(name)}; parts are a mapping from names to numbers"
+            )
+        _check_text(name, where, "name of a part")
+        parts[name] = _check_number(value, where, f"part {shorten(name)}")
+    if result is not None:
+        note = _check_note(result.note, where)
+        return RewardResult(_check_number(result.reward, where, "reward"), parts, note)
+    if not parts:
+        raise UserFunctionError(f"{where} returned a mapping without parts; name at least one")
+    return RewardResult(add_up(parts.values(), where), parts)
 
 
 def check_group_rewards(answer: Any, count: int, where: str) -> tuple[RewardResult, ...]:
     """`answer`, a sequence or an array, as `count` records.
 
-    Raises UserFunctionError, beginning with `where`, if it has another number of them or one is no reward.
+    Raises UserFunctionError, beginning with `where`, if it has another number of them (an iterator, which may
+    have no end, or a set, which has no order, is refused) or one is no reward.
     """
-    values = _as_list(answer, count)
-    if values is None:
+    values: list[Any] | None = None
+    if isinstance(answer, Sized) and not isinstance(answer, str | bytes | Mapping | Set):
+        with contextlib.suppress(*RAISED):  # an array without axes, or an object of the user's
+            values = list(itertools.islice(iter(answer), count + 1))  # type: ignore[call-overload]
+    if values is None or len(values) != count:
         raise UserFunctionError(
             f"{where} returned {shorten(answer)}; it must return {count} rewards, one per sample"
         )
@@ -63,29 +74,20 @@ def check_decision(answer: object, filter_name: str, where: str) -> FilterDecisi
 
     Raises UserFunctionError, beginning with `where`, for anything but True, False and a FilterDecision.
     """
-    if isinstance(answer, FilterDecision):
-        if not isinstance(answer.keep, bool | np.bool_):
-            raise UserFunctionError(
-                f"{where} returned a FilterDecision with keep={shorten(answer.keep)}; it must be True or"
-                " False"
-            )
-        for name in ("reason", "detail"):
-            if not isinstance(getattr(answer, name), str):
-                raise UserFunctionError(
-                    f"{where} returned a FilterDecision with {name}={shorten(getattr(answer, name))}; it must"
-                    " be text"
-                )
-            _check_text(getattr(answer, name), where, name)
-        return replace(
-            answer,
-            keep=bool(answer.keep),
-            reason=answer.reason if answer.keep or answer.reason else filter_name,
-        )
-    if not isinstance(answer, bool | np.bool_):
+    given = FilterDecision(bool(answer)) if isinstance(answer, bool | np.bool_) else answer
+    if not (
+        isinstance(given, FilterDecision)
+        and isinstance(given.keep, bool | np.bool_)
+        and isinstance(given.reason, str)
+        and isinstance(given.detail, str)
+    ):
         raise UserFunctionError(
-            f"{where} returned {shorten(answer)}; it must return True, False or a FilterDecision"
+            f"{where} returned {shorten(answer)}; it must return True, False or a FilterDecision (keep: True"
+            " or False; reason and detail: text)"
         )
-    return FilterDecision(keep=True) if answer else FilterDecision(keep=False, reason=filter_name)
+    _check_text(given.reason + given.detail, where, "reason or detail")
+    keep = bool(given.keep)
+    return FilterDecision(keep, given.reason or ("" if keep else filter_name), given.detail)
 
 
 def apply_reward(sample: Sample, result: RewardResult) -> Sample:
@@ -98,8 +100,7 @@ def function_name(function: Callable[..., Any]) -> str:
     """The name by which errors and metrics call a function, without its module: through functools.partial;
     the class of a callable object.
     """
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = _unwrap(function)
     return getattr(function, "__name__", None) or type(function).__name__
 
 
@@ -107,11 +108,14 @@ def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it gives a coroutine: a coroutine function, also through functools.partial, or an
     object with an async __call__.
     """
+    function = _unwrap(function)
+    return any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+
+
+def _unwrap(function: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(function, functools.partial):
         function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004
-    )
+    return function
 
 
 def describe(error: BaseException) -> str:
@@ -120,17 +124,6 @@ def describe(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except BaseException as second:
         return f"{type(error).__name__}: (its text cannot be had: {type(second).__name__})"
-
-
-def add_up(values: Iterable[float], where: str) -> float:
-    """The sum. Raises UserFunctionError, beginning with `where`, if it is not finite."""
-    try:
-        total = math.fsum(values)
-    except (OverflowError, ValueError):  # ValueError: inf - inf
-        total = math.nan
-    if not math.isfinite(total):
-        raise UserFunctionError(f"{where} returned parts whose sum is not finite; keep them smaller")
-    return total
 
 
 def shorten(value: object) -> str:
@@ -142,54 +135,23 @@ def shorten(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _check_note(note: Any, where: str) -> str | None:
-    if note is None:
-        return None
-    if not isinstance(note, str):
-        raise UserFunctionError(f"{where} returned the note {shorten(note)}; a note is text")
-    _check_text(note, where, "note")
-    return (
-        note
-        if len(note) <= NOTE_CHARS
-        else f"{note[:NOTE_CHARS]} … (cut: the note had {len(note)} characters)"
-    )
-
-
-def _check_text(text: str, where: str, what: str) -> None:
+def add_up(values: Iterable[float], where: str) -> float:
+    """The sum. Raises UserFunctionError, beginning with `where`, if it is not finite."""
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
+        return _check_number(math.fsum(values), where, "sum of its parts")
+    except (OverflowError, ValueError) as error:  # ValueError: inf - inf
         raise UserFunctionError(
-            f"{where} returned the {what} {shorten(text)} with half a surrogate pair at character"
-            f" {error.start}, which no file can hold; make it with text.encode('utf-8', 'replace').decode()"
+            f"{where} returned parts whose sum is not finite; keep them smaller"
         ) from error
-
-
-def _check_parts(parts: object, where: str) -> dict[str, float]:
-    try:
-        items = list(parts.items()) if isinstance(parts, Mapping) else None
-    except RAISED as error:
-        raise UserFunctionError(f"{where} returned parts that cannot be read: {describe(error)}") from error
-    if items is None or not all(isinstance(name, str) and name for name, _ in items):
-        raise UserFunctionError(
-            f"{where} returned the parts {shorten(parts)}; parts are a mapping from names to numbers"
-        )
-    for name, _ in items:
-        _check_text(name, where, "name of a part")
-    return {name: _check_number(value, where, f"part {shorten(name)}") for name, value in items}
 
 
 def _check_number(value: Any, where: str, what: str) -> float:
     number, cause = math.nan, None
     try:
-        if (
-            hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0
-        ):  # numpy and torch scalars too, arrays not
+        if hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0:  # numpy's and torch's scalars too
             number = float(value)
-    except (
-        RAISED
-    ) as error:  # a tensor of complex numbers raises RuntimeError, a user's class whatever it likes
-        number, cause = math.nan, error
+    except RAISED as error:  # a tensor of complex numbers raises RuntimeError, a user's class anything
+        cause = error
     if not math.isfinite(number):
         raise UserFunctionError(
             f"{where} returned {shorten(value)} as its {what}; it must be a finite number"
@@ -197,14 +159,21 @@ def _check_number(value: Any, where: str, what: str) -> float:
     return number
 
 
-def _as_list(values: Any, count: int) -> list[Any] | None:
-    """The `count` values; None if there are not so many, or they have no number or no order: an iterator may
-    have no end.
-    """
-    if isinstance(values, str | bytes | Mapping | Set) or not isinstance(values, Sized):
+def _check_note(note: object, where: str) -> str | None:
+    if note is None:
         return None
+    if not isinstance(note, str):
+        raise UserFunctionError(f"{where} returned the note {shorten(note)}; a note is text")
+    _check_text(note, where, "note")
+    cut = f"{note[:NOTE_CHARS]} … (cut: the note had {len(note)} characters)"
+    return note if len(note) <= NOTE_CHARS else cut
+
+
+def _check_text(text: str, where: str, what: str) -> None:
     try:
-        found = list(itertools.islice(iter(values), count + 1)) if len(values) == count else []  # type: ignore[call-overload]
-    except RAISED:  # an array without axes, or something of the user's
-        return None
-    return found if len(found) == count else None
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserFunctionError(
+            f"{where} returned the {what} {shorten(text)} with half a surrogate pair at character"
+            f" {error.start}, which no file can hold; make it with text.encode('utf-8', 'replace').decode()"
+        ) from error

@@ -32,6 +32,7 @@ from rollouts.types import RewardResult, Sample
 CHILD = Path(__file__).with_name("code_child.py")
 FENCED = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 PYTHON = ("python", "python3", "py")
+LATE = "it took longer than"
 START_S = 60.0  # Python starts in much less; a machine so busy that it does not is no fault of the response
 
 
@@ -62,35 +63,16 @@ class Limits:
 DEFAULT_LIMITS = Limits()
 
 
-class Case(NamedTuple):
-    """One test: either a source that runs after the response in its interpreter, or a program's input and
-    output.
-    """
-
-    source: str | None
-    stdin: str
-    stdout: str
-
-
-class Outcome(NamedTuple):
-    """What became of one test. A note where it did not pass."""
-
-    passed: bool
-    compiled: bool
-    timed_out: bool
-    note: str
+Test = str | Mapping[str, str]  # a source that runs after the response, or a program's "input" and "output"
 
 
 class ChildEnd(NamedTuple):
-    """What a child left: `status` is its exit status; None if it broke a limit, which `note` names."""
+    """What a child left."""
 
-    reports: tuple[Mapping[str, Any], ...]
+    reports: Mapping[str, Mapping[str, Any]]  # by status; "" is the first, which names its isolation
     stdout: bytes
-    status: int | None
+    status: int | None  # exit status; None: it broke a limit, which `note` names
     note: str
-
-    def report(self, status: str) -> Mapping[str, Any] | None:
-        return next((report for report in self.reports if report.get("status") == status), None)
 
 
 def code_passes_tests(sample: Sample) -> RewardResult:
@@ -135,37 +117,33 @@ def make_code_reward(
         )
 
     def code_reward(sample: Sample) -> RewardResult:
-        cases = _read_cases(sample, key)
-        entry_point = sample.metadata.get("entry_point")
-        if entry_point is not None and not (isinstance(entry_point, str) and entry_point.isidentifier()):
-            where = f"sample {sample.id}: metadata['entry_point']"
-            raise DataError(f"{where} is {entry_point!r}; it must be the name of a function")
-        isolation = describe_isolation(namespaces=namespaces)
+        tests = _read_tests(sample, key)
+        isolation = asdict(describe_isolation(namespaces=namespaces))
         request = {
             "code": extract_code(sample.response),
-            "entry_point": entry_point,
+            "entry_point": _read_entry_point(sample),
             "import_paths": [str(path) for path in import_paths],
-            "expected": asdict(isolation),
+            "expected": isolation,
         }
-        outcomes: list[Outcome] = []
-        for case in cases:
-            end = _run_child(request, case, limits, namespaces=namespaces, where=f"sample {sample.id}: ")
-            outcomes.append(_judge(end, case))
-            if outcomes[-1].timed_out or not outcomes[-1].compiled:
+        notes: list[str] = []  # why each test failed, "" where it passed
+        compiled = True
+        for test in tests:
+            end = _run_child(request, test, limits, namespaces=namespaces, where=f"sample {sample.id}: ")
+            notes.append(_judge(end, test))
+            compiled &= "compiled" in end.reports
+            if not compiled or end.note.startswith(LATE):
                 break
-        passed = sum(outcome.passed for outcome in outcomes)
-        reward = passed / len(cases) if partial else float(passed == len(cases))
-        parts = {"passed": passed / len(cases), "compiled": float(outcomes[0].compiled)}
-        return RewardResult(reward, parts, _note(outcomes, len(cases), isolation))
+        passed = notes.count("")
+        failed = next((f"; test {at}: {note}" for at, note in enumerate(notes) if note), "")
+        there = ", ".join(name for name, is_there in isolation.items() if is_there) or "nothing"
+        reward = passed / len(tests) if partial else float(passed == len(tests))
+        return RewardResult(
+            reward,
+            {"passed": passed / len(tests), "compiled": float(compiled)},
+            f"{passed} of {len(tests)} tests passed{failed}; isolated: {there}",
+        )
 
     return code_reward
-
-
-def _note(outcomes: Sequence[Outcome], num_cases: int, isolation: Isolation) -> str:
-    failed = next((f"; test {at}: {case.note}" for at, case in enumerate(outcomes) if not case.passed), "")
-    there = ", ".join(name for name, is_there in asdict(isolation).items() if is_there) or "nothing"
-    passed = sum(outcome.passed for outcome in outcomes)
-    return f"{passed} of {num_cases} tests passed{failed}; isolated: {there}"
 
 
 @cache
@@ -174,8 +152,8 @@ def describe_isolation(*, namespaces: bool = True) -> Isolation:
     child does not start.
     """
     request = {"code": None, "import_paths": [], "expected": None}
-    end = _run_child(request, Case("", "", ""), DEFAULT_LIMITS, namespaces=namespaces)
-    return Isolation(**end.reports[0]["isolation"])
+    end = _run_child(request, "", DEFAULT_LIMITS, namespaces=namespaces)
+    return Isolation(**end.reports[""]["isolation"])
 
 
 def extract_code(response: str) -> str:
@@ -190,63 +168,57 @@ def extract_code(response: str) -> str:
     return (python or bare or [response])[-1]
 
 
-def _judge(end: ChildEnd, case: Case) -> Outcome:
-    """What became of a test whose child has ended."""
-    compiled = end.report("compiled") is not None
+def _judge(end: ChildEnd, test: Test) -> str:
+    """Why a test failed whose child has ended; "" if it passed."""
+    is_source = isinstance(test, str)
+    failed = [end.reports[kind] for kind in ("syntax", "raised", "exited") if kind in end.reports]
     if end.status is None:
-        return Outcome(False, compiled, end.note.startswith("it took"), end.note)
-    failed = (
-        end.report("syntax")
-        or end.report("raised")
-        or (end.report("exited") if case.source is not None else None)
-    )
-    if failed is not None:
-        return Outcome(False, compiled, False, str(failed.get("what")))
-    if case.source is not None:
-        done = end.report("done")
-        passed = end.status == 0 and done is not None
-        note = f"it ended with status {end.status} before the test had"
-    elif end.status != 0:
-        passed, note = False, f"it ended with status {end.status}"
-    else:
-        printed = end.stdout.decode(errors="replace")
-        passed, note = _lines(printed) == _lines(case.stdout), f"it printed {printed[:100]!r}"
-    return Outcome(passed, compiled, False, "" if passed else note)
+        return end.note
+    if failed and (is_source or "exited" not in end.reports):
+        return str(failed[0].get("what"))
+    if isinstance(test, str):
+        passed = end.status == 0 and "done" in end.reports
+        return "" if passed else f"{end.note} before the test had"
+    if end.status != 0:
+        return end.note
+    printed = end.stdout.decode(errors="replace")
+    return "" if _lines(printed) == _lines(test["output"]) else f"it printed {printed[:100]!r}"
 
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def _read_cases(sample: Sample, key: str) -> list[Case]:
-    tests = read_answer(sample, key)
+def _read_tests(sample: Sample, key: str) -> list[Test]:
+    given = read_answer(sample, key)
     where = f"sample {sample.id}: metadata[{key!r}]"
-    listed = list(tests) if isinstance(tests, list | tuple) else [tests]
-    if not listed:
+    tests: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    if not tests:
         raise DataError(f"{where} is empty; a program without tests passes nothing")
-    return [
-        _read_case(test, f"{where}[{index}]" if isinstance(tests, list | tuple) else where)
-        for index, test in enumerate(listed)
-    ]
-
-
-def _read_case(test: object, where: str) -> Case:
-    if (
-        isinstance(test, Mapping)
-        and isinstance(test.get("input"), str)
-        and isinstance(test.get("output"), str)
-    ):
-        return Case(None, test["input"], test["output"])
-    if not isinstance(test, str) or not test.strip():
-        raise DataError(
-            f"{where} is {str(test)[:80]!r}; a test is Python source, or a table with the texts 'input' and"
-            " 'output'"
+    for index, test in enumerate(tests):
+        place = f"{where}[{index}]" if isinstance(given, list | tuple) else where
+        is_program = isinstance(test, Mapping) and all(
+            isinstance(test.get(name), str) for name in ("input", "output")
         )
-    try:
-        ast.parse(test)
-    except (SyntaxError, ValueError) as error:
-        raise DataError(f"{where} is not Python: {error}") from error
-    return Case(test, "", "")
+        if not is_program and not (isinstance(test, str) and test.strip()):
+            raise DataError(
+                f"{place} is {str(test)[:80]!r}; a test is Python source, or a table with the texts 'input'"
+                " and 'output'"
+            )
+        try:
+            ast.parse(test if isinstance(test, str) else "")
+        except (SyntaxError, ValueError) as error:
+            raise DataError(f"{place} is not Python: {error}") from error
+    return tests
+
+
+def _read_entry_point(sample: Sample) -> str | None:
+    name = sample.metadata.get("entry_point")
+    if name is None or (isinstance(name, str) and name.isidentifier()):
+        return name
+    raise DataError(
+        f"sample {sample.id}: metadata['entry_point'] is {name!r}; it must be the name of a function"
+    )
 
 
 def _check_options(limits: Limits, require: Sequence[str], import_paths: Sequence[str]) -> None:
@@ -264,14 +236,15 @@ def _check_options(limits: Limits, require: Sequence[str], import_paths: Sequenc
 
 
 def _run_child(
-    request: Mapping[str, Any], case: Case, limits: Limits, *, namespaces: bool, where: str = ""
+    request: Mapping[str, Any], test: Test, limits: Limits, *, namespaces: bool, where: str = ""
 ) -> ChildEnd:
     """What a child made of one test. Raises UserFunctionError if it did not start."""
+    is_source = isinstance(test, str)
     nonce = secrets.token_hex(16)
     message = {
         **request,
         **{name: math.ceil(value) for name, value in asdict(limits).items()},
-        "test": case.source,
+        "test": test if is_source else None,
         "nonce": nonce,
         "worker": os.getpid(),
         "namespaces": namespaces,
@@ -280,30 +253,30 @@ def _run_child(
     with nullcontext("/") if has_own_root else tempfile.TemporaryDirectory(prefix="rollouts-code-") as path:
         if os.geteuid() == 0 and not has_own_root:
             Path(path).chmod(0o777)  # the code will run as another user
-        status, reports, stdout = run_program(
+        status, lines, stdout = run_program(
             [sys.executable, "-I", "-S", "-X", "utf8", str(CHILD)],
             request=json.dumps(message).encode(),
-            stdin=case.stdin.encode(errors="surrogatepass"),
+            stdin=b"" if isinstance(test, str) else test["input"].encode(errors="surrogatepass"),
             cwd=path,
             start_s=START_S,
             timeout_s=limits.timeout_s,
-            output_bytes=math.ceil(limits.output_bytes) if case.source is None else 0,
+            output_bytes=0 if is_source else math.ceil(limits.output_bytes),
         )
     note = f"it ended with status {status}"
     if status is None:
-        note = f"it took longer than {limits.timeout_s:g} s" if reports else "it does not report anything"
+        note = f"{LATE} {limits.timeout_s:g} s" if lines else "it does not report anything"
     elif len(stdout) > limits.output_bytes:
         status, note = None, f"it wrote more than {limits.output_bytes} bytes of output"
-    parsed: list[Mapping[str, Any]] = []
-    for line in reports.splitlines():
-        with suppress(ValueError, RecursionError):  # the code can write here too
+    reports: dict[str, Mapping[str, Any]] = {}
+    for line in lines.splitlines():
+        with suppress(ValueError, RecursionError, AttributeError):  # the code can write here too
             report = json.loads(line)
-            if isinstance(report, dict) and (report.get("status") != "done" or report.get("nonce") == nonce):
-                parsed.append(report)
-    first = parsed[0] if parsed else {}
+            if report.get("status") != "done" or report.get("nonce") == nonce:
+                reports.setdefault(str(report.get("status", "")), report)
+    first = reports.get("", {})
     if not isinstance(first.get("isolation"), Mapping):
         raise UserFunctionError(
             f"{where}the child process that runs the code ({sys.executable} {CHILD.name}) did not start:"
             f" {first.get('error') or note}"
         )
-    return ChildEnd(tuple(parsed), stdout, status, note)
+    return ChildEnd(reports, stdout, status, note)

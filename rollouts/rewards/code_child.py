@@ -20,11 +20,12 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
-    0x00020000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
-)  # fmt: skip
+ISOLATIONS = ("network", "filesystem", "processes", "memory", "user", "privileges")
+CLONE_NEWUSER = 0x10000000
+CLONE_REST = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # mounts, UTS, IPC, pids, network
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 1, 2
@@ -37,8 +38,9 @@ FIRST_OWN_UID = 1_000_000_000  # real root gives each child a user of its own: t
 # where the new root is put together: a directory that every host has and that nothing is taken from
 NEW_ROOT = "/proc"
 WORK = "/work"
-SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def main(request_fd: int, result_fd: int) -> None:
@@ -49,25 +51,22 @@ def main(request_fd: int, result_fd: int) -> None:
         return  # it died before this process asked to die with it
     # In case that the worker hangs; the inner processes do not inherit it.
     signal.alarm(request["timeout_s"] + 90)
-    is_root = os.geteuid() == 0
-    own_uid = FIRST_OWN_UID + os.getpid()  # here, for in a namespace of processes the numbers start anew
-    got: dict[str, bool] = {  # noqa: C420
-        name: False for name in ("network", "filesystem", "processes", "memory", "user", "privileges")
-    }
-    if request["namespaces"] and enter_namespaces(is_root):
+    # here, for in a namespace of processes the numbers start anew
+    own_uid = FIRST_OWN_UID + os.getpid() if os.geteuid() == 0 else None
+    got: dict[str, bool] = dict.fromkeys(ISOLATIONS, False)
+    if request["namespaces"] and enter_namespaces(is_root=own_uid is not None):
         got["network"] = got["processes"] = True
         die_with_parent()  # new credentials can take it away
         wait_for(os.fork())  # the child goes on as init
         die_with_parent()
-        prctl(PR_SET_DUMPABLE, 0)
-        got["filesystem"] = enter_own_root(request)
+        call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
+        got["filesystem"] = succeeds(enter_own_root, request)
         wait_for(os.fork())  # the child goes on as the one that runs the code
-    give_up_privileges(request, got, own_uid if is_root else None)
+    give_up_privileges(request, got, own_uid)
     die_with_parent()  # and a change of user does
-    if request["expected"] is not None and got != request["expected"]:
-        report(
-            result_fd, {"error": f"this process is isolated by {got}, the first one by {request['expected']}"}
-        )
+    if request["expected"] not in (None, got):
+        problem = f"this process is isolated by {got}, the first one by {request['expected']}"
+        report(result_fd, {"error": problem})
         os._exit(1)
     report(result_fd, {"isolation": got})
     if request["code"] is not None:
@@ -76,9 +75,7 @@ def main(request_fd: int, result_fd: int) -> None:
 
 def wait_for(child: int) -> None:
     """Returns in the child; in the parent it ends the process with the child's status."""
-    if child == 0:
-        return
-    while True:  # init is given orphans too
+    while child:  # init is given orphans too
         process, status = os.wait()
         if process == child:
             code = os.waitstatus_to_exitcode(status)
@@ -88,15 +85,14 @@ def wait_for(child: int) -> None:
 # --- namespaces ---------------------------------------------------------------------------------------------
 
 
-def enter_namespaces(is_root: bool) -> bool:
+def enter_namespaces(*, is_root: bool) -> bool:
     """Whether the children of this process have a network, process ids, mounts and IPC of their own. Root of
     a container without the right to do so tries a user namespace, as any other user does.
     """
-    wanted = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
-    if is_root and libc().unshare(wanted) == 0:
+    if is_root and succeeds(call, "unshare", CLONE_REST):
         return True
     uid, gid = os.geteuid(), os.getegid()
-    if libc().unshare(wanted | CLONE_NEWUSER) != 0:
+    if not succeeds(call, "unshare", CLONE_REST | CLONE_NEWUSER):
         return False
     # Without these maps the process is nobody, with all the rights that count here; a host that forbids them
     # forbids the mounts too.
@@ -107,37 +103,26 @@ def enter_namespaces(is_root: bool) -> bool:
     return True
 
 
-def enter_own_root(request: dict[str, Any]) -> bool:
-    """Whether the file system is now a small one in memory: libraries to read, an empty working directory to
-    write, nothing else.
+def enter_own_root(request: dict[str, Any]) -> None:
+    """Makes the file system a small one in memory: libraries to read, an empty working directory to write,
+    nothing else. Raises OSError.
     """
-    try:
-        mount("none", "/", None, MS_REC | MS_PRIVATE)
-        mount("tmpfs", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
-        for path in [*SYSTEM_LIBRARIES, *python_libraries(), *request["import_paths"], *DEVICES]:
-            bind(path)
-        os.mkdir(NEW_ROOT + WORK)
-        if not os.path.lexists(NEW_ROOT + "/tmp"):
-            os.symlink(WORK, NEW_ROOT + "/tmp")
-        set_read_only(NEW_ROOT)
-        mount(
-            "tmpfs",
-            NEW_ROOT + WORK,
-            "tmpfs",
-            MS_NOSUID | MS_NODEV,
-            f"mode=777,size={request['disk_bytes']},nr_inodes=4096",
-        )
-        os.chdir(NEW_ROOT)
-        check(libc().pivot_root(b".", b"."), "pivot_root")
-        check(libc().umount2(b".", MNT_DETACH), "umount2")
-        os.chdir(WORK)
-    except OSError:
-        return False
-    return True
-
-
-def python_libraries() -> list[str]:
-    return [path for path in sys.path if os.path.isdir(path)]
+    call("mount", "none", "/", None, MS_REC | MS_PRIVATE, None)
+    call("mount", "tmpfs", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
+    for path in [*LIBRARIES, *filter(os.path.isdir, sys.path), *request["import_paths"], *DEVICES]:
+        bind(path)
+    os.mkdir(NEW_ROOT + WORK)
+    if not os.path.lexists(NEW_ROOT + "/tmp"):
+        os.symlink(WORK, NEW_ROOT + "/tmp")
+    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
+    size = ctypes.sizeof(attributes)
+    call("syscall", SYS_MOUNT_SETATTR, AT_FDCWD, NEW_ROOT, AT_RECURSIVE, ctypes.byref(attributes), size)
+    options = f"mode=777,size={request['disk_bytes']},nr_inodes=4096"
+    call("mount", "tmpfs", NEW_ROOT + WORK, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    os.chdir(NEW_ROOT)
+    call("pivot_root", ".", ".")
+    call("umount2", ".", MNT_DETACH)
+    os.chdir(WORK)
 
 
 def bind(path: str) -> None:
@@ -145,8 +130,7 @@ def bind(path: str) -> None:
     target = NEW_ROOT + path
     if not os.path.exists(path) or os.path.lexists(target):
         return
-    parent = os.path.dirname(target)
-    os.makedirs(parent, exist_ok=True)
+    os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.islink(path) and os.path.isdir(path):
         os.symlink(os.readlink(path), target)  # /lib -> usr/lib, which is bound itself
         return
@@ -154,28 +138,7 @@ def bind(path: str) -> None:
         os.mkdir(target)
     else:
         write_text(target, "")
-    mount(path, target, None, MS_BIND | MS_REC)
-
-
-def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    encoded = [None if text is None else text.encode() for text in (source, target, kind)]
-    check(
-        libc().mount(*encoded, ctypes.c_ulong(flags), None if options is None else options.encode()),
-        f"mount {target}",
-    )
-
-
-def set_read_only(path: str) -> None:
-    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
-    done = libc().syscall(
-        SYS_MOUNT_SETATTR,
-        AT_FDCWD,
-        path.encode(),
-        AT_RECURSIVE,
-        ctypes.byref(attributes),
-        ctypes.sizeof(attributes),
-    )
-    check(done, f"mount_setattr {path}")
+    call("mount", path, target, None, MS_BIND | MS_REC, None)
 
 
 # --- privileges and limits ----------------------------------------------------------------------------------
@@ -187,44 +150,32 @@ def give_up_privileges(request: dict[str, Any], got: dict[str, bool], own_uid: i
     limit(resource.RLIMIT_CPU, request["timeout_s"] + 1)
     limit(resource.RLIMIT_FSIZE, max(request["disk_bytes"], request["output_bytes"] + 1))  # stdout is a file
     limit(resource.RLIMIT_NOFILE, 64)
-    changed_user = own_uid is not None and change_user(own_uid)
+    # a container may know no large numbers
+    changed_user = own_uid is not None and (succeeds(set_user, own_uid) or succeeds(set_user, NOBODY))
     got["user"] = changed_user or got["filesystem"]
     got["memory"] = limit(resource.RLIMIT_AS, request["memory_bytes"])
     # Outside a namespace of processes none may be started, for it could outlive this one.
     limited = limit(resource.RLIMIT_NPROC, request["max_processes"] if got["processes"] else 0)
-    got["processes"] = got["processes"] or (limited and changed_user)
-    got["privileges"] = prctl(PR_SET_NO_NEW_PRIVS, 1) and drop_capabilities()
+    got["processes"] |= limited and changed_user
+    header, none = (ctypes.c_uint32 * 2)(LINUX_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+    got["privileges"] = succeeds(call, "prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) and succeeds(
+        call, "capset", ctypes.byref(header), ctypes.byref(none)
+    )
 
 
 def limit(which: int, value: int) -> bool:
-    try:
-        resource.setrlimit(which, (value, value))
-    except (OSError, ValueError):
-        return False
-    return True
+    return succeeds(resource.setrlimit, which, (value, value))
 
 
-def change_user(own_uid: int) -> bool:
-    """Whether this process, root's until now, is a user's that owns nothing."""
-    for uid in (own_uid, NOBODY):  # a container may know no large numbers
-        try:
-            os.setgroups([])
-            os.setresgid(NOBODY, NOBODY, NOBODY)
-            os.setresuid(uid, uid, uid)
-        except OSError:
-            continue
-        return True
-    return False
-
-
-def drop_capabilities() -> bool:
-    header = (ctypes.c_uint32 * 2)(LINUX_CAPABILITY_VERSION_3, 0)
-    none = (ctypes.c_uint32 * 6)()
-    return libc().capset(ctypes.byref(header), ctypes.byref(none)) == 0
+def set_user(uid: int) -> None:
+    """This process, root's until now, becomes a user's that owns nothing. Raises OSError."""
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(uid, uid, uid)
 
 
 def die_with_parent() -> None:
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 # --- the code -----------------------------------------------------------------------------------------------
@@ -288,23 +239,26 @@ def report(result_fd: int, result: dict[str, Any]) -> None:
     os.write(result_fd, json.dumps(result).encode() + b"\n")
 
 
-# --- libc ---------------------------------------------------------------------------------------------------
+# --- the system ---------------------------------------------------------------------------------------------
 
 
-def libc() -> Any:
-    return ctypes.CDLL(None, use_errno=True)
+def call(name: str, *arguments: Any) -> None:
+    """Calls a function of the C library. Raises OSError unless it returns 0."""
+    given = [
+        ctypes.c_ulong(word) if isinstance(word, int) else word.encode() if isinstance(word, str) else word
+        for word in arguments
+    ]
+    if getattr(LIBC, name)(*given) != 0:
+        raise OSError(ctypes.get_errno(), name)
 
 
-def prctl(option: int, value: int) -> bool:
-    return (
-        libc().prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
-        == 0
-    )
-
-
-def check(status: int, what: str) -> None:
-    if status != 0:
-        raise OSError(ctypes.get_errno(), what)
+def succeeds(action: Callable[..., object], *arguments: Any) -> bool:
+    """Whether the system allowed it."""
+    try:
+        action(*arguments)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def write_text(path: str, text: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,30 +24,35 @@ def combine_rewards(
 
     Parts: each component's reward under its name, before weighing, and its own parts as name.part. Notes are
     joined as `name: note`. A component that raises makes the whole raise. Raises ConfigError for no
-    components, a name twice, a name that is empty or has a dot, a component that is async, and weights that
-    do not name every component once.
+    components, a name twice, a name that is empty or has a dot, a component that is no function or async, and
+    weights that do not name every component once.
     """
     pairs = list(rewards.items()) if isinstance(rewards, Mapping) else list(rewards)
     names = [name for name, _ in pairs]
-    _check_components(pairs)
+    if not pairs or len(set(names)) < len(names):
+        raise ConfigError(f"combine_rewards has the components {names}; name at least one, and each once")
+    for name, reward in pairs:
+        if not isinstance(name, str) or not name or "." in name or not callable(reward) or is_async(reward):
+            raise ConfigError(
+                f"combine_rewards: component {name!r} is {reward!r}; a name is text without a dot, a"
+                " component a function that is not async (await those in an async reward of your own)"
+            )
     factors = dict.fromkeys(names, 1.0) if weights is None else dict(weights)
     check_weights(factors)
-    _check_same_names(factors, present=names, needed=names, what="combine_rewards has the components")
+    _check_names(factors, names, needed=names, what="combine_rewards has the components")
 
     def combined_reward(sample: Sample) -> RewardResult:
         parts: dict[str, float] = {}
         notes: list[str] = []
         for name, reward in pairs:
-            result = check_reward(
-                reward(sample),
-                f"reward function {function_name(reward)} (component {name!r}) on sample {sample.id}",
-            )
-            parts[name] = result.reward
-            parts.update({f"{name}.{part}": value for part, value in result.parts.items()})
+            where = f"reward function {function_name(reward)} (component {name!r}) on sample {sample.id}"
+            result = check_reward(reward(sample), where)
+            parts |= {name: result.reward} | {
+                f"{name}.{part}": number for part, number in result.parts.items()
+            }
             notes += [f"{name}: {result.note}"] if result.note is not None else []
-        return RewardResult(
-            math.fsum(factors[name] * parts[name] for name in names), parts, "; ".join(notes) or None
-        )
+        total = math.fsum(factors[name] * parts[name] for name in names)
+        return RewardResult(total, parts, "; ".join(notes) or None)
 
     return combined_reward
 
@@ -61,76 +66,24 @@ def apply_weights(result: RewardResult, weights: Mapping[str, float]) -> RewardR
     """
     check_weights(weights)
     needed = [name for name in result.parts if not _is_detail(name, result.parts)]
-    _check_same_names(weights, present=result.parts, needed=needed, what="the reward has the parts")
-    return replace(
-        result,
-        reward=add_up(
-            (weight * result.parts[name] for name, weight in weights.items()),
-            "the weights and the reward function",
-        ),
-    )
+    _check_names(weights, result.parts, needed=needed, what="the reward has the parts")
+    products = (weight * result.parts[name] for name, weight in weights.items())
+    return replace(result, reward=add_up(products, "the weights and the reward function"))
 
 
-def apply_combine(result: RewardResult, combine: CombineFn, *, of: str = "") -> RewardResult:
-    """The result with the reward combine(parts); parts and note stay as they are. `of` says in errors whose
-    parts they are.
+def apply_combine(result: RewardResult, combine: CombineFn) -> RewardResult:
+    """The result with the reward combine(parts); parts and note stay as they are.
 
     Raises UserFunctionError if the function raises or its answer is not a finite number.
     """
-    where = describe_combine(combine, result, of=of)
+    where = f"combine function {function_name(combine)} on the parts {', '.join(result.parts) or '(none)'}"
     try:
         answer = combine(dict(result.parts))
     except RAISED as error:
         raise UserFunctionError(f"{where} raised {describe(error)}") from error
-    return check_combined(answer, result, where)
-
-
-def describe_combine(combine: CombineFn, result: RewardResult, *, of: str) -> str:
-    """What errors of a combine function begin with."""
-    return f"combine function {function_name(combine)} on the parts {', '.join(result.parts) or '(none)'}" + (
-        f" of {of}" if of else ""
-    )
-
-
-def check_combined(answer: object, result: RewardResult, where: str) -> RewardResult:
-    """The result with a combine function's answer as its reward. Raises UserFunctionError unless that is a
-    finite number.
-    """
     if isinstance(answer, Mapping | RewardResult):
         raise UserFunctionError(f"{where} returned a {type(answer).__name__}; it must be a finite number")
     return replace(result, reward=check_reward(answer, where).reward)
-
-
-def _is_detail(name: str, parts: Mapping[str, float]) -> bool:
-    above = name.rpartition(".")[0]
-    return bool(above) and (above in parts or _is_detail(above, parts))
-
-
-def _check_components(pairs: Sequence[tuple[str, SyncReward]]) -> None:
-    if not pairs:
-        raise ConfigError("combine_rewards has no components; name at least one reward function")
-    names = [name for name, _ in pairs]
-    for name, reward in pairs:
-        if not isinstance(name, str) or not name or "." in name:
-            raise ConfigError(
-                f"combine_rewards has a component named {name!r}; a name is text without a dot (dots lead to"
-                " a component's parts)"
-            )
-        if names.count(name) > 1:
-            raise ConfigError(
-                f"combine_rewards has {names.count(name)} components named {name!r}; each needs a name of"
-                " its own"
-            )
-        if not callable(reward):
-            raise ConfigError(
-                f"combine_rewards: component {name!r} is a {type(reward).__name__}; it must be a reward"
-                " function"
-            )
-        if is_async(reward):
-            raise ConfigError(
-                f"combine_rewards: component {name!r} ({function_name(reward)}) is async; await it in an"
-                " async reward of your own"
-            )
 
 
 def check_weights(weights: Mapping[str, float]) -> None:
@@ -140,12 +93,13 @@ def check_weights(weights: Mapping[str, float]) -> None:
             raise ConfigError(f"weights: {name!r} is {weight!r}; a weight is a finite number")
 
 
-def _check_same_names(
-    weights: Mapping[str, float],
-    *,
-    present: Mapping[str, float] | Sequence[str],
-    needed: Sequence[str],
-    what: str,
+def _is_detail(name: str, parts: Mapping[str, float]) -> bool:
+    above = name.rpartition(".")[0]
+    return bool(above) and (above in parts or _is_detail(above, parts))
+
+
+def _check_names(
+    weights: Mapping[str, float], present: Collection[str], *, needed: Sequence[str], what: str
 ) -> None:
     known = f"{what} {', '.join(present) or '(none)'}"
     for name in weights:

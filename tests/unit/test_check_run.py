@@ -11,8 +11,7 @@ import pytest
 from rollouts.checkpoints.manifest import compute_manifest, write_manifest
 from rollouts.cli import main
 from rollouts.config.tables import EngineConfig
-from rollouts.preflight.servers import check_servers
-from rollouts.preflight.written_run import check_written_run, find_damage
+from rollouts.preflight.checks import check_servers, check_written_run, find_damage
 from rollouts.run_dir import RunDir
 
 

@@ -1,24 +1,22 @@
-"""What `init` writes runs as it is, and is a config of every setting."""
+"""What `init` writes runs as it is."""
 
 from __future__ import annotations
 
 import itertools
-import re
 from pathlib import Path
 
 import pytest
 import trio
 
 from rollouts.cli import main
-from rollouts.config.explain import config_keys
 from rollouts.config.load import load_config
 from rollouts.config.plugins import load_function
 from rollouts.data.datasets import load_rows
 from rollouts.errors import ConfigError, RunDirError
-from rollouts.preflight.checks import check_functions, collect_rows
-from rollouts.preflight.findings import Finding
+from rollouts.preflight.findings import Findings
+from rollouts.preflight.functions import load_functions, make_trial_samples
 from rollouts.preflight.init import TASKS, write_task
-from rollouts.preflight.trial import make_trial_samples
+from rollouts.preflight.rows import load_all_rows
 from rollouts.rewards.call import call_filter, call_reward
 from rollouts.rewards.check import apply_reward
 from rollouts.types import SampleGroup
@@ -29,11 +27,11 @@ def test_what_init_writes_has_rows_and_functions_without_an_error(tmp_path: Path
     path, source = write_task(tmp_path / "new", task)
     assert (path, source) == (tmp_path / "new" / "config.toml", tmp_path / "new" / "task.py")
     config = load_config(path)
-    findings: list[Finding] = []
-    rows = collect_rows(config, ("sft", "rl"), findings)
-    findings += check_functions(config, ("sft", "rl"), base_dir=tmp_path)
+    findings: Findings = []
+    rows = load_all_rows(config, ("sft", "rl"), findings)
+    load_functions(config, ("sft", "rl"), base_dir=tmp_path, findings=findings)
     assert [finding for finding in findings if finding.level != "ok"] == []
-    assert all(len(rows[stage]) > 15 for stage in ("sft", "rl", "eval"))
+    assert all(len(rows.list_rows(stage)) > 15 for stage in ("sft", "rl", "eval"))
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -44,8 +42,7 @@ async def test_the_reward_of_a_task_tells_right_from_wrong(tmp_path: Path, task:
     keep = load_function(config.rl.rollout.filters[0], role="filter", base_dir=tmp_path)
     assert config.eval is not None
     is_right = load_function(config.eval.reward, role="reward", base_dir=tmp_path)
-    row = load_rows(config.rl.data[0], name="rl.data")[0]
-    right, wrong = make_trial_samples(row)
+    right, wrong = make_trial_samples(load_rows(config.rl.data[0], name="rl.data"))
     results = [await call_reward(reward, sample) for sample in (right, wrong)]
     assert results[0].reward == 1.0
     assert results[1].reward < 0.5
@@ -54,27 +51,6 @@ async def test_the_reward_of_a_task_tells_right_from_wrong(tmp_path: Path, task:
     assert (await call_filter(keep, SampleGroup(0, "row-0", both))).keep
     assert not (await call_filter(keep, SampleGroup(0, "row-0", both[:1] * 2))).keep
     await trio.lowlevel.checkpoint()
-
-
-def test_every_setting_is_in_the_config_and_holds_when_it_is_commented_in(tmp_path: Path):
-    path, _ = write_task(tmp_path, "counting")
-    text = path.read_text(encoding="utf-8")
-    before = load_config(path)
-    elsewhere = (
-        "rl.critic",
-        "rl.changes",
-        "preference",
-        "reward_model",
-    )  # which would be more than this run is
-    assert f"for this run has none of them: {', '.join(f'[{table}]' for table in elsewhere)};" in text
-    said = {
-        key.name for key in config_keys().values() if not key.is_table and not key.key.startswith(elsewhere)
-    }
-    assert [name for name in said if not re.search(rf"^(# )?{name}( =|:) ", text, re.MULTILINE)] == []
-    defaults = re.sub(r"^# ([a-z_0-9]+ = )", r"\1", text, flags=re.MULTILINE)
-    assert len(defaults.splitlines()) == len(text.splitlines())
-    path.write_text(defaults, encoding="utf-8")
-    assert load_config(path) == before
 
 
 def test_nothing_is_overwritten(tmp_path: Path):

@@ -33,11 +33,8 @@ from rollouts.data.rows import RowProblem, SourceRows
 from rollouts.data.sft import prepare_sft_rows
 from rollouts.errors import ConfigError, DataError
 from rollouts.preflight.checks import look_at_run
-from rollouts.preflight.preferences import (
-    PreparedLabels,
-    prepare_preferences,
-)
-from rollouts.preflight.rows import load_all_rows
+from rollouts.preflight.rows import PreparedLabels, load_all_rows, prepare_preferences
+from rollouts.run_dir import RunDir
 from tests.unit.chat_tokenizers import byte_tokenizer, family_tokenizer
 
 ASK, GOOD, BAD = (
@@ -315,27 +312,22 @@ def run_config(**section):
 
 def test_a_stage_prepares_what_its_loss_trains_on():
     rows = make_mixture([split_pair(row) for row in numbered(3)])
-    prepared = prepare_preferences(
-        run_config(held_out=1), "preference", rows, byte_tokenizer(), context_length=99
-    )
+    prepared = prepare_preferences(run_config(held_out=1), "preference", rows, byte_tokenizer())
     assert (len(prepared.training.samples), len(prepared.held_out)) == (2, 1)
     labelled = make_mixture(
         [split_labelled({"prompt": text, "completion": "a", "label": True}) for text in "xyz"]
     )
-    kto = prepare_preferences(
-        run_config(loss="kto"), "preference", labelled, byte_tokenizer(), context_length=None
-    )
+    kto = prepare_preferences(run_config(loss="kto"), "preference", labelled, byte_tokenizer())
     assert isinstance(kto, PreparedLabels) and isinstance(kto.training.samples[0], LabelledSample)
-    with pytest.raises(
-        ConfigError,
-        match=r"preference\.max_length: a row has 23 tokens, more than the context of 22; lower it",
-    ):
-        prepare_preferences(run_config(), "preference", rows, byte_tokenizer(), context_length=22)
     with pytest.raises(ConfigError, match=r"no \[reward_model\] table"):
-        prepare_preferences(run_config(), "reward_model", rows, byte_tokenizer(), context_length=22)
+        prepare_preferences(run_config(), "reward_model", rows, byte_tokenizer())
 
 
-def test_a_dry_run_and_a_run_read_the_rows_of_every_preference_stage(tmp_path):
+def test_a_dry_run_and_a_run_read_the_rows_of_every_preference_stage(tmp_path, monkeypatch):
+    monkeypatch.setattr("rollouts.models.load.resolve_model", lambda name, **_: Path(name))
+    monkeypatch.setattr(
+        "rollouts.models.load.load_tokenizer", lambda path, *, chat_template: byte_tokenizer()
+    )
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 40}', encoding="utf-8")
     for name, rows in {
@@ -370,10 +362,9 @@ def test_a_dry_run_and_a_run_read_the_rows_of_every_preference_stage(tmp_path):
         "preference": 2,
         "reward_model": 2,
     }
-    assert dict(loaded.left_out) == {"preference": 1, "reward_model": 1}
-    findings = look_at_run(
-        config, stages, find_model=Path, open_tokenizer=lambda path: byte_tokenizer(), base_dir=tmp_path
-    ).findings
+    assert len(loaded.notes) == 2
+    run_dir = RunDir(tmp_path / "run")
+    findings = look_at_run(config, stages, run_dir, base_dir=tmp_path, local_ranks=1).findings
     said = [f"{finding.subject}: {finding.message}" for finding in findings]
     assert [text for text in said if "looked at" in text or "desirable" in text] == [
         (
@@ -391,13 +382,7 @@ def test_a_dry_run_and_a_run_read_the_rows_of_every_preference_stage(tmp_path):
     )
     assert {finding.level for finding in findings if finding.subject.startswith(stages)} == {"ok"}
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b"}\n', encoding="utf-8")
-    findings = look_at_run(
-        config,
-        ("reward_model",),
-        find_model=Path,
-        open_tokenizer=lambda path: byte_tokenizer(),
-        base_dir=tmp_path,
-    ).findings
+    findings = look_at_run(config, ("reward_model",), run_dir, base_dir=tmp_path, local_ranks=1).findings
     assert any("no `rejected`" in finding.message for finding in findings if finding.level == "error")
     with pytest.raises(ConfigError, match=r"no \[sft\] table"):
         load_all_rows(config, ("sft",))

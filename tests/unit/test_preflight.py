@@ -15,7 +15,8 @@ from safetensors.numpy import save_file
 
 from rollouts.config.load import load_config
 from rollouts.errors import ConfigError, ModelError
-from rollouts.preflight.checks import look_at_run, read_context_length
+from rollouts.preflight import checks
+from rollouts.preflight.checks import CheckedRun, look_at_run
 from rollouts.preflight.estimate import (
     Lengths,
     ModelSize,
@@ -25,7 +26,8 @@ from rollouts.preflight.estimate import (
     read_model_size,
 )
 from rollouts.preflight.findings import Finding, print_findings
-from rollouts.preflight.trial import call_functions
+from rollouts.preflight.functions import call_functions
+from rollouts.run_dir import RunDir
 from tests.unit.chat_tokenizers import byte_tokenizer
 
 RL = """
@@ -36,6 +38,7 @@ data = { kind = "jsonl", path = "rl.jsonl" }
 reward = "r.py:score"
 max_new_tokens = 10
 """
+NO_REWARD = RL.replace('reward = "r.py:score"\n', "")
 SFT = """
 [sft]
 steps = 1
@@ -47,204 +50,228 @@ EVAL = """
 max_new_tokens = 10
 data = { kind = "jsonl", path = "eval.jsonl" }
 """
+PREFERENCE = '[preference]\nsteps = 1\nloss = "ipo"\ndata = { kind = "jsonl", path = "pairs.jsonl" }\n'
+FILTERS, CALLED = 'filters = ["r.py:keep"]\n', EVAL + 'reward = "r.py:score"\n'
 
 
 @pytest.fixture
-def house(tmp_path: Path):
+def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a config, its rows, a reward and a model directory of 40 positions."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 40}', encoding="utf-8")
-    (tmp_path / "r.py").write_text(
-        "def score(sample):\n    return 1.0\ndef keep(group):\n    return True\n", encoding="utf-8"
-    )
-    write_rows(tmp_path / "rl.jsonl", {"prompt": "a"}, {"prompt": "bcd"}, {"prompt": "held"})
+    (tmp_path / "r.py").write_text(SCORE, encoding="utf-8")
+    write_rows(tmp_path / "rl.jsonl", {"prompt": "a", "answer": "b"}, {"prompt": "bcd"}, {"prompt": "held"})
     write_rows(tmp_path / "sft.jsonl", {"prompt": "q", "answer": "ab"})
-    write_rows(tmp_path / "eval.jsonl", {"prompt": "held"}, {"prompt": " HELD "})
+    write_rows(tmp_path / "eval.jsonl", {"prompt": "held", "answer": "c"}, {"prompt": " HELD "})
+    write_rows(tmp_path / "pairs.jsonl", {"prompt": "q", "chosen": "ab", "rejected": "cd"})
+    monkeypatch.setattr("rollouts.models.load.resolve_model", lambda name, **_: Path(name))
+    monkeypatch.setattr(
+        "rollouts.models.load.load_tokenizer", lambda path, *, chat_template: byte_tokenizer()
+    )
+    monkeypatch.setattr(checks, "check_loss", lambda section: None)
     return tmp_path
+
+
+SCORE = """
+async def score(sample):
+    return float(sample.response == sample.metadata['answer'])
+async def keep(group):
+    return group.rewards.max() > 1
+def curriculum(step, statistics):
+    return {name: step / 2 for name in statistics}
+"""
 
 
 def write_rows(path: Path, *rows: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def look(house: Path, text: str, stages: tuple[str, ...] = ("rl",), tokenizer: Any = None) -> list[Finding]:
+def load(house: Path, text: str, *options: str) -> Any:
     (house / "run.toml").write_text(text, encoding="utf-8")
-    config = load_config(house / "run.toml", ["--model.name", str(house / "model")])
-    return look_at_run(
-        config,
-        stages,
-        find_model=find_model,
-        open_tokenizer=lambda path: tokenizer or byte_tokenizer(),
-        base_dir=house,
-    ).findings
+    return load_config(house / "run.toml", ["--model.name", str(house / "model"), *options])
 
 
-def find_model(name: str) -> Path:
-    if not Path(name).is_dir():
-        raise ModelError(f"no model {name}")
-    return Path(name)
+def look_at(house: Path, text: str, stages: tuple[str, ...] = ("rl",), *options: str) -> CheckedRun:
+    config = load(house, text, *options)
+    return look_at_run(config, stages, RunDir(house / "run"), base_dir=house, local_ranks=1)
 
 
-def errors(findings: list[Finding]) -> list[str]:
-    return [f"{finding.subject}: {finding.message}" for finding in findings if finding.level == "error"]
+def look(house: Path, text: str, stages: tuple[str, ...] = ("rl",), *options: str) -> list[str]:
+    """What is wrong."""
+    findings = look_at(house, text, stages, *options).findings
+    return [f"{finding.subject}: {finding.message}" for finding in findings if finding.level != "ok"]
 
 
 def test_a_good_run_has_findings_and_no_error(house):
-    findings = look(house, SFT + RL + 'filters = ["r.py:keep"]\n' + EVAL, ("sft", "rl"))
-    assert not errors(findings)
+    findings = look_at(house, SFT + RL + FILTERS + EVAL, ("sft", "rl")).findings
+    assert {finding.level for finding in findings} == {"ok"}
     # a prompt of n letters takes 8 + n tokens and the assistant's header 11
-    assert [(finding.level, finding.subject, finding.message) for finding in findings] == [
-        ("ok", "eval.data", "1 rows, 1 left out because they are asked twice"),
-        ("ok", "sft.data", "1 rows"),
-        ("ok", "rl.data", "2 rows, 1 left out because they are held out by eval.data"),
-        ("ok", "rl.rollout.reward", f"{house}/r.py:score"),
-        ("ok", "rl.rollout.filters", f"{house}/r.py:keep"),
-        ("ok", "model.name", f"{house}/model"),
-        (
-            "ok",
-            "rl.data",
-            "the first prompt reads '<|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\n'",
-        ),
-        (
-            "ok",
-            "rl.rollout.max_new_tokens",
-            "the longest prompt has 22 tokens, with max_new_tokens=10 that is 32 of 40",
-        ),
-        (
-            "ok",
-            "eval.data",
-            "the first prompt reads '<|im_start|>user\\nheld<|im_end|>\\n<|im_start|>assistant\\n'",
-        ),
-        (
-            "ok",
-            "eval.max_new_tokens",
-            "the longest prompt has 23 tokens, with max_new_tokens=10 that is 33 of 40",
-        ),
-        (
-            "ok",
-            "sft.data",
-            (
-                "of the first conversation this trains: 3 of 24 tokens, within ⟦ ⟧: "
-                "'<|im_start|>user\\nq<|im_end|>\\n<|im_start|>assistant\\n⟦ab<|im_end|>⟧\\n'"
-            ),
-        ),
-        ("ok", "sft.data", "the longest conversation trains 24 tokens of max_length=40"),
-        ("ok", "memory", "not estimated: config.json or the weight files do not say how large the model is"),
-        (
-            "ok",
-            "sft: work",
-            (
-                "1 steps of 16 samples, 16 times through the rows; at most 640 tokens a step, 1 or more"
-                " micro-batches at that length"
-            ),
-        ),
-        (
-            "ok",
-            "rl: work",
-            (
-                "1 steps of 8 prompts x 8 samples, 4 times through the rows; at most 640 tokens a step, 1 or"
-                " more micro-batches at that length"
-            ),
-        ),
-        ("ok", "eval: work", "3 evaluations of 1 prompts x 1 samples, at most 10 tokens each"),
-    ]
+    said = {f"{finding.subject}: {finding.message}" for finding in findings}
+    room, most = (
+        " tokens, with max_new_tokens=10 that is",
+        "at most 640 tokens a step, 1 or more micro-batches at that length",
+    )
+    trained = "'<|im_start|>user\\nq<|im_end|>\\n<|im_start|>assistant\\n⟦ab<|im_end|>⟧\\n'"
+    assert said >= {
+        "eval.data: 1 rows, 1 left out because they are asked twice",
+        "sft.data: 1 rows",
+        "rl.data: 2 rows, 1 left out because they are held out by eval.data",
+        f"rl.rollout.reward: {house}/r.py:score",
+        f"rl.rollout.filters: {house}/r.py:keep",
+        f"model.name: {house}/model",
+        "rl.data: the first prompt reads '<|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\n'",
+        f"rl.rollout.max_new_tokens: the longest prompt has 22{room} 32 of 40",
+        f"eval.max_new_tokens: the longest prompt has 23{room} 33 of 40",
+        "sft.data: of the first conversation this trains: 3 of 24 tokens, within ⟦ ⟧: " + trained,
+        "sft.max_length: the longest row, in tokens: 24 of 40",
+        "memory: not estimated: config.json or the weight files do not say how large the model is",
+        f"sft: work: 1 steps of 16 samples, 16 times through the rows; {most}",
+        f"rl: work: 1 steps of 8 prompts x 8 samples, 4 times through the rows; {most}",
+        "eval: work: 3 evaluations of 1 prompts x 1 samples, at most 10 tokens each",
+    }
 
 
-def test_everything_that_is_wrong_is_found_at_one_look(house):
-    (house / "rl.jsonl").write_text("{\n", encoding="utf-8")
+def test_everything_that_is_wrong_is_found_at_one_look(house, monkeypatch):
+    def refuse(section: Any) -> None:
+        raise ConfigError(f"loss={section.loss!r} is not known")
+
     (house / "eval.jsonl").unlink()
     (house / "r.py").write_text("def score(sample, engine):\n    return 1.0\n", encoding="utf-8")
-    found = errors(look(house, RL + 'filters = ["r.py:kep"]\n' + EVAL, ("sft", "rl"), byte_tokenizer(None)))
-    assert [line.partition(":")[0] for line in found] == [
-        "sft",
-        "eval.data",
-        "rl.data",
-        "rl.rollout.reward",
-        "rl.rollout.filters",
-    ]
-    assert "no [sft] table" in found[0]
-    assert "no such file" in found[1]
-    assert found[2].startswith("rl.data: 1 of 1 rows are malformed")
-    assert "rl.jsonl:1: not JSON" in found[2]
-    assert "takes (sample, engine)" in found[3]
-    assert "has no kep" in found[4]
-
-
-def test_a_missing_model_is_an_error_after_the_other_findings(house):
-    (house / "model" / "config.json").unlink()
-    findings = look(house, RL)
-    assert errors(findings) == [
-        f"model.name: {house}/model/config.json: there is no such file; a model directory has a config.json"
-    ]
-    (house / "model").rmdir()
-    assert errors(look(house, RL)) == [f"model.name: no model {house}/model"]
-
-
-def test_a_missing_reward_is_an_error(house):
-    no_reward = RL.replace('reward = "r.py:score"\n', "")
-    reward, evaluation = errors(look(house, no_reward + EVAL))
-    assert "rl.rollout.reward" in reward
-    assert "empty; name a function as module:function or file.py:function" in reward
-    assert (
-        evaluation
-        == "eval.reward: empty, and there is no rl.rollout.reward to fall back on; name a function of one"
-        " sample"
-    )
-    assert (
-        errors(look(house, SFT + EVAL.replace("max_new", 'reward = "r.py:score"\nmax_new'), ("sft",))) == []
-    )
-
-
-def test_rl_rows_without_a_prompt_are_an_error(house):
-    write_rows(house / "rl.jsonl", {"messages": [{"role": "user", "content": "q"}]})
-    (found,) = errors(look(house, RL))
-    assert found.endswith(
-        "rl.jsonl:1: no `prompt`; RL and evaluation rows need one (`messages` alone is for SFT)"
-    )
-
-
-def test_training_rows_that_are_all_held_out_are_an_error(house):
-    write_rows(house / "rl.jsonl", {"prompt": "held"})
-    assert errors(look(house, RL + EVAL)) == [
-        "rl.data: 0 rows, 1 left out because they are held out by eval.data"
-    ]
-
-
-def test_a_prompt_that_leaves_no_room_for_the_response_is_an_error(house):
-    write_rows(house / "rl.jsonl", {"prompt": "a"}, {"prompt": [{"role": "user", "content": "x" * 12}]})
-    assert errors(look(house, RL)) == [
-        (
-            "rl.rollout.max_new_tokens: the longest prompt has 31 tokens, with max_new_tokens=10 that is 41,"
-            " more than the context of 40; lower it"
-        )
-    ]
-
-
-def test_a_broken_model_config_is_named(house):
     (house / "model" / "config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(ModelError, match=r"config\.json: not JSON"):
-        read_context_length(house / "model")
+    monkeypatch.setattr(checks, "check_loss", refuse)
+    text = RL.replace("[rl.rollout]", 'advantage = "groo"\n[rl.rollout]') + 'filters = ["r.py:kep"]\n'
+    found = look(house, PREFERENCE + text + EVAL, ("sft", "preference", "rl"))
+    for line, (subject, message) in zip(
+        found,
+        [
+            ("eval.data", "no such file"),
+            ("sft.data", "no [sft] table"),
+            ("rl.rollout.reward", "takes (sample, engine)"),
+            ("rl.rollout.filters", "has no kep"),
+            ("rl.advantage", "'groo' does not name a function (did you mean rloo?); write a name of grpo"),
+            ("preference.loss", "loss='ipo' is not known"),
+            ("rl.loss", "loss='ppo_clip' is not known"),
+            ("model.name", "is not the config.json of a model directory"),
+        ],
+        strict=True,
+    ):
+        assert line.startswith(f"{subject}: ") and message in line, line
 
 
-def test_conversations_that_are_cut_or_dropped_are_a_warning(house):
-    write_rows(house / "sft.jsonl", {"prompt": "q", "answer": "x" * 50}, {"prompt": "q" * 50, "answer": "x"})
-    findings = look(house, SFT, ("sft",))
-    assert [finding for finding in findings if finding.level != "ok"] == [
-        Finding("warning", "sft.max_length", "of 2 rows 1 are cut and 1 dropped; raise it if they matter")
-    ]
+@pytest.mark.parametrize(
+    ("rows", "text", "stage", "wrong"),
+    [
+        ([{"messages": [{"role": "user", "content": "q"}]}], RL, "rl", "rl.jsonl:1: no `prompt`; RL and"),
+        (
+            [{"prompt": "held"}],
+            RL + EVAL,
+            "rl",
+            "rl.data: rl.data has no row left: all of its prompts are held",
+        ),
+        (
+            [{"prompt": "a"}, {"prompt": [{"role": "user", "content": "x" * 12}]}],
+            *(
+                RL,
+                "rl",
+                "rl.rollout.max_new_tokens: the longest prompt has 31 tokens, with max_new_tokens=10",
+            ),
+        ),
+        (
+            [{"prompt": 3}] * 25 + [{"prompt": "p"}] * 75,
+            RL,
+            "rl",
+            "rl.data: 25 of 100 rows are malformed, more",
+        ),
+        (
+            [{"prompt": 3}] * 7 + [{"prompt": "p"}] * 75,
+            RL.replace('"rl.jsonl"', '"rl.jsonl", max_bad_fraction = 0.25'),
+            *("rl", "rl.data: 7 malformed rows are skipped:\n"),
+        ),
+        (
+            [{"prompt": "q", "answer": "x" * 50}, {"prompt": "q" * 50, "answer": "x"}],
+            *(SFT, "sft", "sft.max_length: of 2 rows 1 are cut and 1 dropped; raise it if they matter"),
+        ),
+        (
+            [{"prompt": "q", "answer": "x" * 50}],
+            *(
+                SFT.replace("= 40", "= 60"),
+                "sft",
+                "sft.max_length: the longest row, in tokens: 60, more than the",
+            ),
+        ),
+        (
+            [{"prompt": "q", "answer": "b"}] * 80
+            + [
+                {
+                    "messages": [
+                        {"role": "user", "content": "a"},
+                        {"role": "assistant", "content": "b", "reasoning_content": "t"},
+                    ]
+                }
+            ],
+            *(SFT, "sft", "sft.data: row 80: "),
+        ),
+        (
+            [{"prompt": "q"}],
+            RL.replace("[rl.rollout]", 'advantage = "opo"\nadvantage_params = { k = 2 }\n[rl.rollout]'),
+            *("rl", "rl.advantage: advantage 'opo' has no parameter 'k'; it takes none"),
+        ),
+        (
+            [{"prompt": "q"}],
+            NO_REWARD,
+            "rl",
+            "rl.rollout.reward is empty; name a function as module:function",
+        ),
+        ([{"prompt": "q"}], NO_REWARD + EVAL, "rl", "eval.reward is empty and there is no rl.rollout.reward"),
+        (
+            [{"prompt": "q"}],
+            RL + 'group_reward = "r.py:keep"\n',
+            "rl",
+            "are both given; score samples one by",
+        ),
+    ],
+)
+def test_what_is_wrong_with_rows_and_settings_is_found(house, rows, text, stage, wrong):
+    write_rows(house / f"{stage}.jsonl", *rows)
+    found = look(house, text, (stage,))
+    assert any(wrong in line for line in found), found
 
 
-def test_conversations_longer_than_the_context_are_an_error(house):
-    write_rows(house / "sft.jsonl", {"prompt": "q", "answer": "x" * 50})
-    assert errors(look(house, SFT.replace("= 40", "= 60"), ("sft",))) == [
-        "sft.max_length: a row trains 60 tokens, more than the context of 40; lower it"
-    ]
-
-
-def test_a_chat_template_that_cannot_train_is_an_error(house):
-    assert errors(look(house, SFT, ("sft",), byte_tokenizer(None)))[0].startswith(
-        "sft.data: the tokenizer has no chat template"
+def test_the_sources_of_a_mixture_are_listed_with_their_shares(house):
+    write_rows(house / "more.jsonl", {"prompt": "x"}, {"prompt": "y"})
+    text = RL.replace('data = { kind = "jsonl", path = "rl.jsonl" }\n', "") + (
+        '[[rl.data]]\nkind = "jsonl"\npath = "rl.jsonl"\n'
+        '[[rl.data]]\nkind = "jsonl"\npath = "more.jsonl"\nweight = 3.0\n'
     )
+    (rows,) = [found.message for found in look_at(house, text).findings if "of the draws" in found.message]
+    assert rows == "5 rows: rl 3 rows (25% of the draws), more 2 rows (75% of the draws)"
+    (house / "more.jsonl").unlink()
+    (problem,) = look(house, text)
+    assert "rl.data.1" in problem
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(f"rl.rollout.{name}" for name in ("generate", "reward", "group_reward", "filters")),
+        *("rl.curriculum", "rl.advantage", "eval.reward"),
+        *("sft.data.function", "eval.data.function"),
+    ],
+)
+def test_every_function_that_is_missing_or_wrong_is_found(house, key):
+    (house / "r.py").write_text("number = 3\ndef reward(*, needed): ...\n", encoding="utf-8")
+    data = '{ kind = "python", function = "r.py:rows", size = 1 }'
+    text = f"[sft]\nsteps = 1\ndata = {data}\n{RL}[eval]\ndata = {data}\n"
+    for value, wanted in (
+        (f"{house}/gone.py:reward", "there is no file"),
+        (f"{house}/rr.py:reward", "did you mean r.py?"),
+        ("no_such_module_here:reward", "there is no module no_such_module_here"),
+        (f"{house}/r.py:rewardx", "did you mean reward?"),
+        (f"{house}/r.py:number", "it must be a function"),
+        (f"{house}/r.py:reward", "is called with"),
+    ):
+        found = look(house, text, ("sft", "rl"), f"--{key}", f'["{value}"]' if "filters" in key else value)
+        assert any(wanted in line for line in found if line.startswith(key.removesuffix(".function"))), found
 
 
 @pytest.mark.parametrize(("levels", "code", "verdict"), [
@@ -257,292 +284,44 @@ def test_the_verdict_comes_last_and_is_the_exit_code(levels, code, verdict, caps
     assert capsys.readouterr().out.splitlines() == [*(f"{level:<8} a: b [c]" for level in levels), verdict]
 
 
-# --- rows ---------------------------------------------------------------------------------------------------
-
-
-def test_malformed_rows_are_listed_by_line_and_field(house):
-    good = [json.dumps({"prompt": f"p{number}"}) for number in range(75)]
-    (house / "rl.jsonl").write_text(
-        "\n".join([*good, *('{"prompt": 3}' for _ in range(25))]), encoding="utf-8"
-    )
-    (message,) = errors(look(house, RL))
-    lines = message.splitlines()
-    assert (
-        lines[0]
-        == "rl.data: 25 of 100 rows are malformed, more than max_bad_fraction=0.01 allows; mend them:"
-    )
-    assert lines[1].startswith(f"{house}/rl.jsonl:76: prompt is of type int")
-    assert len(lines) == 22
-    assert lines[-1] == "and 5 more"
-    allowed = RL.replace('path = "rl.jsonl"', 'path = "rl.jsonl", max_bad_fraction = 0.25')
-    findings = look(house, allowed)
-    assert errors(findings) == []
-    (warning,) = [finding for finding in findings if finding.level == "warning"]
-    assert warning.message.startswith("25 of 100 rows are malformed, they are skipped:")
-
-
-def test_the_sources_of_a_mixture_are_listed_with_their_shares(house):
-    write_rows(house / "more.jsonl", {"prompt": "x"}, {"prompt": "y"})
-    text = RL.replace('data = { kind = "jsonl", path = "rl.jsonl" }\n', "")
-    text += (
-        '[[rl.data]]\nkind = "jsonl"\npath = "rl.jsonl"\n[[rl.data]]\nkind = "jsonl"\npath ='
-        ' "more.jsonl"\nweight = 3.0\n'
-    )
-    findings = look(house, text)
-    assert errors(findings) == []
-    (rows,) = [finding.message for finding in findings if "of the draws" in finding.message]
-    assert rows == "5 rows: rl 3 rows (25% of the draws), more 2 rows (75% of the draws)"
-    (house / "more.jsonl").unlink()
-    (problem,) = errors(look(house, text))
-    assert problem.startswith("rl.data.1")
-
-
-# --- functions ----------------------------------------------------------------------------------------------
-
-EVERY_FUNCTION = """
-[sft]
-steps = 1
-data = { kind = "python", function = "r.py:rows", size = 1 }
-[rl]
-steps = 1
-data = { kind = "python", function = "r.py:rows", size = 1 }
-curriculum = "r.py:curriculum"
-advantage = "r.py:advantage"
-loss = "r.py:loss"
-changes = { from_step = 2, advantage = "r.py:advantage" }
-rollout.reward = "r.py:score"
-rollout.generate = "r.py:generate"
-rollout.group_reward = "r.py:group"
-rollout.filters = ["r.py:keep"]
-[preference]
-steps = 1
-data = { kind = "python", function = "r.py:rows", size = 1 }
-[reward_model]
-steps = 1
-data = { kind = "python", function = "r.py:rows", size = 1 }
-[eval]
-data = { kind = "python", function = "r.py:rows", size = 1 }
-reward = "r.py:score"
-"""
-FUNCTIONS = (
-    *(f"{stage}.data.function" for stage in ("sft", "rl", "eval")),
-    *(f"rl.rollout.{name}" for name in ("generate", "reward", "group_reward", "filters")),
-    *("rl.curriculum", "rl.advantage", "eval.reward"),
-)
-FUNCTIONS_FILE = """
-def rows(size, seed):
-    return [{"prompt": "p"}]
-def curriculum(step, statistics): ...
-def advantage(inputs): ...
-def loss(inputs): ...
-def score(sample): ...
-def generate(sample, engine, sampling): ...
-def group(samples): ...
-def keep(group): ...
-"""
+# --- a trial call -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("key", "wrong", "wanted"),
-    [(key, wrong, wanted) for key in FUNCTIONS for wrong, wanted in [
-        ("gone.py:{}", "there is no file"),
-        ("rr.py:{}", "did you mean r.py?"),
-        ("no_such_module_here:{}", "there is no module no_such_module_here"),
-        ("r.py:{}x", "did you mean {}?"),
-        ("r.py:number", "it must be a function"),
-        ("r.py:nothing", "is called with"),
-    ] if (key, wrong) != ("rl.loss", "r.py:nothing")],  # a loss is called by the backend, which checks it
-)  # fmt: skip
-def test_every_function_that_is_missing_or_wrong_is_found_before_a_model(house, key, wrong, wanted):
-    (house / "r.py").write_text(
-        FUNCTIONS_FILE + "number = 3\ndef nothing(*, needed): ...\n", encoding="utf-8"
-    )
-    (house / "run.toml").write_text(EVERY_FUNCTION, encoding="utf-8")
-    names = {
-        "group_reward": "group",
-        "filters": "keep",
-        "function": "rows",
-        "reward": "score",
-    }
-    name = names.get(key.rpartition(".")[2], key.rpartition(".")[2])
-    value = wrong.format(name)
-    value = str(house / value) if value.startswith(("r", "g")) else value
-    flag = f'["{value}"]' if key.endswith("filters") else value
-    config = load_config(house / "run.toml", ["--model.name", str(house / "model"), f"--{key}", flag])
-    findings = look_at_run(
-        config,
-        ("sft", "rl"),
-        find_model=refuse_model,
-        open_tokenizer=lambda path: byte_tokenizer(),
-        base_dir=house,
-    ).findings
-    assert any(
-        wanted.format(name) in finding.message
-        for finding in findings
-        if finding.level == "error" and finding.subject == key
-    ), findings
-
-
-def refuse_model(name: str) -> Path:
-    raise ModelError("no model was asked for")
-
-
-def test_a_filter_that_is_misspelt_gets_the_nearest_name(house):
-    (message,) = errors(look(house, RL + 'filters = ["check_reward_nonzero_sdt"]\n'))
-    assert "did you mean check_reward_nonzero_std?" in message
-
-
-def test_an_advantage_that_is_misspelt_or_gets_a_wrong_parameter_is_an_error(house):
-    text = RL.replace("[rl.rollout]", 'advantage = "groo"\n[rl.rollout]')
-    (message,) = errors(look(house, text))
-    assert message.startswith(
-        "rl.advantage: rl.advantage='groo' does not name a function (did you mean rloo?); write a name of"
-        " grpo, centred"
-    )
-    text = RL.replace("[rl.rollout]", 'advantage = "opo"\nadvantage_params = { k = 2 }\n[rl.rollout]')
-    assert errors(look(house, text)) == ["rl.advantage: advantage 'opo' has no parameter 'k'; it takes none"]
-
-
-def test_a_loss_that_cannot_be_used_is_an_error(house):
-    def check_loss(config: Any) -> None:
-        raise ConfigError(f"loss={config.loss!r} is not known")
-
-    (house / "run.toml").write_text(RL, encoding="utf-8")
-    config = load_config(house / "run.toml", ["--model.name", str(house / "model")])
-    found = look_at_run(
-        config,
-        ("rl",),
-        find_model=find_model,
-        open_tokenizer=lambda path: byte_tokenizer(),
-        base_dir=house,
-        check_loss=check_loss,
-    ).findings
-    assert errors(found) == ["rl.loss: loss='ppo_clip' is not known"]
-
-
-def test_the_loss_of_preferences_is_looked_at_as_that_of_rl_is(house):
-    def check_loss(section: Any) -> None:
-        raise ConfigError(f"loss={section.loss!r} is not known")
-
-    write_rows(house / "pairs.jsonl", {"prompt": "q", "chosen": "ab", "rejected": "cd"})
-    preference = '[preference]\nsteps = 1\nloss = "ipo"\ndata = { kind = "jsonl", path = "pairs.jsonl" }\n'
-    (house / "run.toml").write_text(preference + RL, encoding="utf-8")
-    config = load_config(house / "run.toml", ["--model.name", str(house / "model")])
-    look_at = {
-        "find_model": find_model,
-        "open_tokenizer": lambda path: byte_tokenizer(),
-        "base_dir": house,
-        "check_loss": check_loss,
-    }
-    assert errors(look_at_run(config, ("preference",), **look_at).findings) == [
-        "preference.loss: loss='ipo' is not known"
-    ]
-    both = ["preference.loss: loss='ipo' is not known", "rl.loss: loss='ppo_clip' is not known"]
-    assert errors(look_at_run(config, ("preference", "rl"), **look_at).findings) == both
-
-
-def test_a_reward_model_that_cannot_be_had_is_an_error(house):
-    def check_models(tokenizer: Any) -> None:
-        assert callable(tokenizer.apply_chat_template)
-        raise ConfigError("rl.rollout.reward_model='x' is no reward model")
-
-    (house / "run.toml").write_text(RL, encoding="utf-8")
-    config = load_config(house / "run.toml", ["--model.name", str(house / "model")])
-    found = look_at_run(
-        config,
-        ("rl",),
-        find_model=find_model,
-        open_tokenizer=lambda path: byte_tokenizer(),
-        base_dir=house,
-        check_models=check_models,
-    ).findings
-    assert errors(found) == ["rl: rl.rollout.reward_model='x' is no reward model"]
-
-
-def test_a_critic_and_a_reward_model_are_in_the_memory_and_on_the_disk_that_a_run_needs(house):
-    """16 bytes a number for what AdamW trains, 4 for what only scores; a checkpoint holds 12 bytes a number
-    of the policy and of the critic.
-    """
-    from rollouts.preflight.estimate import Lengths, ModelSize, estimate_memory
-
-    size = ModelSize(parameters=2**20, layers=1, hidden=8, inner=8, query=8, key_value=8)
-    with_both = RL.replace("[rl.rollout]", '[rl.critic]\n[rl.rollout]\nreward_model = "stage"')
-    texts: dict[str, str] = {}
-    for name, text in (("alone", RL), ("both", with_both)):
-        (house / "run.toml").write_text(text, encoding="utf-8")
-        config = load_config(house / "run.toml", ["--model.name", str(house / "model")])
-        texts[name] = "\n".join(
-            finding.message for finding in estimate_memory(config, ("rl",), Lengths(8, 0), size)
-        )
-    assert "16 MiB a critic of the same size, 4 MiB a reward model of the same size" in texts["both"]
-    assert "critic" not in texts["alone"] and "reward model" not in texts["alone"]
-    assert "1 kept, 12 MiB each (weights and AdamW's moments), 24 MiB at most" in texts["alone"]
-    assert (
-        "1 kept, 12 MiB each (weights and AdamW's moments, twice that with a critic), 48 MiB at most"
-        in texts["both"]
-    )
-
-
-def test_a_chat_template_that_is_missing_is_an_error(house):
-    text = 'model = { chat_template = "gone.jinja" }\n' + RL
-    assert errors(look(house, text)) == [
+    ("source", "said"),
+    [
         (
-            f"model.chat_template: there is no file {house}/gone.jinja; name a Jinja file, or leave it out to"
-            " use the tokenizer's own"
-        )
-    ]
-
-
-# --- a trial call -------------------------------------------------------------------------------------------
-
-SCORE = "async def score(sample):\n    return float(sample.response == sample.metadata['answer'])\n"
-
-
-def call(house: Path, text: str, stages: tuple[str, ...] = ("rl",)) -> list[Finding]:
-    (house / "run.toml").write_text(text, encoding="utf-8")
-    config = load_config(house / "run.toml", ["--model.name", str(house / "model")])
-    run = look_at_run(
-        config, stages, find_model=find_model, open_tokenizer=lambda path: byte_tokenizer(), base_dir=house
-    )
-    return trio.run(lambda: call_functions(config, stages, run.rows, base_dir=house))
-
-
-def test_functions_are_called_once_and_their_answers_shown(house):
-    write_rows(house / "rl.jsonl", {"prompt": "a", "answer": "b"})
-    (house / "r.py").write_text(
-        SCORE + "async def keep(group):\n    return group.rewards.max() > 1\n", encoding="utf-8"
-    )
-    assert call(house, RL + 'filters = ["r.py:keep"]\n') == [
-        Finding(
-            "ok",
-            "rl.rollout.reward",
-            "called with the response 'b' and the response '(a made-up response)': 1, 0",
+            SCORE,
+            [
+                "ok rl.rollout.reward: called with the response 'b' and the response '(a",
+                "ok rl.rollout.filters: keep drops (keep) a group of these two",
+                "ok eval.reward: called with the response 'c': 1",
+                "ok rl.curriculum: step 1: rl 0.5",
+            ],
         ),
-        Finding("ok", "rl.rollout.filters", "keep drops (keep) a group of these two"),
-    ]
-
-
-def test_a_function_that_raises_is_an_error_of_its_setting(house):
-    (house / "r.py").write_text(
-        "async def score(sample):\n    return sample.metadata['answer']\n", encoding="utf-8"
-    )
-    (finding,) = call(house, RL)
-    assert (finding.level, finding.subject) == ("error", "rl.rollout.reward")
-    assert "KeyError: 'answer'" in finding.message
-
-
-def test_the_reward_of_the_evaluation_and_the_curriculum_are_called_too(house):
-    write_rows(house / "rl.jsonl", {"prompt": "a", "answer": "b"})
-    write_rows(house / "eval.jsonl", {"prompt": "held", "answer": "c"})
-    curriculum = "def curriculum(step, statistics):\n    return {name: step / 2 for name in statistics}\n"
-    (house / "r.py").write_text(SCORE + curriculum, encoding="utf-8")
-    text = RL.replace("steps = 1", 'steps = 1\ncurriculum = "r.py:curriculum"') + EVAL.replace(
-        "max_new", 'reward = "r.py:score"\nmax_new'
-    )
-    assert [(finding.level, finding.subject, finding.message) for finding in call(house, text)][1:] == [
-        ("ok", "eval.reward", "called with the response 'c': 1"),
-        ("ok", "rl.curriculum", "step 1: rl 0.5"),
-    ]
+        (
+            SCORE.replace("'answer'", "'gold'"),
+            ["error rl.rollout.reward: reward function score", "error eval.reward: ", "ok rl.curriculum: "],
+        ),
+        (
+            "import trio\n" + SCORE.replace("return group", "await trio.sleep_forever(); return group"),
+            [
+                "ok rl.rollout.reward: ",
+                "error rl.rollout.filters: filter keep on group 0 (prompt row-0) took long",
+            ],
+        ),
+    ],
+    ids=["good", "raises", "endless"],
+)
+def test_functions_are_called_once_and_their_answers_shown(house, source, said):
+    (house / "r.py").write_text(source, encoding="utf-8")
+    text = RL.replace("steps = 1", 'steps = 1\ncurriculum = "r.py:curriculum"') + FILTERS + CALLED
+    text = text.replace("[rl.rollout]", "[rl.rollout]\nreward_timeout_s = 0.2")
+    run = look_at(house, text)
+    config = load(house, text)
+    findings = trio.run(lambda: call_functions(config, ("rl",), run.rows, base_dir=house))
+    lines = [f"{finding.level} {finding.subject}: {finding.message}" for finding in findings]
+    assert all(line.startswith(start) for line, start in zip(lines, said, strict=False)), lines
 
 
 # --- estimates ----------------------------------------------------------------------------------------------
@@ -610,10 +389,7 @@ def test_free_memory_knows_the_first_version_of_control_groups_and_names_of_anot
 
 def test_memory_is_the_sum_of_its_parts(house, monkeypatch):
     text = RL.replace("[rl.rollout]", "kl_coef = 0.1\n[rl.rollout]\nnum_prompts = 1\nsamples_per_prompt = 2")
-    (house / "run.toml").write_text(text, encoding="utf-8")
-    config = load_config(
-        house / "run.toml", ["--output.dir", str(house / "run"), "--output.checkpoint_every", "1"]
-    )
+    config = load(house, text, "--output.dir", str(house / "run"), "--output.checkpoint_every", "1")
     size = ModelSize(parameters=2**20, layers=2, hidden=32, inner=64, query=32, key_value=16)
     monkeypatch.setattr("rollouts.preflight.estimate.read_free_memory", lambda: 2**20)
     memory, disk = estimate_memory(config, ["rl"], Lengths(prompt=6, conversation=0), size)
@@ -635,17 +411,19 @@ def test_memory_is_the_sum_of_its_parts(house, monkeypatch):
     )
 
 
-def test_a_row_that_the_template_refuses_is_found_however_short_it_is(house):
-    long = [
-        {"messages": [{"role": "user", "content": "x" * 90 + str(n)}, {"role": "assistant", "content": "y"}]}
-        for n in range(80)
-    ]
-    unwritten = {
-        "messages": [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b", "reasoning_content": "thk"},
-        ]
-    }
-    write_rows(house / "sft.jsonl", *long, unwritten)
-    (found,) = errors(look(house, SFT, ("sft",)))
-    assert found.startswith("sft.data: row 80: ") and "thinking" in found
+def test_a_critic_and_a_reward_model_are_in_the_memory_and_on_the_disk_that_a_run_needs(house):
+    """16 bytes a number for what AdamW trains, 4 for what only scores; a checkpoint holds 12 bytes a number
+    of the policy and of the critic.
+    """
+    size = ModelSize(parameters=2**20, layers=1, hidden=8, inner=8, query=8, key_value=8)
+    with_both = RL.replace("[rl.rollout]", '[rl.critic]\n[rl.rollout]\nreward_model = "stage"')
+    alone, both = (
+        "\n".join(one.message for one in estimate_memory(load(house, text), ("rl",), Lengths(8, 0), size))
+        for text in (RL, with_both)
+    )
+    assert "16 MiB a critic of the same size, 4 MiB a reward model of the same size" in both
+    assert "critic" not in alone and "reward model" not in alone
+    assert "1 kept, 12 MiB each (weights and AdamW's moments), 24 MiB at most" in alone
+    assert (
+        "1 kept, 12 MiB each (weights and AdamW's moments, twice that with a critic), 48 MiB at most" in both
+    )

@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import threading
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 import trio
 import trio.testing
 
-from rollouts.config.tables import RolloutConfig
 from rollouts.errors import (
     DataError,
     EngineClosed,
@@ -23,11 +23,15 @@ from rollouts.errors import (
     RewardTimeout,
     UserFunctionError,
 )
-from rollouts.preflight.findings import Finding
-from rollouts.preflight.functions import Functions
-from rollouts.preflight.trial import _call_rollout, make_trial_samples
-from rollouts.rewards.blocking import watch_blocking
-from rollouts.rewards.call import call_filter, call_generate, call_group_reward, call_reward
+from rollouts.preflight.functions import make_trial_samples
+from rollouts.rewards import call
+from rollouts.rewards.call import (
+    call_filter,
+    call_generate,
+    call_group_reward,
+    call_reward,
+    watch_blocking,
+)
 from rollouts.rewards.check import apply_reward, check_group_rewards, check_reward, function_name
 from rollouts.testing.fakes import ScriptedEngine
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup, SamplingParams, Status
@@ -226,7 +230,13 @@ async def test_a_drop_always_has_a_reason(value: Any, decision: FilterDecision):
     assert await call_filter(answering(value), GROUP) == decision
 
 
-@pytest.mark.parametrize("value", [None, 1, "yes", 0.5])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, 1, "yes", 0.5),
+        *(FilterDecision("no"), FilterDecision(False, 3), FilterDecision(False, detail=None)),  # type: ignore[arg-type]
+    ],
+)
 async def test_a_filter_answers_yes_or_no(value: Any):
     with pytest.raises(
         UserFunctionError,
@@ -328,91 +338,59 @@ async def test_a_filter_that_takes_too_long_is_an_error_that_names_it(autojump_c
 # --- async functions that block the event loop ---
 
 
-class SteppedClock:
-    """Seconds that pass only when somebody says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets seconds pass for who watches the event loop."""
+    now = [0.0]
+    monkeypatch.setattr(call.time, "perf_counter", lambda: now[0])
+    return lambda seconds: now.__setitem__(0, now[0] + seconds)
 
 
-async def test_an_async_function_that_blocks_the_event_loop_is_named_once():
-    clock, said = SteppedClock(), []
-
-    async def blocks(sample: Sample) -> float:
-        clock.now_s += 0.52
-        return 1.0
-
-    with watch_blocking(said.append, clock=clock):
-        await call_reward(blocks, SAMPLE)
-        await call_reward(blocks, SAMPLE)
-    (sentence,) = said
-    assert sentence.startswith("async reward function blocks blocked the event loop for 0.52 s in one step")
-    assert sentence.endswith("make it sync, so that it runs in a worker process, or await")
-
-
-async def test_generate_group_reward_and_filter_are_watched_too():
-    clock, said = SteppedClock(), []
-
-    async def generate(sample: Sample, engine, sampling) -> Sample:
+async def test_async_functions_that_block_the_event_loop_are_named_once(clock: Callable[[float], None]):
+    async def generate(sample: Sample, engine: Any, sampling: Any) -> Sample:
         await trio.lowlevel.checkpoint()
-        clock.now_s += 0.2
+        clock(0.2)
         await trio.lowlevel.checkpoint()
         return SAMPLE
 
-    async def ranks(samples) -> list[float]:
-        clock.now_s += 0.3
-        await trio.lowlevel.checkpoint()
+    async def ranks(samples: Any) -> list[float]:
+        clock(0.3)
         return [1.0]
 
     async def keep(group: SampleGroup) -> bool:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(held)
+        clock(0.4)
         return True
 
-    async def held() -> None:
-        clock.now_s += 0.4
-
-    with watch_blocking(said.append, clock=clock):
-        await call_generate(generate, SAMPLE, ScriptedEngine(), SAMPLING)
-        await call_group_reward(ranks, [SAMPLE])
-        await call_filter(keep, GROUP)
+    said: list[str] = []
+    with watch_blocking(said.append):
+        for _ in range(2):
+            await call_generate(generate, SAMPLE, ScriptedEngine(), SAMPLING)
+            await call_group_reward(ranks, [SAMPLE])
+            await call_filter(keep, GROUP)
     assert [sentence[: sentence.index(" in one")] for sentence in said] == [
         "async generate function generate blocked the event loop for 0.20 s",
         "async group reward function ranks blocked the event loop for 0.30 s",
-        "async filter function keep blocked the event loop for 0.40 s",
+        "async filter keep blocked the event loop for 0.40 s",
     ]
 
 
-async def test_waiting_and_the_time_of_other_tasks_are_not_blocking():
-    clock, said = SteppedClock(), []
-
+async def test_waiting_and_the_time_of_other_tasks_are_not_blocking(clock: Callable[[float], None]):
     async def waits(sample: Sample) -> float:
-        clock.now_s += 0.09
+        clock(0.09)
         await trio.testing.wait_all_tasks_blocked()
-        clock.now_s += 0.09
+        clock(0.09)
         return 1.0
 
     async def somebody_else() -> None:
-        clock.now_s += 5.0
+        clock(5.0)
 
-    def threaded(sample: Sample) -> float:
-        clock.now_s += 5.0
-        return 1.0
-
-    with watch_blocking(said.append, clock=clock):
+    said: list[str] = []
+    with watch_blocking(said.append):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(call_reward_alone, waits)
+            nursery.start_soon(call_reward, waits, SAMPLE)
             nursery.start_soon(somebody_else)
-        await call_reward(threaded, SAMPLE)
-        clock.now_s += 5.0
+        await call_reward(lambda sample: clock(5.0) or 1.0, SAMPLE)
     assert said == []
-
-
-async def call_reward_alone(reward) -> None:
-    await call_reward(reward, SAMPLE)
 
 
 # --- what functions of this process may do ---
@@ -538,36 +516,7 @@ def test_group_rewards_without_number_or_order_are_refused_and_not_waited_for(va
         check_group_rewards(value, 1, "f")
 
 
-@pytest.mark.parametrize(
-    ("decision", "message"),
-    [
-        (FilterDecision(keep="no"), "keep='no'; it must be True or False"),  # type: ignore[arg-type]
-        (FilterDecision(keep=False, reason=3), "reason=3; it must be text"),  # type: ignore[arg-type]
-        (FilterDecision(keep=False, detail=None), "detail=None; it must be text"),  # type: ignore[arg-type]
-    ],
-)
-async def test_the_fields_of_a_decision_are_what_they_say(decision: FilterDecision, message: str):
-    with pytest.raises(
-        UserFunctionError, match=f"filter reward on group 3 .* returned a FilterDecision with {message}"
-    ):
-        await call_filter(answering(decision), GROUP)
-
-
-async def test_a_filter_without_end_does_not_hang_the_trial_call(autojump_clock):
-    async def endless(group: SampleGroup) -> bool:
-        await trio.sleep_forever()
-        return True
-
-    findings: list[Finding] = []
-    functions = Functions(reward=answering(1.0), filters=(endless,))
-    await _call_rollout(
-        functions, RolloutConfig(reward_timeout_s=2), {"prompt": "q", "answer": "a"}, findings
-    )
-    assert [finding.level for finding in findings] == ["ok", "error"]
-    assert "filter endless on group 0 (prompt row-0) took longer than 2 s" in findings[1].message
-
-
 def test_samples_of_a_trial_call_share_nothing_and_keep_our_names():
-    first, second = make_trial_samples({"prompt": "q", "x": {"y": 1}, "epoch": 7})
+    first, second = make_trial_samples([{"prompt": "q", "x": {"y": 1}, "epoch": 7}])
     first.metadata["x"]["y"] = 2
     assert second.metadata == {"x": {"y": 1}, "prompt_id": "row-0", "epoch": 0}

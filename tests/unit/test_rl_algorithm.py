@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from rollouts.cli import check_loss
+from rollouts.preflight.checks import check_loss
 from rollouts.config.load import check_same_run, dump_config, load_config, training_digest
 from rollouts.config.schema import AlgorithmChange, RLTrainingConfig
 from rollouts.config.tables import DataSourceConfig, RolloutConfig

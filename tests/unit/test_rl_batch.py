@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from rollouts.advantages import ADVANTAGES, AdvantageInputs
-from rollouts.cli import check_loss
+from rollouts.preflight.checks import check_loss
 from rollouts.config.schema import CriticConfig, RLTrainingConfig
 from rollouts.config.tables import RolloutConfig
 from rollouts.errors import ConfigError, StalenessError, UserFunctionError
