@@ -7,8 +7,8 @@ from pathlib import Path
 from rollouts.config.spelling import nearest
 from rollouts.errors import ConfigError, RunDirError
 
-CONFIG = """# Begin here: this trains a random two-layer model in seconds, so that you see it work;
-# then name a real one in [model]. Every other setting with its default and meaning: python -m rollouts explain
+CONFIG = """# Begin here: this trains a random two-layer model in seconds. Then name a real one in [model].
+# Every other setting with its default and meaning: python -m rollouts explain
 #
 #     python -m rollouts check {path} --call
 #     python integration_training/train.py --config {path} --mode sft+rl

@@ -385,7 +385,7 @@ async def test_a_file_that_is_edited_during_a_run_gives_no_mixture_of_rewards(tm
         for _ in range(2):
             with pytest.raises(
                 UserFunctionError,
-                match=r"^reward function reward on sample g0-s0 cannot be called: .* r\.py:reward was changed",
+                match=r"^reward function reward on sample g0-s0 cannot be called: .*py:reward was changed",
             ):
                 await call_reward(reward, SAMPLE)
         path.write_text(old)
