@@ -9,7 +9,6 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from rollouts.preflight.checks import check_loss
 from rollouts.config.load import check_same_run, dump_config, load_config, training_digest
 from rollouts.config.schema import AlgorithmChange, RLTrainingConfig
 from rollouts.config.tables import DataSourceConfig, RolloutConfig
@@ -29,6 +28,7 @@ from rollouts.loops.algorithm import (
     update_loop_state,
 )
 from rollouts.loops.rl_batch import add_advantages, measure_kl
+from rollouts.preflight.checks import check_loss
 from rollouts.preflight.functions import load_advantages
 from tests.unit.test_rl_batch import batch_of, segmented
 

@@ -11,7 +11,6 @@ import pytest
 import trio
 
 from rollouts.advantages import ADVANTAGES, AdvantageInputs
-from rollouts.preflight.checks import check_loss
 from rollouts.config.schema import CriticConfig, RLTrainingConfig
 from rollouts.config.tables import RolloutConfig
 from rollouts.errors import ConfigError, StalenessError, UserFunctionError
@@ -28,6 +27,7 @@ from rollouts.loops.rl_batch import (
 )
 from rollouts.loops.updates import merge_forwards, train
 from rollouts.losses import LOSSES
+from rollouts.preflight.checks import check_loss
 from rollouts.testing.fakes import FakeBackend, open_fake_backend
 from rollouts.types import (
     FloatArray,
