@@ -23,7 +23,6 @@ import numpy as np
 from rollouts.data.mixture import (
     SOURCE_FIELD,
     Mixture,
-    check_names,
     choose_source,
     compute_amounts,
     make_mixture,
@@ -138,7 +137,6 @@ class DataBuffer:
         Raises DataError if a source has no row, or naming the first one without a usable prompt.
         """
         mixture = rows if isinstance(rows, Mixture) else make_mixture(rows)
-        check_names(mixture.names, name="DataBuffer")
         mixture.check_fields(name="DataBuffer")
         several = len(mixture.sources) > 1
         for source in mixture.sources:

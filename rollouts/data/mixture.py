@@ -24,7 +24,6 @@ from rollouts.errors import DataError
 from rollouts.types import IntArray
 
 S = TypeVar("S")
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 SOURCE_FIELD = "source"  # of a sample's metadata, when there are several sources
 OWED_UNIT = 1_000_000  # parts of a draw in which a debt is kept when weights change
 
@@ -69,23 +68,6 @@ class Mixture:
 def make_mixture(rows: Sequence[Mapping[str, Any] | None]) -> Mixture:
     """One source of these rows, where None is a hole."""
     return Mixture((SourceRows("source-0", 1.0, tuple(None if row is None else dict(row) for row in rows)),))
-
-
-def check_names(names: Sequence[str], *, name: str) -> None:
-    """Raises DataError for a source whose name is out of form, or would have the metrics of another."""
-    seen: dict[str, str] = {}
-    for index, source in enumerate(names):
-        if not NAME.fullmatch(source):
-            raise DataError(
-                f"{name}.{index}.name={source!r}; a name has letters, digits, '_', '.' and '-' and begins"
-                " with a letter or digit"
-            )
-        other = seen.setdefault(metric_name(source), source)
-        if len(seen) <= index:
-            raise DataError(
-                f"{name}.{index}.name={source!r} is too like {other!r}: their metrics would have one name;"
-                " choose another"
-            )
 
 
 def metric_name(source: str) -> str:

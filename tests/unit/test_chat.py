@@ -5,19 +5,20 @@ them.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rollouts.data.chat import compute_loss_mask, render_prompt, tokenize_conversation, tokenize_prompt
+from rollouts.data.chat import compute_loss_mask, render_prompt, tokenize_conversation
 from rollouts.data.messages import check_messages, parse_messages, parse_tools
 from rollouts.errors import DataError, ModelError
 from rollouts.types import ChatMessage, Sample
-from tests.unit.chat_tokenizers import CHATML, SMOLLM2, byte_tokenizer, prefix_space_tokenizer
+from tests.unit.chat_tokenizers import CHATML, SMOLLM2, byte_tokenizer
 
 
-def turn(role: str, content: str) -> ChatMessage:
-    return ChatMessage(role=role, content=content)
+def turn(role: str, content: Any, **more: Any) -> Any:
+    return {"role": role, "content": content, **more}
 
 
 TWO_TURNS = [
@@ -64,23 +65,7 @@ def test_an_assistant_turn_that_says_nothing_is_refused(content):
         tokenize_conversation([turn("user", "q"), turn("assistant", content)], byte_tokenizer())
 
 
-def test_a_tokenizer_that_marks_the_start_of_text_is_supported():
-    conversation = tokenize_conversation(TWO_TURNS, prefix_space_tokenizer())
-    tokenizer = prefix_space_tokenizer()
-    assert [
-        tokenizer.decode(conversation.token_ids[span.start : span.end]) for span in conversation.spans
-    ] == ["It is 7.<|im_end|>", "4<|im_end|>"]
-
-
 # --- loss masks ---------------------------------------------------------------------------------------------
-
-
-def test_all_turns_train_with_their_end_tokens_and_nothing_else():
-    tokenizer = byte_tokenizer()
-    conversation = tokenize_conversation(TWO_TURNS, tokenizer)
-    mask = compute_loss_mask(conversation)
-    assert tokenizer.decode(conversation.token_ids[mask]) == "It is 7.<|im_end|>4<|im_end|>"
-    assert mask.sum() == 9 + 2
 
 
 @pytest.mark.parametrize(
@@ -103,17 +88,6 @@ def test_a_conversation_without_assistant_turn_is_refused():
 # --- templates that do more ---------------------------------------------------------------------------------
 
 
-def test_a_template_that_strips_content_teaches_the_stripped_text():
-    template = CHATML.replace("message['content']", "message['content'] | trim")
-    assert taught(
-        [turn("user", " q "), turn("assistant", " a \n"), turn("user", "r"), turn("assistant", "b")],
-        byte_tokenizer(template),
-    ) == [
-        "a<|im_end|>",
-        "b<|im_end|>",
-    ]
-
-
 def test_a_template_that_changes_content_is_refused_with_the_first_difference():
     template = CHATML.replace("message['content']", "(message['content'] | upper)")
     with pytest.raises(
@@ -121,14 +95,6 @@ def test_a_template_that_changes_content_is_refused_with_the_first_difference():
         match=r"does not write the content as it is of message 1.*at character 1: 't is 7.' against 'T IS 7.",
     ):
         taught(TWO_TURNS, byte_tokenizer(template))
-
-
-def test_what_a_template_puts_into_the_turn_itself_is_taught():
-    template = CHATML.replace(
-        "message['content']",
-        "('<think></think>' if message['role'] == 'assistant' else '') + message['content']",
-    )
-    assert taught(TWO_TURNS[:2], byte_tokenizer(template)) == ["<think></think>It is 7.<|im_end|>"]
 
 
 FORGETFUL = CHATML.replace(
@@ -187,13 +153,6 @@ def test_content_that_melts_into_its_header_is_refused_by_name():
 # --- prompts ------------------------------------------------------------------------------------------------
 
 
-def test_a_text_prompt_is_one_user_turn():
-    tokenizer = byte_tokenizer()
-    assert render_prompt("q", tokenizer) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
-    assert render_prompt([turn("user", "q")], tokenizer) == render_prompt("q", tokenizer)
-    assert len(tokenize_prompt("q", tokenizer)) == 20
-
-
 # --- messages -----------------------------------------------------------------------------------------------
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
@@ -228,90 +187,28 @@ def test_a_message_of_another_form_becomes_one_of_ours():
         assert parse_messages([stored], where="messages") == [stored]
 
 
+def call(**function: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": function}]}
+
+
 @pytest.mark.parametrize(
     ("message", "error"),
     [
         ("hi", "m[0] is of type str; a chat message is an object with a role and a content"),
-        ({"content": "q"}, "m[0] has no role; a chat message is an object with a role and a content"),
         ({"role": "user"}, "m[0] has no content; a chat message is an object with a role and a content"),
-        (
-            {"role": "assistant", "tool_calls": []},
-            "m[0] has no content; a chat message is an object with a role and a content",
-        ),
         ({"role": "user", "content": None}, "m[0].content is of type NoneType; it must be text"),
-        ({"role": None, "content": "q"}, "m[0].role is of type NoneType; it must be text"),
         ({"role": "", "content": "q"}, "m[0].role is empty; it must be system, user, assistant or tool"),
-        (
-            {"role": "user", "content": []},
-            "m[0].content is an empty list; it must be text, or a list of text parts",
-        ),
-        (
-            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
-            "m[0].content[0] is a part of type 'image_url'; only text can train",
-        ),
-        ({"role": "user", "content": [{"type": "text"}]}, "m[0].content[0] has no text; a part is {"),
-        ({"role": "user", "content": "q", "images": ["a.png"]}, "m[0].images: only text can train"),
-        (
-            {"role": "user", "content": "q", "tool_calls": [CALL]},
-            "m[0] has the role user and tool_calls; only an assistant's turn calls tools",
-        ),
-        ({"role": "assistant", "tool_calls": {}}, "m[0].tool_calls is of type dict; it must be a list"),
-        (
-            {"role": "assistant", "tool_calls": [{"name": "f"}]},
-            "m[0].tool_calls[0] has no function; a tool call is {",
-        ),
-        (
-            {"role": "assistant", "tool_calls": [CALL | {"type": "code"}]},
-            "m[0].tool_calls[0].type is 'code'; a tool call is {",
-        ),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": ""}}]},
-            "m[0].tool_calls[0].function.name is ''; it must be text",
-        ),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
-            ".function.arguments is None; it must be an object or its JSON text",
-        ),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-            ".arguments is '{', which is not the JSON text of an object",
-        ),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
-            ".arguments is '[1]'; it must be an object",
-        ),
-        (
-            {
-                "role": "assistant",
-                "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}],
-            },
-            "the key 'a' stands twice",
-        ),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": NaN}'}}]},
-            ".arguments.a is nan; JSON has no such number",
-        ),
-        (
-            {"role": "assistant", "content": "c", "reasoning_content": 1},
-            "m[0].reasoning_content is of type int; it must be text",
-        ),
-        (
-            {"role": "assistant", "content": "c", "reasoning_content": "a", "thinking": "b"},
-            "m[0] has another text in thinking than in reasoning_content",
-        ),
-        (
-            {"role": "assistant", "content": "c", "function_call": {"name": "f"}},
-            "m[0].function_call is the old way to call a tool; write tool_calls",
-        ),
-        (
-            {"role": "assistant", "content": "c", "weight": 0},
-            "m[0].weight is 0, which is not read; the turns that train are chosen by sft.train_on",
-        ),
-        (
-            {"role": "user", "content": "q", "score": float("inf")},
-            "m[0].score is inf; JSON has no such number",
-        ),
-        ({"role": "user", "content": "q", 1: 2}, "m[0] has the key 1; keys must be text"),
+        (turn("user", [{"type": "image_url"}]), "m[0].content[0] is a part of type 'image_url'; only text"),
+        (turn("user", "q", tool_calls=[CALL]), "only an assistant's turn calls tools"),
+        (turn("assistant", "", tool_calls={}), "m[0].tool_calls is of type dict; it must be a list"),
+        (call(name=""), "m[0].tool_calls[0].function.name is ''; it must be text"),
+        (call(name="f", arguments="{"), ".arguments is '{', which is not the JSON text of an object"),
+        (call(name="f", arguments='{"a": 1, "a": 2}'), "the key 'a' stands twice"),
+        (call(name="f", arguments='{"a": NaN}'), ".arguments.a is nan; JSON has no such number"),
+        (turn("assistant", "c", reasoning_content="a", thinking="b"), "another text in thinking than in"),
+        (turn("assistant", "c", function_call={}), "m[0].function_call is the old way to call a tool"),
+        (turn("assistant", "c", weight=0), "m[0].weight is 0, which is not read"),
+        (turn("user", "q", score=float("inf")), "m[0].score is inf; JSON has no such number"),
     ],
 )
 def test_a_message_that_cannot_be_read_is_named_with_its_key(message, error):

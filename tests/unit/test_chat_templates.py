@@ -121,35 +121,6 @@ def test_both_answers_of_a_talk_train_with_their_end_tokens(name):
     assert marked(TALK, family_tokenizer(name)) == TALKS[name]
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("chatml", "<|im_start|>system\nBe brief.<|im_end|>\n" + TALKS["chatml"]),
-        ("llama3_1", TALKS["llama3_1"].replace("2024\n\n<", "2024\n\nBe brief.<")),
-        (
-            "qwen2_5",
-            TALKS["qwen2_5"].replace(
-                "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.", "Be brief."
-            ),
-        ),
-        ("gemma3", TALKS["gemma3"].replace("user\n3+4?", "user\nBe brief.\n\n3+4?")),
-        ("deepseek_v3", TALKS["deepseek_v3"].replace("<｜User｜>3", "Be brief.<｜User｜>3")),
-        ("phi3", "<|system|>\nBe brief.<|end|>\n" + TALKS["phi3"]),
-        (
-            "phi_4",
-            (
-                "<|im_start|>system<|im_sep|>Be brief.<|im_end|><|im_start|>user<|im_sep|>3+4?<|im_end|>"
-                "<|im_start|>assistant<|im_sep|>⟦It is 7.<|im_end|>⟧<|im_start|>user<|im_sep|>2+2?<|im_end|>"
-                "<|im_start|>assistant<|im_sep|>⟦4<|im_end|>⟧"
-            ),
-        ),
-        ("plain", "System: Be brief.\n" + TALKS["plain"]),
-    ],
-)
-def test_a_system_prompt_does_not_train(name, expected):
-    assert marked([SYSTEM, *TALK], family_tokenizer(name)) == expected
-
-
 @pytest.mark.parametrize("name", sorted({*TALKS, "phi_4", "qwen3", "qwen3_6", "gptoss"}))
 def test_the_answer_follows_exactly_the_tokens_that_generation_begins_with(name):
     for tokenizer in (family_tokenizer(name), family_tokenizer(name, merges=[("Ġ", "I"), ("ĠI", "t")])):
@@ -195,20 +166,6 @@ def test_a_tool_call_trains_and_the_tools_and_its_result_do_not():
         " 2}}\n</tool_call><|im_end|>⟧\n<|im_start|>user\n<tool_response>\n4"
         " degrees\n</tool_response><|im_end|>\n<|im_start|>assistant\n⟦It is 4.<|im_end|>⟧\n"
     )
-
-
-def test_a_tool_call_of_llama_ends_with_the_end_of_the_turn():
-    text = marked(CALLS, family_tokenizer("llama3_1"), tools=[WEATHER])
-    assert text.startswith(
-        LLAMA_SYSTEM.replace("\n\nCutting", "\n\nEnvironment: ipython\nCutting") + "<|eot_id|>"
-    )
-    assert text.endswith(
-        "Oslo?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-        '⟦{"name": "weather", "parameters": {"city": "Oslo", "days": 2}}<|eot_id|>⟧'
-        '<|start_header_id|>ipython<|end_header_id|>\n\n"4 degrees"<|eot_id|>'
-        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦It is 4.<|eot_id|>⟧"
-    )
-    assert text.count("⟦") == 2
 
 
 @pytest.mark.parametrize(
@@ -257,25 +214,6 @@ def test_tool_calls_train_as_their_template_writes_them(name, expected):
     assert marked(no_content, family_tokenizer(name)) == expected
     null_content = [m | {"content": m["content"] or None, "name": None} for m in CALLS]
     assert marked(null_content, family_tokenizer(name)) == expected
-
-
-def test_a_call_and_an_answer_may_end_with_different_tokens():
-    text = marked(CALLS, family_tokenizer("gptoss"), tools=[WEATHER])
-    assert text.endswith(
-        "<|start|>user<|message|>Oslo?<|end|><|start|>assistant⟦ to=functions.weather<|channel|>commentary"
-        ' json<|message|>{"city": "Oslo", "days": 2}<|call|>⟧<|start|>functions.weather'
-        ' to=assistant<|channel|>commentary<|message|>"4'
-        ' degrees"<|end|><|start|>assistant⟦<|channel|>final<|message|>It is 4.<|return|>⟧'
-    )
-
-
-def test_content_beside_a_call_trains_where_the_template_writes_it():
-    messages = [CALLS[0], {**CALLS[1], "content": "I look."}, *CALLS[2:]]
-    text = marked(messages, family_tokenizer("qwen2_5"))
-    assert '⟦I look.\n<tool_call>\n{"name": "weather"' in text
-    for name in ("llama3_1", "mistral_v2v3"):
-        with pytest.raises(DataError, match="does not write the content beside its tool calls of message 1"):
-            tokenize_conversation(messages, family_tokenizer(name))
 
 
 @pytest.mark.parametrize("name", ["chatml", "phi3", "phi_4", "plain", "deepseek_r1_distill"])
@@ -391,12 +329,6 @@ def test_thinking_that_a_template_would_leave_out_is_refused(name):
         tokenize_conversation(thoughtful, family_tokenizer(name))
 
 
-def test_other_names_of_thinking_mean_the_same():
-    for key in ("thinking", "reasoning"):
-        messages = [turn("user", "3+4?"), turn("assistant", "7", **{key: "three, four"})]
-        assert marked(messages, family_tokenizer("qwen3")) == marked(THOUGHTS[:2], family_tokenizer("qwen3"))
-
-
 # --- what a template refuses, and its parameters ------------------------------------------------------------
 
 
@@ -480,16 +412,3 @@ def test_thinking_in_the_content_that_a_template_drops_is_refused():
 def test_thinking_that_the_generation_prompt_opens_is_written_there(content):
     text = marked([turn("user", "Q1"), turn("assistant", content)], family_tokenizer("qwen3_6"))
     assert text.endswith("<think>\n⟦R\n</think>\n\nA1<|im_end|>⟧\n")
-
-
-def test_content_that_a_template_cuts_is_refused_with_the_first_difference():
-    tokenizer = byte_tokenizer(
-        CHATML.replace("message['content']", "message['content'][:3]").replace(
-            "message.content", "message.content[:3]"
-        )
-    )
-    with pytest.raises(
-        DataError,
-        match=r"does not write the content as it is of message 1.*at character 3: 'def' against '<\|im_end",
-    ):
-        tokenize_conversation([turn("user", "q"), turn("assistant", "abcdef")], tokenizer)

@@ -23,7 +23,7 @@ from rollouts.data.curriculum import (
 from rollouts.data.data_buffer import DataBuffer, PromptRow
 from rollouts.data.mixture import Mixture
 from rollouts.data.rows import SourceRows
-from rollouts.errors import DataError, UserFunctionError
+from rollouts.errors import UserFunctionError
 from rollouts.types import Sample
 
 
@@ -51,20 +51,6 @@ def test_statistics_count_samples_and_rewards_of_every_source():
         drawn=3, batches=2, samples=4, reward_sum=2.5, last_batch_reward=1.0, last_batch_step=2
     )
     assert (second["a"].mean_reward, second["b"].mean_reward, first["b"].mean_reward) == (0.625, 1.0, None)
-
-
-def test_a_sample_of_no_source_is_named():
-    with pytest.raises(
-        DataError, match=r"sample c-1\.0 has metadata\.source='c', which is none of the sources a, b"
-    ):
-        update_statistics(start_statistics("ab"), [sample("c", 1.0)], step=1, drawn={"a": 0, "b": 0})
-
-
-def test_statistics_survive_json_to_the_last_bit():
-    statistics = update_statistics(
-        start_statistics("ab"), [sample("a", 0.1), sample("a", 0.2)], step=1, drawn={"a": 2, "b": 0}
-    )
-    assert decode_statistics(json.loads(json.dumps(encode_statistics(statistics)))) == statistics
 
 
 @pytest.mark.parametrize(

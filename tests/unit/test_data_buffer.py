@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,15 +40,6 @@ def test_the_order_is_the_one_that_older_runs_saw():
     assert order == [0, 1, 3, 5, 7, 2, 4, 6]
 
 
-def test_returned_prompts_come_first_and_in_the_order_given():
-    buffer = DataBuffer(make_rows(6), seed=1)
-    drawn = buffer.get_prompts(4)
-    buffer.return_prompts(drawn[3:])
-    buffer.return_prompts([drawn[1], drawn[2]])
-    assert buffer.statistics()["returned"] == 3
-    assert buffer.get_prompts(3) == [drawn[1], drawn[2], drawn[3]]
-
-
 @given(st.integers(1, 7), st.integers(0, 20), st.integers(0, 20), st.integers(0, 5))
 @settings(max_examples=60, deadline=None)
 def test_giving_everything_back_leaves_the_buffer_as_it_was(rows: int, before: int, count: int, seed: int):
@@ -62,26 +51,6 @@ def test_giving_everything_back_leaves_the_buffer_as_it_was(rows: int, before: i
 
 
 OPERATIONS = st.lists(st.tuples(st.integers(0, 5), st.sets(st.integers(0, 4))), max_size=8)
-
-
-@given(st.integers(1, 7), OPERATIONS, OPERATIONS, st.integers(-3, 3), st.booleans())
-@settings(max_examples=150, deadline=None)
-def test_saving_and_restoring_at_any_point_leaves_the_future_unchanged(rows, past, future, seed, shuffle):
-    def play(buffer: DataBuffer, operations) -> list[PromptRow]:
-        stream = []
-        for count, give_back in operations:
-            drawn = buffer.get_prompts(count)
-            stream += drawn
-            buffer.return_prompts([drawn[index] for index in sorted(give_back) if index < count])
-        return stream
-
-    buffer = DataBuffer(make_rows(rows), seed=seed, shuffle=shuffle)
-    play(buffer, past)
-    restored = DataBuffer(make_rows(rows), seed=seed + 1)
-    restored.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
-    assert restored.state_dict() == buffer.state_dict()
-    assert play(restored, [*future, (10, set())]) == play(buffer, [*future, (10, set())])
-    assert restored.statistics() == buffer.statistics()
 
 
 def test_the_state_of_another_dataset_is_refused_and_changes_nothing():
@@ -103,12 +72,6 @@ def test_the_fingerprint_sees_content_and_order_of_rows_but_not_of_keys():
         DataBuffer(rows, seed=0).fingerprint
         != DataBuffer([rows[0], rows[1] | {"answer": "2"}], seed=0).fingerprint
     )
-
-
-@pytest.mark.parametrize("prompt_id", ["row-3", "row-03", "row--1", "row-x", "3", ""])
-def test_an_id_of_no_row_is_refused(prompt_id: str):
-    with pytest.raises(DataError, match="row-0 to row-2"):
-        DataBuffer(make_rows(3), seed=0).find_prompt(prompt_id, 0)
 
 
 def test_only_prompts_that_are_out_can_be_returned():

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rollouts.config.tables import DataSourceConfig
-from rollouts.data.datasets import load_rows, load_sources, read_source
+from rollouts.data.datasets import load_rows, read_source
 from rollouts.errors import DataError
 
 QUESTIONS = [
@@ -360,18 +360,3 @@ def test_what_a_function_raises_is_named_and_kept(makers: Any):
         load(**makers("breaks"))
     assert isinstance(caught.value.__cause__, KeyError)
     assert "raised TypeError after 0 rows" in message_of(**makers("forever", params={"begin": 2}))
-
-
-def test_odd_rows_of_a_function_are_malformed_one_by_one(makers: Any):
-    source = DataSourceConfig(**makers("odd_rows", size=4, max_bad_fraction=0.75))
-    found = load_sources([source], name="rl.data").sources[0]
-    assert found.rows == ({"prompt": "a"}, None, None, None)
-    assert [bad.problem for bad in found.bad] == [
-        "the row is of type str; it must be an object with `prompt` or `messages`",
-        (
-            'f is of type function; JSON has no such value; leave the field out with columns.f = "", or'
-            " convert it"
-        ),
-        "the row has the key 3; keys must be text",
-    ]
-    assert str(found.bad[0]) == f"{source.function} row 1: {found.bad[0].problem}"

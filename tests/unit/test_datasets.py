@@ -13,7 +13,6 @@ from rollouts.data.datasets import (
     exclude_prompts,
     load_rows,
     prompt_key,
-    require_prompts,
     row_to_conversation,
     unique_prompts,
 )
@@ -72,52 +71,6 @@ def test_empty_lines_and_a_byte_order_mark_are_no_rows(write):
     assert [row["prompt"] for row in load_rows(jsonl(path), name="rl.data")] == ["a", "b"]
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        (b'{"prompt": "\xff"}', "not UTF-8 at byte 12 of the line"),
-        ('{"prompt": "a"', "not JSON: Expecting ',' delimiter at column 15"),
-        ('{"prompt": "a", "x": NaN}', "not JSON: NaN is not a JSON number"),
-        ('{"prompt": "a", "x": 1e999}', "x is inf; JSON has no such number"),
-        ("[" * 100_000, "not JSON: maximum recursion depth exceeded"),
-        ("[1]", "the row is of type list; it must be an object with `prompt` or `messages`"),
-        (
-            {"promt": "a", "x": 1},
-            "neither `prompt` nor `messages`; the row has promt, x; did you mean prompt?",
-        ),
-        ({}, "neither `prompt` nor `messages`; the row has no fields"),
-        ({"prompt": " "}, "prompt is empty; it must be text or chat messages"),
-        ({"prompt": 3}, "prompt is of type int; it must be a list of chat messages"),
-        ({"prompt": []}, "prompt is an empty list; it must hold at least one chat message"),
-        ({"messages": "hi"}, "messages is of type str; it must be a list of chat messages"),
-        (
-            {"messages": ["hi"]},
-            "messages[0] is of type str; a chat message is an object with a role and a content",
-        ),
-        (
-            {"messages": [{"role": "user"}]},
-            "messages[0] has no content; a chat message is an object with a role and a content",
-        ),
-        (
-            {"messages": [{"role": "user", "content": None}]},
-            "messages[0].content is of type NoneType; it must be text",
-        ),
-        (
-            {"messages": [{"role": "", "content": "a"}]},
-            "messages[0].role is empty; it must be system, user, assistant or tool",
-        ),
-    ],
-)
-def test_a_bad_line_is_named_by_file_and_number(write, line, problem):
-    path = write({"prompt": "fine"}, line)
-    message = message_of(jsonl(path))
-    assert message.startswith(
-        "rl.data: 1 of 2 rows is malformed, more than max_bad_fraction=0.01 allows; mend them, or set"
-        " rl.data.max_bad_fr"
-    )
-    assert f"\n  {path}:2: {problem}" in message
-
-
 def test_a_missing_file_is_named_with_the_place_looked_at(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert (
@@ -166,33 +119,13 @@ def test_reasoning_gym_rows_have_prompt_answer_and_plain_metadata():
         assert json.loads(json.dumps(row)) == row  # no tuples left
 
 
-def test_reasoning_gym_rows_depend_on_the_seed_alone():
-    assert load_rows(gym(seed=1), name="rl.data") == load_rows(gym(seed=1), name="rl.data")
-    assert load_rows(gym(seed=1), name="rl.data") != load_rows(gym(seed=2), name="rl.data")
-
-
-def test_an_unknown_reasoning_gym_parameter_gets_the_nearest_name():
+def test_an_unknown_reasoning_gym_parameter_is_named():
     message = message_of(gym(params={"min_term": 2}))
-    assert message.startswith(
-        "rl.data.params.min_term is no parameter of chain_sum; did you mean min_terms? It takes: min_terms,"
-        " max_terms"
-    )
+    assert message.startswith("rl.data: reasoning-gym refused chain_sum with rl.data.params={'min_term': 2}")
+    assert "unexpected keyword argument 'min_term'" in message
 
 
 # --- what each stage needs ----------------------------------------------------------------------------------
-
-
-def test_rl_rows_need_a_prompt():
-    require_prompts([{"prompt": "a"}], name="rl.data")
-    with pytest.raises(DataError, match=r"rl\.data: row 1 has no prompt"):
-        require_prompts([{"prompt": "a"}, {"messages": []}], name="rl.data")
-
-
-def test_an_sft_row_is_its_messages_or_its_prompt_and_answer():
-    user, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-    assert row_to_conversation({"messages": [user, answer]}) == [user, answer]
-    assert row_to_conversation({"prompt": "q", "answer": "a"}) == [user, answer]
-    assert row_to_conversation({"prompt": [user], "answer": "a"}) == [user, answer]
 
 
 @pytest.mark.parametrize(

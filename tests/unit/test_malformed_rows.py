@@ -15,15 +15,9 @@ from hypothesis import strategies as st
 from rollouts.config.tables import DataSourceConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.data.datasets import (
-    exclude_prompts,
-    load_rows,
     load_sources,
     read_source,
-    require_good_rows,
-    require_prompts,
-    unique_prompts,
 )
-from rollouts.data.mixture import make_batch_source, select_mixture_batch
 from rollouts.data.rows import MAX_DEPTH, MAX_ROW_BYTES
 from rollouts.errors import DataError
 
@@ -103,18 +97,6 @@ def write_rows(path: Path, count: int, bad: set[int]) -> Path:
     return path
 
 
-def test_malformed_rows_up_to_the_share_are_left_out(tmp_path: Path):
-    path = write_rows(tmp_path / "rows.jsonl", 100, {7})
-    assert len(load_rows(jsonl(path), name="rl.data")) == 99
-    (source,) = load_sources([jsonl(path)], name="rl.data").sources
-    assert (source.good_count, len(source.rows), source.rows[7], source.rows[8]) == (
-        99,
-        100,
-        None,
-        {"prompt": "question 8"},
-    )
-
-
 def test_more_than_the_share_stops_with_the_counts_and_the_first_rows(tmp_path: Path):
     path = write_rows(tmp_path / "rows.jsonl", 100, set(range(10, 17)))
     with pytest.raises(DataError) as caught:
@@ -130,14 +112,6 @@ def test_more_than_the_share_stops_with_the_counts_and_the_first_rows(tmp_path: 
     ]
     assert lines[6:] == ["  and 2 more"]
     load_sources([jsonl(path, max_bad_fraction=0.07)], name="rl.data")
-
-
-def test_without_a_good_row_no_share_is_enough(tmp_path: Path):
-    path = write_rows(tmp_path / "rows.jsonl", 2, {0, 1})
-    found = read_source(jsonl(path), name="rl.data")
-    assert len(found.bad) == 2  # all of them, for a report
-    with pytest.raises(DataError, match=r"2 of 2 rows are malformed, so nothing is left; mend them:\n"):
-        require_good_rows(found, max_bad_fraction=1.0, name="rl.data")
 
 
 # --- the order of the others --------------------------------------------------------------------------------
@@ -158,24 +132,3 @@ def test_a_draw_that_meets_a_hole_goes_on_to_the_next(count: int, data: st.DataO
     buffer = DataBuffer(rows_with_holes(count, holes), seed=seed)
     assert [prompt.key for prompt in buffer.get_prompts(len(expected))] == expected
     assert buffer.statistics()["drawn"] == len(expected)
-
-
-def test_sft_batches_pass_over_holes_too():
-    whole = [
-        row
-        for step in range(4)
-        for row in select_mixture_batch([make_batch_source("a", 1.0, [1] * 5)], 5, step, 3)
-    ]
-    holed = [
-        row
-        for step in range(4)
-        for row in select_mixture_batch([make_batch_source("a", 1.0, [1, None, 1, 1, None])], 3, step, 3)
-    ]
-    assert holed == [row for row in whole if row not in (1, 4)]
-
-
-def test_holes_stay_when_held_out_rows_leave():
-    rows = [{"prompt": "a"}, None, {"prompt": "b"}, None, {"prompt": "c"}]
-    assert exclude_prompts(rows, [{"prompt": "B"}]) == ([{"prompt": "a"}, None, None, {"prompt": "c"}], 1)
-    assert unique_prompts([*rows, {"prompt": "A"}]) == [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}]
-    require_prompts(rows, name="rl.data")

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.config.tables import DataSourceConfig
-from rollouts.data import mixture
 from rollouts.data.data_buffer import DataBuffer, PromptRow
 from rollouts.data.datasets import exclude_from_mixture, load_sources
 from rollouts.data.mixture import (
@@ -21,7 +20,6 @@ from rollouts.data.mixture import (
     BatchSource,
     Mixture,
     _turns_from,
-    check_names,
     compute_amounts,
     select_mixture_batch,
     select_sft_batch,
@@ -69,13 +67,6 @@ def assert_within_one(turns: list[int], shares: list[Fraction]) -> None:
 # --- whose turn it is ---------------------------------------------------------------------------------------
 
 
-def test_weights_become_the_smallest_whole_numbers():
-    assert compute_amounts([0.5, 0.3, 0.2]) == (5, 3, 2)
-    assert compute_amounts([0.1, 0.2, 0.7]) == (1, 2, 7)  # 0.1 + 0.2 is not 0.3 in floating point
-    assert compute_amounts([2, 4.0]) == (1, 2)
-    assert compute_amounts([1e-6, 1.0, 0.0]) == (1, 1_000_000, 0)
-
-
 def test_turns_of_three_sources_worked_by_hand():
     # 2 : 1 : 1. Draw 1 is due for all; the first source would be a whole draw behind after 2, the others
     # after 4. Then the two of them are due, and so on, until all four are handed out and it begins again.
@@ -92,38 +83,6 @@ def test_after_any_draw_every_source_is_within_one_of_its_share(amounts: list[in
 
 
 # --- the buffer ---------------------------------------------------------------------------------------------
-
-
-def test_two_epochs_draw_exactly_the_stated_proportions():
-    drawn = DataBuffer(THREE, seed=1).get_prompts(20)
-    assert_within_one(
-        ["abc".index(source_of(prompt)) for prompt in drawn],
-        [Fraction(5, 10), Fraction(3, 10), Fraction(2, 10)],
-    )
-    assert Counter(map(source_of, drawn)) == {"a": 10, "b": 6, "c": 4}
-    for name, size, epochs in (("a", 5, 2), ("b", 3, 2), ("c", 4, 1)):
-        of_source = [prompt for prompt in drawn if source_of(prompt) == name]
-        assert Counter(prompt.key for prompt in of_source) == {
-            (epoch, f"{name}/row-{row}"): 1 for epoch in range(epochs) for row in range(size)
-        }
-        assert [prompt.epoch for prompt in of_source] == sorted(prompt.epoch for prompt in of_source)
-
-
-def test_the_state_of_one_source_has_the_form_that_older_runs_wrote():
-    rows = [{"prompt": "a"}, {"prompt": "b"}]
-    old = {
-        "seed": 4,
-        "shuffle": True,
-        "epoch": 1,
-        "cursor": 1,
-        "returned": [["row-1", 0]],
-        "rows": 2,
-        "fingerprint": "274c53052f628e3c",
-    }
-    buffer = DataBuffer(rows, seed=0)
-    buffer.load_state_dict(old)
-    assert buffer.state_dict() == old
-    assert keys(buffer.get_prompts(2))[0] == (0, "row-1")
 
 
 OPERATIONS = st.lists(
@@ -179,15 +138,6 @@ def test_statistics_are_of_every_source_and_the_epoch_is_the_lowest():
     assert len(buffer) == 12
 
 
-def test_the_fingerprint_sees_names_and_rows_but_not_weights():
-    base = DataBuffer(THREE, seed=0).fingerprint
-    assert DataBuffer(make_mixture(a=(5, 9.0), b=(3, 0.3), c=(4, 0.2)), seed=0).fingerprint == base
-    assert DataBuffer(make_mixture(a=(5, 0.5), b=(3, 0.3), d=(4, 0.2)), seed=0).fingerprint != base
-    assert DataBuffer(make_mixture(a=(5, 0.5), b=(3, 0.3), c=(3, 0.2)), seed=0).fingerprint != base
-    with pytest.raises(DataError, match="the prompts changed"):
-        DataBuffer(make_mixture(a=(5, 0.5)), seed=0).load_state_dict(DataBuffer(THREE, seed=0).state_dict())
-
-
 # --- weights that change ------------------------------------------------------------------------------------
 
 
@@ -209,26 +159,6 @@ def test_a_source_that_pauses_gives_up_what_it_had_coming():
     assert settle((1, 1), (1, 0), (0, 0), (1, 0)) == (0, 0)
     assert settle((1, 1), (1, 0), (0, 0), (3, 1)) == (-OWED_UNIT // 2, OWED_UNIT // 2)
     assert settle((1, 1, 1), (1, 0, 0), (0, 0, 0), (1, 1, 0)) == (-OWED_UNIT // 2, OWED_UNIT // 2, 0)
-
-
-@given(
-    st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any), min_size=1, max_size=12),
-    st.lists(st.integers(0, 9), min_size=12, max_size=12),
-)
-@settings(max_examples=100, deadline=None)
-def test_debts_stay_small_and_sum_to_nothing_however_weights_change(
-    changes: list[list[int]], counts: list[int]
-):
-    buffer = DataBuffer(THREE, seed=0)
-    for weights, count in zip(changes, counts, strict=False):
-        buffer.set_weights(dict(zip("abc", weights, strict=True)))
-        assert [
-            source_of(prompt)
-            for prompt in buffer.get_prompts(count)
-            if weights["abc".index(source_of(prompt))] == 0
-        ] == []
-        owed: Any = buffer.state_dict()["owed"]
-        assert sum(owed) == 0 and max(map(abs, owed)) <= 2 * OWED_UNIT
 
 
 @pytest.mark.parametrize(
@@ -281,27 +211,6 @@ def test_sft_batches_of_one_source_are_those_that_older_checkpoints_were_trained
     ]
 
 
-def test_sft_weights_of_many_digits_are_exact_far_into_a_run():
-    sources = [BatchSource("a", 7, 0.123457), BatchSource("b", 5, 0.876543)]
-    first = 100_000  # draws
-    rows = select_mixture_batch(sources, 1000, first // 1000, 0)
-    expected = [int(Fraction(123457, 1_000_000) * count) for count in (first, first + 1000)]
-    assert abs(sum(row < 7 for row in rows) - (expected[1] - expected[0])) <= 2
-
-
-def test_batches_are_the_same_whether_a_run_came_to_them_or_began_there():
-    sources = [BatchSource("a", 100, 1.0), BatchSource("b", 70, 1 / 3), BatchSource("c", 50, 0.2222222)]
-    mixture._take_block.cache_clear()
-    in_order = [
-        select_mixture_batch(sources, 1000, step, 0) for step in range(12)
-    ]  # blocks end within batches
-    mixture._take_block.cache_clear()
-    assert [select_mixture_batch(sources, 1000, step, 0) for step in reversed(range(12))] == in_order[::-1]
-    assert [row for step in range(12) for row in in_order[step]] == select_mixture_batch(
-        sources, 12_000, 0, 0
-    )
-
-
 # --- loading ------------------------------------------------------------------------------------------------
 
 
@@ -331,20 +240,6 @@ def test_a_field_called_source_is_refused_only_in_a_mixture(tmp_path: Path):
     assert load_sources([other, renamed], name="rl.data").sources[1].rows == (
         {"origin": "web", "prompt": "x"},
     )
-
-
-@pytest.mark.parametrize(
-    ("names", "problem"),
-    [
-        (["a", "a"], "data.1.name='a' is too like 'a'"),
-        (["a-b", "A_b"], "is too like 'a-b'"),
-        (["a/b"], "a name has letters"),
-        ([""], "a name has"),
-    ],
-)
-def test_names_are_different_and_plain(names: list[str], problem: str):
-    with pytest.raises(DataError, match=problem):
-        check_names(names, name="data")
 
 
 def test_held_out_prompts_leave_every_source_and_an_emptied_one_is_named():

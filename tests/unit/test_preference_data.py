@@ -5,14 +5,12 @@ a count.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollouts.config.load import load_config
 from rollouts.config.schema import PreferenceTrainingConfig, RunConfig
 from rollouts.config.tables import DataSourceConfig
 from rollouts.data.datasets import load_sources
@@ -25,16 +23,13 @@ from rollouts.data.preference import (
     prepare_labelled_mixture,
     prepare_pair_mixture,
     prompt_of,
-    select_preference_samples,
     split_held_out,
 )
 from rollouts.data.preference_rows import split_labelled, split_pair
 from rollouts.data.rows import RowProblem, SourceRows
 from rollouts.data.sft import prepare_sft_rows
 from rollouts.errors import ConfigError, DataError
-from rollouts.preflight.checks import look_at_run
-from rollouts.preflight.rows import PreparedLabels, load_all_rows, prepare_preferences
-from rollouts.run_dir import RunDir
+from rollouts.preflight.rows import PreparedLabels, prepare_preferences
 from tests.unit.chat_tokenizers import byte_tokenizer, family_tokenizer
 
 ASK, GOOD, BAD = (
@@ -84,11 +79,6 @@ def text_of(row):
 )
 def test_every_usual_shape_of_a_pair_means_the_same(row):
     assert split_pair(row) == SPLIT
-
-
-def test_a_pair_keeps_its_other_fields_and_a_margin_that_is_a_number():
-    assert split_pair({**PAIR, "margin": 2, "id": 7}) == {**SPLIT, "margin": 2, "id": 7}
-    assert split_pair({**PAIR, "margin": None}) == SPLIT
 
 
 @pytest.mark.parametrize(
@@ -194,15 +184,6 @@ def test_rows_are_read_by_their_columns_with_a_system_prompt_and_malformed_ones_
 # --- tokens -------------------------------------------------------------------------------------------------
 
 
-def test_both_responses_follow_the_same_prompt_and_rows_end_with_the_end_of_turn():
-    (sample,) = pairs(PAIR).samples
-    assert [text_of(row) for row in sample.rows] == [
-        f"<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>" for answer in ("ab", "c")
-    ]
-    assert [np.flatnonzero(row.loss_mask).tolist() for row in sample.rows] == [[20, 21, 22], [20, 21]]
-    assert len(prompt_of(sample)) == 20 * 8
-
-
 def test_the_response_trains_as_the_last_turn_of_an_sft_row_does():
     conversation = [ASK, GOOD, ASK, BAD]
     row = {"chosen": conversation, "rejected": [*conversation[:-1], GOOD]}
@@ -278,14 +259,6 @@ def test_every_source_gives_its_share_of_what_is_held_out():
     assert len(training.samples) + len(held_out) == 9
 
 
-def test_holes_keep_their_place_and_are_never_drawn_and_an_epoch_has_every_pair_once():
-    rows = numbered(7)
-    data = pairs(*rows[:3], None, *rows[3:])
-    drawn = [sample.row_id for step in range(7) for sample in select_preference_samples(data, 2, step, 5)]
-    assert sorted(drawn[:7]) == sorted(drawn[7:]) == [0, 1, 2, 4, 5, 6, 7]
-    assert [sample.row_id for sample in select_preference_samples(data, 2, 3, 5)] == drawn[6:8]
-
-
 def test_a_batch_has_chosen_and_rejected_in_turn():
     samples = pairs(*numbered(2)).samples
     batch = make_preference_batch(samples)
@@ -321,71 +294,6 @@ def test_a_stage_prepares_what_its_loss_trains_on():
     assert isinstance(kto, PreparedLabels) and isinstance(kto.training.samples[0], LabelledSample)
     with pytest.raises(ConfigError, match=r"no \[reward_model\] table"):
         prepare_preferences(run_config(), "reward_model", rows, byte_tokenizer())
-
-
-def test_a_dry_run_and_a_run_read_the_rows_of_every_preference_stage(tmp_path, monkeypatch):
-    monkeypatch.setattr("rollouts.models.load.resolve_model", lambda name, **_: Path(name))
-    monkeypatch.setattr(
-        "rollouts.models.load.load_tokenizer", lambda path, *, chat_template: byte_tokenizer()
-    )
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 40}', encoding="utf-8")
-    for name, rows in {
-        "pairs": [{**PAIR, "prompt": text} for text in ("a", "b", "held")],
-        "labels": [{"prompt": text, "completion": "x", "label": text < "b"} for text in ("a", "b", "held")],
-        "eval": [{"prompt": "held"}],
-    }.items():
-        (tmp_path / f"{name}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-        )
-    (tmp_path / "run.toml").write_text(
-        """
-        [preference]
-        steps = 1
-        loss = "kto"
-        max_length = 40
-        data = { kind = "jsonl", path = "labels.jsonl" }
-        [reward_model]
-        steps = 1
-        max_length = 40
-        data = { kind = "jsonl", path = "pairs.jsonl" }
-        [eval]
-        max_new_tokens = 10
-        data = { kind = "jsonl", path = "eval.jsonl" }
-        """,
-        encoding="utf-8",
-    )
-    config = load_config(tmp_path / "run.toml", ["--model.name", str(tmp_path / "model")])
-    stages = ("preference", "reward_model")
-    loaded = load_all_rows(config, stages)
-    assert {stage: len(loaded.training[stage].sources[0].rows) for stage in stages} == {
-        "preference": 2,
-        "reward_model": 2,
-    }
-    assert len(loaded.notes) == 2
-    run_dir = RunDir(tmp_path / "run")
-    findings = look_at_run(config, stages, run_dir, base_dir=tmp_path, local_ranks=1).findings
-    said = [f"{finding.subject}: {finding.message}" for finding in findings]
-    assert [text for text in said if "looked at" in text or "desirable" in text] == [
-        (
-            "preference.data: of 2 rows that were looked at 2 train and 0 are held out; the longest has 22"
-            " tokens of max_length=40"
-        ),
-        "preference.data: 1 responses are desirable and 1 undesirable",
-        (
-            "reward_model.data: of 2 rows that were looked at 2 train and 0 are held out; the longest has 23"
-            " tokens of max_length=40"
-        ),
-    ]
-    assert next(text for text in said if "work" in text).startswith(
-        "preference: work: 1 steps of 16 samples, 8 times"
-    )
-    assert {finding.level for finding in findings if finding.subject.startswith(stages)} == {"ok"}
-    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b"}\n', encoding="utf-8")
-    findings = look_at_run(config, ("reward_model",), run_dir, base_dir=tmp_path, local_ranks=1).findings
-    assert any("no `rejected`" in finding.message for finding in findings if finding.level == "error")
-    with pytest.raises(ConfigError, match=r"no \[sft\] table"):
-        load_all_rows(config, ("sft",))
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=12).filter(lambda ids: len(set(ids)) > 1))
