@@ -10,10 +10,8 @@ import math
 import numbers
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
-from rollouts.config.spelling import nearest
 from rollouts.data.mixture import SOURCE_FIELD
 from rollouts.errors import DataError, UserFunctionError
 from rollouts.types import JSONValue, Sample
@@ -73,24 +71,20 @@ def update_statistics(
             )
         assert sample.reward is not None, f"sample {sample.id} was not scored"
         rewards[name].append(sample.reward)
-    return {
-        name: _add_batch(replace(before, drawn=drawn[name]), rewards[name], step)
-        for name, before in statistics.items()
-    }
-
-
-def _add_batch(before: SourceStatistics, rewards: Sequence[float], step: int) -> SourceStatistics:
-    if not rewards:
-        return before
-    total = math.fsum(rewards)
-    return replace(
-        before,
-        batches=before.batches + 1,
-        samples=before.samples + len(rewards),
-        reward_sum=before.reward_sum + total,
-        last_batch_reward=total / len(rewards),
-        last_batch_step=step,
-    )
+    after: dict[str, SourceStatistics] = {}
+    for name, before in statistics.items():
+        found, total = rewards[name], math.fsum(rewards[name])
+        after[name] = replace(before, drawn=drawn[name])
+        if found:
+            after[name] = SourceStatistics(
+                drawn[name],
+                before.batches + 1,
+                before.samples + len(found),
+                before.reward_sum + total,
+                total / len(found),
+                step,
+            )
+    return after
 
 
 def encode_statistics(statistics: Mapping[str, SourceStatistics]) -> dict[str, JSONValue]:
@@ -100,10 +94,7 @@ def encode_statistics(statistics: Mapping[str, SourceStatistics]) -> dict[str, J
 
 def decode_statistics(state: Mapping[str, JSONValue]) -> dict[str, SourceStatistics]:
     """The statistics that `encode_statistics` was given, to the last bit."""
-    names = [field.name for field in fields(SourceStatistics)]
-    return {
-        name: SourceStatistics(**{field: source[field] for field in names}) for name, source in state.items()
-    }
+    return {name: SourceStatistics(**source) for name, source in state.items()}
 
 
 # --- the user's function ------------------------------------------------------------------------------------
@@ -128,37 +119,15 @@ def check_weights(weights: object, names: Sequence[str], *, function: str, step:
     """The weights in the order of `names`. Raises UserFunctionError naming the function, the step and the
     value that breaks a rule.
     """
-    what = f"curriculum {function} in step {step}"
-    if not isinstance(weights, Mapping):
-        raise UserFunctionError(
-            f"{what} gave a value of type {type(weights).__name__}; it must give a weight for each of"
-            f" {', '.join(names)}"
-        )
-    for name in weights:
-        if name not in names:
-            close = nearest(str(name), names)
-            hint = f"; did you mean {close}?" if close else ""
-            raise UserFunctionError(
-                f"{what} gave a weight to {name!r}; the sources are {', '.join(names)}{hint}"
-            )
-    for name in names:
-        if name not in weights:
-            raise UserFunctionError(f"{what} gave no weight to {name}; every source needs one, 0 pauses it")
-    checked = {name: _check_weight(weights[name], f"{what} gave {name}") for name in names}
-    if not any(checked.values()):
-        raise UserFunctionError(f"{what} gave every source the weight 0; one of them must be drawn")
-    return checked
-
-
-def _check_weight(weight: Any, what: str) -> float:
-    if (
-        isinstance(weight, bool)
-        or not isinstance(weight, numbers.Real)
-        or not math.isfinite(weight)
-        or weight < 0
-    ):
-        raise UserFunctionError(f"{what} the weight {weight!r}; a weight is a finite number, 0 or more")
-    return float(weight)
+    rule = f"it must give each of {', '.join(names)} a finite number, 0 or more, and one above 0"
+    given = dict(weights) if isinstance(weights, Mapping) else {}
+    good = set(given) == set(names) and all(
+        isinstance(weight, numbers.Real) and not isinstance(weight, bool) and 0 <= weight < math.inf
+        for weight in given.values()
+    )
+    if not good or not any(given.values()):
+        raise UserFunctionError(f"curriculum {function} in step {step} gave {weights!r}; {rule}")
+    return {name: float(given[name]) for name in names}
 
 
 # --- ready ones ---------------------------------------------------------------------------------------------
@@ -173,15 +142,13 @@ def linear_shift(
     Raises ValueError if the two name different sources, have a negative weight or none above 0, or last_step
     is not after first_step.
     """
-    if set(start) != set(end):
+    weights = [*start.values(), *end.values()]
+    positive = min(weights) >= 0 and sum(start.values()) > 0 and sum(end.values()) > 0
+    if set(start) != set(end) or last_step <= first_step or not positive:
         raise ValueError(
-            f"start names {', '.join(start)} but end names {', '.join(end)}; both name every source"
+            f"start={dict(start)}, end={dict(end)}, first_step={first_step}, last_step={last_step}: both name"
+            " every source, weights are 0 or more and one is above 0, and last_step is after first_step"
         )
-    if last_step <= first_step:
-        raise ValueError(f"last_step={last_step} is not after first_step={first_step}")
-    for name, weights in (("start", start), ("end", end)):
-        if any(weight < 0 for weight in weights.values()) or not sum(weights.values()) > 0:
-            raise ValueError(f"{name} is {dict(weights)}; weights are 0 or more, and one is above 0")
 
     def shift(step: int, statistics: Mapping[str, SourceStatistics]) -> Mapping[str, float]:
         done = min(max((step - first_step) / (last_step - first_step), 0.0), 1.0)

@@ -8,7 +8,7 @@ import glob
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
@@ -89,48 +89,36 @@ def read_jsonl(source: DataSourceConfig, name: str) -> Iterator[FoundRow]:
 
 def _read_lines(file: IO[bytes] | gzip.GzipFile, path: str) -> Iterator[FoundRow]:
     number = 0
-    while line := file.readline(
-        MAX_ROW_BYTES + 2
-    ):  # bytes: only "\n" ends a line of JSONL, text files know many more
+    while line := file.readline(MAX_ROW_BYTES + 2):  # only "\n" ends a line of JSONL, text files know more
         number += 1
-        ended = line.endswith(b"\n")
+        ended, value, problem = line.endswith(b"\n"), None, None
         if len(line.rstrip(b"\r\n")) > MAX_ROW_BYTES:
-            if not ended:
-                _skip_line(file)
-            yield FoundRow(
-                path,
-                number,
-                True,
-                None,
-                RowProblem("", f"the line has more than {MAX_ROW_BYTES} bytes; shorten it or leave it out"),
-            )
+            rule = f"the line has more than {MAX_ROW_BYTES} bytes; shorten it or leave it out"
+            problem = RowProblem("", rule)
+            while not ended and (part := file.readline(MAX_ROW_BYTES)):
+                ended = part.endswith(b"\n")
         elif line.strip():
-            yield _parse_line(line.rstrip(b"\r\n"), path, number, ended=ended)
+            value, problem = _parse_line(
+                line.rstrip(b"\r\n"), "" if ended else "; the file ends in the middle of this line"
+            )
+        else:
+            continue
+        yield FoundRow(path, number, True, value, problem)
 
 
-def _skip_line(file: IO[bytes] | gzip.GzipFile) -> None:
-    while (part := file.readline(MAX_ROW_BYTES)) and not part.endswith(b"\n"):
-        pass
-
-
-def _parse_line(line: bytes, path: str, number: int, *, ended: bool) -> FoundRow:
-    cut = "" if ended else "; the file ends in the middle of this line"
+def _parse_line(line: bytes, cut: str) -> tuple[Any, RowProblem | None]:
     try:
         text = line.decode("utf-8-sig")
-        value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_double_keys)
+        parse = {"parse_constant": _refuse_constant, "object_pairs_hook": _refuse_double_keys}
+        return json.loads(text, **parse), None
     except RowProblem as problem:
-        return FoundRow(path, number, True, None, problem)
+        return None, problem
     except UnicodeDecodeError as error:
-        return FoundRow(
-            path, number, True, None, RowProblem("", f"not UTF-8 at byte {error.start} of the line{cut}")
-        )
+        return None, RowProblem("", f"not UTF-8 at byte {error.start} of the line{cut}")
     except json.JSONDecodeError as error:
-        return FoundRow(
-            path, number, True, None, RowProblem("", f"not JSON: {error.msg} at column {error.colno}{cut}")
-        )
+        return None, RowProblem("", f"not JSON: {error.msg} at column {error.colno}{cut}")
     except (ValueError, RecursionError) as error:
-        return FoundRow(path, number, True, None, RowProblem("", f"not JSON: {error}"))
-    return FoundRow(path, number, True, value)
+        return None, RowProblem("", f"not JSON: {error}")
 
 
 def _refuse_constant(text: str) -> NoReturn:
@@ -237,25 +225,18 @@ def read_hf(source: DataSourceConfig, name: str) -> Iterator[FoundRow]:
         if names is not None:
             kept = choose_columns(source.columns, names, where, name)
             found = found.select_columns(kept) if len(kept) < len(names) else found
-        yield from _number_rows(islice(found, source.size), f"{source.dataset} {source.split}")
+        for number, row in enumerate(islice(found, source.size)):
+            yield FoundRow(f"{source.dataset} {source.split}", number, False, row)
     except DataError:
         raise
     except Exception as error:  # what lies behind it is a file system, a network, or one of many readers
         raise DataError(f"{where} cannot be read: {_explain_hf(error)}") from error
 
 
-def _number_rows(rows: Iterable[Any], file: str) -> Iterator[FoundRow]:
-    for number, row in enumerate(rows):
-        yield FoundRow(file, number, False, row)
-
-
 def _explain_hf(error: Exception) -> str:
     text = " ".join(str(error).split())
-    if isinstance(error, ConnectionError) or type(error).__name__ in (
-        "OfflineModeIsEnabled",
-        "ConnectError",
-        "LocalEntryNotFoundError",
-    ):
+    offline = ("OfflineModeIsEnabled", "ConnectError", "LocalEntryNotFoundError")
+    if isinstance(error, ConnectionError) or type(error).__name__ in offline:
         return (
             f"the hub does not answer ({type(error).__name__}: {text}); name a local directory, or read it"
             " once while the hub can be reached"
@@ -311,11 +292,7 @@ def _choose_saved(saved: Any, source: DataSourceConfig, where: str) -> Any:
 
 def _check_format(builder: Any, where: str) -> None:
     modules = [cls.__module__ for cls in type(builder).__mro__]
-    if not any(
-        module == f"datasets.packaged_modules.{format_}.{format_}"
-        for module in modules
-        for format_ in PLAIN_FORMATS
-    ):
+    if not {f"datasets.packaged_modules.{name}.{name}" for name in PLAIN_FORMATS} & {*modules}:
         raise DataError(
             f"{where} is in a format that is not read ({modules[0].rpartition('.')[2]}), because reading it"
             f" may run code or give no text; save it as one of {', '.join(PLAIN_FORMATS)}"

@@ -25,11 +25,8 @@ from rollouts.types import ChatMessage, JSONValue, check_json
 
 Row = dict[str, Any]
 
-MAX_ROW_BYTES = (
-    2**20
-    # of a row as UTF-8 JSON; a longer one is malformed: no model reads it, and one broken line would fill the
-    # memory
-)
+# of a row as UTF-8 JSON: no model reads a longer one, and one broken line would fill the memory
+MAX_ROW_BYTES = 2**20
 MAX_DEPTH = 64  # lists and objects inside each other
 SHOWN = 5  # malformed rows that an error lists
 
@@ -211,56 +208,47 @@ def parse_row(
     return row if system_prompt is None else with_system_prompt(row, system_prompt)
 
 
+AS_TEXT = (np.datetime64, np.timedelta64, decimal.Decimal, uuid.UUID, dt.timedelta)
+
+
 def to_json(value: object, field: str, depth: int = 1) -> JSONValue:
     """`value` as JSON: numpy values as numbers and lists, times as ISO 8601 text, decimals and UUIDs as text.
     Raises RowProblem for others.
     """
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, str):
-        return str(_checked_text(value, field))
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise RowProblem(field, f"{field} is {value}; JSON has no such number")
-        return float(value)  # numpy's float is one too
-    if depth >= MAX_DEPTH:
-        raise RowProblem(
-            field.partition(".")[0].partition("[")[0],
-            f"more than {MAX_DEPTH} lists and objects inside each other",
-        )
-    if isinstance(value, Mapping):
-        check_keys(value, field)
-        return {str(key): to_json(inner, f"{field}.{key}", depth + 1) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_json(inner, f"{field}[{index}]", depth + 1) for index, inner in enumerate(value)]
-    return _convert(value, field, depth)
-
-
-def _convert(value: object, field: str, depth: int) -> JSONValue:
-    if isinstance(value, np.datetime64 | np.timedelta64 | decimal.Decimal | uuid.UUID | dt.timedelta):
+    if isinstance(value, AS_TEXT):
         return str(value)
     if isinstance(value, dt.date | dt.time):  # a datetime is a date
         return value.isoformat()
     if isinstance(value, np.generic):
-        return to_json(value.item(), field, depth + 1)
-    if isinstance(value, np.ndarray):
-        return to_json(list(value), field, depth + 1)
-    rule = (
-        "JSON has no such value; leave the field out with"
-        f' columns.{field.partition(".")[0].partition("[")[0]} = "", or convert it'
-    )
+        value = value.item()
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, str):
+        return _checked_text(value, field)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise RowProblem(field, f"{field} is {value}; JSON has no such number")
+        return value
+    top = re.split(r"[.\[]", field)[0]
+    if depth >= MAX_DEPTH:
+        raise RowProblem(top, f"more than {MAX_DEPTH} lists and objects inside each other")
+    if isinstance(value, Mapping):
+        check_keys(value, field)
+        return {str(key): to_json(inner, f"{field}.{key}", depth + 1) for key, inner in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [to_json(inner, f"{field}[{index}]", depth + 1) for index, inner in enumerate(value)]
+    rule = f'JSON has no such value; leave the field out with columns.{top} = "", or convert it'
     raise RowProblem(field, f"{field} is of type {type(value).__name__}; {rule}")
 
 
 def _checked_text(text: str, field: str) -> str:
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RowProblem(
-                field, f"{field} has half a surrogate pair at character {error.start}, which is no text"
-            ) from error
-    return text
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RowProblem(
+            field, f"{field} has half a surrogate pair at character {error.start}, which is no text"
+        ) from error
+    return str(text)
 
 
 def check_keys(value: Mapping[Any, Any], field: str) -> None:
@@ -300,18 +288,12 @@ def describe_missing(path: str, part: str, inside: str, value: object) -> str:
     """That there is no `part` in `value`, what there is instead, and what was probably meant."""
     owner = f"{inside} of the row" if inside else "the row"
     if not isinstance(value, Mapping):
-        kind = (
-            "null"
-            if value is None
-            else f"of type {type(value).__name__}"
-            + (f" with {len(value)} items" if isinstance(value, list) else "")
-        )
+        size = f" with {len(value)} items" if isinstance(value, list) else ""
+        kind = "null" if value is None else f"of type {type(value).__name__}{size}"
         return f"there is no {path}: {owner} is {kind}"
-    names = [str(key) for key in value]
-    close = nearest(part, names)
-    return f"there is no {path}: {owner} has {', '.join(names) or 'no fields'}" + (
-        f"; did you mean {close}?" if close else ""
-    )
+    close = nearest(part, map(str, value))
+    has = ", ".join(map(str, value)) or "no fields"
+    return f"there is no {path}: {owner} has {has}{f'; did you mean {close}?' if close else ''}"
 
 
 # --- prompts and conversations ------------------------------------------------------------------------------
