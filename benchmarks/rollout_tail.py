@@ -332,15 +332,13 @@ def summarise(
 ) -> Run:
     state, statistics = manager.state_dict(), manager.statistics()
     held_groups = {group["group_index"] for group in [*state["held"], *state["unfinished"]]}
-    held = sum(sum(sample["loss_mask"]) for group in state["held"] for sample in group["samples"])
-    for group in state["unfinished"]:
-        there = [
-            sample
-            for member in group["members"]
-            for sample in member["segments"] or [member["partial"]]
-            if sample is not None
-        ]
-        held += sum(sum(sample["loss_mask"]) for sample in there)
+    held = sum(
+        sum(sample["loss_mask"])
+        for group in [*state["held"], *state["unfinished"]]
+        for member in group["members"]
+        for sample in member["segments"] or [member["partial"]]
+        if sample is not None
+    )
     launched = range(state["next_group_index"])
     filtered = sum(
         int(lengths.of_group(index).sum())

@@ -286,7 +286,7 @@ async def train_rl_with(
         learned, loop = batches.statistics, encode_loop_state(loop_state)
         return lambda: {
             "data_buffer": drawn,
-            "rollout_manager": rollouts.encode(),
+            "rollout_manager": rollouts(),
             "curriculum": encode_statistics(learned),
             "loop": loop,
         }

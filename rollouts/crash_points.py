@@ -16,106 +16,73 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Literal
 
 from rollouts.errors import ConfigError, CrashPointReached
 
-Action = Literal["crash", "raise", "hang"]
-VARIABLES: Mapping[str, Action] = MappingProxyType(
-    {"ROLLOUTS_CRASH_AT": "crash", "ROLLOUTS_RAISE_AT": "raise", "ROLLOUTS_HANG_AT": "hang"}
-)
+VARIABLES = ("ROLLOUTS_CRASH_AT", "ROLLOUTS_RAISE_AT", "ROLLOUTS_HANG_AT")
 LIST_VARIABLE = "ROLLOUTS_LIST_POINTS"
 
-POINTS: Mapping[str, str] = MappingProxyType(
-    {  # the word before the dot is the point's class
-        "start.armed": "The command line is read; nothing is checked, loaded or written.",
-        "start.checked": "Every check before a model loads has passed; nothing is written.",
-        "start.directory_made": "The run directory has its config.toml, and no row yet.",
-        "start.opened": "Reward workers and metrics files are open; no stage has begun.",
-        "files.partial": (
-            "A file that is replaced whole (config.toml, later summary.json) is written under its temporary"
-            " name."
-        ),
-        "stage.opened": "A stage's backend and engine are open; nothing is restored or trained.",
-        "stage.complete": "A stage has its last checkpoint, and the next has not begun.",
-        "resume.found": (
-            "The newest complete checkpoint is chosen; damaged later ones have their names still."
-        ),
-        "resume.verified": (
-            "Every file of the checkpoint is as it was written; optimizer and positions are not restored."
-        ),
-        "resume.restored": "Weights and optimizer are restored; the loop's own state is not.",
-        "resume.state_loaded": (
-            "DataBuffer and rollout manager have their state; the first step has not begun."
-        ),
-        "rollout.drawn": (
-            "Prompts are taken from the DataBuffer and entered in the ledger; no request of theirs was made."
-        ),
-        "rollout.dispatch": "A sample is about to go to its generate function, and so to an engine.",
-        "rollout.generated": "A sample has its answer and no reward.",
-        "rollout.before_reward": "A reward function is about to be called.",
-        "rollout.after_reward": "A reward function has answered.",
-        "rollout.group_finished": (
-            "Every sample of a group is done; it is about to be kept, dropped or failed."
-        ),
-        "rollout.batch_ready": (
-            "A batch is delivered: its groups count as trained in the ledger, and no step has seen them."
-        ),
-        "train.before_agreement": (
-            "A rank of several has the log-probs of a micro-batch; it has not told the others its loss."
-        ),
-        "train.after_forward_backward": "The gradient of a batch is there; the weights are the old ones.",
-        "train.before_optim_step": "The optimizer is about to change the weights.",
-        "train.after_optim_step": "The optimizer has changed the weights; their version is the old one.",
-        "train.version_set": "The new weights have their version.",
-        "sync.begin": "The engines are about to be brought to the trainer's weights.",
-        "sync.before_load": "An engine is paused and has its old weights.",
-        "sync.after_load": "An engine has its new weights and is still paused.",
-        "sync.committed": "An engine has proven its new weights.",
-        "sync.published": "The new version is published.",
-        "metrics.before_row": "The row of a step is about to be written.",
-        "metrics.after_row": "The row of a step is written.",
-        "metrics.before_samples": "Sample rows are about to be written.",
-        "metrics.after_samples": "Sample rows are written.",
-        "metrics.before_evaluation": "The row of an evaluation is about to be written; its samples are.",
-        "metrics.after_evaluation": "The row of an evaluation is written.",
-        "checkpoint.begin": "A checkpoint is due; nothing of it is on disk.",
-        "checkpoint.directory_made": "The temporary directory of a checkpoint is there, empty.",
-        "checkpoint.after_model": "Model and optimizer files are written, not synced.",
-        "checkpoint.after_state": "The loop's own state is written, not synced.",
-        "checkpoint.before_manifest": "Every file is hashed and synced; there is no manifest.",
-        "checkpoint.after_manifest": "The manifest is written, not synced.",
-        "checkpoint.before_rename": (
-            "The temporary directory is complete and synced, under its temporary name."
-        ),
-        "checkpoint.after_rename": "The checkpoint has its name; its parent directory is not synced.",
-        "checkpoint.complete": "The checkpoint is durable.",
-        "checkpoint.retention_hidden": (
-            "A checkpoint that goes is renamed out of sight; its files are all there."
-        ),
-        "checkpoint.retention_done": "Every checkpoint that goes is gone.",
-        "end.before_summary": "Training is over; there is no summary.",
-        "end.summary_written": "The summary is there; the report is not printed.",
-    }
-)
+# by name, what holds there; the word before the dot is the point's class
+POINTS: Mapping[str, str] = {
+    line.partition(" ")[0]: line.partition(" ")[2].strip()
+    for line in """\
+start.armed                   The command line is read; nothing is checked, loaded or written.
+start.checked                 Every check before a model loads has passed; nothing is written.
+start.directory_made          The run directory has its config.toml, and no row yet.
+start.opened                  Reward workers and metrics files are open; no stage has begun.
+files.partial                 A file that is replaced whole is written under its temporary name.
+stage.opened                  A stage's backend and engine are open; nothing is restored or trained.
+stage.complete                A stage has its last checkpoint, and the next has not begun.
+resume.found                  The newest complete checkpoint is chosen; damaged later ones have their names.
+resume.verified               Every file of the checkpoint is as it was written; nothing else is restored.
+resume.restored               Weights and optimizer are restored; the loop's own state is not.
+resume.state_loaded           DataBuffer and rollout manager have their state; the first step has not begun.
+rollout.drawn                 Prompts are drawn and entered in the ledger; none of their requests was made.
+rollout.dispatch              A sample is about to go to its generate function, and so to an engine.
+rollout.generated             A sample has its answer and no reward.
+rollout.before_reward         A reward function is about to be called.
+rollout.after_reward          A reward function has answered.
+rollout.group_finished        Every sample of a group is done; it is about to be kept, dropped or failed.
+rollout.batch_ready           A batch is delivered: its groups count as trained, and no step has seen them.
+train.before_agreement        A rank of several has a micro-batch's log-probs, and has not told its loss.
+train.after_forward_backward  The gradient of a batch is there; the weights are the old ones.
+train.before_optim_step       The optimizer is about to change the weights.
+train.after_optim_step        The optimizer has changed the weights; their version is the old one.
+train.version_set             The new weights have their version.
+sync.begin                    The engines are about to be brought to the trainer's weights.
+sync.before_load              An engine is paused and has its old weights.
+sync.after_load               An engine has its new weights and is still paused.
+sync.committed                An engine has proven its new weights.
+sync.published                The new version is published.
+metrics.before_row            The row of a step is about to be written.
+metrics.after_row             The row of a step is written.
+metrics.before_samples        Sample rows are about to be written.
+metrics.after_samples         Sample rows are written.
+metrics.before_evaluation     The row of an evaluation is about to be written; its samples are.
+metrics.after_evaluation      The row of an evaluation is written.
+checkpoint.begin              A checkpoint is due; nothing of it is on disk.
+checkpoint.directory_made     The temporary directory of a checkpoint is there, empty.
+checkpoint.after_model        Model and optimizer files are written, not synced.
+checkpoint.after_state        The loop's own state is written, not synced.
+checkpoint.before_manifest    Every file is hashed and synced; there is no manifest.
+checkpoint.after_manifest     The manifest is written, not synced.
+checkpoint.before_rename      The temporary directory is complete and synced, under its temporary name.
+checkpoint.after_rename       The checkpoint has its name; its parent directory is not synced.
+checkpoint.complete           The checkpoint is durable.
+checkpoint.retention_hidden   A checkpoint that goes is renamed out of sight; its files are all there.
+checkpoint.retention_done     Every checkpoint that goes is gone.
+end.before_summary            Training is over; there is no summary.
+end.summary_written           The summary is there; the report is not printed.
+""".splitlines()
+}
 
-
-@dataclass(frozen=True, slots=True)
-class Armed:
-    """What happens at one point."""
-
-    action: Action
-    name: str
-    nth: int  # the time, from 1, at which it happens; before and after that nothing does
-    count: Iterator[int]  # of times reached, from 1; next() of it is atomic, so threads do not miscount
-
-
-_armed: dict[str, Armed] = {}  # by name of the point
+# by name of the point: the variable that names it, the time from 1 at which it happens, and a count of times
+# reached; next() of it is atomic, so threads do not miscount
+_armed: dict[str, tuple[str, int, Iterator[int]]] = {}
 _listing: list[int] = []  # descriptor of the file that lists what is reached, if any
 
 
@@ -126,8 +93,18 @@ def reach(name: str) -> None:
     assert name in POINTS, f"{name!r} is no crash point; write it into POINTS with a sentence"
     if _listing:
         os.write(_listing[0], f"{name}\n".encode())
-    if _armed and name in _armed:
-        _strike(_armed[name])
+    if not _armed or name not in _armed:
+        return
+    variable, nth, count = _armed[name]
+    if next(count) != nth:
+        return
+    if variable == "ROLLOUTS_RAISE_AT":
+        raise CrashPointReached(
+            f"{name} was reached for the {nth}. time, and {variable} names it: {POINTS[name]}"
+        )
+    if variable == "ROLLOUTS_CRASH_AT":
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()  # for ever; a crash gets here too, in the moment before the signal arrives
 
 
 def arm_crash_points(environ: Mapping[str, str], *, rank: int = 0) -> None:
@@ -136,25 +113,32 @@ def arm_crash_points(environ: Mapping[str, str], *, rank: int = 0) -> None:
     Raises ConfigError naming variable and value if there is no such point, the same is given two actions, or
     the list cannot be written.
     """
-    armed: dict[str, Armed] = {}
-    for variable, action in VARIABLES.items():
+    _armed.clear()
+    names: set[str] = set()
+    for variable in VARIABLES:
         text = environ.get(variable)
         if not text:
             continue
-        name, nth, only_rank = parse_setting(variable, text)
-        if name in armed:
+        match = re.fullmatch(r"([^:]*)(?::([1-9]\d*)(?::(\d+))?)?", text, re.ASCII)
+        name = text.partition(":")[0]
+        if name not in POINTS:
+            near = difflib.get_close_matches(name, POINTS, n=1, cutoff=0.0)
             raise ConfigError(
-                f"{variable}={text!r} names {name}, which {armed[name].action}es already; one action per"
-                " point: unset one variable"
+                f"{variable}={text!r} names no crash point; did you mean {near[0]!r}? All are in"
+                " rollouts/crash_points.py"
             )
-        if only_rank is None or only_rank == rank:
-            armed[name] = Armed(action, name, nth, itertools.count(1))
-    _armed.clear()
-    _armed.update(armed)
+        if match is None:
+            raise ConfigError(
+                f"{variable}={text!r} must be name[:nth][:rank], nth from 1 and rank from 0; try {name}:1"
+            )
+        if name in names:
+            raise ConfigError(f"{variable}={text!r}: another variable names {name}; one action per point")
+        names.add(name)
+        if match[3] in (None, str(rank)):
+            _armed[name] = variable, int(match[2] or 1), itertools.count(1)
     while _listing:
         os.close(_listing.pop())
-    path = environ.get(LIST_VARIABLE)
-    if path:
+    if path := environ.get(LIST_VARIABLE):
         try:
             _listing.append(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644))
         except OSError as error:
@@ -162,38 +146,3 @@ def arm_crash_points(environ: Mapping[str, str], *, rank: int = 0) -> None:
                 f"{LIST_VARIABLE}={path!r} cannot be written ({error.strerror}); name a file in a directory"
                 " that is there"
             ) from error
-
-
-def parse_setting(variable: str, text: str) -> tuple[str, int, int | None]:
-    """(name, nth, rank) of name[:nth][:rank]; rank is None for every rank. Raises ConfigError naming what is
-    wrong.
-    """
-    name, *numbers = text.split(":")
-    if name not in POINTS:
-        near = difflib.get_close_matches(name, POINTS, n=1, cutoff=0.0)
-        raise ConfigError(
-            f"{variable}={text!r} names no crash point; did you mean {near[0]!r}? All are in"
-            " rollouts/crash_points.py"
-        )
-    if (
-        len(numbers) > 2
-        or not all(number.isascii() and number.isdecimal() for number in numbers)
-        or numbers[:1] == ["0"]
-    ):
-        raise ConfigError(
-            f"{variable}={text!r} must be name[:nth][:rank], nth from 1 and rank from 0; try {name}:1"
-        )
-    return name, int(numbers[0]) if numbers else 1, int(numbers[1]) if len(numbers) == 2 else None
-
-
-def _strike(armed: Armed) -> None:
-    if next(armed.count) != armed.nth:
-        return
-    if armed.action == "crash":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if armed.action == "raise":
-        raise CrashPointReached(
-            f"{armed.name} was reached for the {armed.nth}. time, and ROLLOUTS_RAISE_AT names it:"
-            f" {POINTS[armed.name]}"
-        )
-    threading.Event().wait()  # for ever; a crash gets here too, in the moment before the signal arrives

@@ -14,9 +14,8 @@ from rollouts.data.data_buffer import PromptRow
 from rollouts.errors import NotEnoughSamples, RolloutsError
 from rollouts.evaluation.pass_at_k import compute_mean_pass_at_k
 from rollouts.generation.group import GroupPlan, failure_class_of, make_trajectory
-from rollouts.generation.rollouts import make_samples
+from rollouts.generation.samples import make_samples
 from rollouts.protocols import GenerateFn, InferenceEngine, RewardFn
-from rollouts.rewards.call import USER_THREADS
 from rollouts.types import JSONValue, Sample, SamplingParams, Status
 
 
@@ -100,14 +99,9 @@ async def evaluate(
         engine=engine,
         generate=generate,
         reward=reward,
-        group_reward=None,
-        filters=(),
         sampling=sampling,
         seed=seed,
-        samples_per_prompt=samples_per_prompt,
         reward_timeout_s=reward_timeout_s,
-        limiter=trio.CapacityLimiter(USER_THREADS),
-        may_continue=lambda sample: True,
     )
     pending = [
         replace(sample, id=f"eval-{sample.id}")

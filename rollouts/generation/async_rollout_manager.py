@@ -28,66 +28,39 @@ every log-prob, does not depend on how long a reward takes. Nothing is held.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Protocol
 
 import trio
 
 from rollouts.config.tables import RolloutConfig
-from rollouts.crash_points import reach
 from rollouts.data.data_buffer import PromptRow
-from rollouts.errors import ConfigError, InfrastructureError, RolloutsError
-from rollouts.generation.batch import check_budget, compute_batch_metrics, draw_limit, make_batch
-from rollouts.generation.draw import Draw, ManagerSnapshot, Report, carry
-from rollouts.generation.group import (
-    INFRASTRUCTURE,
-    ClosedGroup,
-    GroupPlan,
-    GroupWork,
-    failure_class_of,
-    run_group,
-    start_group,
-)
-from rollouts.generation.ledger import ABORTED, FILTERED, STALE, SURPLUS, Ledger
+from rollouts.errors import ConfigError
+from rollouts.generation.collector import ABORTED, FILTERED, Collector, Ledger
+from rollouts.generation.group import Group, GroupPlan, decode_group, encode_group
 from rollouts.generation.pacing import Pace
-from rollouts.generation.staleness import (
-    HeldGroup,
-    UnfinishedGroup,
-    compute_lag,
-    decode_held_group,
-    decode_unfinished_group,
-    find_oldest_version,
-)
+from rollouts.generation.samples import PromptSource as RowSource
 from rollouts.metrics.spans import SpanRecorder
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
-from rollouts.rewards.call import USER_THREADS
 from rollouts.types import JSONValue, Metric, RolloutBatch, Sample, SamplingParams
 
 
-class PromptSource(Protocol):
+class PromptSource(RowSource, Protocol):
     """What the manager needs of a DataBuffer."""
 
-    def get_prompts(self, count: int) -> list[PromptRow]: ...
-    def return_prompts(self, prompts: Sequence[PromptRow]) -> None: ...
     def find_prompt(self, prompt_id: str, epoch: int) -> PromptRow: ...
-
-
-# finished groups, in batches, beyond which nothing more is launched ahead: it would only be older when it is
-# consumed
-READY_BATCHES = 1.25
-RUNNING = "generate_batch is running already; await one batch before asking for the next"
-# for generate functions to end after the engine has answered them; those that don't start again in the next
-# call
-STOP_S = 10.0
 
 
 class AsyncRolloutManager:
     """Turns prompts into batches. Holds groups between batches only when max_staleness ≥ 1; between calls
     nothing runs, but inside generating().
+
+    Its ledger: every prompt drawn is one attempt, named by its group index, and is in exactly one place: in
+    the batch in the making, held, or counted as trained, dropped with a reason or failed with a class. A
+    prompt that is returned to the DataBuffer closes its attempt; drawing it again opens another.
     """
 
     def __init__(
@@ -125,32 +98,29 @@ class AsyncRolloutManager:
             )
         assert max_staleness >= 0, max_staleness
         self._data_buffer = data_buffer
-        self._engine = engine
-        self._generate = generate
         self._config = config
-        self._reward = reward
-        self._group_reward = group_reward
-        self._filters = tuple(filters)
-        self._sampling = sampling
-        self._seed = seed
         self._policy_version = policy_version
         self._max_staleness = max_staleness
-        self._spans = spans
+        self._plan = GroupPlan(
+            engine=engine,
+            generate=generate,
+            reward=reward,
+            group_reward=group_reward,
+            filters=tuple(filters),
+            sampling=sampling,
+            seed=seed,
+            reward_timeout_s=config.reward_timeout_s,
+            spans=spans,
+        )
         self._in_rounds = deterministic or engine.features.deterministic
         self.overlaps = max_staleness > 0 and not self._in_rounds  # generating() goes on between calls
-        self._limiter = trio.CapacityLimiter(USER_THREADS)
         self._ledger = Ledger()
-        self._held: dict[int, HeldGroup] = {}  # by group index, in launch order, like the next
-        self._unfinished: dict[int, UnfinishedGroup] = {}
-        self._failures: Counter[str] = Counter()  # samples by class
-        self._next_group_index = 0
-        self._current: Draw | None = None  # while the collector runs, and until what it left is put back
+        self._collector: Collector | None = (
+            None  # until it has ended and, if it failed, a call has raised that
+        )
         self._nursery: trio.Nursery | None = None  # of the collector
         self._goes_on = False  # inside generating(), where collecting goes on between calls
         self._is_awaited = False  # a call waits for its batch
-        self._failure: RolloutsError | None = None  # that ended the collector, until a call has raised it
-        self._last_metrics: dict[str, Metric] = {}
-        self._last_failed: tuple[Sample, ...] = ()
 
     async def generate_batch(self, reward_fn: RewardFn | None = None) -> RolloutBatch:
         """The next P groups that were kept, as rows in launch order; `reward_fn` takes the place of the
@@ -167,22 +137,29 @@ class AsyncRolloutManager:
         what ended generation; the next begins it again.
         """
         if self._is_awaited:
-            raise RuntimeError(RUNNING)
+            raise RuntimeError(
+                "generate_batch is running already; await one batch before asking for the next"
+            )
+        if reward_fn is not None and self._goes_on:
+            raise ConfigError(
+                "reward_fn= inside generating(), where samples are scored before their batch is asked for;"
+                " give it to the manager"
+            )
+        plan = replace(self._plan, reward=reward_fn or self._plan.reward)
+        if plan.reward is not None and plan.group_reward is not None:
+            raise ConfigError(
+                "both reward and group_reward are given; score samples one by one or by group: pass one of"
+                " them"
+            )
         self._is_awaited = True
         try:
             if self._goes_on:
-                if reward_fn is not None:
-                    raise ConfigError(
-                        "reward_fn= inside generating(), where samples are scored before their batch is asked"
-                        " for; give it to the manager"
-                    )
-                return await self._take_batch(self._make_plan(None))
-            plan = self._make_plan(reward_fn)
-            async with self._open_collecting():
                 return await self._take_batch(plan)
+            async with self._open_collecting():
+                batch = await self._take_batch(plan)
+            return batch  # noqa: RET504 (inside, pyright would take the block for one that swallows errors)
         finally:
             self._is_awaited = False
-        raise AssertionError("unreachable")
 
     @asynccontextmanager
     async def generating(self) -> AsyncIterator[None]:
@@ -206,102 +183,96 @@ class AsyncRolloutManager:
 
     def engines_updated(self, version: int) -> None:
         """Every engine that serves has the weights of `version`, or newer ones. More may be launched then."""
-        draw = self._current
-        if draw is not None and draw.pace is not None:
-            draw.pace.engine_version = max(draw.pace.engine_version, min(version, draw.pace.policy_version))
-            draw.reports.send_nowait(None)
+        if self._collector is not None:
+            self._collector.note_engine_version(version)
 
     def batch_metrics(self) -> dict[str, Metric]:
         """Metrics of the last batch that was delivered, empty before the first: see compute_batch_metrics."""
-        return dict(self._last_metrics)
+        return dict(self._ledger.last_metrics)
 
     def failed_samples(self) -> tuple[Sample, ...]:
         """The samples that failed in the last call, each with metadata["failure"]; they are in no batch."""
-        return self._last_failed
+        return self._ledger.last_failed
 
     def statistics(self) -> Mapping[str, float]:
         """Where everything is now, and what the engine says of itself under its own names.
 
         Groups since the start of the run: `drawn`, and where they are now: `trained`, `held`, `in_flight`,
-        dropped/…, failed/…. Of those held, `held/finished` and `held/unfinished`; of those in flight,
-        `in_flight/queued` have finished and wait for the batch (paced) or their turn. `samples/generating`
-        and `samples/failed/CLASS` count samples.
+        dropped/…, failed/…. Of those held, `held/finished` and `held/unfinished`. `samples/generating` counts
+        samples.
         """
-        counts, draw = self._ledger.counts(), self._current or Draw()
-        queued = len(draw.kept) + len(draw.closed)
-        return {
-            **self._engine.statistics(),
-            "drawn": float(counts.drawn),
-            "trained": float(counts.trained),
-            "held": float(counts.held),
-            "held/finished": float(len(self._held)),
-            "held/unfinished": float(len(self._unfinished)),
-            "in_flight": float(counts.in_flight),
-            "in_flight/queued": float(queued),
-            "samples/generating": float(draw.generating),
-            **{f"samples/failed/{name}": float(count) for name, count in sorted(self._failures.items())},
-            **{
-                f"dropped/{reason.removeprefix(FILTERED)}": float(count)
-                for reason, count in sorted(counts.dropped.items())
-            },
-            **{f"failed/{name}": float(count) for name, count in sorted(counts.failed.items())},
+        ledger, collector = self._ledger, self._collector
+        finished = sum(group.decision is not None for group in ledger.held.values())
+        counts = {
+            "drawn": ledger.drawn,
+            "trained": ledger.trained,
+            "held": len(ledger.held),
+            "held/finished": finished,
+            "held/unfinished": len(ledger.held) - finished,
+            "in_flight": 0 if collector is None else collector.num_open,
+            "samples/generating": 0 if collector is None else collector.generating,
+            **{f"dropped/{name.removeprefix(FILTERED)}": n for name, n in sorted(ledger.dropped.items())},
+            **{f"failed/{name}": n for name, n in sorted(ledger.failed.items())},
         }
+        return {**self._plan.engine.statistics(), **{name: float(count) for name, count in counts.items()}}
 
-    def snapshot(self) -> ManagerSnapshot:
-        """Everything an exact resume needs, as it is now; costs references to groups, not their tokens.
+    def check_ledger(self) -> None:
+        """Asserts that every prompt drawn is in exactly one place."""
+        self._ledger.check(0 if self._collector is None else self._collector.num_open)
+
+    def snapshot(self) -> Callable[[], dict[str, JSONValue]]:
+        """Makes the state of this moment, as JSON for load_state_dict, when it is called. Costs references to
+        groups now; every token of every held group is encoded then.
 
         Taken while a batch is being made, it is what a cancellation at this moment would leave: prompts to
         return, and, where groups are carried over, those that have finished and what the others had when they
         were last stopped.
         """
-        draw = self._current or Draw()
-        carried = carry(draw, self._is_stale)
-        held, unfinished = self._held | carried.held, self._unfinished | carried.unfinished
-        return ManagerSnapshot(
-            next_group_index=self._next_group_index,
-            ledger=self._ledger.state_dict(),
-            failures=dict(self._failures),
-            held=tuple(held[group_index] for group_index in sorted(held)),
-            unfinished=tuple(unfinished[group_index] for group_index in sorted(unfinished)),
-            in_flight=tuple(carried.returned.items()),
-        )
+        ledger, held, in_flight = self._ledger, self._ledger.held, list[Group]()
+        if self._collector is not None:
+            left = self._collector.find_held()
+            held = held | left
+            in_flight = [one for one in self._collector.open_groups() if one.index not in left]
+        groups = [held[index].copy() for index in sorted(held)]
+        counts = {
+            "trained": ledger.trained,
+            "dropped": dict(ledger.dropped),
+            "failed": dict(ledger.failed),
+        }
+        drawn = ledger.drawn
+        return lambda: {
+            "next_group_index": drawn,
+            "ledger": counts,
+            "held": [encode_group(group) for group in groups if group.decision is not None],
+            "unfinished": [encode_group(group) for group in groups if group.decision is None],
+            "in_flight": [[group.index, group.prompt.prompt_id, group.prompt.epoch] for group in in_flight],
+        }
 
     def state_dict(self) -> dict[str, JSONValue]:
         """The snapshot of this moment as JSON."""
-        return self.snapshot().encode()
+        return self.snapshot()()
 
     def load_state_dict(self, state: Mapping[str, JSONValue]) -> None:
         """Continues where `state` was taken. Load the DataBuffer's state first: prompts that were in flight
         are returned to it.
         """
-        assert self._current is None, "load_state_dict while a batch is being made"
-        find = self._data_buffer.find_prompt
-        self._next_group_index = int(state["next_group_index"])
-        self._failures = Counter(
-            state.get("failures", {})
-        )  # states of earlier versions have neither this nor unfinished groups
-        held = [
-            decode_held_group(record, find(record["prompt_id"], record["epoch"])) for record in state["held"]
+        assert self._collector is None, "load_state_dict while a batch is being made"
+        find, counts, in_flight = self._data_buffer.find_prompt, state["ledger"], state["in_flight"]
+        groups = [
+            decode_group(record, find(record["prompt_id"], record["epoch"]))
+            for record in [*state["held"], *state["unfinished"]]
         ]
-        records = state.get("unfinished", [])
-        unfinished = [
-            decode_unfinished_group(record, find(record["prompt_id"], record["epoch"])) for record in records
-        ]
-        self._held = {one.group.group_index: one for one in held}
-        self._unfinished = {one.group_index: one for one in unfinished}
-        self._ledger.load_state_dict(state["ledger"])
-        for group_index in [*self._held, *self._unfinished]:
-            self._ledger.open(group_index)
-            self._ledger.hold(group_index)
-        for group_index, _, _ in state["in_flight"]:
-            self._ledger.open(group_index)
-            self._ledger.drop(group_index, ABORTED)
-        self._data_buffer.return_prompts(
-            [find(prompt_id, epoch) for _, prompt_id, epoch in state["in_flight"]]
+        self._ledger = Ledger(
+            drawn=int(state["next_group_index"]),
+            trained=int(counts["trained"]),
+            dropped=Counter(counts["dropped"]) + Counter({ABORTED: len(in_flight)}),
+            failed=Counter(counts["failed"]),
+            held={group.index: group for group in sorted(groups, key=lambda group: group.index)},
         )
-        self._ledger.check()
+        self._data_buffer.return_prompts([find(prompt_id, epoch) for _, prompt_id, epoch in in_flight])
+        self.check_ledger()
 
-    # --- collecting -----------------------------------------------------------------------------------------
+    # --- the collector --------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def _open_collecting(self) -> AsyncIterator[None]:
@@ -311,352 +282,64 @@ class AsyncRolloutManager:
             async with trio.open_nursery() as self._nursery:
                 try:
                     yield
-                    if self._current is not None:
-                        await self._stop_collecting(self._current)
+                    if self._collector is not None:
+                        await self._collector.stop()
                 except Exception as error:  # raised outside the nursery, which would wrap it in a group
                     failure = error
                 self._nursery.cancel_scope.cancel()
         finally:
-            self._nursery, self._failure = None, None
-            if self._current is not None:
-                self._end(self._current)
+            if self._collector is not None:
+                self._collector.put_back(ABORTED)
+            self._nursery = self._collector = None
         if failure is not None:
             raise failure
 
     async def _take_batch(self, plan: GroupPlan) -> RolloutBatch:
         """The next batch, once the collector has it."""
         try:
-            draw = await self._start_collecting(plan)
-            while draw.failure is None and not self._is_full(draw):
-                await draw.changed.wait()
-            if not self.overlaps:
-                await draw.ended.wait()
+            collector = await self._start_collecting(plan)
+            await collector.wait_full()
         except trio.Cancelled:
-            self._last_failed = ()  # those of this batch come with it; those of the last one were asked for
+            # those of this batch come with it; those of the last one were asked for
+            self._ledger.last_failed = ()
             raise
-        if draw.failure is not None:
-            await draw.ended.wait()
-            self._raise_failure()
-        return self._deliver(draw)
+        self._raise_failure()
+        return collector.deliver()
 
     def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        """Raises what the collector has ended with. The next call begins another."""
+        failed = self._collector
+        if failed is not None and failed.failure is not None:
+            self._collector = None
+            raise failed.failure
 
-    async def _start_collecting(self, plan: GroupPlan) -> Draw:
-        """The draw of the collector that runs, or of a new one, at the trainer's version."""
+    async def _start_collecting(self, plan: GroupPlan) -> Collector:
+        """The collector that runs, or a new one, at the trainer's version."""
         version = self._policy_version()
-        engine_version = min(version, await self._engine.weight_version()) if self.overlaps else version
+        engine_version = min(version, await plan.engine.weight_version()) if self.overlaps else version
         self._raise_failure()
-        if self._current is None:
-            draw = self._current = Draw()
-            if self.overlaps:
-                draw.pace = Pace(
-                    num_prompts=self._config.num_prompts,
-                    max_staleness=self._max_staleness,
-                    policy_version=version,
-                    engine_version=engine_version,
-                    waits_for_engines=self._goes_on,
-                )
-            assert self._nursery is not None
-            self._nursery.start_soon(self._collect, draw, plan)
-        elif self._current.pace is not None:
-            self._move_to(self._current, self._current.pace, version)
-            self.engines_updated(engine_version)
-        return self._current
-
-    def _move_to(self, draw: Draw, pace: Pace, version: int) -> None:
-        """The batch in the making will be consumed at `version`. Finished groups are too old for it only if
-        the trainer has skipped versions.
-        """
-        pace.policy_version = version
-        stale = [index for index in sorted(draw.kept) if self._is_stale(draw.kept[index].group.samples)]
-        for group_index in stale:
-            pace.close(group_index)
-            self._drop(draw, group_index, STALE)
-            self._data_buffer.return_prompts([draw.kept.pop(group_index).prompt])
-
-    async def _stop_collecting(self, draw: Draw) -> None:
-        """Ends every request with what it has, and the collector. Members that still generate after STOP_S
-        are cancelled.
-        """
-        draw.is_stopping = True
-        draw.reports.send_nowait(None)
-        with trio.move_on_after(STOP_S):
-            if draw.generating:
-                # an engine that cannot be told: its requests end by cancellation
-                with suppress(InfrastructureError):
-                    await self._engine.abort_all()
-            while draw.generating and draw.failure is None:
-                await draw.changed.wait()
-        if draw.failure is None:
-            draw.scope.cancel()
-        await draw.ended.wait()
-        # what stops a call is left to the next one
-        for group_index in sorted(draw.closed):
-            if draw.closed[group_index].error is None:
-                self._decide(draw.closed.pop(group_index), draw)
-
-    async def _collect(self, draw: Draw, plan: GroupPlan) -> None:
-        """Launches and decides groups; where nothing is carried over, until the batch is full. Every task has
-        ended when this returns.
-        """
-        plan = replace(plan, is_stopping=lambda: draw.is_stopping, ended=draw.reports)
-        try:
-            async with trio.open_nursery() as nursery:
-                draw.scope = nursery.cancel_scope
-                try:
-                    self._take_held(draw)
-                    self._launch(draw, plan, nursery, list(draw.work.values()))
-                    while self.overlaps or not self._is_full(draw):
-                        if self._is_full(draw) and not self._goes_on:
-                            draw.is_stopping = True
-                        self._check_budget(draw)
-                        self._launch_more(draw, plan, nursery)
-                        self._check_budget(draw)  # the limit may have left fewer than are needed
-                        draw.notify()
-                        self._take_report(draw, await draw.received.receive())
-                        while (ready := self._next_ready(draw)) is not None:
-                            # replaced at once, even if the batch is full in a moment: else ids would depend
-                            # on who finishes first
-                            if not self._decide(ready, draw) and not self.overlaps:
-                                self._check_budget(draw)
-                                self._launch_more(draw, plan, nursery)
-                except RolloutsError as error:
-                    draw.failure = error
-                nursery.cancel_scope.cancel()
-        finally:
-            while draw.received.statistics().current_buffer_used:
-                self._take_report(draw, draw.received.receive_nowait())
-            draw.generating = 0
-            if draw.failure is not None:
-                self._failure = draw.failure
-                self._end(draw)
-            draw.ended.set()
-            draw.notify()
-
-    def _launch(self, draw: Draw, plan: GroupPlan, nursery: trio.Nursery, works: Sequence[GroupWork]) -> None:
-        for work in works:
-            draw.generating += work.num_to_generate
-            nursery.start_soon(_run_and_send, plan, work, draw.reports)
-
-    def _launch_more(self, draw: Draw, plan: GroupPlan, nursery: trio.Nursery) -> None:
-        """Launches as many groups as the window has room for."""
-        if draw.is_stopping:
-            return
-        opened = self._open_groups(draw, self._find_room(draw))
-        if draw.pace is not None:
-            for work in opened:
-                draw.pace.open(work.group_index)
-        self._launch(draw, plan, nursery, opened)
-
-    def _find_room(self, draw: Draw) -> int:
-        # 10 * 1.1 is a little more than 11
-        at_once = math.ceil(self._config.num_prompts * self._config.over_sampling - 1e-9)
-        if draw.pace is None:
-            is_round = self._in_rounds and len(draw.undecided) > 0
-            return 0 if is_round else at_once - len(draw.kept) - len(draw.undecided)
-        if self._goes_on and len(draw.pace.finished) >= READY_BATCHES * self._config.num_prompts:
-            return 0
-        size = self._config.samples_per_prompt
-        return min((at_once * size - draw.generating) // size, draw.pace.room)
-
-    def _is_full(self, draw: Draw) -> bool:
-        return len(draw.kept) >= self._config.num_prompts if draw.pace is None else draw.pace.is_full()
-
-    def _take_report(self, draw: Draw, report: Report) -> None:
-        """Notes that a group has closed, or that a member of one no longer generates."""
-        if isinstance(report, ClosedGroup):
-            draw.closed[report.group_index] = report
-        elif report is not None:
-            draw.generating -= 1
-
-    def _next_ready(self, draw: Draw) -> ClosedGroup | None:
-        """A closed group that is to be decided now. In launch order: the one whose turn it is; None while
-        that one, or in rounds any of them, still runs, or when the batch is full.
-        """
-        if draw.pace is not None:
-            return draw.closed.pop(next(iter(draw.closed))) if draw.closed else None
-        if self._is_full(draw) or (self._in_rounds and len(draw.closed) < len(draw.undecided)):
-            return None
-        turn = next(iter(draw.undecided), None)
-        return None if turn is None else draw.closed.pop(turn, None)
-
-    # --- making a batch -------------------------------------------------------------------------------------
-
-    def _make_plan(self, reward_fn: RewardFn | None) -> GroupPlan:
-        reward = reward_fn or self._reward
-        if reward is not None and self._group_reward is not None:
-            raise ConfigError(
-                "both reward and group_reward are given; score samples one by one or by group: pass one of"
-                " them"
+        if self._collector is not None:
+            self._collector.move_to(version, engine_version)
+            return self._collector
+        pace = None
+        if self.overlaps:
+            pace = Pace(
+                num_prompts=self._config.num_prompts,
+                max_staleness=self._max_staleness,
+                policy_version=version,
+                engine_version=engine_version,
+                waits_for_engines=self._goes_on,
             )
-        return GroupPlan(
-            engine=self._engine,
-            generate=self._generate,
-            reward=reward,
-            group_reward=self._group_reward,
-            filters=self._filters,
-            sampling=self._sampling,
-            seed=self._seed,
-            samples_per_prompt=self._config.samples_per_prompt,
-            reward_timeout_s=self._config.reward_timeout_s,
-            limiter=self._limiter,
-            may_continue=lambda sample: not self._is_stale([sample]),
-            spans=self._spans,
+        self._collector = Collector(
+            self._data_buffer,
+            self._config,
+            plan,
+            self._ledger,
+            pace=pace,
+            in_rounds=self._in_rounds,
+            max_staleness=self._max_staleness,
+            policy_version=self._policy_version,
         )
-
-    def _open_groups(self, draw: Draw, count: int) -> list[GroupWork]:
-        """Up to `count` new attempts, as many as the draw limit leaves."""
-        prompts = self._data_buffer.get_prompts(max(0, min(count, draw_limit(self._config) - draw.drawn)))
-        opened = [
-            start_group(index, prompt, self._config.samples_per_prompt)
-            for index, prompt in enumerate(prompts, start=self._next_group_index)
-        ]
-        for work in opened:
-            self._ledger.open(work.group_index)
-            draw.undecided[work.group_index] = work.prompt
-            draw.work[work.group_index] = work
-        self._next_group_index += len(opened)
-        draw.drawn += len(opened)
-        reach("rollout.drawn")
-        return opened
-
-    def _decide(self, closed: ClosedGroup, draw: Draw) -> bool:
-        """Whether the group is kept. Raises what stops the whole call, leaving the group undecided."""
-        reach("rollout.group_finished")
-        if closed.error is not None:
-            draw.closed[closed.group_index] = closed
-            raise closed.error
-        prompt = draw.undecided.pop(closed.group_index)
-        del draw.work[closed.group_index]
-        draw.decided.append(closed)
-        draw.failed += closed.failed
-        if closed.failure_class is not None:
-            draw.failed_groups[closed.group_index] = (prompt, closed.failure_class)
-            draw.dropped[closed.decision.reason] += 1
-        elif not closed.decision.keep:
-            self._drop(draw, closed.group_index, FILTERED + closed.decision.reason)
-        elif self._is_stale(closed.samples):
-            self._drop(draw, closed.group_index, STALE)
-            self._data_buffer.return_prompts([prompt])
-        else:
-            draw.kept[closed.group_index] = HeldGroup(closed.group, prompt)
-            if draw.pace is not None:
-                draw.pace.finish(closed.group_index, oldest=find_oldest_version(closed.samples))
-            return True
-        if draw.pace is not None:
-            draw.pace.close(closed.group_index)
-        return False
-
-    def _drop(self, draw: Draw, group_index: int, reason: str) -> None:
-        self._ledger.drop(group_index, reason)
-        draw.dropped[reason] += 1
-
-    def _is_stale(self, samples: Sequence[Sample]) -> bool:
-        """Whether the batch in the making is too late for them."""
-        pace = None if self._current is None else self._current.pace
-        version = self._policy_version() if pace is None else pace.policy_version
-        return compute_lag(samples, version) > self._max_staleness
-
-    def _check_budget(self, draw: Draw) -> None:
-        check_budget(draw, self._config, max_staleness=self._max_staleness)
-
-    # --- the end of a batch ---------------------------------------------------------------------------------
-
-    def _deliver(self, draw: Draw) -> RolloutBatch:
-        """The batch. What is left in draw.undecided is surplus, or goes on."""
-        self._check_budget(draw)
-        chosen = sorted(draw.kept) if draw.pace is None else draw.pace.choose()
-        groups = [draw.kept[group_index].group for group_index in chosen]
-        assert len(groups) == self._config.num_prompts, (len(groups), self._config.num_prompts)
-        assert not any(self._is_stale(group.samples) for group in groups), (
-            "the policy version advanced while a batch was made"
-        )
-        batch = make_batch(groups, temperature=self._sampling.temperature)
-        for group_index in chosen:
-            self._ledger.train(group_index)
-            del draw.kept[group_index]
-        for group_index, (prompt, failure_class) in draw.failed_groups.items():
-            self._ledger.fail(group_index, failure_class)
-            if failure_class == INFRASTRUCTURE:
-                self._data_buffer.return_prompts([prompt])
-        draw.failed_groups.clear()
-        if draw.pace is None:
-            self._put_back(draw, SURPLUS)
-        self._last_metrics = compute_batch_metrics(
-            groups, decided=draw.decided, drawn=draw.drawn, dropped=draw.dropped
-        )
-        self._note_failed(draw)
-        draw.begin_next()
-        if draw.pace is not None:
-            for group_index in chosen:
-                draw.pace.close(group_index)
-            if self._goes_on:  # the next batch is consumed when the trainer is done with this one
-                draw.pace.policy_version += 1
-                draw.reports.send_nowait(None)
-        return batch
-
-    def _take_held(self, draw: Draw) -> None:
-        """Moves held groups into the draw. Those that are too old go, and where nothing is carried over all
-        of them: a manager with other settings has held them. Their prompts are returned.
-        """
-        pace, returned = draw.pace, dict[int, tuple[PromptRow, str]]()
-        for group_index, held in self._held.items():
-            oldest = find_oldest_version(held.group.samples)
-            if self._is_stale(held.group.samples):
-                returned[group_index] = held.prompt, STALE
-            elif pace is None:
-                returned[group_index] = held.prompt, SURPLUS
-            else:
-                draw.kept[group_index] = held
-                pace.open(group_index, oldest=oldest)
-                pace.finish(group_index, oldest=oldest)
-        for group_index, group in self._unfinished.items():
-            oldest = find_oldest_version(sample for member in group.members for sample in member.samples)
-            if pace is None:
-                returned[group_index] = group.prompt, SURPLUS
-            elif pace.is_stale(oldest):
-                returned[group_index] = group.prompt, STALE
-            else:
-                self._ledger.resume(group_index)
-                draw.undecided[group_index] = group.prompt
-                draw.work[group_index] = GroupWork(group_index, group.prompt, list(group.members))
-                pace.open(group_index, oldest=oldest)
-        self._held, self._unfinished = {}, {}
-        for group_index in sorted(returned):
-            self._drop(draw, group_index, returned[group_index][1])
-        self._data_buffer.return_prompts([returned[group_index][0] for group_index in sorted(returned)])
-
-    def _end(self, draw: Draw) -> None:
-        """Puts back what a collector that has ended leaves."""
-        self._current = None
-        self._put_back(draw, ABORTED)
-        if draw.failed:
-            self._note_failed(draw)
-        self._ledger.check()
-        assert self._ledger.counts().in_flight == 0, "a group is still in flight"
-
-    def _note_failed(self, draw: Draw) -> None:
-        self._last_failed = tuple(draw.failed)
-        self._failures.update(failure_class_of(sample) for sample in draw.failed)
-
-    def _put_back(self, draw: Draw, reason: str) -> None:
-        """Holds and returns what is left of a draw; does nothing after a batch that was delivered."""
-        carried = carry(draw, self._is_stale)
-        for group_index in [*carried.held, *carried.unfinished]:
-            self._ledger.hold(group_index)
-        self._held = dict(sorted((self._held | carried.held).items()))
-        self._unfinished = dict(sorted((self._unfinished | carried.unfinished).items()))
-        for group_index in carried.returned:
-            self._drop(draw, group_index, reason)
-        self._data_buffer.return_prompts(list(carried.returned.values()))
-        for left in (draw.kept, draw.failed_groups, draw.undecided, draw.work, draw.closed):
-            left.clear()
-
-
-async def _run_and_send(plan: GroupPlan, work: GroupWork, send: trio.MemorySendChannel[Report]) -> None:
-    closed = await run_group(plan, work)
-    if closed is not None:
-        send.send_nowait(closed)
+        assert self._nursery is not None
+        self._nursery.start_soon(self._collector.collect)
+        return self._collector

@@ -15,7 +15,7 @@ import numpy as np
 from rollouts.data.chat import DEFAULT_OPTIONS, ChatTokenizer, TemplateOptions, tokenize_prompt
 from rollouts.data.messages import parse_tools
 from rollouts.protocols import GenerateFn, InferenceEngine
-from rollouts.types import FinishReason, GenerateRequest, IntArray, Sample, SamplingParams, Status
+from rollouts.types import Completion, FinishReason, GenerateRequest, IntArray, Sample, SamplingParams, Status
 
 STATUS_OF: dict[FinishReason, Status] = {
     "stop": Status.COMPLETED,
@@ -53,39 +53,57 @@ def make_chat_generate(
         return token_ids
 
     async def chat_generate(sample: Sample, engine: InferenceEngine, sampling: SamplingParams) -> Sample:
-        continued = sample.status is Status.ABORTED and bool(sample.loss_mask.any())
+        done = sample.response_length if sample.status is Status.ABORTED else 0
         tokens = (
-            sample.tokens
-            if continued
-            else tokenize(json.dumps([sample.prompt, sample.metadata.get("tools")]))
+            sample.tokens if done else tokenize(json.dumps([sample.prompt, sample.metadata.get("tools")]))
         )
-        mask = sample.loss_mask if continued else np.zeros(len(tokens), np.bool_)
-        request = _make_request(sample, tokens, int(mask.sum()), sampling)
-        if request is None:
+        if done >= sampling.max_new_tokens:
             return replace(sample, status=Status.TRUNCATED)
-        completion = await engine.generate(request)
-        count = len(completion.token_ids)
-        known = engine.features.log_probs  # tokens without log-probs never train: their mask is 0
-        log_probs = completion.log_probs if known else np.zeros(count, np.float32)
-        before = (
-            (sample.rollout_log_probs, sample.weight_versions)
-            if continued
-            else (np.zeros(len(tokens)), np.full(len(tokens), -1))
-        )
-        tokens = np.concatenate([tokens, completion.token_ids])
-        mask = np.concatenate([mask, np.full(count, known)])
-        response = tokens[mask] if known else completion.token_ids
-        return replace(
-            sample,
-            tokens=tokens,
-            loss_mask=mask,
-            rollout_log_probs=np.concatenate([before[0], log_probs]),
-            weight_versions=np.concatenate([before[1], completion.weight_versions]),
-            response=str(tokenizer.decode(response.tolist(), skip_special_tokens=True)),
-            status=STATUS_OF[completion.finish_reason],
-        )
+        completion = await engine.generate(_make_request(sample, tokens, done, sampling))
+        return _append(sample, tokens, completion, tokenizer, done=done, trains=engine.features.log_probs)
 
     return chat_generate
+
+
+def append_completion(
+    sample: Sample, prompt_ids: IntArray, completion: Completion, tokenizer: GenerationTokenizer
+) -> Sample:
+    """The sample with prompt_ids [prompt length] and the completion as its tokens; the completion trains, the
+    prompt does not.
+
+    The response is the decoded completion without special tokens; the status says how it ended.
+    """
+    return _append(sample, prompt_ids, completion, tokenizer, done=0, trains=True)
+
+
+def _append(
+    sample: Sample,
+    tokens: IntArray,
+    completion: Completion,
+    tokenizer: GenerationTokenizer,
+    *,
+    done: int,
+    trains: bool,
+) -> Sample:
+    """The sample with `tokens`, of which it has sampled `done`, and the completion after them. Tokens whose
+    log-probs are not known never train.
+    """
+    prompt, count = len(tokens), len(completion.token_ids)
+    mask = sample.loss_mask if done else np.zeros(prompt, np.bool_)
+    log_probs = sample.rollout_log_probs if done else np.zeros(prompt, np.float32)
+    versions = sample.weight_versions if done else np.full(prompt, -1)
+    all_tokens = np.concatenate([tokens, completion.token_ids])
+    all_mask = np.concatenate([mask, np.full(count, trains)])
+    response = all_tokens[all_mask] if trains else completion.token_ids
+    return replace(
+        sample,
+        tokens=all_tokens,
+        loss_mask=all_mask,
+        rollout_log_probs=np.concatenate([log_probs, completion.log_probs if trains else np.zeros(count)]),
+        weight_versions=np.concatenate([versions, completion.weight_versions]),
+        response=str(tokenizer.decode(response.tolist(), skip_special_tokens=True)),
+        status=STATUS_OF[completion.finish_reason],
+    )
 
 
 def compute_request_seed(run_seed: int, sample_id: str) -> int:
@@ -96,22 +114,15 @@ def compute_request_seed(run_seed: int, sample_id: str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def _make_request(
-    sample: Sample, tokens: IntArray, done: int, sampling: SamplingParams
-) -> GenerateRequest | None:
-    """What the engine is asked to do after `tokens`, the last `done` of them sampled; None if there is
-    nothing left to sample.
-    """
-    affinity = (
-        "" if sample.group_index is None else f"g{sample.group_index}"
-    )  # members share their prompt, and so a prefix cache
-    if done == 0:
-        return GenerateRequest(request_id=sample.id, prompt_ids=tokens, sampling=sampling, affinity=affinity)
-    if done >= sampling.max_new_tokens:
-        return None
-    # a new request begins its random stream anew: with the seed of the first, the second half would repeat
-    # its draws
-    request_id = f"{sample.id}@{done}"
-    seed = None if sampling.seed is None else compute_request_seed(sampling.seed, request_id)
-    rest = replace(sampling, max_new_tokens=sampling.max_new_tokens - done, seed=seed)
-    return GenerateRequest(request_id=request_id, prompt_ids=tokens, sampling=rest, affinity=affinity)
+def _make_request(sample: Sample, tokens: IntArray, done: int, sampling: SamplingParams) -> GenerateRequest:
+    """What the engine is asked to do after `tokens`, the last `done` of them sampled."""
+    request_id = sample.id
+    if done:
+        # a new request begins its random stream anew: with the seed of the first, the second half would
+        # repeat its draws
+        request_id = f"{sample.id}@{done}"
+        seed = None if sampling.seed is None else compute_request_seed(sampling.seed, request_id)
+        sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - done, seed=seed)
+    # members share their prompt, and so a prefix cache
+    affinity = "" if sample.group_index is None else f"g{sample.group_index}"
+    return GenerateRequest(request_id=request_id, prompt_ids=tokens, sampling=sampling, affinity=affinity)

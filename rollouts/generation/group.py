@@ -1,11 +1,11 @@
 """How one group comes about: generate → reward for each sample at once, then group reward and filters when
 the last of them is done.
 
-    prompt ─► G members in one nursery ─► those that did not fail ─► group reward ─► filters ─► ClosedGroup
+    prompt ─► G members in one nursery ─► those that did not fail ─► group reward ─► filters ─► decision
                generate, then reward        fewer than 2: failed_samples
 
-How far each member has come is in the GroupWork, also while it runs: whoever stops the group can go on from
-there later. Told to stop, a member whose engine aborts it ends with the tokens it has.
+How far each member has come is in the Group, also while it runs: whoever stops the group can go on from there
+later. Told to stop, a member whose engine aborts it ends with the tokens it has.
 
 What users, data and engines do wrong ends in the record of a sample or of the group; only cancellation and
 our own bugs leave as exceptions.
@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
+import numpy as np
 import trio
 
 from rollouts.crash_points import reach
@@ -38,14 +40,19 @@ from rollouts.errors import (
     WeightVersionError,
 )
 from rollouts.generation.generate import compute_request_seed
-from rollouts.generation.rollouts import FAILED_SAMPLES, make_samples
-from rollouts.generation.staleness import Member
+from rollouts.generation.samples import FAILED_SAMPLES, check_enough, make_samples
 from rollouts.metrics.spans import REWARDS, Answered, SpanRecorder, listing_answers
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
-from rollouts.rewards.call import call_filter, call_generate, call_group_reward, call_reward
+from rollouts.rewards.call import (
+    USER_THREADS,
+    call_filter,
+    call_generate,
+    call_group_reward,
+    call_reward,
+)
 from rollouts.rewards.check import apply_reward, function_name
 from rollouts.rewards.workers import RaisedInWorker
-from rollouts.types import FilterDecision, Sample, SampleGroup, SamplingParams, Status
+from rollouts.types import FilterDecision, JSONValue, Sample, SampleGroup, SamplingParams, Status
 
 MAX_STARTS = 8  # in vain, of one sample whose engine keeps aborting it; after that it has failed
 # the class of samples that an engine, not anything of their own, kept from being generated
@@ -61,72 +68,70 @@ class GroupPlan:
     engine: InferenceEngine
     generate: GenerateFn
     reward: RewardFn | None
-    group_reward: GroupRewardFn | None
-    filters: Sequence[FilterFn]
+    group_reward: GroupRewardFn | None = None
+    filters: Sequence[FilterFn] = ()
     sampling: SamplingParams
     seed: int  # of the run
-    samples_per_prompt: int  # G
     reward_timeout_s: float
-    limiter: trio.CapacityLimiter  # places of sync functions
-    may_continue: Callable[
-        [Sample], bool
-    ]  # whether the tokens of an aborted sample are fresh enough to go on from
+    # places of sync functions
+    limiter: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(USER_THREADS))
+    # whether the tokens of an aborted sample are fresh enough to go on from
+    may_continue: Callable[[Sample], bool] = lambda sample: True
     is_stopping: Callable[[], bool] = lambda: False  # whether an aborted sample ends with what it has
-    ended: trio.MemorySendChannel[ClosedGroup | int | None] | None = (
-        None  # gets the group index whenever a member no longer generates
-    )
+    on_generated: Callable[[], None] = lambda: None  # called whenever a member no longer generates
     spans: SpanRecorder | None = None  # is told when each sample was generated and scored
 
 
-@dataclass(frozen=True, slots=True)
-class Trajectory:
-    """One member of a group: its segments, all scored, or one failed sample."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """How far one sample of a group has come: pending → partial → generated → scored."""
 
-    segments: tuple[Sample, ...]
-    generate_s: float
-    reward_s: float | None  # None: not scored by itself
+    pending: Sample  # as it was before anything was generated
+    partial: Sample | None = None  # aborted, with the tokens that it goes on from
+    segments: tuple[Sample, ...] = ()  # generated, or one failed sample; empty: not yet
+    scored: bool = False  # nothing is left to do for it alone: it has its reward, or has failed
+    generate_s: float = 0.0
+    reward_s: float | None = None  # None: not scored by itself
 
     @property
     def failed(self) -> bool:
-        return self.segments[-1].status is Status.FAILED
+        return bool(self.segments) and self.segments[-1].status is Status.FAILED
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClosedGroup:
-    """What became of one group. It trains if `decision.keep`."""
+@dataclass(slots=True, eq=False)
+class Group:
+    """One attempt at a prompt. run_group moves it on, and nobody else does while it runs."""
 
-    group_index: int
+    index: int  # unique in the run
     prompt: PromptRow
-    samples: tuple[Sample, ...] = ()  # scored, in launch order
-    failed: tuple[Sample, ...] = ()
-    trajectories: tuple[Trajectory, ...] = ()
-    decision: FilterDecision = field(default_factory=lambda: FilterDecision(keep=True))
+    members: list[Member]  # in launch order
+    decision: FilterDecision | None = None  # whether it trains; None: it has not finished
     error: RolloutsError | None = None  # what stops the whole call
 
     @property
-    def group(self) -> SampleGroup:
-        return SampleGroup(self.group_index, self.prompt.prompt_id, self.samples)
+    def samples(self) -> tuple[Sample, ...]:
+        """What may train: the segments of members that have not failed, or the tokens they go on from."""
+        return tuple(
+            sample
+            for member in self.members
+            if not member.failed
+            for sample in member.segments or (() if member.partial is None else (member.partial,))
+        )
+
+    @property
+    def sample_group(self) -> SampleGroup:
+        return SampleGroup(self.index, self.prompt.prompt_id, self.samples)
+
+    @property
+    def failed(self) -> tuple[Sample, ...]:
+        return tuple(member.segments[-1] for member in self.members if member.failed)
 
     @property
     def failure_class(self) -> str | None:
         """The commonest class of failure, if the group was dropped for its failed samples."""
-        if self.decision.reason != FAILED_SAMPLES or self.decision.keep:
+        if self.decision is None or self.decision.keep or self.decision.reason != FAILED_SAMPLES:
             return None
         return Counter(failure_class_of(sample) for sample in self.failed).most_common(1)[0][0]
-
-
-def failure_class_of(sample: Sample) -> str:
-    """The class that a failed sample is counted under."""
-    return sample.metadata["failure"]["class"]
-
-
-@dataclass(slots=True, eq=False)
-class GroupWork:
-    """A group in the making. run_group moves its members on, and nobody else does while it runs."""
-
-    group_index: int
-    prompt: PromptRow
-    members: list[Member]  # in launch order
 
     @property
     def num_to_generate(self) -> int:
@@ -135,72 +140,70 @@ class GroupWork:
 
     @property
     def has_begun(self) -> bool:
-        return any(member.has_begun for member in self.members)
+        return any(member.segments or member.partial is not None for member in self.members)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weight version of any token that trains; None if there is none."""
+        versions = [sample.oldest_version for sample in self.samples]
+        return min((version for version in versions if version is not None), default=None)
+
+    def copy(self) -> Group:
+        """A copy that stays as it is while this group goes on."""
+        return replace(self, members=list(self.members), error=None)
 
 
-def start_group(group_index: int, prompt: PromptRow, samples_per_prompt: int) -> GroupWork:
+def start_group(index: int, prompt: PromptRow, samples_per_prompt: int) -> Group:
     """A group of which nothing is done yet."""
-    return GroupWork(
-        group_index,
-        prompt,
-        [Member(pending=sample) for sample in make_samples(group_index, prompt, samples_per_prompt)],
+    return Group(
+        index, prompt, [Member(pending=sample) for sample in make_samples(index, prompt, samples_per_prompt)]
     )
 
 
-async def run_group(plan: GroupPlan, work: GroupWork) -> ClosedGroup | None:
-    """The group when the last of its members is done; None if it was told to stop before that. Raises only
-    Cancelled.
+async def run_group(plan: GroupPlan, group: Group) -> bool:
+    """Whether the group has finished, with a decision or an error; False if it was told to stop before that.
+    Raises only Cancelled.
     """
-    fatal: list[RolloutsError] = []
 
     async def run_member(index: int) -> None:
         try:
-            await _advance_member(plan, work, index)
+            await _advance_member(plan, group, index)
         except RolloutsError as error:
-            fatal.append(error)
+            group.error = group.error or error
             nursery.cancel_scope.cancel()
 
     async with trio.open_nursery() as nursery:
-        for index, member in enumerate(work.members):
+        for index, member in enumerate(group.members):
             if not member.scored:
                 nursery.start_soon(run_member, index)
-    if fatal:
-        return ClosedGroup(group_index=work.group_index, prompt=work.prompt, error=fatal[0])
-    if not all(member.scored for member in work.members):
-        return None
-    trajectories = tuple(
-        Trajectory(member.segments, member.generate_s, member.reward_s) for member in work.members
-    )
-    try:
-        return await close_group(
-            plan, ClosedGroup(group_index=work.group_index, prompt=work.prompt, trajectories=trajectories)
-        )
-    except RolloutsError as error:
-        return ClosedGroup(group_index=work.group_index, prompt=work.prompt, error=error)
+    if group.error is None and all(member.scored for member in group.members):
+        try:
+            await close_group(plan, group)
+        except RolloutsError as error:
+            group.error = error
+    return group.decision is not None or group.error is not None
 
 
 # --- one member ---------------------------------------------------------------------------------------------
 
 
-async def make_trajectory(plan: GroupPlan, sample: Sample) -> Trajectory:
+async def make_trajectory(plan: GroupPlan, sample: Sample) -> Member:
     """A generated and scored trajectory, or the sample as failed. Raises what stops the whole call: see
     classify_generate_error; ConfigError.
     """
-    member = await score_member(plan, await generate_member(plan, Member(pending=sample)))
-    return Trajectory(member.segments, member.generate_s, member.reward_s)
+    return await score_member(plan, await generate_member(plan, Member(pending=sample)))
 
 
-async def _advance_member(plan: GroupPlan, work: GroupWork, index: int) -> None:
+async def _advance_member(plan: GroupPlan, group: Group, index: int) -> None:
     """Moves one member on until it is scored, or as far as a plan that is stopping allows."""
-    if not work.members[index].segments:
+    if not group.members[index].segments:
         try:
-            work.members[index] = await generate_member(plan, work.members[index])
+            group.members[index] = await generate_member(plan, group.members[index])
         finally:
-            if plan.ended is not None:
-                plan.ended.send_nowait(work.group_index)
-    member = work.members[index]
+            plan.on_generated()
+    member = group.members[index]
     if member.segments and not member.scored:
-        work.members[index] = await score_member(plan, member)
+        group.members[index] = await score_member(plan, member)
 
 
 async def generate_member(plan: GroupPlan, member: Member) -> Member:
@@ -210,36 +213,24 @@ async def generate_member(plan: GroupPlan, member: Member) -> Member:
     A sample that the engine aborted goes on where it stopped if it is one segment and its tokens are fresh
     enough, or else starts again.
     """
-    started = trio.current_time()
-    function = function_name(plan.generate)
+    started, function = trio.current_time(), function_name(plan.generate)
     try:
         with listing_answers() as answers:
-            answer = await _generate_segments(plan, member)
+            segments = await _generate_segments(plan, member)
+        if segments[-1].status is Status.FAILED:
+            segments = (_complete_failure(segments[-1], function),)
     except RolloutsError as error:
-        failed = fail_sample(member.pending, error, classify_generate_error(error), function)
-        if plan.spans is not None:
-            _record_generation(plan.spans, plan.engine, (failed,), (), trio.current_time() - started)
-        return _end_generating(member, started, segments=(failed,), scored=True)
-    last = answer[-1]
+        segments = (fail_sample(member.pending, error, classify_generate_error(error), function),)
+        answers = []
+    last, seconds = segments[-1], trio.current_time() - started
     if plan.spans is not None:
-        _record_generation(plan.spans, plan.engine, answer, answers, trio.current_time() - started)
-    if last.status is Status.FAILED:
-        return _end_generating(member, started, segments=(_complete_failure(last, function),), scored=True)
-    if last.status is Status.ABORTED or last.status is Status.PENDING:
-        return _end_generating(member, started, partial=last if last.status is Status.ABORTED else None)
-    return _end_generating(member, started, segments=answer)
-
-
-def _end_generating(
-    member: Member,
-    started: float,
-    *,
-    segments: tuple[Sample, ...] = (),
-    partial: Sample | None = None,
-    scored: bool = False,
-) -> Member:
-    seconds = member.generate_s + trio.current_time() - started
-    return replace(member, segments=segments, partial=partial, scored=scored, generate_s=seconds)
+        _record_generation(plan.spans, plan.engine, segments, answers, seconds)
+    seconds += member.generate_s
+    if last.status in (Status.ABORTED, Status.PENDING):
+        partial = last if last.status is Status.ABORTED else None
+        return replace(member, partial=partial, generate_s=seconds)
+    failed = last.status is Status.FAILED
+    return replace(member, partial=None, segments=segments, scored=failed, generate_s=seconds)
 
 
 def _record_generation(
@@ -252,25 +243,19 @@ def _record_generation(
     """A span for each request that a fleet had answered, or one for all, of an engine that is no fleet; of
     several segments, the last one's.
     """
-    sample_id = segments[-1].id
-    for answered in answers:
+    now = trio.current_time()
+    tokens = sum(segment.response_length for segment in segments)
+    whole = Answered(engine.features.name, now - seconds, seconds, tokens)
+    for one in answers or [whole]:
         spans.add(
-            "generate",
-            answered.engine,
-            trio.current_time() - answered.start,
-            answered.duration_s,
-            id=sample_id,
-            tokens=answered.tokens,
+            "generate", one.engine, now - one.start, one.duration_s, id=segments[-1].id, tokens=one.tokens
         )
-    if not answers:
-        tokens = sum(segment.response_length for segment in segments)
-        spans.add("generate", engine.features.name, seconds, seconds, id=sample_id, tokens=tokens)
 
 
 async def _generate_segments(plan: GroupPlan, member: Member) -> tuple[Sample, ...]:
     """The finished segments; or one sample, aborted or pending, to go on from if the plan is stopping."""
     sampling = replace(plan.sampling, seed=compute_request_seed(plan.seed, member.pending.id))
-    start = member.pending if member.partial is None else member.partial
+    start = member.partial or member.pending
     in_vain = 0
     while in_vain < MAX_STARTS:
         if plan.is_stopping():
@@ -282,7 +267,7 @@ async def _generate_segments(plan: GroupPlan, member: Member) -> tuple[Sample, .
         if last.status is not Status.ABORTED:
             return segments
         before, start = start, last if len(segments) == 1 and plan.may_continue(last) else member.pending
-        in_vain += int(start.loss_mask.sum()) <= int(before.loss_mask.sum())
+        in_vain += start.response_length <= before.response_length
     if plan.is_stopping():
         return (start,)
     raise EngineError(
@@ -297,78 +282,59 @@ async def score_member(plan: GroupPlan, member: Member) -> Member:
     """
     if member.scored:
         return member
-    started, segments = trio.current_time(), member.segments
+    last = member.segments[-1]
     if plan.reward is not None:
-        segments = await score_trajectory(plan.reward, segments, plan)
+        started = trio.current_time()
+        try:
+            reach("rollout.before_reward")
+            result = await call_reward(
+                plan.reward, last, timeout_s=plan.reward_timeout_s, limiter=plan.limiter
+            )
+            reach("rollout.after_reward")
+            segments = tuple(apply_reward(segment, result) for segment in member.segments)
+        except UserFunctionError as error:
+            segments = (_fail_scoring(last, error, plan.reward),)
         seconds = trio.current_time() - started
         if plan.spans is not None:
-            plan.spans.add("reward", REWARDS, seconds, seconds, id=member.segments[-1].id)
+            plan.spans.add("reward", REWARDS, seconds, seconds, id=last.id)
         return replace(member, segments=segments, scored=True, reward_s=seconds)
+    segments = member.segments
     if plan.group_reward is None:
-        reward = segments[-1].reward
-        if reward is None:
+        if last.reward is None:
             raise ConfigError(
-                f"sample {segments[-1].id} has no reward: pass reward or group_reward, or let the generate"
-                " function set it"
+                f"sample {last.id} has no reward: pass reward or group_reward, or let the generate function"
+                " set it"
             )
-        segments = tuple(
-            replace(segment, reward=reward, rewards=segments[-1].rewards) for segment in segments
-        )
+        segments = tuple(replace(one, reward=last.reward, rewards=last.rewards) for one in segments)
     return replace(member, segments=segments, scored=True)
-
-
-async def score_trajectory(
-    reward: RewardFn, segments: tuple[Sample, ...], plan: GroupPlan
-) -> tuple[Sample, ...]:
-    """The segments with the reward of the last one, or that one as failed."""
-    last = segments[-1]
-    try:
-        reach("rollout.before_reward")
-        result = await call_reward(reward, last, timeout_s=plan.reward_timeout_s, limiter=plan.limiter)
-        reach("rollout.after_reward")
-    except UserFunctionError as error:
-        return (fail_sample(last, error, classify_reward_error(error), function_name(reward)),)
-    return tuple(apply_reward(segment, result) for segment in segments)
 
 
 # --- the group ----------------------------------------------------------------------------------------------
 
 
-async def close_group(plan: GroupPlan, closed: ClosedGroup) -> ClosedGroup:
-    """The group without its failed samples, scored together and filtered. Raises UserFunctionError if a
-    filter does not answer, or not in time.
+async def close_group(plan: GroupPlan, group: Group) -> None:
+    """Gives the group its rewards, where it is scored together, and its decision. Raises UserFunctionError if
+    a filter does not answer, or not in time; the group is then as it was.
     """
-    closed = _without_failed(closed)
-    if closed.decision.keep and plan.group_reward is not None:
-        closed = _without_failed(await score_group(plan.group_reward, closed, plan))
-    if not closed.decision.keep:
-        return closed
+    members = group.members
+    decision = check_enough(sum(not member.failed for member in members), len(members))
+    if decision.keep and plan.group_reward is not None:
+        members = await _score_together(plan, plan.group_reward, members)
+        decision = check_enough(sum(not member.failed for member in members), len(members))
     for filter_ in plan.filters:
-        decision = await call_filter(
-            filter_, closed.group, timeout_s=plan.reward_timeout_s, limiter=plan.limiter
-        )
-        if not decision.keep:
-            return replace(closed, decision=decision)
-    return closed
+        if decision.keep:
+            left = replace(group, members=members).sample_group
+            decision = await call_filter(filter_, left, timeout_s=plan.reward_timeout_s, limiter=plan.limiter)
+    group.members, group.decision = members, decision
 
 
-def _without_failed(closed: ClosedGroup) -> ClosedGroup:
-    finished = [trajectory for trajectory in closed.trajectories if not trajectory.failed]
-    failed = tuple(trajectory.segments[-1] for trajectory in closed.trajectories if trajectory.failed)
-    samples = tuple(segment for trajectory in finished for segment in trajectory.segments)
-    closed = replace(closed, samples=samples, failed=failed)
-    if len(finished) >= min(2, len(closed.trajectories)):  # one sample alone has nothing to be compared with
-        return closed
-    detail = f"{len(failed)} of {len(closed.trajectories)} samples failed"
-    return replace(closed, decision=FilterDecision(keep=False, reason=FAILED_SAMPLES, detail=detail))
-
-
-async def score_group(group_reward: GroupRewardFn, closed: ClosedGroup, plan: GroupPlan) -> ClosedGroup:
-    """The group with one reward per trajectory, given to its last segment and shared by the others; all of
+async def _score_together(
+    plan: GroupPlan, group_reward: GroupRewardFn, members: Sequence[Member]
+) -> list[Member]:
+    """The members with one reward per trajectory, given to its last segment and shared by the others; all of
     them failed if that fails.
     """
-    finished = [trajectory for trajectory in closed.trajectories if not trajectory.failed]
-    ends = [trajectory.segments[-1] for trajectory in finished]
+    ends = [member.segments[-1] for member in members if not member.failed]
     try:
         reach("rollout.before_reward")
         results = await call_group_reward(
@@ -376,22 +342,25 @@ async def score_group(group_reward: GroupRewardFn, closed: ClosedGroup, plan: Gr
         )
         reach("rollout.after_reward")
     except UserFunctionError as error:
-        name = function_name(group_reward)
-        failed = [
-            replace(t, segments=(fail_sample(t.segments[-1], error, classify_reward_error(error), name),))
-            for t in finished
-        ]
-        return replace(closed, trajectories=(*failed, *(t for t in closed.trajectories if t.failed)))
-    scored = {
-        trajectory.segments[-1].id: replace(
-            trajectory, segments=tuple(apply_reward(segment, result) for segment in trajectory.segments)
-        )
-        for trajectory, result in zip(finished, results, strict=True)
-    }
-    return replace(closed, trajectories=tuple(scored.get(t.segments[-1].id, t) for t in closed.trajectories))
+        failed = {end.id: (_fail_scoring(end, error, group_reward),) for end in ends}
+        return [replace(one, segments=failed.get(one.segments[-1].id, one.segments)) for one in members]
+    left = iter(results)
+
+    def score(member: Member) -> Member:
+        if member.failed:
+            return member
+        result = next(left)
+        return replace(member, segments=tuple(apply_reward(segment, result) for segment in member.segments))
+
+    return [score(member) for member in members]
 
 
 # --- failures -----------------------------------------------------------------------------------------------
+
+
+def failure_class_of(sample: Sample) -> str:
+    """The class that a failed sample is counted under."""
+    return sample.metadata["failure"]["class"]
 
 
 def classify_generate_error(error: RolloutsError) -> str:
@@ -418,6 +387,10 @@ def classify_reward_error(error: UserFunctionError) -> str:
     return "reward_crashed" if isinstance(error, RewardCrashed) else "reward"
 
 
+def _fail_scoring(sample: Sample, error: UserFunctionError, function: Callable[..., object]) -> Sample:
+    return fail_sample(sample, error, classify_reward_error(error), function_name(function))
+
+
 def fail_sample(sample: Sample, error: RolloutsError, failure_class: str, function: str) -> Sample:
     """The sample as failed, without a reward; metadata["failure"] has class, function, message and the last
     frames of the traceback.
@@ -426,40 +399,58 @@ def fail_sample(sample: Sample, error: RolloutsError, failure_class: str, functi
     crash, an answer that is no reward.
     """
     cause = error.__cause__ or (None if isinstance(error, UserFunctionError) else error)
-    failure = {
-        "class": failure_class,
-        "function": function,
-        "message": str(error),
-        "traceback": _trace(cause)[-TRACEBACK_CHARS:],
-    }
-    return replace(
-        sample,
-        status=Status.FAILED,
-        reward=None,
-        rewards={},
-        metadata={**sample.metadata, "failure": failure},
-    )
-
-
-def _trace(cause: BaseException | None) -> str:
-    if cause is None:
-        return ""
+    trace = ""
     if isinstance(cause, RaisedInWorker):
-        return cause.traceback_text
-    return "".join(
-        traceback.format_exception(
-            type(cause), cause, cause.__traceback__, limit=-TRACEBACK_FRAMES, chain=False
-        )
-    )
+        trace = cause.traceback_text
+    elif cause is not None:
+        trace = "".join(traceback.format_exception(cause, limit=-TRACEBACK_FRAMES, chain=False))
+    return _fail(sample, failure_class, function, str(error), trace[-TRACEBACK_CHARS:])
 
 
 def _complete_failure(sample: Sample, function: str) -> Sample:
     """A sample that the generate function itself gave up, in the form of the others."""
-    told = sample.metadata.get("failure")
-    failure = {
-        "class": "generate",
-        "function": function,
-        "message": str(told or "the generate function returned it as failed"),
-        "traceback": "",
+    message = str(sample.metadata.get("failure") or "the generate function returned it as failed")
+    return _fail(sample, "generate", function, message, "")
+
+
+def _fail(sample: Sample, failure_class: str, function: str, message: str, trace: str) -> Sample:
+    failure = {"class": failure_class, "function": function, "message": message, "traceback": trace}
+    metadata = {**sample.metadata, "failure": failure}
+    return replace(sample, status=Status.FAILED, reward=None, rewards={}, metadata=metadata)
+
+
+# --- as JSON ------------------------------------------------------------------------------------------------
+
+
+def encode_group(group: Group) -> dict[str, JSONValue]:
+    """A held group as JSON, exactly: every float32 is a float64. Pending samples are made of the prompt
+    again, so they are left out.
+    """
+    return {
+        "group_index": group.index,
+        "prompt_id": group.prompt.prompt_id,
+        "epoch": group.prompt.epoch,
+        "finished": group.decision is not None,
+        "members": _encode(group.members),
     }
-    return replace(sample, reward=None, rewards={}, metadata={**sample.metadata, "failure": failure})
+
+
+def _encode(value: Any) -> JSONValue:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Sample | Member):
+        names = [one.name for one in fields(value) if one.name != "pending"]
+        return {name: _encode(getattr(value, name)) for name in names}
+    return [_encode(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def decode_group(record: Mapping[str, JSONValue], prompt: PromptRow) -> Group:
+    """The inverse of encode_group. Raises ValueError naming the field of a sample that is wrong."""
+    group = start_group(int(record["group_index"]), prompt, len(record["members"]))
+    group.decision = FilterDecision(keep=True) if record["finished"] else None
+    for index, saved in enumerate(record["members"]):
+        partial = None if saved["partial"] is None else Sample(**saved["partial"])
+        segments = tuple(Sample(**sample) for sample in saved["segments"])
+        made = {**saved, "partial": partial, "segments": segments}
+        group.members[index] = replace(group.members[index], **made)
+    return group

@@ -91,10 +91,6 @@ class Pace:
         if self.finished.pop(group_index, None) is not None:
             self._finished_by[deadline] -= 1
 
-    def is_stale(self, oldest: int | None) -> bool:
-        """Whether tokens, the oldest of this version, are too old for this batch."""
-        return oldest is not None and oldest + self.max_staleness < self.policy_version
-
     def is_full(self) -> bool:
         """Whether P groups can be delivered now so that what stays open can be consumed in time."""
         if len(self.finished) < self.num_prompts:

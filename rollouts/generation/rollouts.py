@@ -12,17 +12,26 @@ samples over, bounds staleness and keeps account of failures is AsyncRolloutMana
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
-
-import numpy as np
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 from rollouts.data.chat import DEFAULT_OPTIONS, TemplateOptions, tokenize_prompt
 from rollouts.data.data_buffer import PromptRow
 from rollouts.data.messages import parse_tools
 from rollouts.errors import ConfigError, NotEnoughSamples, PlugInError, RolloutsError, UserFunctionError
-from rollouts.generation.generate import STATUS_OF, GenerationTokenizer
+from rollouts.generation.generate import GenerationTokenizer, append_completion
+from rollouts.generation.samples import (
+    PromptSource,
+    SampleFields,
+    build_batch_metadata,
+    check_enough,
+    compute_response_lengths,
+    convert_to_batch,
+    extract_sample_fields,
+    make_samples,
+)
 from rollouts.protocols import RewardValue
 from rollouts.rewards.check import (
     apply_reward,
@@ -34,13 +43,10 @@ from rollouts.rewards.check import (
     shorten,
 )
 from rollouts.types import (
-    BoolArray,
     Completion,
     FilterDecision,
-    FloatArray,
     GenerateRequest,
     IntArray,
-    JSONValue,
     RolloutBatch,
     Sample,
     SampleGroup,
@@ -48,22 +54,26 @@ from rollouts.types import (
     Status,
 )
 
+__all__ = [
+    "SampleFields",
+    "append_completion",
+    "apply_sample_transforms",
+    "build_batch_metadata",
+    "compute_response_lengths",
+    "convert_to_batch",
+    "extract_sample_fields",
+    "generate_rollout_batches",
+    "generate_samples",
+    "make_samples",
+    "make_sync_chat_generate",
+    "score_sample",
+]
+
 GenerateBatchFn = Callable[[list[Sample]], Sequence[Sample]]
 SampleTransform = Callable[[list[Sample]], Sequence[Sample]]
 CompleteFn = Callable[[list[GenerateRequest]], Sequence[Completion]]
 FINISHED = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED)
-FAILED_SAMPLES = "failed_samples"
 ResultT = TypeVar("ResultT")
-
-
-class PromptSource(Protocol):
-    """Where prompts are drawn from, and what takes them back: a DataBuffer."""
-
-    def get_prompts(self, count: int) -> list[PromptRow]: ...
-    def return_prompts(self, prompts: Sequence[PromptRow]) -> None: ...
-
-
-# --- batches without end ------------------------------------------------------------------------------------
 
 
 def generate_rollout_batches(
@@ -107,155 +117,85 @@ def generate_rollout_batches(
             raise ConfigError(f"{name}={number} must be at least 1")
     for function in (generate_fn, reward_fn, filter_fn, *transforms):
         _check_is_plain(function)
-    recipe = _Recipe(generate_fn, reward_fn, filter_fn, tuple(transforms), samples_per_prompt)
-    return _generate(
-        data_buffer, recipe, num_prompts, num_prompts * max_attempts, temperature, first_group_index
-    )
+
+    run_round = partial(_run_round, generate_fn, reward_fn, filter_fn, transforms, samples_per_prompt)
+
+    def batches() -> Iterator[RolloutBatch]:
+        first = first_group_index
+        while True:
+            drawn: list[PromptRow] = []
+            try:
+                samples = _fill_batch(data_buffer, drawn, first, run_round, num_prompts, max_attempts)
+                batch = convert_to_batch(samples, temperature=temperature)
+            except BaseException:  # an interrupted notebook cell too: nothing that was drawn is lost
+                data_buffer.return_prompts(drawn)
+                raise
+            first += len(drawn)
+            yield batch
+
+    return batches()
 
 
-@dataclass(frozen=True, slots=True)
-class _Recipe:
-    """What is done to the samples of every round."""
-
-    generate_fn: GenerateBatchFn
-    reward_fn: Callable[[Sample], RewardValue] | None
-    filter_fn: Callable[[SampleGroup], bool | FilterDecision] | None
-    transforms: tuple[SampleTransform, ...]
-    samples_per_prompt: int
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A batch in the making."""
-
-    drawn: list[PromptRow] = field(default_factory=list)  # in the order drawn
-    groups: list[SampleGroup] = field(default_factory=list)  # that train
-    dropped: Counter[str] = field(default_factory=Counter)  # by reason
-
-
-def _generate(
-    data_buffer: PromptSource,
-    recipe: _Recipe,
-    num_prompts: int,
-    draw_limit: int,
-    temperature: float,
-    group_index: int,
-) -> Iterator[RolloutBatch]:
-    while True:
-        draft = _Draft()
-        try:
-            while len(draft.groups) < num_prompts:
-                count = min(num_prompts - len(draft.groups), draw_limit - len(draft.drawn))
-                if count == 0:
-                    raise _not_enough(draft, num_prompts, draw_limit)
-                prompts = data_buffer.get_prompts(count)
-                draft.drawn += prompts
-                _run_round(draft, prompts, recipe, group_index)
-                group_index += count
-            batch = convert_to_batch(
-                [sample for group in draft.groups for sample in group.samples], temperature=temperature
-            )
-        except BaseException:  # an interrupted notebook cell too: nothing that was drawn is lost
-            data_buffer.return_prompts(draft.drawn)
-            raise
-        yield batch
-
-
-def _not_enough(draft: _Draft, num_prompts: int, draw_limit: int) -> NotEnoughSamples:
-    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(draft.dropped.items()))
-    return NotEnoughSamples(
-        f"{len(draft.groups)} of num_prompts={num_prompts} groups were kept of {len(draft.drawn)} drawn"
-        f" ({reasons}), and max_attempts={draw_limit // num_prompts} allows no more; loosen the filter, use"
-        " easier or harder prompts, or raise max_attempts"
-    )
-
-
-def _run_round(draft: _Draft, prompts: Sequence[PromptRow], recipe: _Recipe, first_group_index: int) -> None:
-    """Adds the groups of `prompts` to the draft, as kept or as dropped."""
-    indices = range(first_group_index, first_group_index + len(prompts))
+def _run_round(
+    generate_fn: GenerateBatchFn,
+    reward_fn: Callable[[Sample], RewardValue] | None,
+    filter_fn: Callable[[SampleGroup], bool | FilterDecision] | None,
+    transforms: Sequence[SampleTransform],
+    samples_per_prompt: int,
+    prompts: Sequence[PromptRow],
+    first: int,
+) -> Iterator[tuple[SampleGroup, FilterDecision]]:
+    """The group of each prompt, numbered from `first`, and whether it trains."""
     pending = [
         sample
-        for index, prompt in zip(indices, prompts, strict=True)
-        for sample in make_samples(index, prompt, recipe.samples_per_prompt)
+        for index, prompt in enumerate(prompts, first)
+        for sample in make_samples(index, prompt, samples_per_prompt)
     ]
-    samples = [
-        sample
-        for sample in generate_samples(recipe.generate_fn, pending)
-        if sample.status is not Status.FAILED
-    ]
-    samples = _score_samples(recipe.reward_fn, samples)
-    samples = [
-        sample
-        for sample in apply_sample_transforms(samples, recipe.transforms)
-        if sample.status is not Status.FAILED
-    ]
-    for index, prompt in zip(indices, prompts, strict=True):
-        group = SampleGroup(
-            index, prompt.prompt_id, tuple(sample for sample in samples if sample.group_index == index)
-        )
-        decision = _decide(recipe, group)
-        if decision.keep:
-            draft.groups.append(group)
-        else:
-            draft.dropped[decision.reason] += 1
+    samples = _without_failed(generate_samples(generate_fn, pending))
+    samples = [_score(reward_fn, sample) for sample in samples]
+    samples = _without_failed(apply_sample_transforms(samples, transforms))
+    for index, prompt in enumerate(prompts, first):
+        left = tuple(sample for sample in samples if sample.group_index == index)
+        group = SampleGroup(index, prompt.prompt_id, left)
+        decision = check_enough(len(left), samples_per_prompt)
+        if decision.keep and filter_fn is not None:
+            name = function_name(filter_fn)
+            where = f"filter {name} on group {index} (prompt {prompt.prompt_id})"
+            decision = check_decision(_call(filter_fn, group, where=where), name, where)
+        yield group, decision
 
 
-def _score_samples(
-    reward_fn: Callable[[Sample], RewardValue] | None, samples: Sequence[Sample]
+def _fill_batch(
+    data_buffer: PromptSource,
+    drawn: list[PromptRow],
+    first: int,
+    run_round: Callable[[Sequence[PromptRow], int], Iterable[tuple[SampleGroup, FilterDecision]]],
+    num_prompts: int,
+    max_attempts: int,
 ) -> list[Sample]:
-    if reward_fn is not None:
-        return [score_sample(reward_fn, sample) for sample in samples]
-    for sample in samples:
-        if sample.reward is None:
-            raise ConfigError(f"sample {sample.id} has no reward: pass reward_fn, or let generate_fn set it")
-    return list(samples)
-
-
-def _decide(recipe: _Recipe, group: SampleGroup) -> FilterDecision:
-    if len(group.samples) < min(
-        2, recipe.samples_per_prompt
-    ):  # one sample alone has nothing to be compared with
-        return FilterDecision(keep=False, reason=FAILED_SAMPLES)
-    if recipe.filter_fn is None:
-        return FilterDecision(keep=True)
-    where = (
-        f"filter {function_name(recipe.filter_fn)} on group {group.group_index} (prompt {group.prompt_id})"
-    )
-    return check_decision(_call(recipe.filter_fn, group, where=where), function_name(recipe.filter_fn), where)
+    """The samples of `num_prompts` groups that train; every prompt drawn for them is added to `drawn`."""
+    kept: list[SampleGroup] = []
+    dropped: Counter[str] = Counter()
+    while len(kept) < num_prompts:
+        count = min(num_prompts - len(kept), num_prompts * max_attempts - len(drawn))
+        if count == 0:
+            reasons = ", ".join(f"{reason} {number}" for reason, number in sorted(dropped.items()))
+            raise NotEnoughSamples(
+                f"{len(kept)} of num_prompts={num_prompts} groups were kept of {len(drawn)} drawn"
+                f" ({reasons}), and max_attempts={max_attempts} allows no more; loosen the filter, use"
+                " easier or harder prompts, or raise max_attempts"
+            )
+        prompts, index = data_buffer.get_prompts(count), first + len(drawn)
+        drawn += prompts
+        for group, decision in run_round(prompts, index):
+            if decision.keep:
+                kept.append(group)
+            else:
+                dropped[decision.reason] += 1
+    return [sample for group in kept for sample in group.samples]
 
 
 # --- one step of a round ------------------------------------------------------------------------------------
-
-
-def make_samples(group_index: int, prompt: PromptRow, count: int) -> list[Sample]:
-    """Pending samples g00000012-s000, -s001, …: sorted by id they are in launch order. The row's other fields
-    become their metadata.
-    """
-    rest = {key: value for key, value in prompt.row.items() if key != "prompt"}
-    own = {
-        "prompt_id": prompt.prompt_id,
-        "epoch": prompt.epoch,
-    }  # in place of fields of the row that have these names
-    return [
-        Sample(
-            id=f"g{group_index:08d}-s{index:03d}",
-            prompt=_copy(prompt.row["prompt"]),
-            group_index=group_index,
-            metadata={**_copy(rest), **own},
-        )
-        for index in range(count)
-    ]
-
-
-def _copy(value: Any) -> Any:
-    """JSON values of one's own: what a function changes in one sample is not seen by its siblings, nor by
-    later epochs.
-    """
-    if isinstance(value, Mapping):
-        return {key: _copy(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_copy(inner) for inner in value]
-    return value
 
 
 def generate_samples(generate_fn: GenerateBatchFn, samples: Sequence[Sample]) -> list[Sample]:
@@ -275,22 +215,13 @@ def generate_samples(generate_fn: GenerateBatchFn, samples: Sequence[Sample]) ->
     except Exception as error:
         raise UserFunctionError(f"{where} raised {describe(error)}") from error
     by_id = {sample.id: sample for sample in _check_samples(answer, where)}
-    for sample in samples:
-        if sample.id not in by_id:
-            raise UserFunctionError(
-                f"{where} returned no sample {sample.id}; a sample that could not be generated has status"
-                " failed"
-            )
-    if len(by_id) > len(samples):
-        extra = next(iter(by_id.keys() - {sample.id for sample in samples}))
+    odd = by_id.keys() ^ {sample.id for sample in samples}
+    if odd:
         raise UserFunctionError(
-            f"{where} returned a sample {extra!r} that it was not given; samples keep their ids"
+            f"{where} returned {'a' if min(odd) in by_id else 'no'} sample {min(odd)}; it must answer every"
+            " sample under its own id, and one that could not be generated with status failed"
         )
-    ordered = [(by_id[sample.id], sample.group_index) for sample in samples]
-    return [
-        sample if sample.group_index == index else replace(sample, group_index=index)
-        for sample, index in ordered
-    ]
+    return [replace(by_id[sample.id], group_index=sample.group_index) for sample in samples]
 
 
 def score_sample(reward_fn: Callable[[Sample], RewardValue], sample: Sample) -> Sample:
@@ -318,15 +249,69 @@ def apply_sample_transforms(samples: Iterable[Sample], transforms: Sequence[Samp
         named = f", the first of them {current[0].id}" if current else ""
         where = f"transform {function_name(transform)} on {len(current)} samples{named}"
         groups = {sample.group_index for sample in current}
-        answer = _check_samples(_call(transform, list(current), where=where), where)
-        stray = next((sample for sample in answer if sample.group_index not in groups), None)
-        if stray is not None:
-            raise UserFunctionError(
-                f"{where} returned sample {stray.id} with group_index={stray.group_index}; it was given no"
-                " such group"
-            )
-        current = answer
+        current = _check_samples(_call(transform, list(current), where=where), where)
+        for sample in current:
+            if sample.group_index not in groups:
+                raise UserFunctionError(
+                    f"{where} returned sample {sample.id} with group_index={sample.group_index}; it was given"
+                    " no such group"
+                )
     return current
+
+
+def make_sync_chat_generate(
+    complete: CompleteFn,
+    tokenizer: GenerationTokenizer,
+    sampling: SamplingParams,
+    *,
+    options: TemplateOptions = DEFAULT_OPTIONS,
+) -> GenerateBatchFn:
+    """A generate_fn that answers each prompt (text is one user turn) in the chat template with one
+    completion.
+
+    The tools of a prompt are its sample's metadata["tools"]; `options` is what the template is told beside
+    the messages. `complete` turns requests, whose ids are those of the samples, into completions in the same
+    order, for example functools.partial(rollouts.models.sampling.sample_completions, model). The function
+    raises DataError and ModelError like tokenize_prompt, what `complete` raises, and UserFunctionError if its
+    completions are not those of the requests.
+    """
+
+    def tokenize(sample: Sample) -> IntArray:
+        tools = parse_tools(sample.metadata.get("tools"), where=f"the tools of sample {sample.id}")
+        return tokenize_prompt(sample.prompt, tokenizer, options=options, tools=tools)
+
+    def chat_generate(samples: list[Sample]) -> list[Sample]:
+        requests = [
+            GenerateRequest(request_id=sample.id, prompt_ids=tokenize(sample), sampling=sampling)
+            for sample in samples
+        ]
+        completions = complete(requests)
+        if [one.request_id for one in completions] != [one.request_id for one in requests]:
+            raise UserFunctionError(
+                f"{function_name(complete)} must answer one completion per request, in their order and with"
+                " their ids"
+            )
+        return [
+            append_completion(sample, request.prompt_ids, completion, tokenizer)
+            for sample, request, completion in zip(samples, requests, completions, strict=True)
+        ]
+
+    return chat_generate
+
+
+# --- what users' functions answer ---------------------------------------------------------------------------
+
+
+def _without_failed(samples: Iterable[Sample]) -> list[Sample]:
+    return [sample for sample in samples if sample.status is not Status.FAILED]
+
+
+def _score(reward_fn: Callable[[Sample], RewardValue] | None, sample: Sample) -> Sample:
+    if reward_fn is not None:
+        return score_sample(reward_fn, sample)
+    if sample.reward is None:
+        raise ConfigError(f"sample {sample.id} has no reward: pass reward_fn, or let generate_fn set it")
+    return sample
 
 
 def _check_samples(answer: object, where: str) -> list[Sample]:
@@ -358,154 +343,3 @@ def _check_is_plain(function: Callable[..., Any] | None) -> None:
             f"{function_name(function)} is async; these calls run plain functions: drop the async, or use"
             " AsyncRolloutManager"
         )
-
-
-# --- generating ---------------------------------------------------------------------------------------------
-
-
-def make_sync_chat_generate(
-    complete: CompleteFn,
-    tokenizer: GenerationTokenizer,
-    sampling: SamplingParams,
-    *,
-    options: TemplateOptions = DEFAULT_OPTIONS,
-) -> GenerateBatchFn:
-    """A generate_fn that answers each prompt (text is one user turn) in the chat template with one
-    completion.
-
-    The tools of a prompt are its sample's metadata["tools"]; `options` is what the template is told beside
-    the messages. `complete` turns requests, whose ids are those of the samples, into completions in the same
-    order, for example functools.partial(rollouts.models.sampling.sample_completions, model). The function
-    raises DataError and ModelError like tokenize_prompt, what `complete` raises, and UserFunctionError if its
-    completions are not those of the requests.
-    """
-
-    def tokenize(sample: Sample) -> IntArray:
-        tools = parse_tools(sample.metadata.get("tools"), where=f"the tools of sample {sample.id}")
-        return tokenize_prompt(sample.prompt, tokenizer, options=options, tools=tools)
-
-    def chat_generate(samples: list[Sample]) -> list[Sample]:
-        prompts = [tokenize(sample) for sample in samples]
-        requests = [
-            GenerateRequest(request_id=one.id, prompt_ids=ids, sampling=sampling)
-            for one, ids in zip(samples, prompts, strict=True)
-        ]
-        completions = complete(requests)
-        if [completion.request_id for completion in completions] != [
-            request.request_id for request in requests
-        ]:
-            raise UserFunctionError(
-                f"{function_name(complete)} must answer one completion per request, in their order and with"
-                " their ids"
-            )
-        return [append_completion(*row, tokenizer) for row in zip(samples, prompts, completions, strict=True)]
-
-    return chat_generate
-
-
-def append_completion(
-    sample: Sample, prompt_ids: IntArray, completion: Completion, tokenizer: GenerationTokenizer
-) -> Sample:
-    """The sample with prompt_ids [prompt length] and the completion as its tokens; the completion trains, the
-    prompt does not.
-
-    The response is the decoded completion without special tokens; the status says how it ended.
-    """
-    prompt, count = len(prompt_ids), len(completion.token_ids)
-    return replace(
-        sample,
-        tokens=np.concatenate([prompt_ids, completion.token_ids]),
-        loss_mask=np.arange(prompt + count) >= prompt,
-        rollout_log_probs=np.concatenate([np.zeros(prompt, np.float32), completion.log_probs]),
-        weight_versions=np.concatenate([np.full(prompt, -1), completion.weight_versions]),
-        response=str(tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)),
-        status=STATUS_OF[completion.finish_reason],
-    )
-
-
-# --- samples as arrays --------------------------------------------------------------------------------------
-
-
-class SampleFields(NamedTuple):
-    """The columns of B samples; token-level ones are ragged, one array [T_i] per sample."""
-
-    tokens: tuple[IntArray, ...]
-    loss_masks: tuple[BoolArray, ...]
-    rewards: FloatArray | None  # [B]; None if no sample has one
-    rollout_log_probs: tuple[FloatArray, ...]  # nats; 0 where the mask is 0
-    weight_versions: tuple[IntArray, ...]  # -1 where the mask is 0
-    group_indices: IntArray | None  # [B]; None if no sample has one
-
-
-def extract_sample_fields(samples: Sequence[Sample]) -> SampleFields:
-    """The columns of the samples, in their order. Raises ValueError naming the first sample without a reward
-    (or group) if others have one.
-    """
-    rewards, groups = _column(samples, "reward"), _column(samples, "group_index")
-    return SampleFields(
-        tokens=tuple(sample.tokens for sample in samples),
-        loss_masks=tuple(sample.loss_mask for sample in samples),
-        rewards=None if rewards is None else np.asarray(rewards, np.float32),
-        rollout_log_probs=tuple(sample.rollout_log_probs for sample in samples),
-        weight_versions=tuple(sample.weight_versions for sample in samples),
-        group_indices=None if groups is None else np.asarray(groups, np.int64),
-    )
-
-
-def _column(samples: Sequence[Sample], name: str) -> list[Any] | None:
-    values = [getattr(sample, name) for sample in samples]
-    missing = [sample.id for sample, value in zip(samples, values, strict=True) if value is None]
-    if missing and len(missing) == len(values):
-        return None
-    if missing:
-        raise ValueError(
-            f"sample {missing[0]} has no {name} and other samples of the batch do; give all of them one, or"
-            " leave it out"
-        )
-    return values
-
-
-def compute_response_lengths(loss_masks: Sequence[BoolArray]) -> IntArray:
-    """[B] number of tokens that train in each row. No rows give an empty array."""
-    return np.asarray([int(np.count_nonzero(mask)) for mask in loss_masks], np.int64)
-
-
-def build_batch_metadata(
-    samples: Sequence[Sample], *, step: int | None = None, epoch: int | None = None
-) -> tuple[dict[str, JSONValue], ...]:
-    """One new dict per sample: its metadata and, where given, `step` and `epoch` under these names, in place
-    of what the sample has there.
-    """
-    added = {name: number for name, number in (("step", step), ("epoch", epoch)) if number is not None}
-    return tuple({**sample.metadata, **added} for sample in samples)
-
-
-def convert_to_batch(
-    samples: Iterable[Sample], *, temperature: float = 1.0, step: int | None = None, epoch: int | None = None
-) -> RolloutBatch:
-    """One row per sample, in their order, with the samples themselves behind the rows.
-
-    temperature: that the samples were drawn at; 0 is greedy, whose log-probs are at 1. Samples without any
-    reward give a batch for supervised training. Raises ValueError, naming the sample, if one is pending or
-    failed, or if only some have a reward or a group; a zero in place of a failed sample's reward would move
-    the mean of its whole group.
-    """
-    rows = tuple(samples)
-    unfit = next((sample for sample in rows if sample.status in (Status.PENDING, Status.FAILED)), None)
-    if unfit is not None:
-        raise ValueError(
-            f"sample {unfit.id} is {unfit.status}; only what was generated and scored can train: leave it out"
-            " of the batch"
-        )
-    fields = extract_sample_fields(rows)
-    return RolloutBatch(
-        tokens=fields.tokens,
-        loss_masks=fields.loss_masks,
-        rewards=fields.rewards,
-        metadata=build_batch_metadata(rows, step=step, epoch=epoch),
-        rollout_log_probs=fields.rollout_log_probs,
-        group_indices=fields.group_indices,
-        weight_versions=fields.weight_versions,
-        temperature=temperature or 1.0,
-        samples=rows,
-    )

@@ -162,16 +162,21 @@ def stop_after(stage: str, step: int) -> None:
 
 
 def count_encoded(file: Path) -> None:
-    from rollouts.generation.async_rollout_manager import ManagerSnapshot
+    from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 
-    original: Callable[..., Any] = ManagerSnapshot.encode
+    original: Callable[..., Any] = AsyncRolloutManager.snapshot
 
-    def encode(self: Any) -> Any:
-        with file.open("a") as lines:
-            lines.write("encoded\n")
-        return original(self)
+    def snapshot(self: Any) -> Any:
+        encode = original(self)
 
-    ManagerSnapshot.encode = encode
+        def note_and_encode() -> Any:
+            with file.open("a") as lines:
+                lines.write("encoded\n")
+            return encode()
+
+        return note_and_encode
+
+    AsyncRolloutManager.snapshot = snapshot
 
 
 def main(argv: list[str] | None = None) -> int:

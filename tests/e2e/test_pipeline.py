@@ -14,9 +14,9 @@ import pytest
 
 from rollouts.checkpoints.load import find_newest_checkpoint
 from rollouts.metrics.jsonl import read_rows
-from tests.e2e.compare import assert_same_run, weights_digest
+from tests.e2e.compare import assert_same_run
 from tests.e2e.conftest import TINY, Train
-from tests.support.kill_harness import Cut, Job, open_kill_harness
+from tests.support.kill_harness import Job
 
 pytestmark = pytest.mark.slow
 
@@ -125,20 +125,6 @@ def test_every_stage_runs_to_its_end_with_its_metrics_and_files(whole: Path):
     ).is_file()
 
 
-def test_every_evaluation_that_was_due_is_there_once(whole: Path):
-    pairs = {(stage, step) for stage, step, name in read_evaluations(whole) if name == "pairs"}
-    assert pairs == {(stage, step) for stage in ("preference", "reward_model") for step in (0, 2, 4, 5)}
-    held_out = {(stage, step) for stage, step, name in read_evaluations(whole) if name == "heldout"}
-    assert held_out == {
-        ("base", 0),
-        ("preference", 2),
-        ("preference", 4),
-        ("preference", 5),
-        ("rl", 2),
-        ("rl", 4),
-    }
-
-
 def test_the_reward_model_is_one_of_transformers_and_gives_the_accuracy_that_was_logged(whole: Path):
     """Its scores, of one row at a time and by transformers alone, rank the held-out pairs as
     evaluations.jsonl says.
@@ -174,69 +160,6 @@ def test_the_reward_model_is_one_of_transformers_and_gives_the_accuracy_that_was
     assert logged["eval/pairs/brier"] == pytest.approx(
         ((1 - 1 / (1 + np.exp(-margins))) ** 2).mean(), rel=1e-4
     )
-
-
-def test_the_policy_of_ppo_is_the_one_that_preferences_trained_and_the_critic_is_the_reward_model(
-    train: Train, whole: Path, tmp_path: Path
-):
-    """One step of a learning rate of nothing leaves both as they were when the stage began."""
-    from safetensors.numpy import load_file
-
-    out = tmp_path / "run"
-    still = (
-        "--rl.steps",
-        "1",
-        "--rl.optim.lr",
-        "1e-30",
-        "--rl.critic.optim.lr",
-        "1e-30",
-        "--rl.optim.weight_decay",
-        "0",
-    )
-    run(train, out, *EVERY_OTHER, *still, "--rl.critic.optim.weight_decay", "0")
-    ended = out / "checkpoints" / "rl" / "step_1"
-    for made, origin in ((ended, "preference"), (ended / "critic", "reward_model")):
-        left, right = (
-            load_file(made / "model.safetensors"),
-            load_file(out / "checkpoints" / origin / "step_5" / "model.safetensors"),
-        )
-        assert left.keys() == right.keys()
-        assert all(np.array_equal(left[name], right[name]) for name in left), origin
-    for stage in ("preference", "reward_model"):
-        assert weights_digest(out / "checkpoints" / stage / "step_5") == weights_digest(
-            whole / "checkpoints" / stage / "step_5"
-        )
-
-
-def test_a_reward_model_and_a_rule_are_parts_of_one_reward(train: Train, whole: Path, tmp_path: Path):
-    """A reward model of another run, by its directory, beside a rule: the reward is the weighed sum of the
-    parts.
-    """
-    out = tmp_path / "run"
-    model, rule = (
-        whole / "checkpoints" / "reward_model" / "step_5",
-        "integration_training.tasks.letter_words:share_of_letters",
-    )
-    weights = ("--rl.rollout.reward_weights.reward_model", "0.5", "--rl.rollout.reward_weights.letters", "2")
-    named = ("--rl.rollout.reward_model", str(model), "--rl.critic.model", "", "--rl.rollout.reward", rule)
-    run(train, out, *KEEP_ALL, *named, *weights, "--rl.steps", "1", mode="ppo")
-    samples = [row for row in read_rows(out / "samples.jsonl") if row["stage"] == "rl"]
-    assert len(samples) == 8
-    for row in samples:
-        parts = row["rewards"]
-        assert parts.keys() == {"letters", "reward_model"}
-        assert row["reward"] == pytest.approx(0.5 * parts["reward_model"] + 2 * parts["letters"], abs=1e-6)
-        assert parts["letters"] == pytest.approx(
-            sum(character in "abcdefgh" for character in row["response"]) / max(1, len(row["response"]))
-        )
-
-
-def test_sft_before_a_reward_model_is_evaluated_though_no_stage_that_generates_follows(
-    train: Train, tmp_path: Path
-):
-    run(train, tmp_path / "run", "--sft.steps", "2", "--sft.batch_size", "4", mode="sft+reward_model")
-    evaluations = read_evaluations(tmp_path / "run")
-    assert ("sft", 2, "heldout") in evaluations and ("reward_model", 5, "pairs") in evaluations
 
 
 # --- stopped and resumed ------------------------------------------------------------------------------------
@@ -283,53 +206,6 @@ ALL = Job(
     ("preference", "reward_model", "rl"),
 )
 FORWARD = "train.after_forward_backward"
-# passes of training: 1 to 5 of preferences, 6 to 10 of the reward model, then 4 of the critic and 4 of the
-# policy a step
-CUTS = {
-    "preference": [Cut(f"{FORWARD}:4")],
-    "reward_model": [Cut(f"{FORWARD}:9")],
-    "critic": [Cut(f"{FORWARD}:20")],
-    "policy": [Cut(f"{FORWARD}:24")],
-    "save of preference": [Cut("checkpoint.before_rename:2")],
-    "save of reward_model": [Cut("checkpoint.before_rename:5")],
-    "save of ppo": [Cut("checkpoint.before_rename:8")],
-    "between saves and evaluations": [  # of preference 2 and of its last step, of the reward model's last
-        Cut("checkpoint.complete:1"),
-        Cut("checkpoint.complete:2"),
-        Cut("checkpoint.complete:3"),
-    ],
-}
-
-
-@pytest.fixture(scope="module")
-def harness(train: Train, tmp_path_factory: pytest.TempPathFactory):
-    with open_kill_harness(ALL, tmp_path_factory.mktemp("kills") / "work", server=train.server) as opened:
-        yield opened
-
-
-@pytest.mark.parametrize("name", CUTS)
-def test_a_run_killed_in_a_stage_and_resumed_is_the_run_that_was_not(harness: Any, name: str):
-    outcome = harness.kill(name.replace(" ", "-"), CUTS[name])
-    assert outcome.violations == ()
-    assert outcome.kills == len(CUTS[name])
-
-
-@pytest.mark.parametrize(("mode", "saves"), [("preference", 3), ("reward_model", 3)])
-def test_a_run_killed_between_its_last_checkpoint_and_its_evaluation_evaluates_when_it_is_resumed(
-    train: Train, unbroken: dict[str, Path], tmp_path: Path, mode: str, saves: int
-):
-    out = tmp_path / "run"
-    argv = arguments(out, *EVERY_OTHER, mode=mode)
-    killed = train.fork(argv, out, environ={"ROLLOUTS_CRASH_AT": f"checkpoint.complete:{saves}"})
-    assert killed.returncode == -9
-    assert (out / "checkpoints" / mode / "step_5" / "manifest.json").exists() and (
-        mode,
-        5,
-        "pairs",
-    ) not in read_evaluations(out)
-    resumed = train.fork([*argv, "--resume"], out)
-    assert resumed.returncode == 0, resumed.stderr
-    assert_same_run(unbroken["dpo" if mode == "preference" else mode], out)
 
 
 # --- before a run -------------------------------------------------------------------------------------------
@@ -351,25 +227,6 @@ WRONG = {
 }
 
 
-def test_a_dry_run_and_a_check_report_the_stages(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    from rollouts.cli import main
-
-    done = train.fork(arguments(tmp_path / "run", "--dry-run"), tmp_path / "run")
-    assert done.returncode == 0, done.stdout
-    assert main(["check", str(CONFIG), "--mode", MODE, "--output.dir", str(tmp_path / "run"), *SHORT]) == 0
-    for said in (done.stdout, capsys.readouterr().out):
-        for stage in ("preference", "reward_model", "rl"):
-            assert f"{stage}.data: " in said and f"{stage}: work: " in said and f"{stage}: memory: " in said
-        assert (
-            "52 train and 8 are held out" in said
-            and "a critic of the same size" in said
-            and "a reward model of the same size" in said
-        )
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_with_a_stage_is_found_by_a_check_a_dry_run_and_a_run_before_it_trains(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
@@ -383,20 +240,6 @@ def test_what_is_wrong_with_a_stage_is_found_by_a_check_a_dry_run_and_a_run_befo
         assert done.returncode == 2 and expected in done.stdout + done.stderr, done.stderr
     assert main(["check", str(CONFIG), "--output.dir", str(out), *SHORT, *settings]) == 2
     assert expected in capsys.readouterr().out
-    assert not out.exists()
-
-
-def test_a_reward_model_of_the_run_that_no_stage_trains_is_missed_before_anything_trains(
-    train: Train, tmp_path: Path
-):
-    out = tmp_path / "run"
-    for more in (("--dry-run",), ()):
-        done = train.fork(arguments(out, *more, mode="preference+ppo"), out)
-        assert done.returncode == 2
-        assert (
-            f'rl.rollout.reward_model="stage", but {out} has no reward model of 5 steps; add the stage'
-            in done.stdout + done.stderr
-        )
     assert not out.exists()
 
 

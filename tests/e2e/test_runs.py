@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import trio
-from transformers import AutoModelForCausalLM
 
 import integration_training.stages
 import integration_training.train
@@ -70,39 +68,6 @@ def test_a_run_leaves_the_files_that_the_documentation_names(finished_run: Path)
         ("rl", n) for n in range(1, 5)
     ]
     assert rows[20]["policy_version"] == 0
-
-
-def test_an_rl_row_answers_the_questions_that_people_ask(finished_run: Path):
-    row = read_rows(finished_run / "metrics.jsonl")[-1]
-    wanted = {
-        "reward/mean",
-        "reward/std",
-        "groups/zero_std_frac",
-        "loss/total",
-        "clip_ratio/low",
-        "clip_ratio/high",
-        "mismatch_kl/mean",
-        "entropy/mean",
-        "optim/grad_norm",
-        "optim/lr",
-        "response_length/mean",
-        "truncated/frac",
-        "perf/generated_tokens_per_s",
-        "time/generate",
-        "time/train",
-        "off_policy/max",
-    }
-    assert wanted <= set(row), wanted - set(row)
-
-
-@pytest.mark.parametrize("stage", ["sft", "rl"])
-def test_a_checkpoint_is_a_hugging_face_model_directory(finished_run: Path, stage: str):
-    newest = max(
-        (finished_run / "checkpoints" / stage).iterdir(),
-        key=lambda path: int(path.name.removeprefix("step_")),
-    )
-    model = AutoModelForCausalLM.from_pretrained(newest)
-    assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
 
 
 def test_two_deterministic_runs_are_the_same_bits(train: Train, finished_run: Path, tmp_path: Path):

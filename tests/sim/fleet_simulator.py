@@ -598,7 +598,7 @@ class _Simulation:
 
         def encode() -> dict[str, Any]:
             self.report.saved_in_flight += in_flight
-            state = json.dumps([drawn, rollouts.encode()])
+            state = json.dumps([drawn, rollouts()])
             return {"checkpoint": _Checkpoint(version, state, out, trained, lineage)}
 
         return encode
@@ -654,7 +654,7 @@ class _Simulation:
             return
         self.report.events += 1
         try:
-            trainer.manager._ledger.check()
+            trainer.manager.check_ledger()
         except AssertionError as error:
             self.fail("ledger", str(error))
         if self.snapshots.missed:

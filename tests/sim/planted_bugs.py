@@ -13,9 +13,8 @@ import trio
 
 from rollouts.engines.fleet_members import FleetMember
 from rollouts.engines.fleet_requests import FleetRequests
-from rollouts.generation import async_rollout_manager
-from rollouts.generation.async_rollout_manager import AsyncRolloutManager
-from rollouts.generation.ledger import Ledger
+from rollouts.generation import collector
+from rollouts.generation.collector import Collector
 from rollouts.generation.pacing import Pace
 from rollouts.loops import rl
 from rollouts.protocols import InferenceEngine
@@ -116,40 +115,40 @@ def serve_restarted_engines(patch: pytest.MonkeyPatch) -> None:
 
 def lose_prompts_of_failed_groups(patch: pytest.MonkeyPatch) -> None:
     """The prompts of groups that engines failed are not given back."""
-    patch.setattr(async_rollout_manager, "INFRASTRUCTURE", "no class")
+    patch.setattr(collector, "INFRASTRUCTURE", "no class")
 
 
 def count_trained_groups_twice(patch: pytest.MonkeyPatch) -> None:
-    real = Ledger.train
+    real = Collector.deliver
 
-    def train(self: Ledger, group_index: int) -> None:
-        real(self, group_index)
-        self._trained += 1
+    def deliver(self: Collector) -> RolloutBatch:
+        batch = real(self)
+        self._ledger.trained += 1
+        return batch
 
-    patch.setattr(Ledger, "train", train)
+    patch.setattr(Collector, "deliver", deliver)
 
 
 def give_back_what_trained(patch: pytest.MonkeyPatch) -> None:
     """The prompt of a group that trains is drawn again in the same epoch."""
-    real = AsyncRolloutManager._deliver
+    real = Collector.deliver
 
-    def deliver(self: AsyncRolloutManager, draw: Any) -> RolloutBatch:
-        prompts = {held.prompt.key: held.prompt for held in draw.kept.values()}
-        batch = real(self, draw)
+    def deliver(self: Collector) -> RolloutBatch:
+        prompts = {group.prompt.key: group.prompt for group in self._kept.values()}
+        batch = real(self)
         self._data_buffer.return_prompts(
             [prompts[batch.metadata[0]["epoch"], batch.metadata[0]["prompt_id"]]]
         )
         return batch
 
-    patch.setattr(AsyncRolloutManager, "_deliver", deliver)
+    patch.setattr(Collector, "deliver", deliver)
 
 
 def accept_late_replies(patch: pytest.MonkeyPatch) -> None:
     """Nothing asks how old the weights of an answer are: not the choice of a batch, not what waits for one,
     not the loop.
     """
-    patch.setattr(AsyncRolloutManager, "_is_stale", lambda self, samples: False)
-    patch.setattr(Pace, "is_stale", lambda self, oldest: False)
+    patch.setattr(Collector, "_is_stale", lambda self, oldest: False)
     patch.setattr(Pace, "is_full", lambda self: len(self.finished) >= self.num_prompts)
     patch.setattr(Pace, "room", property(lambda self: 10 * self.num_prompts - len(self.deadlines)))
     patch.setattr(Pace, "choose", lambda self: sorted(self.finished, reverse=True)[: self.num_prompts])

@@ -11,8 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = {  # floor: its rooms
     1: ["errors", "types"],
@@ -240,28 +238,3 @@ for name in {light!r}:
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("import a.b", [("a.b", True)]),
-        ("from a import b", [("a", True), ("a.b", True)]),
-        ("def f():\n    import torch", [("torch", False)]),
-        ("class C:\n    import torch", [("torch", True)]),
-        ("if TYPE_CHECKING:\n    import torch\nelse:\n    import numpy", [("numpy", True)]),
-        ("import typing\nif typing.TYPE_CHECKING:\n    import torch", [("typing", True)]),
-        ("try:\n    import torch\nexcept ImportError:\n    pass", [("torch", True)]),
-        ("from . import b", [("p.q", True), ("p.q.b", True)]),
-        ("from ..r import b", [("p.r", True), ("p.r.b", True)]),
-    ],
-)
-def test_imports_are_found_where_they_run(source: str, expected: list[tuple[str, bool]]):
-    assert [(found.target, found.at_top) for found in parse_imports(source, "p.q")] == expected
-
-
-def test_a_name_that_only_begins_alike_is_not_inside():
-    assert is_in("rollouts.models.load", ("models",))
-    assert not is_in("rollouts.models_zoo", ("models",))
-    assert is_in("rollouts.engines.local", ("engines.local",))
-    assert not is_in("rollouts.engines.fleet", ("engines.local",))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 import trio
 
-from rollouts.data.chat import TemplateOptions
-from rollouts.errors import DataError, ModelError, RequestRefused
 from rollouts.generation.generate import compute_request_seed, make_chat_generate
 from rollouts.testing.fakes import FAKE_END, FakeTokenizer, ScriptedEngine, ScriptedReply, fake_log_prob
 from rollouts.types import Sample, SamplingParams, Status
@@ -39,14 +36,6 @@ async def test_a_sample_has_the_prompt_and_the_sampled_tokens_with_one_value_eac
     assert (sample.id, sample.group_index, sample.metadata) == (PENDING.id, 0, {"answer": "x"})
 
 
-async def test_the_engine_gets_ids_and_the_sampling_as_they_are():
-    engine = ScriptedEngine()
-    await generate(engine)
-    (request,) = engine.requests
-    assert request.request_id == PENDING.id and request.sampling == SAMPLING
-    assert request.prompt_ids.dtype == np.int64
-
-
 @pytest.mark.parametrize(
     ("reply", "status", "length"),
     [
@@ -60,11 +49,6 @@ async def test_the_engine_gets_ids_and_the_sampling_as_they_are():
 async def test_the_status_says_why_it_ended(reply: ScriptedReply, status: Status, length: int):
     sample = await generate(ScriptedEngine(lambda request: reply))
     assert (sample.status, sample.response_length) == (status, length)
-
-
-async def test_special_tokens_are_left_out_of_the_text_but_not_of_the_tokens():
-    sample = await generate(ScriptedEngine(lambda request: ScriptedReply(text="a")))
-    assert sample.response == "a" and sample.tokens[-1] == FAKE_END
 
 
 async def test_messages_are_a_conversation_and_text_is_one_user_turn():
@@ -121,33 +105,6 @@ async def test_tool_calls_of_the_prompt_and_tools_of_the_sample_reach_the_templa
     )
 
 
-async def test_prompts_that_differ_in_their_tools_alone_are_tokenized_apart():
-    tokenizer = family_tokenizer("qwen2_5")
-    engine = ScriptedEngine(vocab_size=len(tokenizer), context_length=2048)
-    chat_generate = make_chat_generate(tokenizer)
-    for metadata in ({}, {"tools": [TOOL]}, {"tools": []}, {"tools": json.dumps([TOOL])}):
-        await chat_generate(Sample(id="a", prompt="Oslo?", metadata=metadata), engine, SAMPLING)  # type: ignore[misc]
-    without, listed, empty, as_text = [request.prompt_ids.tolist() for request in engine.requests]
-    assert without == empty and listed == as_text and without != listed
-
-
-async def test_template_parameters_reach_the_prompt():
-    tokenizer = family_tokenizer("qwen3")
-    engine = ScriptedEngine(vocab_size=len(tokenizer))
-    chat_generate = make_chat_generate(tokenizer, options=TemplateOptions({"enable_thinking": False}))
-    await chat_generate(Sample(id="a", prompt="q"), engine, SAMPLING)  # type: ignore[misc]
-    assert str(tokenizer.decode(engine.requests[0].prompt_ids.tolist())).endswith(
-        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    )
-
-
-async def test_tools_that_are_no_list_are_named():
-    with pytest.raises(
-        DataError, match="the sample's tools is of type dict; it must be a list of tools as JSON schemas"
-    ):
-        await generate(ScriptedEngine(), Sample(id="a", prompt="q", metadata={"tools": {"name": "f"}}))
-
-
 async def test_an_aborted_sample_goes_on_after_its_tokens(autojump_clock):
     engine = ScriptedEngine(
         lambda request: ScriptedReply(text="abc"[4 - request.sampling.max_new_tokens :], token_s=1.0),
@@ -189,32 +146,6 @@ async def test_an_aborted_sample_without_a_sampled_token_starts_again():
     engine = ScriptedEngine()
     assert (await generate(engine, empty)).response == "ok"
     assert engine.requests[0].request_id == PENDING.id
-
-
-async def test_continuing_without_a_seed_leaves_it_to_the_engine():
-    part = await generate(ScriptedEngine(lambda request: ScriptedReply(text="a", finish="abort")))
-    engine = ScriptedEngine()
-    await generate(engine, part, SamplingParams(max_new_tokens=4))
-    assert engine.requests[0].sampling.seed is None
-
-
-async def test_a_prompt_that_does_not_fit_is_refused_by_the_engine():
-    with pytest.raises(RequestRefused):
-        await generate(ScriptedEngine(context_length=8))
-
-
-async def test_a_template_that_is_missing_or_refuses_says_so():
-    class Bare(FakeTokenizer):
-        chat_template = ""
-
-    class Strict(FakeTokenizer):
-        def apply_chat_template(self, conversation, **options):
-            raise ValueError("roles must alternate")
-
-    with pytest.raises(ModelError, match="no chat template"):
-        await generate(ScriptedEngine(), tokenizer=Bare())
-    with pytest.raises(DataError, match="roles must alternate"):
-        await generate(ScriptedEngine(), tokenizer=Strict())
 
 
 def test_request_seeds_depend_on_run_and_sample_alone_and_fit_63_bits():

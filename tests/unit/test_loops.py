@@ -305,25 +305,6 @@ async def test_a_step_whose_weights_reach_no_engine_is_logged_and_saved_before_t
     run.check_complete(2)
 
 
-async def test_a_step_is_saved_when_its_evaluation_fails(autojump_clock):
-    run = RLRun({"eval_every": 1}, Diary(fails=FleetDown("nobody serves")))
-    with pytest.raises(FleetDown):
-        await run.run()
-    assert run.diary.entries == [("save", 1)]
-
-
-async def test_with_sync_every_2_the_engine_lags_by_one_step_and_no_more(autojump_clock):
-    synced: list[int] = []
-
-    async def sync(version: int, *, released: trio.Event) -> dict[str, float]:
-        synced.append(version)
-        return {}
-
-    history = await RLRun({"steps": 4, "sync_every": 2, "max_staleness": 1}, sync=sync).run()
-    assert synced == [2, 4]
-    assert [row["off_policy/max"] for row in history] == [0.0, 1.0, 0.0, 1.0]
-
-
 # --- stopping -----------------------------------------------------------------------------------------------
 
 
@@ -484,14 +465,6 @@ async def test_an_update_goes_on_beside_training_and_the_next_one_waits_for_it(a
     ], "leaving cancels an update in flight"
 
 
-async def test_without_overlap_an_update_is_waited_for(autojump_clock):
-    updates = Updates()
-    updates.overlaps = False
-    async with updates.open() as push:
-        await push.send(1)
-        assert trio.current_time() == 10 and push.take_metrics() == {"updated/1": 1.0}
-
-
 async def test_a_failure_cancels_what_is_guarded_and_is_raised_once_by_whoever_asks_next(autojump_clock):
     updates = Updates()
     updates.failures = {1: (5, FleetDown("nobody serves")), 2: (5, WeightSyncError("late"))}
@@ -509,48 +482,3 @@ async def test_a_failure_cancels_what_is_guarded_and_is_raised_once_by_whoever_a
             await push.wait()
         with pytest.raises(KeyError, match="own"), push.guarding():
             raise KeyError("own")
-
-
-async def test_an_update_longer_than_a_step_is_in_the_row_of_the_last_step_when_it_ended(autojump_clock):
-    """Steps take 3 s, an update 1 s of the trainer and 4 s more."""
-    updates = Updates(hold_s=1.0, load_s=4.0)
-    run = RLRun({"steps": 4, "max_staleness": 4}, sync=updates, step_s=1.0)
-    await run.run()
-    assert [(what, version, at) for what, version, at in updates.events] == [
-        ("begins", 1, 3), ("begins", 2, 8), ("begins", 3, 13), ("begins", 4, 18)
-    ]  # fmt: skip
-    rows = [
-        [step for _, step, _, metrics in run.logger.steps if f"updated/{version}" in metrics]
-        for version in (1, 2, 3, 4)
-    ]
-    assert rows == [[2], [3], [4], [4]]
-
-
-async def test_an_update_that_fails_while_slow_engines_make_a_batch_cuts_that_at_once(autojump_clock):
-    updates = Updates(hold_s=0.5, load_s=100.0)
-    updates.failures[1] = (20, WeightSyncError("lost"))
-
-    def script(request: GenerateRequest) -> ScriptedReply:
-        return ScriptedReply(token_s=0.5 if request.request_id < "g00000002" else 1000.0)
-
-    run = RLRun({"steps": 9, "max_staleness": 1}, script=script, sync=updates, step_s=1.0)
-    with pytest.raises(WeightSyncError, match="lost"):
-        await run.run()
-    assert trio.current_time() < 40
-    assert run.diary.entries == [("save", 1)]
-    run.check_complete(1)
-
-
-async def test_a_batch_that_left_the_manager_when_the_update_failed_is_trained(autojump_clock):
-    updates = Updates(hold_s=0.0, load_s=100.0)
-    updates.failures[1] = (5, WeightSyncError("lost"))  # while the samples of the second batch are written
-    run = RLRun({"steps": 9, "max_staleness": 4}, sync=updates, step_s=1.0)
-
-    async def log_slowly(*arguments: Any) -> None:
-        await trio.sleep(10)
-
-    run.logger.log_samples = log_slowly
-    with pytest.raises(WeightSyncError, match="lost"):
-        await run.run()
-    assert run.diary.entries == [("save", 2)]
-    run.check_complete(2)

@@ -4,7 +4,6 @@ metrics, resume, stops.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import trio
-from pydantic import ValidationError
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -24,18 +21,15 @@ from rollouts.data.preference import (
     LabelledSample,
     PairSample,
     count_labels,
-    make_preference_batch,
     make_preference_mixture,
     select_preference_samples,
 )
-from rollouts.data.scores import spread_scores
 from rollouts.data.sft import SFTSample
 from rollouts.device_thread import open_device_thread
 from rollouts.errors import ConfigError, PlugInError
 from rollouts.loops.linearised import on_thread
 from rollouts.loops.preference import (
     evaluate_preferences,
-    linearise_samples,
     run_preference_training,
     score_mixture,
 )
@@ -43,14 +37,11 @@ from rollouts.losses.inputs import LossOutput
 from rollouts.losses.row_losses import (
     check_preference_loss,
     compares_with_reference,
-    make_kto_loss,
     make_pair_loss,
     make_preference_loss,
 )
 from rollouts.models.optim import create_adamw_optimizer
-from rollouts.testing.fakes import open_fake_backend
-from rollouts.types import LossSpec
-from tests.unit.test_loops import Diary, MemoryLogger, request_at
+from tests.unit.test_loops import MemoryLogger
 from tests.unit.test_pytorch_backend import make_model
 
 torch.set_num_threads(1)
@@ -246,36 +237,6 @@ async def test_three_steps_are_those_of_plain_autograd(loss):
     assert moved > 1e-3, "something was trained"
 
 
-async def test_the_gradient_is_exact_in_float64():
-    samples = make_pairs(5)
-    reference, plain = reference_model(torch.float64), make_model().double()
-    scorer = PlainReference(reference)
-    torch.stack([plain_pair_loss(plain, reference, sample, "dpo") for sample in samples]).mean().backward()
-    loss = make_pair_loss("dpo", {"beta": BETA})
-    async with open_backend(make_model().double()) as backend:
-        _, found = await linearise_samples(
-            backend,
-            samples,
-            config_of(),
-            loss=on_thread(backend.device_thread.submit, loss),
-            reference=scorer,
-        )
-        rows = make_preference_batch(samples)
-        batch = dataclasses.replace(rows, advantages=spread_scores(found.advantages, rows))
-        await backend.forward_backward(
-            batch, LossSpec("linear", unit="constant", constant=found.total)
-        ).result()
-        for (name, ours), (_, theirs) in zip(
-            backend.model.named_parameters(), plain.named_parameters(), strict=True
-        ):
-            assert ours.grad is not None and theirs.grad is not None
-            # float32 between the passes: log-probs and slopes are arrays of that type
-            torch.testing.assert_close(
-                ours.grad, theirs.grad, atol=1e-7, rtol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
-            )
-        await backend.reset().result()
-
-
 async def test_kto_is_the_plain_one_with_the_whole_batchs_reference_point_and_balanced_weights():
     samples, config = make_labelled(9), config_of(loss="kto", batch_size=5)
     reference, plain = reference_model(), make_model()
@@ -297,34 +258,6 @@ async def test_kto_is_the_plain_one_with_the_whole_batchs_reference_point_and_ba
     row = history[0]
     assert row["rewards/margins"] == pytest.approx(row["rewards/chosen"] - row["rewards/rejected"])
     assert row["kto/desirable/frac"] in (0.2, 0.4, 0.6, 0.8)
-
-
-async def test_kto_with_a_reference_point_of_its_own_scores_no_mismatched_rows():
-    samples = make_labelled(6)
-    config = config_of(
-        loss="kto",
-        steps=1,
-        batch_size=6,
-        loss_params={"beta": BETA, "reference_point": 0.0, "undesirable_weight": 2.0},
-    )
-    scorer = PlainReference(reference_model())
-    _, history = await train_pairs(config, samples, reference=scorer)
-    assert scorer.scored == 6
-    assert history[0]["kto/reference_point"] == 0.0
-    assert (history[0]["kto/desirable_weight"], history[0]["kto/undesirable_weight"]) == (1.0, 2.0)
-
-
-@pytest.mark.parametrize(("loss", "samples"), [("dpo", make_pairs(6)), ("kto", make_labelled(6))])
-async def test_micro_batches_change_nothing_but_rounding(loss, samples):
-    scorer = PlainReference(reference_model())
-    found = [
-        await train_pairs(config_of(loss=loss, micro_batch_tokens=tokens), samples, reference=scorer)
-        for tokens in (1, 8192)
-    ]
-    assert_close(found[0][0], found[1][0], 1e-5)
-    for one, other in zip(found[0][1], found[1][1], strict=True):
-        for name in ("loss/total", "rewards/chosen", "logps/rejected"):
-            assert one[name] == pytest.approx(other[name], abs=1e-5)
 
 
 async def test_a_precomputed_reference_is_asked_once_per_row_and_gives_what_a_live_one_gives():
@@ -372,38 +305,6 @@ async def test_a_run_that_goes_on_is_the_unbroken_one(tmp_path):
 # --- what is logged, saved, evaluated -----------------------------------------------------------------------
 
 
-async def test_metrics_are_the_true_losss_and_begin_at_log_2_where_policy_and_reference_agree():
-    logger, diary = MemoryLogger(), Diary(checkpoint_every=2)
-    config = config_of(eval_every=1, batch_size=6)  # all pairs in every step
-    _, history = await train_pairs(
-        config, make_pairs(6), reference=PlainReference(make_model()), logger=logger, hooks=diary.hooks
-    )
-    assert [(stage, step, version) for stage, step, version, _ in logger.steps] == [
-        ("preference", step, step - 1) for step in (1, 2, 3)
-    ]
-    first = history[0]
-    assert first["loss/total"] == pytest.approx(np.log(2.0), abs=1e-6)
-    assert first["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
-    assert {
-        "rewards/chosen",
-        "rewards/rejected",
-        "rewards/accuracies",
-        "logps/chosen",
-        "logps/rejected",
-    } <= set(first)
-    assert {
-        "optim/lr",
-        "optim/grad_norm",
-        "entropy/mean",
-        "time/log_probs",
-        "time/train",
-        "perf/trained_tokens_per_s",
-    } <= set(first)
-    assert history[2]["loss/total"] < history[1]["loss/total"] < first["loss/total"]
-    assert history[2]["rewards/margins"] > history[1]["rewards/margins"] > 0
-    assert diary.entries == [("evaluate", 1), ("save", 2), ("evaluate", 2), ("save", 3)]
-
-
 async def test_a_step_that_is_not_finite_changes_nothing_and_has_no_loss():
     class BrokenReference(PlainReference):
         async def score(self, batch: Any) -> tuple[Any, ...]:
@@ -435,65 +336,12 @@ async def test_held_out_pairs_give_accuracy_loss_and_perplexities():
         )
 
 
-async def test_a_held_out_pair_without_a_finite_loss_leaves_no_number_behind():
-    class BrokenReference(PlainReference):
-        async def score(self, batch: Any) -> tuple[Any, ...]:
-            return tuple(np.where(mask, np.float32(-np.inf), np.float32(0)) for mask in batch.loss_masks)
-
-    async with open_backend() as backend:
-        loss = on_thread(backend.device_thread.submit, make_pair_loss("dpo", {}))
-        found = await evaluate_preferences(
-            backend, make_pairs(2), config_of(), loss=loss, reference=BrokenReference(None)
-        )
-    assert "eval/pairs/loss" not in found and "eval/pairs/rewards/chosen" not in found
-    assert found["eval/pairs/perplexity/chosen"] > 1.0
-
-
-async def test_held_out_labelled_responses_are_measured_by_their_label():
-    samples, model = make_labelled(5, seed=9), make_model()
-    async with open_backend(model) as backend:
-        loss = on_thread(
-            backend.device_thread.submit,
-            make_kto_loss({"beta": BETA, "desirable_weight": 1.0}, num_desirable=0, num_undesirable=0),
-        )
-        config = config_of(loss="kto")
-        found = await evaluate_preferences(
-            backend, samples, config, loss=loss, reference=PlainReference(reference_model()), name="rows"
-        )
-    with torch.no_grad():
-        good = [sample.completion for sample in samples if sample.desirable]
-        nll = -sum(float(response_log_prob(model, row)) for row in good) / sum(
-            int(row.loss_mask.sum()) for row in good
-        )
-        plain = float(plain_kto_loss(model, reference_model(), samples, (1.0, 1.0)))
-    assert found["eval/rows/perplexity/chosen"] == pytest.approx(np.exp(nll), rel=1e-5)
-    assert found["eval/rows/loss"] == pytest.approx(plain, abs=1e-6)
-    assert "eval/rows/accuracy" not in found
-
-
 # --- settings -----------------------------------------------------------------------------------------------
 
 
 async def test_a_loss_with_a_reference_needs_one():
     with pytest.raises(ConfigError, match=r"preference\.loss='dpo' compares with a reference model"):
         await train_pairs(config_of(), make_pairs(4))
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"steps": 0}, "greater than or equal to 1"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(settings, said):
-    with pytest.raises(ValidationError) as caught:
-        config_of(**settings)
-    assert said in str(caught.value)
-
-
-def test_preferences_have_a_learning_rate_of_their_own():
-    assert config_of().optim.lr == config_of(optim={"warmup_steps": 5}).optim.lr == 1e-6
-    assert config_of(optim={"lr": 3e-6}).optim.lr == 3e-6
 
 
 @pytest.mark.parametrize(
@@ -537,14 +385,6 @@ async def test_a_function_of_the_user_is_a_loss():
     assert needs == {"dpo": True, "kto": True, "orpo": False, name: False}
 
 
-def test_kto_of_one_kind_alone_needs_weights():
-    with pytest.raises(
-        ConfigError, match=r"3 desirable and 0 undesirable rows; .* set loss_params\.desirable_weight"
-    ):
-        make_kto_loss({}, num_desirable=3, num_undesirable=0)
-    assert make_kto_loss({"desirable_weight": 1.0}, num_desirable=3, num_undesirable=0) is not None
-
-
 def test_slopes_of_a_pair_are_dpos_by_hand():
     # Δ = (−10 + 11) − (−12 + 11.5) = 1.5, β = .1: loss −log σ(.15) = .620957, slope of π_c −.1·σ(−.15) =
     # −.0462570
@@ -556,43 +396,3 @@ def test_slopes_of_a_pair_are_dpos_by_hand():
 
 
 # --- stops, on fakes in virtual time ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("at_s", "reference_s", "entries"),
-    [
-        (10.0, 0.0, []),  # the first step is cut
-        (100.0, 0.0, [("save", 1)]),  # in the second step's pass without gradient
-        (130.0, 0.0, [("save", 1)]),  # and in the one with it
-        (50.0, 1000.0, []),  # the reference hangs
-    ],
-)
-async def test_a_step_is_cut_in_either_pass_and_the_one_before_is_saved(
-    autojump_clock, at_s: float, reference_s: float, entries: list[tuple[str, int]]
-):
-    """A pass without gradient, one with it and the optimizer's step take 30 s each; micro-batches 3 s."""
-    diary, sums, began = Diary(), make_pair_loss("dpo", {}), trio.current_time()
-
-    class SlowReference:
-        async def score(self, batch: Any) -> tuple[Any, ...]:
-            await trio.sleep(reference_s)
-            return tuple(np.zeros(len(row), np.float32) for row in batch.tokens)
-
-    async def loss(*args: Any, **kwargs: Any) -> Any:
-        return sums(*args, **kwargs)
-
-    async with open_fake_backend(step_s=30.0, micro_batch_s=3.0) as backend, trio.open_nursery() as nursery:
-        nursery.start_soon(request_at, diary.stop, began + at_s)
-        config = config_of(steps=9, loss_params={})
-        history = await run_preference_training(
-            backend,
-            make_preference_mixture(make_pairs(6)),
-            config,
-            MemoryLogger(),
-            loss=loss,
-            reference=SlowReference(),
-            hooks=diary.hooks,
-        )
-        nursery.cancel_scope.cancel()
-    assert (len(history), diary.entries) == (len(entries), entries)
-    assert trio.current_time() <= began + at_s + 3.2, "a micro-batch after the signal"

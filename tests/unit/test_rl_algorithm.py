@@ -9,10 +9,9 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from rollouts.config.load import check_same_run, dump_config, load_config, training_digest
-from rollouts.config.schema import AlgorithmChange, RLTrainingConfig
+from rollouts.config.schema import RLTrainingConfig
 from rollouts.config.tables import DataSourceConfig, RolloutConfig
-from rollouts.errors import CheckpointError, ConfigError, PlugInError, RunDirError
+from rollouts.errors import CheckpointError, ConfigError, PlugInError
 from rollouts.loops.algorithm import (
     LoopState,
     check_algorithms,
@@ -20,7 +19,6 @@ from rollouts.loops.algorithm import (
     count_updates,
     decode_loop_state,
     encode_loop_state,
-    find_advantages,
     list_algorithms,
     make_kl_control,
     needs_reference,
@@ -97,29 +95,6 @@ def test_another_loss_or_advantage_begins_with_its_default_parameters_and_the_sa
     assert (same.loss_params, same.clip_high) == ({"dual_clip": 3.0}, 0.28)
 
 
-def test_a_run_may_turn_from_grpo_to_dapo():
-    dapo = {
-        "loss": "ppo_clip",
-        "normalise_by": "tokens",
-        "recompute_old": True,
-        "kl_coef": 0.0,
-        "clip_high": 0.28,
-    }
-    config = rl_config(
-        {"from_step": 60, **dapo}, kl_coef=0.04, kl_in="loss", kl_estimator="k3", normalise_by="sequences"
-    )
-    check_loss(config)
-    grpo, after = (choose_algorithm(config, step, start_loop_state(config)) for step in (59, 60))
-    assert (grpo.loss.params["kl_coef"], grpo.loss.params["clip_high"], grpo.loss.unit) == (
-        0.04,
-        0.2,
-        "sequences",
-    )
-    assert (after.settings.kl_coef, after.loss.params["clip_high"], after.loss.unit) == (0.0, 0.28, "tokens")
-    assert "kl_coef" not in after.loss.params and after.settings.recompute_old
-    assert needs_reference(config)
-
-
 def test_the_kl_coefficient_ramps_in_a_straight_line_from_where_it_was():
     config = rl_config(
         {"from_step": 11, "kl_coef": 0.3, "kl_ramp_steps": 10}, {"from_step": 31, "kl_coef": 0.0}, kl_coef=0.1
@@ -130,22 +105,6 @@ def test_the_kl_coefficient_ramps_in_a_straight_line_from_where_it_was():
     assert coefs(config, 21) == [0.3], "exactly"
     falling = rl_config({"from_step": 11, "kl_coef": 0.0, "kl_ramp_steps": 10}, kl_coef=0.1)
     assert coefs(falling, 21, 22) == [0.0, 0.0], "exactly"
-
-
-def test_a_ramp_that_another_one_cuts_goes_on_from_where_it_had_come_to_and_other_changes_leave_it_alone():
-    ramp = {"from_step": 11, "kl_coef": 0.4, "kl_ramp_steps": 10}
-    config = rl_config(
-        ramp, {"from_step": 13, "clip_high": 0.3}, {"from_step": 16, "kl_coef": 0.0, "kl_ramp_steps": 4}
-    )
-    assert coefs(config, 11, 13, 15, 16, 18, 20) == pytest.approx([0.0, 0.08, 0.16, 0.2, 0.1, 0.0])
-    assert needs_reference(config)
-
-
-def test_the_pieces_are_checked_with_the_largest_coefficient_of_a_ramp():
-    config = rl_config({"from_step": 5, "kl_coef": 0.0, "kl_ramp_steps": 10}, kl_coef=0.1)
-    assert [settings.kl_coef for settings in list_algorithms(config)] == [0.1, 0.1]
-    with pytest.raises(ValueError, match=r"changes with from_step=5: advantage='gdpo' with kl_in='reward'"):
-        rl_config({"from_step": 5, "kl_coef": 0.0, "kl_ramp_steps": 10, "advantage": "gdpo"}, kl_coef=0.1)
 
 
 @pytest.mark.parametrize(
@@ -200,34 +159,6 @@ def test_the_loss_and_the_advantage_of_every_piece_are_checked_and_the_change_is
         load_advantages(rl_config(change | {"advantage_params": {"to": 2.0}}), base_dir=tmp_path)
 
 
-def test_a_function_that_a_change_names_must_be_given_to_the_loop():
-    config = rl_config({"from_step": 60, "advantage": "m:f"})
-    with pytest.raises(ConfigError, match=r"rl\.advantage='m:f' is not one of grpo.* in advantages="):
-        find_advantages(config, {})
-    assert find_advantages(config, {"m:f": lambda inputs: inputs.rewards})["m:f"] is not None
-
-
-def test_changes_survive_the_run_directory_and_decide_whether_it_is_the_same_run(tmp_path):
-    (tmp_path / "run.toml").write_text(
-        '[rl]\nsteps = 9\ndata = { kind = "jsonl", path = "rl.jsonl" }\nrollout = { reward = "m:f"'
-        ' }\n[[rl.changes]]\nfrom_step = 4\nloss = "gspo"\n[[rl.changes]]\nfrom_step = 6\nadvantage ='
-        ' "mine.py:f"\n'
-    )
-    config = load_config(tmp_path / "run.toml")
-    assert config.rl is not None and config.rl.changes == [
-        AlgorithmChange(from_step=4, loss="gspo"),
-        AlgorithmChange(from_step=6, advantage=f"{tmp_path}/mine.py:f"),
-    ]
-    (tmp_path / "resolved.toml").write_text(dump_config(config))
-    assert load_config(tmp_path / "resolved.toml") == config
-    other = load_config(tmp_path / "run.toml", ["--rl.changes.0.from_step", "5"])
-    assert training_digest(other) != training_digest(config)
-    with pytest.raises(RunDirError, match=r"rl\.changes\.0\.from_step: 4 then, 5 now"):
-        check_same_run(config, other)
-    with pytest.raises(ConfigError, match=r"rl: changes with from_step=4: clip_high=0\.5 with loss='gspo'"):
-        load_config(tmp_path / "run.toml", ["--rl.changes.0.clip_high", "0.5"])
-
-
 # --- controllers --------------------------------------------------------------------------------------------
 
 
@@ -243,50 +174,6 @@ def test_a_controller_moves_the_coefficient_of_the_next_step():
     # errors 4/2 − 1 cut to 0.2, and 1.9/2 − 1 = −0.05, each times 50/100
     assert seen == pytest.approx([0.1, 0.1 * 1.1, 0.1 * 1.1 * 0.975])
     assert state.kl_coef == pytest.approx(seen[-1]), "what was not measured moves nothing"
-
-
-def test_a_change_that_names_the_coefficient_is_where_the_controller_goes_on_from():
-    config = rl_config(
-        {"from_step": 3, "kl_coef": 0.5},
-        kl_coef=0.1,
-        kl_control="two_sided(target=1, tolerance=0.1, factor=2)",
-    )
-    state, control = start_loop_state(config), make_kl_control(config)
-    batch = batch_of([0.0] * 50, [0] * 50, [0] * 50)
-    seen: list[float] = []
-    for step in range(1, 6):
-        algorithm = choose_algorithm(config, step, state)
-        seen.append(algorithm.settings.kl_coef)
-        update_loop_state(state, algorithm, control, batch, {"kl/ref_per_sample": 5.0})
-    assert seen == [0.1, 0.2, 0.5, 1.0, 2.0]
-
-
-def test_a_fixed_coefficient_is_not_moved_by_the_state_that_a_checkpoint_kept():
-    config = rl_config({"from_step": 3, "kl_coef": 0.5}, kl_coef=0.1)
-    assert [choose_algorithm(config, step, LoopState(kl_coef=9.0)).settings.kl_coef for step in (2, 3)] == [
-        0.1,
-        0.5,
-    ]
-
-
-def test_a_controller_needs_a_reference_also_when_its_coefficient_has_come_to_0():
-    config = rl_config(kl_coef=0.1, kl_control="proportional(target=2, horizon=1)")
-    assert needs_reference(config)
-    assert needs_reference(choose_algorithm(config, 9, LoopState(kl_coef=0.0)).settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"kl_control": "proportional"}, "kl_coef=0 with kl_control='proportional', which multiplies it"),
-        ({"kl_control": "fixed(target=1)"}, r"kl_control='fixed\(target=1\)'; write fixed, proportional"),
-        ({"minibatches": 3}, r"minibatches=3 with rollout\.num_prompts=2; a group stays together"),
-        ({"kl_stop": 0.02}, r"kl_stop=0\.02 with one update a batch"),
-    ],
-)
-def test_settings_that_would_do_nothing_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        rl_config(**settings)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 import trio
 
-from rollouts.advantages import ADVANTAGES, AdvantageInputs
-from rollouts.config.schema import CriticConfig, RLTrainingConfig
-from rollouts.config.tables import RolloutConfig
+from rollouts.advantages import ADVANTAGES
+from rollouts.config.schema import CriticConfig
 from rollouts.errors import ConfigError, StalenessError, UserFunctionError
-from rollouts.loops import rl
-from rollouts.loops.algorithm import choose_algorithm, find_advantages, make_kl_stop, start_loop_state
+from rollouts.loops.algorithm import find_advantages, make_kl_stop
 from rollouts.loops.rl_batch import (
     add_advantages,
     add_log_probs,
@@ -23,10 +21,8 @@ from rollouts.loops.rl_batch import (
     compute_lags,
     make_loss_spec,
     plan_updates,
-    select_rows,
 )
 from rollouts.loops.updates import merge_forwards, train
-from rollouts.losses import LOSSES
 from rollouts.preflight.checks import check_loss
 from rollouts.testing.fakes import FakeBackend, open_fake_backend
 from rollouts.types import (
@@ -34,7 +30,6 @@ from rollouts.types import (
     ForwardBackwardResult,
     LossSpec,
     Mean,
-    OptimStepResult,
     RolloutBatch,
     Sample,
 )
@@ -100,19 +95,6 @@ def test_segments_of_one_trajectory_count_once_in_the_advantages_of_a_batch():
     assert [row.tolist() for row in batch.advantages] == [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0], [0.0, -1.0, -1.0]]
     assert batch.mean_advantages is not None
     assert batch.mean_advantages.tolist() == [1.0, 1.0, -1.0]
-
-
-@pytest.mark.parametrize(
-    "answer", [[0.5, -2.0], [[9.0, 0.25, 0.75], [9.0, 9.0, 9.0]]], ids=["per row", "per token"]
-)
-def test_a_rows_mean_advantage_is_over_the_tokens_that_train(answer: Any):
-    rows = batch_of([1.0, 0.0], [7, 7], [0, 0])
-    rows = dataclasses.replace(rows, loss_masks=(rows.loss_masks[0], np.zeros(3, np.bool_)))
-    batch, _ = add_advantages(
-        rows, rl_config(advantage="mine:grade"), lambda _: [np.asarray(row) for row in answer]
-    )
-    assert batch.mean_advantages is not None
-    assert batch.mean_advantages.tolist() == [0.5, 0.0], "0 of a row without any"
 
 
 def test_the_kl_that_is_taken_off_is_that_of_the_whole_trajectory():
@@ -181,40 +163,6 @@ def test_with_a_critic_the_batch_gets_returns_and_the_kl_term_goes_on_each_token
     np.testing.assert_allclose(free.returns[0], [0.0, 0.5 + (-0.25 + 0.5 * 0.75), 1.0], rtol=1e-5)  # pyright: ignore[reportOptionalSubscript]
 
 
-def test_an_advantage_function_that_writes_into_its_lengths_changes_nothing_of_the_batch():
-    def spoil(inputs: AdvantageInputs) -> list[float]:
-        assert inputs.lengths is not None
-        inputs.lengths[:] = 99
-        return [1.0, 2.0]
-
-    batch, _ = add_advantages(batch_of([1.0, 0.0], [7, 7], [0, 0]), rl_config(advantage="mine:spoil"), spoil)
-    assert batch.response_lengths.tolist() == [2, 2]
-
-
-def test_an_advantage_without_returns_is_no_use_to_a_critic():
-    batch = dataclasses.replace(batch_of([1.0], [0], [0]), old_values=(np.zeros(3, np.float32),))
-    with pytest.raises(UserFunctionError, match="gives no returns, which the critic is trained on"):
-        add_advantages(batch, rl_config(critic=CriticConfig(), advantage="mine:grade"), lambda _: [1.0])
-    with pytest.raises(ConfigError, match="needs a critic's values"):
-        add_advantages(batch_of([1.0], [0], [0]), rl_config(critic=CriticConfig(), advantage="gae"))
-
-
-def test_gdpo_weighs_by_the_weights_of_the_reward():
-    rows = with_parts(
-        batch_of([0.0, 0.0], [7, 7], [0, 0]),
-        {"right": 1.0, "style": 0.0},
-        {"right": 0.0, "style": 1.0, "extra": 1.0},
-    )
-    even, _ = add_advantages(rows, rl_config(advantage="gdpo"))
-    weights = RolloutConfig(num_prompts=1, samples_per_prompt=2, reward_weights={"right": 3.0, "style": 1.0})
-    tilted, _ = add_advantages(rows, rl_config(advantage="gdpo", rollout=weights))
-    assert even.advantages is not None and tilted.advantages is not None
-    np.testing.assert_array_equal(even.advantages[0], [0, 0, 0])
-    np.testing.assert_allclose(
-        tilted.advantages[0], [0, 0.70710678, 0.70710678], rtol=1e-5
-    )  # over the batch (1, -1)/sqrt(2)
-
-
 def test_an_advantage_of_ones_own_may_answer_per_token_and_takes_its_parameters():
     def by_token(inputs, *, scale: float):
         return [np.asarray([9.0, scale, 2 * scale]) * reward for reward in inputs.rewards]
@@ -244,21 +192,6 @@ def test_an_advantage_that_fails_is_named():
         add_advantages(batch_of([1.0], [7], [0]), rl_config(advantage="m:f"), lambda inputs: 1 / 0)
 
 
-@pytest.mark.parametrize("loss", ["gspo", "gmpo", "cispo", "m:f"])
-def test_a_clip_that_the_loss_does_not_read_is_refused(loss: str):
-    with pytest.raises(
-        ValueError,
-        match=(
-            rf"clip_high=0\.28 with loss='{loss}'; it is read by ppo_clip and clip_cov only: .* in"
-            r" loss_params"
-        ),
-    ):
-        rl_config(loss=loss, clip_high=0.28)
-    with pytest.raises(ValueError, match=r"clip_low=0\.1 with loss="):
-        rl_config(loss=loss, clip_low=0.1)
-    rl_config(loss=loss, clip_low=0.2, clip_high=0.2)  # as a resolved config has them
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -285,46 +218,6 @@ def test_a_loss_that_could_never_take_a_step_is_refused_before_the_run(changes, 
     config = rl_config(**changes)
     with pytest.raises(ConfigError, match=message):
         check_loss(config)
-
-
-def test_a_loss_that_will_find_what_it_needs_is_not_refused():
-    check_loss(
-        rl_config(
-            recompute_old=True,
-            loss_params={
-                "correction": "token_tis * veto",
-                "entropy_coef": 0.01,
-                "policy_entropy_fraction": 0.2,
-            },
-        )
-    )
-    check_loss(
-        rl_config(
-            kl_coef=0.1,
-            kl_in="loss",
-            kl_estimator="k1",
-            loss_params={"kl_importance": True},
-            normalise_by="constant",
-        )
-    )
-    for name in LOSSES:
-        check_loss(rl_config(loss=name))
-
-
-def test_a_cap_beside_a_correction_is_refused():
-    """The correction takes the place of the capped weight, so the cap would be dropped."""
-    message = "with correction='icepop'; a correction takes the place of the capped weight"
-    with pytest.raises(ValueError, match=rf"importance_cap=4\.0 {message}"):
-        rl_config(recompute_old=True, loss_params={"correction": "icepop", "importance_cap": 4.0})
-
-
-async def test_recompute_old_asks_the_trainer():
-    async with open_fake_backend() as backend:
-        batch = await add_log_probs(
-            batch_of([1.0], [0], [0]), backend, None, None, rl_config(recompute_old=True)
-        )
-    assert batch.old_log_probs is not None
-    np.testing.assert_array_equal(batch.old_log_probs[0], [0, -1, -1])
 
 
 async def test_a_kl_term_without_a_reference_is_refused():
@@ -414,17 +307,6 @@ def test_each_pass_has_every_group_once_whole_and_in_the_order_of_its_rows():
     assert len({tuple(rows_of(parts[0][0])) for parts in passes}) > 1, "the passes divide it anew"
 
 
-def test_the_division_is_a_pure_function_of_seed_step_and_pass():
-    batch = batch_of_groups([group for group in range(12) for _ in range(2)])
-    config = rl_config(updates_per_batch=2, minibatches=3, rollout=rollout(12))
-
-    def divide(seed: int, step: int) -> list[list[int]]:
-        return [rows_of(part) for part, _ in plan_updates(batch, LOSS, config, seed=seed, step=step)]
-
-    assert divide(1, 2) == divide(1, 2)
-    assert len({str(divide(seed, step)) for seed, step in ((1, 2), (1, 3), (2, 2), (2, 1))}) == 4
-
-
 def test_a_part_has_its_share_of_a_constant_denominator():
     config = rl_config(minibatches=2, normalise_by="constant", rollout=rollout(3))
     loss = make_loss_spec(config)
@@ -433,56 +315,6 @@ def test_a_part_has_its_share_of_a_constant_denominator():
     assert [part_loss.constant for _, part_loss in updates] == [pytest.approx(32), pytest.approx(16)], (
         "two groups of three, then one"
     )
-
-
-def test_the_rows_of_a_part_bring_everything_that_is_theirs():
-    batch = batch_of_groups([0, 0, 1])
-    samples = tuple(Sample(id=f"s{row}", prompt="p", reward=0.0) for row in range(3))
-    batch = dataclasses.replace(
-        batch, samples=samples, metadata=({"n": 0}, {"n": 1}, {"n": 2}), temperature=0.7
-    )
-    part = select_rows(batch, np.asarray([2, 0]))
-    assert [sample.id for sample in part.samples] == ["s2", "s0"]
-    assert (part.metadata, part.temperature, rows_of(part)) == (({"n": 2}, {"n": 0}), 0.7, [2, 0])
-    assert part.rollout_log_probs is not None and len(part.rollout_log_probs) == 2
-    assert (
-        part.old_log_probs is None
-        and part.group_indices is not None
-        and part.group_indices.tolist() == [1, 0]
-    )
-
-
-def training_metrics(config: RLTrainingConfig, results: list[Any]) -> dict[str, float]:
-    algorithm = choose_algorithm(config, 1, start_loop_state(config))
-    return rl.training_metrics(config, algorithm, batch_of_groups([0]), results, [], 1)
-
-
-def test_the_row_of_metrics_is_that_of_the_whole_last_pass():
-    parts = [
-        (2.0, 30.0, 6.0),
-        (1.0, 10.0, 4.0),
-        (0.5, 20.0, 2.0),
-        (0.1, 20.0, 8.0),
-    ]  # loss, denominator, Σ of a metric
-    results = [
-        (
-            ForwardBackwardResult(
-                loss=loss, denominator=count, metrics={"approx_kl/mean": Mean(total, count)}
-            ),
-            OptimStepResult(step=step, lr=1e-3 * step, grad_norm=float(step), clipped=False),
-        )
-        for step, (loss, count, total) in enumerate(parts, start=1)
-    ]
-    config = rl_config(updates_per_batch=2, minibatches=2)
-    metrics = training_metrics(config, results)
-    assert metrics["loss/total"] == pytest.approx(0.3)
-    assert metrics["approx_kl/mean"] == pytest.approx(10.0 / 40.0)
-    assert (metrics["optim/lr"], metrics["optim/grad_norm"], metrics["optim/updates"]) == (4e-3, 4.0, 4.0)
-    stopped = training_metrics(config, results[:3])
-    assert (stopped["loss/total"], stopped["optim/updates"]) == (0.5, 3.0), (
-        "of the pass that was not finished"
-    )
-    assert "optim/updates" not in training_metrics(rl_config(), results[:1])
 
 
 def test_a_part_without_a_loss_counts_for_nothing():

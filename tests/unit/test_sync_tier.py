@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from rollouts.advantages import broadcast_advantages
 from rollouts.data.data_buffer import DataBuffer, PromptRow
 from rollouts.errors import (
     ConfigError,
-    DataError,
     ModelError,
     NotEnoughSamples,
     PlugInError,
@@ -33,19 +31,16 @@ from rollouts.generation.rollouts import (
     generate_rollout_batches,
     make_samples,
     make_sync_chat_generate,
-    score_sample,
 )
 from rollouts.losses import LOSSES
 from rollouts.models.log_probs import ForwardPlan
 from rollouts.models.padded import compute_token_log_probs, make_loss_inputs, pad_rows
 from rollouts.models.sampling import sample_completions
 from rollouts.models.tokenizers import END_ID, make_byte_tokenizer
-from rollouts.rewards.check import check_decision
 from rollouts.types import (
     Completion,
     FilterDecision,
     GenerateRequest,
-    RewardResult,
     RolloutBatch,
     Sample,
     SampleGroup,
@@ -139,17 +134,6 @@ def test_a_batch_has_a_row_per_sample_in_the_order_drawn():
     assert batch.response_lengths.tolist() == [1, 2, 1, 2]
 
 
-def test_batches_go_on_over_epochs_with_new_group_indices():
-    batches = list(itertools.islice(batches_of_two(make_buffer(), answer_all, reward_fn=reward_length), 3))
-    assert [record["answer"] for batch in batches for record in batch.metadata[::2]] == [0, 1, 2, 3, 4, 0]
-    assert [record["epoch"] for record in batches[2].metadata] == [0, 0, 1, 1]
-    assert [
-        int(index)
-        for batch in batches
-        for index in (batch.group_indices if batch.group_indices is not None else [])[::2]
-    ] == [0, 1, 2, 3, 4, 5]
-
-
 def test_answers_may_come_in_any_order_and_lose_their_group_index():
     def reverse(samples: list[Sample]) -> list[Sample]:
         return [replace(answer(sample), group_index=None) for sample in reversed(samples)]
@@ -200,17 +184,6 @@ def test_failed_samples_leave_their_group_before_they_are_scored():
     assert scored == ["g00000000-s000", "g00000000-s002"]
 
 
-def test_a_group_with_one_sample_left_is_drawn_again():
-    def generate(samples: list[Sample]) -> list[Sample]:
-        return [
-            replace(answer(sample), status=Status.FAILED) if sample.id == "g00000000-s001" else answer(sample)
-            for sample in samples
-        ]
-
-    batch = next(batches_of_two(make_buffer(), generate, reward_fn=reward_length))
-    assert batch.group_indices is not None and batch.group_indices.tolist() == [1, 1, 2, 2]
-
-
 def test_the_generate_function_may_set_the_rewards_itself():
     def generate(samples: list[Sample]) -> list[Sample]:
         return [replace(answer(sample), reward=0.25) for sample in samples]
@@ -219,16 +192,6 @@ def test_the_generate_function_may_set_the_rewards_itself():
     assert batch.rewards is not None and batch.rewards.tolist() == [0.25] * 4
     with pytest.raises(ConfigError, match="sample g00000000-s000 has no reward: pass reward_fn"):
         next(batches_of_two(make_buffer(), answer_all))
-
-
-def test_parts_of_a_reward_are_added_and_kept():
-    sample = score_sample(
-        lambda sample: {"right": 1, "short": -0.25},
-        answer(make_samples(0, make_buffer().get_prompts(1)[0], 1)[0]),
-    )
-    assert (sample.reward, sample.rewards) == (0.75, {"right": 1.0, "short": -0.25})
-    noted = score_sample(lambda sample: RewardResult(0.5, {"x": 0.5}, "half"), sample)
-    assert (noted.reward, noted.metadata["reward_note"]) == (0.5, "half")
 
 
 def test_transforms_run_between_the_reward_and_the_filter():
@@ -325,7 +288,7 @@ def raise_zero_division(argument: Any) -> Any:
         (lambda samples: answer_all(samples)[1:], "returned no sample g00000000-s000"),
         (
             lambda samples: [*answer_all(samples), answer(replace(samples[0], id="new-000"))],
-            "returned a sample 'new-000' that it was not given",
+            "returned a sample new-000",
         ),
         (lambda samples: [answer(samples[0])] * 4, "returned sample g00000000-s000 twice"),
         (
@@ -365,28 +328,6 @@ def test_a_reward_that_is_none_is_never_a_zero(broken: Callable[..., Any], messa
         next(batches_of_two(make_buffer(), answer_all, reward_fn=broken))
 
 
-def test_a_filter_that_breaks_its_rule_is_named():
-    with pytest.raises(
-        UserFunctionError,
-        match=r"filter raise_zero_division on group 0 \(prompt row-0\) raised ZeroDivisionError",
-    ):
-        next(
-            batches_of_two(make_buffer(), answer_all, reward_fn=reward_length, filter_fn=raise_zero_division)
-        )
-    with pytest.raises(
-        UserFunctionError, match="returned 'yes'; it must return True, False or a FilterDecision"
-    ):
-        next(
-            batches_of_two(make_buffer(), answer_all, reward_fn=reward_length, filter_fn=lambda group: "yes")
-        )  # pyright: ignore[reportArgumentType]
-
-
-def test_a_filter_that_says_no_gives_its_name_as_the_reason():
-    assert check_decision(False, "short", "filter short") == FilterDecision(keep=False, reason="short")
-    assert check_decision(FilterDecision(keep=False, reason="why"), "short", "filter short").reason == "why"
-    assert check_decision(np.bool_(True), "short", "filter short").keep
-
-
 async def async_function(argument: Any) -> Any:
     return argument
 
@@ -416,17 +357,6 @@ def make_finished(count: int = 2) -> list[Sample]:
         replace(answer(sample), reward=float(index))
         for index, sample in enumerate(make_samples(5, make_buffer().get_prompts(1)[0], count))
     ]
-
-
-def test_transforms_run_in_turn_and_may_leave_samples_out():
-    def keep_last(samples: list[Sample]) -> list[Sample]:
-        return samples[1:]
-
-    def double(samples: list[Sample]) -> list[Sample]:
-        return [replace(sample, reward=2 * (sample.reward or 0)) for sample in samples]
-
-    result = apply_sample_transforms(make_finished(3), [double, keep_last, double])
-    assert [sample.reward for sample in result] == [4, 8]
 
 
 @pytest.mark.parametrize(
@@ -622,42 +552,6 @@ def test_a_seed_and_an_id_fix_the_draws():
     assert sample_completions(model, requests, seed=2)[0].token_ids.tolist() != first.token_ids.tolist()
 
 
-def test_temperature_zero_takes_the_likeliest_token_with_log_probs_at_one():
-    model = make_model()
-    completion = sample_completions(model, make_requests([65, 66], temperature=0.0, max_new_tokens=3))[0]
-    ids = [65, 66]
-    for token in completion.token_ids.tolist():
-        with torch.no_grad():
-            assert int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()) == token
-        ids.append(token)
-    assert completion.log_probs.tolist() == pytest.approx(
-        slow_log_probs(model, [65, 66], completion, 1.0), abs=1e-4
-    )
-
-
-def test_a_kept_set_of_one_token_has_log_prob_zero():
-    completion = sample_completions(make_model(), make_requests([65], top_k=1, max_new_tokens=4))[0]
-    assert completion.log_probs.tolist() == [0.0] * 4
-
-
-def test_a_row_ends_at_its_stop_token_while_others_go_on():
-    model = make_model()
-    free = sample_completions(model, make_requests([65], [66], temperature=0.0))
-    stop = int(free[0].token_ids[2])
-    ended = sample_completions(model, make_requests([65], [66], temperature=0.0, stop_token_ids=(stop,)))[0]
-    assert (
-        ended.token_ids.tolist() == free[0].token_ids[: free[0].token_ids.tolist().index(stop) + 1].tolist()
-    )
-    assert ended.finish_reason == "stop"
-    short, long = make_requests([65], [66], temperature=0.0)
-    short = replace(short, sampling=replace(short.sampling, max_new_tokens=2))
-    first, second = sample_completions(model, [short, long])
-    assert (first.token_ids.tolist(), second.token_ids.tolist()) == (
-        free[0].token_ids[:2].tolist(),
-        free[1].token_ids.tolist(),
-    )
-
-
 def test_dropout_is_off_while_sampling_and_on_again_after():
     model = make_model("gpt2")
     expected = sample_completions(model, make_requests(*RAGGED))
@@ -679,72 +573,6 @@ def test_requests_that_cannot_be_answered_are_refused():
         sample_completions(model, make_requests([259]))
     with pytest.raises(RequestRefused, match="request 'r0' is there twice"):
         sample_completions(model, make_requests([1]) * 2)
-
-
-def make_rotary(**rope: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=64,
-            rope_parameters={"rope_theta": 1e4, **rope},
-        )
-    ).eval()
-
-
-def make_longrope() -> Any:
-    return make_rotary(
-        rope_type="longrope",
-        factor=4.0,
-        short_factor=[1.0] * 4,
-        long_factor=[3.0] * 4,
-        original_max_position_embeddings=16,
-    )
-
-
-def test_a_row_that_may_cross_the_length_of_longrope_is_refused_and_one_that_ends_there_is_exact():
-    model = make_longrope()
-    with pytest.raises(
-        RequestRefused,
-        match=(
-            r"11 prompt tokens and max_new_tokens=6 make 17; rope_type='longrope'.*beyond 16 tokens.*lower"
-            r" max_new"
-        ),
-    ):
-        sample_completions(model, make_requests([1] * 11))
-    prompts = [1] * 10, [2, 3]
-    for prompt, completion in zip(prompts, sample_completions(model, make_requests(*prompts)), strict=True):
-        assert completion.log_probs.tolist() == pytest.approx(
-            slow_log_probs(model, list(prompt), completion, 1.0), abs=1e-4
-        )
-
-
-def test_padding_that_would_change_the_frequencies_of_shorter_rows_is_refused():
-    longrope, dynamic = make_longrope(), make_rotary(rope_type="dynamic", factor=4.0)
-
-    def score(model: Any, count: int, width: int) -> Any:
-        ids = torch.arange(count * width).reshape(count, width) % 64
-        return compute_token_log_probs(model, ids, torch.arange(width).expand(count, -1) > 0)
-
-    with pytest.raises(
-        ModelError,
-        match=(
-            r"rows of 17 tokens, padding included: rope_type='longrope'.*beyond 16 tokens.*one at a time,"
-            r" unpadded"
-        ),
-    ):
-        score(longrope, 2, 17)
-    with pytest.raises(ModelError, match=r"rows of 65 tokens.*'dynamic'.*beyond 64 tokens"):
-        score(dynamic, 1, 65)
-    assert score(longrope, 1, 17).log_probs.shape == (1, 17)
-    assert score(longrope, 2, 16).log_probs.shape == score(dynamic, 2, 16).log_probs.shape == (2, 16)
 
 
 def test_a_model_of_nan_is_an_error_not_a_token():
@@ -784,19 +612,6 @@ def test_completions_of_other_requests_are_refused():
         match="reverse must answer one completion per request, in their order and with their ids",
     ):
         next(batches_of_two(make_buffer(), generate, reward_fn=reward_length))
-
-
-def test_tools_that_the_template_would_leave_out_are_refused():
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    buffer = DataBuffer([{"prompt": "a", "tools": tools}], seed=0)
-    generate = make_sync_chat_generate(
-        functools.partial(sample_completions, make_model()),
-        make_byte_tokenizer(),
-        SamplingParams(max_new_tokens=2),
-    )
-    with pytest.raises((DataError, ModelError), match="tools"):
-        next(batches_of_two(buffer, generate, reward_fn=reward_length))
-    assert buffer.get_prompts(1)[0].prompt_id == "row-0"
 
 
 # --- padded log-probs ---------------------------------------------------------------------------------------
@@ -888,21 +703,3 @@ def test_a_batch_becomes_the_inputs_of_every_loss():
         assert count == 4
         if name in ("ppo_clip", "importance_sampling", "gspo"):
             assert float(total.detach()) == pytest.approx(-3.0, abs=1e-5)
-
-
-def test_a_first_token_cannot_train():
-    with pytest.raises(ValueError, match=r"mask\[1\] trains the first token"):
-        compute_token_log_probs(
-            make_model(), torch.tensor([[1, 2], [3, 4]]), torch.tensor([[False, True], [True, True]])
-        )
-    with pytest.raises(ValueError, match=r"input_ids have shape \(1, 2\) and mask \(1, 3\)"):
-        compute_token_log_probs(
-            make_model(), torch.zeros((1, 2), dtype=torch.int64), torch.zeros((1, 3), dtype=torch.bool)
-        )
-
-
-def test_a_batch_that_trains_nothing_has_log_probs_of_zero():
-    result = compute_token_log_probs(
-        make_model(), torch.tensor([[1, 2]]), torch.zeros((1, 2), dtype=torch.bool)
-    )
-    assert result.log_probs.tolist() == result.entropy.tolist() == [[0, 0]]

@@ -1,0 +1,443 @@
+"""What launches and decides groups while batches are asked for: see async_rollout_manager.py.
+
+open_groups ──► undecided: running ──► closed: finished ──► kept ──► deliver
+                                            └─► dropped, or failed_groups until the batch is delivered
+put_back ──► what may be carried over is held, the prompts of the others are returned
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import trio
+
+from rollouts.config.tables import RolloutConfig
+from rollouts.crash_points import reach
+from rollouts.errors import EngineError, InfrastructureError, NotEnoughSamples, RolloutsError
+from rollouts.generation.batch import FILTERED, compute_batch_metrics
+from rollouts.generation.group import (
+    INFRASTRUCTURE,
+    Group,
+    GroupPlan,
+    failure_class_of,
+    run_group,
+    start_group,
+)
+from rollouts.generation.pacing import Pace
+from rollouts.generation.samples import PromptSource, convert_to_batch
+from rollouts.types import Metric, RolloutBatch, Sample
+
+# reasons for which a group is dropped; a filter's own reason follows FILTERED
+SURPLUS = "surplus"  # the batch was full without it
+STALE = "stale"  # older than max_staleness
+ABORTED = "aborted"  # the call that drew it was cancelled or failed
+
+# finished groups, in batches, beyond which nothing more is launched ahead: it would only be older when it is
+# consumed
+READY_BATCHES = 1.25
+# for generate functions to end after the engine has answered them; those that don't start again in the next
+# call
+STOP_S = 10.0
+
+
+@dataclass(eq=False)
+class Ledger:
+    """What a manager keeps between batches: what became of every prompt drawn, and the groups it holds."""
+
+    drawn: int = 0  # attempts, and the index of the next group
+    trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)  # attempts by reason
+    failed: Counter[str] = field(default_factory=Counter)  # attempts by class of failure
+    held: dict[int, Group] = field(default_factory=dict)  # by index, in launch order
+    last_failed: tuple[Sample, ...] = ()  # samples of the last batch
+    last_metrics: dict[str, Metric] = field(default_factory=dict)
+
+    def check(self, in_flight: int) -> None:
+        """Asserts that every prompt drawn is in exactly one place."""
+        closed = self.trained + self.dropped.total() + self.failed.total()
+        assert closed + len(self.held) + in_flight == self.drawn, (
+            f"a prompt was lost: {self.drawn} drawn, {closed} closed, {len(self.held)} held, {in_flight} open"
+        )
+
+
+class Collector:
+    """The batch in the making, and what goes on into the next. Groups are by index, and each is in one of
+    `undecided`, `kept` and `failed_groups`.
+    """
+
+    def __init__(
+        self,
+        data_buffer: PromptSource,
+        config: RolloutConfig,
+        plan: GroupPlan,
+        ledger: Ledger,
+        *,
+        pace: Pace | None,
+        in_rounds: bool,
+        max_staleness: int,
+        policy_version: Callable[[], int],
+    ) -> None:
+        """`pace`: decides groups as they finish, and carries over; else they are decided in launch order,
+        `in_rounds` when all have finished.
+        """
+        self._data_buffer = data_buffer
+        self._config = config
+        self._ledger = ledger
+        self._pace = pace
+        self._goes_on = pace is not None and pace.waits_for_engines  # between batches
+        self._in_rounds = in_rounds
+        self._max_staleness = max_staleness
+        self._policy_version = policy_version
+        self._plan = replace(
+            plan,
+            may_continue=lambda sample: not self._is_stale(sample.oldest_version),
+            is_stopping=lambda: self._is_stopping,
+            on_generated=self._note_generated,
+        )
+        # in launch order: running, or finished and waiting their turn
+        self._undecided: dict[int, Group] = {}
+        self._closed: dict[int, Group] = {}  # those of them that have finished
+        # of the batch; paced: may be more, of which the batch is chosen
+        self._kept: dict[int, Group] = {}
+        self._failed_groups: dict[int, Group] = {}  # decided, and counted when the batch is delivered
+        self._begin_batch()
+        self.generating = 0  # samples
+        self._is_stopping = False
+        self.failure: RolloutsError | None = None  # that ended it
+        self._scope = trio.CancelScope()  # of its tasks
+        self._changed = trio.Event()  # set and replaced after each change
+        self._ended = trio.Event()  # every task has ended
+
+    def _begin_batch(self) -> None:
+        self._decided: list[Group] = []
+        self._failed: list[Sample] = []  # of the decided
+        self._drawn = 0
+        self._dropped: Counter[str] = Counter()  # groups by reason
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, trio.Event()
+        changed.set()
+
+    def _note_generated(self) -> None:
+        self.generating -= 1
+        self._notify()
+
+    def note_engine_version(self, version: int) -> None:
+        """Every engine that serves has the weights of `version`, or newer ones."""
+        if self._pace is not None:
+            newest = min(version, self._pace.policy_version)
+            self._pace.engine_version = max(self._pace.engine_version, newest)
+            self._notify()
+
+    def move_to(self, version: int, engine_version: int) -> None:
+        """The batch in the making will be consumed at `version`. Finished groups are too old for it only if
+        the trainer has skipped versions.
+        """
+        assert self._pace is not None
+        self._pace.policy_version = version
+        for index, group in sorted(self._kept.items()):
+            if self._is_stale(group.oldest_version):
+                self._pace.close(index)
+                del self._kept[index]
+                self._drop([group], STALE, returned=True)
+        self.note_engine_version(engine_version)
+
+    async def wait_full(self) -> None:
+        """Returns when a batch can be delivered, or the collector has failed."""
+        while self.failure is None and not self._is_full():
+            await self._changed.wait()
+        if self._pace is None or self.failure is not None:
+            await self._ended.wait()
+
+    async def stop(self) -> None:
+        """Ends every request with what it has, and the collector. Members that still generate after STOP_S
+        are cancelled.
+        """
+        self._is_stopping = True
+        self._notify()
+        with trio.move_on_after(STOP_S):
+            if self.generating:
+                # an engine that cannot be told: its requests end by cancellation
+                with suppress(InfrastructureError):
+                    await self._plan.engine.abort_all()
+            while self.generating and self.failure is None:
+                await self._changed.wait()
+        if self.failure is None:
+            self._scope.cancel()
+        await self._ended.wait()
+        for index in sorted(self._closed):
+            if self._closed[index].error is None:  # what stops a call is left to the next one
+                self._decide(index)
+
+    async def collect(self) -> None:
+        """Launches and decides groups; where nothing is carried over, until the batch is full. Every task has
+        ended when this returns.
+        """
+        try:
+            async with trio.open_nursery() as nursery:
+                self._scope = nursery.cancel_scope
+                try:
+                    self._take_held()
+                    self._launch(nursery, list(self._undecided.values()))
+                    while self._pace is not None or not self._is_full():
+                        if self._is_full() and not self._goes_on:
+                            self._is_stopping = True
+                        self._launch_more(nursery)
+                        self._check_budget()  # the limit may have left fewer than are needed
+                        self._notify()
+                        await self._changed.wait()
+                        while (ready := self._next_ready()) is not None:
+                            # replaced at once, even if the batch is full in a moment: else ids would depend
+                            # on who finishes first
+                            if not self._decide(ready) and self._pace is None:
+                                self._launch_more(nursery)
+                except RolloutsError as error:
+                    self.failure = error
+                nursery.cancel_scope.cancel()
+        finally:
+            self.generating = 0
+            if self.failure is not None:
+                self.put_back(ABORTED)
+            self._ended.set()
+            self._notify()
+
+    def _launch(self, nursery: trio.Nursery, groups: Sequence[Group]) -> None:
+        for group in groups:
+            self.generating += group.num_to_generate
+            nursery.start_soon(self._run, group)
+
+    async def _run(self, group: Group) -> None:
+        if await run_group(self._plan, group):
+            self._closed[group.index] = group
+            self._notify()
+
+    def _launch_more(self, nursery: trio.Nursery) -> None:
+        """Launches new attempts, as many as the window has room for and the draw limit leaves."""
+        self._check_budget()
+        room = min(self._find_room(), self._draw_limit - self._drawn)
+        if self._is_stopping or room <= 0:
+            return
+        prompts = self._data_buffer.get_prompts(room)
+        opened = [
+            start_group(index, prompt, self._config.samples_per_prompt)
+            for index, prompt in enumerate(prompts, start=self._ledger.drawn)
+        ]
+        for group in opened:
+            self._undecided[group.index] = group
+            if self._pace is not None:
+                self._pace.open(group.index)
+        self._ledger.drawn += len(opened)
+        self._drawn += len(opened)
+        reach("rollout.drawn")
+        self._launch(nursery, opened)
+
+    @property
+    def _draw_limit(self) -> int:
+        """Groups that may be drawn for one batch."""
+        return self._config.num_prompts * self._config.max_attempts
+
+    def _find_room(self) -> int:
+        # 10 * 1.1 is a little more than 11
+        at_once = math.ceil(self._config.num_prompts * self._config.over_sampling - 1e-9)
+        if self._pace is None:
+            is_round = self._in_rounds and len(self._undecided) > 0
+            return 0 if is_round else at_once - len(self._kept) - len(self._undecided)
+        if self._goes_on and len(self._pace.finished) >= READY_BATCHES * self._config.num_prompts:
+            return 0
+        size = self._config.samples_per_prompt
+        return min((at_once * size - self.generating) // size, self._pace.room)
+
+    def _is_full(self) -> bool:
+        return len(self._kept) >= self._config.num_prompts if self._pace is None else self._pace.is_full()
+
+    def _next_ready(self) -> int | None:
+        """The finished group that is to be decided now. In launch order: the one whose turn it is; None while
+        that one, or in rounds any of them, still runs, or when the batch is full.
+        """
+        if self._pace is not None:
+            return next(iter(self._closed), None)
+        if self._is_full() or (self._in_rounds and len(self._closed) < len(self._undecided)):
+            return None
+        turn = next(iter(self._undecided), None)
+        return turn if turn in self._closed else None
+
+    def _decide(self, index: int) -> bool:
+        """Whether the group is kept. Raises what stops the whole call, leaving the group undecided."""
+        reach("rollout.group_finished")
+        group = self._closed[index]
+        if group.error is not None:
+            raise group.error
+        assert group.decision is not None
+        del self._closed[index], self._undecided[index]
+        self._decided.append(group)
+        self._failed += group.failed
+        if group.failure_class is not None:
+            self._failed_groups[index] = group
+            self._dropped[group.decision.reason] += 1
+        elif not group.decision.keep:
+            self._drop([group], FILTERED + group.decision.reason, returned=False)
+        elif self._is_stale(group.oldest_version):
+            self._drop([group], STALE, returned=True)
+        else:
+            self._kept[index] = group
+            if self._pace is not None:
+                self._pace.finish(index, oldest=group.oldest_version)
+            return True
+        if self._pace is not None:
+            self._pace.close(index)
+        return False
+
+    def _drop(self, groups: Sequence[Group], reason: str, *, returned: bool) -> None:
+        """Counts attempts as dropped, and gives their prompts back if they are `returned`."""
+        if groups:
+            self._ledger.dropped[reason] += len(groups)
+            self._dropped[reason] += len(groups)
+        if returned:
+            self._data_buffer.return_prompts([group.prompt for group in groups])
+
+    def _is_stale(self, oldest: int | None) -> bool:
+        """Whether the batch in the making is too late for tokens, the oldest of this version."""
+        version = self._policy_version() if self._pace is None else self._pace.policy_version
+        return oldest is not None and oldest + self._max_staleness < version
+
+    def _check_budget(self) -> None:
+        """Raises NotEnoughSamples when so many samples failed, or so many groups were drawn, that the batch
+        is given up.
+        """
+        config, failed = self._config, self._failed
+        # else the first failure would be a share of 1
+        seen = max(len(self._decided), config.num_prompts) * config.samples_per_prompt
+        if len(failed) > config.max_failed_fraction * seen:  # max_attempts alone bounds those of engines
+            failed = [sample for sample in failed if failure_class_of(sample) != INFRASTRUCTURE]
+        if len(failed) > config.max_failed_fraction * seen:
+            raise NotEnoughSamples(
+                f"{len(failed)} of {seen} samples failed ({_count_text(map(failure_class_of, failed))}), more"
+                f" than max_failed_fraction={config.max_failed_fraction:g} allows; the first:"
+                f" {failed[0].metadata['failure']['message']}"
+            )
+        if len(self._kept) + len(self._undecided) >= config.num_prompts or self._drawn < self._draw_limit:
+            return
+        hints = ""
+        if self._failed:
+            hints = f"; the first failure: {self._failed[0].metadata['failure']['message']}"
+        if STALE in self._dropped:
+            hints += (
+                f"; stale: the engine's weights are more than max_staleness={self._max_staleness} steps"
+                " behind the trainer's"
+            )
+        raise NotEnoughSamples(
+            f"{len(self._kept)} of num_prompts={config.num_prompts} groups were kept of {self._drawn} drawn"
+            f" ({_count_text(self._dropped.elements()) or 'nothing dropped'}), and"
+            f" max_attempts={config.max_attempts} allows no more; loosen the filters, use easier or harder"
+            f" prompts, or raise max_attempts{hints}"
+        )
+
+    # --- the end of a batch ---------------------------------------------------------------------------------
+
+    def deliver(self) -> RolloutBatch:
+        """The batch. What is undecided is surplus, or goes on."""
+        self._check_budget()
+        chosen = sorted(self._kept) if self._pace is None else self._pace.choose()
+        groups = [self._kept[index] for index in chosen]
+        assert len(groups) == self._config.num_prompts, (len(groups), self._config.num_prompts)
+        assert not any(self._is_stale(group.oldest_version) for group in groups), (
+            "the policy version advanced while a batch was made"
+        )
+        samples = [sample for group in groups for sample in group.samples]
+        batch = convert_to_batch(samples, temperature=self._plan.sampling.temperature)
+        ledger = self._ledger
+        ledger.trained += len(groups)
+        for index in chosen:
+            del self._kept[index]
+        for group in self._failed_groups.values():
+            ledger.failed[str(group.failure_class)] += 1
+            if group.failure_class == INFRASTRUCTURE:
+                self._data_buffer.return_prompts([group.prompt])
+        self._failed_groups.clear()
+        if self._pace is None:
+            self.put_back(SURPLUS)
+        ledger.last_metrics = compute_batch_metrics(
+            [group.sample_group for group in groups],
+            decided=self._decided,
+            drawn=self._drawn,
+            dropped=self._dropped,
+        )
+        ledger.last_failed = tuple(self._failed)
+        self._begin_batch()
+        if self._pace is not None:
+            for index in chosen:
+                self._pace.close(index)
+            if self._goes_on:  # the next batch is consumed when the trainer is done with this one
+                self._pace.policy_version += 1
+                self._notify()
+        return batch
+
+    def _take_held(self) -> None:
+        """Takes over held groups. Those that are too old go, and where nothing is carried over all of them: a
+        manager with other settings has held them. Their prompts are returned.
+        """
+        held, self._ledger.held = self._ledger.held, {}
+        returned: list[Group] = []
+        for index, group in held.items():
+            oldest = group.oldest_version
+            if self._is_stale(oldest) or self._pace is None:
+                self._drop([group], STALE if self._is_stale(oldest) else SURPLUS, returned=False)
+                returned.append(group)
+                continue
+            self._pace.open(index, oldest=oldest)
+            if group.decision is None:
+                self._undecided[index] = group
+            else:
+                self._kept[index] = group
+                self._pace.finish(index, oldest=oldest)
+        self._data_buffer.return_prompts([group.prompt for group in returned])
+
+    @property
+    def num_open(self) -> int:
+        return len(self._kept) + len(self._failed_groups) + len(self._undecided)
+
+    def open_groups(self) -> list[Group]:
+        """All groups that are neither trained nor dropped, in launch order."""
+        groups = self._kept | self._failed_groups | self._undecided
+        return [groups[index] for index in sorted(groups)]
+
+    def find_held(self) -> dict[int, Group]:
+        """The groups that are carried over if it ends now, as copies; the prompts of the others are returned.
+
+        Prompts of groups that failed are returned: what failed them may be what stopped the batch, and mended
+        before they are drawn again. So are, unless the batch was full, those of groups that have not begun.
+        """
+
+        def is_held(group: Group) -> bool:
+            if self._pace is None or group.index in self._failed_groups:
+                return False
+            if group.decision is not None:
+                fresh = group.decision.keep and not self._is_stale(group.oldest_version)
+                return group.index in self._kept or fresh
+            goes_on = group.error is None or isinstance(group.error, EngineError)
+            return goes_on and (self._is_stopping or group.has_begun)
+
+        return {group.index: group.copy() for group in self.open_groups() if is_held(group)}
+
+    def put_back(self, reason: str) -> None:
+        """Holds and returns what is left; does nothing after a batch that was delivered."""
+        if reason == ABORTED:
+            if self._pace is not None:
+                self._pace.policy_version = self._policy_version()
+            self._ledger.last_failed = tuple(self._failed) or self._ledger.last_failed
+        held = self.find_held()
+        returned = [group for group in self.open_groups() if group.index not in held]
+        self._ledger.held = dict(sorted((self._ledger.held | held).items()))
+        for groups in (self._kept, self._failed_groups, self._undecided, self._closed):
+            groups.clear()
+        self._drop(returned, reason, returned=True)
+        self._ledger.check(0)
+
+
+def _count_text(names: Iterable[str]) -> str:
+    counts = sorted(Counter(names).items())
+    return ", ".join(f"{name.removeprefix(FILTERED)}: {count}" for name, count in counts)

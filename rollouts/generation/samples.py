@@ -1,0 +1,144 @@
+"""What the manager and the synchronous tier share: a prompt's samples, when a group trains, samples as a
+batch. Loads neither trio nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from rollouts.data.data_buffer import PromptRow
+from rollouts.types import (
+    BoolArray,
+    FilterDecision,
+    FloatArray,
+    IntArray,
+    JSONValue,
+    RolloutBatch,
+    Sample,
+    Status,
+)
+
+FAILED_SAMPLES = "failed_samples"
+
+
+class PromptSource(Protocol):
+    """Where prompts are drawn from, and what takes them back: a DataBuffer."""
+
+    def get_prompts(self, count: int) -> list[PromptRow]: ...
+    def return_prompts(self, prompts: Sequence[PromptRow]) -> None: ...
+
+
+def make_samples(group_index: int, prompt: PromptRow, count: int) -> list[Sample]:
+    """Pending samples g00000012-s000, -s001, …: sorted by id they are in launch order. The row's other fields
+    become their metadata, with the prompt's id and epoch.
+    """
+    rest = {key: value for key, value in prompt.row.items() if key != "prompt"}
+    own = {"prompt_id": prompt.prompt_id, "epoch": prompt.epoch}
+    return [
+        Sample(
+            id=f"g{group_index:08d}-s{index:03d}",
+            prompt=_copy(prompt.row["prompt"]),
+            group_index=group_index,
+            metadata={**_copy(rest), **own},
+        )
+        for index in range(count)
+    ]
+
+
+def _copy(value: Any) -> Any:
+    """A copy of JSON values: its siblings and later epochs do not see what a function changes in a sample."""
+    if isinstance(value, Mapping):
+        return {key: _copy(inner) for key, inner in value.items()}
+    return [_copy(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def check_enough(left: int, size: int) -> FilterDecision:
+    """Keeps a group of `size` trajectories of which `left` did not fail: one alone has nothing to be compared
+    with.
+    """
+    if left >= min(2, size):
+        return FilterDecision(keep=True)
+    return FilterDecision(keep=False, reason=FAILED_SAMPLES, detail=f"{size - left} of {size} samples failed")
+
+
+# --- samples as arrays --------------------------------------------------------------------------------------
+
+
+class SampleFields(NamedTuple):
+    """The columns of B samples; token-level ones are ragged, one array [T_i] per sample."""
+
+    tokens: tuple[IntArray, ...]
+    loss_masks: tuple[BoolArray, ...]
+    rewards: FloatArray | None  # [B]; None if no sample has one
+    rollout_log_probs: tuple[FloatArray, ...]  # nats; 0 where the mask is 0
+    weight_versions: tuple[IntArray, ...]  # -1 where the mask is 0
+    group_indices: IntArray | None  # [B]; None if no sample has one
+
+
+def extract_sample_fields(samples: Sequence[Sample]) -> SampleFields:
+    """The columns of the samples, in their order. Raises ValueError naming the first sample without a reward
+    (or group) if others have one.
+    """
+    return SampleFields(
+        tokens=tuple(sample.tokens for sample in samples),
+        loss_masks=tuple(sample.loss_mask for sample in samples),
+        rewards=_column(samples, "reward", np.float32),
+        rollout_log_probs=tuple(sample.rollout_log_probs for sample in samples),
+        weight_versions=tuple(sample.weight_versions for sample in samples),
+        group_indices=_column(samples, "group_index", np.int64),
+    )
+
+
+def _column(samples: Sequence[Sample], name: str, dtype: Any) -> Any:
+    values = [getattr(sample, name) for sample in samples]
+    if values.count(None) == len(values) > 0:
+        return None
+    if None in values:
+        raise ValueError(
+            f"sample {samples[values.index(None)].id} has no {name} and other samples of the batch do; give"
+            " all of them one, or leave it out"
+        )
+    return np.asarray(values, dtype)
+
+
+def compute_response_lengths(loss_masks: Sequence[BoolArray]) -> IntArray:
+    """[B] number of tokens that train in each row. No rows give an empty array."""
+    return np.asarray([np.count_nonzero(mask) for mask in loss_masks], np.int64)
+
+
+def build_batch_metadata(
+    samples: Sequence[Sample], *, step: int | None = None, epoch: int | None = None
+) -> tuple[dict[str, JSONValue], ...]:
+    """One new dict per sample: its metadata and, where given, `step` and `epoch` under these names, in place
+    of what the sample has there.
+    """
+    added = {name: number for name, number in (("step", step), ("epoch", epoch)) if number is not None}
+    return tuple({**sample.metadata, **added} for sample in samples)
+
+
+def convert_to_batch(
+    samples: Iterable[Sample], *, temperature: float = 1.0, step: int | None = None, epoch: int | None = None
+) -> RolloutBatch:
+    """One row per sample, in their order, with the samples themselves behind the rows.
+
+    temperature: that the samples were drawn at; 0 is greedy, whose log-probs are at 1. Samples without any
+    reward give a batch for supervised training. Raises ValueError, naming the sample, if one is pending or
+    failed, or if only some have a reward or a group; a zero in place of a failed sample's reward would move
+    the mean of its whole group.
+    """
+    rows = tuple(samples)
+    unfit = next((sample for sample in rows if sample.status in (Status.PENDING, Status.FAILED)), None)
+    if unfit is not None:
+        raise ValueError(
+            f"sample {unfit.id} is {unfit.status}; only what was generated and scored can train: leave it out"
+            " of the batch"
+        )
+    return RolloutBatch(
+        **extract_sample_fields(rows)._asdict(),
+        metadata=build_batch_metadata(rows, step=step, epoch=epoch),
+        temperature=temperature or 1.0,
+        samples=rows,
+    )
