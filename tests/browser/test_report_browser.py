@@ -4,7 +4,7 @@ loads nothing else.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -44,13 +44,11 @@ async def open_report(tmp_path: Path, *runs: Path) -> AsyncIterator[Page]:
         assert set(page.requests()) <= {path.as_uri(), "data:,"}
 
 
-def run_in_browser(check: Callable[[Page], Awaitable[None]], tmp_path: Path, *runs: Path) -> None:
-    async def main() -> None:
-        with trio.fail_after(120):
-            async with open_report(tmp_path, *runs) as page:
-                await check(page)
-
-    trio.run(main)
+@pytest.fixture
+async def page(tmp_path: Path) -> AsyncIterator[Page]:
+    with trio.fail_after(120):
+        async with open_report(tmp_path) as page:
+            yield page
 
 
 async def choose(page: Page, label: str, value: str) -> None:
@@ -75,150 +73,127 @@ async def set_value(page: Page, selector: str, value: str) -> None:
     await page.evaluate(f"{node}.value = {value!r}; {node}.dispatchEvent(new Event('input'))")
 
 
-def test_it_opens_with_every_section_and_draws(tmp_path: Path) -> None:
-    async def check(page: Page) -> None:
-        titles: list[str] = await page.evaluate(
-            "[...document.querySelectorAll('main h2')].map((node) => node.textContent)"
-        )
-        assert titles == [
-            "Overview",
-            "Curves",
-            "Time by phase",
-            "Distributions",
-            "Failures",
-            "Samples",
-            "Evaluations",
-            "Weight updates",
-            "Settings",
-        ]
-        assert await page.evaluate("document.title") == "written"
-        await page.wait(f"{PICTURE_BYTES.format('#curves')} > 6000")
-        await page.evaluate("document.getElementById('time').scrollIntoView()")
-        await page.wait(f"{PICTURE_BYTES.format('#time')} > 6000")
-        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-    run_in_browser(check, tmp_path)
+async def test_it_opens_with_every_section_and_draws(page: Page) -> None:
+    titles: list[str] = await page.evaluate(
+        "[...document.querySelectorAll('main h2')].map((node) => node.textContent)"
+    )
+    assert titles == [
+        "Overview",
+        "Curves",
+        "Time by phase",
+        "Distributions",
+        "Failures",
+        "Samples",
+        "Evaluations",
+        "Weight updates",
+        "Settings",
+    ]
+    assert await page.evaluate("document.title") == "written"
+    await page.wait(f"{PICTURE_BYTES.format('#curves')} > 6000")
+    await page.evaluate("document.getElementById('time').scrollIntoView()")
+    await page.wait(f"{PICTURE_BYTES.format('#time')} > 6000")
+    assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_samples_are_filtered_by_status_reward_and_text(tmp_path: Path) -> None:
-    async def check(page: Page) -> None:
-        assert await page.evaluate(SHOWN) == 80
-        await choose(page, "Status", "failed")
-        assert await page.evaluate(SHOWN) == 4
-        assert "no answer after 5 s" in await page.evaluate(
-            "document.querySelector('.message.failure').textContent"
-        )
-        await choose(page, "Status", "all")
-        await fill_in(page, "sample-filter", "IT IS 21.")  # 18 + 3, 19 + 2, 20 + 1; the case does not count
-        assert await page.evaluate(SHOWN) == 3
-        assert await page.evaluate("document.querySelector('#sample mark').textContent") == "It is 21."
-        await set_value(page, "#sample-filter", "")
-        await set_value(page, '[aria-label="Least reward"]', "0.5")
-        assert (
-            await page.evaluate(SHOWN) == 36
-        )  # rewards 0.5 and 0.75 of twenty steps, less the four that failed and have none
-        assert (await page.evaluate(COUNT)).startswith("36 samples found. The report holds all of the 80")
-
-    run_in_browser(check, tmp_path)
+async def test_samples_are_filtered_by_status_reward_and_text(page: Page) -> None:
+    assert await page.evaluate(SHOWN) == 80
+    await choose(page, "Status", "failed")
+    assert await page.evaluate(SHOWN) == 4
+    assert "no answer after 5 s" in await page.evaluate(
+        "document.querySelector('.message.failure').textContent"
+    )
+    await choose(page, "Status", "all")
+    await fill_in(page, "sample-filter", "IT IS 21.")  # 18 + 3, 19 + 2, 20 + 1; the case does not count
+    assert await page.evaluate(SHOWN) == 3
+    assert await page.evaluate("document.querySelector('#sample mark').textContent") == "It is 21."
+    await set_value(page, "#sample-filter", "")
+    await set_value(page, '[aria-label="Least reward"]', "0.5")
+    assert (
+        await page.evaluate(SHOWN) == 36
+    )  # rewards 0.5 and 0.75 of twenty steps, less the four that failed and have none
+    assert (await page.evaluate(COUNT)).startswith("36 samples found. The report holds all of the 80")
 
 
-def test_samples_are_sorted_and_shown_with_their_texts_as_text(tmp_path: Path) -> None:
-    async def check(page: Page) -> None:
-        await choose(page, "Sort", "response_length-")
-        first = await page.evaluate("document.querySelector('#sample-list li').textContent")
-        assert "7 tok" in first
-        shown = await page.evaluate("document.getElementById('sample').textContent")
-        assert "</script><script>document.title = 'broken'</script>" in shown
-        assert "<b>word word word </b>" in shown
-        assert await page.evaluate("document.querySelectorAll('#sample b').length") == 1  # the reward's own
-        assert await page.evaluate("document.title") == "written"
-
-    run_in_browser(check, tmp_path)
+async def test_samples_are_sorted_and_shown_with_their_texts_as_text(page: Page) -> None:
+    await choose(page, "Sort", "response_length-")
+    first = await page.evaluate("document.querySelector('#sample-list li').textContent")
+    assert "7 tok" in first
+    shown = await page.evaluate("document.getElementById('sample').textContent")
+    assert "</script><script>document.title = 'broken'</script>" in shown
+    assert "<b>word word word </b>" in shown
+    assert await page.evaluate("document.querySelectorAll('#sample b').length") == 1  # the reward's own
+    assert await page.evaluate("document.title") == "written"
 
 
-def test_keys_change_sample_and_step_and_lead_to_the_search(tmp_path: Path) -> None:
-    async def check(page: Page) -> None:
-        await page.press("j")
-        await page.press("j")
-        await page.press("k")
-        assert await page.evaluate(SELECTED) == "sample-1"
-        await page.press("]")
-        await page.press("]")
-        assert await page.evaluate("document.getElementById('sample-step').value") == "2"
-        assert await page.evaluate(SHOWN) == 4
-        await page.press("[")
-        assert await page.evaluate("document.getElementById('sample-step').value") == "1"
-        await page.press("/")
-        assert await page.evaluate("document.activeElement.id") == "sample-filter"
-        await page.type("j")  # letters in a field are letters
-        assert await page.evaluate("document.activeElement.value") == "j"
-        await page.press("Escape")
-        assert await page.evaluate("document.activeElement === document.body")
-        await page.press("c")
-        await page.press("/")
-        assert await page.evaluate("document.activeElement.id") == "metric-filter"
-        await page.press("Escape")
-        await page.press("?")
-        assert await page.evaluate("document.getElementById('keys').open")
-        await page.press("Escape")
-        assert not await page.evaluate("document.getElementById('keys').open")
-
-    run_in_browser(check, tmp_path)
+async def test_keys_change_sample_and_step_and_lead_to_the_search(page: Page) -> None:
+    await page.press("j")
+    await page.press("j")
+    await page.press("k")
+    assert await page.evaluate(SELECTED) == "sample-1"
+    await page.press("]")
+    await page.press("]")
+    assert await page.evaluate("document.getElementById('sample-step').value") == "2"
+    assert await page.evaluate(SHOWN) == 4
+    await page.press("[")
+    assert await page.evaluate("document.getElementById('sample-step').value") == "1"
+    await page.press("/")
+    assert await page.evaluate("document.activeElement.id") == "sample-filter"
+    await page.type("j")  # letters in a field are letters
+    assert await page.evaluate("document.activeElement.value") == "j"
+    await page.press("Escape")
+    assert await page.evaluate("document.activeElement === document.body")
+    await page.press("c")
+    await page.press("/")
+    assert await page.evaluate("document.activeElement.id") == "metric-filter"
+    await page.press("Escape")
+    await page.press("?")
+    assert await page.evaluate("document.getElementById('keys').open")
+    await page.press("Escape")
+    assert not await page.evaluate("document.getElementById('keys').open")
 
 
-def test_the_list_of_samples_takes_arrow_keys(tmp_path: Path) -> None:
-    async def check(page: Page) -> None:
-        await page.evaluate("document.getElementById('sample-list').focus()")
-        await page.press("ArrowDown")
-        await page.press("ArrowDown")
-        await page.press("ArrowUp")
-        assert (
-            await page.evaluate(
-                "document.getElementById('sample-list').getAttribute('aria-activedescendant')"
-            )
-            == "sample-1"
-        )
-        assert "s1-1" in await page.evaluate("document.querySelector('#sample h3').textContent")
-
-    run_in_browser(check, tmp_path)
+async def test_the_list_of_samples_takes_arrow_keys(page: Page) -> None:
+    await page.evaluate("document.getElementById('sample-list').focus()")
+    await page.press("ArrowDown")
+    await page.press("ArrowDown")
+    await page.press("ArrowUp")
+    assert (
+        await page.evaluate("document.getElementById('sample-list').getAttribute('aria-activedescendant')")
+        == "sample-1"
+    )
+    assert "s1-1" in await page.evaluate("document.querySelector('#sample h3').textContent")
 
 
-def test_everything_that_takes_a_click_is_reached_by_tab_and_has_a_name(tmp_path: Path) -> None:
-    async def check(page: Page) -> None:
-        nameless = await page.evaluate(
-            "[...document.querySelectorAll('button, select, input, canvas[tabindex], a[href]')].filter((node)"
-            " => node.tabIndex < 0 || ![node.getAttribute('aria-label'), node.textContent,"
-            " node.closest('label')?.textContent].some((text) => text?.trim())).map((node) => node.outerHTML)"
-        )
-        assert nameless == []
-        found = set()
-        for _ in range(60):
-            await page.press("Tab")
-            found.add(await page.evaluate("document.activeElement.id || document.activeElement.tagName"))
-        assert {"theme", "help", "metric-filter", "CANVAS", "SUMMARY"} <= found
-        levels = await page.evaluate(
-            "[...document.querySelectorAll('h1, h2, h3, h4')].map((node) => Number(node.tagName[1]))"
-        )
-        assert levels[0] == 1
-        assert (
-            max(after - before for before, after in pairwise(levels)) == 1
-        )  # no level is left out on the way down
-
-    run_in_browser(check, tmp_path)
+async def test_everything_that_takes_a_click_is_reached_by_tab_and_has_a_name(page: Page) -> None:
+    nameless = await page.evaluate(
+        "[...document.querySelectorAll('button, select, input, canvas[tabindex], a[href]')].filter((node)"
+        " => node.tabIndex < 0 || ![node.getAttribute('aria-label'), node.textContent,"
+        " node.closest('label')?.textContent].some((text) => text?.trim())).map((node) => node.outerHTML)"
+    )
+    assert nameless == []
+    found = set()
+    for _ in range(60):
+        await page.press("Tab")
+        found.add(await page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+    assert {"theme", "help", "metric-filter", "CANVAS", "SUMMARY"} <= found
+    levels = await page.evaluate(
+        "[...document.querySelectorAll('h1, h2, h3, h4')].map((node) => Number(node.tagName[1]))"
+    )
+    assert levels[0] == 1
+    assert (
+        max(after - before for before, after in pairwise(levels)) == 1
+    )  # no level is left out on the way down
 
 
-def test_the_theme_follows_the_system_until_it_is_chosen(tmp_path: Path) -> None:
-    async def check(page: Page) -> None:
-        assert await page.evaluate(BACKGROUND) == LIGHT
-        await page.prefer("dark")
-        assert await page.evaluate(BACKGROUND) == DARK
-        await page.press("t")
-        assert await page.evaluate(BACKGROUND) == LIGHT
-        await page.evaluate("document.getElementById('theme').click()")
-        await page.prefer("light")
-        assert await page.evaluate(BACKGROUND) == DARK
-
-    run_in_browser(check, tmp_path)
+async def test_the_theme_follows_the_system_until_it_is_chosen(page: Page) -> None:
+    assert await page.evaluate(BACKGROUND) == LIGHT
+    await page.prefer("dark")
+    assert await page.evaluate(BACKGROUND) == DARK
+    await page.press("t")
+    assert await page.evaluate(BACKGROUND) == LIGHT
+    await page.evaluate("document.getElementById('theme').click()")
+    await page.prefer("light")
+    assert await page.evaluate(BACKGROUND) == DARK
 
 
 CONTRAST = """(() => {
@@ -245,80 +220,58 @@ CONTRAST = """(() => {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_is_readable_on_what_is_behind_it(tmp_path: Path, scheme: str) -> None:
-    async def check(page: Page) -> None:
-        await page.prefer(scheme)
-        await choose(page, "Status", "failed")
-        assert await page.evaluate(CONTRAST) == []
-
-    run_in_browser(check, tmp_path)
+async def test_text_is_readable_on_what_is_behind_it(page: Page, scheme: str) -> None:
+    await page.prefer(scheme)
+    await choose(page, "Status", "failed")
+    assert await page.evaluate(CONTRAST) == []
 
 
 @pytest.mark.parametrize("width", [360, 768, 2000])
-def test_nothing_is_wider_than_the_window(tmp_path: Path, width: int) -> None:
-    async def check(page: Page) -> None:
-        await page.resize(width, 800)
-        assert await page.evaluate("document.documentElement.scrollWidth") <= width
-
-    run_in_browser(check, tmp_path)
+async def test_nothing_is_wider_than_the_window(page: Page, width: int) -> None:
+    await page.resize(width, 800)
+    assert await page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_metrics_are_filtered_and_drawn_over_time_and_on_a_log_axis(tmp_path: Path) -> None:
-    async def check(page: Page) -> None:
-        await fill_in(page, "metric-filter", "reward")
-        titles: Any = await page.evaluate(
-            "[...document.querySelectorAll('#curves figcaption span:first-child')].map((node) =>"
-            " node.textContent)"
-        )
-        assert titles == ["reward/mean", "fail/reward"]
-        for field in ("value=time", "type=checkbox"):
-            await page.evaluate(f"document.querySelector('#curves input[{field}]').click()")
-        await page.evaluate("document.querySelector('#curves canvas').focus()")
-        await page.press("ArrowRight")
-        await page.press("ArrowRight")
-        assert (
-            await page.evaluate("document.getElementById('tip').textContent") == "0.2 min\n0.02"
-        )  # 10.5 s after the first step of sft began
-
-    run_in_browser(check, tmp_path)
+async def test_metrics_are_filtered_and_drawn_over_time_and_on_a_log_axis(page: Page) -> None:
+    await fill_in(page, "metric-filter", "reward")
+    titles: Any = await page.evaluate(
+        "[...document.querySelectorAll('#curves figcaption span:first-child')].map((node) =>"
+        " node.textContent)"
+    )
+    assert titles == ["reward/mean", "fail/reward"]
+    for field in ("value=time", "type=checkbox"):
+        await page.evaluate(f"document.querySelector('#curves input[{field}]').click()")
+    await page.evaluate("document.querySelector('#curves canvas').focus()")
+    await page.press("ArrowRight")
+    await page.press("ArrowRight")
+    tip = await page.evaluate("document.getElementById('tip').textContent")
+    assert tip == "0.1667 min\n0.02", "10 s after the first row"
 
 
-def test_a_failure_leads_to_a_sample(tmp_path: Path) -> None:
-    async def check(page: Page) -> None:
-        await page.evaluate("document.querySelector('#failures button').click()")
-        assert await page.evaluate("document.getElementById('sample-step').value") == "5"
-        assert "s5-3" in await page.evaluate("document.querySelector('#sample h3').textContent")
-
-    run_in_browser(check, tmp_path)
+async def test_a_failure_leads_to_a_sample(page: Page) -> None:
+    await page.evaluate("document.querySelector('#failures button').click()")
+    assert await page.evaluate("document.getElementById('sample-step').value") == "5"
+    assert "s5-3" in await page.evaluate("document.querySelector('#sample h3').textContent")
 
 
-def test_two_runs_are_shown_beside_each_other(tmp_path: Path) -> None:
+async def test_two_runs_are_shown_beside_each_other(tmp_path: Path) -> None:
     runs = write_run(tmp_path / "slow"), write_run(tmp_path / "fast", steps=30, lr=5e-3)
-
-    async def check(page: Page) -> None:
-        assert await page.evaluate(
-            "document.querySelector('#differences tbody').innerText.includes('rl.optim.lr')"
-        )
+    async with open_report(tmp_path, *runs) as page:
+        differing = "document.querySelector('#differences tbody').innerText.includes('rl.optim.lr')"
+        assert await page.evaluate(differing)
         await page.evaluate("document.querySelector('#curves canvas').focus()")
         await page.press("ArrowRight")
-        assert (
-            await page.evaluate("document.getElementById('tip').textContent")
-            == "step 1\nslow: 0.01\nfast: 0.01"
-        )
+        tip = await page.evaluate("document.getElementById('tip').textContent")
+        assert tip == "step 1\nslow: 0.01\nfast: 0.01"
         await choose(page, "Run", "1")
         assert (await page.evaluate(COUNT)).startswith("120 samples found")
 
-    run_in_browser(check, tmp_path, *runs)
 
-
-def test_it_prints_light_and_without_its_controls(tmp_path: Path) -> None:
-    async def check(page: Page) -> None:
-        await page.prefer("dark")
-        pdf = await page.call("Page.printToPDF", printBackground=True)
-        assert len(pdf["data"]) > 50_000
-        await page.call("Emulation.setEmulatedMedia", media="print")
-        assert await page.evaluate(
-            "[...document.querySelectorAll('.controls')].every((node) => !node.checkVisibility())"
-        )
-
-    run_in_browser(check, tmp_path)
+async def test_it_prints_light_and_without_its_controls(page: Page) -> None:
+    await page.prefer("dark")
+    pdf = await page.call("Page.printToPDF", printBackground=True)
+    assert len(pdf["data"]) > 50_000
+    await page.call("Emulation.setEmulatedMedia", media="print")
+    assert await page.evaluate(
+        "[...document.querySelectorAll('.controls')].every((node) => !node.checkVisibility())"
+    )

@@ -100,7 +100,7 @@ function addUpdates() {
     const shown = total > lines.length ? ` ${count(lines.length)} of ${count(total)} are shown: the first, the newest.` : "";
     const left = unread ? ` ${count(unread)} more ${unread === 1 ? "line is" : "lines are"} torn or of another form.` : "";
     const body = lines.map((cells) => (columns.length ? cells : [el("span", { class: "mono" }, cells[0])]));
-    const heads = columns.length ? columns.map((name, place) => [name, place === 0 ? "line" : place > 1 && name !== "note" ? "number" : ""]) : [["update", "wrap"]];
+    const heads = columns.length ? columns.map((name, place) => [name, place === 0 ? "line" : place > 2 && name !== "note" ? "number" : ""]) : [["update", "wrap"]];
     return [several && el("h3", {}, run.name), el("p", { class: "soft" }, `One line for each update of the weights, from updates.log.${shown}${left}`), table(heads, body, { tall: true, label: "Weight updates" })];
   }));
 }
