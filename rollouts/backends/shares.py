@@ -9,14 +9,12 @@ costs.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
-import safetensors.numpy
 import torch
 from torch import Tensor
 
@@ -29,10 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKEN_FIELDS = ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs", "returns", "old_values")
-MICRO_BATCH_ARRAYS = (
-    "rows", "input_ids", "position_ids", "subtree_end", "predictors", "targets", "token_rows",
-    "token_positions", "token_pairs",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,42 +143,28 @@ def deal_portions(
 
 
 def encode_share(share: Share) -> bytes:
-    """The share as a safetensors file, its numbers and texts as JSON in one of the arrays."""
-    arrays: dict[str, np.ndarray[Any, Any]] = {}
-    for number, portion in enumerate(share.portions):
-        arrays |= {f"{number}/{name}": getattr(portion.micro_batch, name) for name in MICRO_BATCH_ARRAYS}
-        arrays |= {f"{number}/fields/{name}": values for name, values in portion.fields.items()}
-    spec = share.spec
-    head = {
-        "portions": [
-            [portion.width, portion.counts, portion.micro_batch.causal, [*portion.fields]]
-            for portion in share.portions
-        ],
-        "loss": None
-        if spec is None
-        else {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-        | {"params": dict(spec.params)},
-        "numbers": [share.temperature, share.denominator, share.expected_count],
-    }
-    try:
-        arrays["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
-    except TypeError as error:
-        raise BackendError(f"LossSpec.params must be JSON values, to cross ranks: {error}") from error
-    return safetensors.numpy.save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+    """The share as msgpack, its arrays as dtype, shape and bytes. Raises BackendError for a loss's parameter
+    that is no JSON value.
+    """
+
+    def encode(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return value.dtype.str, value.shape, value.tobytes()
+        if isinstance(value, Mapping):
+            return dict(value)
+        raise BackendError(f"LossSpec.params must be JSON values, to cross ranks: {value!r} is none")
+
+    return msgspec.msgpack.encode(share, enc_hook=encode)
 
 
 def decode_share(message: bytes) -> Share:
     """What encode_share was given; the arrays are copies, so that torch may wrap them."""
-    arrays = {name: array.copy() for name, array in safetensors.numpy.load(message).items()}
-    head = json.loads(arrays["head"].tobytes())
-    portions: list[Portion] = []
-    for number, (width, counts, causal, fields) in enumerate(head["portions"]):
-        parts: dict[str, Any] = {name: arrays[f"{number}/{name}"] for name in MICRO_BATCH_ARRAYS}
-        values = {name: arrays[f"{number}/fields/{name}"] for name in fields}
-        portions.append(Portion(MicroBatch(**parts, causal=causal), width, values, counts=counts))
-    spec = None if head["loss"] is None else LossSpec(**head["loss"])
-    temperature, denominator, expected_count = head["numbers"]
-    return Share(tuple(portions), temperature, spec, denominator, expected_count)
+
+    def decode(_: type, value: Any) -> Any:
+        dtype, shape, content = value
+        return np.frombuffer(content, dtype).reshape(shape).copy()
+
+    return msgspec.msgpack.decode(message, type=Share, dec_hook=decode)
 
 
 # --- per-token results --------------------------------------------------------------------------------------

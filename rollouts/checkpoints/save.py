@@ -104,12 +104,11 @@ def _finish(
     reach("checkpoint.after_state")
     manifest = compute_manifest(temporary, stage=stage, step=step, config_hash=config_hash)
     fsync_tree(temporary)
-    read_back(temporary, manifest)
     reach("checkpoint.before_manifest")
     write_manifest(temporary, manifest)
     reach("checkpoint.after_manifest")
     fsync_path(checkpoint_manifest(temporary))
-    read_back_manifest(temporary, manifest)
+    read_back(temporary, manifest)
     fsync_path(temporary)
     if path.exists() or path.is_symlink():
         move_aside(path)
@@ -125,30 +124,23 @@ def _finish(
 
 
 def read_back(checkpoint: Path, manifest: Manifest) -> None:
-    """Raises StorageError naming the first file that does not read as the manifest says. Files must be
-    synced. Blocks.
+    """Raises StorageError naming the first file that does not read as the manifest says, or the manifest.
+    Files must be synced. Blocks.
     """
-    for record in manifest.files:
-        file = checkpoint / record.path
-        drop_from_cache(file)
-        found = record_file(checkpoint, file)
-        if found != record:
-            raise StorageError(
-                f"{file} was written with {record.size} bytes of SHA-256 {record.sha256[:12]} and reads back"
-                f" as {found.size} of {found.sha256[:12]}; the disk or its file system is failing: check it,"
-                " and name another directory with --output.dir DIR"
-            )
-
-
-def read_back_manifest(checkpoint: Path, manifest: Manifest) -> None:
-    """Raises StorageError when the manifest's file does not read as it was written."""
     file = checkpoint_manifest(checkpoint)
-    drop_from_cache(file)
-    if file.read_bytes() != encode_manifest(manifest):
-        raise StorageError(
-            f"{file} reads back otherwise than it was written; the disk or its file system is failing:"
-            " check it"
-        )
+    for record in manifest.files:
+        drop_from_cache(checkpoint / record.path)
+        if record_file(checkpoint, checkpoint / record.path) != record:
+            file = checkpoint / record.path
+            break
+    else:
+        drop_from_cache(file)
+        if file.read_bytes() == encode_manifest(manifest):
+            return
+    raise StorageError(
+        f"{file} reads back otherwise than it was written; the disk or its file system is failing: check it,"
+        " and name another directory with --output.dir DIR"
+    )
 
 
 def move_aside(path: Path) -> Path:

@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import trio
 from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]  (documented)
@@ -40,17 +40,6 @@ REASON_CHARS = 1000
 ENDED = "its process has ended"
 SILENT = f"no heartbeat came for {SILENT_BEATS} s"
 FORCED = "a requested stop did not end in time, so it ends by force"
-
-
-class RankChannel(Protocol):
-    """Rank 0's end of a channel, as a backend needs it."""
-
-    @property
-    def phase(self) -> str: ...
-    @phase.setter
-    def phase(self, phase: str) -> None: ...
-    def send(self, command: Command) -> None: ...
-    async def wait_answers(self, name: str) -> Mapping[int, str]: ...
 
 
 class NoOtherRanks:
@@ -259,6 +248,9 @@ class Channel:
             with trio.move_on_after(timeout_s, shield=True):
                 while self.count_left() < len(self._others):  # noqa: ASYNC110  (of other processes)
                     await trio.sleep(0.02)
+
+
+RankChannel = Channel | NoOtherRanks  # rank 0's end of a channel, as a backend needs it
 
 
 # --- the end of a process -----------------------------------------------------------------------------------

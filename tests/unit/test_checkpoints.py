@@ -133,10 +133,9 @@ async def test_a_kill_at_any_step_of_the_writer_leaves_the_older_or_the_newer_co
     steps = [
         "compute_manifest",
         "fsync_tree",
-        "read_back",
         "write_manifest",
         "fsync_path",
-        "read_back_manifest",
+        "read_back",
         "rename",
     ]
     for number, name in enumerate(steps, start=2):
@@ -334,10 +333,7 @@ async def test_a_disk_that_gives_other_bytes_back_fails_the_save(stage_dir, monk
         file.write_bytes(b"\xff" + file.read_bytes()[1:])
 
     monkeypatch.setattr(save_module, "fsync_tree", sync_and_rot)
-    with pytest.raises(
-        StorageError,
-        match=r"model\.safetensors was written with 200 bytes of SHA-256 .* and reads back as 200 of",
-    ):
+    with pytest.raises(StorageError, match=r"model\.safetensors reads back otherwise than it was written"):
         await save(stage_dir, 2)
     assert [entry.name for entry in stage_dir.iterdir()] == [older.name]
 
