@@ -10,7 +10,7 @@ compute_loss     from log-probs (of a scalar head: values) of a micro-batch to t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -24,7 +24,7 @@ from rollouts.crash_points import reach
 from rollouts.data.packing import ATTENTION_COST, MicroBatch, make_micro_batches
 from rollouts.device_thread import DeviceFuture, DeviceThread
 from rollouts.errors import BackendError, DenominatorMismatch, EarlierStepFailed, NonFiniteSteps
-from rollouts.losses import LossFn, LossInputs, LossOutput
+from rollouts.losses import LossFn, LossInputs
 from rollouts.models.log_probs import LAYOUTS, ForwardPlan, Layout, TokenOutputs
 from rollouts.models.optim import compute_lr
 from rollouts.types import (
@@ -239,9 +239,10 @@ def check_token_ids(batch: RolloutBatch, vocab_size: int) -> None:
 class ComputedLoss(NamedTuple):
     """The loss of one micro-batch."""
 
-    output: LossOutput
-    entropy: Tensor | None  # [M] of its trained tokens, where the model has one
-    trace: TokenTrace | None  # where the LossSpec asks for it
+    sum: Tensor
+    count: float
+    metrics: Metrics  # the loss's own, and the mean entropy of its trained tokens where the model has one
+    trace: TokenTrace | None = None  # where the LossSpec asks for it
 
 
 def compute_loss(flat: TokenOutputs, portion: Portion, loss_fn: LossFn, spec: LossSpec) -> ComputedLoss:
@@ -278,15 +279,12 @@ def compute_loss(flat: TokenOutputs, portion: Portion, loss_fn: LossFn, spec: Lo
             f"loss {spec.name!r} returned a sum without gradient; it must depend on inputs.log_probs, not"
             " detached"
         )
+    metrics = output.metrics
+    if entropy is not None:
+        mean = Mean(float(entropy.detach().sum()), float(len(entropy)))
+        metrics = {"entropy/mean": mean, **metrics}
     trace = TokenTrace(log_probs, weights[-1] if weights else None, place) if spec.per_token else None
-    return ComputedLoss(output, None if entropy is None else entropy.detach(), trace)
-
-
-def with_entropy(output: LossOutput, entropy: Tensor | None) -> Metrics:
-    """The loss's own metrics and the mean entropy of its trained tokens, where there is one."""
-    if entropy is None:
-        return output.metrics
-    return {"entropy/mean": Mean(float(entropy.sum()), float(len(entropy))), **output.metrics}
+    return ComputedLoss(output.sum, float(output.count), metrics, trace)
 
 
 def with_skipped(metrics: Metrics, prepared: PreparedBatch) -> Metrics:
@@ -422,14 +420,3 @@ def collect_gradients(model: torch.nn.Module) -> list[Tensor]:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-def clip_gradients(gradients: Sequence[Tensor], norm: float, max_norm: float | None) -> bool:
-    """Whether the gradients, whose norm is `norm`, were scaled in place to `max_norm`. None: never."""
-    if max_norm is None or norm <= max_norm:
-        return False
-    for (
-        gradient
-    ) in gradients:  # by a number, in the gradient's own precision: a tensor of the norm would be float32
-        gradient.mul_(max_norm / (norm + CLIP_EPS))
-    return True

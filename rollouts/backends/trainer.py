@@ -27,15 +27,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from rollouts.backends.captures import HeldPart, hold_together, save_together
 from rollouts.backends.sharding import discard_iteration, run_unsharded
-from rollouts.backends.shares import Portion, Share, TokenTrace, decode_share, encode_share
+from rollouts.backends.shares import Portion, Share, decode_share, encode_share
 from rollouts.backends.state import copy_random_states, read_state, set_random_states
 from rollouts.backends.steps import (
+    CLIP_EPS,
     POSITION_FIELDS,
+    ComputedLoss,
     check_count,
-    clip_gradients,
     collect_gradients,
     compute_loss,
-    with_entropy,
 )
 from rollouts.backends.weights import (
     BUCKET_BYTES,
@@ -46,7 +46,7 @@ from rollouts.backends.weights import (
 )
 from rollouts.crash_points import reach
 from rollouts.errors import CheckpointError, ModelError, RolloutsError
-from rollouts.losses import LossFn, LossOutput, resolve_loss, wants_entropy_gradient
+from rollouts.losses import LossFn, resolve_loss, wants_entropy_gradient
 from rollouts.models.forward_plan import log_plan, plan_forward
 from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
 from rollouts.models.sharded import get_local, load_sharded_weights, reshard
@@ -164,15 +164,18 @@ class Trainer:
                 last = number == len(share.portions) - 1
                 self.model.set_requires_gradient_sync(self._reduce_each or last)
             flat = self._compute_outputs(portion, share)
-            (output, trace), sums = self._agree_on_loss(flat, portion, share, loss_fn, metrics)
+            computed, sums = self._agree_on_loss(flat, portion, share, loss_fn)
             total += float(sums[:, 0].sum())
             count += float(sums[:, 1].sum())
             if not math.isfinite(total):
                 self.discard()
                 return ShareResult(total, {})
-            (output.sum / share.denominator).backward()
-            if trace is not None:
-                traces.append(trace.read())
+            (computed.sum / share.denominator).backward()
+            if portion.counts:
+                metrics.append(computed.metrics)
+            if computed.trace is not None:
+                traces.append(computed.trace.read())
+            del flat, computed  # what the graph holds is free before the next forward
         reshard(self.model)
         try:  # the same on all ranks: it fails on all or on none
             check_count(spec, count, share.expected_count)
@@ -231,23 +234,19 @@ class Trainer:
         return compute() if plan.head == "whole" else run_unsharded(self.model, compute)
 
     def _agree_on_loss(
-        self, flat: TokenOutputs, portion: Portion, share: Share, loss_fn: LossFn, metrics: list[Metrics]
-    ) -> tuple[tuple[LossOutput, TokenTrace | None], FloatArray]:
-        """This rank's loss with its trace, and every rank's (sum, count) [W, 2]."""
+        self, flat: TokenOutputs, portion: Portion, share: Share, loss_fn: LossFn
+    ) -> tuple[ComputedLoss, FloatArray]:
+        """This rank's loss, and every rank's (sum, count) [W, 2]."""
         reach("train.before_agreement")
 
-        def work() -> tuple[LossOutput, TokenTrace | None]:
+        def work() -> ComputedLoss:
             self._check_open()
             if not portion.counts:
-                return LossOutput(flat.log_probs.sum() * 0.0, 0.0, {}), None
+                return ComputedLoss(flat.log_probs.sum() * 0.0, 0.0, {})
             assert share.spec is not None
-            output, entropy, trace = compute_loss(flat, portion, loss_fn, share.spec)
-            metrics.append(with_entropy(output, entropy))
-            return output, trace
+            return compute_loss(flat, portion, loss_fn, share.spec)
 
-        return run_agreed(
-            self.ranks, work, lambda found: (float(found[0].sum.detach()), float(found[0].count)), count=2
-        )
+        return run_agreed(self.ranks, work, lambda found: (float(found.sum.detach()), found.count), count=2)
 
     # --- the optimizer
 
@@ -262,7 +261,9 @@ class Trainer:
         norms = all_gather_floats(self.ranks, [mine if self.ranks.first_replica else 0.0])
         norm = math.sqrt(float(np.square(norms[:, 0]).sum()))
         if math.isfinite(norm):
-            clip_gradients(gradients, norm, max_grad_norm)
+            if max_grad_norm is not None and norm > max_grad_norm:
+                # by a number, in each gradient's own precision: a tensor of the norm would be float32
+                torch._foreach_mul_(gradients, max_grad_norm / (norm + CLIP_EPS))
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             reach("train.before_optim_step")
