@@ -28,8 +28,9 @@ from rollouts.config.explain import (
     find_removed,
     format_value,
     members_of,
+    without_numbers,
 )
-from rollouts.config.schema import AlgorithmChange, RunConfig
+from rollouts.config.schema import RunConfig
 from rollouts.config.spelling import nearest
 from rollouts.config.tables import NONE, Section
 from rollouts.errors import ConfigError, RunDirError
@@ -166,23 +167,22 @@ def training_digest(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _set_apart(config: Section, defaults: Section | None = None, prefix: str = "") -> dict[str, Any]:
+def _set_apart(config: RunConfig) -> dict[str, Any]:
     """The settings without their default values, by dotted key. A table that is there though it may be left
     out is a key too.
     """
     apart: dict[str, Any] = {}
-    for name in config.given():
-        value, key, field = getattr(config, name), f"{prefix}{name}", type(config).model_fields[name]
-        default = getattr(defaults, name) if defaults else field.get_default(call_default_factory=True)
-        tables = value if isinstance(value, list) and value and isinstance(value[0], Section) else [value]
-        for index, table in enumerate(tables):
-            numbered = f"{key}.{index}" if len(tables) > 1 else key
-            if isinstance(table, Section):
-                usual = default if isinstance(default, Section) else None
-                apart |= {} if usual else {numbered: {}}
-                apart |= _set_apart(table, usual, f"{numbered}.")
-            elif value != default or isinstance(config, AlgorithmChange):
-                apart |= flatten({key: NONE if value is None else value})
+    for dotted, value in flatten(_plain(config)).items():
+        key = config_keys().get(without_numbers(dotted))
+        if key is not None and key.is_table:  # an empty list of tables
+            continue
+        if dotted.startswith("rl.changes.") or key is None or format_value(value) != key.default:
+            apart[dotted] = value
+        for around in _and_around(dotted):
+            table = config_keys().get(without_numbers(around))
+            numbered = dotted[len(around) + 1 :].partition(".")[0].isdecimal()
+            if table and table.is_table and (table.default or table.is_list) and not numbered:
+                apart[around] = {}
     return apart
 
 

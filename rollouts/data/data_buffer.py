@@ -59,13 +59,10 @@ class _Stream:
     prefix: str  # of its prompt ids: "" or "NAME/"
     seed: int
     shuffle: bool
+    good_count: int
     epoch: int = 0
     cursor: int = 0  # rows of this epoch that were drawn; holes do not count
-    good_count: int = 0
     order: IntArray | None = None  # of this epoch, without holes; None: not made yet
-
-    def __post_init__(self) -> None:
-        self.good_count = self.source.good_count
 
     def next_prompt(self) -> PromptRow:
         if self.cursor == self.good_count:
@@ -77,11 +74,8 @@ class _Stream:
     def prompt(self, index: int, epoch: int) -> PromptRow:
         row = self.source.rows[index]
         assert row is not None, "a hole was drawn"
-        return PromptRow(
-            f"{self.prefix}row-{index}",
-            epoch,
-            {**row, SOURCE_FIELD: self.source.name} if self.prefix else row,
-        )
+        row = {**row, SOURCE_FIELD: self.source.name} if self.prefix else row
+        return PromptRow(f"{self.prefix}row-{index}", epoch, row)
 
     def move_to(self, epoch: int, cursor: int) -> None:
         self.epoch, self.cursor, self.order = epoch, cursor, None
@@ -104,11 +98,9 @@ class _Stream:
 
     def index_of(self, number: str) -> int | None:
         """The position that "row-17" means; None if there is no such row or it is a hole."""
-        digits = number.removeprefix("row-")
-        index = int(digits) if digits.isdecimal() else len(self.source.rows)
-        known = (
-            number == f"row-{index}" and index < len(self.source.rows) and self.source.rows[index] is not None
-        )
+        digits, rows = number.removeprefix("row-"), self.source.rows
+        index = int(digits) if digits.isdecimal() else len(rows)
+        known = number == f"row-{index}" and index < len(rows) and rows[index] is not None
         return index if known else None
 
     @property
@@ -144,7 +136,8 @@ class DataBuffer:
         self._seed = seed
         self._shuffle = shuffle
         self._streams = [
-            _Stream(source, f"{source.name}/" if several else "", seed, shuffle) for source in mixture.sources
+            _Stream(source, f"{source.name}/" if several else "", seed, shuffle, source.good_count)
+            for source in mixture.sources
         ]
         self._weights = tuple(source.weight for source in mixture.sources)
         self._amounts = compute_amounts(self._weights)
@@ -169,16 +162,11 @@ class DataBuffer:
         """
         here = {prompt.key for prompt in self._returned}
         for prompt in prompts:
-            if prompt.key in here:
-                raise DataError(
-                    f"prompt {prompt.prompt_id} of epoch {prompt.epoch} was returned twice; a prompt is drawn"
-                    " again before that"
-                )
             stream, index = self._find(prompt.prompt_id)
-            if not stream.was_drawn(index, prompt.epoch):
+            if prompt.key in here or not stream.was_drawn(index, prompt.epoch):
                 raise DataError(
-                    f"prompt {prompt.prompt_id} of epoch {prompt.epoch} was never drawn from this buffer of"
-                    f" {len(self)} rows"
+                    f"prompt {prompt.prompt_id} of epoch {prompt.epoch} is not out: return a prompt once"
+                    " after each draw"
                 )
             here.add(prompt.key)
         self._returned.extendleft(reversed(prompts))
@@ -208,11 +196,8 @@ class DataBuffer:
         weights that are not of these sources, or none above 0.
         """
         names = [stream.source.name for stream in self._streams]
-        if (
-            set(weights) != set(names)
-            or not all(0 <= weight < math.inf for weight in weights.values())
-            or not any(weights.values())
-        ):
+        good = set(weights) == set(names) and all(0 <= weight < math.inf for weight in weights.values())
+        if not good or not any(weights.values()):
             raise DataError(
                 f"weights {dict(weights)} are not for the sources {', '.join(names)}: 0 or more for each, and"
                 " one above 0"
@@ -323,25 +308,16 @@ class DataBuffer:
             index = stream.index_of(number) if stream.prefix == prefix + slash else None
             if index is not None:
                 return stream, index
-        known = ", ".join(
-            f"{stream.prefix}row-0 to {stream.prefix}row-{len(stream.source.rows) - 1}"
-            for stream in self._streams
-        )
-        raise DataError(
-            f"prompt {prompt_id!r} is not of this dataset; its {len(self)} rows are {known}, malformed ones"
-            " left out"
-        )
+        raise DataError(f"prompt {prompt_id!r} is none of the {len(self)} rows of this dataset")
 
 
 def _check_source(source: SourceRows, name: str) -> None:
     if not source.good_count:
-        raise DataError(
-            f"the dataset {name}has no rows; a DataBuffer needs at least one prompt".replace("  ", " ")
-        )
+        raise DataError(f"the dataset {name}has no rows; a DataBuffer needs at least one prompt")
     for index, row in enumerate(source.rows):
         if row is not None:
             check_row(row, where=f"{name}row {index}")
-    require_prompts(source.rows, name=f"{name.strip() or 'DataBuffer'}")
+    require_prompts(source.rows, name=name.strip() or "DataBuffer")
 
 
 def _digest_rows(source: SourceRows) -> str:

@@ -243,21 +243,6 @@ def test_a_wrong_key_gets_the_right_one_suggested(wrong, right):
     assert "did you mean" in describe_unknown_key(wrong)
 
 
-def test_nine_of_ten_misspelt_keys_get_the_right_one_suggested():
-    """Each key with a character left out, doubled, or swapped with the next."""
-    right = total = 0
-    for key in config_keys().values():
-        name, prefix = key.name, f"{key.table}.".lstrip(".")
-        for at in range(0, len(name) - 1, 2):
-            swapped = name[:at] + name[at + 1] + name[at] + name[at + 2 :]
-            for wrong in {name[:at] + name[at + 1 :], name[: at + 1] + name[at:], swapped} - {name, ""}:
-                if prefix + wrong not in config_keys():
-                    right += key.key in suggest_keys(prefix + wrong)[0]
-                    total += 1
-    assert total > 1000
-    assert right >= 0.9 * total
-
-
 def test_a_key_like_no_other_is_answered_with_the_valid_ones():
     assert describe_unknown_key("eval.zzzzzz").startswith(
         "unknown key eval.zzzzzz; valid in [eval]: samples_per_"
@@ -438,18 +423,11 @@ def test_a_resumed_run_may_change_what_it_writes_but_not_what_it_computes(write,
             check_same_run(saved, now)
 
 
-def test_the_training_digest_knows_files_by_name_and_has_no_defaults(write, tmp_path):
+def test_the_training_digest_knows_files_by_name_and_not_by_place(write, tmp_path):
     here, there = (
         load_config(write(RL), ["--model.chat_template", f"{tmp_path}/{name}"]) for name in ("a/x", "b/x")
     )
     assert training_digest(here) == training_digest(there) != training_digest(load_config(write(RL)))
-
-    class NextRunConfig(RunConfig):
-        new_setting: int = 3
-
-    later = NextRunConfig(**{name: getattr(here, name) for name in RunConfig.model_fields})
-    assert training_digest(later) == training_digest(here)
-    assert training_digest(later.model_copy(update={"new_setting": 4})) != training_digest(here)
 
 
 # --- what the pages say -------------------------------------------------------------------------------------

@@ -77,14 +77,14 @@ def test_the_fingerprint_sees_content_and_order_of_rows_but_not_of_keys():
 def test_only_prompts_that_are_out_can_be_returned():
     buffer = DataBuffer(make_rows(3), seed=0)
     drawn = buffer.get_prompts(4)
-    with pytest.raises(DataError, match="returned twice"):
+    with pytest.raises(DataError, match="is not out"):
         buffer.return_prompts([drawn[0], drawn[0]])
     buffer.return_prompts([drawn[0]])
-    with pytest.raises(DataError, match="returned twice"):
+    with pytest.raises(DataError, match="is not out"):
         buffer.return_prompts([drawn[0]])
     undrawn = next(f"row-{index}" for index in range(3) if f"row-{index}" != drawn[3].prompt_id)
     for never in (PromptRow(undrawn, 1, {}), PromptRow("row-0", 2, {}), PromptRow("row-0", -1, {})):
-        with pytest.raises(DataError, match="never drawn"):
+        with pytest.raises(DataError, match="is not out"):
             buffer.return_prompts([never])
     assert buffer.statistics()["returned"] == 1
 

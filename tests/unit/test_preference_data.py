@@ -84,47 +84,22 @@ def test_every_usual_shape_of_a_pair_means_the_same(row):
 @pytest.mark.parametrize(
     ("row", "field", "said"),
     [
-        (
-            {"prompt": "q", "chosen": "a"},
-            "rejected",
-            "no `rejected`; a pair has a prompt, a chosen and a rejected response",
-        ),
-        (
-            {"prompt": "q", "chosen": "a", "rejectd": "b"},
-            "rejected",
-            'is it rejectd? Then set columns.rejected = "rejectd"',
-        ),
-        (
-            {"chosen": "a", "rejected": "b"},
-            "prompt",
-            "then chosen must be a whole conversation as chat messages",
-        ),
-        ({"prompt": "q", "chosen": " ", "rejected": "b"}, "chosen", "chosen is empty"),
-        ({"prompt": " ", "chosen": "a", "rejected": "b"}, "prompt", "prompt is empty"),
-        ({"prompt": "q", "chosen": 3, "rejected": "b"}, "chosen", "chosen is of type int"),
+        ({"chosen": "a", "rejectd": "b"}, "rejected", 'rejectd? Then set columns.rejected = "rejectd"'),
+        ({"chosen": "a", "rejected": "b"}, "prompt", "then chosen must be a whole conversation as chat"),
+        ({**PAIR, "chosen": " "}, "chosen", "chosen is empty"),
+        ({**PAIR, "prompt": " "}, "prompt", "prompt is empty"),
         ({"chosen": [ASK], "rejected": [ASK, BAD]}, "chosen", "chosen ends with a turn of the role user"),
-        (
-            {"chosen": [ASK, {**GOOD, "content": ""}], "rejected": [ASK, BAD]},
-            "chosen[1].content",
-            "the last turn of chosen says nothing",
-        ),
-        (
-            {"chosen": [ASK, GOOD], "rejected": [{**ASK, "content": "r"}, BAD]},
-            "rejected",
-            "differ in message 0 already",
-        ),
         (
             {"chosen": [ASK, GOOD], "rejected": [ASK, BAD, ASK, BAD]},
             "rejected",
             "differ in message 1 already",
         ),
         (
-            {"prompt": "other", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+            {"prompt": "o", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
             "chosen",
-            "begins with a user's turn, but not with the row's prompt",
+            "not with the row's prompt",
         ),
-        ({**PAIR, "margin": "big"}, "margin", "margin is 'big'; it must be a number"),
-        ({**PAIR, "margin": True}, "margin", "margin is True"),
+        ({**PAIR, "margin": True}, "margin", "margin is True; it must be a number"),
     ],
 )
 def test_a_malformed_pair_says_what_is_wrong_with_it(row, field, said):
