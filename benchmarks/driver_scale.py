@@ -56,7 +56,7 @@ from integration_training.train import COLLECTOR_THRESHOLDS
 from rollouts.config.schema import RLTrainingConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.engines.fleet import Fleet, open_fleet
-from rollouts.engines.fleet_members import FleetSettings, Member
+from rollouts.engines.fleet_members import Member
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.rl import run_rl_training
@@ -189,9 +189,8 @@ async def drive(
     async with AsyncExitStack() as stack:
         watch = stack.enter_context(watch_collector())
         seats = 2 * shape.in_flight  # of each engine, so that nobody waits for a seat
-        settings = FleetSettings(max_concurrency=seats)
         fleet = await stack.enter_async_context(
-            open_fleet([Member(engine) for engine in engines], settings=settings, warn=print)
+            open_fleet([Member(engine) for engine in engines], max_concurrency=seats, warn=print)
         )
         backend = await stack.enter_async_context(open_fake_backend(step_s=0.1))
         jsonl = await stack.enter_async_context(
@@ -313,9 +312,10 @@ async def look_at_batch(
     answers = Answers(shape.shortest, shape.longest)
     engines = [StubEngine(f"stub-{index}", answers) for index in range(shape.engines)]
     config = make_config(shape, steps=1)
-    settings = FleetSettings(max_concurrency=shape.in_flight)
     async with (
-        open_fleet([Member(engine) for engine in engines], settings=settings, warn=print) as fleet,
+        open_fleet(
+            [Member(engine) for engine in engines], max_concurrency=shape.in_flight, warn=print
+        ) as fleet,
         open_fake_backend() as backend,
     ):
         commit_all(fleet, engines, 0)

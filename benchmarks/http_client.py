@@ -152,8 +152,8 @@ async def measure_trio(name: str, port: int, in_flight: int, count: int) -> Mete
 
             async def ask_ours(body: bytes) -> bytes:
                 reply = await client.request("POST", "/generate", body=body)
-                assert reply.status == 200
-                return reply.body
+                assert reply.status_code == 200
+                return reply.content
 
             return await run(ask_ours)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)

@@ -54,7 +54,7 @@ from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.engines.fleet import Fleet, Member, open_fleet
 from rollouts.engines.local import open_local_engine
 from rollouts.engines.processes import EngineCommand, EngineProcess, open_engine_processes
-from rollouts.engines.server_engine import ServerEngine
+from rollouts.engines.server import ServerEngine
 from rollouts.engines.vllm import open_vllm_engine
 from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.protocols import InferenceEngine

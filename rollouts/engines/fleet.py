@@ -14,69 +14,80 @@ who wait with FleetDown.
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
+import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import trio
 
 from rollouts.engines.fleet_members import (
     CONDITIONS,
+    Call,
     EngineCondition,
     FleetMember,
-    FleetSettings,
-    Hooks,
     Member,
-    unite_features,
+    back_off_s,
 )
-from rollouts.engines.fleet_requests import FleetRequests
+from rollouts.engines.wire import make_empty_completion
 from rollouts.errors import (
+    EngineClosed,
     EngineError,
     EngineOverloaded,
     EngineSetupError,
     FleetDown,
     InfrastructureError,
+    ReplyError,
+    RequestRefused,
 )
+from rollouts.metrics.spans import note_answer
 from rollouts.protocols import InferenceEngine, PauseMode
-from rollouts.types import EngineFeatures, EngineLoad
+from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
 
+AFFINITY_SLACK = 8  # requests by which a group's engine may be ahead of the least busy one
+MAX_ATTEMPTS = 20  # failures of one request before the last is raised; an overload is none
+RETRY_S, RETRY_CAP_S = 0.1, 10.0  # first and longest back-off of a request
+WARN_EVERY_S = 30.0
 ResultT = TypeVar("ResultT")
-DEFAULTS = FleetSettings()
 
 
 @asynccontextmanager
 async def open_fleet(
     members: Sequence[Member],
     *,
-    settings: FleetSettings = DEFAULTS,
+    max_concurrency: int = 1024,
+    down_limit_s: float = 600.0,
     seed: int = 0,
     warn: Callable[[str], None],
 ) -> AsyncIterator[Fleet]:
-    """The members as one engine. All begin stale: the first weight update puts them into service. `seed`
-    draws the jitter of back-offs.
+    """The members as one engine. All begin stale: the first weight update puts them into service.
 
-    `warn` gets a sentence when an engine dies, goes stale or stays dead, and every warn_every_s while nobody
-    serves. Leaving cancels what is in flight, whose callers get EngineClosed, and closes `stale_members`.
-    Raises EngineSetupError: no members, two of one name, vocabularies of different sizes, an engine that
-    shares the trainer's parameters.
+    `max_concurrency`: requests in flight on one engine, until an overload lowers its limit. `down_limit_s`:
+    seconds with nobody in service, or of a request that met nothing but overload. `seed` draws the jitter of
+    back-offs. `warn` gets a sentence when an engine dies, goes stale or stays dead, and every WARN_EVERY_S
+    while nobody serves. Leaving cancels what is in flight, whose callers get EngineClosed, and closes
+    `stale_members`. Raises EngineSetupError: no members, two of one name, vocabularies of different sizes, an
+    engine that shares the trainer's parameters.
     """
     failure: Exception | None = None
     async with trio.open_nursery() as nursery:
-        fleet = Fleet(settings, random.Random(seed), warn, nursery)
+        fleet = Fleet(max_concurrency, down_limit_s, random.Random(seed), warn, nursery)
         try:
             if not members:
                 raise EngineSetupError("a fleet needs at least one engine")
             for member in members:
                 fleet._add(member)
-            nursery.start_soon(fleet._watch_outages)
+            nursery.start_soon(fleet._warn_in_outages)
             yield fleet
         except Exception as error:  # raised below, outside the nursery, which would wrap it in a group
             failure = error
@@ -92,141 +103,294 @@ class Fleet:
 
     def __init__(
         self,
-        settings: FleetSettings,
+        max_concurrency: int,
+        down_limit_s: float,
         random_: random.Random,
         warn: Callable[[str], None],
         nursery: trio.Nursery,
     ) -> None:
-        self.settings = settings
         self.published_version = -1
         self.features: EngineFeatures
+        self._max_concurrency = max_concurrency
+        self._down_limit_s = down_limit_s
+        self._random = random_
         self._warn = warn
         self._nursery = nursery
-        self._live: dict[str, FleetMember] = {}
-        self._former: set[str] = set()  # names of members that left
-        self._counts: Counter[str] = Counter()
-        self._down_since: float | None = None  # nobody serves since then; None: somebody does
-        self._has_served = False
+        self._members: dict[str, FleetMember] = {}
+        self._calls: dict[str, Call] = {}  # everyone who is in generate(), by request id
+        self._queue: list[tuple[int, Call]] = []  # a heap by arrival, also of some that wait no more
+        self._arrivals = 0
+        self._paused = self._closed = False
+        self._down_since = math.inf  # nobody serves since then; inf: somebody does
+        self._counts = Counter({"fleet/retries": 0})
         self._changed = trio.Event()  # replaced when set: an engine's condition, or who belongs to it
         self._stale_sender, self.stale_members = trio.open_memory_channel[InferenceEngine](math.inf)
-        self._requests = FleetRequests(
-            self._live,
-            settings,
-            random_,
-            self._counts,
-            is_queued=self._note_service,
-            find_outage=self._find_outage,
-        )
-        self.generate = self._requests.generate
-        self._hooks = Hooks(self._member_changed, self._stale_sender.send_nowait, self._count, random_.random)
+
+    # --- requests
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """One completion, from whichever engine. Waits while nobody serves; failures of an engine are retried
+        elsewhere.
+
+        Raises RequestRefused for a fault of the request itself; the last InfrastructureError after
+        MAX_ATTEMPTS of them (any other EngineError of a member becomes one); EngineOverloaded after
+        down_limit_s of nothing else; FleetDown after down_limit_s with nobody in service, or at once when all
+        are dead for good; EngineClosed.
+        """
+        self._check_open()
+        if request.request_id in self._calls:
+            raise RequestRefused(
+                f"request {request.request_id!r} is in flight in this fleet already; ids must be unique"
+            )
+        call = self._calls[request.request_id] = Call(request, self._arrivals)
+        self._arrivals += 1
+        try:
+            return await self._run(call)
+        finally:
+            del self._calls[request.request_id]
+
+    async def _run(self, call: Call) -> Completion:
+        attempts = overloads = 0
+        overloaded_since = math.inf
+        while (member := await self._take_seat(call)) is not None:
+            outcome = await self._ask(call, member)
+            if isinstance(outcome, Completion):
+                elapsed_s = trio.current_time() - call.sent_at
+                note_answer(member.name, call.sent_at, elapsed_s, len(outcome.token_ids))
+                return outcome
+            self._check_open()
+            if call.aborted:
+                break
+            self._counts["fleet/retries"] += 1
+            if isinstance(outcome, EngineOverloaded):  # no attempt is spent
+                overloads += 1
+                overloaded_since = min(overloaded_since, trio.current_time())
+                if trio.current_time() - overloaded_since >= self._down_limit_s:
+                    raise EngineOverloaded(
+                        f"request {call.request.request_id!r} met nothing but overload for"
+                        f" down_limit_s={self._down_limit_s:g}; give the fleet more engines, or lower its"
+                        f" concurrency. The last: {outcome}",
+                        retry_after_s=outcome.retry_after_s,
+                    ) from outcome
+            else:
+                attempts, overloads, overloaded_since = attempts + 1, 0, math.inf
+                if attempts >= MAX_ATTEMPTS:
+                    raise outcome or InfrastructureError(
+                        f"{member.name} left service while request {call.request.request_id!r} was on it:"
+                        f" {member.last_error}"
+                    )
+            if outcome is not None:  # else the engine left service: elsewhere, at once
+                call.avoid, call.event = member.name, trio.Event()
+                with trio.move_on_after(
+                    back_off_s(overloads or attempts, RETRY_S, RETRY_CAP_S, self._random)
+                ):
+                    await call.event.wait()
+        self._check_open()
+        return make_empty_completion(call.request)
+
+    async def _take_seat(self, call: Call) -> FleetMember | None:
+        """The engine on which a seat has been taken for this call; None when it was aborted. Raises
+        FleetDown, EngineClosed.
+        """
+        call.seat, call.waits = None, not call.aborted
+        heapq.heappush(self._queue, (call.arrival, call))
+        self._note_service()
+        self._dispatch()
+        try:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            while call.waits:
+                self._check_open()
+                self._check_outage()
+                call.event = trio.Event()
+                with trio.move_on_at(self._down_since + self._down_limit_s):
+                    await call.event.wait()
+        except BaseException:
+            if call.seat is not None:
+                self._leave_seat(call, call.seat)
+            raise
+        finally:
+            call.waits = False
+        return call.seat
+
+    def _dispatch(self) -> None:
+        """Seats those who waited longest, for as long as there are seats."""
+        while self._queue and not self._paused:
+            call = self._queue[0][1]
+            if call.waits:
+                member = self._choose(call)
+                if member is None:
+                    return
+                member.sent += 1
+                member.calls.add(call)
+                call.seat, call.sent_at = member, trio.current_time()
+                call.scope, call.waits = trio.CancelScope(), False
+                call.event.set()
+            heapq.heappop(self._queue)
+
+    def _choose(self, call: Call) -> FleetMember | None:
+        """Where the request goes: to its group's engine unless that is AFFINITY_SLACK requests busier than
+        the least busy one; None when all seats are taken. `avoid` is asked only when nobody else has a seat.
+        """
+        free = [member for member in self._members.values() if member.has_seat]
+        if not free:
+            return None
+        least = min(free, key=lambda member: (member.name == call.avoid, len(member.calls), member.sent))
+        if key := call.request.affinity:
+            favourite = max(free, key=lambda member: zlib.crc32(f"{key}/{member.name}".encode()))
+            ahead = len(favourite.calls) - len(least.calls)
+            if favourite.name != call.avoid and ahead <= AFFINITY_SLACK:
+                return favourite
+        return least
+
+    def _leave_seat(self, call: Call, member: FleetMember) -> None:
+        member.calls.discard(call)
+        member.wake()
+        self._dispatch()
+
+    async def _ask(self, call: Call, member: FleetMember) -> Completion | InfrastructureError | None:
+        """What came of asking an engine: an answer that may be delivered, the engine's failure, or None when
+        it left service meanwhile.
+        """
+        outcome: Completion | InfrastructureError | None = None
+        if call.aborted or self._closed:
+            call.scope.cancel()
+        try:
+            with call.scope:
+                outcome = await self._send(call, member)
+                if isinstance(outcome, Completion) and member.updating:
+                    await self._hold_during_update(call, member)
+                if isinstance(outcome, Completion):
+                    outcome = self._check_version(call, member, outcome)
+        finally:
+            self._leave_seat(call, member)
+        return None if isinstance(outcome, Completion) and call.scope.cancel_called else outcome
+
+    async def _send(self, call: Call, member: FleetMember) -> Completion | InfrastructureError:
+        """Asks, and tells the engine's state of a failure."""
+        try:
+            return await member.engine.generate(call.request)
+        except RequestRefused:
+            raise
+        except EngineError as error:
+            if isinstance(error, EngineOverloaded):
+                member.overloaded(error)
+            else:
+                member.doubt(error, sent_at=call.sent_at)
+            if isinstance(error, InfrastructureError):
+                return error
+            # closed, 401, 404, another version: of this engine too, which would draw all requests by failing
+            made = InfrastructureError(f"{member.name}: {type(error).__name__}: {error}")
+            made.__cause__ = error
+            return made
+
+    async def _hold_during_update(self, call: Call, member: FleetMember) -> None:
+        """Returns once the engine is verified. A failed update and abort_all() cancel the call's scope."""
+        call.is_held = True
+        if call.aborted:
+            call.scope.cancel()
+        while member.updating:
+            await member.changed.wait()
+
+    def _check_version(
+        self, call: Call, member: FleetMember, completion: Completion
+    ) -> Completion | ReplyError:
+        """The completion, or the error if some of its tokens are of weights never committed here."""
+        if call.scope.cancel_called:
+            return completion
+        assert member.version is not None
+        for version in {int(version) for version in completion.weight_versions}:
+            if version > member.version or version < min(0, member.version):
+                error = ReplyError(
+                    f"{member.name}, request {completion.request_id!r}: tokens of weight version {version},"
+                    f" committed there is {member.version}"
+                )
+                member.doubt(error, sent_at=call.sent_at)
+                return error
+        member.answered()
+        return completion
 
     # --- what engines tell
 
-    def _member_changed(self, live: FleetMember, before: EngineCondition) -> None:
-        if live.condition != before:
-            self._report(live, before)
+    def _member_changed(self, member: FleetMember, before: EngineCondition) -> None:
+        if member.condition != before:
+            what = ""
+            if member.gave_up:
+                what = f"stays dead after {member.tries} restarts in a row"
+            elif member.condition == "dead":
+                what = "could not be restarted" if before == "restarting" else "is dead"
+            elif member.condition == "stale" and before in ("healthy", "suspect"):
+                what = "is out of service until a weight update"
+            if what:
+                self._warn(f"{member.name} {what}: {member.last_error}")
         self._note_service()
-        self._notify()
-        self._requests.dispatch()
-
-    def _report(self, live: FleetMember, before: EngineCondition) -> None:
-        if live.gave_up:
-            self._warn(f"{live.name} stays dead after {live.tries} restarts in a row: {live.last_error}")
-        elif live.condition == "dead":
-            what = "could not be restarted" if before == "restarting" else "is dead"
-            self._warn(f"{live.name} {what}: {live.last_error}")
-        elif live.condition == "stale" and before in ("healthy", "suspect"):
-            self._warn(f"{live.name} is out of service until a weight update: {live.last_error}")
-
-    def _count(self, error: BaseException) -> None:
-        self._counts[f"fleet/failures/{type(error).__name__}"] += 1
-
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, trio.Event()
-        changed.set()
-
-    # --- nobody serves
+        self._dispatch()
 
     def _note_service(self) -> None:
         """An outage begins when the last engine is lost or, before the first update, with the first request.
-        An engine that served and is updated is no outage, however long that takes, and neither is the first
-        update of all. An update that begins in an outage does not end it.
+        An engine that served and is updated is no outage, however long that takes; an update that begins in
+        an outage does not end it. Whoever waits looks again whether that is in vain.
         """
-        lives = [live for live in self._live.values() if not live.leaving]
+        members = [member for member in self._members.values() if not member.leaving]
         since = self._down_since
-        if any(live.condition == "healthy" for live in lives):
-            self._has_served = self._has_served or any(live.in_service for live in lives)
-            self._down_since = None
-        elif any(live.updating and live.version is None for live in lives) and not self._has_served:
-            self._down_since = None
-        elif since is None and (self._has_served or self._requests.waiting):
+        if any(member.condition == "healthy" for member in members):
+            self._down_since = math.inf
+        elif since == math.inf and (
+            self.published_version >= 0 or any(call.waits for call in self._calls.values())
+        ):
             self._down_since = trio.current_time()
-        if since != self._down_since:
-            self._notify()
-        if self._requests.waiting and self._is_over():
-            self._fail_waiting()
+        if since != self._down_since or self._is_over():
+            self._wake_calls()
+        changed, self._changed = self._changed, trio.Event()
+        changed.set()
+
+    def _wake_calls(self) -> None:
+        for call in self._calls.values():
+            if call.waits:
+                call.event.set()
 
     def _is_over(self) -> bool:
         """Whether every member is dead for good: waiting brings nobody back."""
-        return bool(self._live) and all(live.gave_up for live in self._live.values())
+        return bool(self._members) and all(member.gave_up for member in self._members.values())
 
-    async def _watch_outages(self) -> None:
-        """In an outage warns every warn_every_s, and answers all who wait once, at down_limit_s."""
+    async def _warn_in_outages(self) -> None:
         while True:
-            since = self._down_since
-            if since is None:
+            with trio.move_on_at(self._down_since + WARN_EVERY_S) as scope:
                 await self._changed.wait()
-                continue
-            warn_at, limit_at = since + self.settings.warn_every_s, since + self.settings.down_limit_s
-            while self._down_since == since:
-                with trio.move_on_at(min(warn_at, limit_at)):
-                    await self._changed.wait()
-                    continue
-                if trio.current_time() >= warn_at:
-                    warn_at += self.settings.warn_every_s
-                    self._warn(f"{self._describe_outage(since)} {len(self._requests.waiting)} requests wait.")
-                if trio.current_time() >= limit_at:
-                    limit_at = math.inf
-                    self._fail_waiting()
+            while scope.cancelled_caught and self._down_since < math.inf:
+                waiting = sum(call.waits for call in self._calls.values())
+                self._warn(f"{self._describe_outage(self._down_since)} {waiting} requests wait.")
+                await trio.sleep(WARN_EVERY_S)
 
     def _describe_outage(self, since: float) -> str:
-        states = "; ".join(live.describe() for live in self._live.values()) or "all have left"
+        states = "; ".join(member.describe() for member in self._members.values()) or "all have left"
         seconds = trio.current_time() - since
         return f"no engine of the fleet has been in service for {seconds:.0f} s: {states}."
 
-    def _fail_waiting(self) -> None:
-        self._requests.refuse(*self._requests.waiting.values())
-
-    def _find_outage(self) -> FleetDown | None:
+    def _check_outage(self) -> None:
+        """Raises FleetDown when waiting is in vain."""
         since = self._down_since
-        if since is None:
-            return None
-        if self._is_over():
-            why = f"No restart is left (max_restarts={self.settings.max_restarts})"
-        elif trio.current_time() >= since + self.settings.down_limit_s:
-            why = f"The limit is down_limit_s={self.settings.down_limit_s:g}"
-        else:
-            return None
-        return FleetDown(
-            f"{self._describe_outage(since)} {why}; see the engines' logs, then resume: nothing is in flight"
-        )
+        if since < math.inf and (self._is_over() or trio.current_time() >= since + self._down_limit_s):
+            raise FleetDown(
+                f"{self._describe_outage(since)} The limit is down_limit_s={self._down_limit_s:g}, or no restart is"
+                " left; see the engines' logs, then resume: nothing is in flight"
+            )
 
     # --- the admission side of a weight update
 
     def members_for_update(self) -> tuple[InferenceEngine, ...]:
         """The engines that an update should try: all but those that are dead, restarting or leaving."""
-        return tuple(live.engine for live in self._reachable())
+        return tuple(member.engine for member in self._reachable())
 
     async def wait_members_for_update(self) -> tuple[InferenceEngine, ...]:
         """members_for_update() as soon as there is one. Raises EngineClosed; FleetDown after down_limit_s, or
         when all are dead for good.
         """
         began = trio.current_time()
-        with trio.move_on_after(self.settings.down_limit_s):
+        with trio.move_on_after(self._down_limit_s):
             while not self._is_over():
-                self._requests.check_open()
-                if members := self.members_for_update():
-                    return members
+                self._check_open()
+                if engines := self.members_for_update():
+                    return engines
                 await self._changed.wait()
         raise FleetDown(
             f"{self._describe_outage(began)} None of them can be given weights; see the engines' logs, then"
@@ -235,48 +399,40 @@ class Fleet:
 
     def needs_update(self, engine: InferenceEngine) -> bool:
         """Whether it is a member that is up and out of service until an update succeeds."""
-        live = self._find(engine)
-        return live is not None and live.condition == "stale" and not live.leaving
+        member = self._find(engine)
+        return member is not None and member.condition == "stale" and not member.leaving
 
     def close_admission(self, engine: InferenceEngine) -> None:
         """No new requests to it; what it answers is held until commit() or fail()."""
-        if live := self._find(engine):
-            live.close_admission()
+        if member := self._find(engine):
+            member.close_admission()
 
     def commit(self, engine: InferenceEngine, version: int) -> bool:
         """Verified at `version`: it serves, and its held answers are delivered. False when it died, or left,
         during the update.
         """
-        live = self._find(engine)
-        return live is not None and live.commit(version, self.published_version)
+        member = self._find(engine)
+        return member is not None and member.commit(version, self.published_version)
 
     def fail(self, engine: InferenceEngine, error: BaseException | str) -> None:
         """Not verified: out of service and stale, announced again after a back-off. What it holds or still
         works on goes elsewhere.
         """
-        if live := self._find(engine):
-            live.fail(error if isinstance(error, str) else f"{type(error).__name__}: {error}")
+        if member := self._find(engine):
+            member.fail(error if isinstance(error, str) else f"{type(error).__name__}: {error}")
 
     def publish(self, version: int) -> None:
         """`version` is the fleet's from now on. Whoever serves an older one goes stale, and every stale
         member is announced.
         """
         self.published_version = version
-        for live in list(self._live.values()):
-            live.publish(version)
+        for member in list(self._members.values()):
+            member.publish(version)
 
     def _find(self, engine: InferenceEngine) -> FleetMember | None:
-        """Its member; None when it has left. Raises EngineError for an engine that never was one."""
-        name = engine.features.name
-        live = self._live.get(name)
-        if live is not None and live.engine is engine:
-            return live
-        if live is not None or name in self._former:
-            return None
-        raise EngineError(
-            f"{name!r} is no member of this fleet, which has {', '.join(self._live) or 'none'}; join() it"
-            " first"
-        )
+        """Its member; None when it has left."""
+        member = self._members.get(engine.features.name)
+        return member if member is not None and member.engine is engine else None
 
     # --- coming and going
 
@@ -284,91 +440,93 @@ class Fleet:
         """Takes a member in: stale, and announced where something has been published. Raises EngineSetupError
         as open_fleet does.
         """
-        self._requests.check_open()
+        self._check_open()
         self._add(member)
         await trio.lowlevel.checkpoint()
 
-    def _add(self, member: Member) -> None:
-        live = FleetMember(member, self.settings, self._hooks)
-        if live.name in self._live:
+    def _add(self, joining: Member) -> None:
+        member = FleetMember(
+            joining,
+            self._max_concurrency,
+            changed=self._member_changed,
+            announce=self._stale_sender.send_nowait,
+            counts=self._counts,
+            random_=self._random,
+        )
+        if member.name in self._members:
             raise EngineSetupError(
-                f"two engines of the fleet are named {live.name!r}; names must be unique, give one"
-                " another `name`"
+                f"two engines of the fleet are named {member.name!r}; names must be unique, give one another"
+                " `name`"
             )
-        features = unite_features([*self._all_features(), member.engine.features])
-        self._live[live.name], self.features = live, features
-        self._former.discard(live.name)
+        self.features = unite_features([*self._all_features(), joining.engine.features])
+        self._members[member.name] = member
         if self.published_version >= 0:
-            live.publish(self.published_version)
-        self._nursery.start_soon(live.look_after)
-        self._notify()
+            member.publish(self.published_version)
+        self._nursery.start_soon(member.look_after)
+        self._note_service()
 
     async def leave(self, engine: InferenceEngine, *, grace_s: float = 60.0) -> None:
         """Lets a member go: it gets nothing new, what it has not answered within `grace_s` is asked
         elsewhere. It is not closed.
         """
-        live = self._find(engine)
-        if live is None or live.leaving:
+        member = self._find(engine)
+        if member is None or member.leaving:
             return
-        live.leaving = True
+        member.leaving = True
         self._note_service()
         try:
             with trio.move_on_after(grace_s):
-                while live.calls:
-                    await live.changed.wait()
+                while member.calls:
+                    await member.changed.wait()
         finally:
-            for call in live.calls:
+            for call in member.calls:
                 call.scope.cancel()
-            live.scope.cancel()
-            del self._live[live.name]
-            self._former.add(live.name)
+            member.scope.cancel()
+            del self._members[member.name]
             self._note_service()
-            self._notify()
-            if self._live:
+            if self._members:
                 self.features = unite_features(self._all_features())
 
     def _all_features(self) -> list[EngineFeatures]:
-        return [live.engine.features for live in self._live.values()]
+        return [member.engine.features for member in self._members.values()]
 
     # --- the fleet as an engine
 
     async def _fan_out(
-        self, lives: Sequence[FleetMember], ask: Callable[[InferenceEngine], Awaitable[ResultT]]
-    ) -> tuple[dict[str, ResultT], dict[str, EngineError]]:
-        """Answers and errors by engine, when all were asked. An error that is the engine's fault makes it a
-        suspect.
+        self,
+        members: Sequence[FleetMember],
+        ask: Callable[[InferenceEngine], Awaitable[ResultT]],
+        *,
+        must: bool = True,
+    ) -> dict[str, ResultT]:
+        """Answers by engine, when all were asked. An error that is the engine's fault makes it a suspect; the
+        first is raised if all `must` answer.
         """
+        self._check_open()
         answers: dict[str, ResultT] = {}
-        errors: dict[str, EngineError] = {}
+        errors: list[EngineError] = []
 
-        async def ask_one(live: FleetMember) -> None:
-            ticket = live.ticket
+        async def ask_one(member: FleetMember) -> None:
+            sent_at = trio.current_time()
             try:
-                answers[live.name] = await ask(live.engine)
+                answers[member.name] = await ask(member.engine)
             except EngineError as error:
-                errors[live.name] = error
+                errors.append(error)
                 if isinstance(error, InfrastructureError) and not isinstance(error, EngineOverloaded):
-                    live.doubt(ticket, error)
+                    member.doubt(error, sent_at=sent_at)
 
         async with trio.open_nursery() as nursery:
-            for live in lives:
-                nursery.start_soon(ask_one, live)
-        return answers, errors
-
-    async def _tell_all(
-        self, lives: Sequence[FleetMember], ask: Callable[[InferenceEngine], Awaitable[ResultT]]
-    ) -> dict[str, ResultT]:
-        self._requests.check_open()
-        answers, errors = await self._fan_out(lives, ask)
-        for error in errors.values():
-            raise error
+            for member in members:
+                nursery.start_soon(ask_one, member)
+        if errors and must:
+            raise errors[0]
         return answers
 
     def _serving(self) -> list[FleetMember]:
-        return [live for live in self._live.values() if live.condition in ("healthy", "suspect")]
+        return [member for member in self._members.values() if member.condition in ("healthy", "suspect")]
 
     def _reachable(self) -> list[FleetMember]:
-        return [live for live in self._live.values() if live.is_reachable]
+        return [member for member in self._members.values() if not (member.is_down or member.leaving)]
 
     async def update_weights_from_checkpoint(self, path: Path, version: int) -> NoReturn:
         _refuse_update()
@@ -397,81 +555,123 @@ class Fleet:
         Raises the first member's error after all were told: the others are paused, and a resume() is owed in
         any case.
         """
-        self._requests.paused = True
-        await self._tell_all(self._serving(), lambda engine: engine.pause(mode))
+        self._paused = True
+        await self._fan_out(self._serving(), lambda engine: engine.pause(mode))
 
     async def resume(self) -> None:
         """The fleet sends requests again, and every member that can be reached resumes. Raises the first
         member's error after all were told.
         """
-        self._requests.paused = False
+        self._paused = False
         try:
-            await self._tell_all(self._reachable(), lambda engine: engine.resume())
+            await self._fan_out(self._reachable(), lambda engine: engine.resume())
         finally:
-            self._requests.dispatch()
+            self._dispatch()
 
     async def abort_all(self) -> None:
         """Every request is answered with what it has: in flight by its engine; queued, between two tries or
         held back by an update with nothing.
         """
-        self._requests.check_open()
-        self._requests.abort()
-        busy = [live for live in self._live.values() if live.calls]
-        _, errors = await self._fan_out(busy, lambda engine: engine.abort_all())
-        for live in busy:
-            for call in live.calls if live.name in errors else ():
+        for call in self._calls.values():
+            call.aborted, call.waits = True, False
+            call.event.set()
+            if call.is_held:
+                call.scope.cancel()
+        busy = [member for member in self._members.values() if member.calls]
+        answers = await self._fan_out(busy, _abort, must=False)
+        for member in busy:
+            for call in member.calls if member.name not in answers else ():
                 if call.aborted:
                     call.scope.cancel()
 
     async def health(self) -> bool:
         """Whether anyone is in service."""
         await trio.lowlevel.checkpoint()
-        return any(live.in_service for live in self._live.values())
+        return any(member.in_service for member in self._members.values())
 
     async def load(self) -> EngineLoad:
         """The sum over members in service that answer, and the fleet's own queue; cache_usage is that of the
         fullest.
         """
-        answers, _ = await self._fan_out(self._serving(), lambda engine: engine.load())
+        answers = await self._fan_out(self._serving(), lambda engine: engine.load(), must=False)
         usages = [load.cache_usage for load in answers.values() if load.cache_usage is not None]
+        waiting = sum(call.waits for call in self._calls.values())
         return EngineLoad(
             running=sum(load.running for load in answers.values()),
-            waiting=sum(load.waiting for load in answers.values()) + len(self._requests.waiting),
+            waiting=sum(load.waiting for load in answers.values()) + waiting,
             cache_usage=max(usages, default=None),
         )
 
     async def release_memory(self) -> None:
-        await self._tell_all(self._serving(), lambda engine: engine.release_memory())
+        await self._fan_out(self._serving(), lambda engine: engine.release_memory())
 
     async def restore_memory(self) -> None:
-        await self._tell_all(self._reachable(), lambda engine: engine.restore_memory())
+        await self._fan_out(self._reachable(), lambda engine: engine.restore_memory())
 
     def statistics(self) -> dict[str, float]:
         """`engine/<name>/…` for each member, and `fleet/…`. state: 0 healthy, 1 suspect, 2 dead, 3
         restarting, 4 stale; version −1: none yet.
         """
-        values: dict[str, float] = {}
-        for name, live in self._live.items():
-            counts = {
-                "state": CONDITIONS.index(live.condition),
-                "version": -1 if live.version is None else live.version,
-                "in_flight": len(live.calls),
-                "limit": int(live.limit),
-                "failures": live.all_failures,
-                "restarts": live.restarts,
+        values: dict[str, float] = dict(self._counts)
+        for name, member in self._members.items():
+            values |= {
+                f"engine/{name}/state": CONDITIONS.index(member.condition),
+                f"engine/{name}/version": -1 if member.version is None else member.version,
+                f"engine/{name}/in_flight": len(member.calls),
+                f"engine/{name}/limit": int(member.limit),
+                f"engine/{name}/failures": member.all_failures,
+                f"engine/{name}/restarts": member.restarts,
             }
-            values |= {f"engine/{name}/" + key: float(count) for key, count in counts.items()}
-        serving = sum(live.in_service for live in self._live.values())
-        totals = {"fleet/serving": serving, "fleet/queued": len(self._requests.waiting), "fleet/retries": 0}
-        return values | {name: float(value) for name, value in (totals | self._counts).items()}
+        values["fleet/serving"] = sum(member.in_service for member in self._members.values())
+        values["fleet/queued"] = sum(call.waits for call in self._calls.values())
+        return {name: float(value) for name, value in values.items()}
+
+    # --- life
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("the fleet is closed; use it inside `async with open_fleet(...)`")
 
     def _close(self) -> None:
-        self._requests.close()
+        """Whoever is in generate(), and every later call, gets EngineClosed."""
+        self._closed = True
+        for call in self._calls.values():
+            call.scope.cancel()
+            call.event.set()
         self._stale_sender.close()
-        self._notify()
+        self._note_service()
+
+
+async def _abort(engine: InferenceEngine) -> bool:
+    await engine.abort_all()
+    return True
 
 
 def _refuse_update() -> NoReturn:
     raise EngineError(
         "a fleet is not updated as one engine; weight_sync updates its members_for_update() and commits each"
+    )
+
+
+def unite_features(all_features: Sequence[EngineFeatures]) -> EngineFeatures:
+    """What a fleet of such engines supports: the least of each, every gap once. Raises EngineSetupError where
+    they do not fit together.
+    """
+    first = all_features[0]
+    for features in all_features:
+        if features.vocab_size != first.vocab_size or features.shares_weights:
+            raise EngineSetupError(
+                f"{features.name} has a vocabulary of {features.vocab_size}, {first.name} of {first.vocab_size}, and"
+                f" shares_weights={features.shares_weights}; the engines of a fleet serve one model, and none"
+                " generates with the trainer's own parameters"
+            )
+    shared = "update_from_checkpoint keep_pause deterministic seeds version_spans log_probs frees_memory"
+    return replace(
+        first,
+        **{name: all(getattr(features, name) for features in all_features) for name in shared.split()},
+        name="fleet",
+        context_length=min(features.context_length for features in all_features),
+        in_memory_update=False,  # of the members, by weight_sync
+        checksum=False,
+        gaps=tuple(dict.fromkeys(gap for features in all_features for gap in features.gaps)),
     )

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from rollouts.config.tables import EngineConfig
 from rollouts.engines.fleet import Fleet, open_fleet
-from rollouts.engines.fleet_members import FleetSettings, Member
+from rollouts.engines.fleet_members import Member
 from rollouts.engines.processes import EngineCommand, open_engine_processes
-from rollouts.engines.server_engine import ServerEngine
+from rollouts.engines.server import ServerEngine
 from rollouts.engines.sglang import open_sglang_engine
 from rollouts.engines.vllm import open_vllm_engine
 from rollouts.errors import ConfigError
@@ -98,8 +98,14 @@ async def open_server_fleet(
                 )
                 engine = await stack.enter_async_context(opened)
                 members.append(Member(engine, restart=process.restart, wait_exited=process.wait_exited))
-        settings = FleetSettings(max_concurrency=MAX_CONCURRENCY, down_limit_s=DOWN_LIMIT_S)
-        yield await stack.enter_async_context(open_fleet(members, settings=settings, seed=seed, warn=warn))
+        fleet = open_fleet(
+            members,
+            max_concurrency=MAX_CONCURRENCY,
+            down_limit_s=DOWN_LIMIT_S,
+            seed=seed,
+            warn=warn,
+        )
+        yield await stack.enter_async_context(fleet)
 
 
 def _open_engine(

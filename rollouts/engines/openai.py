@@ -11,30 +11,23 @@ NaN, which no Sample accepts; versions are −1.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Literal, Protocol
 
-import httpx
-import msgspec
 import numpy as np
 
-from rollouts.engines.http import open_http_client, split_url
-from rollouts.engines.server import EngineServer
-from rollouts.engines.wire import UNKNOWN_VERSION, decode_reply
-from rollouts.errors import (
-    EngineError,
-    EngineSetupError,
-    InfrastructureError,
-    ReplyError,
-    RequestRefused,
+from rollouts.engines.http import Transport
+from rollouts.engines.server import (
+    Dialect,
+    Server,
+    ServerEngine,
+    open_server_engine,
+    refuse_settings,
+    setup_errors,
 )
-from rollouts.protocols import PauseMode
-from rollouts.types import Completion, EngineFeatures, EngineLoad, FinishReason, GenerateRequest
-
-if TYPE_CHECKING:
-    import torch
+from rollouts.engines.wire import UNKNOWN_VERSION, Record, decode_reply
+from rollouts.errors import ReplyError, RequestRefused
+from rollouts.types import Completion, EngineFeatures, GenerateRequest
 
 MAX_STOPS = 4  # stop strings that the API takes
 GAPS = (
@@ -60,105 +53,32 @@ class TextTokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> Any: ...
 
 
-class _Choice(msgspec.Struct, frozen=True):
+class _Choice(Record, frozen=True):
     text: str
-    finish_reason: str
+    finish_reason: Literal["stop", "length", "content_filter"]
     token_ids: list[int] | None = None
 
 
-class _Completions(msgspec.Struct, frozen=True):
+class _Completions(Record, frozen=True):
     choices: list[_Choice]
 
 
-class OpenAIEngine:
-    """One endpoint. Made by open_openai_engine."""
+class OpenAIServer(Dialect):
+    """The Dialect of an endpoint that nobody controls."""
 
     def __init__(
-        self, server: EngineServer, features: EngineFeatures, *, model: str, tokenizer: TextTokenizer | None
+        self, server: Server, *, model: str, vocab_size: int, tokenizer: TextTokenizer | None
     ) -> None:
-        self.features = features
         self._server = server
         self._model = model
+        self._vocab_size = vocab_size
         self._tokenizer = tokenizer
 
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """One completion without log-probs. Raises RequestRefused, EngineError."""
-        return await self._server.run(request, self.features, self._ask)
-
-    async def _ask(self, request: GenerateRequest, server_id: str) -> Completion:
+    async def ask(self, request: GenerateRequest, server_id: str) -> Completion:
         body = make_completions_body(request, model=self._model, tokenizer=self._tokenizer)
         reply = await self._server.call("POST", "/v1/completions", body)
-        return parse_completions(
-            reply, request, self._tokenizer, vocab_size=self.features.vocab_size, where=self.features.name
-        )
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Admits nothing until resume(). Raises EngineError for "keep"."""
-        self._server.check_open()
-        if mode == "keep":
-            raise EngineError(f'{self.features.name} cannot freeze requests; pause("wait") or pause("abort")')
-        self._server.close_gate(frozen=False)
-        if mode == "abort":
-            await self._server.cancel_all()
-        else:
-            await self._server.wait_answered(self._server.sent())
-
-    async def resume(self) -> None:
-        self._server.check_open()
-        self._server.open_gate()
-
-    async def abort_all(self) -> None:
-        self._server.check_open()
-        await self._server.cancel_all()
-
-    async def weight_version(self) -> int:
-        self._server.check_open()
-        return UNKNOWN_VERSION
-
-    async def checksum(self) -> str | None:
-        self._server.check_open()
-        return None
-
-    async def health(self) -> bool:
-        try:
-            await self._server.call("GET", "/v1/models")
-        except EngineError:
-            return False
-        return True
-
-    async def load(self) -> EngineLoad:
-        """What we sent and what waits here: of others the endpoint says nothing."""
-        counts = self._server.statistics()
-        return EngineLoad(running=int(counts["running"]), waiting=int(counts["waiting"]))
-
-    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
-        raise self._no_updates()
-
-    async def begin_update(self) -> None:
-        raise self._no_updates()
-
-    def receive_bucket(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        raise self._no_updates()
-
-    async def finish_update(self, version: int) -> None:
-        raise self._no_updates()
-
-    async def release_memory(self) -> None:
-        raise self._no_memory()
-
-    async def restore_memory(self) -> None:
-        raise self._no_memory()
-
-    def _no_updates(self) -> EngineError:
-        return EngineError(
-            f"{self.features.name} takes no weights; train with engine.kind local, vllm or sglang"
-        )
-
-    def _no_memory(self) -> EngineError:
-        return EngineError(f"{self.features.name} gives no memory back; features.frees_memory is False")
-
-    def statistics(self) -> Mapping[str, float]:
-        return self._server.statistics()
+        name = self._server.name
+        return parse_completions(reply, request, self._tokenizer, vocab_size=self._vocab_size, where=name)
 
 
 def make_completions_body(
@@ -205,51 +125,35 @@ def parse_completions(
     a filter withheld the answer.
     """
     who = f"{where}, request {request.request_id!r}"
-    reply = decode_reply(body, _Completions, where=where)
-    if len(reply.choices) != 1:
-        raise ReplyError(f"{who}: {len(reply.choices)} choices instead of one")
-    choice = reply.choices[0]
+    choices = decode_reply(body, _Completions, where=where).choices
+    if len(choices) != 1:
+        raise ReplyError(f"{who}: {len(choices)} choices instead of one")
+    choice, limit = choices[0], request.sampling.max_new_tokens
     if choice.finish_reason == "content_filter":
         raise RequestRefused(f"{who}: the endpoint's content filter withheld the answer")
-    token_ids = (
-        choice.token_ids
-        if tokenizer is None
-        else list(tokenizer.encode(choice.text, add_special_tokens=False))
-    )
-    if token_ids is None:
+    ids = choice.token_ids
+    if tokenizer is not None:
+        ids = list(tokenizer.encode(choice.text, add_special_tokens=False))
+    elif ids is None or len(ids) > limit:  # text, tokenized again, may have more tokens than it was made of
         raise ReplyError(
-            f"{who}: the answer has no token_ids; this endpoint speaks text: open the engine with tokenizer=…"
+            f"{who}: {len(ids or ())} token_ids for max_new_tokens={limit}; one that speaks text needs tokenizer=…"
         )
-    limit = request.sampling.max_new_tokens
-    if (
-        tokenizer is None and len(token_ids) > limit
-    ):  # text, tokenized again, may have more tokens than it was made of
-        raise ReplyError(f"{who}: {len(token_ids)} tokens, more than max_new_tokens={limit}")
-    for index, token in enumerate(token_ids):
-        if not 0 <= token < vocab_size:
-            raise ReplyError(f"{who}: token {index} has id {token}, outside the vocabulary of {vocab_size}")
+    outside = [token for token in ids if not 0 <= token < vocab_size]
+    if outside:
+        raise ReplyError(f"{who}: ids {outside[:3]} outside the vocabulary of {vocab_size}")
     return Completion(
         request_id=request.request_id,
-        token_ids=np.asarray(token_ids, np.int64),
-        log_probs=np.full(len(token_ids), np.nan, np.float32),
-        weight_versions=np.full(len(token_ids), UNKNOWN_VERSION, np.int64),
-        finish_reason=_parse_finish_reason(choice.finish_reason, who),
+        token_ids=np.asarray(ids, np.int64),
+        log_probs=np.full(len(ids), np.nan, np.float32),
+        weight_versions=np.full(len(ids), UNKNOWN_VERSION, np.int64),
+        finish_reason=choice.finish_reason,
     )
-
-
-def _parse_finish_reason(text: str, who: str) -> FinishReason:
-    if text == "stop":
-        return "stop"
-    if text == "length":
-        return "length"
-    raise ReplyError(f"{who}: finish reason {text!r}; known are stop and length")
 
 
 # --- opening ------------------------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def open_openai_engine(
+def open_openai_engine(
     url: str,
     *,
     model: str,
@@ -259,8 +163,8 @@ async def open_openai_engine(
     vocab_size: int,
     context_length: int,
     tokenizer: TextTokenizer | None = None,
-    transport: Callable[[], httpx.AsyncBaseTransport] | None = None,
-) -> AsyncIterator[OpenAIEngine]:
+    transport: Transport | None = None,
+) -> AbstractAsyncContextManager[ServerEngine]:
     """The engine behind `url`, without its /v1, until the block ends.
 
     `silence_s`: an endpoint says nothing while it generates, so this bounds a whole answer. `vocab_size`,
@@ -268,50 +172,44 @@ async def open_openai_engine(
     `transport`: how requests travel; None: HTTP. Raises EngineSetupError for a url or a key that cannot be
     used and for a key or a model that the endpoint does not know; EngineUnreachable, EngineSilent.
     """
-    name = name or f"openai-{split_url(url).netloc}"
-    features = EngineFeatures(
-        vocab_size=vocab_size,
-        context_length=context_length,
-        in_memory_update=False,
-        update_from_checkpoint=False,
-        shares_weights=False,
-        keep_pause=False,
-        deterministic=False,
+
+    async def shake_hands(server: Server) -> ServerEngine:
+        with setup_errors("check url and api_key"):
+            served = [one.id for one in (await server.read("/v1/models", _Models)).data]
+        refuse_settings(server.name, {f"does not serve {model!r}; it has {served[:10]}": model not in served})
+        features = EngineFeatures(
+            vocab_size=vocab_size,
+            context_length=context_length,
+            in_memory_update=False,
+            update_from_checkpoint=False,
+            shares_weights=False,
+            keep_pause=False,
+            deterministic=False,
+            name=server.name,
+            seeds=False,
+            version_spans=False,
+            log_probs=False,
+            frees_memory=False,
+            gaps=GAPS if tokenizer is None else GAPS + TEXT_GAPS,
+        )
+        dialect = OpenAIServer(server, model=model, vocab_size=vocab_size, tokenizer=tokenizer)
+        return ServerEngine(server, features, dialect)
+
+    return open_server_engine(
+        url,
+        shake_hands,
+        kind="openai",
         name=name,
-        seeds=False,
-        version_spans=False,
-        log_probs=False,
-        frees_memory=False,
-        gaps=GAPS if tokenizer is None else GAPS + TEXT_GAPS,
+        health_path="/v1/models",
+        api_key=api_key,
+        silence_s=silence_s,
+        transport=transport,
     )
-    async with open_http_client(url, api_key=api_key, transport=transport) as client:
-        server = EngineServer(client, name=name, silence_s=silence_s)
-        try:
-            await _check_served(server, model)
-            yield OpenAIEngine(server, features, model=model, tokenizer=tokenizer)
-        finally:
-            server.close()
 
 
-class _Served(msgspec.Struct, frozen=True):
+class _Served(Record, frozen=True):
     id: str
 
 
-class _Models(msgspec.Struct, frozen=True):
+class _Models(Record, frozen=True):
     data: list[_Served]
-
-
-async def _check_served(server: EngineServer, model: str) -> None:
-    try:
-        body = await server.call("GET", "/v1/models")
-    except InfrastructureError:
-        raise
-    except EngineError as error:
-        raise EngineSetupError(
-            f"{server.name} does not tell its models: {error}; check url and api_key"
-        ) from error
-    names = [served.id for served in decode_reply(body, _Models, where=server.name).data]
-    if model not in names:
-        raise EngineSetupError(
-            f"{server.name} does not serve {model!r}; it has {', '.join(names[:10]) or 'nothing'}"
-        )

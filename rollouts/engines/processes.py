@@ -299,10 +299,10 @@ async def ask_ready(url: str, api_key: str, *, health_path: str) -> Literal["rea
                 open_http_client(url, connect_s=ANSWER_S) as anybody,
                 open_http_client(url, api_key=api_key, connect_s=ANSWER_S) as we,
             ):
-                if (await we.request("GET", health_path)).status != 200:
+                if (await we.request("GET", health_path)).status_code != 200:
                     return "starting"
-                with_key = (await we.request("GET", KEYED_PATH)).status
-                without = (await anybody.request("GET", KEYED_PATH)).status
+                with_key = (await we.request("GET", KEYED_PATH)).status_code
+                without = (await anybody.request("GET", KEYED_PATH)).status_code
                 return (
                     "ready"
                     if with_key == 200 and without == 401

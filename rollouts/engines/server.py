@@ -1,9 +1,10 @@
-"""What every HTTP engine does on this side of the wire: who may be asked, who is in flight, what a status
-means, when silence is a failure.
+"""A running server as an InferenceEngine. What vLLM, SGLang and OpenAI-compatible endpoints do differently is
+in a Dialect; what is the same is here.
 
-    generate() ──► check ──► gate ──► ask(request, server_id) ──► Completion
-                   refuses    closed between pause() and resume()
-                              abort_all(): whoever waits here is answered at once, with nothing
+    generate   check ──► gate ──► dialect.ask ──► Completion
+               refuses    closed between pause() and resume(); abort_all() answers whoever waits there
+    pause      gate closed, everyone answered (abort, wait) or left in flight (keep), then the server frozen
+    update     the snapshot checked against the server's model, then dialect.load_weights; pause first
 
 A server is asked under ids of our own making: fixed-width hex, because SGLang aborts every id that begins
 with the one it is given. What would kill a server (an id outside the vocabulary) or be refused by it (a
@@ -14,363 +15,468 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
+import httpx
 import msgspec
 import trio
 
-from rollouts.engines.http import HttpReply
-from rollouts.engines.wire import decode_reply, make_empty_completion, show
+from rollouts.engines.http import HttpClient, Transport, open_http_client, split_url
+from rollouts.engines.snapshot import check_same_model, read_tensor_shapes
+from rollouts.engines.wire import decode_reply, make_empty_completion, parse_version, show
 from rollouts.errors import (
     EngineClosed,
     EngineError,
     EngineOverloaded,
+    EngineSetupError,
     EngineSilent,
     InfrastructureError,
+    ReplyError,
     RequestRefused,
+    SnapshotError,
 )
 from rollouts.models.requests import check_request
-from rollouts.types import Completion, EngineFeatures, GenerateRequest
+from rollouts.protocols import PauseMode
+from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
+
+if TYPE_CHECKING:
+    import torch
 
 # for a server to answer what it was told to abort; after it the connection is closed, which aborts too
 ABORT_GRACE_S = 5.0
 ABORT_AGAIN_S = 1.0  # an abort that overtook its request on the way names nobody; it is said again
 HEALTH_S = 10.0  # for the answer to whether a server is well; less where silence_s is
-ARRIVED_S = 1.0  # after which a request that was sent should be among those that its server counts
+LOADING = "loading"  # the version's name while weights are exchanged: no number, so it is read as −1
+NEVER_NAMED = "default"  # the version's name in a server that was started and not updated since
 ResultT = TypeVar("ResultT")
-Ask = Callable[[GenerateRequest, str], Awaitable[Completion]]
-"""The completion of one request, sent under a server-side id."""
 
 
-class Client(Protocol):
-    """What HttpClient does."""
+class Server:
+    """Calls to one server."""
 
-    async def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: bytes | None = None,
-        silence_s: float = ...,
-    ) -> HttpReply: ...
-    def statistics(self) -> Mapping[str, float]: ...
-
-
-class Progress(NamedTuple):
-    """What a server says of its work."""
-
-    work: Hashable  # differs from what it was if anything was done since
-    requests: int | None  # that it has, running or waiting, ours and others'; None: it cannot tell now
-
-
-@dataclass(slots=True, eq=False)
-class _InFlight:
-    request: GenerateRequest
-    server_id: str
-    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
-    asked_s: float | None = None  # when it passed the gate
-    aborted: bool = False
-    lost: bool = False  # the server has forgotten it
-
-    @property
-    def asked(self) -> bool:
-        return self.asked_s is not None
-
-
-class EngineServer:
-    """One server as its engine sees it. Used by ServerEngine; lives as long as its HTTP
-    client.
-    """
-
-    def __init__(self, client: Client, *, name: str, silence_s: float) -> None:
+    def __init__(self, client: HttpClient, *, name: str, silence_s: float, health_path: str) -> None:
         """`silence_s`: seconds without a byte, and without progress, after which an answer is given up."""
-        self.client = client
         self.name = name
         self.silence_s = silence_s
-        self._in_flight: dict[str, _InFlight] = {}
-        self._paused = False
-        self._frozen = False
-        self._closed = False
-        self._changed = trio.Event()
-        self._progress: tuple[float, Hashable] | None = None
-        self._suspects: frozenset[str] = (
-            frozenset()
-        )  # server ids of requests that the server did not seem to have when it was last asked
-        self._finished = 0
-
-    # --- calls ----------------------------------------------------------------------------------------------
+        self._client = client
+        self._health_path = health_path
 
     async def call(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        silence_s: float | None = None,
+        self, method: str, path: str, body: Any = None, *, silence_s: float | None = None
     ) -> bytes:
         """The body of a 2xx answer. `body` is sent as JSON. Raises what `check_status` raises,
         EngineUnreachable, EngineSilent, ReplyError.
         """
-        self.check_open()
         sent = None if body is None else msgspec.json.encode(body)
-        reply = await self.client.request(method, path, body=sent, silence_s=silence_s or self.silence_s)
+        reply = await self._client.request(method, path, body=sent, silence_s=silence_s or self.silence_s)
         check_status(reply, where=f"{self.name}: {method} {path}")
-        return reply.body
+        return reply.content
 
     async def read(self, path: str, kind: type[ResultT], *, show_body: bool = True) -> ResultT:
         """The record in the answer to GET `path`. Raises as call, and ReplyError."""
         where = f"{self.name}: GET {path}"
         return decode_reply(await self.call("GET", path), kind, where=where, show_body=show_body)
 
-    async def call_generate(
-        self, path: str, body: Any, read_progress: Callable[[], Awaitable[Hashable]]
-    ) -> bytes:
-        """The answer to a generate call, awaited while the server makes progress or is paused by us."""
-        return await ask_watched(
-            lambda: self.call("POST", path, body, silence_s=math.inf),
-            lambda: self._moved(read_progress),
-            silence_s=self.silence_s,
-            where=f"{self.name}: POST {path}",
-        )
-
-    async def health(self, path: str) -> bool:
-        """Whether `path` gives 2xx within HEALTH_S."""
+    async def control(self, path: str, body: Any = None) -> bytes:
+        """The body of a 2xx answer to a POST that may take long, awaited for as long as the server is well. A
+        refusal is EngineError: a control call carries no request at fault.
+        """
         try:
-            await self.call("GET", path, silence_s=min(self.silence_s, HEALTH_S))
+            return await ask_watched(
+                lambda: self.call("POST", path, body, silence_s=math.inf),
+                self.health,
+                silence_s=self.silence_s,
+                where=f"{self.name}: POST {path}",
+            )
+        except RequestRefused as error:
+            raise EngineError(str(error)) from error
+
+    async def health(self) -> bool:
+        """Whether the health path gives 2xx within HEALTH_S."""
+        try:
+            await self.call("GET", self._health_path, silence_s=min(self.silence_s, HEALTH_S))
         except EngineError:
             return False
         return True
 
-    async def _moved(self, read_progress: Callable[[], Awaitable[Hashable]]) -> bool:
-        """Whether the server did any work since it was last asked; asked once for all who wait. A frozen
-        server need not.
 
-        Where it counts its requests (read_progress gives a Progress), those that it has lost are given up on
-        the way.
+class Dialect(Protocol):
+    """What one kind of server is asked, and how; the defaults are an endpoint's that nobody controls.
+    Everything raises EngineError.
+    """
+
+    abort_grace_s: float = 0.0  # ABORT_GRACE_S; 0: requests are aborted by closing their connections
+    shapes: Mapping[str, tuple[int, ...]] | None = None  # of the server's model; None: unknown here
+
+    async def ask(self, request: GenerateRequest, server_id: str) -> Completion: ...
+    async def read_work(self) -> Hashable:
+        """Differs from what it was if the server did anything since."""
+        await trio.lowlevel.checkpoint()
+        return trio.current_time()
+
+    async def abort(self, server_ids: list[str]) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def freeze(self, mode: PauseMode) -> None:
+        """The server generates nothing until thaw()."""
+        await trio.lowlevel.checkpoint()
+
+    async def thaw(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def read_version_name(self) -> str:
+        await trio.lowlevel.checkpoint()
+        return ""
+
+    async def checksum(self) -> str | None:
+        await trio.lowlevel.checkpoint()
+
+    async def load(self) -> EngineLoad | None:
+        await trio.lowlevel.checkpoint()
+
+    # Called only where features say so.
+    async def load_weights(self, path: Path, version: int) -> None:
+        """The snapshot in `path` is loaded and bears `version`."""
+        raise AssertionError("its features say that it cannot")
+
+    async def release_memory(self) -> None:
+        raise AssertionError("its features say that it cannot")
+
+    async def restore_memory(self) -> None:
+        raise AssertionError("its features say that it cannot")
+
+
+@dataclass(slots=True, eq=False)
+class _InFlight:
+    server_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    done: trio.Event = field(default_factory=trio.Event)
+    asked: bool = False  # it passed the gate
+    aborted: bool = False
+
+
+class ServerEngine:
+    """One server. Made by open_vllm_engine, open_sglang_engine and open_openai_engine."""
+
+    def __init__(self, server: Server, features: EngineFeatures, dialect: Dialect) -> None:
+        self.features = features
+        self.dialect = dialect
+        self._server = server
+        self._in_flight: dict[str, _InFlight] = {}
+        self._paused = False  # new requests wait at the gate
+        self._frozen = False  # what is at the server stands still: its silence says nothing
+        self._released = False  # its memory
+        self._closed = False
+        self._changed = trio.Event()
+        self._work: tuple[float, Hashable] = (-math.inf, None)  # when it was asked for, and the answer
+        self._finished = self._updates = 0
+
+    # --- requests
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """One completion. Cancelling the caller frees its row. Raises RequestRefused before anything is sent,
+        EngineClosed, InfrastructureError.
         """
-        if self._frozen:
-            return True
-        now, last = trio.current_time(), self._progress
-        if last is not None and now - last[0] < self.silence_s / 2:
-            return True
-        self._progress = (now, None)  # whoever comes while we ask waits another round
-        try:
-            value = await read_progress()
-        except InfrastructureError as error:
-            raise EngineSilent(
-                f"{self.name} sent nothing for {self.silence_s:g} s and does not say how far it is: {error}"
-            ) from error
-        if isinstance(value, Progress):
-            if value.requests is not None and not self._frozen:
-                self._give_up_lost(value.requests, asked_before_s=now - ARRIVED_S)
-            value = value.work
-        self._progress = (now, value)
-        return last is None or last[1] is None or value != last[1]
-
-    def _give_up_lost(self, count: int, *, asked_before_s: float) -> None:
-        """Ends what the server, which has `count` requests, did not have at two looks in a row: it works on,
-        but never for these.
-
-        Which ones it lost it does not say. Whatever is lost grows old while others are answered, so it is
-        sought among the oldest, and only among those that were silent for silence_s.
-        """
-        ours = [
-            entry
-            for entry in self._in_flight.values()
-            if entry.asked_s is not None and entry.asked_s <= asked_before_s
-        ]
-        ours.sort(key=lambda entry: entry.asked_s or 0.0)
-        missing = ours[: max(0, len(ours) - count)]
-        suspects, self._suspects = self._suspects, frozenset(entry.server_id for entry in missing)
-        silent_since_s = trio.current_time() - self.silence_s
-        for entry in missing:
-            if entry.server_id in suspects and not entry.aborted and (entry.asked_s or 0.0) <= silent_since_s:
-                entry.lost = True
-                entry.scope.cancel()
-
-    # --- requests -------------------------------------------------------------------------------------------
-
-    async def run(self, request: GenerateRequest, features: EngineFeatures, ask: Ask) -> Completion:
-        """`ask`, when the gate is open. Raises RequestRefused before anything is sent, EngineClosed, and what
-        `ask` raises.
-        """
-        self.check_open()
+        self._check_open()
+        features = self.features
         check_request(request, vocab_size=features.vocab_size, max_context=features.context_length)
         if request.request_id in self._in_flight:
             raise RequestRefused(
                 f"request {request.request_id!r} is in flight on {features.name} already; ids must be unique"
             )
-        entry = self._in_flight[request.request_id] = _InFlight(request, uuid.uuid4().hex)
-        completion: Completion | None = None
+        entry = self._in_flight[request.request_id] = _InFlight()
         try:
             with entry.scope:
-                await self._pass_gate(entry)
+                while self._paused and not entry.aborted:
+                    await self._changed.wait()
                 if not entry.aborted:
-                    completion = await ask(request, entry.server_id)
+                    entry.asked = True
+                    completion = await ask_watched(
+                        lambda: self.dialect.ask(request, entry.server_id),
+                        self._works,
+                        silence_s=self._server.silence_s,
+                        where=f"{features.name}, request {request.request_id!r}",
+                    )
                     self._finished += 1
+                    return completion
         finally:
             del self._in_flight[request.request_id]
-            self.notify()
-        if completion is not None:
-            return completion
-        self.check_open()
-        if entry.lost and not entry.aborted:
-            raise EngineSilent(
-                f"{self.name} has lost request {request.request_id!r}: it works, and counts fewer requests"
-                " than it was sent"
-            )
+            entry.done.set()
+        self._check_open()
         return make_empty_completion(request)
 
-    async def _pass_gate(self, entry: _InFlight) -> None:
-        while self._paused and not entry.aborted and not self._closed:
-            await self._changed.wait()
-        self.check_open()
-        entry.asked_s = trio.current_time()
-
-    def close_gate(self, *, frozen: bool = True) -> None:
-        """New requests wait from now on. `frozen`: those at the server stand still too, so that its silence
-        says nothing.
+    async def _works(self) -> bool:
+        """Whether the server did any work since it was last asked; asked once for all who wait. A frozen
+        server need not.
         """
-        self._paused = True
-        self._frozen = frozen
-        self._progress = None
-        self._suspects = frozenset()
-
-    def open_gate(self) -> None:
-        self._paused = False
-        self._frozen = False
-        self._progress = None  # what stood still while it was paused may begin anew
-        self._suspects = frozenset()
-        self.notify()
-
-    @contextmanager
-    def pausing(self) -> Iterator[None]:
-        """Around what pauses the server: if that fails or is cancelled, the gate is as open, and the server
-        taken to be as frozen, as before.
-        """
-        paused, frozen = self._paused, self._frozen
+        now, (asked_s, before) = trio.current_time(), self._work
+        if self._frozen or now - asked_s < self._server.silence_s / 2:
+            return True
+        self._work = (now, None)  # whoever comes while we ask waits another round
         try:
-            yield
-        except BaseException:
-            if paused:
-                self._frozen = frozen
-            else:
-                self.open_gate()
-            raise
+            work = await self.dialect.read_work()
+        except InfrastructureError as error:
+            raise EngineSilent(
+                f"{self.features.name} is silent and does not say how far it is: {error}"
+            ) from error
+        self._work = (now, work)
+        return before is None or work != before
 
-    @contextmanager
-    def resuming(self) -> Iterator[None]:
-        """Around what lets the server go on. The gate opens even if that fails: behind a gate that nobody
-        opens again, requests would wait for ever, while the server answers them, or fails to, within
-        silence_s.
+    async def abort_all(self) -> None:
+        """Answers everyone: who waits at the gate with nothing, who is at the server with what it has.
+
+        A server that does not answer within abort_grace_s loses the connection, and the tokens. Nobody is in
+        flight any more even if it raises, which it does if the server failed at the last abort call.
         """
-        try:
-            yield
-        finally:
-            self.open_gate()
-
-    @property
-    def paused(self) -> bool:
-        return self._paused
-
-    def sent(self) -> dict[str, str]:
-        """Request ids that the server has, or will have in a moment, with its names for them."""
-        return {name: entry.server_id for name, entry in self._in_flight.items() if entry.asked}
-
-    async def wait_answered(self, names: Mapping[str, str]) -> None:
-        """Returns when none of `names`, from sent(), is in flight any more."""
-        while any(
-            name in self._in_flight and self._in_flight[name].server_id == server_id
-            for name, server_id in names.items()
-        ):
-            await self._changed.wait()
-
-    async def abort(self, send_abort: Callable[[list[str]], Awaitable[None]]) -> None:
-        """Answers everyone: who waits at the gate with nothing, who is at the server with what it has, told
-        by `send_abort(server ids)`.
-
-        Ends within ABORT_GRACE_S after the first `send_abort`: a server that does not answer by then loses
-        the connection, and the tokens. Nobody is in flight any more even if it raises, which it does with the
-        last EngineError of `send_abort`, if none after it went well.
-        """
+        self._check_open()
         for entry in self._in_flight.values():
             entry.aborted = True
-        self.notify()
-        names = self.sent()
+        self._notify()
         failure: EngineError | None = None
-        with trio.move_on_after(ABORT_GRACE_S) as grace:
-            while names:
+        sent = left = self._sent()
+        with trio.move_on_after(self.dialect.abort_grace_s):
+            while left := [entry for entry in left if not entry.done.is_set()]:
                 try:
-                    await send_abort(list(names.values()))
+                    await self.dialect.abort([entry.server_id for entry in left])
                     failure = None
                 except EngineError as error:
                     failure = error
                 with trio.move_on_after(ABORT_AGAIN_S):
-                    await self.wait_answered(names)
-                names = {
-                    name: server_id for name, server_id in names.items() if self.sent().get(name) == server_id
-                }
-        if grace.cancelled_caught:
-            for name, server_id in names.items():
-                if self.sent().get(name) == server_id:
-                    self._in_flight[name].scope.cancel()
-            await self.wait_answered(names)
+                    await _wait_done(left)
+        for entry in left:
+            entry.scope.cancel()
+        await _wait_done(sent)
         if failure is not None:
             raise failure
 
-    async def cancel_all(self) -> None:
-        """Answers everyone with nothing: for servers that cannot be told to abort. Their connections are
-        closed.
+    # --- flow
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Closes the gate here, then stops the server. Returns when nothing is generated any more. If it
+        fails, the gate is as it was.
         """
-        names = self.sent()
-        for entry in self._in_flight.values():
-            entry.aborted = True
-            if entry.asked:
-                entry.scope.cancel()
-        self.notify()
-        await self.wait_answered(names)
+        self._check_open()
+        if mode == "keep" and not self.features.keep_pause:
+            raise EngineError(f'{self.features.name} cannot freeze requests; pause("wait") or pause("abort")')
+        paused, frozen = self._paused, self._frozen
+        self._set_gate(paused=True, frozen=mode != "wait")
+        try:
+            if mode == "wait":  # a server's own "wait" keeps what it has queued
+                if paused:
+                    await self.dialect.thaw()  # what an earlier pause froze has to finish
+                await _wait_done(self._sent())
+            elif mode == "abort":
+                await self.abort_all()
+            await self.dialect.freeze(mode)
+        except BaseException:
+            self._set_gate(paused=paused, frozen=frozen)
+            raise
+        self._frozen = True
 
-    # --- life -----------------------------------------------------------------------------------------------
+    async def resume(self) -> None:
+        """Requests in flight go on and waiting ones are sent. The gate opens even if that fails: behind a
+        gate that nobody opens again, requests would wait for ever, while the server answers them, or fails
+        to, within silence_s.
+        """
+        try:
+            await self.dialect.thaw()
+        finally:
+            self._set_gate(paused=False, frozen=False)
 
-    def notify(self) -> None:
+    def _set_gate(self, *, paused: bool, frozen: bool) -> None:
+        self._paused, self._frozen = paused, frozen
+        self._work = (-math.inf, None)  # what stood still while it was paused may begin anew
+        self._notify()
+
+    def _sent(self) -> list[_InFlight]:
+        return [entry for entry in self._in_flight.values() if entry.asked]
+
+    # --- weights
+
+    async def weight_version(self) -> int:
+        """The version whose weights it serves; −1 while it serves weights that were never named."""
+        self._check_open()
+        return parse_version(await self.dialect.read_version_name())
+
+    async def checksum(self) -> str | None:
+        """A fingerprint of all weights, in the server's own names and shapes."""
+        self._check_open()
+        return await self.dialect.checksum()
+
+    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
+        """Loads a directory of safetensors, which the server must see under the same path, as `version`.
+        Pause first, in any mode; requests frozen by pause("keep") go on with the new weights.
+
+        Raises EngineError, with nothing sent, for a directory that is damaged or of another model (loading a
+        cut file, a server would end), and if the server fails; WeightVersionError if the server names another
+        version afterwards; EngineSetupError for a server that came back with settings that would falsify
+        training.
+        """
+        self._check_open()
+        if not self.features.update_from_checkpoint:
+            self._refuse_update()
+        path = path.absolute()
+        try:
+            shapes = await trio.to_thread.run_sync(read_tensor_shapes, path)
+            if self.dialect.shapes is not None:
+                check_same_model(shapes, self.dialect.shapes, path=path)
+        except SnapshotError as error:
+            raise EngineError(f"{self.features.name} was sent nothing: {error}") from error
+        await self.dialect.load_weights(path, version)
+        self._updates += 1
+        return {"version": version, "tensors": len(shapes)}
+
+    async def begin_update(self) -> NoReturn:
+        self._refuse_update()
+
+    def receive_bucket(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> NoReturn:
+        self._refuse_update()
+
+    async def finish_update(self, version: int) -> NoReturn:
+        self._refuse_update()
+
+    def _refuse_update(self) -> NoReturn:
+        way_out = "update it from a checkpoint, or by weight_sync.broadcast"
+        if not self.features.update_from_checkpoint:
+            way_out = "train with engine.kind local, vllm or sglang"
+        raise EngineError(f"{self.features.name} takes no such update; {way_out}")
+
+    # --- the rest
+
+    async def health(self) -> bool:
+        return not self._closed and await self._server.health()
+
+    async def load(self) -> EngineLoad:
+        """What the server says, or where it says nothing what we sent and what waits here."""
+        sent = len(self._sent())
+        return await self.dialect.load() or EngineLoad(running=sent, waiting=len(self._in_flight) - sent)
+
+    async def release_memory(self) -> None:
+        """Gives memory back. Raises EngineError where the server cannot, and unless it is paused and idle."""
+        if not self.features.frees_memory:
+            raise EngineError(
+                f"{self.features.name} keeps its memory; its features.gaps say how it would not"
+            )
+        if not self._paused or self._sent():
+            raise EngineError(f"{self.features.name} has requests, or takes some; pause('wait') it first")
+        await self.dialect.release_memory()
+        self._released = True
+
+    async def restore_memory(self) -> None:
+        """Weights and an empty cache are there again; the engine is as paused as it was."""
+        if self._released:
+            await self.dialect.restore_memory()
+            if self._paused:
+                await self.dialect.freeze("keep")  # vLLM's waking up resumes its scheduler
+            self._released = False
+
+    def statistics(self) -> Mapping[str, float]:
+        sent = len(self._sent())
+        counts = {
+            "running": sent,
+            "waiting": len(self._in_flight) - sent,
+            "requests_finished": self._finished,
+            "updates": self._updates,
+        }
+        return {name: float(count) for name, count in counts.items()}
+
+    # --- life
+
+    def _notify(self) -> None:
         changed, self._changed = self._changed, trio.Event()
         changed.set()
 
-    def check_open(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
-            raise EngineClosed(f"{self.name} is closed; use it inside its `async with`")
+            raise EngineClosed(f"{self.features.name} is closed; use it inside its `async with`")
 
     def close(self) -> None:
         """Whoever waits, and every later call, gets EngineClosed."""
         self._closed = True
         for entry in self._in_flight.values():
             entry.scope.cancel()
-        self.notify()
 
-    def statistics(self) -> dict[str, float]:
-        asked = sum(entry.asked for entry in self._in_flight.values())
-        counts = {
-            "running": asked,
-            "waiting": len(self._in_flight) - asked,
-            "requests_finished": self._finished,
-        }
-        return {name: float(value) for name, value in counts.items()} | {
-            f"http/{name}": value for name, value in self.client.statistics().items()
-        }
+
+async def _wait_done(entries: Sequence[_InFlight]) -> None:
+    for entry in entries:
+        await entry.done.wait()
+
+
+# --- opening ------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def open_server_engine(
+    url: str,
+    shake_hands: Callable[[Server], Awaitable[ServerEngine]],
+    *,
+    kind: str,
+    name: str,
+    health_path: str,
+    api_key: str | None,
+    silence_s: float,
+    transport: Transport | None,
+) -> AsyncIterator[ServerEngine]:
+    """The engine that `shake_hands` makes of the server behind `url`, until the block ends. Raises what it
+    raises, and EngineSetupError for a url or a key that cannot be used.
+    """
+    name = name or f"{kind}-{split_url(url).netloc}"
+    async with open_http_client(url, api_key=api_key, transport=transport) as client:
+        engine = await shake_hands(Server(client, name=name, silence_s=silence_s, health_path=health_path))
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+@contextmanager
+def setup_errors(way_out: str) -> Iterator[None]:
+    """A refusal or a reply of another kind inside becomes EngineSetupError with the way out; a server that is
+    gone or busy stays what it is.
+    """
+    try:
+        yield
+    except EngineSetupError:
+        raise
+    except EngineError as error:
+        if isinstance(error, InfrastructureError) and not isinstance(error, ReplyError):
+            raise
+        raise EngineSetupError(f"{error}; {way_out}") from error
+
+
+def refuse_settings(name: str, rules: Mapping[str, object]) -> None:
+    """Raises EngineSetupError with the first sentence about a server whose value is true."""
+    for sentence, broken in rules.items():
+        if broken:
+            raise EngineSetupError(f"{name} {sentence}")
+
+
+def find_shapes(model: Path) -> dict[str, tuple[int, ...]] | None:
+    """Shapes of the model that a server was started with; None if it lies on another machine or in another
+    format.
+    """
+    try:
+        return read_tensor_shapes(model)
+    except SnapshotError:
+        return None
+
+
+# --- calls --------------------------------------------------------------------------------------------------
 
 
 async def ask_watched(
     ask: Callable[[], Awaitable[ResultT]],
-    moves: Callable[[], Awaitable[bool]],
+    works: Callable[[], Awaitable[bool]],
     *,
     silence_s: float,
     where: str,
 ) -> ResultT:
-    """What `ask()` returns. Every `silence_s` a task beside it asks `moves()` whether the server still works;
-    if not, `ask()` is cancelled. Raises what both raise, and EngineSilent.
+    """What `ask()` returns. Every `silence_s` a task beside it asks whether the server `works()`; if not,
+    `ask()` is cancelled. Raises what both raise, and EngineSilent.
     """
     results: list[ResultT] = []
     failure: EngineError | None = None
@@ -380,7 +486,7 @@ async def ask_watched(
         try:
             while True:
                 await trio.sleep(silence_s)
-                if not await moves():
+                if not await works():
                     raise EngineSilent(f"{where}: no answer and no progress for {silence_s:g} s")
         except EngineError as error:
             failure = error
@@ -399,28 +505,24 @@ async def ask_watched(
     raise failure
 
 
-def check_status(reply: HttpReply, *, where: str) -> None:
+def check_status(reply: httpx.Response, *, where: str) -> None:
     """Raises unless the status is 2xx: EngineOverloaded for 429 and 503, InfrastructureError for 5xx and 408,
     RequestRefused for other 4xx.
 
     401, 403, 404 and redirects are EngineError: they are about the server's address, key and version, and no
     other request will fare better.
     """
-    if 200 <= reply.status < 300:
+    status, text = reply.status_code, f"{where} gave {reply.status_code}: {show(reply.content)}"
+    if 200 <= status < 300:
         return
-    text = f"{where} gave {reply.status}: {show(reply.body)}"
-    if reply.status in (429, 503):
-        raise EngineOverloaded(text, retry_after_s=read_retry_after(reply.headers))
+    if status in (429, 503):
+        value = reply.headers.get("retry-after", "").strip()  # seconds; dates are ignored
+        seconds = float(value) if value.isascii() and value.isdecimal() else None
+        raise EngineOverloaded(text, retry_after_s=seconds)
     if (
-        reply.status >= 500 or reply.status == 408
-    ):  # 408: it waited for the request in vain, and a proxy says so for its server
+        status >= 500 or status == 408
+    ):  # 408: it waited for the request in vain; a proxy says so for its server
         raise InfrastructureError(text)
-    if reply.status in (401, 403, 404) or reply.status < 400:
+    if status in (401, 403, 404) or status < 400:
         raise EngineError(text)
     raise RequestRefused(text)
-
-
-def read_retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds of a Retry-After header; None if there is none, or it is a date or no number."""
-    value = headers.get("retry-after", "").strip()
-    return float(value) if value.isascii() and value.isdecimal() else None

@@ -1,7 +1,5 @@
 """What every server's answer must be before it becomes a Completion: decoded into typed records, never
-repaired.
-
-A server's dialect (its msgspec records) lives with its engine; what all answers must obey is here.
+repaired. The records of a server are with its engine.
 """
 
 from __future__ import annotations
@@ -15,16 +13,21 @@ import msgspec
 import numpy as np
 
 from rollouts.errors import ReplyError
-from rollouts.types import Completion, FinishReason, GenerateRequest
+from rollouts.types import Completion, FinishReason, GenerateRequest, IntArray
 
 RecordT = TypeVar("RecordT")
 SHOWN_BYTES = 200  # of an answer, in an error message
 UNKNOWN_VERSION = -1  # weights that were never named
-LOWEST_LOG_PROB = -1e4  # no sampled token is that unlikely: what is below stands for −infinity, or for none
+LOWEST_LOG_PROB = -9000.0  # no token is that unlikely; vLLM writes −9999 for NaN, −infinity and none
+HIGHEST_LOG_PROB = 1e-3  # rounding may lift a certain token a little above 0
 _VERSION = re.compile("0|[1-9][0-9]{0,17}")  # as we write them; all of these fit into int64
 
 
-class VersionSpan(msgspec.Struct, frozen=True):
+class Record(msgspec.Struct, frozen=True):
+    """Part of a server's reply; fields that are not named are ignored."""
+
+
+class VersionSpan(Record, frozen=True):
     """Output tokens [start, end) that one weight version produced; both servers name versions by strings."""
 
     version: str
@@ -39,15 +42,14 @@ def decode_reply(body: bytes, kind: type[RecordT], *, where: str, show_body: boo
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a validation error is a DecodeError
-        raise ReplyError(
-            f"{where} answered {show(body) if show_body else f'{len(body)} bytes'}: {error}"
-        ) from error
+        shown = show(body) if show_body else f"{len(body)} bytes"
+        raise ReplyError(f"{where} answered {shown}: {error}") from error
 
 
 def make_completion(
     request: GenerateRequest,
     token_ids: Sequence[int],
-    log_probs: Sequence[float],
+    log_probs: Sequence[tuple[int, float]],
     spans: Sequence[VersionSpan],
     finish_reason: FinishReason,
     *,
@@ -56,94 +58,71 @@ def make_completion(
     ends_at: int | None = None,
     prompt_log_probs: Sequence[float | None] = (),
 ) -> Completion:
-    """The completion that an answer amounts to. Raises ReplyError when it cannot be one: an id outside the
-    vocabulary, more tokens than were asked for, none at all without an abort, "length" before the limit,
-    "stop" though no token was to stop it, a log-prob that is missing, above 0, NaN, infinite or as good as
-    that, spans that are not the tokens.
+    """The completion that an answer amounts to. Raises ReplyError naming the rule that it breaks.
 
-    `ends_at`: tokens of prompt and answer at which the server ends an answer before its limit; None: it never
-    does.
+    `log_probs`: with the ids that they are of. `ends_at`: tokens of prompt and answer at which the server
+    ends an answer before its limit; None: it never does.
     """
-    count = len(token_ids)
+    count, limit, stops = len(token_ids), request.sampling.max_new_tokens, request.sampling.stop_token_ids
+    at_end = ends_at is not None and len(request.prompt_ids) + count >= ends_at
+    bad_ids = [token for token in token_ids if not 0 <= token < vocab_size]
+    bad_log_probs = [value for _, value in log_probs if not LOWEST_LOG_PROB <= value <= HIGHEST_LOG_PROB]
+    scores = [0.0, *(math.nan if value is None else value for value in prompt_log_probs[1:])]
+    is_scored = request.score_prompt and finish_reason != "abort"
+    rules = {
+        f"{count} tokens, more than max_new_tokens={limit}": count > limit,
+        f"no token, yet finish reason {finish_reason!r}": not count and finish_reason != "abort",
+        f"the {count} tokens are not those of the {len(log_probs)} log-probs": [*token_ids]
+        != [token for token, _ in log_probs],
+        f"ids {bad_ids[:3]} outside the vocabulary of {vocab_size}": bool(bad_ids),
+        f"log-probs {bad_log_probs[:3]}; they must be finite, at least {LOWEST_LOG_PROB:g}, at most 0": bool(
+            bad_log_probs
+        ),
+        f"{count} tokens, yet finish reason 'length' for max_new_tokens={limit}": (
+            finish_reason == "length" and count < limit and not at_end
+        ),
+        "finish reason 'stop', but the request has no stop token": finish_reason == "stop" and not stops,
+        f"the prompt's {len(request.prompt_ids)} tokens are scored {scores}": is_scored
+        and (
+            len(scores) != len(request.prompt_ids)
+            or not all(LOWEST_LOG_PROB <= score < math.inf for score in scores)
+        ),
+    }
     who = f"{where}, request {request.request_id!r}"
-    if count > request.sampling.max_new_tokens:
-        raise ReplyError(f"{who}: {count} tokens, more than max_new_tokens={request.sampling.max_new_tokens}")
-    if not count and finish_reason != "abort":
-        raise ReplyError(f"{who}: no token, yet finish reason {finish_reason!r}")
-    if len(log_probs) != count:
-        raise ReplyError(f"{who}: {len(log_probs)} log-probs for {count} tokens")
-    for index, token in enumerate(token_ids):
-        if not 0 <= token < vocab_size:
-            raise ReplyError(f"{who}: token {index} has id {token}, outside the vocabulary of {vocab_size}")
-    for index, value in enumerate(log_probs):
-        if (
-            not math.isfinite(value) or not LOWEST_LOG_PROB <= value <= 1e-3
-        ):  # rounding may lift a certain token a little above 0
-            raise ReplyError(
-                f"{who}: the log-prob of token {index} is {value}; it must be finite, at least"
-                f" {LOWEST_LOG_PROB:g} and at most 0"
-            )
-    versions = expand_spans(spans, count, where=who)
-    short = count < request.sampling.max_new_tokens and (
-        ends_at is None or len(request.prompt_ids) + count < ends_at
-    )
-    if finish_reason == "length" and short:
-        raise ReplyError(
-            f"{who}: {count} tokens, yet finish reason 'length' for"
-            f" max_new_tokens={request.sampling.max_new_tokens}"
-        )
-    if finish_reason == "stop" and not request.sampling.stop_token_ids:
-        raise ReplyError(f"{who}: finish reason 'stop', but the request has no stop token")
-    scores = None
-    if request.score_prompt and finish_reason != "abort":
-        values = [math.nan if value is None else value for value in prompt_log_probs]
-        if len(values) != len(request.prompt_ids) or not all(map(math.isfinite, values[1:])):
-            raise ReplyError(f"{who}: the prompt's {len(request.prompt_ids)} tokens are scored {values}")
-        scores = np.asarray([0.0, *values[1:]], np.float32)
+    for rule, broken in rules.items():
+        if broken:
+            raise ReplyError(f"{who}: {rule}")
     return Completion(
         request_id=request.request_id,
         token_ids=np.asarray(token_ids, np.int64),
-        log_probs=np.asarray(log_probs, np.float32),
-        weight_versions=versions,
+        log_probs=np.asarray([value for _, value in log_probs], np.float32),
+        weight_versions=expand_spans(spans, count, where=who),
         finish_reason=finish_reason,
-        prompt_log_probs=scores,
+        prompt_log_probs=np.asarray(scores, np.float32) if is_scored else None,
     )
 
 
 def make_empty_completion(request: GenerateRequest) -> Completion:
     """The answer to a request that was aborted before anything of it could be kept."""
-    none = np.zeros(0, np.int64)
-    return Completion(
-        request_id=request.request_id,
-        token_ids=none,
-        log_probs=np.zeros(0, np.float32),
-        weight_versions=none,
-        finish_reason="abort",
-    )
+    return make_completion(request, (), (), (), "abort", vocab_size=0, where="aborted")
 
 
-def expand_spans(spans: Iterable[VersionSpan], count: int, *, where: str) -> np.ndarray:
+def expand_spans(spans: Iterable[VersionSpan], count: int, *, where: str) -> IntArray:
     """[count] the version of each token. Raises ReplyError unless the spans follow each other from 0 to
     `count`, versions never falling.
     """
-    versions = np.full(count, UNKNOWN_VERSION, np.int64)
-    at = 0
+    versions: list[int] = []
     for span in spans:
-        if span.start != at or span.end < span.start or span.end > count:
-            raise ReplyError(
-                f"{where}: the version span {span.start}..{span.end} does not follow {at} within {count}"
-                " tokens"
-            )
         version = parse_version(span.version)
-        if at and version < versions[at - 1]:
+        if span.start != len(versions) or not span.start <= span.end <= count or versions[-1:] > [version]:
             raise ReplyError(
-                f"{where}: token {at} is of version {version}, the one before it of {versions[at - 1]}"
+                f"{where}: the span {span} does not follow {len(versions)} of {count} tokens of versions"
+                f" {sorted(set(versions))}"
             )
-        versions[span.start : span.end] = version
-        at = span.end
-    if at != count:
-        raise ReplyError(f"{where}: version spans cover {at} of {count} tokens")
-    return versions
+        versions += [version] * (span.end - span.start)
+    if len(versions) != count:
+        raise ReplyError(f"{where}: version spans cover {len(versions)} of {count} tokens")
+    return np.asarray(versions, np.int64)
 
 
 def parse_version(name: str) -> int:

@@ -175,7 +175,7 @@ class ServerReference:
                 async with self._limit:
                     reply = await self._client.request("POST", path, body=encoded, silence_s=SILENCE_S)
                 check_status(reply, where=where)
-                return parse_log_probs(self._kind, reply.body, tokens, where=where)
+                return parse_log_probs(self._kind, reply.content, tokens, where=where)
             except InfrastructureError as error:
                 if not left:
                     raise
@@ -203,7 +203,7 @@ async def open_server_reference(
         where = f"{client.url}/v1/models"
         reply = await client.request("GET", "/v1/models", silence_s=SILENCE_S)
         check_status(reply, where=where)
-        served = decode_reply(reply.body, _Models, where=where).data
+        served = decode_reply(reply.content, _Models, where=where).data
         if len(served) != 1:
             raise EngineSetupError(
                 f"the server at {client.url} serves {[model.id for model in served]}; a reference's server"

@@ -70,8 +70,8 @@ async def generate_ids(kind: Kind, url: str, key: str) -> list[int]:
         path, body = "/generate", {"input_ids": [5, 6, 7], "sampling_params": sampling}
     async with open_http_client(url, api_key=key) as client:
         reply = await client.request("POST", path, body=json.dumps(body).encode(), silence_s=120.0)
-    assert reply.status == 200, reply.body
-    answer = json.loads(reply.body)
+    assert reply.status_code == 200, reply.content
+    answer = json.loads(reply.content)
     return answer["choices"][0]["token_ids"] if kind == "vllm" else answer["output_ids"]
 
 

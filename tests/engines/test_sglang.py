@@ -17,7 +17,7 @@ import pytest
 from rollouts.backends.open import open_pytorch_backend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.tables import OptimConfig
-from rollouts.engines.server_engine import ServerEngine
+from rollouts.engines.server import ServerEngine
 from rollouts.engines.sglang import open_sglang_engine
 from rollouts.errors import EngineError, EngineSetupError, InfrastructureError, RequestRefused
 from rollouts.testing import engine_contracts
@@ -269,10 +269,10 @@ async def test_server_with_unscaled_log_probs_is_refused(other_server: RunningSe
 async def test_server_that_dies_or_stops_in_an_update_is_reported_and_the_trainer_goes_on(
     other_server: RunningServer, snapshots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    async def take_it(*_: Any, **__: Any) -> bool:  # its log-probs do not matter here
-        return True
+    async def take_it(_: Any) -> None:
+        """Its log-probs do not matter here."""
 
-    monkeypatch.setattr("rollouts.engines.sglang._measure_temperature", take_it)
+    monkeypatch.setattr("rollouts.engines.sglang._check_temperature", take_it)
     async with (
         open_engine(other_server) as engine,
         open_trainer(snapshots[1]) as backend,

@@ -14,7 +14,7 @@ import transformers
 import trio
 
 from rollouts.engines.openai import open_openai_engine
-from rollouts.engines.server_engine import ServerEngine
+from rollouts.engines.server import ServerEngine
 from rollouts.engines.vllm import open_vllm_engine
 from rollouts.errors import EngineError, EngineSetupError, RequestRefused
 from rollouts.testing import engine_contracts
@@ -118,15 +118,20 @@ async def test_server_that_fails_in_a_load_has_its_weights_back(
         version = await engine.weight_version()
         before = await engine.generate(make_request(temperature=0.0))
         await engine.pause("keep")
-        load_at_server = engine.dialect._load_from
+        send = engine._server.control
 
-        async def lose_and_load(path: Path) -> None:
+        async def lose_and_send(path: str, body: Any = None) -> bytes:
             shutil.rmtree(gone, ignore_errors=True)
-            await load_at_server(path)
+            return await send(path, body)
 
-        monkeypatch.setattr(engine.dialect, "_load_from", lose_and_load)
-        with pytest.raises(EngineError, match=f"could not load {gone} and has its version {version} back"):
-            await engine.update_weights_from_checkpoint(gone, version + 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._server, "control", lose_and_send)
+            with pytest.raises(
+                EngineError, match=f"could not load {gone} and may have its weights in pieces"
+            ):
+                await engine.update_weights_from_checkpoint(gone, version + 1)
+        assert await engine.weight_version() == -1
+        await engine.update_weights_from_checkpoint(snapshots[0], version)
         await engine.resume()
         after = await engine.generate(make_request(temperature=0.0))
         assert await engine.health()

@@ -4,6 +4,7 @@ every one of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 import trio
 
+from rollouts.engines import fleet
+from rollouts.engines.fleet import Fleet
 from rollouts.engines.fleet_members import FleetMember
-from rollouts.engines.fleet_requests import FleetRequests
 from rollouts.generation import collector
 from rollouts.generation.collector import Collector
 from rollouts.generation.pacing import Pace
@@ -20,7 +22,7 @@ from rollouts.loops import rl
 from rollouts.protocols import InferenceEngine
 from rollouts.types import RolloutBatch
 from rollouts.weight_sync import sync, update
-from tests.sim.fleet_simulator import Invariant
+from tests.sim.simulator import Invariant
 
 
 @dataclass(frozen=True)
@@ -72,30 +74,27 @@ def commit_without_proof(patch: pytest.MonkeyPatch) -> None:
 def deliver_during_updates(patch: pytest.MonkeyPatch) -> None:
     """Replies are not held back until their engine has proven what made them."""
 
-    async def deliver(self: FleetRequests, call: Any, live: Any) -> None:
+    async def deliver(self: Fleet, call: Any, member: Any) -> None:
         await trio.lowlevel.checkpoint()
 
-    patch.setattr(FleetRequests, "_sit_out_update", deliver)
-    patch.setattr(FleetRequests, "_check_version", lambda self, call, live, completion: completion)
+    patch.setattr(Fleet, "_hold_during_update", deliver)
+    patch.setattr(Fleet, "_check_version", lambda self, call, live, completion: completion)
 
 
 def forget_failed_requests(patch: pytest.MonkeyPatch) -> None:
     """A request whose engine failed is never asked again."""
 
-    async def wait_forever(self: FleetRequests, call: Any, attempts: int) -> None:
-        await trio.sleep_forever()
-
-    patch.setattr(FleetRequests, "_back_off", wait_forever)
+    patch.setattr(fleet, "back_off_s", lambda *numbers: math.inf)
 
 
 def keep_the_seat_of_failed_requests(patch: pytest.MonkeyPatch) -> None:
-    real = FleetRequests._leave_seat
+    real = Fleet._leave_seat
 
-    def leave(self: FleetRequests, call: Any, live: Any) -> None:
+    def leave(self: Fleet, call: Any, live: Any) -> None:
         if call.avoid is None:
             real(self, call, live)
 
-    patch.setattr(FleetRequests, "_leave_seat", leave)
+    patch.setattr(Fleet, "_leave_seat", leave)
 
 
 def serve_restarted_engines(patch: pytest.MonkeyPatch) -> None:

@@ -1,459 +1,761 @@
-"""Random runs of the rollout manager in virtual time, each made of one integer, with its books checked after
-every batch.
+"""Random runs of RL over a fleet of servers that fail, in virtual time, each made of one integer; what must
+hold is checked after every event.
 
-A schedule draws everything that can go wrong: latencies, engine errors, refused requests, generate, reward
-and filter functions that raise, rewards that are not numbers or never come, engines that abort, cancellation
-at any moment, a process that dies in the middle of a batch. Whether a sample fails or a group is dropped, and
-what it answers, depends on its id alone, so a slow, obvious model can say what a batch must hold, however
-often its samples were interrupted. Which of the tasks that wake at the same moment runs first is left to
-trio, which shuffles them: every run of a schedule tries another order.
+    run_rl_training ─► AsyncRolloutManager ─► Fleet ─► ServerEngine, VLLMServer, SGLangServer, HttpClient
+          │                                     ▲                       └─► FaultTransport, simulated processes
+          └─► SimulatedBackend (checks what it trains on)   WeightSync ─► names as snapshots
+
+All but the ends are the real thing. Weights are a word; an engine's log-probs depend on the word that it
+really serves, so a token from other weights than it says is found out when it trains. A trainer that stops,
+is killed or gives up is followed by one that resumes from its checkpoint.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-import random
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
 import trio
 import trio.testing
 
-from rollouts.config.tables import RolloutConfig
-from rollouts.data.data_buffer import DataBuffer, PromptRow
+from rollouts.data.data_buffer import DataBuffer
+from rollouts.engines.fleet import Fleet, open_fleet
+from rollouts.engines.fleet_members import Member
 from rollouts.errors import (
-    EngineError,
-    EngineUnreachable,
+    FleetDown,
+    InfrastructureError,
     NotEnoughSamples,
-    RequestRefused,
-    UserFunctionError,
+    StalenessError,
+    WeightSyncError,
 )
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
-from rollouts.protocols import InferenceEngine
-from rollouts.testing.fakes import FAKE_END, FakeTokenizer, ScriptedEngine, ScriptedReply, fake_uniform
-from rollouts.types import FilterDecision, GenerateRequest, RolloutBatch, Sample, SampleGroup, SamplingParams
+from rollouts.loops.rl import run_rl_training
+from rollouts.loops.steps import EncodeState, StepHooks
+from rollouts.protocols import TrainingBackend
+from rollouts.testing.fakes import FAKE_END, FakeTokenizer, fake_uniform
+from rollouts.types import GenerateRequest, RolloutBatch, Sample, SampleGroup, SamplingParams
+from rollouts.weight_sync.probe import make_probe
+from rollouts.weight_sync.sync import WeightSync
+from rollouts.weight_sync.update import SilenceLimits
+from tests.sim.fakes import NoLog, RecordingBuffer, SimulatedBackend, SimulatedEngine, SimulatedSnapshots
+from tests.sim.schedule import LEAST_FAULTS, LEAST_REQUESTS, LEAST_SYNCS, FleetSchedule, SimulatedServer
+from tests.support.simulated_process import SimulatedProcess, open_simulated_process, weights_log_prob
 
-FAULTS = ("engine", "refused", "unreachable", "generate", "reward", "nan", "hang")
-TIMEOUT_S = 5.0
-MAX_NEW_TOKENS = 3
 MOST_VIRTUAL_S = 10_000.0  # far more than any schedule takes; a run that is longer waits for what never comes
+MOST_LIVES = 8  # of trainers
+VISITORS, VISITOR_TOKENS = 2, 6
+MOST_WAIT_S = 1500.0  # of a request: longer than the fleet tries
+SETTLE_S, MOST_SETTLES = 120.0, 12  # at the end: waits for engines to come back
+VOCAB_SIZE = 258
+
+Invariant = Literal[
+    "ledger",  # every prompt drawn is in exactly one place of the manager's books
+    "prompts",  # and of the buffer's: none lost, none trained twice
+    # whoever gets requests has committed the published version, or the one that is being published
+    "serving",
+    "weights",  # and really serves its weights, or its process is gone and nobody could know
+    "published",  # nothing is published that no engine has proven, nor committed that the trainer has not
+    "paused",  # no engine is left paused without an attempt to resume it
+    "seats",  # requests in flight are those that hold a seat
+    "tokens",  # a trained token is of a version inside the window, and its log-prob is that of those weights
+    "snapshot",  # nobody loads a snapshot that was removed
+    "idle",  # at the end nothing is in flight, queued or running
+    "recovered",  # at the end every engine that can serve does
+    "progress",  # the run ends
+    "explained",  # only faults stop a run
+    "assertion",  # a promise that the code makes to itself
+    "minimum",  # the run had what every run must have
+]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """One run, drawn from one integer by draw_schedule."""
+class BrokenInvariant(AssertionError):
+    """What was found, and by which invariant."""
 
-    seed: int
-    latency_seed: int  # of latencies alone: two schedules that differ in it see the same faults
-    rows: int
-    config: RolloutConfig
-    max_staleness: int
-    in_rounds: bool  # the manager's deterministic mode
-    batches: int
-    fault_rate: float  # of samples, spread over FAULTS
-    drop_rate: float  # of groups, by the filter
-    broken_filter_rate: float  # of groups, whose filter raises
-    two_segments_rate: float  # of samples, whose trajectory has two segments
-    latency_step_s: float  # latencies are 0 to 3 times this; 0: everything happens at once
-    engine_lag: int  # versions by which the engine is behind the trainer
-    sync_every: int  # versions between its updates
-    abort_every_s: float  # seconds between abort_all() calls of somebody else; inf: none
-    cancel_after_s: tuple[float, ...]  # per batch, seconds after which it is cancelled; inf: never
-    restart_after: int  # batch after which the process is replaced by one that resumes from JSON; -1: never
-    snapshot_at_s: float  # when the state is saved in the middle of whatever goes on; inf: never
-
-
-def draw_schedule(seed: int, *, faults: bool = True, latency_seed: int | None = None) -> Schedule:
-    """The schedule of an integer. Without `faults` nothing fails, is cancelled, aborted or restarted; filters
-    still drop groups.
-    """
-    draw = random.Random(seed)
-    batches = draw.choice([1, 1, 2, 3])
-    config = RolloutConfig(
-        num_prompts=draw.choice([1, 2, 2, 3]),
-        samples_per_prompt=draw.choice([1, 2, 2, 3]),
-        over_sampling=draw.choice([1.0, 1.5, 2.0]),
-        max_attempts=draw.randint(2, 5),
-        max_failed_fraction=draw.choice([0.0, 0.3, 1.0, 1.0]),
-        reward_timeout_s=TIMEOUT_S,
-    )
-    max_staleness = draw.choice([0, 0, 1, 1, 2])
-    drop_rate = draw.choice([0.0, 0.3])
-    in_rounds = draw.random() < 0.25
-    chances = [draw.random() for _ in range(6)]
-    cancel_after = tuple(draw.uniform(0, 12) if draw.random() < 0.4 else math.inf for _ in range(batches))
-    drawn = Schedule(
-        seed=seed,
-        latency_seed=seed if latency_seed is None else latency_seed,
-        rows=draw.randint(1, 7),
-        config=config if faults else config.model_copy(update={"max_attempts": 50}),
-        max_staleness=max_staleness,
-        in_rounds=in_rounds,
-        batches=batches,
-        fault_rate=draw.choice([0.02, 0.1, 0.3]) if faults and chances[0] < 0.6 else 0.0,
-        drop_rate=drop_rate,
-        broken_filter_rate=0.05 if faults and chances[1] < 0.2 else 0.0,
-        two_segments_rate=0.3 if chances[2] < 0.2 else 0.0,
-        latency_step_s=draw.choice([0.0, 0.5, 0.5]),
-        engine_lag=draw.choice([0, max_staleness]),
-        sync_every=1,
-        abort_every_s=draw.uniform(4, 12) if faults and chances[3] < 0.15 else math.inf,
-        cancel_after_s=cancel_after if faults and chances[4] < 0.5 else (math.inf,) * batches,
-        restart_after=draw.randint(0, batches - 1) if faults and chances[5] < 0.3 else -1,
-        snapshot_at_s=draw.uniform(0, 20) if faults and chances[5] > 0.7 else math.inf,
-    )
-    if max_staleness == 0 or in_rounds:
-        return drawn
-    more = draw.choice([0, 0, 2, 5])  # what is carried over shows in later batches
-    lag = draw.randint(0, drawn.engine_lag)
-    cancel_after += tuple(
-        draw.uniform(0, 12) if faults and draw.random() < 0.1 else math.inf for _ in range(more)
-    )
-    cancel_after = (*drawn.cancel_after_s, *cancel_after[batches:])
-    return replace(
-        drawn,
-        batches=batches + more,
-        engine_lag=lag,
-        sync_every=draw.randint(1, max_staleness - lag + 1),
-        cancel_after_s=cancel_after,
-    )
+    def __init__(self, invariant: Invariant, detail: str) -> None:
+        super().__init__(f"{invariant}: {detail}")
+        self.invariant: Invariant = invariant
 
 
 @dataclass(slots=True)
-class SimulationReport:
+class FleetReport:
     """What happened, for tests to compare and count."""
 
-    outcomes: list[str] = field(
-        default_factory=list
-    )  # per batch: delivered, cancelled, or the name of the error
-    sample_ids: list[list[str]] = field(default_factory=list)  # of each batch delivered
-    prompt_keys: list[tuple[int, str]] = field(
-        default_factory=list
-    )  # (epoch, prompt id) that trained, in order
-    statistics: Mapping[str, float] = field(default_factory=dict)  # of the manager, at the end
-    virtual_s: float = 0.0
-    snapshots: int = 0
+    outcome: str = ""  # completed, or gave up
+    steps: int = 0  # trained, those that were repeated included
+    syncs: int = 0  # weight updates that were published
+    released: int = 0  # of those, that let the trainer go on before their end
+    saved_in_flight: int = 0  # groups that were in the making when a checkpoint was written
+    requests: int = 0  # that came to servers
+    trained_tokens: int = 0
     mixed_samples: int = 0  # that trained with tokens of several versions
+    interruptions: list[str] = field(default_factory=list)  # what ended a trainer before its last step
+    faults: Counter[str] = field(default_factory=Counter)  # that struck, by kind
+    warnings: int = 0
+    events: int = 0  # after each of which everything was checked
+    statistics: Mapping[str, float] = field(default_factory=dict)  # of manager and fleet, at the end
+    virtual_s: float = 0.0
 
 
-def run_simulation(schedule: Schedule) -> SimulationReport:
-    """Runs a schedule in virtual time. Raises AssertionError, naming the seed, when an invariant is
-    broken.
-    """
+def run_fleet_simulation(schedule: FleetSchedule) -> FleetReport:
+    """Runs a schedule. Raises BrokenInvariant, whose note says how to see it again."""
+    simulation = _Simulation(schedule)
+    _seed_scheduler(schedule.seed)
+    clock, watchers = trio.testing.MockClock(autojump_threshold=0), [_Watcher(simulation)]
     try:
-        return trio.run(Simulation(schedule).run, clock=trio.testing.MockClock(autojump_threshold=0))
+        with mock.patch("rollouts.engines.fleet.MAX_ATTEMPTS", schedule.max_attempts):
+            trio.run(simulation.run, clock=clock, instruments=watchers)
     except BaseException as error:
-        error.add_note(f"schedule {schedule}")
-        raise
+        broken = simulation.broken or _find_broken(error)
+        if broken is None:
+            error.add_note(f"pytest tests/sim --sim-seed {schedule.seed}")
+            raise
+        simulation.broken = broken
+        broken.__cause__ = None if broken is error else error
+    if simulation.broken is not None:
+        simulation.broken.add_note(
+            f"pytest tests/sim --sim-seed {schedule.seed} (at {simulation.virtual_s:.2f} virtual seconds)"
+        )
+        raise simulation.broken
+    return simulation.report
 
 
-# --- the slow, obvious model --------------------------------------------------------------------------------
+def describe_report(report: FleetReport) -> str:
+    """One line."""
+    faults = ", ".join(f"{count} {kind}" for kind, count in sorted(report.faults.items()))
+    after = f" after {', '.join(report.interruptions)}" if report.interruptions else ""
+    return (
+        f"{report.outcome}{after}; {report.steps} steps, {report.syncs} syncs, {report.requests} requests,"
+        f" {report.trained_tokens} tokens trained in {report.virtual_s:.0f} virtual seconds; {report.events}"
+        f" events checked; {report.faults.total()} faults: {faults}"
+    )
 
 
-def fault_of(schedule: Schedule, sample_id: str) -> str | None:
-    """What goes wrong with a sample, None if nothing."""
-    if fake_uniform(schedule.seed, "fault", sample_id) >= schedule.fault_rate:
-        return None
-    return FAULTS[int(len(FAULTS) * fake_uniform(schedule.seed, "kind", sample_id))]
+def _seed_scheduler(seed: int) -> None:
+    """Which of several tasks that wake at once runs first is drawn from the seed too, so that a seed repeats
+    its run.
+    """
+    from trio._core import _run  # trio offers this to its own Hypothesis plug-in only
+
+    _run._ALLOW_DETERMINISTIC_SCHEDULING = True  # pyright: ignore[reportPrivateImportUsage]
+    _run._r.seed(seed)
 
 
-def text_of(schedule: Schedule, sample_id: str) -> str:
-    """What a sample answers, in one piece or in many."""
-    return "abc"[: int((MAX_NEW_TOKENS + 1) * fake_uniform(schedule.seed, "length", sample_id))]
+def _find_broken(error: BaseException) -> BrokenInvariant | None:
+    """The invariant in an error or a group of them; the code's own assertions are one."""
+    if isinstance(error, BaseExceptionGroup):
+        found = [_find_broken(inner) for inner in error.exceptions]
+        return next((broken for broken in found if broken is not None), None)
+    if isinstance(error, BrokenInvariant):
+        return error
+    if isinstance(error, StalenessError):
+        return BrokenInvariant("tokens", str(error))
+    if isinstance(error, AssertionError):
+        return BrokenInvariant("assertion", str(error))
+    return None
 
 
-def engine_version_of(schedule: Schedule, version: int) -> int:
-    """The engine's version when the trainer is at `version`."""
-    return max(0, version - version % schedule.sync_every - schedule.engine_lag)
+class _Watcher(trio.abc.Instrument):
+    def __init__(self, simulation: _Simulation) -> None:
+        self._simulation = simulation
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        self._simulation.check_event()
 
 
-def outcome_of(schedule: Schedule, group_index: int) -> str:
-    """What becomes of a group that is let finish: kept, dropped, failed, or broken (its filter raises)."""
-    size = schedule.config.samples_per_prompt
-    fine = sum(fault_of(schedule, f"g{group_index:08d}-s{index:03d}") is None for index in range(size))
-    if fine < min(2, size):
-        return "failed"
-    if fake_uniform(schedule.seed, "broken", group_index) < schedule.broken_filter_rate:
-        return "broken"
-    return "dropped" if fake_uniform(schedule.seed, "drop", group_index) < schedule.drop_rate else "kept"
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    """What a trainer leaves to the next."""
+
+    step: int
+    state: str  # JSON of buffer and manager
+    out: frozenset[tuple[int, str]]  # prompts that are not in the buffer
+    trained: frozenset[tuple[int, str]]
+    lineage: tuple[str, ...]
 
 
-def first_kept(schedule: Schedule, first_group_index: int) -> list[int]:
-    """The groups of a batch that is decided in launch order."""
-    kept: list[int] = []
-    group_index = first_group_index
-    while len(kept) < schedule.config.num_prompts:
-        if outcome_of(schedule, group_index) == "kept":
-            kept.append(group_index)
-        group_index += 1
-    return kept
+@dataclass(slots=True, eq=False)
+class _Trainer:
+    """One trainer process: what is gone when it ends."""
 
-
-class RecordingBuffer:
-    """A DataBuffer that refuses to hand out a prompt that is out, or to take back one that is not."""
-
-    def __init__(self, buffer: DataBuffer, out: set[tuple[int, str]]) -> None:
-        self.buffer = buffer
-        self.out = out
-
-    def get_prompts(self, count: int) -> list[PromptRow]:
-        prompts = self.buffer.get_prompts(count)
-        for prompt in prompts:
-            assert prompt.key not in self.out, f"{prompt.key} was drawn twice"
-            self.out.add(prompt.key)
-        return prompts
-
-    def return_prompts(self, prompts: Sequence[PromptRow]) -> None:
-        for prompt in prompts:
-            assert prompt.key in self.out, f"{prompt.key} was returned without being out"
-            self.out.remove(prompt.key)
-        self.buffer.return_prompts(prompts)
-
-    def find_prompt(self, prompt_id: str, epoch: int) -> PromptRow:
-        return self.buffer.find_prompt(prompt_id, epoch)
+    fleet: Fleet
+    engines: dict[str, SimulatedEngine]
+    sync: WeightSync
+    backend: SimulatedBackend
+    buffer: RecordingBuffer
+    manager: AsyncRolloutManager
+    trained: set[tuple[int, str]]
+    incarnations: dict[str, int] = field(
+        default_factory=dict
+    )  # of the process that was last committed, by engine
+    updating: set[str] = field(default_factory=set)
+    doubted: set[str] = field(
+        default_factory=set
+    )  # suspects whose process is another one than that which was committed
+    most_committed: int = -1
+    syncing: int = -1  # the version of the last update that was begun
+    trained_all: trio.Event = field(default_factory=trio.Event)
 
 
 # --- one run ------------------------------------------------------------------------------------------------
 
 
-class Simulation:
-    """One process: a manager, its buffer and its engine, and what must hold of them."""
-
-    def __init__(self, schedule: Schedule) -> None:
+class _Simulation:
+    def __init__(self, schedule: FleetSchedule) -> None:
         self.schedule = schedule
-        self.version = 0
-        self.report = SimulationReport()
-        self.trained: set[tuple[int, str]] = set()
-        self.engine = ScriptedEngine(self.answer)
+        self.report = FleetReport()
+        self.broken: BrokenInvariant | None = None
+        self.virtual_s = 0.0
+        self.scope = trio.CancelScope()
+        self.servers = {server.name: server for server in schedule.servers}
+        self.processes: dict[str, SimulatedProcess] = {}
+        self.members = [server.name for server in schedule.servers if not server.joins_at_s]
+        self.snapshots = SimulatedSnapshots(schedule.export_s)
         self.chat_generate = make_chat_generate(FakeTokenizer())
-        self.buffer = RecordingBuffer(self.make_buffer(), set())
-        self.manager = self.make_manager(self.buffer)
+        self.trainer: _Trainer | None = None
+        self.stop = StepHooks().stop
+        self.lives = 0
+        self.life = trio.CancelScope()  # around a trainer
+        self.last_seen = ""
+        self.checkpoint = _Checkpoint(0, "", frozenset(), frozenset(), ("w0",))
 
-    def make_buffer(self) -> DataBuffer:
-        return DataBuffer(
-            [{"prompt": f"p{index}"} for index in range(self.schedule.rows)], seed=self.schedule.seed
-        )
-
-    def make_manager(self, buffer: RecordingBuffer) -> AsyncRolloutManager:
+    async def run(self) -> None:
         schedule = self.schedule
-        return AsyncRolloutManager(
-            buffer,
-            self.engine,
-            generate=self.generate,
-            config=schedule.config,
-            reward=self.reward,
-            filters=[self.filter],
-            sampling=SamplingParams(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=(FAKE_END,)),
-            seed=schedule.seed,
-            policy_version=lambda: self.version,
-            max_staleness=schedule.max_staleness,
-            deterministic=schedule.in_rounds,
-        )
+        async with AsyncExitStack() as stack:
+            for server in schedule.servers:
+                opened = open_simulated_process(
+                    server.name,
+                    schedule.faults,
+                    speed=server.speed,
+                    vocab_size=VOCAB_SIZE,
+                    read_weights=self.snapshots.read,
+                )
+                self.processes[server.name] = await stack.enter_async_context(opened)
+            with self.scope:
+                self.scope.deadline = trio.current_time() + MOST_VIRTUAL_S
+                async with trio.open_nursery() as nursery:
+                    for server in schedule.servers:
+                        nursery.start_soon(self.come_and_go, server)
+                    while not await self.live() and self.lives < MOST_LIVES:
+                        pass
+                    nursery.cancel_scope.cancel()
+            if self.scope.cancelled_caught and self.broken is None:
+                self.broken = BrokenInvariant(
+                    "progress", f"the run has not ended after {MOST_VIRTUAL_S:g} s; {self.last_seen}"
+                )
+            if self.broken is None:
+                self.check_report()
 
-    @property
-    def is_paced(self) -> bool:
-        return self.schedule.max_staleness > 0 and not self.schedule.in_rounds
+    async def come_and_go(self, server: SimulatedServer) -> None:
+        """Lets a server join and leave whatever fleet there is at the time."""
+        if server.joins_at_s:
+            await trio.sleep_until(server.joins_at_s)
+            self.members.append(server.name)
+            if self.trainer is not None:
+                await self.trainer.fleet.join(self.make_member(server.name, self.trainer.engines))
+        if server.leaves_at_s == math.inf:
+            return
+        await trio.sleep_until(server.leaves_at_s)
+        self.members.remove(server.name)
+        if self.trainer is not None and server.name in self.trainer.engines:
+            await self.trainer.fleet.leave(self.trainer.engines[server.name], grace_s=20.0)
 
-    async def run(self) -> SimulationReport:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.abort_now_and_then)
-            nursery.start_soon(self.save_in_the_middle)
-            nursery.cancel_scope.deadline = trio.current_time() + MOST_VIRTUAL_S
-            for batch in range(self.schedule.batches):
-                self.engine.set_version(engine_version_of(self.schedule, self.version))
-                self.report.outcomes.append(await self.run_batch(self.schedule.cancel_after_s[batch]))
-                self.check_books()
-                if batch == self.schedule.restart_after:
-                    self.restart()
-                    self.check_books()
-            nursery.cancel_scope.cancel()
-        assert len(self.report.outcomes) == self.schedule.batches, (
-            f"batch {len(self.report.outcomes)} never ended"
-        )
-        engine = self.engine.statistics()
-        self.report.statistics = {
-            name: count for name, count in self.manager.statistics().items() if name not in engine
-        }
+    # --- one trainer ----------------------------------------------------------------------------------------
+
+    async def live(self) -> bool:
+        """Whether this trainer has finished the run, or its successor is not to try."""
+        self.lives += 1
+        schedule = self.schedule
+        outcome = "killed"
+        self.life = trio.CancelScope()
+        if schedule.ends == "kill" and self.lives == 1:
+            self.life.deadline = trio.current_time() + schedule.ends_at
+        with self.life:
+            outcome = await self.train()
+        self.trainer = None
         self.report.virtual_s = trio.current_time()
-        return self.report
+        if outcome != "completed":
+            self.report.interruptions.append(outcome)
+        self.report.outcome = "completed" if outcome == "completed" else "gave up"
+        return outcome == "completed"
 
-    async def run_batch(self, cancel_after_s: float) -> str:
-        state = self.manager.state_dict()
-        drawn_before = self.manager.statistics()["drawn"]
-        batch: RolloutBatch | None = None
-        outcome = "cancelled"
-        with trio.move_on_after(cancel_after_s):
+    async def train(self) -> str:
+        """Why this trainer ended."""
+        try:
+            async with self.open_trainer() as trainer, trio.open_nursery() as nursery:
+                nursery.start_soon(trainer.sync.keep_engines_current)
+                async with trio.open_nursery() as visitors:
+                    for number in range(VISITORS):
+                        visitors.start_soon(self.visit, trainer, number)
+                    outcome = await self.train_until_it_ends(trainer)
+                    trainer.trained_all.set()  # they leave when they have their answers
+                    if outcome != "completed":
+                        visitors.cancel_scope.cancel()
+                if outcome == "completed":
+                    await self.settle(trainer)
+                nursery.cancel_scope.cancel()
+                return outcome
+        finally:
+            self.trainer = None
+        raise AssertionError("unreachable")
+
+    @asynccontextmanager
+    async def open_trainer(self) -> AsyncIterator[_Trainer]:
+        schedule, saved = self.schedule, self.checkpoint
+        engines: dict[str, SimulatedEngine] = {}
+        members = [self.make_member(name, engines) for name in self.members]
+        async with open_fleet(
+            members,
+            max_concurrency=schedule.max_concurrency,
+            down_limit_s=schedule.down_limit_s,
+            seed=schedule.seed,
+            warn=self.warn,
+        ) as fleet:
+            backend = SimulatedBackend(
+                step_s=schedule.step_s,
+                lineage=list(saved.lineage),
+                name_next=self.name_weights,
+                check_batch=self.check_batch,
+            )
+            limit_s = schedule.silence_s * 2
+            sync = WeightSync(
+                make_probe(VOCAB_SIZE, tolerance=1e-4),
+                keeper=self.snapshots,
+                admission=fleet,
+                limits=SilenceLimits(
+                    pause=limit_s, load=limit_s, set_version=limit_s, resume=limit_s, probe=limit_s * 4
+                ),
+                warn=self.warn,
+            )
+            buffer = RecordingBuffer(
+                DataBuffer([{"prompt": f"p{row}"} for row in range(schedule.rows)], seed=schedule.seed),
+                set(saved.out),
+            )
+            manager = AsyncRolloutManager(
+                buffer,
+                fleet,
+                generate=self.chat_generate,
+                config=schedule.config.rollout,
+                reward=self.reward,
+                filters=[self.filter],
+                sampling=SamplingParams(max_new_tokens=schedule.max_new_tokens, stop_token_ids=(FAKE_END,)),
+                seed=schedule.seed,
+                policy_version=lambda: backend.weight_version,
+                max_staleness=schedule.config.max_staleness,
+            )
+            if saved.state:
+                buffer_state, manager_state = json.loads(saved.state)
+                buffer.buffer.load_state_dict(buffer_state)
+                manager.load_state_dict(manager_state)
+            self.trainer = trainer = _Trainer(
+                fleet, engines, sync, backend, buffer, manager, set(saved.trained)
+            )
+            self.check_books(trainer)
             try:
-                batch = await self.manager.generate_batch()
-                outcome = "delivered"
-            except (NotEnoughSamples, UserFunctionError) as error:
-                outcome = type(error).__name__
-        drawn = self.manager.statistics()["drawn"] - drawn_before
-        assert drawn <= self.schedule.config.num_prompts * self.schedule.config.max_attempts, (
-            "more groups than max_attempts allows"
+                yield trainer
+            finally:
+                self.last_seen, self.trainer = self.describe(), None
+                for engine in engines.values():
+                    engine.close()
+
+    async def train_until_it_ends(self, trainer: _Trainer) -> str:
+        schedule, start = self.schedule, self.checkpoint.step
+        hooks = StepHooks(
+            hold_state=self.hold_state, save=self.save, checkpoint_every=schedule.checkpoint_every
         )
-        if batch is not None:
-            self.check_batch(batch, state["next_group_index"])
-            self.version += 1
-        return outcome
+        self.stop = hooks.stop
+        try:
+            await self.sync_weights(trainer.backend, [trainer.fleet], start)
+            history = await run_rl_training(
+                trainer.backend, trainer.buffer.buffer, trainer.manager, [trainer.fleet], schedule.config,
+                NoLog(), sync_weights=self.sync_weights, completed_steps=start, hooks=hooks,
+            )  # fmt: skip
+        except (WeightSyncError, FleetDown, NotEnoughSamples) as error:
+            self.check_books(trainer)
+            self.check_explained(error, trainer)
+            return type(error).__name__
+        self.check_books(trainer)
+        return "completed" if start + len(history) == schedule.config.steps else "stopped"
 
-    # --- what can go wrong ---
+    async def visit(self, trainer: _Trainer, number: int) -> None:
+        """Asks the fleet all the time, also while it is updated, as an evaluation does, and looks at every
+        answer.
+        """
+        sampling = SamplingParams(max_new_tokens=VISITOR_TOKENS)
+        for count in itertools.takewhile(lambda _: not trainer.trained_all.is_set(), itertools.count()):
+            prompt_ids = np.arange(1 + (count + number) % 7)
+            request = GenerateRequest(
+                request_id=f"visitor-{number}-{count}",
+                prompt_ids=prompt_ids,
+                sampling=replace(sampling, seed=count),
+            )
+            try:
+                with trio.fail_after(MOST_WAIT_S):
+                    completion = await trainer.fleet.generate(request)
+            except trio.TooSlowError:
+                raise BrokenInvariant(
+                    "progress", f"{request.request_id} got no answer in {MOST_WAIT_S:g} s; {self.describe()}"
+                ) from None
+            except (InfrastructureError, FleetDown):
+                await trio.sleep(1.0)
+                continue
+            for index, (token, log_prob, of) in enumerate(
+                zip(completion.token_ids, completion.log_probs, completion.weight_versions, strict=True)
+            ):
+                self.check_token(
+                    trainer,
+                    len(prompt_ids) + index,
+                    int(token),
+                    float(log_prob),
+                    int(of),
+                    oldest=0,
+                    newest=trainer.most_committed,
+                )
+            await trio.sleep(0.5)
 
-    def latency(self, *key: object) -> float:
-        return self.schedule.latency_step_s * int(
-            4 * fake_uniform(self.schedule.latency_seed, *key)
-        )  # few values, so that ends coincide
+    async def sync_weights(
+        self,
+        backend: TrainingBackend,
+        engines: Sequence[Any],
+        version: int,
+        *,
+        released: trio.Event | None = None,
+    ) -> Mapping[str, float]:
+        trainer = self.trainer
+        assert trainer is not None
+        trainer.syncing = version
+        metrics = await trainer.sync(backend, engines, version, released=released)
+        self.report.syncs += 1
+        self.report.released += released is not None and released.is_set()
+        if trainer.fleet.published_version != version:
+            self.fail(
+                "published",
+                f"the trainer has synced {version}, published is {trainer.fleet.published_version}",
+            )
+        return metrics
 
-    def answer(self, request: GenerateRequest) -> ScriptedReply:
-        sample_id, _, done = request.request_id.partition("@")
-        fault = fault_of(self.schedule, sample_id)
-        errors = {
-            "engine": EngineError("it broke"),
-            "refused": RequestRefused("it is too long"),
-            "unreachable": EngineUnreachable("it is gone"),
-        }
-        error = errors.get(fault or "")
-        return ScriptedReply(
-            text=text_of(self.schedule, sample_id)[int(done or 0) :],
-            token_s=self.latency("token", request.request_id),
-            error=error,
+    def hold_state(self) -> EncodeState:
+        """What a checkpoint of this moment holds. Requests the stop that the schedule wants."""
+        trainer = self.trainer
+        assert trainer is not None
+        self.check_books(trainer)
+        version = trainer.backend.weight_version
+        if self.schedule.ends == "stop" and self.lives == 1 and version >= self.schedule.ends_at:
+            self.stop.request()
+        in_flight = int(trainer.manager.statistics()["in_flight"])
+        drawn, rollouts = trainer.buffer.buffer.state_dict(), trainer.manager.snapshot()
+        out, trained = frozenset(trainer.buffer.out), frozenset(trainer.trained)
+        lineage = tuple(trainer.backend.lineage)
+
+        def encode() -> dict[str, Any]:
+            self.report.saved_in_flight += in_flight
+            state = json.dumps([drawn, rollouts.encode()])
+            return {"checkpoint": _Checkpoint(version, state, out, trained, lineage)}
+
+        return encode
+
+    async def save(self, step: int, encode: EncodeState) -> None:
+        await trio.lowlevel.checkpoint()
+        self.checkpoint = encode()["checkpoint"]
+        assert self.checkpoint.step == step, (self.checkpoint.step, step)
+
+    def make_member(self, name: str, engines: dict[str, SimulatedEngine]) -> Member:
+        server = self.servers[name]
+        engine = engines[name] = SimulatedEngine(
+            self.processes[name], server.dialect, silence_s=self.schedule.silence_s
+        )
+        return Member(
+            engine,
+            self.processes[name].restart if server.can_restart else None,
+            self.processes[name].wait_exited if server.is_watched else None,
         )
 
-    async def generate(
-        self, sample: Sample, engine: InferenceEngine, sampling: SamplingParams
-    ) -> Sample | list[Sample]:
-        answer = self.chat_generate(sample, engine, sampling)
-        assert not isinstance(answer, Sample | Sequence)
-        done = await answer
-        assert isinstance(done, Sample)
-        if fault_of(self.schedule, sample.id) == "generate":
-            raise ValueError("a bug in generate")
-        two = fake_uniform(self.schedule.seed, "segments", sample.id) < self.schedule.two_segments_rate
-        return [done, done] if two else done
+    def name_weights(self, lineage: list[str]) -> str:
+        """What the next step makes of the weights; the same step of another trainer makes others."""
+        step = len(lineage)
+        skipped = fake_uniform(self.schedule.seed, "skipped", step) < self.schedule.skipped_step_rate
+        return lineage[-1] if skipped else f"w{step}.{self.lives}"
 
-    async def reward(self, sample: Sample) -> Any:
-        sample_id = sample.id.partition(".")[0]
-        fault = fault_of(self.schedule, sample_id)
-        await trio.sleep(math.inf if fault == "hang" else self.latency("reward", sample_id))
-        if fault == "reward":
-            raise KeyError("answer")
-        return math.nan if fault == "nan" else {"part": fake_uniform(self.schedule.seed, "reward", sample_id)}
+    async def reward(self, sample: Sample) -> float:
+        seed = self.schedule.seed
+        await trio.sleep(self.schedule.reward_s * int(4 * fake_uniform(seed, "takes", sample.id)))
+        if fake_uniform(seed, "reward fails", sample.id) < self.schedule.failed_reward_rate:
+            kind = int(3 * fake_uniform(seed, "how", sample.id))
+            if kind == 0:
+                raise ValueError("a bug in the reward")
+            await trio.sleep(math.inf if kind == 1 else 0.0)
+            return math.nan
+        return fake_uniform(seed, "reward", sample.id)
 
-    async def filter(self, group: SampleGroup) -> bool | FilterDecision:
-        await trio.sleep(self.latency("filter", group.group_index))
-        outcome = outcome_of(self.schedule, group.group_index)
-        if outcome == "broken":
-            raise ZeroDivisionError("a bug in a filter")
-        return outcome == "kept"
+    async def filter(self, group: SampleGroup) -> bool:
+        await trio.lowlevel.checkpoint()
+        return fake_uniform(self.schedule.seed, "filter", group.group_index) >= self.schedule.drop_rate
 
-    async def abort_now_and_then(self) -> None:
-        while self.schedule.abort_every_s < math.inf:
-            await trio.sleep(self.schedule.abort_every_s)
-            await self.engine.abort_all()
+    def warn(self, text: str) -> None:
+        self.report.warnings += 1
 
-    async def save_in_the_middle(self) -> None:
-        await trio.sleep(self.schedule.snapshot_at_s)
-        buffer, manager = self.resume(
-            json.dumps([self.buffer.buffer.state_dict(), self.manager.state_dict()])
-        )
-        self.check_balance(buffer.buffer, manager)
-        self.report.snapshots += 1
+    # --- what must hold -------------------------------------------------------------------------------------
 
-    def resume(self, saved: str) -> tuple[RecordingBuffer, AsyncRolloutManager]:
-        """What another process makes of the saved state."""
-        buffer_state, manager_state = json.loads(saved)
-        buffer = RecordingBuffer(self.make_buffer(), set(self.buffer.out))
-        buffer.buffer.load_state_dict(buffer_state)
-        manager = self.make_manager(buffer)
-        manager.load_state_dict(manager_state)
-        return buffer, manager
+    def fail(self, invariant: Invariant, detail: str) -> None:
+        """Ends the run; the first to fail is told."""
+        if self.broken is None:
+            self.broken = BrokenInvariant(invariant, detail)
+            self.virtual_s = trio.current_time()
+            self.scope.cancel()
 
-    def restart(self) -> None:
-        expected = self.buffer.buffer.state_dict(), self.manager.state_dict()
-        self.buffer, self.manager = self.resume(json.dumps(expected))
+    def check_event(self) -> None:
+        """After every step of every task. Cheap: it is most of what a run costs."""
+        trainer = self.trainer
+        if trainer is None or self.broken is not None:
+            return
+        self.report.events += 1
+        try:
+            trainer.manager._ledger.check()
+        except AssertionError as error:
+            self.fail("ledger", str(error))
+        if self.snapshots.missed:
+            self.fail("snapshot", f"an engine was told to load {self.snapshots.missed}, which are removed")
+        fleet, version = trainer.fleet, trainer.backend.weight_version
+        published, is_syncing = fleet.published_version, trainer.sync._lock.locked()
+        for name, member in fleet._members.items():
+            if member.version is not None and member.version > trainer.most_committed:
+                trainer.most_committed = member.version
+            if left := [call for call in member.calls if call.request.request_id not in fleet._calls]:
+                self.fail("seats", f"{name} keeps seats of {len(left)} requests that have ended")
+            process = self.processes[name]
+            if member.updating:
+                trainer.updating.add(name)
+                trainer.doubted.discard(name)
+                continue
+            if name in trainer.updating:
+                trainer.updating.remove(name)
+                trainer.incarnations[name] = process.incarnation
+            if member.in_service:
+                self.check_serving(name, member.version, trainer, published)
+                continue
+            if (
+                member.condition == "suspect"
+                and process.up
+                and process.incarnation != trainer.incarnations.get(name)
+            ):
+                trainer.doubted.add(name)  # the check that comes has to notice
+            if (
+                process.paused is not None
+                and process.up
+                and not is_syncing
+                and not trainer.engines[name].resume_tried
+            ):
+                self.fail(
+                    "paused",
+                    f"{name} is paused ({process.paused}), nobody updates it, and nobody has tried to"
+                    " resume it",
+                )
+        if published > trainer.most_committed or trainer.most_committed > version:
+            self.fail(
+                "published",
+                f"published is {published}, the trainer has {version}, engines have proven"
+                f" {trainer.most_committed} at most",
+            )
+
+    def check_serving(self, name: str, committed: int | None, trainer: _Trainer, published: int) -> None:
+        is_syncing = trainer.sync._lock.locked()
+        if self.life.cancel_called and committed is not None:
+            published = committed  # a trainer that is killed between commit and publish leaves the fleet so
+        if committed is None or not (
+            committed == published or (is_syncing and committed == trainer.syncing > published)
+        ):
+            self.fail("serving", f"{name} gets requests with version {committed}, published is {published}")
+            return
+        process = self.processes[name]
+        other_process = process.incarnation != trainer.incarnations.get(name, process.incarnation)
+        if not process.up or (
+            other_process and not self.servers[name].is_watched and name not in trainer.doubted
+        ):
+            return  # nobody can know yet; its answers are checked when they train
+        if process.paused is not None:
+            self.fail("paused", f"{name} gets requests and is paused ({process.paused})")
+        if process.weights != trainer.backend.lineage[committed]:
+            weights = trainer.backend.lineage[committed]
+            self.fail(
+                "weights",
+                f"{name} gets requests as version {committed}, which is {weights}, and serves"
+                f" {process.weights}",
+            )
+
+    def check_batch(self, batch: RolloutBatch) -> None:
+        """Every token that trains, and which prompts do."""
+        trainer = self.trainer
         assert (
-            self.buffer.buffer.state_dict(),
-            self.manager.state_dict(),
-        ) == expected, "a restart changed the state"
-
-    # --- what must hold ---
-
-    def check_books(self) -> None:
-        """After every call, however it ended: nothing runs, and every prompt taken off the stream is in
-        exactly one place.
-        """
-        assert self.engine.in_flight == 0, "a request outlived its batch"
-        statistics = self.manager.statistics()
-        assert statistics["in_flight"] == 0
-        assert statistics["held"] == statistics["held/finished"] + statistics["held/unfinished"]
-        if self.is_paced:
-            assert statistics["held"] <= self.schedule.config.num_prompts * (
-                self.schedule.max_staleness + 1
-            ), "more groups than the window allows"
-            assert statistics.get("dropped/stale", 0) == 0, "a group became too old"
-        else:
-            assert statistics["held"] == 0, "a group was carried over"
-        assert len(self.buffer.out) == self.check_balance(self.buffer.buffer, self.manager), (
-            "prompts that are out are not those that are used up"
+            trainer is not None and batch.rollout_log_probs is not None and batch.weight_versions is not None
         )
-        assert self.trained <= self.buffer.out, "a prompt that trained was returned too"
+        version = trainer.backend.weight_version
+        oldest = version - self.schedule.config.max_staleness
+        rows = zip(
+            batch.tokens, batch.loss_masks, batch.rollout_log_probs, batch.weight_versions, strict=True
+        )
+        for tokens, mask, log_probs, versions in rows:
+            for position in np.flatnonzero(mask).tolist():
+                token, log_prob, of = (
+                    int(tokens[position]),
+                    float(log_probs[position]),
+                    int(versions[position]),
+                )
+                self.check_token(
+                    trainer, position, token, log_prob, of, oldest=max(oldest, 0), newest=version
+                )
+                self.report.trained_tokens += 1
+            self.report.mixed_samples += len(set(versions[mask].tolist())) > 1
+        self.check_prompts(batch, trainer)
+        self.report.steps += 1
 
-    def check_balance(self, buffer: DataBuffer, manager: AsyncRolloutManager) -> int:
-        """How many prompts are used up or held: those that were drawn from the stream and do not wait in the
-        buffer.
+    def check_token(
+        self,
+        trainer: _Trainer,
+        position: int,
+        token: int,
+        log_prob: float,
+        version: int,
+        *,
+        oldest: int,
+        newest: int,
+    ) -> None:
+        if not oldest <= version <= newest:
+            raise BrokenInvariant(
+                "tokens", f"token {position} is of version {version}, the window is {oldest} to {newest}"
+            )
+        expected = weights_log_prob(trainer.backend.lineage[version], position, token)
+        if abs(log_prob - expected) > 1e-6:
+            raise BrokenInvariant(
+                "tokens",
+                f"token {position} says version {version}: its log-prob is {log_prob}, of those weights"
+                f" {expected}",
+            )
+
+    def check_prompts(self, batch: RolloutBatch, trainer: _Trainer) -> None:
+        rollout = self.schedule.config.rollout
+        ids = [sample.id for sample in batch.samples]
+        groups = Counter((metadata["epoch"], metadata["prompt_id"]) for metadata in batch.metadata)
+        if (
+            len(set(ids)) != len(ids)
+            or len(groups) != rollout.num_prompts
+            or max(groups.values()) > rollout.samples_per_prompt
+        ):
+            raise BrokenInvariant("prompts", f"a batch of {ids}")
+        if again := trainer.trained & groups.keys():
+            raise BrokenInvariant("prompts", f"{sorted(again)} trained twice")
+        trainer.trained |= groups.keys()
+
+    def check_books(self, trainer: _Trainer) -> None:
+        """Every prompt taken off the stream waits in the buffer, or was trained, dropped, failed, is held,
+        or, ahead of its batch, in flight.
         """
-        statistics = manager.statistics()
-        final = {
-            name: count for name, count in statistics.items() if name.startswith(("dropped/", "failed/"))
-        }
+        books = trainer.manager.statistics()
+        final = {name: count for name, count in books.items() if name.startswith(("dropped/", "failed/"))}
         given_back = sum(
             final.pop(name, 0)
             for name in ("dropped/surplus", "dropped/stale", "dropped/aborted", "failed/infrastructure")
         )
-        used_up = statistics["trained"] + statistics["held"] + sum(final.values())
-        assert statistics["drawn"] == used_up + given_back, f"the ledger does not balance: {statistics}"
-        assert buffer.statistics()["drawn"] == buffer.statistics()["returned"] + used_up, (
-            f"a prompt was lost: {buffer.statistics()} {statistics}"
-        )
-        return int(used_up)
+        used_up = books["trained"] + books["held"] + books["in_flight"] + sum(final.values())
+        buffer = trainer.buffer.buffer.statistics()
+        if (books["in_flight"] and not trainer.manager.overlaps) or books["drawn"] != used_up + given_back:
+            raise BrokenInvariant("ledger", f"{books}")
+        if books.get("dropped/stale"):
+            raise BrokenInvariant("tokens", f"{books['dropped/stale']:g} groups became too old")
+        if buffer["drawn"] != buffer["returned"] + used_up or len(trainer.buffer.out) != used_up:
+            raise BrokenInvariant(
+                "prompts",
+                f"a prompt was lost: {buffer}, {len(trainer.buffer.out)} are out, {used_up} are used up",
+            )
+        if not trainer.trained <= trainer.buffer.out or len(trainer.trained) != books["trained"]:
+            raise BrokenInvariant(
+                "prompts", f"{len(trainer.trained)} trained, the books say {books['trained']}"
+            )
 
-    def check_batch(self, batch: RolloutBatch, first_group_index: int) -> None:
-        schedule, size = self.schedule, self.schedule.config.samples_per_prompt
-        ids = [sample.id for sample in batch.samples]
-        assert ids == sorted(ids) and len(set(ids)) == len(ids), "rows are not in launch order"
-        members: dict[int, set[str]] = {}
-        for sample in batch.samples:
-            assert (
-                sample.group_index is not None
-                and sample.reward is not None
-                and sample.oldest_version is not None
+    def check_explained(self, error: Exception, trainer: _Trainer) -> None:
+        """No engine of the fleet went without a fault."""
+        spared = [name for name in trainer.fleet._members if not self.processes[name].struck]
+        if spared:
+            raise BrokenInvariant(
+                "explained", f"{', '.join(spared)} had no fault, and yet: {type(error).__name__}: {error}"
             )
-            assert fault_of(schedule, sample.id.partition(".")[0]) is None, "a failed sample is in the batch"
-            assert 0 <= self.version - sample.oldest_version <= schedule.max_staleness, "a sample is too old"
-            assert np.all(np.diff(sample.weight_versions[sample.loss_mask]) >= 0), (
-                "a later token has an earlier version"
-            )
-            assert sample.response == text_of(schedule, sample.id.partition(".")[0]), (
-                "an interruption lost or repeated tokens"
-            )
-            members.setdefault(sample.group_index, set()).add(sample.id.partition(".")[0])
-        assert len(members) == schedule.config.num_prompts, "the batch has another number of groups"
-        for group_index, group in members.items():
-            assert min(2, size) <= len(group) <= size, "a group has another size"
-            assert outcome_of(schedule, group_index) == "kept", (
-                "a group is in the batch that the filter dropped"
-            )
-        if not self.is_paced:
-            assert list(members) == first_kept(schedule, first_group_index), "not the first groups by launch"
-        keys = dict.fromkeys((metadata["epoch"], metadata["prompt_id"]) for metadata in batch.metadata)
-        assert len(keys) == len(members) and not self.trained & set(keys), "a prompt trained twice"
-        self.trained |= set(keys)
-        self.report.sample_ids.append(ids)
-        self.report.prompt_keys += keys
-        self.report.mixed_samples += sum(
-            len(set(sample.weight_versions[sample.loss_mask].tolist())) > 1 for sample in batch.samples
-        )
+
+    # --- the end --------------------------------------------------------------------------------------------
+
+    async def settle(self, trainer: _Trainer) -> None:
+        """Waits until all who can serve do, and looks for what was left behind."""
+        for _ in range(MOST_SETTLES):
+            await trio.sleep(SETTLE_S)
+            missing = self.find_missing(trainer)
+            if not missing:
+                break
+            try:
+                await self.sync_weights(trainer.backend, [trainer.fleet], trainer.backend.weight_version)
+            except (WeightSyncError, FleetDown) as error:
+                self.check_explained(error, trainer)
+        else:
+            missing = self.find_missing(trainer)
+            if missing:
+                raise BrokenInvariant("recovered", f"{', '.join(missing)} serve no more; {self.describe()}")
+        self.check_idle(trainer)
+        self.report.statistics = trainer.manager.statistics()
+
+    def find_missing(self, trainer: _Trainer) -> list[str]:
+        """Members that could serve, and do not."""
+        return [
+            name
+            for name, member in trainer.fleet._members.items()
+            if not member.in_service
+            and not member.leaving
+            and (self.processes[name].up or (self.servers[name].can_restart and not member.gave_up))
+        ]
+
+    def check_idle(self, trainer: _Trainer) -> None:
+        fleet = trainer.fleet
+        left = {
+            "requests": len(fleet._calls),
+            **{f"{name} seats": len(member.calls) for name, member in fleet._members.items()},
+            **{f"{name} tasks": len(engine._in_flight) for name, engine in trainer.engines.items()},
+            **{
+                f"{name} requests": len(process.running)
+                for name, process in self.processes.items()
+                if process.up
+            },
+            "fleet tasks": len(fleet._nursery.child_tasks) - len(fleet._members) - 1,
+        }
+        if found := {what: count for what, count in left.items() if count}:
+            raise BrokenInvariant("idle", f"left behind: {found}")
+        paused = [
+            name
+            for name, member in fleet._members.items()
+            if self.processes[name].up and self.processes[name].paused is not None
+        ]
+        if paused:
+            raise BrokenInvariant("paused", f"{', '.join(paused)} at the end")
+
+    def check_report(self) -> None:
+        report = self.report
+        report.requests = sum(process.requests for process in self.processes.values())
+        for process in self.processes.values():
+            report.faults.update(type(fault.what).__name__ for fault in process.struck)
+        if report.outcome != "completed":
+            return
+        had = (report.syncs, report.requests, report.faults.total())
+        if any(
+            count < least
+            for count, least in zip(had, (LEAST_SYNCS, LEAST_REQUESTS, LEAST_FAULTS), strict=True)
+        ):
+            self.broken = BrokenInvariant("minimum", f"syncs, requests, faults: {had}")
+
+    def describe(self) -> str:
+        if self.trainer is None:
+            return "no trainer"
+        states = "; ".join(member.describe() for member in self.trainer.fleet._members.values())
+        return f"version {self.trainer.backend.weight_version}, {self.report.steps} steps; {states}"

@@ -1,735 +1,466 @@
-"""An inference server over real sockets that speaks as vLLM or SGLang does and suffers a fault plan. It has
-no model.
+"""An inference server that speaks as vLLM or SGLang does and suffers a fault plan. It has no model.
 
-    client ──► 127.0.0.1 ──► Hypercorn (trio) ──► dialect ──► SimulatedProcess
-                 │ closed while the process is down  what FaultyEngine stands on: a fault looks the same
-                     from both
-                 └ cut and broken here, below ASGI
+    client ──► FaultTransport (in this process, also in virtual time) ┐
+           └─► 127.0.0.1 (open_fault_server)                          ┴► FaultServer ──► SimulatedProcess
 
 Dialects are those of vLLM 0.32 and SGLang 0.5.23, as far as rollouts uses them, with their traits: vLLM puts
-a prefix before request ids and guards only /v1 and /inference; SGLang aborts every id that begins with the
-one it is given, and dies of a token id that it does not have. Needs hypercorn.
+a prefix before request ids, guards only /v1 and /inference and takes an empty list of aborts for all; SGLang
+aborts every id that begins with the one it is given, and dies of a token id that it does not have.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import parse_qs
+from typing import Any, Literal, NamedTuple
 
+import httpx
 import msgspec
 import numpy as np
 import trio
-from hypercorn.app_wrappers import ASGIWrapper
-from hypercorn.config import Config
-from hypercorn.trio.tcp_server import TCPServer
-from hypercorn.trio.worker_context import WorkerContext
-from hypercorn.typing import ConnectionState
 
-from rollouts.protocols import PauseMode
+from rollouts.engines.sglang import open_sglang_engine
+from rollouts.engines.vllm import SERVER_PREFIX, open_vllm_engine
 from rollouts.types import GenerateRequest, SamplingParams
 from tests.support.fault_plan import NO_FAULTS, FaultPlan
 from tests.support.simulated_process import (
-    BASE_WEIGHTS,
     Answer,
     BadAnswer,
     ConnectionLost,
     ReadWeights,
     ServerSpeed,
     SimulatedProcess,
-    WriteTokens,
-    count_arriving,
     open_simulated_process,
     open_timers,
-    read_snapshot,
-    spoil_body,
 )
 
-Dialect = Literal["vllm", "sglang"]
-VLLM_PREFIX = "generate-tokens-"  # vLLM puts it before the request ids that it is given
-VLLM_NO_LOG_PROB = -9999.0  # what vLLM writes for a log-prob that is no finite number
+DialectName = Literal["vllm", "sglang"]
+DIALECTS: tuple[DialectName, ...] = ("vllm", "sglang")
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    method: str
-    path: str
-    query: Mapping[str, str]
-    headers: Mapping[str, str]  # names in lower case
-    body: bytes
+class Reply(NamedTuple):
+    """What goes back; `arriving` bytes of the body before the connection closes, None: all."""
 
-    def read_json(self) -> dict[str, Any]:
-        """Raises BadAnswer(400)."""
-        try:
-            value = msgspec.json.decode(self.body) if self.body else {}
-        except msgspec.DecodeError as error:
-            raise BadAnswer(400, f"the body is no JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise BadAnswer(400, "the body is no JSON object")
-        return value
-
-
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    body: bytes = b""
+    body: bytes = b"{}"
     status: int = 200
-    headers: tuple[tuple[bytes, bytes], ...] = ()
-    content_type: bytes = b"application/json"
-    arriving: int | None = None  # bytes of the body after which the connection closes; None: it arrives whole
+    headers: Mapping[str, str] = {}
+    arriving: int | None = None
 
 
-_Answerer = Callable[[_Call], Awaitable[_Reply]]
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call to the server."""
 
-
-@asynccontextmanager
-async def open_fault_server(
-    plan: FaultPlan = NO_FAULTS,
-    *,
-    dialect: Dialect,
-    vocab_size: int,
-    context_length: int,
-    api_key: str | None = None,
-    admin_key: str | None = None,
-    name: str = "a",
-    model: str = "simulated",
-    settings: Mapping[str, Any] | None = None,
-    speed: ServerSpeed | None = None,
-    write_tokens: WriteTokens | None = None,
-    read_weights: ReadWeights | None = None,
-    base_weights: str = BASE_WEIGHTS,
-) -> AsyncIterator[FaultServer]:
-    """A server on a free port of 127.0.0.1, until the block ends; it suffers the faults of `plan` that bear
-    `name`.
-
-    Keys are required of clients where the dialect requires them; `admin_key` is SGLang's. `settings` replaces
-    what the server says of its own settings (vLLM: model_config; SGLang: /server_info). `model` is the path
-    that it was started with: loading it gives the base weights. Snapshots are read by `read_weights`, by
-    default from the directory itself. Raises OSError if no port is free, and on leaving what a defect of the
-    server itself raised.
-    """
-    read = read_weights or read_snapshot
-    opened = open_simulated_process(
-        name,
-        plan,
-        speed=speed or ServerSpeed(token_s=0.001),
-        vocab_size=vocab_size,
-        context_length=context_length,
-        write_tokens=write_tokens,
-        read_weights=lambda path: base_weights if str(path) == model else read(path),
-        base_weights=base_weights,
-    )
-    async with opened as process, open_timers() as nursery:
-        answer: _Answerer
-        if dialect == "vllm":
-            answer = partial(_answer_vllm, _VLLM(process, model, api_key, dict(settings or {})))
-        else:
-            answer = partial(
-                _answer_sglang, _SGLang(process, model, api_key, admin_key, dict(settings or {}))
-            )
-        server = FaultServer(process, answer)
-        await nursery.start(server.serve)
-        try:
-            yield server
-        finally:
-            server.close()
-    if server.defects:
-        raise server.defects[0]
+    path: str
+    query: str
+    body: dict[str, Any]
 
 
 class FaultServer:
-    """What a test sees of the server. Made by open_fault_server."""
+    """The HTTP of one process. `overrides` come before what it would answer, by path: bytes, JSON, a Reply,
+    an error to raise, or a function of the body that returns one of them.
+    """
 
-    def __init__(self, process: SimulatedProcess, answer: _Answerer) -> None:
-        self.process = process
-        self.calls: list[str] = []  # "POST /generate" of every call, in order of arrival
-        self.defects: list[Exception] = []
-        self._answer = answer
-        self._streams: dict[int, trio.SocketStream] = {}  # by the client's port
-        self._port = 0
-        self._connections = 0
-        self._listening = trio.Event()
-        self._closed = False
-        self._config = Config()
-        self._config.errorlog = None
-        self._config.include_server_header = False
-
-    @property
-    def url(self) -> str:
-        """The same over restarts."""
-        return f"http://127.0.0.1:{self._port}"
-
-    async def restart(self) -> None:
-        """Another process in place of this one, listening when this returns: base weights, version "default",
-        not paused.
-        """
-        await self.process.restart()
-        await self._listening.wait()
-
-    async def wait_exited(self) -> str:
-        """Why the process ended, when it has; at once while there is none."""
-        return await self.process.wait_exited()
-
-    def crash(self, reason: str = "killed by signal 9") -> None:
-        """Ends the process now: every connection breaks, later ones are refused."""
-        self.process.crash(reason)
-        self._break_all()
-
-    def statistics(self) -> dict[str, float]:
-        """connections open and ever opened, calls, generate requests, tokens decoded, requests in flight,
-        faults that have struck.
-        """
-        process = self.process
-        counts = {
-            "open_connections": len(self._streams),
-            "connections": self._connections,
-            "calls": len(self.calls),
-            "requests": len(process.requests),
-            "tokens": process.tokens,
-            "in_flight": process.in_flight,
-            "faults": len(process.struck),
-        }
-        return {name: float(value) for name, value in counts.items()}
-
-    # --- sockets --------------------------------------------------------------------------------------------
-
-    async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Listens while there is a process; connections end with it."""
-        while not self._closed:
-            listeners = await trio.open_tcp_listeners(self._port, host="127.0.0.1")
-            self._port = listeners[0].socket.getsockname()[1]
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(
-                    partial(trio.serve_listeners, self._serve_connection, listeners, handler_nursery=nursery)
-                )
-                self._listening.set()
-                task_status.started()
-                await self.process.wait_exited()
-                self._listening = trio.Event()
-                self._break_all()
-                nursery.cancel_scope.cancel()
-            task_status = trio.TASK_STATUS_IGNORED
-            await self.process.wait_started()
-
-    async def _serve_connection(self, stream: trio.SocketStream) -> None:
-        port = -1
-        try:
-            port = stream.socket.getpeername()[1]
-            self._streams[port] = stream
-            self._connections += 1
-            app = ASGIWrapper(self._app)  # pyright: ignore[reportArgumentType]  (its types name every ASGI event)
-            await TCPServer(app, self._config, WorkerContext(None), ConnectionState({}), stream)  # pyright: ignore[reportArgumentType]  (no TLS)
-        except OSError:
-            return  # the client left before we looked
-        finally:
-            if (
-                self._streams.get(port) is stream
-            ):  # else we broke it, and another client may have the port by now
-                del self._streams[port]
-            await trio.aclose_forcefully(stream)
-
-    def _break_all(self) -> None:
-        for stream in self._streams.values():
-            stream.socket.close()
-        self._streams.clear()
-
-    def close(self) -> None:
-        """No connection is left."""
-        self._closed = True
-        self._break_all()
-
-    # --- ASGI -----------------------------------------------------------------------------------------------
-
-    async def _app(
-        self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
+    def __init__(
+        self,
+        process: SimulatedProcess,
+        dialect: DialectName,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        api_key: str | None = None,
+        model: str = "simulated",
     ) -> None:
-        assert scope["type"] == "http", scope["type"]
-        body = await _read_body(receive)
-        if body is None:
-            return
-        query = {
-            name: values[-1]
-            for name, values in parse_qs(scope["query_string"].decode(), keep_blank_values=True).items()
-        }
-        headers = {
-            name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
-        }
-        call = _Call(scope["method"], scope["path"], query, headers, body)
-        self.calls.append(f"{call.method} {call.path}")
-        try:
-            async with open_timers() as nursery:
-                nursery.start_soon(_cancel_on_disconnect, receive, nursery.cancel_scope)
-                await self._respond(await self._find_reply(call), scope, send)
-        except Exception as error:
-            self.defects.append(error)
-            self._break(scope)
+        """`settings` replace what it says of its own: vLLM's config, SGLang's /server_info."""
+        self.process = process
+        self.dialect: DialectName = dialect
+        self.settings = dict(settings or {})
+        self.api_key = api_key
+        self.model = model
+        self.url = f"http://{process.name}"
+        self.calls: list[tuple[str, Any]] = []  # path with query, and body, in order of arrival
+        self.overrides: dict[str, Any] = {}
+        self._answer = _vllm if dialect == "vllm" else _sglang
 
-    async def _find_reply(self, call: _Call) -> _Reply | None:
+    def paths(self, *of: str) -> list[str]:
+        """The paths called so far; only those of `of` if some are given."""
+        return [path for path, _ in self.calls if not of or path.split("?")[0] in of]
+
+    async def respond(self, target: str, key: str | None, content: bytes) -> Reply | None:
         """None where the connection breaks."""
+        path, _, query = target.partition("?")
+        body = json.loads(content or b"{}")
+        self.calls.append((target, body))
+        free = ("/ready",) if self.dialect == "sglang" else ()
+        guarded = self.dialect == "sglang" or path.startswith(("/v1", "/inference"))
         try:
-            return await self._answer(call)
+            if path in self.overrides:
+                return await self._override(self.overrides[path], body)
+            if self.api_key and guarded and path not in free and key != f"Bearer {self.api_key}":
+                raise BadAnswer(401, "Unauthorized")
+            if path in (
+                "/is_paused",
+                "/server_info",
+                "/v1/models",
+                "/health",
+                "/ready",
+                "/metrics",
+                "/v1/loads",
+            ):
+                await self.process.enter(self.process.speed.control_s)
+            said = await self._answer(self, Call(path, query, body))
         except ConnectionLost:
             return None
         except BadAnswer as bad:
-            headers = (
-                () if bad.retry_after_s is None else ((b"retry-after", str(bad.retry_after_s).encode()),)
-            )
-            return _Reply(_encode({"error": {"message": str(bad), "code": bad.status}}), bad.status, headers)
+            headers = {} if bad.retry_after_s is None else {"retry-after": str(bad.retry_after_s)}
+            return Reply(_encode({"success": False, "message": str(bad)}), bad.status, headers)
+        return said if isinstance(said, Reply) else Reply(_encode(said))
 
-    async def _respond(
-        self, reply: _Reply | None, scope: Any, send: Callable[[Any], Awaitable[None]]
-    ) -> None:
-        if reply is None:
-            self._break(scope)
-            return
-        length = str(len(reply.body)).encode()
-        headers = [(b"content-type", reply.content_type), (b"content-length", length), *reply.headers]
-        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-        if reply.arriving is None or reply.arriving == len(reply.body):
-            await send({"type": "http.response.body", "body": reply.body})
-            return
-        await send({"type": "http.response.body", "body": reply.body[: reply.arriving], "more_body": True})
-        self._break(scope)
+    async def _override(self, value: Any, body: Any) -> Reply:
+        await trio.lowlevel.checkpoint()
+        if callable(value):
+            value = value(body)
+        if isinstance(value, Awaitable):
+            value = await value
+        if isinstance(value, Exception):
+            raise value
+        if isinstance(value, Reply):
+            return value
+        return Reply(value if isinstance(value, bytes) else _encode(value))
 
-    def _break(self, scope: Any) -> None:
-        """Closes the connection of a call."""
-        stream = self._streams.pop(scope["client"][1], None)
-        if stream is not None:
-            stream.socket.close()
+    def transport(self) -> httpx.AsyncBaseTransport:
+        return FaultTransport(self)
 
-
-async def _read_body(receive: Callable[[], Awaitable[Any]]) -> bytes | None:
-    """None if the client left meanwhile."""
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
+    def open_engine(self, *, silence_s: float = 60.0, **options: Any) -> Any:
+        """The real client of this server's dialect, over FaultTransport unless the server listens."""
+        opened = open_vllm_engine if self.dialect == "vllm" else open_sglang_engine
+        options = {"vocab_size": self.process.vocab_size, "name": self.process.name} | options
+        if not self.url.startswith("http://127"):
+            options["transport"] = self.transport
+        return opened(self.url, silence_s=silence_s, api_key=self.api_key, **options)
 
 
-async def _cancel_on_disconnect(receive: Callable[[], Awaitable[Any]], scope: trio.CancelScope) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    scope.cancel()
+def _encode(value: Any) -> bytes:
+    return json.dumps(msgspec.to_builtins(value)).encode()
 
 
-# --- vLLM ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class _VLLM:
-    process: SimulatedProcess
-    model: str
-    api_key: str | None
-    settings: dict[str, Any]
-    counts: dict[str, int] = field(default_factory=lambda: {"request": 0})
-
-
-async def _answer_vllm(vllm: _VLLM, call: _Call) -> _Reply:
-    if vllm.api_key is not None and call.path.startswith(("/v1", "/inference")):
-        _check_key(call, vllm.api_key)
-    if (call.method, call.path) == ("POST", "/inference/v1/generate"):
-        return await _generate_vllm(vllm, call)
-    reply = await (_tell_vllm(vllm, call) if call.method == "GET" else _control_vllm(vllm.process, call))
-    if reply is None:
+def _find(call: Call, routes: Mapping[str, Callable[[], Awaitable[Any]]]) -> Awaitable[Any]:
+    if call.path not in routes:
         raise BadAnswer(404, "Not Found")
-    return reply
+    return routes[call.path]()
 
 
-async def _control_vllm(process: SimulatedProcess, call: _Call) -> _Reply | None:
-    match call.method, call.path:
-        case "POST", "/pause":
-            await process.pause(
-                _read_mode(
-                    call.query.get("mode", "abort"), {"abort": "abort", "wait": "wait", "keep": "keep"}
-                )
-            )
-            return _reply({"status": "paused"})
-        case "POST", "/resume":
-            await process.resume()
-            return _reply({"status": "resumed"})
-        case "POST", "/collective_rpc":
-            return await _collective_rpc(process, call.read_json())
-        case "POST", "/update_weight_version":
-            await process.set_version(str(call.read_json()["new_version"]))
-            return _reply({"status": "ok"})
-        case "POST", "/weight_checker":
-            return _reply({"checksums": {"model.weight": await process.checksum()}})
-        case "POST", "/abort_requests":
-            named = call.read_json().get("request_ids") or None  # an empty list means all
-            await process.abort(named)
-            return _reply({"status": "aborted"})
-        case "POST", "/reset_prefix_cache":
-            await process.health()
-            return _reply({"success": True})
-    return None
+async def _say(value: Any) -> Any:
+    return value
 
 
-async def _tell_vllm(vllm: _VLLM, call: _Call) -> _Reply | None:
-    process = vllm.process
-    match call.path:
-        case "/is_paused":
-            await process.health()
-            return _reply({"is_paused": process.paused is not None})
-        case "/weight_info":
-            return _reply({"weight_version": await process.read_version()})
-        case "/server_info":
-            await process.health()
-            return _reply({"vllm_config": _say_vllm_config(vllm)})
-        case "/v1/models":
-            await process.health()
-            return _reply(
-                {
-                    "object": "list",
-                    "data": [{"id": "policy", "object": "model", "max_model_len": process.context_length}],
-                }
-            )
-        case "/metrics":
-            return await _say_vllm_metrics(process)
-        case "/health" | "/load" | "/version" | "/get_world_size":
-            load = await process.load()
-            said = {
-                "/load": {"server_load": load.running},
-                "/version": {"version": "0.32.0"},
-                "/get_world_size": {"world_size": 1},
-            }
-            return _reply(said.get(call.path))
-    return None
+async def _do(work: Awaitable[None], value: Any = None) -> Any:
+    await work
+    return value or {"success": True, "message": "", "status": "ok"}
 
 
-async def _collective_rpc(process: SimulatedProcess, body: dict[str, Any]) -> _Reply:
-    if body.get("method") != "reload_weights":
-        raise BadAnswer(400, f"no method {body.get('method')!r}")
-    try:
-        await process.load_weights(Path(body["kwargs"]["weights_path"]))
-    except BadAnswer as bad:
-        raise BadAnswer(500, str(bad)) from bad  # whatever a worker raises is a 500 here
-    return _reply({"results": [None]})
-
-
-async def _generate_vllm(vllm: _VLLM, call: _Call) -> _Reply:
-    body = call.read_json()
-    params = body.get("sampling_params", {})
-    vllm.counts["request"] += 1
-    server_id = VLLM_PREFIX + str(body.get("request_id") or f"unnamed-{vllm.counts['request']}")
-    ids = body.get("token_ids", [])
-    if any(not 0 <= token < vllm.process.vocab_size for token in ids):
-        raise BadAnswer(400, f"Token id {max(ids)} is out of vocabulary")
-    request = _make_request(
-        server_id, ids, params, max_new_tokens=params.get("max_tokens", 16), seed=params.get("seed")
+def _make_request(name: str, ids: list[int], params: dict[str, Any], **names: str) -> GenerateRequest:
+    sampling = SamplingParams(
+        max_new_tokens=params.get(names["limit"], 16),
+        temperature=params.get("temperature", 1.0),
+        stop_token_ids=tuple(params.get("stop_token_ids") or ()),
+        seed=params.get(names["seed"]),
     )
-    answer = await vllm.process.answer(request, server_id)
-    entries = []
-    for index, log_prob in enumerate(answer.log_probs):
-        token = answer.token_ids[index] if index < len(answer.token_ids) else 0
-        written = VLLM_NO_LOG_PROB if log_prob is not None and not math.isfinite(log_prob) else log_prob
-        entries.append({"token_id": token, "logprob": written, "rank": 1})
-    choice: dict[str, Any] = {
-        "index": 0,
-        "finish_reason": answer.finish,
-        "stop_reason": None,
-        "token_ids": answer.token_ids,
-        "logprobs": {"content": entries},
+    return GenerateRequest(request_id=name, prompt_ids=np.asarray(ids, np.int64), sampling=sampling)
+
+
+def _send(record: Any, answer: Answer) -> Reply:
+    body = answer.replaced_by or _encode(record)
+    return Reply(body, arriving=None if answer.cut_at is None else min(answer.cut_at, len(body) - 1))
+
+
+# --- vLLM
+
+
+async def _vllm(server: FaultServer, call: Call) -> Any:
+    process, body = server.process, call.body
+    waiting = sum(not one.has_slot for one in process.running.values())
+    counts = {
+        "num_requests_running": len(process.running) - waiting,
+        "num_requests_waiting": waiting,
+        "kv_cache_usage_perc": 0.5,
+        "iteration_tokens_total_count": process.tokens,
+        "generation_tokens_total": process.tokens,
+        "prompt_tokens_total": process.prompt_tokens,
     }
-    if answer.spans is not None:
-        choice["weight_versions"] = answer.spans
+    lines = [f'vllm:{name}{{engine="0"}} {float(value)}' for name, value in counts.items()]
+    config = {
+        "model_config": {
+            "model": server.model,
+            "max_model_len": process.context_length,
+            "logprobs_mode": "processed_logprobs",
+        },
+        "device_config": {"device": "cpu"},
+        "scheduler_config": {"enable_chunked_prefill": False},
+    }
+
+    async def abort() -> Any:
+        await process.abort(body.get("request_ids") or list(process.running))
+        return {}
+
+    async def reload() -> Any:
+        try:
+            await process.load_weights(Path(body["kwargs"]["weights_path"]))
+        except BadAnswer as bad:
+            raise BadAnswer(500, str(bad)) from bad  # whatever a worker raises is a 500 here
+        return {"results": [None]}
+
+    async def checksum() -> Any:
+        return {"checksums": {"model.weight": await process.checksum()}}
+
+    return await _find(
+        call,
+        {
+            "/inference/v1/generate": lambda: _generate_vllm(process, body),
+            "/pause": lambda: _do(process.pause(_mode(call.query.removeprefix("mode=")))),
+            "/resume": lambda: _do(process.resume()),
+            "/collective_rpc": reload,
+            "/update_weight_version": lambda: _do(process.set_version(str(body["new_version"]))),
+            "/weight_checker": checksum,
+            "/abort_requests": abort,
+            "/reset_prefix_cache": lambda: _do(process.enter()),
+            "/is_paused": lambda: _say({"is_paused": process.paused is not None}),
+            "/weight_info": lambda: _do(process.enter(), {"weight_version": process.version_name}),
+            "/server_info": lambda: _say({"vllm_config": config | server.settings}),
+            "/v1/models": lambda: _say({"data": [{"id": "policy", "max_model_len": process.context_length}]}),
+            "/metrics": lambda: _say(Reply("\n".join(["# HELP x", *lines, ""]).encode())),
+            "/health": lambda: _say({}),
+        },
+    )
+
+
+def _mode(text: str) -> Any:
+    assert text in ("abort", "wait", "keep"), text
+    return text
+
+
+async def _generate_vllm(process: SimulatedProcess, body: dict[str, Any]) -> Reply:
+    params, ids = body.get("sampling_params", {}), body["token_ids"]
+    server_id = SERVER_PREFIX + str(body.get("request_id") or f"unnamed-{process.requests}")
+    if any(not 0 <= token < process.vocab_size for token in ids):
+        raise BadAnswer(400, f"Token id {max(ids)} is out of vocabulary")
+    request = _make_request(server_id, ids, params, limit="max_tokens", seed="seed")
+    answer = await process.answer(request, server_id)
+    entries = [  # what is no number is written as −9999
+        {"token_id": token, "logprob": log_prob if math.isfinite(log_prob) else -9999.0, "rank": 1}
+        for token, log_prob in zip(answer.ids, answer.log_probs, strict=False)
+    ]
+    choice: dict[str, Any] = {
+        "finish_reason": answer.finish,
+        "token_ids": answer.ids,
+        "logprobs": {"content": entries},
+        **({} if answer.spans is None else {"weight_versions": answer.spans}),
+    }
     record: dict[str, Any] = {"request_id": server_id, "choices": [choice]}
-    if params.get("prompt_logprobs") is not None:
+    if "prompt_logprobs" in params:
         scored = zip(ids[1:], answer.prompt_log_probs[1:], strict=True)
         record["prompt_logprobs"] = [None, *({str(token): {"logprob": value}} for token, value in scored)]
     return _send(record, answer)
 
 
-def _say_vllm_config(vllm: _VLLM) -> dict[str, Any]:
-    model = {
-        "model": vllm.model,
-        "max_model_len": vllm.process.context_length,
-        "logprobs_mode": "processed_logprobs",
-        "enable_sleep_mode": False,
+# --- SGLang
+
+
+async def _sglang(server: FaultServer, call: Call) -> Any:
+    process, body = server.process, call.body
+    waiting = sum(not one.has_slot for one in process.running.values())
+    rank = {
+        "num_running_reqs": len(process.running) - waiting,
+        "num_waiting_reqs": waiting,
+        "token_usage": 0.5,
+        "total_prefill_uncached_tokens": process.prompt_tokens,
+        "decode_moments": [float(process.tokens)],
     }
-    return {
-        "model_config": model | vllm.settings,
-        "device_config": {"device": "cpu"},
-        "scheduler_config": {"enable_chunked_prefill": False},
-        "parallel_config": {"_api_process_count": 1},
-        "weight_transfer_config": None,
-    }
+    info = {"version": "0.5.23", "model_path": server.model} | server.settings
+    modes = {"abort": "abort", "retract": "keep"}
 
+    async def update() -> Any:
+        if process.paused is None:
+            await process.wait_until(lambda: not process.running)
+        await process.load_weights(Path(body["model_path"]))
+        await process.set_version(str(body["weight_version"]))
+        return {"success": True, "message": "Succeeded."}
 
-async def _say_vllm_metrics(process: SimulatedProcess) -> _Reply:
-    load, tokens = await process.load(), process.tokens
-    numbers = {
-        "vllm:num_requests_running": load.running,
-        "vllm:num_requests_waiting": load.waiting,
-        "vllm:kv_cache_usage_perc": load.cache_usage,
-        "vllm:iteration_tokens_total_count": tokens,
-        "vllm:generation_tokens_total": tokens,
-        "vllm:prompt_tokens_total": process.prompt_tokens,
-    }
-    lines = ["# HELP vllm:num_requests_running Number of requests in model execution batches."]
-    lines += [
-        f'{name}{{engine="0",model_name="policy"}} {float(value or 0)}' for name, value in numbers.items()
-    ]
-    return _Reply("\n".join([*lines, ""]).encode(), content_type=b"text/plain; version=0.0.4")
+    async def checksum() -> Any:
+        return {"success": True, "ranks": [{"checksums": {"model.weight": await process.checksum()}}]}
 
+    async def model_info() -> Any:
+        await process.enter(process.speed.control_s)
+        return {"model_path": server.model, "weight_version": process.version_name}
 
-# --- SGLang -------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class _SGLang:
-    process: SimulatedProcess
-    model_path: str
-    api_key: str | None
-    admin_key: str | None
-    settings: dict[str, Any]
-    incarnation: int = 0
-    started_with: str = field(init=False)
-    requests: int = 0
-
-    def __post_init__(self) -> None:
-        self.started_with = self.model_path
-
-
-SGLANG_OPEN = ("/health", "/health_generate", "/ready", "/metrics")  # no key at all
-SGLANG_NORMAL = (
-    "/generate",
-    "/v1/models",
-    "/v1/loads",
-    "/model_info",
-    "/get_model_info",
-    "/server_info",
-    "/get_server_info",
-)
-
-
-async def _answer_sglang(sglang: _SGLang, call: _Call) -> _Reply:
-    process = sglang.process
-    if sglang.incarnation != process.incarnation:
-        sglang.incarnation, sglang.model_path = process.incarnation, sglang.started_with
-    if call.path not in SGLANG_OPEN:
-        key = sglang.api_key if call.path in SGLANG_NORMAL else sglang.admin_key or sglang.api_key
-        if key is not None:
-            _check_key(call, key)
-    if call.path == "/generate" and call.method in ("POST", "PUT"):
-        return await _generate_sglang(sglang, call)
-    reply = await (_tell_sglang(sglang, call) if call.method == "GET" else _control_sglang(sglang, call))
-    if reply is None:
-        raise BadAnswer(404, "Not Found")
-    return reply
-
-
-async def _control_sglang(sglang: _SGLang, call: _Call) -> _Reply | None:
-    process = sglang.process
-    match call.method, call.path:
-        case "POST", "/pause_generation":
-            given = call.read_json().get("mode", "abort")
-            process.aborts_frozen = given != "in_place"
-            await process.pause(_read_mode(given, {"abort": "abort", "retract": "keep", "in_place": "keep"}))
-            return _reply({"message": "Generation paused successfully.", "status": "ok"})
-        case "POST", "/continue_generation":
-            await process.resume()
-            return _reply({"message": "Generation continued successfully.", "status": "ok"})
-        case "POST", "/abort_request":
-            body = call.read_json()
-            await process.abort(None if body.get("abort_all") else [str(body.get("rid", ""))], prefixes=True)
-            return _Reply()
-        case "POST", "/update_weights_from_disk":
-            return await _update_from_disk(sglang, call.read_json())
-        case "POST", "/update_weight_version":
-            body = call.read_json()
-            if body.get("abort_all_requests", True):
-                await process.abort()
-            await process.set_version(str(body["new_version"]))
-            return _reply(
-                {"success": True, "message": "Weight version updated.", "new_version": body["new_version"]}
-            )
-        case "POST", "/weights_checker":
-            sums = {"model.weight": await process.checksum()}
-            return _reply({"success": True, "message": "Success.", "ranks": [{"checksums": sums}]})
-        case "POST", "/flush_cache":
-            await process.health()
-            if process.in_flight:
-                raise BadAnswer(400, "Flush cache failed.")
-            return _Reply(b"Cache flushed.\n", content_type=b"text/plain")
-    return None
-
-
-async def _tell_sglang(sglang: _SGLang, call: _Call) -> _Reply | None:
-    process = sglang.process
-    match call.path:
-        case "/v1/loads":
-            return await _say_sglang_loads(process)
-        case "/model_info" | "/get_model_info":
-            version = await process.read_version()
-            return _reply(
-                {
-                    "model_path": sglang.model_path,
-                    "is_generation": True,
-                    "weight_version": version,
-                    "load_format": "auto",
-                }
-            )
-        case "/server_info" | "/get_server_info":
-            await process.health()
-            return _reply(_say_sglang_settings(sglang))
-        case "/v1/models":
-            await process.health()
-            model = {"id": sglang.model_path, "object": "model", "max_model_len": process.context_length}
-            return _reply({"object": "list", "data": [model]})
-        case "/ready" | "/health" | "/health_generate":
-            await process.health()
-            return _Reply()
-    return None
-
-
-async def _generate_sglang(sglang: _SGLang, call: _Call) -> _Reply:
-    body, process = call.read_json(), sglang.process
-    params = body.get("sampling_params", {})
-    sglang.requests += 1
-    rid = str(body.get("rid") or f"unnamed-{sglang.requests:08}")
-    ids = body.get("input_ids", [])
-    if any(not 0 <= token < process.vocab_size for token in ids):
-        process.crash("IndexError: index out of range in the embedding")
-        raise ConnectionLost
-    request = _make_request(
-        rid, ids, params, max_new_tokens=params.get("max_new_tokens", 128), seed=params.get("sampling_seed")
+    return await _find(
+        call,
+        {
+            "/generate": lambda: _generate_sglang(process, body),
+            "/pause_generation": lambda: _do(process.pause(_mode(modes[body["mode"]]))),
+            "/continue_generation": lambda: _do(process.resume()),
+            "/abort_request": lambda: _do(process.abort([body["rid"]])),
+            "/update_weights_from_disk": update,
+            "/update_weight_version": lambda: _do(process.set_version(str(body["new_version"]))),
+            "/weights_checker": checksum,
+            "/v1/loads": lambda: _say({"loads": [rank]}),
+            "/model_info": model_info,
+            "/server_info": lambda: _say(info),
+            "/v1/models": lambda: _say({"data": [{"id": "m", "max_model_len": process.context_length}]}),
+            "/ready": lambda: _say(Reply(b"")),
+        },
     )
+
+
+async def _generate_sglang(process: SimulatedProcess, body: dict[str, Any]) -> Reply:
+    rid, ids, params = str(body["rid"]), body["input_ids"], body["sampling_params"]
+    if any(not 0 <= token < process.vocab_size for token in ids):
+        process.crash()  # IndexError in the embedding
+        raise ConnectionLost
+    request = _make_request(rid, ids, params, limit="max_new_tokens", seed="sampling_seed")
     answer = await process.answer(request, rid)
-    meta: dict[str, Any] = {
-        "id": rid,
-        "finish_reason": _say_sglang_finish(answer),
-        "weight_version": process.version_name,
-    }
-    if answer.finish != "abort" or answer.token_ids:
-        meta |= {"prompt_tokens": len(ids), "cached_tokens": 0, "completion_tokens": len(answer.token_ids)}
-        scored = [*answer.token_ids, 0][: len(answer.log_probs)]
-        finite = [
-            None if log_prob is None or not math.isfinite(log_prob) else log_prob
-            for log_prob in answer.log_probs
-        ]
+    meta: dict[str, Any] = {"id": rid, "finish_reason": {"type": answer.finish}}
+    if answer.finish != "abort" or answer.ids:
         meta["output_token_logprobs"] = [
-            [log_prob, token, None] for log_prob, token in zip(finite, scored, strict=True)
+            [log_prob if math.isfinite(log_prob) else None, token, None]
+            for log_prob, token in zip(answer.log_probs, answer.ids, strict=False)
         ]
         if answer.spans is not None:
             meta["weight_versions"] = answer.spans
     if body.get("logprob_start_len") == 0:
         scored = zip([None, *answer.prompt_log_probs[1:]], ids, strict=True)
         meta["input_token_logprobs"] = [[log_prob, token, None] for log_prob, token in scored]
-    return _send({"text": "", "output_ids": answer.token_ids, "meta_info": meta}, answer)
+    return _send({"text": "", "output_ids": answer.ids, "meta_info": meta}, answer)
 
 
-def _say_sglang_finish(answer: Answer) -> dict[str, Any]:
-    if answer.finish == "length":
-        return {"type": "length", "length": len(answer.token_ids)}
-    if answer.finish == "stop":
-        return {"type": "stop", "matched": answer.token_ids[-1] if answer.token_ids else None}
-    if answer.token_ids:
-        return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-    return {"type": "abort", "message": "Abort in waiting queue"}
+# --- the ways to it
 
 
-async def _update_from_disk(sglang: _SGLang, body: dict[str, Any]) -> _Reply:
-    """Waits until nothing runs unless the server is paused. Frozen in place, a flush fails although the
-    weights were replaced.
+class FaultTransport(httpx.AsyncBaseTransport):
+    """Requests to a FaultServer in this process; raises what httpx raises over a network."""
+
+    def __init__(self, server: FaultServer) -> None:
+        self._server = server
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if not self._server.process.up:
+            await trio.lowlevel.checkpoint()
+            raise httpx.ConnectError("connection refused")
+        assert isinstance(request.stream, httpx.AsyncByteStream)
+        content = b"".join([part async for part in request.stream])
+        target, key = request.url.raw_path.decode(), request.headers.get("authorization")
+        reply: Reply | None = None
+        with trio.move_on_after(request.extensions["timeout"]["read"]) as scope:
+            reply = await self._server.respond(target, key, content)
+        if scope.cancelled_caught:
+            raise httpx.ReadTimeout("")
+        if reply is None:
+            raise httpx.ReadError("connection reset")
+        if reply.arriving is not None:
+            raise httpx.RemoteProtocolError("peer closed connection without sending complete message body")
+        return httpx.Response(reply.status, headers=reply.headers, content=reply.body)
+
+
+@asynccontextmanager
+async def open_fake_server(
+    dialect: DialectName,
+    plan: FaultPlan = NO_FAULTS,
+    *,
+    listens: bool = False,
+    name: str = "a",
+    settings: Mapping[str, Any] | None = None,
+    api_key: str | None = None,
+    model: str = "simulated",
+    speed: ServerSpeed | None = None,
+    vocab_size: int = 258,
+    context_length: int = 4096,
+    read_weights: ReadWeights | None = None,
+) -> AsyncIterator[FaultServer]:
+    """A server with a process of its own, which suffers the faults of `plan` that bear `name`; on a free port
+    of 127.0.0.1 if it `listens`, and then only while there is a process.
     """
-    process = sglang.process
-    if process.paused is None:
-        await process.wait_idle()
+    async with (
+        open_simulated_process(
+            name,
+            plan,
+            speed=speed,
+            vocab_size=vocab_size,
+            context_length=context_length,
+            read_weights=read_weights,
+        ) as process,
+        open_timers() as nursery,
+    ):
+        server = FaultServer(process, dialect, settings=settings, api_key=api_key, model=model)
+        if listens:
+            await nursery.start(_listen, server)
+        yield server
+
+
+async def _listen(server: FaultServer, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    port = 0
+    while True:
+        listeners = await trio.open_tcp_listeners(port, host="127.0.0.1")
+        port = listeners[0].socket.getsockname()[1]
+        server.url = f"http://127.0.0.1:{port}"
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(
+                partial(trio.serve_listeners, partial(_serve, server), listeners, handler_nursery=nursery)
+            )
+            task_status.started()
+            await server.process.wait_exited()
+            nursery.cancel_scope.cancel()
+        task_status = trio.TASK_STATUS_IGNORED
+        await server.process.wait_started()
+
+
+async def _serve(server: FaultServer, stream: trio.SocketStream) -> None:
+    """The requests of one connection, one after the other, until either side closes it."""
+    buffer = b""
     try:
-        await process.load_weights(Path(body["model_path"]))
-        if body.get("weight_version") is not None:
-            await process.set_version(str(body["weight_version"]))
-    except BadAnswer as bad:
-        return _Reply(_encode({"success": False, "message": str(bad), "num_paused_requests": 0}), bad.status)
-    sglang.model_path = str(body["model_path"])
-    if process.paused == "keep" and not process.aborts_frozen and body.get("flush_cache", True):
-        return _Reply(
-            _encode(
-                {"success": False, "message": "Flush cache failed.", "num_paused_requests": process.in_flight}
-            ),
-            400,
-        )
-    return _reply(
-        {
-            "success": True,
-            "message": "Succeeded to update model weights.",
-            "num_paused_requests": process.in_flight,
-        }
-    )
+        while True:
+            while b"\r\n\r\n" not in buffer:
+                if not (part := await stream.receive_some()):
+                    return
+                buffer += part
+            head, _, buffer = buffer.partition(b"\r\n\r\n")
+            first, *lines = head.decode("latin-1").split("\r\n")
+            headers = {
+                name.strip().lower(): value.strip()
+                for name, _, value in (line.partition(":") for line in lines)
+            }
+            length = int(headers.get("content-length", 0))
+            while len(buffer) < length:
+                buffer += await stream.receive_some()
+            content, buffer = buffer[:length], buffer[length:]
+            reply: Reply | None = None
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_cancel_on_disconnect, stream, nursery.cancel_scope)
+                reply = await server.respond(first.split(" ")[1], headers.get("authorization"), content)
+                nursery.cancel_scope.cancel()
+            if reply is None:
+                return
+            more = {"content-length": str(len(reply.body)), **reply.headers}
+            status = [
+                f"HTTP/1.1 {reply.status} X",
+                *(f"{name}: {value}" for name, value in more.items()),
+                "",
+                "",
+            ]
+            await stream.send_all("\r\n".join(status).encode() + reply.body[: reply.arriving])
+            if reply.arriving is not None:
+                return
+    except trio.BrokenResourceError:
+        return  # the client is gone
+    finally:
+        await trio.aclose_forcefully(stream)
 
 
-async def _say_sglang_loads(process: SimulatedProcess) -> _Reply:
-    load = await process.load()
-    rank = {
-        "dp_rank": 0,
-        "num_running_reqs": load.running,
-        "num_waiting_reqs": load.waiting,
-        "num_used_tokens": load.running,
-        "token_usage": load.cache_usage,
-        "total_prefill_uncached_tokens": process.prompt_tokens,
-        "decode_moments": [float(process.tokens)],
-    }
-    return _reply({"loads": [rank]})
-
-
-def _say_sglang_settings(sglang: _SGLang) -> dict[str, Any]:
-    said = {
-        "version": "0.5.23",
-        "model_path": sglang.started_with,
-        "enable_deterministic_inference": False,
-        "enable_memory_saver": False,
-        "speculative_algorithm": None,
-        "tp_size": 1,
-        "pp_size": 1,
-        "dp_size": 1,
-    }
-    return said | sglang.settings
-
-
-# --- both ---------------------------------------------------------------------------------------------------
-
-
-def _make_request(
-    server_id: str, ids: list[int], params: dict[str, Any], *, max_new_tokens: int, seed: int | None
-) -> GenerateRequest:
-    sampling = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=params.get("temperature", 1.0),
-        stop_token_ids=tuple(params.get("stop_token_ids") or ()),
-        seed=seed,
-    )
-    return GenerateRequest(request_id=server_id, prompt_ids=np.asarray(ids, np.int64), sampling=sampling)
-
-
-def _read_mode(given: str, modes: Mapping[str, PauseMode]) -> PauseMode:
-    if given not in modes:
-        raise BadAnswer(400, f"mode {given!r} is none of {', '.join(modes)}")
-    return modes[given]
-
-
-def _check_key(call: _Call, key: str) -> None:
-    if call.headers.get("authorization") != f"Bearer {key}":
-        raise BadAnswer(401, "Unauthorized")
-
-
-def _send(record: object, answer: Answer) -> _Reply:
-    """The record, spoiled and cut as the plan says."""
-    body = spoil_body(_encode(record), answer)
-    return _Reply(body, arriving=count_arriving(body, answer))
-
-
-def _reply(value: object) -> _Reply:
-    return _Reply(_encode(value))
-
-
-def _encode(value: object) -> bytes:
-    return json.dumps(msgspec.to_builtins(value)).encode()
+async def _cancel_on_disconnect(stream: trio.SocketStream, scope: trio.CancelScope) -> None:
+    with contextlib.suppress(trio.BrokenResourceError):
+        assert not await stream.receive_some()
+    scope.cancel()

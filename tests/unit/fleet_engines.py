@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from rollouts.engines.fleet import Fleet, open_fleet
-from rollouts.engines.fleet_members import FleetSettings, Member
+from rollouts.engines.fleet_members import Member
 from rollouts.errors import (
     EngineError,
     EngineSetupError,
@@ -177,20 +177,20 @@ def garbage() -> Exception:
 @asynccontextmanager
 async def fleet_of(
     *engines: FakeEngine | Member,
-    settings: FleetSettings | None = None,
     commit: bool = True,
     warnings: list[str] | None = None,
+    **options: Any,
 ) -> AsyncIterator[Fleet]:
     """In service at version 0, unless `commit` is off. Leaving checks that nothing is in flight or queued."""
     members = [engine if isinstance(engine, Member) else Member(engine) for engine in engines]
     said: list[str] = [] if warnings is None else warnings
-    async with open_fleet(members, settings=settings or FleetSettings(), warn=said.append) as fleet:
+    async with open_fleet(members, warn=said.append, **options) as fleet:
         if commit:
             update(fleet, 0)
         yield fleet
-        assert not fleet._requests.calls
+        assert not fleet._calls
         assert fleet.statistics()["fleet/queued"] == 0
-        assert all(not live.calls for live in fleet._live.values())
+        assert all(not member.calls for member in fleet._members.values())
 
 
 def update(fleet: Fleet, version: int) -> None:
@@ -203,7 +203,7 @@ def update(fleet: Fleet, version: int) -> None:
 
 
 def state_of(fleet: Fleet, name: str) -> str:
-    return fleet._live[name].condition
+    return fleet._members[name].condition
 
 
 async def gather(fleet: Fleet, *requests: GenerateRequest) -> dict[str, Completion | Exception]:

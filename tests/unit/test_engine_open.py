@@ -1,6 +1,4 @@
-"""Fleets of servers that run already: what a config says of them reaches them, and what it says wrongly is
-named before anything is asked.
-"""
+"""Fleets of servers that run already."""
 
 from __future__ import annotations
 
@@ -10,21 +8,15 @@ import pytest
 
 from rollouts.config.tables import EngineConfig
 from rollouts.engines.open import open_server_fleet
-from tests.support.fault_server import Dialect, open_fault_server
-
-VOCAB_SIZE = 64
+from tests.support.fault_server import DIALECTS, DialectName, open_fake_server
 
 
-async def open_and_name(config: EngineConfig) -> list[str]:
-    """Names of the fleet's engines."""
-    async with open_server_fleet(
-        config, Path("model"), vocab_size=VOCAB_SIZE, log_dir=Path("logs"), seed=0, warn=print
-    ) as fleet:
-        return [engine.features.name for engine in fleet.members_for_update()]
-
-
-@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-async def test_running_servers_are_called_by_their_kind_and_address(dialect: Dialect):
-    async with open_fault_server(dialect=dialect, vocab_size=VOCAB_SIZE, context_length=256) as server:
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_running_servers_are_called_by_their_kind_and_address(dialect: DialectName):
+    async with open_fake_server(dialect, listens=True, vocab_size=64) as server:
         config = EngineConfig(kind=dialect, urls=[server.url])
-        assert await open_and_name(config) == [f"{dialect}-{server.url.removeprefix('http://')}"]
+        async with open_server_fleet(
+            config, Path("model"), vocab_size=64, log_dir=Path("logs"), seed=0, warn=print
+        ) as fleet:
+            names = [engine.features.name for engine in fleet.members_for_update()]
+    assert names == [f"{dialect}-{server.url.removeprefix('http://')}"]

@@ -1,265 +1,651 @@
-"""What all HTTP engines do on this side of the wire, seen through a server in this process that answers, or
-does not, as a test wants it.
+"""The engines of vLLM and SGLang servers over a fake of each, in virtual time and over real sockets: handshake,
+requests, pauses, updates, aborts, silence, faults.
 """
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import trio
 import trio.testing
+from safetensors.numpy import save_file
 
-from rollouts.engines.http import HttpReply
-from rollouts.engines.server import EngineServer, Progress, check_status
-from rollouts.errors import EngineError, EngineOverloaded, EngineSilent, InfrastructureError, RequestRefused
-from rollouts.testing.engine_contracts import make_request
-from rollouts.types import Completion, EngineFeatures, GenerateRequest
+from rollouts.engines.server import ServerEngine
+from rollouts.engines.sglang import SGLangServer
+from rollouts.engines.vllm import VLLMServer
+from rollouts.errors import (
+    EngineClosed,
+    EngineError,
+    EngineOverloaded,
+    EngineSetupError,
+    EngineSilent,
+    EngineUnreachable,
+    InfrastructureError,
+    ReplyError,
+    RequestRefused,
+    WeightVersionError,
+)
+from rollouts.testing.engine_contracts import CHECKS, make_request
+from rollouts.types import Completion
+from tests.support.fault_plan import (
+    BAD_REPLY_KINDS,
+    UPDATE_PHASES,
+    AnyFault,
+    BadReply,
+    BadStatus,
+    Crash,
+    CutBody,
+    Fault,
+    StaleWeights,
+    UpdateFails,
+    WrongVersion,
+)
+from tests.support.fault_server import DIALECTS, DialectName, FaultServer, Reply, open_fake_server
+from tests.support.simulated_process import BASE_WEIGHTS, ServerSpeed, compute_log_probs, read_snapshot
 
-FEATURES = EngineFeatures(10, 64, False, True, False, True, False, name="s")
-SILENCE_S = 60.0
-
-
-class Silent:
-    """A server that answers nobody in `lost`, everybody else after `seconds`, and says what it works on."""
-
-    def __init__(self, *, lost: tuple[str, ...] = (), seconds: float = 100.0) -> None:
-        self.lost = lost
-        self.seconds = seconds
-        self.has = 0  # requests
-
-    async def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: bytes | None = None,
-        silence_s: float = 60.0,
-    ) -> HttpReply:
-        lost = path.rpartition("/")[2] in self.lost
-        self.has += not lost
-        try:
-            with trio.move_on_after(silence_s):
-                await trio.sleep(math.inf if lost else self.seconds)
-                return HttpReply(200, {}, b"")
-            raise EngineSilent(f"{path} was silent")
-        finally:
-            self.has -= not lost
-
-    async def read_progress(self) -> Progress:
-        await trio.lowlevel.checkpoint()
-        return Progress(trio.current_time(), requests=self.has)  # it is at work at all times
-
-    def statistics(self) -> dict[str, float]:
-        return {}
+Opened = tuple[FaultServer, ServerEngine]
+GENERATE = ("/inference/v1/generate", "/generate")
+BOTH = pytest.mark.parametrize("dialect", DIALECTS)
+VLLM_MODEL = {"model": "simulated", "max_model_len": 256, "logprobs_mode": "processed_logprobs"}
 
 
-def make_completion(request: GenerateRequest) -> Completion:
-    one = np.ones(1, np.int64)
-    return Completion(
-        request_id=request.request_id,
-        token_ids=one,
-        log_probs=-np.ones(1, np.float32),
-        weight_versions=one,
-        finish_reason="stop",
-    )
+@asynccontextmanager
+async def open_both(
+    dialect: DialectName, *, silence_s: float = 60.0, context_length: int | None = None, **options: Any
+) -> AsyncIterator[Opened]:
+    """A fake server and the real engine for it, after the handshake."""
+    async with (
+        open_fake_server(dialect, **{"vocab_size": 300, "context_length": 256} | options) as server,
+        server.open_engine(silence_s=silence_s, context_length=context_length) as engine,
+    ):
+        server.calls.clear()
+        yield server, engine
 
 
-async def generate(server: EngineServer, client: Silent, name: str) -> str:
-    """How the request ended."""
+def strike(server: FaultServer, what: AnyFault, *, update: bool = False) -> None:
+    """`what` happens at the next request, or the next update."""
+    process = server.process
+    moment = {"at_update": process.loads} if update else {"at_request": process.requests}
+    process.pending.append(Fault("a", what, **moment))
 
-    async def ask(request: GenerateRequest, server_id: str) -> Completion:
-        await server.call_generate(f"/generate/{name}", None, client.read_progress)
-        return make_completion(request)
 
+def write_snapshot(path: Path, value: float = 1.0) -> Path:
+    path.mkdir()
+    save_file({"weight": np.full(2, value, np.float32)}, path / "model.safetensors")
+    return path
+
+
+async def update(engine: ServerEngine, path: Path, version: int, mode: Any = "abort") -> None:
+    await engine.pause(mode)
     try:
-        return (await server.run(make_request(name), FEATURES, ask)).finish_reason
-    except EngineSilent as error:
-        return str(error)
+        await engine.update_weights_from_checkpoint(path, version)
+    finally:
+        await engine.resume()
 
 
-async def test_a_request_that_the_server_lost_is_given_up_while_it_works_for_others(
-    autojump_clock: trio.testing.MockClock,
+async def never(body: Any) -> None:
+    await trio.sleep_forever()
+
+
+async def start(nursery: trio.Nursery, engine: ServerEngine, name: str, **sampling: Any) -> list[Completion]:
+    """A request that is at the server when this returns; its answer comes into the list."""
+    answers: list[Completion] = []
+
+    async def ask() -> None:
+        answers.append(await engine.generate(make_request(name, **sampling)))
+
+    nursery.start_soon(ask)
+    await trio.testing.wait_all_tasks_blocked()
+    return answers
+
+
+# --- the contract, over real sockets ------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_engines_keep_their_contract_over_real_sockets(dialect: DialectName, check: Any):
+    @asynccontextmanager
+    async def open_engine() -> AsyncIterator[ServerEngine]:
+        async with open_both(dialect, listens=True, speed=ServerSpeed(token_s=0.001)) as (_, engine):
+            yield engine
+
+    await check(open_engine)
+
+
+@BOTH
+async def test_faults_over_real_sockets_are_typed(dialect: DialectName):
+    async with open_both(dialect, listens=True, silence_s=2.0) as (server, engine):
+        for what, kind in (
+            (CutBody(30), ReplyError),
+            (CutBody(0), ReplyError),
+            (BadStatus(503, 7), EngineOverloaded),
+        ):
+            strike(server, what)
+            with pytest.raises(kind) as raised:
+                await engine.generate(make_request())
+            assert not isinstance(raised.value, EngineOverloaded) or raised.value.retry_after_s == 7.0
+        strike(server, Crash())
+        with pytest.raises(EngineUnreachable):
+            await engine.generate(make_request())
+        with pytest.raises(EngineUnreachable):
+            await engine.generate(make_request())
+        await server.process.restart()
+        await trio.testing.wait_all_tasks_blocked()
+        assert await engine.weight_version() == -1
+        server.process.hang()
+        with pytest.raises(EngineSilent):
+            await engine.generate(make_request())
+        assert not await engine.health()
+
+
+@BOTH
+async def test_a_cancelled_caller_frees_its_row(dialect: DialectName):
+    async with open_both(dialect, listens=True, speed=ServerSpeed(token_s=0.5)) as (server, engine):
+        with trio.move_on_after(0.2):
+            await engine.generate(make_request(max_new_tokens=100))
+        with trio.fail_after(30):
+            await server.process.wait_until(lambda: not server.process.running)
+
+
+# --- handshake ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dialect", "settings", "overrides", "named"),
+    [
+        ("vllm", {}, {"/v1/models": Reply(status=401)}, "--api-key"),
+        ("vllm", {}, {"/v1/models": {"data": []}}, "serves no model"),
+        ("vllm", {}, {"/server_info": Reply(status=404)}, "VLLM_SERVER_DEV_MODE=1"),
+        ("vllm", {}, {"/server_info": b'{"vllm_config":{"model_config":{"model":"m"}}}'}, "0.32"),
+        ("vllm", {}, {GENERATE[0]: Reply(status=403)}, "--enable-scale-out"),
+        ("vllm", {}, {GENERATE[0]: Reply(status=400)}, "vocabulary of 300"),
+        ("vllm", {}, {GENERATE[0]: {"request_id": "x", "choices": [{}]}}, "0.32"),
+        ("vllm", {}, {"/metrics": b"python_info 1\n"}, "--disable-log-stats"),
+        ("vllm", {"model_config": VLLM_MODEL | {"logprobs_mode": "raw_logprobs"}}, {}, "processed_logprobs"),
+        ("vllm", {"model_config": VLLM_MODEL | {"max_model_len": 128}}, {}, "--max-model-len 256"),
+        ("vllm", {"parallel_config": {"_api_process_count": 2}}, {}, "--api-server-count 1"),
+        ("sglang", {}, {"/model_info": Reply(status=401)}, "--api-key"),
+        ("sglang", {}, {"/v1/models": {"data": [{"id": "m"}]}}, "0.5.20"),
+        ("sglang", {}, {"/v1/models": {"data": [{"id": "m", "max_model_len": 128}]}}, "--context-length 256"),
+        ("sglang", {"version": "0.5.9"}, {}, "0.5.20 or later"),
+        ("sglang", {"enable_watermark": True}, {}, "--enable-watermark"),
+        (
+            "sglang",
+            {"speculative_algorithm": "EAGLE", "speculative_accept_threshold_acc": 0.9},
+            {},
+            "--speculative-accept-threshold-acc 1.0",
+        ),
+        (
+            "sglang",
+            {},
+            {"/model_info": {"model_path": "m", "weight_version": "1", "is_generation": False}},
+            "--is-embedding",
+        ),
+    ],
+)
+async def test_a_setting_that_would_falsify_training_is_refused_by_its_flag(
+    dialect: DialectName, settings: Any, overrides: dict[str, Any], named: str
 ):
-    client = Silent(lost=("lost",))
-    server = EngineServer(client, name="s", silence_s=SILENCE_S)
-    ended: dict[str, tuple[str, float]] = {}
-
-    async def one(name: str) -> None:
-        ended[name] = (await generate(server, client, name), trio.current_time())
-
-    async with trio.open_nursery() as nursery:
-        begun_s = trio.current_time()
-        nursery.start_soon(one, "lost")
-        await trio.sleep(5)
-        for index in range(
-            20
-        ):  # one new request every 31 s, each takes 100 s: three or four are at the server at all times
-            nursery.start_soon(one, f"other-{index}")
-            await trio.sleep(31)
-    how, when_s = ended.pop("lost")
-    assert "has lost request 'lost'" in how
-    assert (
-        SILENCE_S <= when_s - begun_s <= 6 * SILENCE_S
-    )  # a look within a second of another's arrival tells nothing
-    assert {how for how, _ in ended.values()} == {"stop"}
+    async with open_fake_server(dialect, vocab_size=300, context_length=256, settings=settings) as server:
+        server.overrides |= overrides
+        with pytest.raises(EngineSetupError, match=named):
+            async with server.open_engine(context_length=256):
+                pass
 
 
-async def test_a_request_alone_that_the_server_lost_is_given_up(autojump_clock: trio.testing.MockClock):
-    client = Silent(lost=("lost",))
-    server = EngineServer(client, name="s", silence_s=SILENCE_S)
-    with trio.fail_after(4 * SILENCE_S):
-        assert "has lost request 'lost'" in await generate(server, client, "lost")
-    assert server.sent() == {}
+async def test_log_probs_at_another_temperature_are_refused():
+    async with open_fake_server("sglang", vocab_size=300) as server:
+
+        def answer(body: Any) -> Any:
+            assert body["sampling_params"]["temperature"] == 1e-3
+            meta = {
+                "id": body["rid"],
+                "finish_reason": {"type": "length"},
+                "output_token_logprobs": [[-3.2, 5, None]],
+                "weight_versions": [{"version": "default", "start": 0, "end": 1}],
+            }
+            return {"output_ids": [5], "meta_info": meta}
+
+        server.overrides["/generate"] = answer
+        with pytest.raises(EngineSetupError, match="SGLANG_RETURN_ORIGINAL_LOGPROB"):
+            async with server.open_engine():
+                pass
 
 
-async def test_long_answers_of_a_server_that_counts_them_are_awaited(autojump_clock: trio.testing.MockClock):
-    client = Silent(seconds=3600.0)
-    server = EngineServer(client, name="s", silence_s=SILENCE_S)
-    hows: list[str] = []
-
-    async def one(name: str) -> None:
-        hows.append(await generate(server, client, name))
-
-    async with trio.open_nursery() as nursery:
-        for index in range(10):
-            nursery.start_soon(one, str(index))
-            await trio.sleep(7)
-    assert hows == ["stop"] * 10
+@BOTH
+async def test_another_vocabulary_is_refused(dialect: DialectName, tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 300}}')
+    async with open_fake_server(dialect, vocab_size=300, model=str(tmp_path)) as server:
+        async with server.open_engine() as engine:
+            assert engine.features.vocab_size == 300
+        with pytest.raises(EngineSetupError, match="the same model"):
+            async with server.open_engine(vocab_size=400):
+                pass
 
 
-async def test_one_look_that_counts_too_few_gives_nothing_up(autojump_clock: trio.testing.MockClock):
-    client = Silent(seconds=1000.0)
-    server = EngineServer(client, name="s", silence_s=SILENCE_S)
-    looks: list[int] = []
-
-    async def read_progress() -> Progress:
-        looks.append(len(looks))
-        return Progress(len(looks), requests=len(looks) % 2)  # 1, 0, 1, 0, ...
-
-    client.read_progress = read_progress  # pyright: ignore[reportAttributeAccessIssue]
-    assert await generate(server, client, "a") == "stop"
-    assert len(looks) > 4
-
-
-async def test_an_abort_call_that_fails_leaves_nobody_in_flight(autojump_clock: trio.testing.MockClock):
-    client = Silent(seconds=3600.0)
-    server = EngineServer(client, name="s", silence_s=SILENCE_S)
-    hows: list[str] = []
-
-    async def one() -> None:
-        hows.append(await generate(server, client, "a"))
-
-    async def send_abort(server_ids: list[str]) -> None:
-        raise InfrastructureError("the abort call gave 500")
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(one)
-        await trio.testing.wait_all_tasks_blocked()
-        with trio.fail_after(6), pytest.raises(InfrastructureError, match="gave 500"):
-            await server.abort(send_abort)
-        assert server.sent() == {}
-    assert hows == ["abort"]
+@BOTH
+async def test_a_server_that_is_gone_or_busy_is_not_one_with_wrong_settings(dialect: DialectName):
+    async with open_fake_server(dialect) as server:
+        for error in (Reply(status=503), Reply(status=500)):
+            server.overrides["/server_info"] = error
+            with pytest.raises(InfrastructureError):
+                async with server.open_engine():
+                    pass
+        server.process.crash()
+        with pytest.raises(EngineUnreachable):
+            async with server.open_engine():
+                pass
 
 
-async def test_an_abort_call_that_fails_once_is_said_again(autojump_clock: trio.testing.MockClock):
-    client = Silent(seconds=1.5)
-    server = EngineServer(client, name="s", silence_s=SILENCE_S)
-    said: list[int] = []
-
-    async def send_abort(server_ids: list[str]) -> None:
-        said.append(len(server_ids))
-        if len(said) == 1:
-            raise InfrastructureError("the abort call gave 500")
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(generate, server, client, "a")
-        await trio.testing.wait_all_tasks_blocked()
-        await server.abort(send_abort)
-    assert said == [1, 1]
+@BOTH
+async def test_a_key_is_asked_for_sent_and_never_shown(dialect: DialectName):
+    async with open_fake_server(dialect, api_key="secret-1") as server:
+        async with server.open_engine() as engine:
+            await engine.generate(make_request())
+        server.api_key = "secret-2"
+        server.overrides["/server_info"] = b'{"api_key": "secret-2", "version": 3, "vllm_config": 4}'
+        with pytest.raises(EngineError) as raised:
+            async with server.open_engine():
+                pass
+        assert "secret" not in str(raised.value)
 
 
-@pytest.mark.parametrize("paused", [False, True])
-async def test_a_pause_that_fails_leaves_the_gate_as_it_was(paused: bool):
-    server = EngineServer(Silent(), name="s", silence_s=SILENCE_S)
-    if paused:
-        server.close_gate()
+@pytest.mark.parametrize(
+    ("dialect", "settings", "seeds", "gap"),
+    [
+        (
+            "vllm",
+            {"scheduler_config": {"enable_chunked_prefill": True}},
+            False,
+            "--no-enable-chunked-prefill",
+        ),
+        ("vllm", {"device_config": {"device": "cuda"}}, True, "--enable-sleep-mode"),
+        ("sglang", {}, False, "--enable-deterministic-inference"),
+        ("sglang", {"enable_deterministic_inference": True}, True, "--enable-memory-saver"),
+    ],
+)
+async def test_features_say_what_the_server_can(dialect: DialectName, settings: Any, seeds: bool, gap: str):
+    async with open_both(dialect, settings=settings) as (server, engine):
+        features = engine.features
+        assert (features.seeds, features.context_length, features.checksum) == (seeds, 256, True)
+        assert any(gap in sentence for sentence in features.gaps)
+        await engine.generate(make_request(seed=7))
+        # a seed would end a vLLM server on a CPU that computes prompts in parts
+        assert ("seed" in server.calls[-1][1]["sampling_params"]) is (seeds and dialect == "vllm")
 
-    def pause() -> None:
-        with server.pausing():
-            server.close_gate(frozen=False)
-            raise InfrastructureError("no")
 
-    with pytest.raises(InfrastructureError):
-        pause()
-    assert server.paused is paused
-
-
-async def test_a_resume_that_fails_leaves_nobody_waiting_at_the_gate(autojump_clock: trio.testing.MockClock):
-    client = Silent(seconds=1.0)
-    server = EngineServer(client, name="s", silence_s=SILENCE_S)
-    server.close_gate()
-    hows: list[str] = []
-
-    async def one() -> None:
-        hows.append(await generate(server, client, "a"))
-
-    with trio.fail_after(10):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(one)
-            await trio.testing.wait_all_tasks_blocked()
-            with pytest.raises(InfrastructureError), server.resuming():
-                raise InfrastructureError("no")
-    assert hows == ["stop"]
+# --- requests -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("sampling", "field"),
     [
-        ({"temperature": float("nan")}, "temperature=nan"),
-        ({"temperature": float("inf")}, "temperature=inf"),
-        ({"temperature": -1.0}, r"temperature=-1\.0"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0"),
-        ({"max_new_tokens": -5}, "max_new_tokens=-5"),
-        ({"top_p": 0.0}, r"top_p=0\.0"),
-        ({"top_p": float("nan")}, "top_p=nan"),
-        ({"top_k": -1}, "top_k=-1"),
-        ({"stop_token_ids": (3, -1)}, "stop_token_ids has -1"),
-        ({"stop_token_ids": (10,)}, "stop_token_ids has 10"),
-        ({"prompt": (1, 10)}, "prompt_ids holds 10"),
-        ({"prompt": ()}, "at least one token"),
-        ({"max_new_tokens": 62}, "make 65"),
+        ({"prompt": (1, 300)}, "prompt_ids holds 300"),
+        ({"prompt": ()}, "prompt_ids has shape"),
+        ({"max_new_tokens": 254}, "the context is 256"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"stop_token_ids": (300,)}, "stop_token_ids"),
     ],
 )
 async def test_what_no_server_may_be_sent_is_refused_before_it_is(sampling: dict[str, Any], field: str):
-    server = EngineServer(Silent(), name="s", silence_s=SILENCE_S)
+    async with open_both("sglang") as (server, engine):
+        with pytest.raises(RequestRefused, match=field):
+            await engine.generate(make_request(**sampling))
+        assert not server.calls
 
-    async def ask(request: GenerateRequest, server_id: str) -> Completion:
-        raise AssertionError("it was sent")
 
-    with pytest.raises(RequestRefused, match=field):
-        await server.run(make_request(**sampling), FEATURES, ask)
+@BOTH
+async def test_no_bad_reply_becomes_a_completion(dialect: DialectName):
+    async with open_both(dialect) as (server, engine):
+        for kind in BAD_REPLY_KINDS:
+            strike(server, BadReply(kind))
+            with pytest.raises(ReplyError):
+                await engine.generate(make_request(kind))
+        assert len(server.process.struck) == len(BAD_REPLY_KINDS)
+        assert len((await engine.generate(make_request())).token_ids)
+
+
+@BOTH
+async def test_silence_ends_a_request_only_when_the_server_stands_still(
+    dialect: DialectName, autojump_clock: trio.testing.MockClock
+):
+    async with open_both(dialect, silence_s=10.0, speed=ServerSpeed(token_s=7.0)) as (server, engine):
+        assert len((await engine.generate(make_request(max_new_tokens=20))).token_ids) == 20
+        server.process.hang()
+        with pytest.raises(EngineSilent), trio.fail_after(60):
+            await engine.generate(make_request())
+        server.process.hang(0)
+
+
+@BOTH
+async def test_a_request_that_the_server_lost_is_given_up(
+    dialect: DialectName, autojump_clock: trio.testing.MockClock
+):
+    async with open_both(dialect, silence_s=10.0) as (server, engine):
+        server.overrides[GENERATE[dialect == "sglang"]] = never
+        with pytest.raises(EngineSilent), trio.fail_after(60):
+            await engine.generate(make_request())
+
+
+@BOTH
+async def test_a_paused_server_may_be_silent(dialect: DialectName, autojump_clock: trio.testing.MockClock):
+    async with (
+        open_both(dialect, silence_s=10.0, speed=ServerSpeed(token_s=1.0)) as (_, engine),
+        trio.open_nursery() as nursery,
+    ):
+        answers = await start(nursery, engine, "a", max_new_tokens=8)
+        await trio.sleep(3.5)
+        await engine.pause("keep")
+        await trio.sleep(500)
+        assert not answers
+        await engine.resume()
+        await trio.sleep(10)
+        assert len(answers[0].token_ids) == 8
+
+
+async def test_ids_at_the_server_never_begin_with_one_another():
+    async with open_both("sglang") as (server, engine):
+        for name in ("r", "r1"):
+            await engine.generate(make_request(name))
+        ids = [body["rid"] for _, body in server.calls]
+    assert len(set(ids)) == 2 and {len(name) for name in ids} == {32}
+
+
+async def test_two_runs_never_share_what_they_cached_under_the_same_version():
+    async with open_fake_server("sglang") as server:
+        for _ in range(2):
+            async with server.open_engine() as engine:
+                await engine.generate(make_request())
+    keys = [body["extra_key"] for path, body in server.calls if path == "/generate"]
+    assert keys[0] == keys[1] != keys[2] == keys[3]
+
+
+# --- pause and abort ----------------------------------------------------------------------------------------
+
+
+@BOTH
+async def test_pause_wait_lets_requests_finish_before_the_server_is_paused(
+    dialect: DialectName, autojump_clock: trio.testing.MockClock
+):
+    async with (
+        open_both(dialect, speed=ServerSpeed(token_s=1.0)) as (server, engine),
+        trio.open_nursery() as nursery,
+    ):
+        first = await start(nursery, engine, "a", max_new_tokens=5)
+        await engine.pause("wait")
+        assert len(first[0].token_ids) == 5
+        assert server.process.paused is not None
+        second = await start(nursery, engine, "b")
+        assert len(server.paths(*GENERATE)) == 1, "it waits at the gate"
+        await engine.abort_all()
+        await trio.testing.wait_all_tasks_blocked()
+        assert second[0].finish_reason == "abort"
+        await engine.resume()
+
+
+@BOTH
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+async def test_a_pause_that_fails_or_is_cancelled_holds_nobody_up(
+    dialect: DialectName, mode: Any, autojump_clock: trio.testing.MockClock
+):
+    async with open_both(dialect) as (server, engine):
+        path = "/pause" if dialect == "vllm" else "/pause_generation"
+        server.overrides[path] = Reply(b"no", status=500)
+        with pytest.raises(InfrastructureError):
+            await engine.pause(mode)
+        server.overrides[path] = never
+        with trio.move_on_after(5):
+            await engine.pause(mode)
+        assert len((await engine.generate(make_request())).token_ids)
+
+
+@BOTH
+async def test_a_resume_that_fails_holds_nobody_up(dialect: DialectName):
+    async with open_both(dialect) as (server, engine):
+        await engine.pause("keep")
+        path = "/resume" if dialect == "vllm" else "/continue_generation"
+        server.overrides[path] = Reply(b"no", status=500)
+        with pytest.raises(InfrastructureError):
+            await engine.resume()
+        server.process.paused = None
+        assert len((await engine.generate(make_request())).token_ids)
+
+
+@BOTH
+async def test_an_abort_that_the_server_ignores_or_refuses_leaves_nobody_in_flight(
+    dialect: DialectName, autojump_clock: trio.testing.MockClock
+):
+    path = "/abort_requests" if dialect == "vllm" else "/abort_request"
+    async with open_both(dialect, speed=ServerSpeed(token_s=30.0)) as (server, engine):
+        for override, fails in (({}, False), (Reply(status=500), True)):
+            server.overrides[path] = override
+            async with trio.open_nursery() as nursery:
+                answers = await start(nursery, engine, "a")
+                began = trio.current_time()
+                if fails:
+                    with pytest.raises(InfrastructureError):
+                        await engine.abort_all()
+                else:
+                    await engine.abort_all()
+                assert trio.current_time() - began <= 6.1
+            assert (answers[0].finish_reason, len(answers[0].token_ids)) == ("abort", 0)
+
+
+@BOTH
+async def test_memory_is_released_only_while_nothing_runs_and_the_pause_survives(
+    dialect: DialectName, autojump_clock: trio.testing.MockClock
+):
+    settings: dict[str, Any] = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+    calls = "/release_memory_occupation", "/resume_memory_occupation", "/pause_generation"
+    if dialect == "vllm":
+        settings = {
+            "model_config": VLLM_MODEL | {"enable_sleep_mode": True},
+            "device_config": {"device": "cuda"},
+        }
+        calls = "/sleep", "/wake_up", "/pause"
+    async with open_both(dialect, settings=settings) as (server, engine):
+        server.overrides |= {path: {} for path in calls[:2]}
+        with pytest.raises(EngineError, match="pause"):
+            await engine.release_memory()
+        await engine.pause("abort")
+        await engine.release_memory()
+        await engine.restore_memory()
+        assert [path.split("?")[0] for path in server.paths()][-3:] == [*calls]
+    async with open_both(dialect) as (_, engine):
+        with pytest.raises(EngineError, match="keeps its memory"):
+            await engine.release_memory()
+
+
+async def test_a_closed_engine_says_so(autojump_clock: trio.testing.MockClock):
+    async with trio.open_nursery() as nursery:
+        async with open_both("vllm", speed=ServerSpeed(token_s=30.0)) as (_, engine):
+
+            async def ask() -> None:
+                with pytest.raises(EngineClosed):
+                    await engine.generate(make_request())
+
+            nursery.start_soon(ask)
+            await trio.testing.wait_all_tasks_blocked()
+    with pytest.raises(EngineClosed):
+        await engine.generate(make_request())
+    assert not await engine.health()
+
+
+# --- updates ------------------------------------------------------------------------------------------------
+
+
+@BOTH
+async def test_an_update_becomes_what_is_served_under_its_version(dialect: DialectName, tmp_path: Path):
+    path = write_snapshot(tmp_path / "v7")
+    async with open_both(dialect) as (server, engine):
+        before = await engine.checksum()
+        await update(engine, path, 7)
+        assert await engine.weight_version() == 7 and await engine.checksum() != before
+        completion = await engine.generate(make_request())
+        assert completion.weight_versions.tolist() == [7] * 4
+        tokens = np.asarray([1, 2, 3, *completion.token_ids])
+        expected = compute_log_probs(read_snapshot(path), tokens)[3:]
+        np.testing.assert_allclose(completion.log_probs, expected, atol=1e-6)
+        if dialect == "vllm":
+            named = [
+                body["new_version"] for called, body in server.calls if called == "/update_weight_version"
+            ]
+            assert named == ["loading", "7"]
+
+
+@BOTH
+async def test_a_request_that_is_kept_over_an_update_carries_both_versions(
+    dialect: DialectName, tmp_path: Path
+):
+    path = write_snapshot(tmp_path / "v7")
+    async with (
+        open_both(dialect, speed=ServerSpeed(token_s=0.05)) as (server, engine),
+        trio.open_nursery() as nursery,
+    ):
+        answers = await start(nursery, engine, "a", max_new_tokens=20)
+        await server.process.wait_until(lambda: server.process.tokens > 5)
+        await update(engine, path, 7, "keep")
+        with trio.fail_after(60):
+            await server.process.wait_until(lambda: not server.process.running)
+        await trio.testing.wait_all_tasks_blocked()
+        assert set(answers[0].weight_versions.tolist()) == {-1, 7}
+        assert len(answers[0].token_ids) == 20
+
+
+@BOTH
+@pytest.mark.parametrize("phase", [phase for phase in UPDATE_PHASES if phase != "probe"])
+async def test_a_phase_of_an_update_fails_and_the_next_update_works(
+    dialect: DialectName, phase: Any, tmp_path: Path
+):
+    path = write_snapshot(tmp_path / "v7")
+    async with open_both(dialect) as (server, engine):
+        strike(server, UpdateFails(phase), update=True)
+        with pytest.raises(EngineError):
+            await update(engine, path, 7)
+        if phase in ("load", "set_version"):
+            assert await engine.weight_version() == -1, "what may be in pieces bears no version"
+        await update(engine, path, 8)
+        assert await engine.weight_version() == 8
+
+
+@BOTH
+async def test_stale_weights_are_seen_in_log_probs_alone(dialect: DialectName, tmp_path: Path):
+    async with open_both(dialect) as (server, engine):
+        strike(server, StaleWeights(), update=True)
+        await update(engine, write_snapshot(tmp_path / "v7"), 7)
+        completion = await engine.generate(make_request())
+        assert completion.weight_versions.tolist() == [7] * 4 and server.process.weights == BASE_WEIGHTS
+
+
+async def test_another_version_than_the_one_given_is_an_error(tmp_path: Path):
+    async with open_both("vllm") as (server, engine):
+        strike(server, WrongVersion(), update=True)
+        with pytest.raises(WeightVersionError, match="given version 7 and says 6"):
+            await update(engine, write_snapshot(tmp_path / "v7"), 7)
+
+
+async def test_a_cache_that_is_not_reset_fails_the_update_and_leaves_no_version(tmp_path: Path):
+    async with open_both("vllm") as (server, engine):
+        server.overrides["/reset_prefix_cache"] = {"success": False}
+        with pytest.raises(EngineError, match="prefix cache"):
+            await update(engine, write_snapshot(tmp_path / "v7"), 7)
+        assert await engine.weight_version() == -1
+
+
+@BOTH
+async def test_a_snapshot_that_cannot_be_loaded_is_not_sent(dialect: DialectName, tmp_path: Path):
+    base, other = write_snapshot(tmp_path / "base"), tmp_path / "other"
+    other.mkdir()
+    save_file({"another": np.zeros(3, np.float32)}, other / "model.safetensors")
+    async with open_both(dialect, model=str(base)) as (server, engine):
+        await engine.pause("abort")
+        for path in (tmp_path / "gone", other):
+            with pytest.raises(EngineError, match="was sent nothing"):
+                await engine.update_weights_from_checkpoint(path, 7)
+        assert server.process.loads == 0
+        with pytest.raises(EngineError, match=r"weight_sync\.broadcast"):
+            await engine.begin_update()
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"),
+    ("dialect", "settings", "named"),
     [
-        (301, EngineError),
-        (307, EngineError),
-        (400, RequestRefused),
-        (401, EngineError),
-        (404, EngineError),
-        (408, InfrastructureError),
-        (422, RequestRefused),
-        (429, EngineOverloaded),
-        (500, InfrastructureError),
-        (502, InfrastructureError),
-        (503, EngineOverloaded),
+        ("vllm", {"model_config": VLLM_MODEL | {"logprobs_mode": "raw_logprobs"}}, "processed_logprobs"),
+        ("sglang", {"enable_watermark": True}, "--enable-watermark"),
     ],
 )
-def test_a_status_says_who_is_at_fault(status: int, kind: type[Exception]):
-    with pytest.raises(EngineError) as raised:
-        check_status(HttpReply(status, {}, b"no"), where="s")
-    assert type(raised.value) is kind
+async def test_a_server_that_came_back_with_other_settings_is_not_updated(
+    dialect: DialectName, settings: Any, named: str, tmp_path: Path
+):
+    async with open_both(dialect) as (server, engine):
+        server.settings = settings
+        with pytest.raises(EngineSetupError, match=named):
+            await update(engine, write_snapshot(tmp_path / "v7"), 7)
+        assert server.process.loads == 0
+
+
+async def test_transfers_to_vllm_go_out_in_the_servers_shape():
+    config = {"weight_transfer_config": {"backend": "nccl"}}
+    async with open_both("vllm", settings=config) as (server, engine):
+        steps = (
+            "/init_weight_transfer_engine",
+            "/start_weight_update",
+            "/update_weights",
+            "/finish_weight_update",
+        )
+        server.overrides |= {step: {} for step in steps} | {"/get_world_size": {"world_size": 2}}
+        dialect = engine.dialect
+        assert isinstance(dialect, VLLMServer)
+        assert await dialect.get_world_size() == 2
+        await dialect.init_weight_transfer({"master_port": 1})
+        with pytest.raises(EngineError, match="pause"):
+            await dialect.start_weight_update()
+        await engine.pause("keep")
+        await dialect.start_weight_update()
+        assert await engine.weight_version() == -1
+        await dialect.update_weights({"names": ["a"]})
+        await dialect.finish_weight_update(3)
+        assert await engine.weight_version() == 3
+        sent = dict(server.calls)
+        assert sent[steps[0]] == {"init_info": {"master_port": 1}}
+        assert sent[steps[2]] == {"update_info": {"names": ["a"]}}
+    for backend in (None, {"backend": "ipc"}):
+        async with open_both("vllm", settings={"weight_transfer_config": backend}) as (_, engine):
+            assert isinstance(engine.dialect, VLLMServer)
+            with pytest.raises(EngineSetupError, match="nccl"):
+                await engine.dialect.init_weight_transfer({})
+
+
+async def test_transfers_to_sglang_have_no_version_while_they_are_under_way():
+    async with open_both("sglang") as (server, engine):
+        dialect = engine.dialect
+        assert isinstance(dialect, SGLangServer)
+        states = iter(
+            [
+                Reply(json.dumps({"error": "a session is already open"}).encode(), status=400),
+                {"success": True},
+            ]
+        )
+        server.overrides |= {
+            "/begin_weight_update": lambda body: next(states),
+            "/end_weight_update": {"success": True},
+            "/update_weights_from_distributed": {"success": True},
+        }
+        assert await dialect.begin_transfer()
+        assert "/end_weight_update" in server.paths()
+        assert await engine.weight_version() == -1
+        await dialect.receive_broadcast(["w"], ["float32"], [(2,)], group_name="g", version=3, last=True)
+        assert server.calls[-1][1]["weight_version"] == "3"
+        server.overrides["/begin_weight_update"] = Reply(status=404)
+        assert not await dialect.begin_transfer(), "a server without sessions"
+        server.overrides["/update_weights_from_distributed"] = {"success": False, "message": "no group"}
+        with pytest.raises(EngineError, match="no group"):
+            await dialect.receive_broadcast(["w"], ["float32"], [(2,)], group_name="g", version=3, last=False)

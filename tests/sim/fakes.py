@@ -1,0 +1,197 @@
+"""The parts of a simulated run that are not real: the engines' servers, the model, snapshots and the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import trio
+
+from rollouts.data.data_buffer import DataBuffer, PromptRow
+from rollouts.engines.http import HttpClient
+from rollouts.engines.server import Server, ServerEngine
+from rollouts.engines.sglang import SGLangServer, _ServerInfo
+from rollouts.engines.vllm import VLLMServer
+from rollouts.metrics.contributions import UpdateRecord
+from rollouts.metrics.spans import Span
+from rollouts.protocols import PauseMode, TrainingBackend, WeightSink
+from rollouts.testing.fakes import FakeBackend, FakeFuture
+from rollouts.types import EngineFeatures, FloatArray, ForwardBackwardResult, LossSpec, RolloutBatch, Sample
+from rollouts.weight_sync.snapshots import Snapshot, WeightSource
+from tests.support.fault_server import DialectName, FaultServer
+from tests.support.simulated_process import BadAnswer, SimulatedProcess, compute_log_probs
+
+
+class SimulatedEngine(ServerEngine):
+    """The real engine of a fake server, without handshake and files. Remembers whether somebody tried to
+    resume it since it was paused.
+    """
+
+    resume_tried = True
+
+    def __init__(self, process: SimulatedProcess, dialect: DialectName, *, silence_s: float) -> None:
+        fake = FaultServer(process, dialect)
+        client = HttpClient(
+            fake.url, {}, lambda: httpx.AsyncClient(transport=fake.transport(), trust_env=False), 5.0
+        )
+        health_path = "/health" if dialect == "vllm" else "/ready"
+        server = Server(client, name=process.name, silence_s=silence_s, health_path=health_path)
+        features = EngineFeatures(
+            vocab_size=process.vocab_size,
+            context_length=process.context_length,
+            in_memory_update=False,
+            update_from_checkpoint=True,
+            shares_weights=False,
+            keep_pause=True,
+            deterministic=False,
+            name=process.name,
+            checksum=True,
+        )
+        if dialect == "vllm":
+            spoken = VLLMServer(server, features, model="m", shapes=None, transfer_backend=None)
+        else:
+            info = _ServerInfo(version="0.5.23")
+            spoken = SGLangServer(
+                server, vocab_size=process.vocab_size, info=info, shapes=None, ends_at=None, version="default"
+            )
+        super().__init__(server, features, spoken)
+
+    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
+        await self.dialect.load_weights(path, version)
+        return {}
+
+    async def pause(self, mode: PauseMode) -> None:
+        self.resume_tried = False
+        await super().pause(mode)
+
+    async def resume(self) -> None:
+        self.resume_tried = True
+        await super().resume()
+
+
+class SimulatedBackend(FakeBackend):
+    """Its weights are a word, another one after every step that is not skipped. `lineage` has the word of
+    every version so far.
+    """
+
+    def __init__(
+        self,
+        *,
+        step_s: float,
+        lineage: list[str],
+        name_next: Callable[[list[str]], str],
+        check_batch: Callable[[RolloutBatch], None],
+    ) -> None:
+        super().__init__(step_s=step_s, failures={})
+        self._version = len(lineage) - 1
+        self._name_next = name_next
+        self._check_batch = check_batch
+        self.lineage = lineage
+
+    @property
+    def weights(self) -> str:
+        return self.lineage[self._version]
+
+    def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> FakeFuture[ForwardBackwardResult]:
+        self._check_batch(batch)
+        return super().forward_backward(batch, loss)
+
+    def forward(self, batch: RolloutBatch) -> FakeFuture[tuple[FloatArray, ...]]:
+        return self._submit(lambda: tuple(compute_log_probs(self.weights, tokens) for tokens in batch.tokens))
+
+    def set_weight_version(self, version: int) -> FakeFuture[None]:
+        assert version == len(self.lineage), (version, self.lineage)
+        self.lineage.append(self._name_next(self.lineage))
+        return super().set_weight_version(version)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWord:
+    """A copy of a SimulatedBackend's weights."""
+
+    weights: str
+
+    def stream_weights(self, sink: WeightSink) -> FakeFuture[None]:
+        raise AssertionError("simulated snapshots read the word")
+
+
+class SimulatedSnapshots:
+    """A SnapshotKeeper whose snapshots are directories that do not exist: their last part says what the
+    weights are.
+    """
+
+    def __init__(self, export_s: float) -> None:
+        self._export_s = export_s
+        self._kept: set[Path] = set()
+        self.missed: list[Path] = []  # loaded after they were removed
+
+    async def hold(self, backend: TrainingBackend) -> HeldWord:
+        assert isinstance(backend, SimulatedBackend)
+        await trio.lowlevel.checkpoint()
+        return HeldWord(backend.weights)
+
+    async def export(self, backend: WeightSource, version: int) -> Snapshot:
+        assert isinstance(backend, SimulatedBackend | HeldWord)
+        weights = backend.weights
+        await trio.sleep(self._export_s)
+        path = Path("/weights", f"v{version}", weights)
+        self._kept.add(path)
+        return Snapshot(path, weights, 8)
+
+    async def prune(self, keep: Path) -> None:
+        await trio.lowlevel.checkpoint()
+        self._kept = {path for path in self._kept if path == keep}
+
+    def read(self, path: Path) -> str:
+        """What a server finds at `path`."""
+        if path not in self._kept:
+            self.missed.append(path)
+            raise BadAnswer(400, f"{path} is gone")
+        return path.name
+
+
+class NoLog:
+    async def log_step(
+        self,
+        stage: str,
+        step: int,
+        policy_version: int,
+        metrics: Mapping[str, float],
+        *,
+        updates: Sequence[UpdateRecord] = (),
+        spans: Sequence[Span] = (),
+    ) -> None: ...
+    async def log_samples(
+        self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]
+    ) -> None: ...
+    async def log_evaluation(
+        self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]
+    ) -> None: ...
+    async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None: ...
+
+
+class RecordingBuffer:
+    """A DataBuffer that refuses to hand out a prompt that is out, or to take back one that is not."""
+
+    def __init__(self, buffer: DataBuffer, out: set[tuple[int, str]]) -> None:
+        self.buffer = buffer
+        self.out = out
+
+    def get_prompts(self, count: int) -> list[PromptRow]:
+        prompts = self.buffer.get_prompts(count)
+        for prompt in prompts:
+            assert prompt.key not in self.out, f"{prompt.key} was drawn twice"
+            self.out.add(prompt.key)
+        return prompts
+
+    def return_prompts(self, prompts: Sequence[PromptRow]) -> None:
+        for prompt in prompts:
+            assert prompt.key in self.out, f"{prompt.key} was returned without being out"
+            self.out.remove(prompt.key)
+        self.buffer.return_prompts(prompts)
+
+    def find_prompt(self, prompt_id: str, epoch: int) -> PromptRow:
+        return self.buffer.find_prompt(prompt_id, epoch)
