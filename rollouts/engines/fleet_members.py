@@ -351,5 +351,5 @@ class FleetMember:
 
 
 def back_off_s(count: int, base_s: float, cap_s: float, random_: random.Random) -> float:
-    """Seconds to wait after `count` failures: base·2^(count−1), at most the cap, between half and all of it."""
+    """Seconds to wait after `count` failures: half to all of base·2^(count−1), at most the cap."""
     return min(cap_s, base_s * 2.0 ** min(count - 1, 60)) * random_.uniform(0.5, 1.0)

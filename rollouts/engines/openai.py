@@ -136,7 +136,8 @@ def parse_completions(
         ids = list(tokenizer.encode(choice.text, add_special_tokens=False))
     elif ids is None or len(ids) > limit:  # text, tokenized again, may have more tokens than it was made of
         raise ReplyError(
-            f"{who}: {len(ids or ())} token_ids for max_new_tokens={limit}; one that speaks text needs tokenizer=…"
+            f"{who}: {len(ids or ())} token_ids for max_new_tokens={limit}; one that speaks text needs a"
+            " tokenizer"
         )
     outside = [token for token in ids if not 0 <= token < vocab_size]
     if outside:

@@ -492,9 +492,8 @@ def check_server_info(info: _ServerInfo, who: str) -> None:
             "watermarks what it samples, so its log-probs are of another distribution; start it without"
             " --enable-watermark": info.enable_watermark,
             f"accepts speculated tokens at a threshold of {lowest}, so it does not sample from the"
-            " start it with --speculative-accept-threshold-single 1.0 --speculative-accept-threshold-acc 1.0": (
-                info.speculative_algorithm and lowest < 1.0
-            ),
+            " model; start it with --speculative-accept-threshold-single 1.0"
+            " --speculative-accept-threshold-acc 1.0": (info.speculative_algorithm and lowest < 1.0),
         },
     )
 

@@ -51,6 +51,6 @@ def check_same_model(
         may_lack = name == "lm_head.weight" or (here is None and name.endswith(".inv_freq"))
         if here != there and not (may_lack and None in (here, there)):
             raise SnapshotError(
-                f"{path}: the tensor {name} has the shape {here}; the model that the server was started with has"
-                f" {there} (None: it is not there)"
+                f"{path}: the tensor {name} has the shape {here}; the model that the server was started with"
+                f" has {there} (None: it is not there)"
             )

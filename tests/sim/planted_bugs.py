@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import trio
 
-from rollouts.engines import fleet
+from rollouts.engines import fleet_requests
 from rollouts.engines.fleet import Fleet
 from rollouts.engines.fleet_members import FleetMember
 from rollouts.generation import collector
@@ -84,7 +84,7 @@ def deliver_during_updates(patch: pytest.MonkeyPatch) -> None:
 def forget_failed_requests(patch: pytest.MonkeyPatch) -> None:
     """A request whose engine failed is never asked again."""
 
-    patch.setattr(fleet, "back_off_s", lambda *numbers: math.inf)
+    patch.setattr(fleet_requests, "back_off_s", lambda *numbers: math.inf)
 
 
 def keep_the_seat_of_failed_requests(patch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """Random runs of RL over a fleet of servers that fail, in virtual time, each made of one integer; what must
 hold is checked after every event.
 
-    run_rl_training ─► AsyncRolloutManager ─► Fleet ─► ServerEngine, VLLMServer, SGLangServer, HttpClient
-          │                                     ▲                       └─► FaultTransport, simulated processes
+    run_rl_training ─► AsyncRolloutManager ─► Fleet ─► ServerEngine with both dialects, HttpClient
+          │                                     ▲                       └─► simulated processes
           └─► SimulatedBackend (checks what it trains on)   WeightSync ─► names as snapshots
 
 All but the ends are the real thing. Weights are a word; an engine's log-probs depend on the word that it
@@ -111,7 +111,7 @@ def run_fleet_simulation(schedule: FleetSchedule) -> FleetReport:
     _seed_scheduler(schedule.seed)
     clock, watchers = trio.testing.MockClock(autojump_threshold=0), [_Watcher(simulation)]
     try:
-        with mock.patch("rollouts.engines.fleet.MAX_ATTEMPTS", schedule.max_attempts):
+        with mock.patch("rollouts.engines.fleet_requests.MAX_ATTEMPTS", schedule.max_attempts):
             trio.run(simulation.run, clock=clock, instruments=watchers)
     except BaseException as error:
         broken = simulation.broken or _find_broken(error)

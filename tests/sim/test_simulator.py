@@ -10,9 +10,9 @@ from typing import get_args
 
 import pytest
 
+from tests.sim.planted_bugs import PLANTED_BUGS, PlantedBug
 from tests.sim.schedule import draw_fleet_schedule
 from tests.sim.simulator import BrokenInvariant, describe_report, run_fleet_simulation
-from tests.sim.planted_bugs import PLANTED_BUGS, PlantedBug
 from tests.support.fault_plan import AnyFault
 
 FIRST_SEEDS, SEEDS = 20, 520  # in every run of the tests, and with the slow ones

@@ -2,7 +2,7 @@
 
     plan = FaultPlan((
         Fault("a", Crash(restart_after_s=20.0), at_request=5),   # dies in the middle of its sixth request
-        Fault("b", StaleWeights(), at_update=1),                 # names the new version, keeps the old weights
+        Fault("b", StaleWeights(), at_update=1),                 # the new version, the old weights
         Fault("b", Hang(for_s=90.0), at_s=300.0),
     ))
 
@@ -133,8 +133,8 @@ NO_FAULTS = FaultPlan()
 def draw_fault_plan(
     seed: int, *, engines: Sequence[str], count: int, requests: int, updates: int, horizon_s: float
 ) -> FaultPlan:
-    """The plan of an integer: `count` faults, spread over engines, requests, updates and seconds. Each ends by
-    itself, or by a restart.
+    """The plan of an integer: `count` faults, spread over engines, requests, updates and seconds. Each ends
+    by itself, or by a restart.
     """
     draw = random.Random(f"fault plan {seed}")
     lasts_s = draw.uniform(1, horizon_s / 2)

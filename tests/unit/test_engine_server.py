@@ -1,5 +1,5 @@
-"""The engines of vLLM and SGLang servers over a fake of each, in virtual time and over real sockets: handshake,
-requests, pauses, updates, aborts, silence, faults.
+"""The engines of vLLM and SGLang servers over a fake of each, in virtual time and over real sockets:
+handshake, requests, pauses, updates, aborts, silence, faults.
 """
 
 from __future__ import annotations
@@ -465,15 +465,17 @@ async def test_memory_is_released_only_while_nothing_runs_and_the_pause_survives
 
 
 async def test_a_closed_engine_says_so(autojump_clock: trio.testing.MockClock):
-    async with trio.open_nursery() as nursery:
-        async with open_both("vllm", speed=ServerSpeed(token_s=30.0)) as (_, engine):
+    async with (
+        trio.open_nursery() as nursery,
+        open_both("vllm", speed=ServerSpeed(token_s=30.0)) as (_, engine),
+    ):
 
-            async def ask() -> None:
-                with pytest.raises(EngineClosed):
-                    await engine.generate(make_request())
+        async def ask() -> None:
+            with pytest.raises(EngineClosed):
+                await engine.generate(make_request())
 
-            nursery.start_soon(ask)
-            await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(ask)
+        await trio.testing.wait_all_tasks_blocked()
     with pytest.raises(EngineClosed):
         await engine.generate(make_request())
     assert not await engine.health()

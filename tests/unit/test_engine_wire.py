@@ -311,8 +311,11 @@ python_gc_objects_collected_total{generation="0"} 15129.0
         (401, EngineError),
         (404, EngineError),
         (408, InfrastructureError),
-    ]
-    + [(422, RequestRefused), (429, EngineOverloaded), (500, InfrastructureError), (503, EngineOverloaded)],
+        (422, RequestRefused),
+        (429, EngineOverloaded),
+        (500, InfrastructureError),
+        (503, EngineOverloaded),
+    ],
 )
 def test_a_status_says_who_is_at_fault(status: int, kind: type[EngineError]):
     with pytest.raises(EngineError, match=f"gave {status}: 'no'") as raised:

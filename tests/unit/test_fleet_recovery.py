@@ -92,7 +92,7 @@ async def test_a_process_that_runs_but_answers_garbage_is_restarted_once(autojum
 
 
 async def test_a_request_under_which_engine_after_engine_dies_is_given_up(autojump_clock, monkeypatch):
-    monkeypatch.setattr("rollouts.engines.fleet.MAX_ATTEMPTS", 3)
+    monkeypatch.setattr("rollouts.engines.fleet_requests.MAX_ATTEMPTS", 3)
     process = Process(FakeEngine("a"), start_s=1)
 
     async def kill(engine: FakeEngine, request: GenerateRequest) -> None:

@@ -135,7 +135,7 @@ def test_what_the_api_cannot_say_in_text_is_refused(sampling: dict[str, Any], me
     ("choices", "message"),
     [
         ([], "0 choices"),
-        ([{"text": "a", "finish_reason": "length"}], "tokenizer="),
+        ([{"text": "a", "finish_reason": "length"}], "needs a tokenizer"),
         (
             [{"text": "a", "finish_reason": "length", "token_ids": [27]}],
             "outside the vocabulary of 27",
