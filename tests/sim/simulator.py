@@ -329,7 +329,7 @@ class _Simulation:
             sync = WeightSync(
                 make_probe(VOCAB_SIZE, tolerance=1e-4),
                 keeper=self.snapshots,
-                admission=fleet,
+                fleet=fleet,
                 limits=SilenceLimits(
                     pause=limit_s, load=limit_s, set_version=limit_s, resume=limit_s, probe=limit_s * 4
                 ),
@@ -457,7 +457,7 @@ class _Simulation:
 
         def encode() -> dict[str, Any]:
             self.report.saved_in_flight += in_flight
-            state = json.dumps([drawn, rollouts.encode()])
+            state = json.dumps([drawn, rollouts()])
             return {"checkpoint": _Checkpoint(version, state, out, trained, lineage)}
 
         return encode
@@ -518,7 +518,7 @@ class _Simulation:
             return
         self.report.events += 1
         try:
-            trainer.manager._ledger.check()
+            trainer.manager.check_ledger()
         except AssertionError as error:
             self.fail("ledger", str(error))
         if self.snapshots.missed:
