@@ -81,6 +81,9 @@ class OpenAIServer(Dialect):
         return parse_completions(reply, request, self._tokenizer, vocab_size=self._vocab_size, where=name)
 
 
+OpenAIEngine = ServerEngine
+
+
 def make_completions_body(
     request: GenerateRequest, *, model: str, tokenizer: TextTokenizer | None
 ) -> dict[str, Any]:
