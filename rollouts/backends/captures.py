@@ -28,9 +28,15 @@ from torch import Tensor
 from rollouts.backends.state import HeldState, hold_state
 from rollouts.backends.weights import gather_parts
 from rollouts.errors import RunDirError
-from rollouts.models.export import FileNames, write_description
+from rollouts.models.export import (
+    Deal,
+    FileNames,
+    deal_weights,
+    name_parts,
+    write_description,
+    write_part,
+)
 from rollouts.models.host_memory import read_free_memory
-from rollouts.models.parts import Deal, deal_weights, name_parts, write_part
 from rollouts.models.sharded import get_local
 from rollouts.ranks.channel import RankChannel
 from rollouts.ranks.group import Ranks, decode_error, run_agreed

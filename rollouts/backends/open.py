@@ -29,7 +29,7 @@ from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.errors import ConfigError, ModelError
 from rollouts.models.devices import use_device
-from rollouts.models.digests import compute_model_digests
+from rollouts.models.directories import compute_model_digests
 from rollouts.models.gradient_checkpointing import checkpoint_layers
 from rollouts.models.load import ModelHead, load_hf_model
 from rollouts.models.log_probs import ForwardPlan

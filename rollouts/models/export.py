@@ -1,4 +1,12 @@
-"""From a torch module, or a stream of its weights, to a directory that others load."""
+"""From a torch module, or a stream of its weights, to a directory that others load; written by one process,
+or by the ranks of a job together, each some of the tensors.
+
+    bucket ─► names of the files ─► CPU, dtype ─► appended to the open shard of its dtype ─► full: complete
+    every rank:  deal_weights ─► who writes which weights, the same on all ─► write_part
+    rank 0:      write_description, and when all have written name_parts ─► final names, their index
+
+Nothing here communicates.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +15,27 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rollouts.errors import ModelError
-from rollouts.models.directories import WEIGHT_INDEX
+from rollouts.errors import ModelError, StorageError
+from rollouts.models.directories import WEIGHT_INDEX, WHOLE_FILE, fsync_path
 from rollouts.models.quiet import quiet_transformers
-from rollouts.models.shard_writer import SHARD_BYTES, Bucket, ShardWriter
+from rollouts.models.safetensors_file import DTYPES, TensorFile
 from rollouts.models.weight_files import list_weights
 from rollouts.protocols import WeightSink
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Bucket = Sequence[tuple[str, Tensor]]
+SHARD_BYTES = 2 * 2**30
+HEADER_BYTES = 1024, 64 * 1024  # least and most room; the most is enough for about 200 tensors
 
 
 def save_hf_model(
@@ -62,35 +76,10 @@ def write_hf_stream(
     a dtype that files do not hold. Not synced, not atomic: see rollouts.checkpoints.save.
     """
     write_description(model, path, tokenizer, dtype)
-    with write_shards(path, names or FileNames(model), dtype=dtype, shard_bytes=shard_bytes) as writer:
+    writer = ShardWriter(path, names or FileNames(model), dtype=dtype, shard_bytes=shard_bytes)
+    with writer.writing():
         yield writer.take
     name_shards(path, writer.shards)
-
-
-@contextmanager
-def write_shards(
-    path: Path,
-    names: FileNames,
-    *,
-    dtype: torch.dtype | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    prefix: str = "model",
-    on_shard: Callable[[Path], object] = lambda _: None,
-) -> Iterator[ShardWriter]:
-    """A writer of all weights that `names` expects; when the context is left its `shards` are complete and
-    want their names (name_shards).
-
-    `prefix`: of their temporary names. `on_shard`: called with each complete file. Raises as write_hf_stream.
-    """
-    writer = ShardWriter(path, names, dtype=dtype, shard_bytes=shard_bytes, on_shard=on_shard, prefix=prefix)
-    try:
-        yield writer
-        writer.close()
-    finally:
-        writer.stop()
-    if writer.failure is not None:
-        raise writer.failure
-    names.check_complete()
 
 
 def name_shards(
@@ -104,27 +93,22 @@ def name_shards(
     """
     if not shards:
         raise ModelError(f"{path} would hold no weights: none were streamed")
-    all_names = [name for _, names in shards for name in names]
-    if twice := sorted(name for name, count in Counter(all_names).items() if count > 1):
+    counts = Counter(name for _, names in shards for name in names)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
         raise ModelError(
             f"{path} would hold {twice[0]!r} twice (and {len(twice) - 1} more): its parts were not written"
             " together"
         )
     renamed: dict[str, str] = {}
-    weight_map: dict[str, str] = {}
-    for number, (file, names) in enumerate(shards, start=1):
-        renamed[file] = (
-            "model.safetensors"
-            if len(shards) == 1
-            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        )
+    for number, (file, _) in enumerate(shards, start=1):
+        several = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        renamed[file] = WHOLE_FILE if len(shards) == 1 else several
         (path / file).rename(path / renamed[file])
-        weight_map |= dict.fromkeys(names, renamed[file])
     if len(shards) > 1:
-        (path / "model.safetensors").unlink(missing_ok=True)
-    if len(shards) == 1 and not always_index:
-        (path / WEIGHT_INDEX).unlink(missing_ok=True)
-    else:
+        (path / WHOLE_FILE).unlink(missing_ok=True)
+    (path / WEIGHT_INDEX).unlink(missing_ok=True)
+    if len(shards) > 1 or always_index:
+        weight_map = {name: renamed[file] for file, names in shards for name in names}
         total = sum((path / file).stat().st_size for file in renamed.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (path / WEIGHT_INDEX).write_text(json.dumps(index, indent=1) + "\n", "utf-8")
@@ -137,16 +121,8 @@ def write_description(
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """All of a model directory but its weights: config, generation config and tokenizer."""
-    with quiet_transformers():
-        write_config(model, path, dtype)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(path))
-
-
-def write_config(model: PreTrainedModel, path: Path, dtype: torch.dtype | None = None) -> None:
-    """config.json, saying class and dtype as saved models do, and generation_config.json of a model that
-    generates.
+    """All of a model directory but its weights: config.json, saying class and dtype as saved models do,
+    generation_config.json of a model that generates, and the tokenizer.
     """
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype or model.dtype).removeprefix("torch.")
@@ -155,6 +131,194 @@ def write_config(model: PreTrainedModel, path: Path, dtype: torch.dtype | None =
         config.save_pretrained(str(path))
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(str(path))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(path))
+
+
+# --- shards -------------------------------------------------------------------------------------------------
+
+
+class ShardWriter:
+    """A WeightSink that writes safetensors files of at most `shard_bytes` (a larger tensor alone). Runs on
+    the device thread.
+
+    `on_shard` is called with each file that is complete. What fails is kept in `failure` and later buckets
+    are let through unread: an error in a sink would fail the backend and every step after, and with several
+    ranks it would leave the others inside a collective. The files are called {prefix}-00001.safetensors and
+    so on.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        names: FileNames,
+        *,
+        dtype: torch.dtype | None = None,
+        shard_bytes: int = SHARD_BYTES,
+        on_shard: Callable[[Path], object] = lambda _: None,
+        prefix: str = "model",
+    ) -> None:
+        self._folder = folder
+        self._prefix = prefix
+        self._names = names
+        self._dtype = dtype
+        self._shard_bytes = shard_bytes
+        self._on_shard = on_shard
+        # one of each dtype, so that every tensor is aligned to its elements
+        self._open: dict[torch.dtype, TensorFile] = {}
+        self._begun = 0  # files
+        self._stopped = False
+        self.failure: Exception | None = None
+        self.shards: list[tuple[str, list[str]]] = []  # complete: file name, names of its tensors
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """When the block is left its shards are complete. Raises what failed."""
+        try:
+            yield
+            self.close()
+        finally:
+            self.stop()
+        if self.failure is not None:
+            raise self.failure
+
+    def take(self, bucket: Bucket) -> None:
+        """Writes the bucket to the shards."""
+        self._guard(lambda: self._append(self._names.translate(bucket)))
+
+    def close(self) -> None:
+        """Completes what is left. A weight that never came is a failure."""
+
+        def work() -> None:
+            self._append(self._names.rest())
+            for dtype in list(self._open):
+                self._finish(dtype)
+
+        self._guard(work)
+
+    def stop(self) -> None:
+        """Whatever comes later is let through: nobody waits for it any more."""
+        self._stopped = True
+
+    def _guard(self, work: Callable[[], object]) -> None:
+        if self._stopped or self.failure is not None:
+            return
+        try:
+            work()
+        except Exception as error:  # raised again where the files are awaited
+            self.failure = error
+
+    def _append(self, tensors: Bucket) -> None:
+        for name, tensor in tensors:
+            dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+            if dtype not in DTYPES:
+                raise ModelError(
+                    f"{name} has dtype {dtype}, which model files do not hold here; convert it first"
+                )
+            own = tensor.detach().to(device="cpu", dtype=dtype)
+            shard = self._open.get(dtype)
+            if shard is not None and (
+                shard.size + own.nbytes > self._shard_bytes or not shard.has_room(name)
+            ):
+                self._finish(dtype)
+                shard = None
+            if shard is None:
+                self._begun += 1
+                path = self._folder / name_shard(self._prefix, self._begun)
+                room = min(max(HEADER_BYTES[0], self._shard_bytes // 16), HEADER_BYTES[1])
+                shard = self._open[dtype] = TensorFile(path, header_bytes=room, metadata={"format": "pt"})
+            shard.append(name, own)
+
+    def _finish(self, dtype: torch.dtype) -> None:
+        shard = self._open.pop(dtype)
+        shard.finish()
+        self.shards.append((shard.path.name, shard.names))
+        self._on_shard(shard.path)
+
+
+def name_shard(prefix: str, number: int) -> str:
+    """What a writer calls its files, counted from 1, before it is known how many there are."""
+    return f"{prefix}-{number:05d}.safetensors"
+
+
+# --- parts of several ranks ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Who writes which of a model's weights, and what one of the ranks needs for its part."""
+
+    # of each rank, as the model holds them: sharded or whole
+    parameters: Sequence[Sequence[tuple[str, Tensor]]]
+    names: FileNames  # of the one rank's part, looked at
+    nbytes: int  # of the one rank's part, whole
+
+
+def deal_weights(model: PreTrainedModel, rank: int, ranks: int) -> Deal:
+    """The weights dealt to `ranks`, and the part of `rank`. The same deal on all ranks; no communication.
+
+    The largest first, each to the rank that has least so far: none gets more than an equal share and one
+    thing besides. Tensors that the files join go to one rank; buffers, and what files join with one, to rank
+    0. Raises ModelError.
+    """
+    names = FileNames(model)
+    units = names.find_units()
+    weights, _ = list_weights(model)
+    parameters = dict(model.named_parameters())
+    sizes = [sum(weights[name].numel() * weights[name].element_size() for name in unit) for unit in units]
+    buffers = {number for number, unit in enumerate(units) if not parameters.keys() >= set(unit)}
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for number in sorted(range(len(units)), key=lambda one: (one not in buffers, -sizes[one], one)):
+        taker = 0 if number in buffers else loads.index(min(loads))
+        dealt[taker].append(number)
+        loads[taker] += sizes[number]
+    mine = [[name for number in sorted(numbers) for name in units[number]] for numbers in dealt]
+    names.expect_only(mine[rank])
+    held = [[(name, parameters[name]) for name in part if name in parameters] for part in mine]
+    return Deal(held, names, loads[rank])
+
+
+@contextmanager
+def write_part(path: Path, names: FileNames, rank: int) -> Iterator[ShardWriter]:
+    """A writer of one rank's part of the weights, which `names` expects; its files are complete when the
+    context is left.
+
+    They are synced where rank 0 will not do it: another machine's memory may hold the bytes back. Raises as
+    write_hf_stream.
+    """
+    on_shard = fsync_path if rank else lambda _: None
+    writer = ShardWriter(path, names, prefix=_name_part(rank), on_shard=on_shard)
+    with writer.writing():
+        yield writer
+
+
+def name_parts(path: Path, counts: Sequence[int]) -> None:
+    """Gives the files of all ranks, of which each has written so many, their final names, and writes the
+    index. On rank 0, after all have written.
+
+    Raises OSError, StorageError if what another rank has written is not to be read here, ModelError if two
+    ranks have written one tensor.
+    """
+    shards: list[tuple[str, list[str]]] = []
+    for rank, count in enumerate(counts):
+        for file in (name_shard(_name_part(rank), number) for number in range(1, count + 1)):
+            try:
+                with safe_open(path / file, framework="pt") as opened:
+                    shards.append((file, list(opened.keys())))
+            except SafetensorError as error:
+                raise StorageError(
+                    f"{path / file}, as its rank has written it, cannot be read on rank 0 ({error}); check"
+                    " the filesystem of output.dir"
+                ) from error
+    name_shards(path, shards)
+
+
+def _name_part(rank: int) -> str:
+    return f"model-of-rank-{rank}"
+
+
+# --- names --------------------------------------------------------------------------------------------------
 
 
 class FileNames:
@@ -168,16 +332,13 @@ class FileNames:
 
     def __init__(self, model: PreTrainedModel | None) -> None:
         self._model = model
+        self._looked = False
         self._names: list[str] = []  # of parameters and of buffers that files hold, as the model has them
         self._renamed: dict[str, str] = {}  # parameters that have another of their tied names in files
-        self._joins: Mapping[
-            str, frozenset[str]
-        ] = {}  # name → the names that it waits for, itself among them
+        self._joins: Mapping[str, frozenset[str]] = {}  # name → those that it waits for, itself among them
         self._held: dict[str, Tensor] = {}
         self._to_come: set[str] = set()
-        self._buffers: list[tuple[str, Tensor]] | None = (
-            None  # None before the model was looked at; they come with the first bucket
-        )
+        self._buffers: list[tuple[str, Tensor]] = []  # until they have come, with the first bucket
 
     def translate(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
         """The bucket as files have it, without the tensors that are to be joined with some that have not
@@ -186,51 +347,46 @@ class FileNames:
         if self._model is None:
             return [(name, torch.as_tensor(tensor)) for name, tensor in bucket]
         self.look()
-        extra, self._buffers = self._buffers or [], []
         ready: dict[str, Tensor] = {}
+        extra, self._buffers = self._buffers, []
         for name, tensor in [*bucket, *extra]:
             name = self._renamed.get(name, name)
             if name not in self._to_come:
                 raise ModelError(f"the weight {name!r} came twice, or is none of the model's")
             self._to_come.remove(name)
-            group = self._joins.get(name)
-            if group is None:
+            if name not in self._joins:
                 ready[name] = tensor
                 continue
             self._held[name] = tensor.detach().to("cpu", copy=True)
-            if group <= self._held.keys():
-                ready |= {member: self._held.pop(member) for member in sorted(group)}
-        return self._revert(self._model, ready) if ready else []
+            if self._joins[name] <= self._held.keys():
+                ready |= {member: self._held.pop(member) for member in sorted(self._joins[name])}
+        if not ready:
+            return []
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return list(revert_weight_conversion(self._model, ready).items())
 
     def rest(self) -> list[tuple[str, Tensor]]:
-        """Buffers that no bucket took along; else nothing, once everything has come. Raises ModelError naming
-        weights that others waited for.
-        """
-        if self._buffers and self._to_come <= {name for name, _ in self._buffers}:
-            return self.translate([])
-        if self._held:
-            self.check_complete()
-        return []
-
-    def check_complete(self) -> None:
-        """Raises ModelError naming a weight that never came."""
+        """Buffers that no bucket took along. Raises ModelError naming a weight that never came."""
+        found = self.translate([])
         if self._to_come:
             raise ModelError(
                 f"{len(self._to_come)} weights never came, {min(self._to_come)!r} for one; stream all of the"
                 " model's parameters"
             )
+        return found
 
     def look(self) -> None:
         """Learns, once, which names differ, and the buffers, which no stream brings. Else the first bucket
         does: call it where the model may run in another thread then.
         """
         model = self._model
-        if model is None or self._buffers is not None:
+        if model is None or self._looked:
             return
+        self._looked = True
         weights, aliases = list_weights(model)
-        tied = set(
-            getattr(model, "all_tied_weights_keys", None) or ()
-        )  # the names that transformers leaves out of files
+        # the names that transformers leaves out of files
+        tied = set(getattr(model, "all_tied_weights_keys", None) or ())
         for main in set(aliases.values()):
             names = sorted([main, *(alias for alias, name in aliases.items() if name == main)])
             in_files = next((name for name in names if name not in tied), names[-1])
@@ -238,11 +394,9 @@ class FileNames:
         ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
         parameters = {name for name, _ in model.named_parameters()}
         self._buffers = [(name, weights[name]) for name in sorted(weights.keys() - parameters - ignored)]
-        self._to_come = {self._renamed.get(name, name) for name in parameters} | {
-            name for name, _ in self._buffers
-        }
+        self._names = [name for name in weights if name in parameters or name not in ignored]
+        self._to_come = {self._renamed.get(name, name) for name in self._names}
         self._joins = find_joins(model, sorted(self._to_come))
-        self._names = [name for name in weights if self._renamed.get(name, name) in self._to_come]
 
     def find_units(self) -> list[tuple[str, ...]]:
         """Names of the model's parameters, and of its buffers that files hold, in its order; in one tuple
@@ -262,12 +416,7 @@ class FileNames:
         self.look()
         kept = {self._renamed.get(name, name) for name in names}
         self._to_come &= kept
-        self._buffers = [(name, buffer) for name, buffer in self._buffers or [] if name in kept]
-
-    def _revert(self, model: PreTrainedModel, tensors: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        return list(revert_weight_conversion(model, tensors).items())
+        self._buffers = [(name, buffer) for name, buffer in self._buffers if name in kept]
 
 
 def find_joins(model: PreTrainedModel, names: Sequence[str]) -> dict[str, frozenset[str]]:
@@ -282,24 +431,15 @@ def find_joins(model: PreTrainedModel, names: Sequence[str]) -> dict[str, frozen
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         conversions = get_model_conversion_mapping(model, add_legacy=False)
-    together = getattr(loading, "GroupWeightRename", ())
-    if any(isinstance(conversion, together) for conversion in conversions or ()):
+    conversions = list(conversions or ())
+    if any(isinstance(one, getattr(loading, "GroupWeightRename", ())) for one in conversions):
         return dict.fromkeys(names, frozenset(names))
-    reverse = [
-        conversion.reverse_transform()
-        for conversion in reversed(conversions or ())
-        if isinstance(conversion, loading.WeightConverter)
-    ]
+    converters = [one for one in reversed(conversions) if isinstance(one, loading.WeightConverter)]
+    reverse = [converter.reverse_transform() for converter in converters]
     groups: dict[str, set[str]] = {}
     for name in names:
-        found = next(
-            (
-                made
-                for made, pattern in (converter.rename_source_key(name) for converter in reverse)
-                if pattern is not None
-            ),
-            None,
-        )
-        if found is not None:
-            groups.setdefault(found, set()).add(name)
+        for made, pattern in (converter.rename_source_key(name) for converter in reverse):
+            if pattern is not None:
+                groups.setdefault(made, set()).add(name)
+                break
     return {name: frozenset(group) for group in groups.values() if len(group) > 1 for name in group}

@@ -9,7 +9,6 @@ import hashlib
 import importlib.util
 import io
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,6 @@ from rollouts.models.quiet import quiet_transformers
 MAGIC = b"GGUF"
 GGUF_FORMAT = 1  # in the directory's name; raise it when what convert_gguf writes changes
 DIGEST_LENGTH = 16  # hexadecimal digits: 64 bits, enough to tell the files of one cache apart
-# what transformers and gguf raise on files that are damaged or of a kind they do not know
-CONVERSION_ERRORS = (
-    OSError,
-    ValueError,
-    KeyError,
-    IndexError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    RuntimeError,
-    ImportError,
-    EOFError,
-    struct.error,
-)
 
 
 def make_gguf_model(gguf_file: Path, cache: Path) -> Path:
@@ -44,19 +29,11 @@ def make_gguf_model(gguf_file: Path, cache: Path) -> Path:
     converted. Reads the whole file each time (about 1 s per GB), so that a file that was replaced is never
     mistaken for the one before.
     """
-    check_gguf_file(gguf_file)
-    with gguf_file.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()[:DIGEST_LENGTH]
-    path = cache / f"{gguf_file.stem}-{digest}-gguf{GGUF_FORMAT}-float32"
-    build_directory_once(path, lambda folder: convert_gguf(gguf_file, folder))
-    return path
-
-
-def check_gguf_file(gguf_file: Path) -> None:
-    """Raises ModelError unless the file begins as GGUF files do."""
     try:
         with gguf_file.open("rb") as file:
             start = file.read(len(MAGIC))
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()[:DIGEST_LENGTH]
     except OSError as error:
         raise ModelError(f"{gguf_file} cannot be read ({error})") from error
     if start != MAGIC:
@@ -64,6 +41,9 @@ def check_gguf_file(gguf_file: Path) -> None:
             f"{gguf_file} is not a GGUF file (it begins with {start!r}, not {MAGIC!r}); download it again, or"
             " give a model directory"
         )
+    path = cache / f"{gguf_file.stem}-{digest}-gguf{GGUF_FORMAT}-float32"
+    build_directory_once(path, lambda folder: convert_gguf(gguf_file, folder))
+    return path
 
 
 def convert_gguf(gguf_file: Path, folder: Path) -> None:
@@ -97,7 +77,7 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
                 local_files_only=True,
                 output_loading_info=True,
             )
-    except CONVERSION_ERRORS as error:
+    except Exception as error:  # whatever transformers and gguf raise on files that are damaged or unknown
         raise ModelError(
             f"{gguf_file} cannot be converted ({type(error).__name__}:"
             f" {str(error).strip().splitlines()[0][:300] if str(error) else 'no message'}); it is cut short,"

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-
-@dataclass(frozen=True, slots=True)
-class _GroupFiles:
-    """Where a version of control groups says what a group may hold and holds."""
-
-    root: str
-    limit: str
-    used: str
-    cached: str  # line of memory.stat: pages of files that the system gives back before it refuses any
-
-
-VERSION_1 = _GroupFiles(
-    "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-)
-VERSION_2 = _GroupFiles("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+# Of each version of control groups: the folder, what a group may hold, what it holds, and the line of
+# memory.stat with pages of files, which the system gives back before it refuses any.
+VERSIONS = {
+    1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("", "memory.max", "memory.current", "inactive_file"),
+}
 
 
 def read_free_memory(root: Path = Path("/")) -> int | None:
@@ -28,27 +18,20 @@ def read_free_memory(root: Path = Path("/")) -> int | None:
     """
     machine = _read_numbers(root / "proc/meminfo").get("MemAvailable:")
     found = [] if machine is None else [machine * 1024]
-    for files, group in _find_groups(root):
-        limit, used = (_read_text(group / name).strip() for name in (files.limit, files.used))
-        if limit.isdecimal() and used.isdecimal():  # not "max", and not missing
-            cached = _read_numbers(group / "memory.stat").get(files.cached, 0)
-            found.append(max(0, int(limit) - max(0, int(used) - cached)))
-    return min(found, default=None)
-
-
-def _find_groups(root: Path) -> list[tuple[_GroupFiles, Path]]:
-    """The groups of this process that could limit its memory, each followed by those around it."""
-    found: list[tuple[_GroupFiles, Path]] = []
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers and "memory" not in controllers.split(","):
             continue
-        files = VERSION_1 if controllers else VERSION_2
-        inner = PurePosixPath(
-            path.strip("/")
-        )  # in a container it may be the host's name, which is not here: the root of what is here is the last
-        found += [(files, root / files.root / place) for place in (inner, *inner.parents)]
-    return found
+        folder, limit_file, used_file, cached_line = VERSIONS[1 if controllers else 2]
+        # in a container it may be the host's name, which is not here: the root of what is here is the last
+        inner = PurePosixPath(path.strip("/"))
+        for place in (inner, *inner.parents):
+            group = root / "sys/fs/cgroup" / folder / place
+            limit, used = (_read_text(group / name).strip() for name in (limit_file, used_file))
+            if limit.isdecimal() and used.isdecimal():  # not "max", and not missing
+                cached = _read_numbers(group / "memory.stat").get(cached_line, 0)
+                found.append(max(0, int(limit) - max(0, int(used) - cached)))
+    return min(found, default=None)
 
 
 def _read_numbers(path: Path) -> dict[str, int]:

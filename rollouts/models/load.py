@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from safetensors import SafetensorError
 
 from rollouts.errors import ModelError
 from rollouts.models.bundled import choose_model_cache, make_bundled_model
@@ -32,14 +33,15 @@ rollouts.models.scalar_head.
 """
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-OTHER_HEADS = (
-    "Model",
-    "ForMaskedLM",
-    "ForPreTraining",
-    "Classification",
-    "ForQuestionAnswering",
-)  # ends of names of what is not a causal model
 HUB_IGNORED = ["original/*", "consolidated*"]  # the same weights in the format of their authors
+# ends of names of what is not a causal model
+OTHER_HEADS = ("Model", "ForMaskedLM", "ForPreTraining", "Classification", "ForQuestionAnswering")
+# what transformers raises on directories that it cannot use
+LOAD_ERRORS = (
+    OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, SafetensorError,
+)  # fmt: skip
+HUB_WAY_OUT = "check the spelling, HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT, or give a directory or file"
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 def resolve_model(
@@ -55,35 +57,73 @@ def resolve_model(
     that says what is missing. Blocks: seconds for a conversion, minutes for a download.
     """
     kind, _, rest = name.partition(":")
-    cache = choose_model_cache(cache_dir)
+    cache, path = choose_model_cache(cache_dir), Path(name).expanduser()
     if kind == "bundled":
-        return _checked(make_bundled_model(rest, cache), head)
-    if kind == "tiny":
-        return _checked(make_tiny(rest, seed, cache), head)
-    path = Path(name).expanduser()
-    if name and path.is_dir():
-        return _checked(path, head)
-    if name.endswith(".gguf"):
-        return _checked(make_gguf_model(path if path.is_file() else _download_gguf(name), cache), head)
-    if not name or path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ModelError(
-            f"model.name={name!r} is not a directory; give a directory, a .gguf file, a hub name like"
-            " 'org/model', 'bundled:…' or 'tiny:byte'"
-        )
-    return _checked(_download(name, head), head)
-
-
-def _checked(path: Path, head: ModelHead) -> Path:
+        path = make_bundled_model(rest, cache)
+    elif kind == "tiny":
+        path = make_tiny(rest, seed, cache)
+    elif name.endswith(".gguf") and not path.is_dir():
+        path = make_gguf_model(path if path.is_file() else _download_gguf(name), cache)
+    elif not name or not path.is_dir():
+        unlike_hub = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+        if not name or path.exists() or unlike_hub:
+            raise ModelError(
+                f"model.name={name!r} is not a directory; give a directory, a .gguf file, a hub name like"
+                " 'org/model', 'bundled:…' or 'tiny:byte'"
+            )
+        path = _download(name, head)
     check_model_directory(path)
-    _check_class(path, head)
+    _find_class(path, head)
     return path
 
 
-def _check_class(path: Path, head: ModelHead) -> None:
-    if head == "scalar":
-        find_scalar_class(path)
-    else:
-        find_causal_class(path)
+def _find_class(path: Path, head: ModelHead) -> str:
+    return find_scalar_class(path) if head == "scalar" else find_causal_class(path)
+
+
+def _download(name: str, head: ModelHead) -> Path:
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    try:
+        with quiet_transformers():
+            # gigabytes of a model that cannot be used are not asked for
+            _find_class(Path(hf_hub_download(name, "config.json")).parent, head)
+            return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model.name={name!r} is no directory here, and the hub did not give it"
+            f" ({describe_error(error)}); {HUB_WAY_OUT}"
+        ) from error
+
+
+def _download_gguf(name: str) -> Path:
+    """A GGUF file named as org/model:file.gguf; a path that is not there has no colon, or says that it is
+    one.
+    """
+    from huggingface_hub import hf_hub_download
+
+    repository, colon, file = name.partition(":")
+    if not colon or not file or repository.startswith((".", "~", "/")) or repository.count("/") != 1:
+        raise ModelError(
+            f"model.name={name!r} is not a file here; give the path of a .gguf file, or 'org/model:file.gguf'"
+            " for one on the hub"
+        )
+    try:
+        with quiet_transformers():
+            return Path(hf_hub_download(repository, file))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model.name={name!r}: the hub did not give {file!r} of {repository!r}"
+            f" ({describe_error(error)}); {HUB_WAY_OUT}"
+        ) from error
+
+
+def describe_error(error: BaseException) -> str:
+    """The error's type and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).strip().split(chr(10), 1)[0][:300] or 'no message'}"
+
+
+# --- classes ------------------------------------------------------------------------------------------------
 
 
 def find_causal_class(path: Path) -> str:
@@ -93,13 +133,10 @@ def find_causal_class(path: Path) -> str:
     Raises ModelError, with the way out, for what cannot be trained: another kind of model, code in the
     directory, packed weights.
     """
-    config, model_type, written = _read_class(path)
-    found = _find_causal_class(path, config, model_type, written)
-    if found not in written and _has_other_head(config, written):
-        raise ModelError(
-            f"{_describe(path, model_type, written)} was not trained to predict the next token; use a model"
-            " named …ForCausalLM"
-        )
+    config, what, found = _read_class(path)
+    written = config["architectures"]
+    if found not in written and _has_other_head(config):
+        raise ModelError(f"{what} was not trained to predict the next token; use a model named …ForCausalLM")
     return found
 
 
@@ -112,23 +149,21 @@ def find_scalar_class(path: Path) -> str:
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-    config, model_type, written = _read_class(path)
-    causal = _find_causal_class(path, config, model_type, written)
-    what = _describe(path, model_type, written)
-    found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(model_type)
+    config, what, causal = _read_class(path)
+    written = config["architectures"]
+    found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(str(config.get("model_type")))
     if found is None:
         raise ModelError(
             f"{what} cannot have a scalar head: transformers has no …ForSequenceClassification for it; use a"
             " Llama, Qwen or Gemma"
         )
-    if not {found, causal} & set(written) and _has_other_head(config, written):
+    if not {found, causal} & set(written) and _has_other_head(config):
         raise ModelError(
             f"{what} has neither the head of a causal language model nor a scalar one; use a model named"
             f" {causal} or {found}"
         )
-    labels = len(config.get("id2label") or ()) or config.get(
-        "num_labels", 2
-    )  # 2 where nothing is written, as for transformers
+    # 2 where nothing is written, as for transformers
+    labels = len(config.get("id2label") or ()) or config.get("num_labels", 2)
     if found in written and labels != 1:
         raise ModelError(
             f"{what} has {labels} labels, and a scalar head has one; use a reward model with num_labels=1, or"
@@ -141,104 +176,56 @@ def has_own_scalar_head(path: Path) -> bool:
     """Whether the files in a directory that find_scalar_class accepts hold the scalar head; else it is a
     causal model's, and the head is new.
     """
-    return find_scalar_class(path) in _read_class(path)[2]
+    return find_scalar_class(path) in _read_class(path)[0]["architectures"]
 
 
-def _read_class(path: Path) -> tuple[dict[str, Any], str, list[str]]:
-    """config.json, its model_type and its architectures."""
+def _has_other_head(config: dict[str, Any]) -> bool:
+    written = config["architectures"]
+    others = config.get("is_encoder_decoder") or all(name.endswith(OTHER_HEADS) for name in written)
+    return bool(written) and bool(others)
+
+
+def _read_class(path: Path) -> tuple[dict[str, Any], str, str]:
+    """config.json with a list of architectures, the model in words, and transformers' causal class of a type
+    that can be trained, whatever head the directory has. Raises ModelError for a type that cannot.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     try:
         config = json.loads((path / "config.json").read_text("utf-8"))
-        return (
-            config,
-            str(config.get("model_type")),
-            [str(name) for name in config.get("architectures") or []],
-        )
+        config["architectures"] = [str(name) for name in config.get("architectures") or []]
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ModelError(
             f"{path / 'config.json'} cannot be read ({error}); copy the model directory again"
         ) from error
-
-
-def _has_other_head(config: dict[str, Any], written: list[str]) -> bool:
-    return bool(written) and bool(
-        config.get("is_encoder_decoder") or all(name.endswith(OTHER_HEADS) for name in written)
-    )
-
-
-def _describe(path: Path, model_type: str, written: list[str]) -> str:
-    return f"the model in {path} (model_type={model_type!r}, architectures={written})"
-
-
-def _find_causal_class(path: Path, config: dict[str, Any], model_type: str, written: list[str]) -> str:
-    """transformers' causal class of a type that can be trained, whatever head the directory has."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    what = _describe(path, model_type, written)
-    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    kind, quantization = str(config.get("model_type")), config.get("quantization_config")
+    what = f"the model in {path} (model_type={kind!r}, architectures={config['architectures']})"
+    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    problem = ""
     if found is None and config.get("auto_map"):
-        raise ModelError(
-            f"{what} needs code from its directory (auto_map), which is never run; use a model that"
-            " transformers itself implements"
+        problem = (
+            "needs code from its directory (auto_map), which is never run; use a model that transformers"
+            " itself implements"
         )
-    if found is None:
-        raise ModelError(
-            f"{what} is not a causal language model that transformers has; use a decoder-only model, one"
-            " named …ForCausalLM"
+    elif found is None:
+        problem = (
+            "is not a causal language model that transformers has; use a decoder-only model, one named"
+            " …ForCausalLM"
         )
-    if found.endswith("ForConditionalGeneration"):
-        raise ModelError(
-            f"{what} reads images or sound as well; use its text-only model, one named …ForCausalLM"
+    elif found.endswith("ForConditionalGeneration"):
+        problem = "reads images or sound as well; use its text-only model, one named …ForCausalLM"
+    elif quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        problem = (
+            f"has weights packed by {method!r} (quantization_config), which cannot train; use the model it"
+            " was made from"
         )
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = (
-            quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        )
-        raise ModelError(
-            f"{what} has weights packed by {method!r} (quantization_config), which cannot train; use the"
-            " model it was made from"
-        )
-    return found
+    if problem or found is None:
+        raise ModelError(f"{what} {problem}")
+    return config, what, found
 
 
-def _download(name: str, head: ModelHead) -> Path:
-    from huggingface_hub import hf_hub_download, snapshot_download
-
-    try:
-        with quiet_transformers():
-            _check_class(
-                Path(hf_hub_download(name, "config.json")).parent, head
-            )  # gigabytes of a model that cannot be used are not asked for
-            return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"model.name={name!r} is no directory here, and the hub did not give it ({type(error).__name__}:"
-            f" {_first_line(error)}); check the spelling, HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT, or give a"
-            " directory"
-        ) from error
-
-
-def _download_gguf(name: str) -> Path:
-    """A GGUF file named as org/model:file.gguf; a path that is not there has no colon, or says that it is
-    one.
-    """
-    repository, colon, file = name.partition(":")
-    if not colon or not file or repository.startswith((".", "~", "/")) or repository.count("/") != 1:
-        raise ModelError(
-            f"model.name={name!r} is not a file here; give the path of a .gguf file, or 'org/model:file.gguf'"
-            " for one on the hub"
-        )
-    from huggingface_hub import hf_hub_download
-
-    try:
-        with quiet_transformers():
-            return Path(hf_hub_download(repository, file))
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"model.name={name!r}: the hub did not give {file!r} of {repository!r} ({type(error).__name__}:"
-            f" {_first_line(error)}); check the spelling, HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT, or give"
-            " the path of a .gguf file"
-        ) from error
+# --- loading ------------------------------------------------------------------------------------------------
 
 
 def load_hf_model(path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -249,42 +236,42 @@ def load_hf_model(path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrain
     scores has not). Raises ModelError if it cannot be loaded, is of another kind (see find_causal_class), or
     the files lack a weight.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     check_model_directory(path)
-    attention = choose_attention(find_causal_class(path))
-    options: dict[str, Any] = {
-        "local_files_only": True,
-        "use_safetensors": True,
-        "trust_remote_code": False,
-        "attn_implementation": attention,
-    }
+    model, missing = load_pretrained(AutoModelForCausalLM, path, find_causal_class(path), dtype=dtype)
+    check_complete(path, missing)
+    return model
+
+
+def load_pretrained(
+    auto: Any, path: Path, class_name: str, **options: Any
+) -> tuple[PreTrainedModel, set[str]]:
+    """What an Auto class of transformers loads, and the weights that the files lack, which it has made up.
+    Raises ModelError.
+    """
     try:
         with quiet_transformers():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                str(path), dtype=dtype, output_loading_info=True, **options
+            model, loading = auto.from_pretrained(
+                str(path),
+                output_loading_info=True,
+                use_safetensors=True,
+                attn_implementation=choose_attention(class_name),
+                **LOCAL,
+                **options,
             )
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        RuntimeError,
-        ImportError,
-        AttributeError,
-        SafetensorError,
-    ) as error:
+    except LOAD_ERRORS as error:
+        raise ModelError(f"the model in {path} cannot be loaded ({describe_error(error)})") from error
+    return model, set(loading["missing_keys"])
+
+
+def check_complete(path: Path, missing: set[str]) -> None:
+    """Raises ModelError if weights are missing: transformers would train them from random values."""
+    if missing:
         raise ModelError(
-            f"the model in {path} cannot be loaded ({type(error).__name__}: {_first_line(error)})"
-        ) from error
-    model, loading = loaded
-    missing = sorted(loading["missing_keys"])
-    if missing:  # transformers would train them from random values
-        raise ModelError(
-            f"the weights in {path} lack {missing[0]} (and {len(missing) - 1} more); copy the model directory"
-            " again"
+            f"the weights in {path} lack {min(missing)} (and {len(missing) - 1} more); copy the model"
+            " directory again"
         )
-    return model
 
 
 def choose_attention(class_name: str) -> str:
@@ -308,13 +295,9 @@ def load_tokenizer(path: Path, *, chat_template: Path | None = None) -> PreTrain
 
     try:
         with quiet_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(path), local_files_only=True, trust_remote_code=False
-            )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError) as error:
-        raise ModelError(
-            f"the tokenizer in {path} cannot be loaded ({type(error).__name__}: {_first_line(error)})"
-        ) from error
+            tokenizer = AutoTokenizer.from_pretrained(str(path), **LOCAL)
+    except LOAD_ERRORS as error:
+        raise ModelError(f"the tokenizer in {path} cannot be loaded ({describe_error(error)})") from error
     if chat_template is not None:
         tokenizer.chat_template = read_chat_template(chat_template)
     if not tokenizer.chat_template:
@@ -345,11 +328,9 @@ def read_text_config(path: Path) -> dict[str, Any]:
 
     try:
         with quiet_transformers():
-            config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError) as error:
-        raise ModelError(
-            f"{path / 'config.json'} cannot be read ({type(error).__name__}: {_first_line(error)})"
-        ) from error
+            config = AutoConfig.from_pretrained(str(path), **LOCAL)
+    except LOAD_ERRORS as error:
+        raise ModelError(f"{path / 'config.json'} cannot be read ({describe_error(error)})") from error
     return config.get_text_config(decoder=True).to_dict()
 
 
@@ -360,20 +341,14 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, path: Path) -> tuple[int,
     Raises ModelError if the file is not JSON or its ids are not integers.
     """
     own_id: Any = tokenizer.eos_token_id
-    ids: set[Any] = {*find_turn_end_ids(tokenizer), *([] if own_id is None else [own_id])}
-    generation_config = path / "generation_config.json"
-    if generation_config.is_file():
+    ids: set[Any] = {*find_turn_end_ids(tokenizer), own_id} - {None}
+    file = path / "generation_config.json"
+    if file.is_file():
         try:
-            more = json.loads(generation_config.read_text("utf-8")).get("eos_token_id")
+            more = json.loads(file.read_text("utf-8")).get("eos_token_id")
         except (ValueError, AttributeError) as error:
-            raise ModelError(f"{generation_config} cannot be read ({error})") from error
+            raise ModelError(f"{file} cannot be read ({error})") from error
         ids.update(more if isinstance(more, list) else [] if more is None else [more])
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
-        raise ModelError(
-            f"{generation_config} has eos_token_id={sorted(map(str, ids))}; the ids must be integers"
-        )
+        raise ModelError(f"{file} has eos_token_id={sorted(map(str, ids))}; the ids must be integers")
     return tuple(sorted(ids))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0][:300]

@@ -7,59 +7,44 @@ import math
 import numpy as np
 
 from rollouts.errors import RequestRefused
-from rollouts.types import GenerateRequest, SamplingParams
+from rollouts.types import GenerateRequest
 
 
 def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int) -> None:
     """Raises RequestRefused naming the field, its value and the rule."""
-    name = f"request {request.request_id!r}"
-    ids = np.asarray(request.prompt_ids)
-    if ids.ndim != 1 or len(ids) == 0:
-        raise RequestRefused(
-            f"{name}: prompt_ids has shape {ids.shape}; it must be one-dimensional with at least one token"
-        )
-    if ids.dtype.kind not in "iu":
-        raise RequestRefused(f"{name}: prompt_ids has dtype {ids.dtype}; token ids are integers")
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-        raise RequestRefused(
-            f"{name}: prompt_ids holds {wrong}; the vocabulary is 0..{vocab_size - 1}: is this the model's"
-            " own tokenizer?"
-        )
-    _check_sampling(name, request.sampling, vocab_size=vocab_size)
-    total = len(ids) + request.sampling.max_new_tokens
-    if total > max_context:
-        raise RequestRefused(
-            f"{name}: {len(ids)} prompt tokens and max_new_tokens={request.sampling.max_new_tokens} make"
-            f" {total}; the context is {max_context}: shorten the prompt or lower max_new_tokens"
-        )
 
+    def require(holds: bool, what: str, rule: str) -> None:
+        if not holds:
+            raise RequestRefused(f"request {request.request_id!r}: {what}; {rule}")
 
-def _check_sampling(name: str, sampling: SamplingParams, *, vocab_size: int) -> None:
-    if (
-        isinstance(sampling.max_new_tokens, bool)
-        or not isinstance(sampling.max_new_tokens, int)
-        or sampling.max_new_tokens < 1
-    ):
-        raise RequestRefused(
-            f"{name}: sampling.max_new_tokens={sampling.max_new_tokens!r}; it must be an integer of at"
-            " least 1"
-        )
-    if not math.isfinite(sampling.temperature) or sampling.temperature < 0:
-        raise RequestRefused(
-            f"{name}: sampling.temperature={sampling.temperature}; it must be finite, above 0, or 0 for"
-            " greedy"
-        )
-    if not 0 < sampling.top_p <= 1:
-        raise RequestRefused(
-            f"{name}: sampling.top_p={sampling.top_p}; it must be above 0 and at most 1 (1: all tokens)"
-        )
-    if isinstance(sampling.top_k, bool) or not isinstance(sampling.top_k, int) or sampling.top_k < 0:
-        raise RequestRefused(
-            f"{name}: sampling.top_k={sampling.top_k!r}; it must be an integer, 0 (all tokens) or more"
-        )
+    ids, sampling = np.asarray(request.prompt_ids), request.sampling
+    vocabulary = f"the vocabulary is 0..{vocab_size - 1}"
+    shape = f"prompt_ids has shape {ids.shape}"
+    require(ids.ndim == 1 and len(ids) > 0, shape, "it must be one-dimensional with at least one token")
+    require(ids.dtype.kind in "iu", f"prompt_ids has dtype {ids.dtype}", "token ids are integers")
+    for token in (int(ids.min()), int(ids.max())):
+        own = f"{vocabulary}: is this the model's own tokenizer?"
+        require(0 <= token < vocab_size, f"prompt_ids holds {token}", own)
+    integers = {
+        "max_new_tokens": (sampling.max_new_tokens, 1, "an integer of at least 1"),
+        "top_k": (sampling.top_k, 0, "an integer, 0 (all tokens) or more"),
+    }
+    for name, (value, least, rule) in integers.items():
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        require(whole and value >= least, f"sampling.{name}={value!r}", f"it must be {rule}")
+    require(
+        math.isfinite(sampling.temperature) and sampling.temperature >= 0,
+        f"sampling.temperature={sampling.temperature}",
+        "it must be finite, above 0, or 0 for greedy",
+    )
+    top_p = f"sampling.top_p={sampling.top_p}"
+    require(0 < sampling.top_p <= 1, top_p, "it must be above 0 and at most 1 (1: all tokens)")
     for token in sampling.stop_token_ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise RequestRefused(
-                f"{name}: sampling.stop_token_ids has {token!r}; the vocabulary is 0..{vocab_size - 1}"
-            )
+        whole = isinstance(token, int) and not isinstance(token, bool)
+        require(whole and 0 <= token < vocab_size, f"sampling.stop_token_ids has {token!r}", vocabulary)
+    total = len(ids) + sampling.max_new_tokens
+    require(
+        total <= max_context,
+        f"{len(ids)} prompt tokens and max_new_tokens={sampling.max_new_tokens} make {total}",
+        f"the context is {max_context}: shorten the prompt or lower max_new_tokens",
+    )

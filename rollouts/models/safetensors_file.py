@@ -1,9 +1,9 @@
-"""Writing a safetensors file in plain Python: the same bytes as the library's own, but other threads run
-meanwhile and errors are OSErrors.
+"""Writing safetensors files in plain Python, tensor by tensor: other threads run meanwhile, errors are
+OSErrors, and no more than one tensor is held.
 
 The library holds the interpreter for as long as it writes, which would stop training, and says in words only
-why a disk refused. Format: 8 bytes with the header's length (little-endian), the header as JSON padded to 8
-bytes, the tensors one after the other.
+why a disk refused. Format: 8 bytes with the header's length (little-endian), the header as JSON padded with
+spaces to 8 bytes, the tensors one after the other. The header is written last, into room that is kept for it.
 """
 
 from __future__ import annotations
@@ -11,34 +11,65 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 CHUNK_BYTES = 16 * 2**20
+LENGTH_BYTES = 8
+ENTRY_BYTES = 256  # room in the header for what it says of one tensor beside its name
 # in the order of the library's files: widest first, which keeps every tensor aligned
 DTYPES: dict[torch.dtype, str] = {
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
+    torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32",
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.bool: "BOOL",
-}
+}  # fmt: skip
+
+
+class TensorFile:
+    """A safetensors file that tensors of one dtype, or of narrower and narrower ones, are appended to. Open
+    only while something is written: one that is given up leaks nothing.
+    """
+
+    def __init__(self, path: Path, *, header_bytes: int, metadata: Mapping[str, str]) -> None:
+        self.path = path
+        self.names: list[str] = []
+        self.size = LENGTH_BYTES + -(-header_bytes // 8) * 8  # bytes of the file
+        self._begin = self.size  # where the tensors begin
+        self._header = f'{{"__metadata__":{json.dumps(dict(metadata))}'
+        path.write_bytes(bytes(self.size))
+
+    def has_room(self, name: str) -> bool:
+        """Whether the header still holds another tensor."""
+        return len(self._header.encode()) + len(name.encode()) + ENTRY_BYTES <= self._begin - LENGTH_BYTES
+
+    def append(self, name: str, tensor: Tensor) -> None:
+        """Writes one tensor, on whatever device it is. Raises OSError."""
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        content = memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"")  # pyright: ignore[reportArgumentType]
+        with self.path.open("ab") as file:
+            for start in range(0, len(content), CHUNK_BYTES):
+                file.write(content[start : start + CHUNK_BYTES])
+        begin, end = self.size - self._begin, self.size - self._begin + tensor.nbytes
+        entry = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        self._header += f",{json.dumps(name)}:{json.dumps(entry, separators=(',', ':'))}"
+        self.size += tensor.nbytes
+        self.names.append(name)
+
+    def finish(self) -> None:
+        """Writes the header: the file is complete. Raises OSError."""
+        room = self._begin - LENGTH_BYTES
+        text = (self._header + "}").encode().ljust(room)
+        assert len(text) == room, "has_room was asked before each tensor"
+        with self.path.open("r+b") as file:
+            file.write(room.to_bytes(LENGTH_BYTES, "little") + text)
 
 
 def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> None:
     """The file `path` holds `tensors`, on whatever device they are. Not synced. Raises OSError; TypeError for
-    a dtype outside DTYPES.
-
-    Tensors that share memory are written once each.
+    a dtype outside DTYPES. Tensors that share memory are written once each.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
@@ -46,29 +77,10 @@ def write_safetensors(
                 f"tensor {name!r} has dtype {tensor.dtype}, which a checkpoint does not hold; convert it"
                 " first"
             )
+    metadata = dict(metadata or {"format": "pt"})
+    room = len(json.dumps(metadata)) + sum(len(json.dumps(name)) + ENTRY_BYTES for name in tensors)
+    file = TensorFile(path, header_bytes=room + ENTRY_BYTES, metadata=metadata)
     rank = {dtype: number for number, dtype in enumerate(DTYPES)}
-    names = sorted(tensors, key=lambda name: (rank[tensors[name].dtype], name))
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for name in names:
-        tensor = tensors[name]
-        header[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + tensor.nbytes],
-        }
-        end += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            content = read_bytes(tensors[name])
-            for start in range(0, len(content), CHUNK_BYTES):
-                file.write(content[start : start + CHUNK_BYTES])
-
-
-def read_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's elements in row-major order, without a copy where they lie so in host memory already."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"")  # pyright: ignore[reportArgumentType]
+    for name in sorted(tensors, key=lambda name: (rank[tensors[name].dtype], name)):
+        file.append(name, tensors[name])
+    file.finish()

@@ -19,17 +19,14 @@ from rollouts.errors import ModelError, RequestRefused
 from rollouts.models.draws import make_draw, sample_tokens, stream_key
 from rollouts.models.limits import find_rotary_limit
 from rollouts.models.requests import check_request
-from rollouts.types import Completion, FinishReason, GenerateRequest, IntArray
+from rollouts.types import Completion, FinishReason, GenerateRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 UNLIMITED = 2**62  # the context of a model that states none
-ATTENTION = {
-    "full_attention",
-    "sliding_attention",
-}  # kinds of layers that a mask over the padding is enough for
-Steps = Generator[Tensor, Tensor, None]
+# kinds of layers that a mask over the padding is enough for
+ATTENTION = {"full_attention", "sliding_attention"}
 
 
 def sample_completions(
@@ -57,12 +54,46 @@ def sample_completions(
     if not requests:
         return []
     _check_requests(model, requests)
-    prompts = [np.asarray(request.prompt_ids, np.int64) for request in requests]
+    draws = np.stack(
+        [make_draw(stream_key(seed, one.request_id, one.sampling.seed), one.sampling) for one in requests]
+    )
+    token_ids: list[list[int]] = [[] for _ in requests]
+    log_probs: list[list[float]] = [[] for _ in requests]
+    reasons: list[FinishReason | None] = [None] * len(requests)
     with evaluation_mode(model), torch.no_grad():
-        steps = (
-            _cached_steps(model, prompts) if use_cache and _has_cache(model) else _plain_steps(model, prompts)
+        steps = _step(model, requests, cached=use_cache and _has_cache(model))
+        logits = next(steps)
+        while True:
+            sampled = sample_tokens(logits, draws)
+            draws["drawn"] += np.uint64(1)
+            for row, request in enumerate(requests):
+                if reasons[row] is not None:
+                    continue
+                if not np.isfinite(sampled.log_probs[row]):
+                    raise ModelError(
+                        f"request {request.request_id!r}: the model's distribution of token"
+                        f" {len(token_ids[row])} is not finite; look for NaN in its weights, or lower the"
+                        " learning rate that made them"
+                    )
+                token_ids[row].append(int(sampled.token_ids[row]))
+                log_probs[row].append(float(sampled.log_probs[row]))
+                if token_ids[row][-1] in request.sampling.stop_token_ids:
+                    reasons[row] = "stop"
+                elif len(token_ids[row]) == request.sampling.max_new_tokens:
+                    reasons[row] = "length"
+            if all(reasons):
+                break
+            logits = steps.send(torch.from_numpy(sampled.token_ids).to(logits.device))
+    return [
+        Completion(
+            request_id=request.request_id,
+            token_ids=np.asarray(token_ids[row], np.int64),
+            log_probs=np.asarray(log_probs[row], np.float32),
+            weight_versions=np.full(len(token_ids[row]), weight_version, np.int64),
+            finish_reason=reasons[row] or "length",
         )
-        return _draw_all(steps, requests, seed, weight_version)
+        for row, request in enumerate(requests)
+    ]
 
 
 @contextlib.contextmanager
@@ -77,73 +108,27 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-# --- drawing ------------------------------------------------------------------------------------------------
+def _step(
+    model: PreTrainedModel, requests: Sequence[GenerateRequest], *, cached: bool
+) -> Generator[Tensor, Tensor, None]:
+    """Yields logits [B, V] of the next token; takes the tokens [B] that were drawn.
 
-
-def _draw_all(
-    steps: Steps, requests: Sequence[GenerateRequest], seed: int, weight_version: int
-) -> list[Completion]:
-    draws = np.stack(
-        [
-            make_draw(stream_key(seed, request.request_id, request.sampling.seed), request.sampling)
-            for request in requests
-        ]
-    )
-    token_ids: list[list[int]] = [[] for _ in requests]
-    log_probs: list[list[float]] = [[] for _ in requests]
-    reasons: list[FinishReason | None] = [None] * len(requests)
-    logits = next(steps)
-    while True:
-        sampled = sample_tokens(logits, draws)
-        draws["drawn"] += np.uint64(1)
-        for row, request in enumerate(requests):
-            if reasons[row] is not None:
-                continue
-            if not np.isfinite(sampled.log_probs[row]):
-                raise ModelError(
-                    f"request {request.request_id!r}: the model's distribution of token {len(token_ids[row])}"
-                    " is not finite; look for NaN in its weights, or lower the learning rate that made them"
-                )
-            token_ids[row].append(int(sampled.token_ids[row]))
-            log_probs[row].append(float(sampled.log_probs[row]))
-            reasons[row] = _finish_reason(token_ids[row], request)
-        if all(reason is not None for reason in reasons):
-            break
-        logits = steps.send(torch.from_numpy(sampled.token_ids).to(logits.device))
-    steps.close()
-    return [
-        Completion(
-            request_id=request.request_id,
-            token_ids=np.asarray(token_ids[row], np.int64),
-            log_probs=np.asarray(log_probs[row], np.float32),
-            weight_versions=np.full(len(token_ids[row]), weight_version, np.int64),
-            finish_reason=reasons[row] or "length",
-        )
-        for row, request in enumerate(requests)
-    ]
-
-
-def _finish_reason(token_ids: Sequence[int], request: GenerateRequest) -> FinishReason | None:
-    if token_ids[-1] in request.sampling.stop_token_ids:
-        return "stop"
-    return "length" if len(token_ids) == request.sampling.max_new_tokens else None
-
-
-# --- stepping -----------------------------------------------------------------------------------------------
-
-
-def _cached_steps(model: PreTrainedModel, prompts: Sequence[IntArray]) -> Steps:
-    """Yields logits [B, V] of the next token; takes the tokens [B] that were drawn. Prompts are padded on the
-    left, so all end together.
+    With a cache prompts are padded on the left, so all end together. Without one rows are padded on the
+    right, where no token of a causal model sees the padding: exact for all of them.
     """
-    width = max(len(prompt) for prompt in prompts)
-    input_ids, mask = np.zeros((len(prompts), width), np.int64), np.zeros((len(prompts), width), np.int64)
-    for row, prompt in enumerate(prompts):
-        input_ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, 1
-    ids, attention = torch.from_numpy(input_ids).to(model.device), torch.from_numpy(mask).to(model.device)
+    rows = [torch.from_numpy(np.asarray(one.prompt_ids, np.int64)).to(model.device) for one in requests]
+    pad = torch.nn.utils.rnn.pad_sequence
+    if not cached:
+        options = without_cache(model)
+        while True:
+            ends = torch.tensor([len(row) - 1 for row in rows], device=model.device)
+            logits = model(input_ids=pad(rows, batch_first=True), **options).logits
+            drawn = yield logits[torch.arange(len(rows), device=model.device), ends]
+            rows = [torch.cat([row, token[None]]) for row, token in zip(rows, drawn, strict=True)]
+    ids = pad(rows, batch_first=True, padding_side="left")
+    attention = pad([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
     positions = (attention.cumsum(-1) - 1).clamp(min=0)
-    accepted = _accepted_inputs(model)
-    cache: Any = None
+    accepted, cache = _accepted_inputs(model), None
     while True:
         options = {
             "attention_mask": attention,
@@ -152,43 +137,22 @@ def _cached_steps(model: PreTrainedModel, prompts: Sequence[IntArray]) -> Steps:
             "use_cache": True,
             "logits_to_keep": 1,
         }
-        output: Any = model(
-            input_ids=ids, **{name: value for name, value in options.items() if name in accepted}
-        )
+        known = {name: value for name, value in options.items() if name in accepted}
+        output: Any = model(input_ids=ids, **known)
         cache = output.past_key_values
         drawn = yield output.logits[:, -1]
         ids, positions = drawn[:, None], positions[:, -1:] + 1
-        attention = torch.cat([attention, attention.new_ones((len(prompts), 1))], dim=1)
-
-
-def _plain_steps(model: PreTrainedModel, prompts: Sequence[IntArray]) -> Steps:
-    """The same without a cache. Rows are padded on the right, where no token of a causal model sees the
-    padding: exact for all of them.
-    """
-    rows = [torch.from_numpy(prompt).to(model.device) for prompt in prompts]
-    options = without_cache(model)
-    while True:
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        ends = torch.tensor([len(row) - 1 for row in rows], device=ids.device)
-        output: Any = model(input_ids=ids, **options)
-        drawn = yield output.logits[torch.arange(len(rows), device=ids.device), ends]
-        rows = [torch.cat([row, token[None]]) for row, token in zip(rows, drawn, strict=True)]
+        attention = torch.cat([attention, attention.new_ones((len(rows), 1))], dim=1)
 
 
 def _has_cache(model: PreTrainedModel) -> bool:
     """Whether padding on the left with a cache is exact: every layer attends, under a mask that hides the
-    padding, to keys that are handed back.
+    padding, to keys that are handed back, and none sums up what came before, padding included.
     """
-    config: Any = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    stateful = bool(
-        getattr(model, "_is_stateful", False)
-    )  # layers that sum up what came before, padding included
-    return (
-        not stateful
-        and kinds <= ATTENTION
-        and {"past_key_values", "use_cache", "attention_mask"} <= _accepted_inputs(model)
-    )
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    needed = {"past_key_values", "use_cache", "attention_mask"}
+    stateful = bool(getattr(model, "_is_stateful", False))
+    return not stateful and kinds <= ATTENTION and needed <= _accepted_inputs(model)
 
 
 def without_cache(model: PreTrainedModel) -> dict[str, Any]:
@@ -198,9 +162,6 @@ def without_cache(model: PreTrainedModel) -> dict[str, Any]:
 
 def _accepted_inputs(model: PreTrainedModel) -> frozenset[str]:
     return frozenset(inspect.signature(model.forward).parameters)
-
-
-# --- checking -----------------------------------------------------------------------------------------------
 
 
 def _check_requests(model: PreTrainedModel, requests: Sequence[GenerateRequest]) -> None:

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from rollouts.errors import ModelError
 from rollouts.models.directories import check_model_directory
-from rollouts.models.load import choose_attention, find_scalar_class, has_own_scalar_head
-from rollouts.models.quiet import quiet_transformers
+from rollouts.models.load import check_complete, find_scalar_class, has_own_scalar_head, load_pretrained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,48 +38,18 @@ def load_scalar_model(
     new_head: False where the head too must be in the files, as in those of a checkpoint. Loaded as strictly
     as load_hf_model does. Raises ModelError as that does, and for what find_scalar_class refuses.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForSequenceClassification
 
     check_model_directory(path)
-    attention, own = choose_attention(find_scalar_class(path)), has_own_scalar_head(path)
-    options: dict[str, Any] = {
-        "local_files_only": True,
-        "use_safetensors": True,
-        "trust_remote_code": False,
-        "attn_implementation": attention,
-    }
-    try:
-        with quiet_transformers(), torch.random.fork_rng(devices=[]):  # it draws a head, which is not kept
-            loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-                str(path),
-                dtype=dtype,
-                output_loading_info=True,
-                **options,
-                **({} if own else {"num_labels": 1}),
-            )
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        RuntimeError,
-        ImportError,
-        AttributeError,
-        SafetensorError,
-    ) as error:
-        first_line = str(error).strip().split("\n", 1)[0][:300]
-        raise ModelError(
-            f"the model in {path} cannot be loaded ({type(error).__name__}: {first_line})"
-        ) from error
-    model, loading = loaded
+    class_name, own = find_scalar_class(path), has_own_scalar_head(path)
+    labels = {} if own else {"num_labels": 1}
+    with torch.random.fork_rng(devices=[]):  # transformers draws a head, which is not kept
+        model, missing = load_pretrained(
+            AutoModelForSequenceClassification, path, class_name, dtype=dtype, **labels
+        )
     check_scalar_head(model, path)
     made = {HEAD_WEIGHT} if new_head and not own else set()
-    missing = sorted(set(loading["missing_keys"]) - made)
-    if missing:  # transformers would train them from random values
-        raise ModelError(
-            f"the weights in {path} lack {missing[0]} (and {len(missing) - 1} more); copy the model directory"
-            " again"
-        )
+    check_complete(path, missing - made)
     if made:
         with torch.no_grad():
             get_scalar_weight(model).zero_()

@@ -10,12 +10,10 @@ time, and cut there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -23,8 +21,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from rollouts.errors import ModelError
 from rollouts.models.directories import check_model_directory
 from rollouts.models.load import (
+    LOAD_ERRORS,
+    LOCAL,
     ModelHead,
     choose_attention,
+    describe_error,
     find_causal_class,
     find_scalar_class,
     has_own_scalar_head,
@@ -33,11 +34,10 @@ from rollouts.models.quiet import quiet_transformers
 from rollouts.models.scalar_head import HEAD_WEIGHT, check_scalar_head, has_scalar_head
 from rollouts.models.weight_files import (
     CONVERSIONS,
-    FileTensor,
-    WeightGroup,
     convert_group,
     list_weights,
     plan_weights,
+    read_tensors,
 )
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ def make_meta_model(
     labels = {"num_labels": 1} if scalar and not has_own_scalar_head(path) else {}
     try:
         with quiet_transformers():
-            config = AutoConfig.from_pretrained(
-                str(path), local_files_only=True, trust_remote_code=False, **labels
-            )
+            config = AutoConfig.from_pretrained(str(path), **LOCAL, **labels)
             with torch.device("meta"):
                 model = auto.from_config(
                     config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
@@ -81,11 +79,8 @@ def make_meta_model(
             if model.can_generate() and (path / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
             _compute_buffers(model)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError) as error:
-        first_line = str(error).strip().split("\n", 1)[0]
-        raise ModelError(
-            f"the model in {path} cannot be made ({type(error).__name__}: {first_line})"
-        ) from error
+    except LOAD_ERRORS as error:
+        raise ModelError(f"the model in {path} cannot be made ({describe_error(error)})") from error
     if scalar:
         check_scalar_head(model, path)
     setattr(
@@ -181,41 +176,17 @@ def load_sharded_weights(
         for name in new:
             get_local(weights[name]).zero_()
         for group in plan.groups:
-            targets = _read_group(model, group, weights[aliases.get(group.target, group.target)])
-            for name, (tensor, cut) in targets.items():
+            sources = [source for _, source in group.sources]
+            weight = weights[aliases.get(group.target, group.target)]
+            if group.converter is None:
+                get_local(weight).copy_(read_tensors(sources[:1], compute_local_slices(weight))[0])
+                continue
+            whole = [tensor.to(weight.dtype) for tensor in read_tensors(sources)]
+            for name, tensor in convert_group(model, group, whole).items():
                 weight = weights[aliases.get(name, name)]
-                get_local(weight).copy_(tensor if cut else tensor[compute_local_slices(weight)])
-    cast(Any, model)._weight_conversions = list(
-        plan.used_conversions
-    )  # what transformers notes when it loads: saving undoes it
-
-
-def _read_group(model: PreTrainedModel, group: WeightGroup, weight: Tensor) -> dict[str, tuple[Tensor, bool]]:
-    """(tensor, whether it is this rank's part already) of each weight of a group."""
-    sources = [source for _, source in group.sources]
-    if group.converter is None:
-        return {group.target: (_read_slices(sources[:1], compute_local_slices(weight))[0], True)}
-    whole = [tensor.to(weight.dtype) for tensor in _read_slices(sources, None)]
-    return {name: (tensor, False) for name, tensor in convert_group(model, group, whole).items()}
-
-
-def _read_slices(sources: Sequence[FileTensor], slices: tuple[slice, ...] | None) -> list[Tensor]:
-    """Each file is opened for this alone: what was read through a mapping counts as this process's memory
-    until it is closed.
-    """
-    by_file: dict[Path, list[int]] = {}
-    for index, source in enumerate(sources):
-        by_file.setdefault(source.file, []).append(index)
-    found: dict[int, Tensor] = {}
-    for path, indices in by_file.items():
-        try:
-            with safe_open(path, framework="pt") as file:
-                for index in indices:
-                    name = sources[index].name
-                    found[index] = file.get_tensor(name) if not slices else file.get_slice(name)[slices]
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{path} cannot be read ({error}); copy the model directory again") from error
-    return [found[index] for index in range(len(sources))]
+                get_local(weight).copy_(tensor[compute_local_slices(weight)])
+    # what transformers notes when it loads: saving undoes it
+    cast(Any, model)._weight_conversions = list(plan.used_conversions)
 
 
 def _materialize(model: PreTrainedModel, device: torch.device, buffer_device: torch.device) -> None:

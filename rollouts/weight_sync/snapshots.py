@@ -32,9 +32,8 @@ from rollouts.checkpoints.retention import remove_incomplete
 from rollouts.checkpoints.save import TEMPORARY_PREFIX, move_aside
 from rollouts.errors import SnapshotError
 from rollouts.models.directories import fsync_path
-from rollouts.models.export import FileNames, name_shards, write_config
+from rollouts.models.export import SHARD_BYTES, FileNames, ShardWriter, name_shards, write_description
 from rollouts.models.host_memory import read_free_memory
-from rollouts.models.shard_writer import SHARD_BYTES, ShardWriter
 from rollouts.protocols import TrainingBackend, WeightSink
 from rollouts.weight_sync.update import log_warning
 
@@ -297,7 +296,7 @@ def _finish(
         if model_dir is not None and (model_dir / name).is_file():
             shutil.copyfile(model_dir / name, temporary / name)
     if model is not None:
-        write_config(model, temporary, dtype)
+        write_description(model, temporary, dtype=dtype)
     files = list(weights)
     for file in set(temporary.iterdir()) - {temporary / record.path for record in weights}:
         fsync_path(file)

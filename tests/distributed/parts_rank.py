@@ -21,7 +21,7 @@ from rollouts.backends.fsdp import open_trainer
 from rollouts.backends.open import TrainerOptions
 from rollouts.backends.trainer import Trainer
 from rollouts.config.tables import OptimConfig
-from rollouts.models.parts import deal_weights, name_parts
+from rollouts.models.export import deal_weights, name_parts
 from rollouts.models.sharded import get_local
 from rollouts.ranks.group import Ranks, all_gather_floats, close_group
 from rollouts.ranks.launch import read_launch

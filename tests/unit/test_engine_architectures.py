@@ -12,21 +12,19 @@ import numpy as np
 import pytest
 import torch
 import transformers
-import trio
 
-from rollouts.engines.local import decoder as decoder_module
 from rollouts.engines.local import opening, whole_model
 from rollouts.engines.local.decoder import take_apart
 from rollouts.engines.local.opening import DEFAULT_CONTEXT, PROBE_LENGTHS, open_decoder, probe_difference
-from rollouts.engines.local.whole_model import CacheSlots, take_whole
+from rollouts.engines.local.whole_model import take_whole
 from rollouts.errors import EngineError, ModelError
 from rollouts.models.load import load_hf_model
-from rollouts.models.tiny import make_tiny_model
+from rollouts.models.tiny import make_tiny
 from rollouts.testing import engine_contracts
 from rollouts.testing.engine_contracts import make_request
 from rollouts.types import Completion, GenerateRequest
 from tests.unit.test_local_engine import SHAPE as BASE
-from tests.unit.test_local_engine import after_steps, check_exact, generate_all, open_engine, score
+from tests.unit.test_local_engine import check_exact, generate_all, open_engine, score
 
 TINY = {
     "llama": "fast",
@@ -62,9 +60,7 @@ CACHED: list[tuple[str, dict[str, Any]]] = [
 @pytest.fixture(scope="module")
 def tiny_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tiny")
-    for kind in TINY:
-        make_tiny_model(kind, root / kind, seed=0)
-    return {kind: root / kind for kind in TINY}
+    return {kind: make_tiny(kind, 0, root) for kind in TINY}
 
 
 def make_model(kind: str, **changes: Any) -> Any:
@@ -118,13 +114,6 @@ async def test_log_probs_are_the_models_own_with_its_cache(kind: str, changes: d
         await check_exact(engine, model, make_requests(18))
 
 
-async def test_experts_take_the_fast_path():
-    model = make_model("Mixtral", num_local_experts=4)
-    async with open_engine(model, max_rows=5) as engine:
-        assert (engine.path, engine.statistics()["fast_path"]) == ("fast", 1.0)
-        await check_exact(engine, model, make_requests(12))
-
-
 @pytest.mark.parametrize("kind", ["gemma", "mamba", "moe"])
 async def test_log_probs_are_the_models_own_when_everything_is_recomputed(
     kind: str, tiny_paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
@@ -169,99 +158,6 @@ async def test_deterministic_runs_give_the_same_bits_and_neighbours_change_no_to
             assert completion.token_ids.tolist() == other[request_id].token_ids.tolist()
 
 
-async def test_the_prompt_of_a_group_is_computed_once_whatever_the_cache(tiny_paths: dict[str, Path]):
-    for kind in ("gemma", "mamba"):
-        requests = [make_request(str(i), prompt=(1, 2, 3, 4, 5), max_new_tokens=6) for i in range(4)]
-        async with open_engine(load_hf_model(tiny_paths[kind])) as engine:
-            answers = await generate_all(engine, requests)
-            assert engine.statistics()["prefill_tokens"] == 5
-        assert len({tuple(answer.token_ids.tolist()) for answer in answers.values()}) == 4
-
-
-@pytest.mark.parametrize("kind", ["gemma", "mamba"])
-async def test_frozen_rows_go_on_as_if_nothing_had_happened(kind: str, tiny_paths: dict[str, Path]):
-    request = make_request(max_new_tokens=25)
-    async with open_engine(load_hf_model(tiny_paths[kind])) as engine, trio.open_nursery() as nursery:
-        expected = await engine.generate(request)
-
-        async def freeze() -> None:
-            await engine.pause("keep")
-            assert engine.statistics()["running"] == 1
-            await engine.resume()
-
-        async def start() -> None:
-            nursery.start_soon(freeze)
-
-        after_steps(engine, 7, start)
-        completion = await engine.generate(request)
-    assert completion.token_ids.tolist() == expected.token_ids.tolist()
-    assert completion.log_probs.tobytes() == expected.log_probs.tobytes()
-
-
-async def test_routers_that_shake_their_inputs_in_training_are_run_in_evaluation_mode():
-    model = make_model("Mixtral", num_local_experts=4, router_jitter_noise=0.1).train()
-    request = make_request(max_new_tokens=10)
-    async with open_engine(model) as engine:
-        assert engine.path == "cached"
-        completion = await engine.generate(request)
-    np.testing.assert_allclose(completion.log_probs, score(model.eval(), request, completion), atol=1e-4)
-
-
-async def test_a_cache_is_as_wide_as_its_longest_row_and_memory_is_given_back():
-    model = make_model("GPT2")
-    long, short = (
-        make_request("long", prompt=tuple(range(60)), max_new_tokens=3),
-        make_request("short", prompt=(1,), max_new_tokens=20),
-    )
-    async with open_engine(model) as engine:
-        await generate_all(engine, [long, short])
-        per_position = 2 * 2 * 32 * 4  # layers, keys and values, hidden size, bytes
-        assert (
-            engine.statistics()["kv_bytes"] == 20 * per_position
-        )  # of the short row: its last token is never fed
-        await engine.release_memory()
-        assert engine.statistics()["kv_bytes"] == 0
-        await check_exact(engine, model, make_requests(4))
-
-
-async def test_a_device_failure_leaves_a_cache_that_works(tiny_paths: dict[str, Path]):
-    model = load_hf_model(tiny_paths["mamba"])
-    async with open_engine(model) as engine:
-        plain = engine._batch.step
-
-        def step(version: int) -> None:
-            engine._batch.step = plain  # pyright: ignore[reportAttributeAccessIssue]
-            raise RuntimeError("out of memory")
-
-        engine._batch.step = step  # pyright: ignore[reportAttributeAccessIssue]
-        with pytest.raises(EngineError, match="out of memory"):
-            await engine.generate(make_request())
-        await check_exact(engine, model, make_requests(6))
-
-
-def test_rows_of_a_windowed_cache_end_at_the_right():
-    def make_cache(fill: float, length: int, rows: int = 1) -> Any:
-        cache = transformers.DynamicCache(
-            config=transformers.MistralConfig(num_hidden_layers=1, sliding_window=4)
-        )
-        values = torch.full((rows, 1, length, 1), fill) + torch.arange(length)[:, None]
-        cache.update(values, values, 0)
-        return cache
-
-    def row(slots: CacheSlots, index: int) -> list[float]:
-        return slots.cache.layers[0].keys[index].flatten().tolist()
-
-    slots = CacheSlots(max_rows=4, max_length=20)
-    slots.reserve(2, 2)
-    slots.write([1], make_cache(10, 2), 2)
-    assert row(slots, 1) == [10, 11]
-    slots.write([0], make_cache(20, 6), 6)  # a window of 4 keeps 3 positions
-    assert (row(slots, 0), row(slots, 1), slots.width) == ([23, 24, 25], [0, 10, 11], 6)
-    slots.move(1, 0, 2)
-    slots.trim(1)
-    assert (row(slots, 0), slots.width, slots.cache.get_seq_length()) == ([10, 11], 2, 2)
-
-
 # --- the choice ---------------------------------------------------------------------------------------------
 
 
@@ -278,17 +174,6 @@ def test_a_cache_that_is_wrong_beyond_the_window_only_is_not_used(monkeypatch: p
     assert opened.path == "recompute"
     assert "cached" in opened.refused
     assert open_decoder(model, max_context=40).path == "fast"  # no row leaves the window
-
-
-def test_chunks_of_attention_too_long_to_be_probed_are_not_cached():
-    model = make_model("Llama")
-    model.config.attention_chunk_size = 5000
-    model.config.max_position_embeddings = 10_000
-    model.config.final_logit_softcapping = 1.0  # which keeps it off the fast path
-    opened = open_decoder(model, max_context=10_000)
-    assert opened.path == "recompute"
-    assert "attention_chunk_size=5000" in opened.refused["cached"]
-    assert open_decoder(model, max_context=5000).path == "cached"
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("dynamic", 160), ("longrope", 80)])
@@ -324,17 +209,6 @@ def test_in_half_precision_what_is_never_sampled_does_not_count(monkeypatch: pyt
         assert probe_difference(whole, decoder, PROBE_LENGTHS) > 0.25, "or this shows nothing"
     assert probe_difference(whole, decoder, PROBE_LENGTHS) < 0.15
     assert open_decoder(model, max_context=64).path == "fast"
-
-
-def test_in_half_precision_a_wrong_position_is_seen(monkeypatch: pytest.MonkeyPatch):
-    right = decoder_module.FastDecoder.decode
-
-    def late(self: Any, ids: torch.Tensor, positions: torch.Tensor, kv: Any, *, length: int) -> torch.Tensor:
-        return right(self, ids, positions + 1, kv, length=length + 1)
-
-    monkeypatch.setattr(decoder_module.FastDecoder, "decode", late)
-    opened = open_decoder(make_model("Llama").to(torch.bfloat16), max_context=64)
-    assert "its log-probs differ from the model's own by" in opened.refused["fast"]
 
 
 async def test_a_model_without_a_limit_gets_the_default_context_and_may_have_a_longer_one(
@@ -373,8 +247,7 @@ async def test_engines_keep_the_contract_without_a_cache(
 async def test_engines_update_in_memory_and_generate_with_the_new_weights(
     kind: str, tiny_paths: dict[str, Path], tmp_path: Path
 ):
-    make_tiny_model(kind, tmp_path / kind, seed=1)
-    newer = load_hf_model(tmp_path / kind)
+    newer = load_hf_model(make_tiny(kind, 1, tmp_path))
     weights = list(newer.state_dict().items())
     await engine_contracts.check_update_in_memory(
         lambda: open_engine(load_hf_model(tiny_paths[kind]), mode="copied"), weights

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -164,13 +163,6 @@ def test_a_file_that_is_cut_short_is_named_and_leaves_nothing_behind(part: float
     assert nothing_made(tmp_path / "cache")
 
 
-def test_an_architecture_that_cannot_be_converted_is_named(tmp_path: Path):
-    write_gguf(tmp_path / "small.gguf", architecture="nosuch")
-    with pytest.raises(ModelError, match=r"small\.gguf cannot be converted .*nosuch"):
-        resolve_model(str(tmp_path / "small.gguf"), cache_dir=tmp_path / "cache")
-    assert nothing_made(tmp_path / "cache")
-
-
 def test_a_lost_tensor_is_an_error_not_random_numbers(tmp_path: Path):
     write_gguf(tmp_path / "small.gguf", leave_out="blk.1.ffn_up")
     with pytest.raises(ModelError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
@@ -188,32 +180,3 @@ def test_packages_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest
     )
     with pytest.raises(ModelError, match="without gguf and accelerate: pip install gguf accelerate"):
         resolve_model(str(tmp_path / "small.gguf"), cache_dir=tmp_path / "cache")
-
-
-def test_a_gguf_file_on_the_hub_is_downloaded_and_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    write_gguf(tmp_path / "file.gguf")
-    asked: list[Any] = []
-
-    def download(repository: str, file: str) -> str:
-        asked.append((repository, file))
-        return str(tmp_path / "file.gguf")
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    path = resolve_model("org/model:sub/file.gguf", cache_dir=tmp_path / "cache")
-    assert asked == [("org/model", "sub/file.gguf")]
-    assert load_hf_model(path).config.num_hidden_layers == LAYERS
-
-
-def test_a_hub_that_does_not_give_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def download(repository: str, file: str) -> str:
-        raise OSError("no such file there")
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    with pytest.raises(
-        ModelError,
-        match=r"the hub did not give 'file\.gguf' of 'org/model' .*no such file there.*HF_HUB_OFFLINE",
-    ):
-        resolve_model("org/model:file.gguf", cache_dir=tmp_path)
-    for name in ("model.gguf", "./org/model:file.gguf", "a/b/c:file.gguf"):
-        with pytest.raises(ModelError, match="is not a file here"):
-            resolve_model(name, cache_dir=tmp_path)

@@ -13,11 +13,8 @@ from rollouts.device_thread import open_device_thread
 from rollouts.engines.local import decoder as decoder_file
 from rollouts.engines.local import open_local_engine
 from rollouts.engines.local.batch import SHARED_STEPS, DecodeBatch, Row
-from rollouts.engines.local.decoder import FastDecoder, KVSlots, take_apart
-from rollouts.engines.local.opening import PROBE_LENGTHS, probe_difference
-from rollouts.engines.local.weights import StagedWeights, copy_model
-from rollouts.engines.local.whole_model import take_whole
-from rollouts.errors import EngineError
+from rollouts.engines.local.decoder import FastDecoder, take_apart
+from rollouts.engines.local.weights import StagedWeights
 from rollouts.models.draws import stream_key
 from rollouts.testing.engine_contracts import make_request
 from tests.unit.test_local_engine import generate_all, make_model, make_requests, open_engine, score
@@ -46,13 +43,6 @@ async def test_compiled_steps_answer_as_the_model_does_and_see_updates():  # pra
             model.cuda()
 
 
-def test_a_decoder_whose_steps_are_padded_and_compiled_agrees_with_the_model(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(decoder_file, "compile_decode", lambda: FastDecoder._decode)
-    model = make_model()
-    decoder = take_apart(model, max_context=160, compiled=True)
-    assert probe_difference(take_whole(model, None), decoder, PROBE_LENGTHS) < 1e-4
-
-
 # --- arithmetic on a CPU ------------------------------------------------------------------------------------
 
 
@@ -66,17 +56,6 @@ def test_a_product_by_columns_is_the_layers_own(bias: bool, by_columns: bool):
         found = decoder_file._linear_by_columns(layer, states)
         torch.testing.assert_close(found, layer(states), rtol=1e-5, atol=1e-6)
     assert found.t().is_contiguous()
-
-
-async def test_without_onednn_rows_of_many_requests_are_as_exact(monkeypatch: pytest.MonkeyPatch):
-    async with open_engine(max_rows=12) as engine:
-        wanted = await generate_all(engine, make_requests(20))
-    monkeypatch.setattr(decoder_file, "_has_onednn", lambda: False)
-    async with open_engine(max_rows=12) as engine:
-        found = await generate_all(engine, make_requests(20))
-    for name, answer in wanted.items():
-        assert found[name].token_ids.tolist() == answer.token_ids.tolist()
-        np.testing.assert_allclose(found[name].log_probs, answer.log_probs, atol=1e-4)
 
 
 # --- turns on the device thread -----------------------------------------------------------------------------
@@ -149,58 +128,3 @@ def test_updates_take_turns_in_two_memories_and_never_write_where_the_model_was_
         seen.append(model.weight.data_ptr())
     assert seen[0] == seen[2] != seen[1] == seen[3]
     assert torch.equal(made, before), "memory that somebody else may have was written to"
-
-
-def test_an_update_that_is_not_whole_changes_nothing_and_later_memory_fits():
-    model = torch.nn.Linear(2, 3)
-    staged = StagedWeights(model)
-    for number in (1.0, 2.0):
-        with torch.inference_mode():
-            stage(staged, number)
-            staged.apply()
-    staged.begin()
-    staged.add([("weight", torch.full((3, 2), 9.0))])
-    with pytest.raises(EngineError, match="lacks"):
-        staged.apply()
-    assert bool((model.weight == 2).all())
-    staged.discard()
-    with pytest.raises(EngineError, match="outside an update"):
-        staged.add([])
-    model.to(torch.bfloat16)
-    stage(staged, 3.0)
-    staged.apply()
-    assert model.weight.dtype == torch.bfloat16 and bool((model.weight == 3).all())
-
-
-def test_a_copy_in_bfloat16_is_what_loading_in_bfloat16_gives_rotary_frequencies_included():
-    model = make_model()
-    own: Any = copy_model(model, torch.bfloat16)
-    assert {parameter.dtype for parameter in own.parameters()} == {torch.bfloat16}
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert torch.equal(own.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
-
-
-def test_slots_grow_and_keep_their_contents():
-    kv = KVSlots(
-        num_layers=2,
-        num_kv_heads=1,
-        head_dim=2,
-        max_rows=20,
-        max_length=300,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    kv.reserve(3, 10)
-    assert (kv.rows, kv.capacity) == (8, 64)
-    filled = torch.arange(20.0).view(1, 1, 10, 2)
-    kv.write_prompts(1, torch.tensor([2]), filled, -filled)
-    kv.reserve(9, 65)
-    assert (kv.rows, kv.capacity) == (16, 128)  # half as much again, in blocks
-    assert torch.equal(kv.keys[1][2, :, :10], filled[0])
-    assert torch.equal(kv.values[1][2, :, :10], -filled[0])
-    assert kv.keys[1].sum() == filled.sum()
-    kv.move(2, 0, 10)
-    kv.copy(torch.tensor([0, 0]), torch.tensor([5, 6]), 4)
-    assert torch.equal(kv.values[1][6, :, :4], -filled[0, :, :4])
-    kv.reserve(20, 300)
-    assert (kv.rows, kv.capacity, kv.num_bytes) == (20, 300, 2 * 2 * 20 * 300 * 2 * 4)

@@ -17,7 +17,6 @@ import trio.testing
 
 from rollouts.device_thread import open_device_thread
 from rollouts.engines.local import LocalEngine, open_local_engine
-from rollouts.errors import EngineError
 from rollouts.testing import engine_contracts
 from rollouts.testing.engine_contracts import make_request
 from rollouts.testing.fakes import ScriptedEngine
@@ -182,17 +181,6 @@ async def test_greedy_tokens_are_those_of_the_plain_loop():
     assert completion.token_ids.tolist() == ids[0, 3:].tolist()
 
 
-async def test_a_requests_tokens_do_not_depend_on_its_neighbours():
-    requests = make_requests(20)
-    async with open_engine(max_rows=16) as engine:
-        together = await generate_all(engine, requests)
-    async with open_engine(max_rows=1) as engine:
-        for request in requests[::4]:
-            alone = await engine.generate(request)
-            assert alone.token_ids.tolist() == together[request.request_id].token_ids.tolist()
-            np.testing.assert_allclose(alone.log_probs, together[request.request_id].log_probs, atol=1e-4)
-
-
 async def test_samples_of_one_prompt_differ_and_compute_it_once():
     requests = [make_request(str(i), prompt=(1, 2, 3, 4, 5), max_new_tokens=10) for i in range(6)]
     async with open_engine() as engine:
@@ -227,15 +215,6 @@ async def test_a_late_request_copies_the_prompt_of_an_active_row():
     assert statistics["decode_rows"] == 59 + 9
 
 
-async def test_long_prompts_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rollouts.engines.local.batch.PREFILL_TOKENS", 40)
-    lengths = (60, 4, 30, 12, 13, 25)
-    requests = [make_request(str(n), prompt=tuple(range(1, n)), max_new_tokens=3) for n in lengths]
-    model = make_model()
-    async with open_engine(model) as engine:
-        await check_exact(engine, model, requests)
-
-
 async def test_the_trainers_model_is_left_as_it_was():
     model = make_model().train()
     model.model.layers[1].eval()
@@ -257,18 +236,6 @@ async def test_the_trainers_model_is_left_as_it_was():
 
 
 # --- many at once -------------------------------------------------------------------------------------------
-
-
-async def test_never_more_rows_than_allowed_and_a_freed_row_is_used_at_once():
-    requests = [make_request(str(i), prompt=(i + 1, 2), max_new_tokens=10) for i in range(12)]
-    async with open_engine(max_rows=4) as engine:
-        await generate_all(engine, requests)
-        statistics = engine.statistics()
-        assert engine._batch.kv.rows <= 4
-    assert (
-        statistics["decode_steps"] == 3 * 9
-    )  # three waves of four; each row's first token comes from its prompt
-    assert statistics["decode_rows"] == 12 * 9
 
 
 async def test_deterministic_runs_give_the_same_bits_in_any_order_of_submission():
@@ -333,47 +300,6 @@ async def test_a_cancelled_caller_frees_its_row_before_the_next_step():
     assert statistics["wasted_tokens"] == 4
 
 
-async def test_a_cancelled_caller_frees_its_place_in_the_queue():
-    async with open_engine(max_rows=1) as engine, trio.open_nursery() as nursery:
-
-        async def ask_second_and_leave() -> None:
-            with trio.CancelScope() as scope:
-                nursery.start_soon(cancel_when_blocked, scope)
-                await engine.generate(make_request("second", max_new_tokens=100))
-
-        async def cancel_when_blocked(scope: trio.CancelScope) -> None:
-            await trio.lowlevel.checkpoint()
-            assert engine.statistics()["waiting"] == 1
-            scope.cancel()
-
-        async def start_second() -> None:
-            nursery.start_soon(ask_second_and_leave)
-
-        after_steps(engine, 1, start_second)
-        await engine.generate(make_request("first", max_new_tokens=5))
-        assert engine.statistics()["waiting"] == 0
-        assert engine.statistics()["generated_tokens"] == 5
-
-
-async def test_pause_abort_returns_what_there_is():
-    answers: dict[str, Completion] = {}
-    async with open_engine(max_rows=1) as engine, trio.open_nursery() as nursery:
-
-        async def ask(name: str) -> None:
-            answers[name] = await engine.generate(make_request(name, max_new_tokens=100))
-
-        async def pause() -> None:
-            nursery.start_soon(engine.pause, "abort")
-
-        after_steps(engine, 5, pause)
-        nursery.start_soon(ask, "active")
-        await trio.lowlevel.checkpoint()
-        nursery.start_soon(ask, "queued")
-    assert (answers["active"].finish_reason, len(answers["active"].token_ids)) == ("abort", 6)
-    assert (answers["queued"].finish_reason, len(answers["queued"].token_ids)) == ("abort", 0)
-    assert engine.statistics()["requests_aborted"] == 2
-
-
 async def test_pause_wait_lets_active_rows_finish_and_admits_no_other():
     answers: dict[str, Completion] = {}
     async with open_engine(max_rows=1) as engine, trio.open_nursery() as nursery:
@@ -399,40 +325,7 @@ async def test_pause_wait_lets_active_rows_finish_and_admits_no_other():
     assert len(answers["queued"].token_ids) == 3
 
 
-async def test_pause_keep_freezes_and_resume_goes_on_as_if_nothing_had_happened():
-    request = make_request(max_new_tokens=25)
-    async with open_engine() as engine:
-        expected = await engine.generate(request)
-        async with trio.open_nursery() as nursery:
-
-            async def freeze() -> None:
-                await engine.pause("keep")
-                before = engine.statistics()["generated_tokens"]
-                with pytest.raises(EngineError, match="release_memory with 1 active"):
-                    await engine.release_memory()
-                assert engine.statistics()["generated_tokens"] == before
-                await engine.resume()
-
-            async def start() -> None:
-                nursery.start_soon(freeze)
-
-            after_steps(engine, 7, start)
-            completion = await engine.generate(request)
-    assert completion.token_ids.tolist() == expected.token_ids.tolist()
-    np.testing.assert_allclose(completion.log_probs, expected.log_probs, atol=1e-6)
-
-
 # --- memory -------------------------------------------------------------------------------------------------
-
-
-async def test_memory_is_released_when_idle_and_comes_back_with_the_next_request():
-    async with open_engine() as engine:
-        await engine.generate(make_request())
-        assert engine.statistics()["kv_bytes"] > 0
-        await engine.release_memory()
-        assert engine.statistics()["kv_bytes"] == 0
-        await engine.restore_memory()
-        assert len((await engine.generate(make_request())).token_ids) == 4
 
 
 # --- the contract -------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import trio.testing
 from safetensors.torch import save_file
 
 from rollouts.engines.local import LocalEngine
-from rollouts.errors import EngineClosed, EngineError, ModelError, RequestRefused, WeightVersionError
+from rollouts.errors import EngineError, ModelError, RequestRefused
 from rollouts.testing.engine_contracts import make_request
 from rollouts.types import Completion, GenerateRequest
 from tests.unit.test_local_engine import (
@@ -100,16 +100,6 @@ async def test_an_update_that_does_not_fit_changes_nothing(change: Callable[[dic
     np.testing.assert_allclose(completion.log_probs, score(model, request, completion), atol=1e-4)
 
 
-@pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
-async def test_weights_are_loaded_from_a_checkpoint(tmp_path: Path, shard_size: str):
-    other = make_model(seed=1)
-    other.save_pretrained(tmp_path, max_shard_size=shard_size)
-    async with open_engine(mode="copied") as engine:
-        assert (await engine.update_weights_from_checkpoint(tmp_path, 5))["version"] == 5
-        await check_exact(engine, other, [make_request(max_new_tokens=10)])
-        assert await engine.weight_version() == 5
-
-
 async def test_a_damaged_checkpoint_is_named_and_changes_nothing(tmp_path: Path):
     model = make_model()
     (tmp_path / "damaged").mkdir()
@@ -156,25 +146,6 @@ async def test_an_update_in_flight_is_seen_token_by_token_and_prompts_of_old_wei
     np.testing.assert_allclose(answers["late"].log_probs, score(other, late, answers["late"]), atol=1e-4)
 
 
-async def test_a_shared_engine_has_the_trainers_weights_and_version():
-    model, version = make_model(), 0
-    request = make_request(max_new_tokens=10)
-    async with open_engine(model, trainer_version=lambda: version) as engine:
-        await engine.generate(request)
-        with torch.no_grad():
-            model.lm_head.weight.mul_(0.5)
-        version = 1
-        completion = await engine.generate(request)
-        assert await engine.weight_version() == 1
-        with pytest.raises(WeightVersionError, match="update to version 7 of an engine that shares"):
-            await engine.update_weights_from_checkpoint(Path("unused"), 7)
-        assert (await engine.update_weights_from_checkpoint(Path("unused"), 1))["version"] == 1
-        with pytest.raises(EngineError, match="mode='copied'"):
-            await engine.begin_update()
-    assert completion.weight_versions.tolist() == [1] * 10
-    np.testing.assert_allclose(completion.log_probs, score(model, request, completion), atol=1e-4)
-
-
 # --- failures -----------------------------------------------------------------------------------------------
 
 
@@ -209,44 +180,6 @@ async def test_a_device_failure_reaches_every_caller_and_the_engine_goes_on():
         assert len((await engine.generate(make_request())).token_ids) == 4
     assert len(failures) == 4
     assert all(isinstance(failure.__cause__, RuntimeError) for failure in failures)
-
-
-async def test_closing_answers_everyone():
-    async with trio.open_nursery() as nursery:
-
-        async def ask() -> None:
-            with pytest.raises(EngineClosed, match="'a'"):
-                await engine.generate(make_request(max_new_tokens=100))
-
-        async with open_engine() as engine:
-            await engine.pause("keep")
-            nursery.start_soon(ask)
-            await trio.testing.wait_all_tasks_blocked()
-    with pytest.raises(EngineClosed):
-        await engine.resume()
-
-
-async def test_a_pause_that_waits_ends_when_the_engine_closes():
-    async with trio.open_nursery() as nursery:
-
-        async def pause() -> None:
-            with pytest.raises(EngineClosed):
-                await engine.pause("wait")
-
-        async def ask() -> None:
-            with pytest.raises(EngineClosed):
-                await engine.generate(make_request(max_new_tokens=100))
-
-        async with open_engine() as engine:
-            pausing = trio.Event()
-
-            async def start() -> None:
-                nursery.start_soon(pause)
-                pausing.set()
-
-            after_steps(engine, 2, start)
-            nursery.start_soon(ask)
-            await pausing.wait()
 
 
 @pytest.mark.parametrize(
@@ -387,10 +320,3 @@ async def test_a_model_that_no_way_runs_exactly_is_refused_with_all_the_reasons(
     with pytest.raises(ModelError, match=message):
         async with open_engine(model):
             pass
-
-
-async def test_hooks_on_projections_are_obeyed():
-    model = make_model()
-    double_head(model)
-    async with open_engine(model) as engine:
-        await check_exact(engine, model, [make_request(max_new_tokens=10)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -40,19 +39,6 @@ def edit_json(path: Path, **changes: object) -> None:
 # --- directories --------------------------------------------------------------------------------------------
 
 
-def test_a_complete_directory_resolves_to_itself(copied):
-    assert resolve_model(str(copied)) == copied
-
-
-def test_a_model_directory_without_weights_is_named_as_such(copied):
-    (copied / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="a model directory without weights"):
-        resolve_model(str(copied))
-    (copied / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ModelError, match="never loaded; convert them to safetensors"):
-        resolve_model(str(copied))
-
-
 def test_a_directory_without_config_or_with_a_lost_shard_is_refused(copied):
     index = copied / "model.safetensors.index.json"
     index.write_text(
@@ -72,13 +58,6 @@ def test_a_directory_without_config_or_with_a_lost_shard_is_refused(copied):
         resolve_model(str(copied))
     with pytest.raises(ModelError, match="does not exist"):
         load_hf_model(copied / "nowhere")
-
-
-@pytest.mark.parametrize("name", ["", "./no/such", "/no/such", "~/no_such_directory", "a/b/c"])
-def test_a_path_that_is_not_there_never_reaches_the_hub(name, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
-    with pytest.raises(ModelError, match="is not a directory"):
-        resolve_model(name)
 
 
 def test_a_hub_name_is_downloaded_without_pickles_and_checked(tiny, monkeypatch):
@@ -122,15 +101,6 @@ def test_loading_gives_the_files_weights_in_the_asked_dtype_and_prints_nothing(t
             assert torch.equal(parameter, stored[name].to(dtype)), name
     load_tokenizer(tiny)
     assert capfd.readouterr() == ("", "")
-
-
-def test_changing_a_loaded_model_leaves_its_files_alone(copied):
-    before = (copied / "model.safetensors").read_bytes()
-    model = load_hf_model(copied)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1.0)
-    assert (copied / "model.safetensors").read_bytes() == before
 
 
 def test_a_missing_weight_is_an_error_not_random_numbers(copied):
@@ -209,19 +179,6 @@ def test_a_model_that_cannot_be_trained_is_refused_before_its_weights_are_read(
             use()
 
 
-def test_a_config_that_is_no_json_object_is_named(copied):
-    for text in ("{", "[]", '{"architectures": 3}'):
-        (copied / "config.json").write_text(text)
-        with pytest.raises(ModelError, match=r"config\.json cannot be read"):
-            resolve_model(str(copied))
-
-
-def test_code_beside_a_model_that_transformers_implements_is_ignored(copied):
-    (copied / "evil.py").write_text("raise SystemExit('ran code from a model directory')\n")
-    edit_json(copied / "config.json", auto_map={"AutoModelForCausalLM": "evil.Evil"})
-    assert type(load_hf_model(resolve_model(str(copied)))).__name__ == "LlamaForCausalLM"
-
-
 # --- tokenizers ---------------------------------------------------------------------------------------------
 
 
@@ -242,52 +199,9 @@ def test_any_text_survives_the_byte_tokenizer(text, tiny):
         assert tokenizer.decode(ids) == text
 
 
-def test_byte_ids_are_the_bytes_and_specials_follow():
-    tokenizer = make_byte_tokenizer()
-    assert tokenizer.encode("hé<|im_end|>") == [104, 0xC3, 0xA9, 258]
-    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, len(tokenizer)) == (
-        256,
-        257,
-        258,
-        259,
-    )
-    assert tokenizer.decode([104, 258, 256], skip_special_tokens=True) == "h"
-    every_two_byte_text = "".join(chr(code) for code in range(1, 0x800))
-    assert tokenizer.encode(every_two_byte_text) == list(every_two_byte_text.encode())
-
-
-def test_the_byte_tokenizer_writes_chats_that_extend_their_prompt(tiny):
-    tokenizer = load_tokenizer(tiny)
-    question, answer = {"role": "user", "content": "3+4?"}, {"role": "assistant", "content": "7"}
-    prompt = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
-    assert prompt == "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.apply_chat_template([question, answer], tokenize=False) == f"{prompt}7<|im_end|>\n"
-
-
 def test_a_tokenizer_without_chat_template_is_refused_with_the_way_out(copied):
     (copied / "chat_template.jinja").unlink()
     with pytest.raises(ModelError, match=r"put a chat_template\.jinja beside it"):
-        load_tokenizer(copied)
-
-
-def test_a_tokenizer_without_padding_pads_with_its_end_token(copied):
-    edit_json(copied / "tokenizer_config.json", pad_token=None)
-    assert load_tokenizer(copied).pad_token_id == 258
-    edit_json(copied / "tokenizer_config.json", eos_token=None)
-    assert load_tokenizer(copied).pad_token_id == 258, "what the chat template ends a turn with"
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model_has_embeddings_is_refused(copied):
-    edit_json(copied / "config.json", vocab_size=200)
-    with pytest.raises(
-        ModelError, match=r"ids reach 258, the model's vocabulary has 200 .* the first token outside"
-    ):
-        load_tokenizer(copied)
-
-
-def test_a_damaged_tokenizer_is_a_model_error(copied):
-    (copied / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelError, match=r"tokenizer in .* cannot be loaded"):
         load_tokenizer(copied)
 
 
@@ -297,18 +211,6 @@ def test_a_damaged_tokenizer_is_a_model_error(copied):
 def test_stop_ids_are_those_of_the_tokenizer_and_of_the_generation_config(copied, eos, expected):
     edit_json(copied / "generation_config.json", eos_token_id=eos)
     assert stop_token_ids(load_tokenizer(copied), copied) == expected
-
-
-def test_stop_ids_without_or_with_a_broken_generation_config(copied):
-    tokenizer = load_tokenizer(copied)
-    edit_json(copied / "generation_config.json", eos_token_id=["two"])
-    with pytest.raises(ModelError, match="the ids must be integers"):
-        stop_token_ids(tokenizer, copied)
-    (copied / "generation_config.json").write_text("[]")
-    with pytest.raises(ModelError, match="cannot be read"):
-        stop_token_ids(tokenizer, copied)
-    (copied / "generation_config.json").unlink()
-    assert stop_token_ids(tokenizer, copied) == (258,)
 
 
 # --- export -------------------------------------------------------------------------------------------------
@@ -376,16 +278,3 @@ def test_the_learning_rate_rises_and_falls_as_worked_by_hand(schedule, expected)
     config = OptimConfig(lr=2.0, schedule=schedule, warmup_steps=2)
     assert [compute_lr(step, 6, config) / 2.0 for step in range(6)] == pytest.approx(expected)
     assert compute_lr(100, 6, config) == compute_lr(5, 6, config)
-
-
-def test_without_warm_up_the_first_step_has_the_whole_learning_rate():
-    config = OptimConfig(lr=1.0, schedule="linear")
-    assert [compute_lr(step, 5, config) for step in range(5)] == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
-    assert compute_lr(0, 1, config) == 1.0
-
-
-def test_a_warm_up_longer_than_the_run_only_rises():
-    config = OptimConfig(lr=1.0, schedule="cosine", warmup_steps=10)
-    rates = [compute_lr(step, 4, config) for step in range(4)]
-    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    assert math.isclose(compute_lr(10, 4, config), 1.0)

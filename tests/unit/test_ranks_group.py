@@ -11,7 +11,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from rollouts.backends.captures import has_room
 from rollouts.backends.fsdp import find_directory
 from rollouts.errors import BackendError, ConfigError, RunDirError
-from rollouts.models.digests import BLOCK_BYTES, BLOCKS, WHOLE_BYTES, compute_model_digests
+from rollouts.models.directories import BLOCK_BYTES, BLOCKS, WHOLE_BYTES, compute_model_digests
 from rollouts.ranks.group import (
     decode_error,
     encode_error,

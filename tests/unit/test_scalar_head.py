@@ -24,7 +24,7 @@ from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.tables import OptimConfig
 from rollouts.data.scores import make_score_batch, read_scores, spread_scores
 from rollouts.device_thread import open_device_thread
-from rollouts.errors import CheckpointError, ConfigError, DataError, ModelError
+from rollouts.errors import ConfigError, DataError, ModelError
 from rollouts.losses import LossInputs
 from rollouts.losses.token_losses import linear_loss
 from rollouts.losses.value_loss import critic_loss
@@ -120,14 +120,14 @@ def gradients(model: Any) -> dict[str, Tensor]:
     return {name: parameter.grad.detach().clone() for name, parameter in model.named_parameters()}
 
 
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
 def relative_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     assert found.keys() == wanted.keys()
     apart = sum(float((found[name] - wanted[name]).double().square().sum()) for name in wanted)
     return (apart / sum(float(tensor.double().square().sum()) for tensor in wanted.values())) ** 0.5
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 # --- loading ------------------------------------------------------------------------------------------------
@@ -213,20 +213,6 @@ def test_a_model_filled_by_slices_is_the_loaded_one(
 # --- scores and values --------------------------------------------------------------------------------------
 
 
-def test_a_score_batch_has_one_token_more_and_trains_that_one():
-    batch = make_score_batch([np.array([5, 6, 7]), np.array([9])])
-    assert [row.tolist() for row in batch.tokens] == [[5, 6, 7, 7], [9, 9]]
-    assert [mask.tolist() for mask in batch.loss_masks] == [[False, False, False, True], [False, True]]
-    values = [np.array([0, 0, 0, 2.5], np.float32), np.array([0, -1], np.float32)]
-    assert (
-        read_scores(values, batch).tolist() == [2.5, -1.0] and read_scores(values, batch).dtype == np.float32
-    )
-    assert [row.tolist() for row in spread_scores(np.array([2.5, -1]), batch)] == [
-        row.tolist() for row in values
-    ]
-    assert read_scores((), make_score_batch([])).shape == (0,)
-
-
 def test_what_is_no_score_is_refused():
     batch = make_score_batch([np.array([5, 6])])
     with pytest.raises(DataError, match=r"sequences\[1\] has no token"):
@@ -274,18 +260,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "shared prefix": {"share_prefix": True, "micro_batch_tokens": 10_000},
     "shared prefix in micro-batches": {"share_prefix": True, "micro_batch_tokens": 24},
 }
-
-
-@pytest.mark.parametrize("form", FORMS)
-async def test_forward_gives_the_value_before_each_trained_token(form: str, scalar: dict[str, Path]):
-    batch = dataclasses.replace(make_batch(), temperature=0.5)  # which values have nothing to do with
-    with torch.no_grad():
-        wanted = slow_values(load_scalar_model(scalar["llama"]), batch)
-    async with open_backend(scalar["llama"], **FORMS[form]) as backend:
-        rows = await backend.forward(batch)
-    for found, values, mask in zip(rows, wanted, batch.loss_masks, strict=True):
-        assert found.dtype == np.float32 and (found[~mask] == 0).all()
-        np.testing.assert_allclose(found[mask], values.numpy()[mask], atol=1e-5)
 
 
 # --- gradients ----------------------------------------------------------------------------------------------
@@ -484,34 +458,12 @@ async def test_a_checkpoint_is_a_reward_model_for_transformers_and_resumes_exact
     np.testing.assert_array_equal(again, scores)
 
 
-@pytest.mark.parametrize("kind", ["byte", "moe"])
-async def test_a_causal_checkpoint_is_refused_by_a_scalar_backend(
-    kind: str, causal: dict[str, Path], tmp_path: Path
-):
-    """Also one before the first step, which has no moments: the head would be 0 without a word."""
-    options: dict[str, Any] = {"optim": OPTIM, "total_steps": 10, "threads": 1, "autocast": "off"}
-    async with open_pytorch_backend(causal[kind], **options) as backend:
-        await backend.save(tmp_path / "saved")
-    async with open_pytorch_backend(causal[kind], head="scalar", **options) as backend:
-        error = await contract.raised_by(backend.load(tmp_path / "saved"))
-        assert isinstance(error, CheckpointError) and "score.weight" in str(error)
-        await backend.reset()
-
-
 async def test_a_loss_that_needs_entropy_says_that_there_is_none(scalar: dict[str, Path]):
     async with open_backend(scalar["byte"]) as backend:
         error = await contract.raised_by(
             backend.forward_backward(make_batch(), LossSpec("ppo_clip", {"entropy_coef": 0.1}))
         )
     assert isinstance(error, ConfigError) and "entropy" in str(error), error
-
-
-async def test_rows_without_advantage_cannot_be_left_out_of_a_critics_batch(scalar: dict[str, Path]):
-    with pytest.raises(ConfigError, match="skip_zero_advantage=True with head='scalar'"):
-        async with open_pytorch_backend(
-            scalar["byte"], optim=OPTIM, total_steps=1, head="scalar", skip_zero_advantage=True
-        ):
-            pass
 
 
 def test_the_padding_token_is_the_tokenizers_unless_it_ends_answers(causal: dict[str, Path], tmp_path: Path):

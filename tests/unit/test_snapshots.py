@@ -24,7 +24,7 @@ from rollouts.config.tables import OptimConfig
 from rollouts.errors import SnapshotError
 from rollouts.models.export import save_hf_model
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
-from rollouts.models.shard_writer import GrowingFile
+from rollouts.models.safetensors_file import TensorFile
 from rollouts.types import LossSpec, RolloutBatch
 from rollouts.weight_sync.snapshots import (
     DiskSnapshots,
@@ -132,7 +132,7 @@ async def test_a_full_disk_fails_the_snapshot_and_not_the_backend(
 
     async with open_backend(resolve_model("tiny:byte", cache_dir=cache)) as backend:
         with monkeypatch.context() as patch:
-            patch.setattr("rollouts.models.shard_writer.GrowingFile.append", refuse)
+            patch.setattr("rollouts.models.safetensors_file.TensorFile.append", refuse)
             with pytest.raises(SnapshotError, match="No space left"):
                 await export_snapshot(backend, tmp_path / "w/v1")
         assert list((tmp_path / "w").iterdir()) == []
@@ -144,7 +144,7 @@ KILLED = """
     import os, signal, sys
     from pathlib import Path
     import torch, trio
-    from rollouts.models.shard_writer import GrowingFile
+    from rollouts.models.safetensors_file import TensorFile
     from rollouts.weight_sync import snapshots
 
     class Backend:  # no model, so that transformers need not be imported
@@ -161,7 +161,7 @@ KILLED = """
 
     async def export(where):
         if where == "shard":
-            GrowingFile.finish = die
+            TensorFile.finish = die
         elif where == "manifest":
             snapshots.msgspec.to_builtins = die  # the manifest's entries
         elif where == "rename":
@@ -195,9 +195,9 @@ async def test_a_shard_that_is_complete_after_the_export_was_cancelled_harms_nob
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     at_the_end, goes_on, written = trio.Event(), threading.Event(), trio.Event()
-    finish = GrowingFile.finish
+    finish = TensorFile.finish
 
-    def finish_late(file: GrowingFile) -> None:
+    def finish_late(file: TensorFile) -> None:
         trio.from_thread.run_sync(at_the_end.set, trio_token=token)
         assert goes_on.wait(10)
         finish(file)
@@ -215,7 +215,7 @@ async def test_a_shard_that_is_complete_after_the_export_was_cancelled_harms_nob
             await trio.to_thread.run_sync(self.work, abandon_on_cancel=True)
 
     token = trio.lowlevel.current_trio_token()
-    monkeypatch.setattr(GrowingFile, "finish", finish_late)
+    monkeypatch.setattr(TensorFile, "finish", finish_late)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(partial(export_snapshot, Backend(), tmp_path / "v1", shard_bytes=5_000))
         await at_the_end.wait()

@@ -50,14 +50,6 @@ def save(
 # --- loading ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama3_1", "gemma", "gptoss", "plain"])
-def test_a_saved_tokenizer_loads_with_its_template(name, tmp_path):
-    tokenizer = family_tokenizer(name)
-    loaded = load_tokenizer(save(tokenizer, tmp_path / "model"))
-    assert loaded.chat_template == read_template(name)
-    assert tokenize_prompt("3+4?", loaded).tolist() == tokenize_prompt("3+4?", tokenizer).tolist()
-
-
 def test_a_base_model_takes_a_template_from_a_file(tmp_path):
     bare = byte_tokenizer(None)
     bare.eos_token = "<|endoftext|>"
@@ -80,39 +72,6 @@ def test_a_template_from_a_file_takes_the_place_of_the_own_one(tmp_path):
     assert load_tokenizer(folder, chat_template=TEMPLATES / "chatml.jinja").chat_template == read_template(
         "chatml"
     )
-
-
-def test_a_template_file_that_is_no_template_is_refused(tmp_path):
-    folder = save(byte_tokenizer(), tmp_path / "model")
-    with pytest.raises(ModelError, match=r"nowhere\.jinja cannot be read \(FileNotFoundError"):
-        load_tokenizer(folder, chat_template=tmp_path / "nowhere.jinja")
-    (tmp_path / "empty.jinja").write_text("\n")
-    with pytest.raises(ModelError, match=r"empty\.jinja is empty"):
-        load_tokenizer(folder, chat_template=tmp_path / "empty.jinja")
-    (tmp_path / "open.jinja").write_text(
-        "{{ bos_token }}\n{% for message in messages %}\n{{ message.content }"
-    )
-    with pytest.raises(ModelError, match=r"open\.jinja: the chat template is no Jinja: line 3:"):
-        load_tokenizer(folder, chat_template=tmp_path / "open.jinja")
-
-
-def test_a_template_that_refuses_one_message_may_take_the_rows(tmp_path):
-    folder = save(
-        byte_tokenizer("{{ raise_exception('no') if messages | length < 2 }}" + CHATML), tmp_path / "model"
-    )
-    assert stop_token_ids(load_tokenizer(folder), folder) == (2,)
-
-
-def test_a_tokenizer_without_padding_pads_with_its_end_token(tmp_path):
-    tokenizer = load_tokenizer(save(byte_tokenizer(), tmp_path / "model", without=("pad_token",)))
-    assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<|im_end|>", 2)
-
-
-def test_a_tokenizer_without_end_token_may_end_turns_with_another(tmp_path):
-    folder = save(byte_tokenizer(), tmp_path / "special", without=("eos_token",))
-    tokenizer = load_tokenizer(folder)
-    assert tokenizer.eos_token is None
-    assert stop_token_ids(tokenizer, folder) == (2,)  # <|im_end|>, as the template writes it
 
 
 def test_a_tokenizer_without_end_token_may_stop_at_what_the_generation_config_names(tmp_path):
@@ -219,21 +178,6 @@ def test_a_template_that_ends_with_text_or_refuses_names_no_end():
     assert find_turn_end_ids(byte_tokenizer(None)) == ()
 
 
-def test_an_added_token_that_is_not_special_ends_a_turn():
-    tokenizer = byte_tokenizer(CHATML.replace("<|im_end|>", "</turn>"))
-    tokenizer.add_tokens(["</turn>"])
-    assert find_turn_end_ids(tokenizer) == (tokenizer.convert_tokens_to_ids("</turn>"),)
-
-
-@pytest.mark.parametrize(
-    "name", sorted(FAMILIES.keys() - {"deepseek_r1_distill"})
-)  # which opens thinking, never writes it, and so cannot train
-def test_every_answer_that_trains_ends_with_a_stop(name):
-    tokenizer = family_tokenizer(name)
-    conversation = tokenize_conversation([QUESTION, ANSWER], tokenizer)
-    assert int(conversation.token_ids[conversation.spans[0].end - 1]) in find_turn_end_ids(tokenizer)
-
-
 # --- vocabularies -------------------------------------------------------------------------------------------
 
 
@@ -250,45 +194,6 @@ def test_a_padded_vocabulary_is_fine_and_a_smaller_one_is_not():
     ) as caught:
         check_tokenizer_fits(tokenizer, {"vocab_size": 258}, "model.name")
     assert "'Ń' with id 258" in str(caught.value)  # the last of the byte alphabet
-
-
-def test_the_first_token_outside_is_named():
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens(["<call>", "<result>"])
-    with pytest.raises(
-        ModelError,
-        match=(
-            r"ids reach 260, the model's vocabulary has 259 .* the first token outside is '<call>' with"
-            r" id 259"
-        ),
-    ):
-        check_tokenizer_fits(tokenizer, {"vocab_size": 259}, "model.name")
-
-
-def test_the_vocabulary_of_a_model_within_a_model_is_found():
-    check_tokenizer_fits(byte_tokenizer(), {"text_config": {"vocab_size": 259}}, "model.name")
-    with pytest.raises(ModelError, match="vocabulary has 100"):
-        check_tokenizer_fits(byte_tokenizer(), {"text_config": {"vocab_size": 100}}, "model.name")
-
-
-@pytest.mark.parametrize(
-    "config", [{}, {"vocab_size": None}, {"vocab_size": "many"}, {"vocab_size": 0}, {"vocab_size": True}]
-)
-def test_a_model_without_a_vocabulary_is_refused(config):
-    with pytest.raises(ModelError, match=r"config\.json has vocab_size="):
-        check_tokenizer_fits(byte_tokenizer(), config, "model.name")
-
-
-@pytest.mark.parametrize("ids", [259, [2, 259]])
-def test_an_end_that_the_model_cannot_write_is_refused(ids):
-    check_tokenizer_fits(
-        byte_tokenizer(), {"vocab_size": 260, "eos_token_id": ids, "bos_token_id": None}, "model.name"
-    )
-    with pytest.raises(
-        ModelError,
-        match=r"model\.name: config\.json has eos_token_id=259, outside the model's vocabulary of 259",
-    ):
-        check_tokenizer_fits(byte_tokenizer(), {"vocab_size": 259, "eos_token_id": ids}, "model.name")
 
 
 def test_a_special_token_outside_the_vocabulary_is_named():

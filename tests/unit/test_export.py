@@ -1,0 +1,273 @@
+"""A model directory written from a stream of buckets, by one process or by several ranks: what others load is
+what was streamed, and little is held meanwhile. tests.distributed has real ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rollouts.errors import ModelError, StorageError
+from rollouts.models.export import (
+    FileNames,
+    deal_weights,
+    name_parts,
+    save_hf_model,
+    write_description,
+    write_hf_stream,
+    write_part,
+)
+from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
+from rollouts.models.safetensors_file import TensorFile, write_safetensors
+from rollouts.models.sharded import load_sharded_weights, make_meta_model
+from rollouts.models.tiny import TINY_KINDS
+from rollouts.models.weight_files import plan_weights
+
+EMBEDDING = "model.embed_tokens.weight"
+PARTS = [f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up")]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def load(kind: str, cache: Path) -> Any:
+    return load_hf_model(resolve_model(f"tiny:{kind}", cache_dir=cache))
+
+
+def parameters(model: Any) -> list[tuple[str, Tensor]]:
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def stream(model: Any, path: Path, weights: Sequence[tuple[str, Tensor]], **options: Any) -> None:
+    path.mkdir(parents=True)
+    with write_hf_stream(model, path, **options) as sink:
+        for weight in weights:  # one weight a bucket
+            sink([weight])
+
+
+def write_parts(model: Any, path: Path, ranks: int) -> list[int]:
+    """The number of files of each of so many ranks, which write one after the other."""
+    path.mkdir(exist_ok=True)
+    write_description(model, path)
+    counts: list[int] = []
+    for rank in reversed(range(ranks)):
+        deal = deal_weights(model, rank, ranks)
+        with write_part(path, deal.names, rank) as writer:
+            for weight in deal.parameters[rank]:
+                writer.take([weight])
+        counts.insert(0, len(writer.shards))
+    return counts
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """All tensors of a directory, each where the index says."""
+    index = path / "model.safetensors.index.json"
+    found = {file.name: load_file(file) for file in path.glob("*.safetensors")}
+    if index.exists():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        assert weight_map == {name: file for file, tensors in found.items() for name in tensors}
+    return {name: tensor for tensors in found.values() for name, tensor in tensors.items()}
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def join_in_files(model: Any) -> None:
+    """From now on the model's files hold the two halves of each layer's feed-forward block as one tensor."""
+    from transformers.core_model_loading import Chunk, WeightConverter
+
+    split = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+    model._weight_conversions = [WeightConverter("mlp.gate_up.weight", split, operations=[Chunk(dim=0)])]
+
+
+@pytest.mark.parametrize("ranks", [0, 1, 3])
+@pytest.mark.parametrize("kind", TINY_KINDS)
+def test_what_is_written_is_what_transformers_writes_and_loads(
+    kind: str, ranks: int, cache: Path, tmp_path: Path
+):
+    """0 ranks: a stream in small shards."""
+    model, path = load(kind, cache), tmp_path / "ours"
+    if ranks:
+        assert write_parts(model, path, ranks) == [1] * ranks
+        name_parts(path, [1] * ranks)
+        assert len(list(path.glob("*.safetensors"))) == ranks
+    else:
+        stream(model, path, list(reversed(parameters(model))), shard_bytes=100_000)
+        files = list(path.glob("*.safetensors"))
+        assert all(file.stat().st_size <= 100_000 or len(load_file(file)) == 1 for file in files)
+        assert {file.name for file in files} == {
+            f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)
+        }
+    model.save_pretrained(str(tmp_path / "theirs"))
+    assert_equal(read_weights(path), load_file(tmp_path / "theirs/model.safetensors"))
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (path, tmp_path / "theirs")]
+    assert configs[0] == configs[1]
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert_equal(dict(parameters(loaded)), dict(parameters(model)))
+
+
+@pytest.mark.parametrize("kind", TINY_KINDS)
+def test_a_model_made_without_memory_and_filled_from_files_is_the_loaded_model(kind: str, cache: Path):
+    path, ids = resolve_model(f"tiny:{kind}", cache_dir=cache), torch.arange(3, 43)[None]
+    loaded, made = load_hf_model(path), make_meta_model(path)
+    assert {parameter.device.type for parameter in made.parameters()} == {"meta"}
+    load_sharded_weights(made, path)
+    assert_equal(dict(parameters(made)), dict(parameters(loaded)))
+    assert made.config.to_dict() == loaded.config.to_dict() and made.training == loaded.training
+    with torch.no_grad():
+        assert torch.equal(made(ids, use_cache=False).logits, loaded(ids, use_cache=False).logits)
+
+
+def test_a_streamed_directory_has_the_tokenizer_and_the_dtype_that_was_asked_for(cache: Path, tmp_path: Path):
+    path = resolve_model("tiny:llama", cache_dir=cache)
+    model = load_hf_model(path)
+    stream(model, tmp_path / "out", parameters(model), tokenizer=load_tokenizer(path), dtype=torch.bfloat16)
+    assert_equal(
+        load_file(tmp_path / "out/model.safetensors"),
+        {name: weight.bfloat16() for name, weight in parameters(model)},
+    )
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+    assert load_tokenizer(tmp_path / "out").encode("a b") == load_tokenizer(path).encode("a b")
+
+
+def test_a_file_holds_tensors_of_every_dtype_and_size(tmp_path: Path):
+    tensors = {
+        "odd": torch.arange(3, dtype=torch.uint8),
+        "empty": torch.zeros(0, 4),
+        "one": torch.tensor(7, dtype=torch.bfloat16),
+        'name with " and é': torch.arange(6.0).view(2, 3).T,
+    }
+    write_safetensors(tmp_path / "a.safetensors", tensors)
+    assert_equal(load_file(tmp_path / "a.safetensors"), tensors)
+    with pytest.raises(TypeError, match="'complex' has dtype"):
+        write_safetensors(tmp_path / "b.safetensors", {"complex": torch.zeros(1, dtype=torch.complex64)})
+
+
+def test_weights_that_are_joined_in_files_wait_for_each_other_and_for_nobody_else(
+    cache: Path, tmp_path: Path
+):
+    model = load("llama", cache)
+    join_in_files(model)
+    names, weights = FileNames(model), dict(parameters(model))
+    assert names.translate([(PARTS[0], weights[PARTS[0]])]) == []
+    assert [name for name, _ in names.translate([("model.norm.weight", weights["model.norm.weight"])])] == [
+        "model.norm.weight"
+    ]
+    ((name, joined),) = names.translate([(PARTS[1], weights[PARTS[1]])])
+    assert name == "model.layers.1.mlp.gate_up.weight"
+    assert torch.equal(joined, torch.cat([weights[part] for part in PARTS]))
+    name_parts(tmp_path, write_parts(model, tmp_path, 4))  # both go to one rank
+    assert torch.equal(read_weights(tmp_path)[name], joined)
+
+
+def test_no_rank_has_more_than_an_equal_share_and_the_largest_weight(cache: Path):
+    model, ranks = load("qwen3", cache), 3
+    sizes = {name: weight.nbytes for name, weight in parameters(model)}
+    deals = [deal_weights(model, rank, ranks) for rank in range(ranks)]
+    assert sum(deal.nbytes for deal in deals) == sum(sizes.values())
+    assert max(deal.nbytes for deal in deals) <= sum(sizes.values()) / ranks + max(sizes.values())
+    dealt = [[name for name, _ in mine] for mine in deals[0].parameters]
+    assert all([[name for name, _ in mine] for mine in deal.parameters] == dealt for deal in deals)
+    assert sorted(name for mine in dealt for name in mine) == sorted(sizes)
+
+
+def test_ranks_without_a_weight_write_nothing_and_old_files_go(cache: Path, tmp_path: Path):
+    model = load("llama", cache)
+    (tmp_path / "model-of-rank-0-00001.safetensors").write_text("left by a write that failed")
+    many = len(parameters(model)) + 2
+    for ranks in (1, 2, many, 1):
+        with torch.no_grad():
+            model.get_parameter(EMBEDDING).add_(1.0)
+        counts = write_parts(model, tmp_path, ranks)
+        assert sum(counts) == min(ranks, many - 2)
+        name_parts(tmp_path, counts)
+        assert torch.equal(load_hf_model(tmp_path).get_parameter(EMBEDDING), model.get_parameter(EMBEDDING))
+
+
+def test_buffers_of_the_files_are_rank_0s_also_where_it_has_nothing_else(cache: Path, tmp_path: Path):
+    model = load("llama", cache)
+    model.model.register_buffer("scale", torch.arange(100_000.0))  # more than any share of the weights
+    assert deal_weights(model, 0, 3).parameters[0] == []
+    name_parts(tmp_path, write_parts(model, tmp_path, 3))
+    assert torch.equal(read_weights(tmp_path)["model.scale"], torch.arange(100_000.0))
+
+
+def test_a_weight_that_never_came_came_twice_or_is_anothers_is_named(cache: Path, tmp_path: Path):
+    model = load("qwen3", cache)
+    weights = [(name, weight) for name, weight in parameters(model) if name != "lm_head.weight"]
+    with pytest.raises(ModelError, match=r"1 weights never came, 'lm_head\.weight'"):
+        stream(model, tmp_path / "out", weights)
+    with pytest.raises(ModelError, match=r"'lm_head\.weight' came twice"):
+        stream(model, tmp_path / "twice", [*parameters(model), parameters(model)[-1]])
+    deal = deal_weights(model, 1, 2)
+    other = deal.parameters[0][0]
+    with (
+        pytest.raises(ModelError, match=f"'{other[0]}' came twice, or is none"),
+        write_part(tmp_path, deal.names, 1) as writer,
+    ):
+        writer.take([other])
+
+
+def test_files_of_ranks_that_overlap_are_cut_or_are_not_to_be_seen_get_no_names(cache: Path, tmp_path: Path):
+    write_parts(load("llama", cache), tmp_path, 2)
+    first, second = (tmp_path / f"model-of-rank-{rank}-00001.safetensors" for rank in range(2))
+    with pytest.raises(FileNotFoundError, match="model-of-rank-1-00002"):
+        name_parts(tmp_path, [1, 2])
+    whole = second.read_bytes()
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(ModelError, match=r"would hold 'model\..*' twice \(and \d+ more\)"):
+        name_parts(tmp_path, [1, 1])
+    second.write_bytes(whole[:-1])
+    with pytest.raises(StorageError, match=r"model-of-rank-1-00001.*cannot be read on rank 0"):
+        name_parts(tmp_path, [1, 1])
+    assert not (tmp_path / "model.safetensors.index.json").exists()
+
+
+def test_a_full_disk_is_raised_when_the_directory_is_left_and_never_in_the_sink(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(self, name, tensor):
+        raise OSError(28, "No space left on device")
+
+    model = load("llama", cache)
+    monkeypatch.setattr(TensorFile, "append", refuse)
+    with pytest.raises(OSError, match="No space left"), write_hf_stream(model, tmp_path) as sink:
+        sink(parameters(model))  # does not raise: other ranks wait in the next collective
+
+
+def test_weights_that_do_not_fit_are_named(cache: Path, tmp_path: Path):
+    model = load("llama", cache)
+    save_hf_model(model, tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    for changed, message in (
+        ({"lm_head.weight": weights[EMBEDDING].clone()}, ""),  # equal: fine
+        ({"lm_head.weight": weights[EMBEDDING] + 1}, r"which config\.json ties, with different values"),
+        ({"other": torch.zeros(1)}, "1 are not the model's: other"),
+        (
+            {"model.norm.weight": torch.zeros(3)},
+            r"1 have another shape: model\.norm\.weight \(3,\) for \(64,",
+        ),
+    ):
+        save_file({**weights, **changed}, file)
+        if not message:
+            plan_weights(model, tmp_path)
+            continue
+        with pytest.raises(ModelError, match=message):
+            plan_weights(model, tmp_path)
+    del weights["model.norm.weight"]
+    save_file(weights, file)
+    with pytest.raises(ModelError, match=r"1 are missing: model\.norm\.weight"):
+        load_sharded_weights(make_meta_model(tmp_path), tmp_path)
