@@ -70,9 +70,7 @@ def collect_panels(
     for pattern in patterns:
         found = fnmatch.filter(names, pattern)
         if not found:
-            area = nearest_names(pattern.partition("/")[0], {name.partition("/")[0] for name in names})
-            near = nearest_names(pattern, names) if "*" not in pattern else []
-            near = near or [name for name in names if name.partition("/")[0] in area] or names
+            near = nearest_names(pattern, names, count=SHOWN_NAMES) or names
             hint = f"near are {', '.join(near[:SHOWN_NAMES])}" if near else "none was logged yet"
             raise ConfigError(f"{pattern}: no metric that was logged is called so; {hint}")
         for one in stages:

@@ -123,10 +123,16 @@ def find_accuracies(record: Record, stage: str | None = None) -> dict[str, list[
     return found
 
 
-def describe_failure(failure: Any) -> str:
+def find_failure(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Why a sample failed, by its row; empty where that is not known."""
+    metadata = row.get("metadata")
+    failure = metadata.get("failure") if isinstance(metadata, dict) else None
+    return failure if isinstance(failure, dict) else {}
+
+
+def describe_failure(failure: Mapping[str, Any]) -> str:
     """`function: message` of a failed sample on one line."""
-    known = failure if isinstance(failure, dict) else {}
-    texts = (str(known[name]) for name in ("function", "message", "text") if known.get(name))
+    texts = (str(failure[name]) for name in ("function", "message", "text") if failure.get(name))
     return " ".join(": ".join(texts).split())
 
 

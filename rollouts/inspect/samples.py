@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rollouts.errors import ConfigError, RecordError, RunDirError
-from rollouts.inspect.facts import count_of, describe_failure
+from rollouts.inspect.facts import count_of, describe_failure, find_failure
 from rollouts.inspect.record import Record
 from rollouts.inspect.terminal import make_safe
 from rollouts.inspect.token_texts import load_decoder, split_text
@@ -143,6 +143,7 @@ def print_sample(console: Console, row: Row, marked: Text | None = None) -> None
     turns = prompt if isinstance(prompt, list) else [{"role": "prompt", "content": prompt}]
     lines = [marked] if marked is not None else []
     for turn in [*turns, {"role": "→", "content": row.get("response", "")}] if marked is None else ():
+        turn = turn if isinstance(turn, dict) else {"content": turn}
         content = turn.get("content") or ""
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
         role = make_safe(str(turn.get("role", "")), one_line=True)
@@ -151,7 +152,7 @@ def print_sample(console: Console, row: Row, marked: Text | None = None) -> None
     if len(rewards := row.get("rewards") or {}) > 1:
         parts = ", ".join(f"{name} {value}" for name, value in rewards.items())
         lines.append(Text(f"rewards: {parts}", style="dim"))
-    if failure := (row.get("metadata") or {}).get("failure"):
+    if failure := find_failure(row):
         lines.append(Text(f"failed: {failure.get('class')} in {describe_failure(failure)}", style="dim"))
     for line in lines:
         console.print(line, soft_wrap=True)

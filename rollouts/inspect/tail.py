@@ -27,6 +27,7 @@ from rollouts.inspect.facts import (
     NOT_PHASES,
     TROUBLE,
     describe_failure,
+    find_failure,
     format_duration,
     read_settings,
 )
@@ -110,8 +111,7 @@ class RunView:
         elif kind == "samples":
             self.samples.append(row)
             if row.get("status") == "failed":
-                failure = describe_failure((row.get("metadata") or {}).get("failure"))
-                self.warnings.append(f"{place}: {row.get('id', '')}: {failure}")
+                self.warnings.append(f"{place}: {row.get('id', '')}: {describe_failure(find_failure(row))}")
         elif row.get("name") == "generate" and isinstance(row.get("tokens"), int):
             if self.engine_step != (row["stage"], row["step"]):
                 self.engine_step, self.engines = (row["stage"], row["step"]), {}

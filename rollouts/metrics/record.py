@@ -70,46 +70,32 @@ def make_row(head: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str,
 
 
 def encode_row(row: Mapping[str, Any]) -> bytes:
-    """The row as one line of JSON, without its newline. Raises MetricError naming the field of a number that
-    is not finite.
-    """
-    try:
-        line = _encode(row)
-        suspicious = b"null" in line  # what the encoder makes of such a number, and also a None or a text
-    except (
-        UnicodeEncodeError
-    ):  # half of a surrogate pair, which UTF-8 cannot hold: a question mark in its place
-        line = json.dumps(row, separators=(",", ":"), ensure_ascii=False, default=_convert).encode(
-            "utf-8", "replace"
-        )
-        suspicious = True
-    if suspicious:
-        _check_finite("", row)
-    return line
+    """The row as one line of JSON, without its newline. Raises MetricError like encode_rows."""
+    return encode_rows([row])[:-1]
 
 
 def encode_rows(rows: Sequence[Any], *, head: Mapping[str, Any] | None = None) -> bytes:
     """The rows as lines, each with its newline and beginning with the fields of `head`; one call of the
     encoder for all.
 
-    rows: mappings, or structs of msgspec; with a head, each has a field. Raises MetricError like encode_row.
+    rows: mappings, or structs of msgspec; with a head, each has a field. Raises MetricError naming the field
+    of a number that is not finite.
     """
     try:
         lines = _encoder.encode_lines(rows)
-        beginning = _encode(head)[:-1] + b"," if head else b"{"
-    except UnicodeEncodeError:
-        return b"".join(encode_row(row) + b"\n" for row in _join_heads(rows, head or {}))
-    if head and rows:
-        lines = beginning + lines[1:].replace(
-            b"\n{", b"\n" + beginning
-        )  # JSON has no bare newline but those between the rows
-    if b"null" in lines:
-        _check_finite("", _join_heads(rows, head or {}))
-    return lines
-
-
-def _join_heads(rows: Sequence[Any], head: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [{**head, **(row if isinstance(row, Mapping) else msgspec.to_builtins(row))} for row in rows]
+        if head and rows:
+            beginning = _encoder.encode(head)[:-1] + b","
+            # JSON has no bare newline but those between the rows
+            lines = beginning + lines[1:].replace(b"\n{", b"\n" + beginning)
+        if b"null" not in lines:  # what the encoder makes of such a number, and also a None or a text
+            return lines
+    except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 cannot hold: a question mark instead
+        lines = b""
+    whole = [{**(head or {}), **msgspec.to_builtins(row, enc_hook=_convert)} for row in rows]
+    for row in whole:
+        _check_finite("", row)
+    dumped = (json.dumps(row, separators=(",", ":"), ensure_ascii=False) for row in whole)
+    return lines or b"".join(f"{text}\n".encode(errors="replace") for text in dumped)
 
 
 def _convert(value: object) -> Any:
@@ -122,7 +108,6 @@ def _convert(value: object) -> Any:
 
 
 _encoder = msgspec.json.Encoder(enc_hook=_convert)
-_encode = _encoder.encode
 
 
 def _check_finite(name: str, value: object) -> None:

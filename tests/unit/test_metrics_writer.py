@@ -19,7 +19,6 @@ import trio.testing
 from rollouts.errors import MetricError, StorageError
 from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.jsonl import read_rows
-from rollouts.metrics.spans import Span
 from rollouts.metrics.token_shards import TokenShards, read_token_arrays
 from rollouts.metrics.writer import open_jsonl_logger
 from rollouts.run_dir import RunDir
@@ -157,23 +156,6 @@ async def test_rows_that_a_full_disk_refuses_wait_whole_and_are_written_when_it_
 # --- off the event loop -------------------------------------------------------------------------------------
 
 
-async def test_a_slow_disk_does_not_stop_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run_dir, gone_on, real_write = RunDir(tmp_path), threading.Event(), os.write
-
-    def write_slowly(file: int, data: bytes) -> int:
-        assert gone_on.wait(10), "the event loop stood still"
-        return real_write(file, data)
-
-    async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=1) as logger:
-        monkeypatch.setattr(os, "write", write_slowly)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(logger.log_step, "rl", 1, 0, {"loss/total": 1.0})
-            await trio.testing.wait_all_tasks_blocked()
-            assert run_dir.metrics.read_bytes() == b""
-            gone_on.set()
-    assert len(read_rows(run_dir.metrics)) == 1
-
-
 async def test_calls_that_wait_for_a_slow_disk_keep_their_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -203,22 +185,6 @@ async def test_a_row_is_written_also_when_its_caller_is_cancelled(tmp_path: Path
             raise AssertionError("the caller goes on as if it were not cancelled")
         assert scope.cancelled_caught
         assert [row["step"] for row in read_rows(run_dir.metrics)] == [1]
-
-
-async def test_without_a_thread_no_real_time_is_waited_for(
-    tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
-):
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("a thread under a mock clock")
-
-    monkeypatch.setattr(trio.to_thread, "run_sync", refuse)
-    run_dir = RunDir(tmp_path)
-    async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=1, in_thread=False) as logger:
-        await logger.log_step("rl", 1, 0, {})
-        await logger.log_samples("rl", 1, 0, [make_sample()])
-        await logger.log_spans("rl", 1, 0, [Span("train", "trainer", 5.0, 1.0)])
-    assert trio.current_time() == 0.0
-    assert [len(read_rows(path)) for path in (run_dir.metrics, run_dir.samples, run_dir.spans)] == [1, 1, 1]
 
 
 # --- spans and updates --------------------------------------------------------------------------------------

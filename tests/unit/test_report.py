@@ -215,29 +215,6 @@ def test_a_report_stays_within_its_bytes_and_says_how_many_samples_it_shows(tmp_
     assert any(json.loads(text)["id"] == facts["failures"]["messages"][0]["sample"] for text in samples)
 
 
-def test_a_huge_sample_keeps_no_other_one_out(tmp_path: Path) -> None:
-    root = write_run(tmp_path / "huge", steps=150, per_step=8)
-    usual = (root / "samples.jsonl").read_text()
-    huge = [
-        head("rl", step)
-        | {
-            "id": f"huge{step}",
-            "response": "x" * 3_000_000,
-            "reward": 9.0,
-            "status": "failed",
-        }
-        for step in (1, 150)
-    ]
-    (root / "samples.jsonl").write_text(json.dumps(huge[0]) + "\n" + usual + json.dumps(huge[1]) + "\n")
-    facts, samples = gather_run(root, sample_bytes=200_000)
-    shown = [json.loads(text) for text in samples]
-    assert sum(len(text.encode()) for text in samples) <= 200_000
-    assert len(shown) > 150, "of some 800 bytes each"
-    assert max(row["step"] for row in shown if row["id"] != "huge150") == 150, "the newest step is there"
-    assert "huge1" in {row["id"] for row in shown}, "cut to 20,000 characters it fits"
-    assert facts["samples"]["total"] == 1202
-
-
 def test_samples_that_trained_have_their_advantage_share_and_tokens(run: Path) -> None:
     arrays = {"tokens": [72, 105, 33], "mask": [0, 1, 1], "mu": [0, -1.0, -0.5], "log_prob": [0, -0.5, -0.5]}
     row = head("rl", 20) | {"update": 0, "id": "s20-1", "row": 1, "advantage": -0.5, "share": 0.25}

@@ -12,7 +12,7 @@ from rollouts.engines.fleet import Member, open_fleet
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.metrics import spans as spans_module
-from rollouts.metrics.spans import Answered, PhaseTimer, Span, SpanRecorder, listing_answers, note_answer
+from rollouts.metrics.spans import PhaseTimer, Span, SpanRecorder
 from rollouts.protocols import InferenceEngine
 from rollouts.testing.fakes import FakeTokenizer
 from rollouts.types import Sample, SamplingParams
@@ -76,17 +76,6 @@ def test_what_is_held_is_bounded(monkeypatch: pytest.MonkeyPatch):
     assert len(recorder.take()) == 5
     recorder.keep(f"s{number}" for number in range(100))
     assert [span.id for span in recorder.take()] == [f"s{number}" for number in range(90, 100)]
-
-
-def test_an_answer_is_noted_where_somebody_lists_them_and_nowhere_else():
-    note_answer("vllm-0", 1.0, 2.0, 3)
-    with listing_answers() as answers:
-        note_answer("vllm-1", 1.0, 2.0, 3)
-        with listing_answers() as inner:
-            note_answer("vllm-2", 4.0, 5.0, 6)
-    note_answer("vllm-3", 1.0, 2.0, 3)
-    assert answers == [Answered("vllm-1", 1.0, 2.0, 3)]
-    assert inner == [Answered("vllm-2", 4.0, 5.0, 6)]
 
 
 # --- requests, rewards --------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ from rollouts.inspect import tail
 from rollouts.inspect.tail import (
     FileCursor,
     RunView,
-    clip,
     draw_screen,
     estimate_left_s,
-    follow,
     follow_on_console,
 )
 from rollouts.metrics.jsonl import Row
@@ -127,53 +124,6 @@ def test_a_row_of_another_writer_is_shown_as_far_as_it_goes(run: Path, capsys: p
     )
     assert main(["tail", str(run), "--once"]) == 0
     assert "rl step 3 of 12, attempt 1\n" in capsys.readouterr().out
-
-
-def test_a_line_ends_at_the_border_where_letters_take_two_columns():
-    assert clip("日本語のテキスト", 9) == "日本語の…"
-    assert clip("日本語のテキスト", 8) == "日本語 …"  # half of a letter cannot be shown
-    assert clip("plain", 5) == "plain"
-
-
-def follow_in_virtual_time(
-    root: Path, events: Sequence[tuple[float, Callable[[], object]]], end_s: float
-) -> list[tuple[float, list[int], bool]]:
-    """(time, new steps, running) of each call, while the events happen at their times and the run ends at
-    `end_s`.
-    """
-    seen: list[tuple[float, list[int], bool]] = []
-
-    async def happen() -> None:
-        for when, act in events:
-            await trio.sleep_until(when)
-            act()
-
-    async def both() -> None:
-        start = trio.current_time()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(happen)
-            await follow(
-                root,
-                every_s=0.5,
-                once=False,
-                find=lambda: HERE if trio.current_time() - start < end_s else OVER,
-                show=lambda _, fresh, activity: seen.append(
-                    (trio.current_time() - start, steps(fresh), activity == HERE)
-                ),
-            )
-
-    trio.run(both, clock=MockClock(autojump_threshold=0))
-    return seen
-
-
-def test_following_shows_each_change_and_ends_with_the_run(run: Path):
-    path = run / "metrics.jsonl"
-    events = [(1.2, lambda: append(path, line(2))), (2.9, lambda: append(path, line(3)))]
-    assert follow_in_virtual_time(run, events, end_s=3.0) == [
-        (0.0, [1], True),
-        (1.5, [2], True),
-        (3.0, [3], False),
-    ]
 
 
 def test_a_run_of_another_machine_is_followed_until_it_has_a_summary(

@@ -86,23 +86,6 @@ def test_requests_of_one_engine_that_overlap_lie_side_by_side(tmp_path: Path):
     assert lanes == {"s0": "vllm-0 · 1", "s1": "vllm-0 · 2", "s2": "vllm-0 · 2", "s3": "vllm-0 · 1"}
 
 
-def test_the_parts_of_an_update_lie_in_it_though_clocks_slip(tmp_path: Path):
-    rows = [
-        make_row("weight_sync", "vllm-0", 1.0, 1.0),
-        make_row("weight_sync_pause", "vllm-0", 1.0, 0.5),
-        make_row("weight_sync_load", "vllm-0", 1.1, 0.4),
-        make_row("weight_sync_probe", "vllm-0", 1.6, 0.40002),
-        make_row("generate", "vllm-0", 0.5, 1.0, id="s0"),
-    ]
-    trace = export(write(tmp_path / "run", rows))
-    assert sorted(thread_names(trace).values()) == ["vllm-0", "vllm-0 · 1"]
-    assert [(event["name"], event["ts"], event["dur"]) for event in complete(trace)][-1] == (
-        "weight_sync_probe",
-        1_100_000,
-        400_000,
-    )
-
-
 def test_spans_come_by_time_over_all_parts_and_of_a_repeated_step_those_of_the_newest_attempt(tmp_path: Path):
     first = [make_row("train", "trainer", 4.0, 1.0), make_row("train", "trainer", 2.0, 1.0, step=2)]
     second = [

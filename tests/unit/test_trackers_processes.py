@@ -150,18 +150,3 @@ def test_a_second_follower_waits_and_with_once_ends(root: Path):
     os.close(held)
     out, _ = waiting.communicate(timeout=60)
     assert (waiting.returncode, out) == (0, "tensorboard: 1 rows sent\n")
-
-
-def test_ctrl_c_ends_it_with_the_command_that_goes_on(root: Path):
-    append(root, make_row(1))
-    held = lock(root / "run.lock")
-    track = start_track(root)
-    trio.run(wait_until, lambda: count_rows(root) == 1)
-    track.send_signal(signal.SIGINT)
-    try:
-        out, err = track.communicate(timeout=60)
-    finally:
-        track.kill()
-        os.close(held)
-    assert (track.returncode, out) == (130, "")
-    assert err == f"stopped: to send the rest: python -m rollouts track {root} --to tensorboard --once\n"

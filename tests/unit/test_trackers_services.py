@@ -146,15 +146,6 @@ class TestWandb:
         (evaluation,) = (row for row in history if "rl/eval/heldout/avg@4" in row)
         assert (float(evaluation["rl/eval/heldout/avg@4"]), float(evaluation["_step"])) == (0.25, 3)
 
-    def test_rows_of_steps_that_the_run_has_are_left_out(self, tmp_path: Path, offline: None):
-        from rollouts.trackers.sink_wandb import open_sink
-
-        sink = open_sink(make_info(tmp_path / "run"))
-        sink.send(ROWS)
-        sink.send([*ROWS, EVALUATION])
-        sink.close()
-        assert [float(row["_step"]) for row in self.read(tmp_path / "run")] == [0, 1, 2, 3]
-
 
 # --- mlflow -------------------------------------------------------------------------------------------------
 
