@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import trio
@@ -58,6 +58,12 @@ class Peer(Protocol):
         ...
 
 
+class _Options(NamedTuple):
+    bucket_bytes: int
+    dtype: torch.dtype | None
+    progress_s: float
+
+
 class _Update:
     """One update of several engines. The sink runs on the device thread and never raises: that would fail the
     backend.
@@ -68,18 +74,13 @@ class _Update:
         peers: Sequence[Peer],
         version: int,
         names: FileNames,
-        *,
-        bucket_bytes: int,
-        dtype: torch.dtype | None,
-        progress_s: float,
+        options: _Options,
     ) -> None:
         self.outcomes: dict[str, Exception | None] = {peer.name: None for peer in peers}
         self._live = list(peers)
         self._version = version
         self._names = names
-        self._bucket_bytes = bucket_bytes
-        self._dtype = dtype
-        self._progress_s = progress_s
+        self._options = options
         self._token = trio.lowlevel.current_trio_token()
         self._nursery: trio.Nursery | None = None  # None: nobody waits for this update any more
         self._held: FlatBucket | None = None  # the newest bucket, which may turn out to be the last
@@ -121,14 +122,14 @@ class _Update:
     def _pass_on(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Flattens the tensors and sends all buckets but the newest. In a thread."""
         plain = [(name, torch.as_tensor(tensor)) for name, tensor in tensors]
-        for part in split_buckets(plain, self._bucket_bytes):
+        for part in split_buckets(plain, self._options.bucket_bytes):
             if self._held is not None:
                 sent = threading.Event()
                 trio.from_thread.run_sync(self._start_sending, self._held, sent, trio_token=self._token)
                 sent.wait()
             if not self._live:
                 return
-            self._held = flatten_tensors(part, dtype=self._dtype, device=self._live[0].device)
+            self._held = flatten_tensors(part, dtype=self._options.dtype, device=self._live[0].device)
 
     def _start_sending(self, bucket: FlatBucket, sent: threading.Event) -> None:
         async def send() -> None:
@@ -151,11 +152,12 @@ class _Update:
         """Awaits `work` of every engine that is still in the update; one that fails, or is late, is out."""
 
         async def ask(peer: Peer) -> None:
+            limit_s = self._options.progress_s
             try:
-                with trio.fail_after(self._progress_s):
+                with trio.fail_after(limit_s):
                     await work(peer)
             except trio.TooSlowError as late:
-                silent = EngineSilent(f"{peer.name} was not done with {doing} after {self._progress_s:g} s")
+                silent = EngineSilent(f"{peer.name} was not done with {doing} after {limit_s:g} s")
                 silent.__cause__ = late
                 self.outcomes[peer.name] = silent
             except (EngineError, RuntimeError) as error:
@@ -179,9 +181,7 @@ class Broadcast:
         progress_s: float = PROGRESS_S,
     ) -> None:
         self._make_peer = make_peer
-        self._bucket_bytes = bucket_bytes
-        self._dtype = dtype
-        self._progress_s = progress_s
+        self._options = _Options(bucket_bytes, dtype, progress_s)
         # by identity: an engine that was replaced is another
         self._peers: dict[int, tuple[InferenceEngine, Peer]] = {}
         self._lock = trio.Lock()
@@ -202,9 +202,7 @@ class Broadcast:
                 [self._peers[id(engine)][1] for engine in engines],
                 version,
                 FileNames(getattr(backend, "model", None)),
-                bucket_bytes=self._bucket_bytes,
-                dtype=self._dtype,
-                progress_s=self._progress_s,
+                self._options,
             )
             finished = False
             try:

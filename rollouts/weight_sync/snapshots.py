@@ -30,7 +30,7 @@ from torch import Tensor
 from rollouts.checkpoints.manifest import FileRecord, record_file
 from rollouts.checkpoints.retention import remove_incomplete
 from rollouts.checkpoints.save import TEMPORARY_PREFIX, move_aside
-from rollouts.errors import SnapshotError
+from rollouts.errors import SnapshotError, WeightSyncError
 from rollouts.models.directories import fsync_path
 from rollouts.models.export import SHARD_BYTES, FileNames, ShardWriter, name_shards, write_description
 from rollouts.models.host_memory import read_free_memory
@@ -50,6 +50,7 @@ COPIED_FILES = (  # what a server may want of a model directory beside weights
 ROOM = 1.5  # free memory for each byte of a copy, at least
 SHARDS = 8  # as many of LEAST_SHARD_BYTES or more: while one is hashed and synced the next is written
 LEAST_SHARD_BYTES = 64 * 2**20
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ class DiskSnapshots:
         """`dtype`: what floating-point weights are stored as, by torch's name; None: as the trainer has them.
         `model_dir`: where files come from that a server wants beside weights (tokenizer, chat template).
         """
+        if dtype is not None and dtype not in DTYPES:
+            raise WeightSyncError(f"engines serve no dtype {dtype!r}; use one of {', '.join(DTYPES)}")
         self._folder = folder
         self._dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
         self._model_dir = model_dir
