@@ -278,7 +278,7 @@ async def train_rl_with(
         manager.load_state_dict(state["rollout_manager"])
         reach("resume.state_loaded")
         if "curriculum" in state:  # older checkpoints have neither
-            batches.statistics = decode_statistics(state["curriculum"])
+            batches.statistics = decode_statistics(state["curriculum"], buffer.weights)
         loop_state = decode_loop_state(state["loop"]) if "loop" in state else loop_state
 
     def hold_state() -> EncodeState:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from rollouts.data.mixture import SOURCE_FIELD
@@ -92,9 +92,12 @@ def encode_statistics(statistics: Mapping[str, SourceStatistics]) -> dict[str, J
     return {name: asdict(source) for name, source in statistics.items()}
 
 
-def decode_statistics(state: Mapping[str, JSONValue]) -> dict[str, SourceStatistics]:
-    """The statistics that `encode_statistics` was given, to the last bit."""
-    return {name: SourceStatistics(**source) for name, source in state.items()}
+def decode_statistics(state: Mapping[str, JSONValue], names: Collection[str]) -> dict[str, SourceStatistics]:
+    """The statistics that `encode_statistics` was given, to the last bit, of the sources `names`. Earlier
+    versions called the only source source-0.
+    """
+    found = dict(zip(names, state.values(), strict=True)) if len(state) == 1 else state
+    return {name: SourceStatistics(**found[name]) for name in names}
 
 
 # --- the user's function ------------------------------------------------------------------------------------

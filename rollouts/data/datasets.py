@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, count, islice
 from pathlib import Path
 
@@ -120,13 +121,12 @@ def load_sources(sources: Sequence[DataSourceConfig], *, name: str, use: RowUse 
     Raises DataError beginning with `name`, or
     `name`.INDEX when there are several.
     """
-    names = name_sources(sources)
-    loaded = []
-    for index, source in enumerate(sources):
+    loaded: list[SourceRows] = []
+    for index, (source, called) in enumerate(zip(sources, name_sources(sources), strict=True)):
         key = f"{name}.{index}" if len(sources) > 1 else name
         found = read_source(source, name=key, use=use)
         require_good_rows(found, max_bad_fraction=source.max_bad_fraction, name=key)
-        loaded.append(SourceRows(names[index], source.weight, found.rows, found.bad))
+        loaded.append(replace(found, name=called))
     mixture = Mixture(tuple(loaded))
     mixture.check_fields(name=name)
     return mixture

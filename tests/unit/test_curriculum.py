@@ -69,6 +69,11 @@ def test_weights_that_break_a_rule_name_function_step_and_value(weights: Any):
     assert str(caught.value).startswith(f"curriculum mine.py:plan in step 7 gave {weights!r}; it must give")
 
 
+def test_the_only_source_of_an_older_checkpoint_is_the_one_that_there_is():
+    saved = encode_statistics({"source-0": SourceStatistics(drawn=3, batches=1, samples=2, reward_sum=0.3)})
+    assert decode_statistics(json.loads(json.dumps(saved)), ["easy"])["easy"].mean_reward == 0.3 / 2
+
+
 # --- ready ones ---------------------------------------------------------------------------------------------
 
 
@@ -144,6 +149,6 @@ def test_a_resumed_curriculum_draws_what_an_unbroken_one_does(curriculum: Curric
     resumed = make_buffer()
     resumed.load_state_dict(state["buffer"])
     tail, resumed_final = run_steps(
-        curriculum, resumed, decode_statistics(state["statistics"]), range(saved_after + 1, 13)
+        curriculum, resumed, decode_statistics(state["statistics"], "ab"), range(saved_after + 1, 13)
     )
     assert (head + tail, resumed_final) == (straight, final)
