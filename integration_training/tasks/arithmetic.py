@@ -16,21 +16,24 @@ Without reasoning-gym: kind = "python", function = "integration_training.tasks.a
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
-from typing import Any
 
-from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
+from integration_training.tasks import Row, check_gold, keep_mixed, make_each
+from rollouts.types import RewardResult, Sample
+
+__all__ = ["keep_mixed"]  # the filter of this task
 
 NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 
 
-def make_rows(*, size: int, seed: int, largest: int = 99) -> list[dict[str, Any]]:
+def make_rows(*, size: int, seed: int, largest: int = 99) -> list[Row]:
     """`size` sums of two whole numbers from 0 to `largest`. Row i depends on (seed, i) alone."""
-    return [_make_row(random.Random(f"arithmetic/{seed}/{index}"), largest) for index in range(size)]
+    return make_each("arithmetic", size, seed, lambda draw: _make_row(draw, largest))
 
 
-def _make_row(draw: random.Random, largest: int) -> dict[str, Any]:
+def _make_row(draw: random.Random, largest: int) -> Row:
     first, second = draw.randint(0, largest), draw.randint(0, largest)
     return {"prompt": f"{first} + {second} =", "answer": str(first + second)}
 
@@ -73,9 +76,8 @@ def leading_characters(sample: Sample) -> RewardResult:
     response = sample.response.strip()
     if not answer:
         raise ValueError("the row's answer is empty; there is nothing to compare with")
-    same = 0
-    while same < min(len(answer), len(response)) and answer[same] == response[same]:
-        same += 1
+    pairs = zip(answer, response, strict=False)
+    same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
     return RewardResult(same / max(len(answer), len(response)), {"exact": float(response == answer)})
 
 
@@ -84,18 +86,6 @@ def is_number(text: str) -> bool:
     return NUMBER.fullmatch(text) is not None
 
 
-def keep_mixed(group: SampleGroup) -> FilterDecision:
-    """Keeps a group whose samples do not all have the same reward: with equal rewards every advantage is
-    0.
-    """
-    if group.rewards.min() < group.rewards.max():
-        return FilterDecision(keep=True)
-    return FilterDecision(False, "same_reward", f"every sample has {group.rewards[0]:g}")
-
-
 def check_gold_answers(size: int = 200, seed: int = 0) -> None:
     """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward."""
-    for row in make_rows(size=size, seed=seed):
-        sample = Sample(id="gold", prompt=row["prompt"], response=row["answer"], metadata=row)
-        for reward in (exact_answer, close_answer, leading_characters):
-            assert reward(sample).reward == 1.0, (row, reward(sample))
+    check_gold(make_rows(size=size, seed=seed), exact_answer, close_answer, leading_characters)

@@ -20,8 +20,8 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
+from integration_training.tasks import Row, check_gold, make_each
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
 
 OPERATORS: dict[type[ast.operator], tuple[str, Callable[[Fraction, Fraction], Fraction]]] = {
@@ -34,14 +34,14 @@ LONGEST_EXPRESSION = 200  # characters; no answer needs more, and a parser given
 WELL_FORMED_REWARD = 0.1
 
 
-def make_rows(*, size: int, seed: int, count: int = 3, largest: int = 20) -> list[dict[str, Any]]:
+def make_rows(*, size: int, seed: int, count: int = 3, largest: int = 20) -> list[Row]:
     """`size` solvable puzzles of `count` numbers from 1 to `largest`; `answer` is one solution. Row i depends
     on (seed, i) alone.
     """
-    return [_make_row(random.Random(f"countdown/{seed}/{index}"), count, largest) for index in range(size)]
+    return make_each("countdown", size, seed, lambda draw: _make_row(draw, count, largest))
 
 
-def _make_row(draw: random.Random, count: int, largest: int) -> dict[str, Any]:
+def _make_row(draw: random.Random, count: int, largest: int) -> Row:
     while True:
         numbers = [draw.randint(1, largest) for _ in range(count)]
         expression, value = str(numbers[0]), Fraction(numbers[0])
@@ -68,19 +68,13 @@ def reaches_target(sample: Sample) -> RewardResult:
     numbers, target = sample.metadata["numbers"], sample.metadata["target"]
     try:
         value, used = evaluate(sample.response)
+        if extra := Counter(used) - Counter(numbers):
+            raise ValueError(f"uses {sorted(extra.elements())}, which are not given so often")
     except (ValueError, ZeroDivisionError) as error:
         return RewardResult(0.0, {"solved": 0.0, "well_formed": 0.0}, note=str(error))
-    extra = Counter(used) - Counter(numbers)
-    if extra:
-        return RewardResult(
-            0.0,
-            {"solved": 0.0, "well_formed": 0.0},
-            note=f"uses {sorted(extra.elements())}, which are not given so often",
-        )
     solved = float(value == target)
-    return RewardResult(
-        max(solved, WELL_FORMED_REWARD), {"solved": solved, "well_formed": 1.0}, note=f"= {value}"
-    )
+    parts = {"solved": solved, "well_formed": 1.0}
+    return RewardResult(max(solved, WELL_FORMED_REWARD), parts, note=f"= {value}")
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]]:
@@ -121,6 +115,4 @@ def keep_solvable(group: SampleGroup) -> FilterDecision:
 
 def check_gold_answers(size: int = 200, seed: int = 0) -> None:
     """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward."""
-    for row in make_rows(size=size, seed=seed):
-        result = reaches_target(Sample(id="gold", prompt=row["prompt"], response=row["answer"], metadata=row))
-        assert result.reward == 1.0, (row, result)
+    check_gold(make_rows(size=size, seed=seed), reaches_target)

@@ -15,43 +15,16 @@ from __future__ import annotations
 
 import json
 import random
-from typing import Any
 
+from integration_training.tasks import Row, check_gold, keep_mixed, make_each
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
 
-NAMES = (
-    "Ada",
-    "Boris",
-    "Chen",
-    "Dalia",
-    "Emeka",
-    "Freya",
-    "Goran",
-    "Hana",
-    "Ivo",
-    "Juno",
-    "Kofi",
-    "Lena",
-    "Mila",
-    "Nuri",
-    "Olga",
-    "Pablo",
-)
-CITIES = (
-    "Lima",
-    "Oslo",
-    "Kyoto",
-    "Accra",
-    "Quito",
-    "Riga",
-    "Cairo",
-    "Perth",
-    "Turin",
-    "Hanoi",
-    "Porto",
-    "Austin",
-)
-JOBS = ("nurse", "baker", "pilot", "teacher", "welder", "farmer", "chemist", "tailor")
+NAMES = """
+Ada Boris Chen Dalia Emeka Freya Goran Hana Ivo Juno Kofi Lena Mila
+Nuri Olga Pablo
+""".split()  # noqa: SIM905
+CITIES = "Lima Oslo Kyoto Accra Quito Riga Cairo Perth Turin Hanoi Porto Austin".split()  # noqa: SIM905
+JOBS = "nurse baker pilot teacher welder farmer chemist tailor".split()  # noqa: SIM905
 SENTENCES = (
     "{name} is a {age}-year-old {job} who lives in {city}.",
     "In {city} there is a {job} named {name}, aged {age}.",
@@ -61,12 +34,12 @@ SENTENCES = (
 FIELDS = ("name", "age", "job", "city")
 
 
-def make_rows(*, size: int, seed: int) -> list[dict[str, Any]]:
+def make_rows(*, size: int, seed: int) -> list[Row]:
     """`size` sentences, each with two to four fields to extract. Row i depends on (seed, i) alone."""
-    return [_make_row(random.Random(f"json/{seed}/{index}")) for index in range(size)]
+    return make_each("json", size, seed, _make_row)
 
 
-def _make_row(draw: random.Random) -> dict[str, Any]:
+def _make_row(draw: random.Random) -> Row:
     person = {
         "name": draw.choice(NAMES),
         "age": draw.randint(18, 90),
@@ -89,12 +62,10 @@ def extracts_fields(sample: Sample) -> RewardResult:
     wanted = json.loads(sample.metadata["answer"])
     try:
         found = json.loads(sample.response)
+        if not isinstance(found, dict):
+            raise ValueError(f"a {type(found).__name__}, not an object")
     except (ValueError, RecursionError) as error:
-        return RewardResult(0.0, {"parsed": 0.0, "fields": 0.0}, note=f"not JSON: {error}")
-    if not isinstance(found, dict):
-        return RewardResult(
-            0.0, {"parsed": 0.0, "fields": 0.0}, note=f"a {type(found).__name__}, not an object"
-        )
+        return RewardResult(0.0, {"parsed": 0.0, "fields": 0.0}, note=f"not a JSON object: {error}")
     right = sum(_same(found[key], value) for key, value in wanted.items() if key in found)
     fields = right / len(wanted.keys() | found.keys())
     return RewardResult(0.2 + 0.8 * fields, {"parsed": 1.0, "fields": fields})
@@ -111,18 +82,12 @@ def keep_parsable(group: SampleGroup) -> FilterDecision:
         return FilterDecision(
             False, "nothing_parses", f"none of {len(group.samples)} samples is a JSON object"
         )
-    if group.rewards.min() == group.rewards.max():
-        return FilterDecision(False, "same_reward", f"every sample has {group.rewards[0]:g}")
-    return FilterDecision(keep=True)
+    return keep_mixed(group)
 
 
 def check_gold_answers(size: int = 200, seed: int = 0) -> None:
-    """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward, or names
-    what the sentence does not.
-    """
-    for row in make_rows(size=size, seed=seed):
+    """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward."""
+    rows = make_rows(size=size, seed=seed)
+    check_gold(rows, extracts_fields)
+    for row in rows:
         assert all(str(value) in row["prompt"] for value in json.loads(row["answer"]).values()), row
-        result = extracts_fields(
-            Sample(id="gold", prompt=row["prompt"], response=row["answer"], metadata=row)
-        )
-        assert result.reward == 1.0, (row, result)

@@ -15,79 +15,33 @@ from __future__ import annotations
 
 import random
 import re
-from typing import Any
 
-from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
+from integration_training.tasks import Row, check_gold, keep_mixed, make_each
+from rollouts.types import RewardResult, Sample
 
-WORDS = (
-    "strawberry",
-    "banana",
-    "mississippi",
-    "committee",
-    "bookkeeper",
-    "assessment",
-    "successful",
-    "parallel",
-    "occurrence",
-    "possession",
-    "tennessee",
-    "balloon",
-    "raspberry",
-    "connection",
-    "grammar",
-    "referee",
-    "accommodation",
-    "embarrass",
-    "millennium",
-    "questionnaire",
-    "recommendation",
-    "intelligence",
-    "address",
-    "beginning",
-    "coffee",
-    "happiness",
-    "letter",
-    "butter",
-    "pepper",
-    "rabbit",
-    "summer",
-    "yellow",
-    "weekend",
-    "keyboard",
-    "window",
-    "garden",
-    "orange",
-    "planet",
-    "rocket",
-    "silver",
-    "tunnel",
-    "velvet",
-    "walnut",
-    "zipper",
-    "anchor",
-    "basket",
-    "candle",
-    "dragon",
-    "engine",
-    "falcon",
-    "guitar",
-    "hammer",
-    "island",
-    "jacket",
-    "kitten",
-    "ladder",
-)
+__all__ = ["keep_mixed"]  # the filter of this task
+
+WORDS = """
+strawberry banana mississippi committee bookkeeper assessment
+successful parallel occurrence possession tennessee balloon raspberry
+connection grammar referee accommodation embarrass millennium
+questionnaire recommendation intelligence address beginning coffee
+happiness letter butter pepper rabbit summer yellow weekend keyboard
+window garden orange planet rocket silver tunnel velvet walnut zipper
+anchor basket candle dragon engine falcon guitar hammer island jacket
+kitten ladder
+""".split()  # noqa: SIM905
 FINAL_NUMBER = re.compile(r"\d+(?!.*\d)", re.DOTALL)
 
 
-def make_rows(*, size: int, seed: int) -> list[dict[str, Any]]:
+def make_rows(*, size: int, seed: int) -> list[Row]:
     """`size` questions; a quarter ask for a letter that is not in the word. Row i depends on (seed, i)
     alone.
     """
-    return [_make_row(random.Random(f"letters/{seed}/{index}")) for index in range(size)]
+    return make_each("letters", size, seed, _make_row)
 
 
-def _make_row(draw: random.Random) -> dict[str, Any]:
+def _make_row(draw: random.Random) -> Row:
     word = draw.choice(WORDS)
     present = draw.random() >= 0.25
     letters = sorted(set(word)) if present else sorted(set("abcdefghijklmnopqrstuvwxyz") - set(word))
@@ -111,18 +65,9 @@ def counts_right(sample: Sample) -> RewardResult:
     return RewardResult(right * (0.5 + 0.5 * number_only), {"right": right, "number_only": number_only})
 
 
-def keep_mixed(group: SampleGroup) -> FilterDecision:
-    """Keeps a group whose samples do not all have the same reward: with equal rewards every advantage is
-    0.
-    """
-    if group.rewards.min() < group.rewards.max():
-        return FilterDecision(keep=True)
-    return FilterDecision(False, "same_reward", f"every sample has {group.rewards[0]:g}")
-
-
 def check_gold_answers(size: int = 200, seed: int = 0) -> None:
     """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward."""
-    for row in make_rows(size=size, seed=seed):
+    rows = make_rows(size=size, seed=seed)
+    check_gold(rows, counts_right)
+    for row in rows:
         assert sum(character == row["letter"] for character in row["word"]) == int(row["answer"]), row
-        result = counts_right(Sample(id="gold", prompt=row["prompt"], response=row["answer"], metadata=row))
-        assert result.reward == 1.0, (row, result)

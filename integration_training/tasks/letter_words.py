@@ -23,8 +23,8 @@ preferred can be seen character by character, so that a random two-layer model l
 from __future__ import annotations
 
 import random
-from typing import Any
 
+from integration_training.tasks import Row, check_gold
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
 
 LETTERS, DIGITS = "abcdefgh", "01234567"
@@ -32,14 +32,14 @@ SHORTEST, LONGEST = 2, 5  # characters of a response
 APART = 1e-6  # rewards that are nearer than this are equal: a model's scores of the same response are
 
 
-def make_pairs(*, size: int, seed: int) -> list[dict[str, Any]]:
+def make_pairs(*, size: int, seed: int) -> list[Row]:
     """`size` pairs: `chosen` is of letters, `rejected` of digits, each 2 to 5 characters long. Row i depends
     on (seed, i) alone.
     """
     return [_make_pair(random.Random(f"letter_words/{seed}/{index}"), index) for index in range(size)]
 
 
-def make_labels(*, size: int, seed: int) -> list[dict[str, Any]]:
+def make_labels(*, size: int, seed: int) -> list[Row]:
     """`size` labelled responses: the chosen one of a pair, label true, then the rejected one of the next,
     label false, and so on.
     """
@@ -53,12 +53,12 @@ def make_labels(*, size: int, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def make_rows(*, size: int, seed: int) -> list[dict[str, Any]]:
+def make_rows(*, size: int, seed: int) -> list[Row]:
     """`size` prompts, those of make_pairs, with the chosen response as the answer."""
     return [{"prompt": pair["prompt"], "answer": pair["chosen"]} for pair in make_pairs(size=size, seed=seed)]
 
 
-def _make_pair(draw: random.Random, index: int) -> dict[str, Any]:
+def _make_pair(draw: random.Random, index: int) -> Row:
     chosen = "".join(draw.choice(LETTERS) for _ in range(draw.randint(SHORTEST, LONGEST)))
     rejected = "".join(draw.choice(DIGITS) for _ in range(draw.randint(SHORTEST, LONGEST)))
     return {"prompt": f"Word {draw.randrange(1000)}-{index}:", "chosen": chosen, "rejected": rejected}
@@ -86,6 +86,4 @@ def keep_apart(group: SampleGroup) -> FilterDecision:
 
 def check_gold_answers(size: int = 200, seed: int = 0) -> None:
     """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward."""
-    for row in make_rows(size=size, seed=seed):
-        sample = Sample(id="gold", prompt=row["prompt"], response=row["answer"], metadata=row)
-        assert share_of_letters(sample).reward == 1.0, (row, share_of_letters(sample))
+    check_gold(make_rows(size=size, seed=seed), share_of_letters)

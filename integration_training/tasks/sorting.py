@@ -18,28 +18,23 @@ import itertools
 import random
 import re
 from collections import Counter
-from typing import Any
 
+from integration_training.tasks import Row, check_gold, make_each
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
 
 SEPARATED_NUMBERS = re.compile(r"-?\d+(?:\s*,\s*-?\d+)*")
 
 
-def make_rows(
-    *, size: int, seed: int, shortest: int = 3, longest: int = 6, largest: int = 99
-) -> list[dict[str, Any]]:
+def make_rows(*, size: int, seed: int, shortest: int = 3, longest: int = 6, largest: int = 99) -> list[Row]:
     """`size` lists of `shortest` to `longest` whole numbers from 0 to `largest`. Row i depends on (seed, i)
     alone.
     """
     if not 2 <= shortest <= longest:
         raise ValueError(f"shortest={shortest}, longest={longest}; it must be 2 <= shortest <= longest")
-    return [
-        _make_row(random.Random(f"sorting/{seed}/{index}"), shortest, longest, largest)
-        for index in range(size)
-    ]
+    return make_each("sorting", size, seed, lambda draw: _make_row(draw, shortest, longest, largest))
 
 
-def _make_row(draw: random.Random, shortest: int, longest: int, largest: int) -> dict[str, Any]:
+def _make_row(draw: random.Random, shortest: int, longest: int, largest: int) -> Row:
     numbers = [draw.randint(0, largest) for _ in range(draw.randint(shortest, longest))]
     prompt = (
         f"Sort these numbers from the smallest to the largest: {_write(numbers)}\nAnswer with the numbers"
@@ -84,6 +79,4 @@ def keep_unsettled(group: SampleGroup) -> FilterDecision:
 
 def check_gold_answers(size: int = 200, seed: int = 0) -> None:
     """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward."""
-    for row in make_rows(size=size, seed=seed):
-        result = in_order(Sample(id="gold", prompt=row["prompt"], response=row["answer"], metadata=row))
-        assert result.reward == 1.0, (row, result)
+    check_gold(make_rows(size=size, seed=seed), in_order)

@@ -9,7 +9,7 @@ seed = 1
 
 [rl.rollout]
 group_reward = "integration_training.tasks.summary_length:win_rates"
-filters = ["integration_training.tasks.summary_length:keep_decided"]
+filters = ["integration_training.tasks.summary_length:keep_mixed"]
 
 [eval]
 reward = "integration_training.tasks.summary_length:fits"
@@ -20,15 +20,17 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from typing import Any
 
-from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
+from integration_training.tasks import Row, check_gold, keep_mixed, make_each
+from rollouts.types import RewardResult, Sample
+
+__all__ = ["keep_mixed"]  # the filter of this task
 
 WORD = re.compile(r"[a-z']+")
-ANIMALS = ("otter", "heron", "badger", "lynx", "marten", "stork", "beaver", "falcon")
-PLACES = ("river", "harbour", "orchard", "meadow", "quarry", "canal")
-DISCOVERIES = ("lantern", "letter", "compass", "coin", "violin", "map")
-HELPERS = ("fisher", "farmer", "teacher", "child", "painter", "sailor")
+ANIMALS = "otter heron badger lynx marten stork beaver falcon".split()  # noqa: SIM905
+PLACES = "river harbour orchard meadow quarry canal".split()  # noqa: SIM905
+DISCOVERIES = "lantern letter compass coin violin map".split()  # noqa: SIM905
+HELPERS = "fisher farmer teacher child painter sailor".split()  # noqa: SIM905
 STORY = (
     "Early in the morning the {animal} left its home near the {place}. It had rained all night, and"
     " everything was wet and quiet. After a long search it found a {discovery} that somebody must have lost"
@@ -44,14 +46,14 @@ SUMMARIES = {  # words: a summary of so many
 }
 
 
-def make_rows(*, size: int, seed: int) -> list[dict[str, Any]]:
+def make_rows(*, size: int, seed: int) -> list[Row]:
     """`size` stories, each to be told in a given number of words; `answer` is one such summary. Row i depends
     on (seed, i) alone.
     """
-    return [_make_row(random.Random(f"summary/{seed}/{index}")) for index in range(size)]
+    return make_each("summary", size, seed, _make_row)
 
 
-def _make_row(draw: random.Random) -> dict[str, Any]:
+def _make_row(draw: random.Random) -> Row:
     facts = {
         "animal": draw.choice(ANIMALS),
         "place": draw.choice(PLACES),
@@ -89,36 +91,18 @@ def win_rates(samples: Sequence[Sample]) -> list[RewardResult]:
         raise ValueError("a preference needs at least two samples")
     rates = []
     for index, mine in enumerate(scores):
-        wins = (
-            sum(
-                1.0 if mine.reward > other.reward else 0.5 if mine.reward == other.reward else 0.0
-                for other in scores
-            )
-            - 0.5
-        )  # not against itself
-        rates.append(
-            RewardResult(
-                wins / others,
-                mine.parts,
-                note=f"fits {mine.reward:.2f}, sample {index + 1} of {len(samples)}",
-            )
-        )
+        ranks = [(mine.reward > other.reward) + 0.5 * (mine.reward == other.reward) for other in scores]
+        note = f"fits {mine.reward:.2f}, sample {index + 1} of {len(samples)}"
+        rates.append(RewardResult((sum(ranks) - 0.5) / others, mine.parts, note=note))  # not against itself
     return rates
 
 
-def keep_decided(group: SampleGroup) -> FilterDecision:
-    """Keeps a group in which some sample is preferred to another; if all tie, nothing is learnt."""
-    if group.rewards.min() < group.rewards.max():
-        return FilterDecision(keep=True)
-    return FilterDecision(False, "all_tie", f"{len(group.samples)} samples are as good as each other")
-
-
 def check_gold_answers(size: int = 200, seed: int = 0) -> None:
-    """Raises AssertionError, showing the row, if a row's own summary does not earn the full reward or loses
-    against an empty one.
-    """
-    for row in make_rows(size=size, seed=seed):
-        gold = Sample(id="gold", prompt=row["prompt"], response=row["answer"], metadata=row)
-        empty = Sample(id="empty", prompt=row["prompt"], response="", metadata=row)
-        assert fits(gold).reward == 1.0, (row, fits(gold))
+    """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward."""
+    rows = make_rows(size=size, seed=seed)
+    check_gold(rows, fits)
+    for row in rows:
+        gold, empty = (
+            Sample(id="s", prompt="p", response=text, metadata=row) for text in (row["answer"], "")
+        )
         assert [result.reward for result in win_rates([gold, empty])] == [1.0, 0.0], row

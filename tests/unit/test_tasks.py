@@ -12,7 +12,14 @@ from types import ModuleType
 import pytest
 
 import integration_training.tasks
-from integration_training.tasks import countdown, json_extraction, letter_counting, sorting, summary_length
+from integration_training.tasks import (
+    arithmetic,
+    countdown,
+    json_extraction,
+    letter_counting,
+    sorting,
+    summary_length,
+)
 from rollouts.config.plugins import load_function
 from rollouts.types import RewardResult, Sample, SampleGroup, Status
 
@@ -48,7 +55,7 @@ def group_of(row: dict, results: list[RewardResult]) -> SampleGroup:
     return SampleGroup(0, "row-0", tuple(samples))
 
 
-def test_there_are_at_least_six_tasks():
+def test_the_shipped_tasks():
     assert NAMES == [
         "arithmetic",
         "countdown",
@@ -198,3 +205,31 @@ def test_filters_drop_groups_without_a_difference(task):
     alike = RewardResult(1.0, {"solved": 1.0, "parsed": 1.0, "sorted": 1.0, "same_numbers": 1.0})
     decision = keep(group_of(row, [alike, alike]))
     assert not decision.keep and decision.reason and decision.detail
+
+
+@pytest.mark.parametrize(
+    ("response", "exact", "well_formed", "start"),
+    [
+        *((" 12\n", 1, 1, 1), ("12", 1, 1, 1), ("1", 0, 1, 1 / 2), ("123", 0, 1, 2 / 3), ("21", 0, 1, 0)),
+        *(
+            ("012", 0, 1, 0),
+            ("12.", 0, 0, 2 / 3),
+            ("1x", 0, 0, 1 / 2),
+            ("", 0, 0, 0),
+            ("12 is it", 0, 0, 1 / 4),
+        ),
+    ],
+)
+def test_arithmetic_takes_the_answer_and_nothing_else(response, exact, well_formed, start):
+    sample = answer({"prompt": "p", "answer": 12}, response)
+    assert arithmetic.exact_answer(sample) == RewardResult(
+        exact, {"exact": exact, "well_formed": well_formed}
+    )
+    begun = arithmetic.leading_characters(sample)
+    assert (begun.reward, begun.parts) == (pytest.approx(start), {"exact": exact})
+
+
+def test_a_row_without_an_answer_fails_loudly():
+    for reward in (arithmetic.exact_answer, arithmetic.leading_characters):
+        with pytest.raises(KeyError, match="answer"):
+            reward(answer({"prompt": "p"}, "7"))
