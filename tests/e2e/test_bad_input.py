@@ -71,19 +71,6 @@ def test_a_wrong_setting_is_named_with_the_way_out(
     assert all(word in message for word in wanted), message
 
 
-def test_a_missing_config_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    code, message = run(capsys, config=tmp_path / "nothing.toml")
-    assert code == 2
-    assert "nothing.toml" in message
-
-
-def test_a_missing_dataset_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    config = changed(tmp_path, 'kind = "reasoning_gym"', 'kind = "jsonl"\npath = "rows.jsonl"')
-    code, message = run(capsys, "--output.dir", str(tmp_path / "run"), config=config)
-    assert code == 2
-    assert "rows.jsonl" in message
-
-
 def test_a_model_directory_without_weights_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     model = tmp_path / "model"
     model.mkdir()
@@ -122,43 +109,11 @@ def test_a_dry_run_reports_and_trains_nothing(capsys: pytest.CaptureFixture[str]
     assert not (tmp_path / "run").exists()
 
 
-def test_half_of_a_launchers_variables_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, message = run(capsys, "--output.dir", str(tmp_path / "run"))
-    assert code == 2
-    assert "RANK='' must be a number" in message
-
-
-def test_groups_that_do_not_divide_the_ranks_are_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    for name, value in {
-        "WORLD_SIZE": "4",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "4",
-        "MASTER_ADDR": "localhost",
-    }.items():
-        monkeypatch.setenv(name, value)
-    code, message = run(capsys, "--output.dir", str(tmp_path / "run"), "--distributed.shard_size", "3")
-    assert code == 2
-    assert (
-        "distributed.shard_size=3 does not divide the 4 ranks into equal groups; use 1 or 2 or 4" in message
-    )
-
-
 @pytest.mark.parametrize("arguments", [["--mode", "sft"], ["--config", "x.toml"]])
 def test_a_wrong_command_line_exits_with_2(arguments: list[str]):
     with pytest.raises(SystemExit) as exit_info:
         main(arguments)
     assert exit_info.value.code == 2
-
-
-def test_a_mode_that_is_none_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]):
-    assert main(["--config", "x.toml", "--mode", "sft+pop"]) == 2
-    assert "there is no stage 'pop'; did you mean 'ppo'?" in capsys.readouterr().err
 
 
 def test_a_corrected_command_may_use_the_same_directory(capsys: pytest.CaptureFixture[str], tmp_path: Path):

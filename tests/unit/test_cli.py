@@ -2,16 +2,13 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from rollouts import __version__
 from rollouts.cli import main
-from rollouts.errors import EngineError
 
 
 @pytest.fixture
@@ -53,33 +50,11 @@ def test_inspect_prints_curves_steps_and_samples(tmp_path: Path, capsys: pytest.
     assert "→ 2 [x]" in out, "text of a sample is not markup"
 
 
-def test_inspect_writes_a_picture_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "curves.png"
-    assert main(["inspect", str(write_small_run(tmp_path / "run")), "--png", str(picture)]) == 0
-    assert f"wrote {picture}" in capsys.readouterr().out
-    assert picture.exists()
-
-
 def test_a_directory_that_is_no_run_exits_2_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["inspect", str(tmp_path / "nothing")]) == 2
     err = capsys.readouterr().err
     assert err.startswith("RunDirError: ")
     assert err.count("\n") == 1
-
-
-def test_explain_prints_every_setting(capsys: pytest.CaptureFixture[str]):
-    assert main(["explain"]) == 0
-    out = capsys.readouterr().out
-    assert "rl.rollout.temperature" in out
-    assert "[[sft.data]]" in out
-
-
-def test_explain_prints_the_settings_of_a_table(capsys: pytest.CaptureFixture[str]):
-    assert main(["explain", "rl.rollout"]) == 0
-    out = capsys.readouterr().out
-    assert "rl.rollout.temperature" in out
-    assert "sft." not in out
 
 
 def test_explain_tells_where_a_value_comes_from(config: Path, capsys: pytest.CaptureFixture[str]):
@@ -153,23 +128,6 @@ def test_wrong_usage_exits_2(argv: list[str], capsys: pytest.CaptureFixture[str]
         main(argv)
     assert stopped.value.code == 2
     assert "usage: rollouts" in capsys.readouterr().err
-
-
-def test_other_known_errors_exit_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    def fail(*_: object) -> str:
-        raise EngineError("it broke")
-
-    monkeypatch.setattr("rollouts.config.explain.explain_config", fail)
-    assert main(["explain"]) == 1
-    assert capsys.readouterr().err == "EngineError: it broke\n"
-
-
-def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(sys, "argv", ["rollouts", "--version"])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_module("rollouts", run_name="__main__")
-    assert stopped.value.code == 0
-    assert capsys.readouterr().out == f"rollouts {__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [["inspect", "RUN"], ["explain"]])

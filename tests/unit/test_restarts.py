@@ -61,11 +61,6 @@ def test_two_runs_of_one_machine_with_the_same_id_are_two(run_dir, run_id):
     assert choose_resume(run_dir, replace(ALONE, run_id=run_id, agent="later"), asked=False) == ("no", False)
 
 
-def test_a_start_that_was_refused_is_refused_when_the_launcher_tries_again(run_dir):
-    use(run_dir, ALONE)
-    assert find_restart(run_dir, replace(ALONE, agent="later", restart=1)) == "no"
-
-
 def test_a_start_that_is_refused_once_it_has_locked_leaves_the_run_to_its_own_agent(run_dir):
     later = replace(ALONE, agent="later")
     assert choose_resume(run_dir, later, asked=False) == ("no", False), "both look before either has locked"
@@ -108,34 +103,6 @@ def test_a_launch_of_the_same_id_on_several_machines_is_refused_again_and_again(
         assert read_agents(run_dir) == ("job", {"a", "b"})
 
 
-def test_launches_on_several_machines_without_an_id_of_their_own_are_two(run_dir):
-    use(run_dir, replace(SPREAD, run_id="none"), others=["b"])
-    assert find_restart(run_dir, replace(SPREAD, run_id="none", agent="c")) == "no"
-
-
-def test_a_run_that_is_told_to_resume_asks_nobody(run_dir):
-    use(run_dir, SPREAD)
-    assert choose_resume(run_dir, replace(SPREAD, agent="c"), asked=True) == ("yes", True)
-    assert choose_resume(run_dir, replace(ALONE, agent="d"), asked=True) == ("no", True)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        '{"pid": 1}',
-        '{"launch": {"run_id": "job"}}',
-        '{"launch": {"run_id": "job", "agents": 3}}',
-    ],
-)
-def test_a_lock_that_does_not_say_is_nobodys(run_dir, text):
-    run_dir.root.mkdir()
-    run_dir.lock.write_text(text)
-    assert read_agents(run_dir) == ("", frozenset())
-
-
 def test_two_processes_are_told_apart_and_one_is_itself():
     script = "import os; from rollouts.ranks.launch import read_launch; print(read_launch(os.environ).agent)"
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "job"}
@@ -174,7 +141,3 @@ def test_a_wrapper_between_the_launcher_and_the_program_is_not_the_launcher(tmp_
     assert find_agent("job", 7, proc=tmp_path) == "", (
         "one that may not be looked at could be the launcher or not"
     )
-
-
-def test_a_system_that_does_not_tell_gives_no_agent(tmp_path):
-    assert identify_process(1, proc=tmp_path) == ""

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -150,13 +149,6 @@ def test_tests_may_be_a_check_function_of_the_entry_point():
     )
 
 
-def test_a_test_module_does_not_run_the_programs_main_block():
-    assert (
-        run("def f():\n    return 1\nif __name__ == '__main__':\n    f = None", "assert f() == 1").reward
-        == 1.0
-    )
-
-
 def test_programs_are_judged_by_their_output():
     tests = [{"input": "3 4\n", "output": "7\n"}, {"input": "-1 1", "output": "0"}]
     code = "if __name__ == '__main__':\n    a, b = map(int, input().split())\n    print(a + b, ' ')"
@@ -178,10 +170,6 @@ def test_a_program_ends_as_programs_do():
         run("import sys\nprint(1)\nsys.exit(3)", [{"input": "", "output": "1"}]).note or ""
     )
     assert "ZeroDivisionError" in (run("print(1)\n1 / 0", [{"input": "", "output": "1"}]).note or "")
-
-
-def test_text_beyond_ascii_passes_through():
-    assert run("print(input())", [{"input": "żółw 🐢\n", "output": "żółw 🐢"}]).reward == 1.0
 
 
 @pytest.mark.parametrize(
@@ -219,11 +207,6 @@ def test_a_row_without_sound_tests_is_an_error(tests: Any, message: str):
         code_passes_tests(sample_of("x = 1", tests))
 
 
-def test_an_entry_point_is_a_name():
-    with pytest.raises(DataError, match=r"metadata\['entry_point'\] is 'a b'"):
-        run("x = 1", "pass", entry_point="a b")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -243,11 +226,6 @@ def test_an_entry_point_is_a_name():
 def test_bad_options_are_refused(options: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         make_code_reward(**options)
-
-
-def test_isolation_that_is_there_may_be_required():
-    there = [name for name, value in asdict(describe_isolation()).items() if value]
-    assert make_code_reward(require=there)(sample_of("x = 1", "assert x")).reward == 1.0
 
 
 def test_a_child_that_does_not_start_is_an_error_and_not_a_reward(
@@ -365,13 +343,6 @@ def test_output_without_end_is_cut(namespaces: bool):
     assert "it wrote more than 10000 bytes of output" in (result.note or "")
 
 
-def test_output_of_tested_code_goes_nowhere(namespaces: bool):
-    assert (
-        run("for _ in range(10000):\n    print('x' * 1000)", "assert True", namespaces=namespaces).reward
-        == 1.0
-    )
-
-
 def test_a_process_that_the_code_left_ends_with_it():
     code = (
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n       "
@@ -424,27 +395,6 @@ def test_files_outside_are_neither_seen_nor_changed(tmp_path: Path, namespaces: 
         == 0.0
     )
     assert not (tmp_path / "new").exists() and not Path("/etc/new").exists()
-
-
-def test_only_libraries_are_to_be_seen():
-    if not describe_isolation().filesystem:
-        pytest.skip("this host gives no file system of its own")
-    code = (
-        "import os\nseen = {d for d in ('/proc', '/home', '/var', '/sys', '/etc/passwd', '/root/.ssh') if"
-        " os.path.exists(d)}"
-    )
-    assert run(code, "assert not seen, seen").note == run("x = 1", "assert x").note
-
-
-def test_the_working_directory_is_empty_and_may_be_written(namespaces: bool):
-    code = (
-        "import os\nbefore = os.listdir('.')\nopen('a', 'w').write('x')\nos.mkdir('d')\nopen('d/b',"
-        " 'w').write('x')"
-    )
-    assert (
-        run(code, ["assert before == []", "assert open('d/b').read() == 'x'"], namespaces=namespaces).reward
-        == 1.0
-    )
 
 
 def test_environment_and_descriptors_of_the_worker_stay_with_it(
@@ -509,12 +459,3 @@ def test_the_code_ends_with_a_worker_that_is_killed(tmp_path: Path, namespaces: 
         assert end.read(1) == b"x"
         worker.kill()
         assert end.read() == b""
-
-
-def test_what_the_documentation_says_can_be_forged_can_be():
-    """Code and test share an interpreter: programs judged by their output are the stronger form."""
-    code = (
-        "class Anything:\n    def __eq__(self, other):\n        return True\ndef f(x):\n    return Anything()"
-    )
-    assert run(code, "assert f(1) == 2").reward == 1.0
-    assert run(f"{code}\nprint(f(1))", [{"input": "", "output": "2"}]).reward == 0.0

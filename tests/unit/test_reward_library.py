@@ -27,7 +27,6 @@ from rollouts.rewards.fuzzy import f1_match, fuzzy_match
 from rollouts.rewards.length import make_length_cutoff, make_length_target, make_soft_overlong_punishment
 from rollouts.rewards.math import (
     find_final_number,
-    find_last_part,
     make_math_reward,
     make_numeric_reward,
     math_match,
@@ -184,11 +183,6 @@ def test_overlong_responses_are_punished_softly(num_tokens: int, punishment: flo
     assert str(result.reward) != "-0.0"
     half = make_soft_overlong_punishment(max_tokens=100, buffer_tokens=20, weight=0.5)
     assert half(sample).reward == punishment / 2
-
-
-def test_a_cutoff_includes_its_bounds():
-    tokens = make_length_cutoff(most=3, least=2)
-    assert [tokens(sample_of("", num_tokens=n)).reward for n in (1, 2, 3, 4)] == [0.0, 1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -440,30 +434,8 @@ def test_a_response_without_formula_is_0_with_a_note(response: str):
         )
 
 
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("short", "short"),
-        ("a" * 9000, "a" * 8000),
-        ("a" * 9000 + "\n" + "b" * 5000, "\n" + "b" * 5000),
-        ("a" * 9000 + "\n" + "b" * 10, "a" * 7989 + "\n" + "b" * 10),  # too little would be left
-        ("a" * 9000 + r"\boxed{1}" + "b" * 9000, "a" * 4000 + r"\boxed{1}" + "b" * 3991),
-        (r"\boxed{1}" + "b" * 9000, r"\boxed{1}" + "b" * 3991),
-        (r"\boxed{1}" + "b\n" * 9000 + r"\boxed{2}", "\n" + "b\n" * 3995 + r"\boxed{2}"),
-    ],
-)
-def test_of_a_long_text_the_last_part_is_read(text: str, part: str):
-    assert find_last_part(text) == part
-
-
 def test_a_response_that_repeats_itself_is_read_in_time():
     assert make_math_reward(timeout_s=5)(sample_of("1 " * 50_000, answer="2")).reward == 0.0
-
-
-def test_names_of_variables_matter_unless_told_otherwise():
-    sample = sample_of(r"\boxed{y^2}", result="x^2")
-    assert make_math_reward(key="result")(sample).reward == 0.0
-    assert make_math_reward(key="result", strict=False)(sample).reward == 1.0
 
 
 def test_a_comparison_that_takes_too_long_is_a_timeout_and_not_a_reward(monkeypatch: pytest.MonkeyPatch):
@@ -564,23 +536,6 @@ def test_rewards_combine_by_their_weights_and_keep_their_parts():
     )
 
 
-def test_notes_of_components_are_joined():
-    combined = combine_rewards({"json": json_format, "choice": multiple_choice_match, "exact": exact_match})
-    note = combined(sample_of("x", answer="A")).note
-    assert (
-        note is not None
-        and note.startswith("json: not JSON: ")
-        and note.endswith("; choice: no choice was found")
-    )
-
-
-def test_a_component_that_fails_fails_the_whole():
-    with pytest.raises(DataError, match="no metadata"):
-        combine_rewards({"a": lambda _: 1.0, "exact": exact_match})(sample_of(""))
-    with pytest.raises(UserFunctionError, match=r"\(component 'a'\) on sample s returned nan"):
-        combine_rewards({"a": lambda _: math.nan})(sample_of(""))
-
-
 def test_weights_make_the_reward_anew_from_all_parts():
     result = RewardResult(9.0, {"a": 1.0, "b": -0.5}, "note")
     assert apply_weights(result, {"a": 2.0, "b": 1}) == RewardResult(1.5, {"a": 1.0, "b": -0.5}, "note")
@@ -612,8 +567,3 @@ def test_a_users_function_makes_the_reward_from_the_parts():
 def test_what_the_users_function_answers_must_be_a_number(function: Any, message: str):
     with pytest.raises(UserFunctionError, match=message):
         apply_combine(RewardResult(0.0, {"a": 0.5}), function)
-
-
-def test_a_users_function_cannot_change_the_parts():
-    result = RewardResult(0.0, {"a": 0.5})
-    assert apply_combine(result, lambda parts: parts.pop("a")) == RewardResult(0.5, {"a": 0.5})  # type: ignore[attr-defined]

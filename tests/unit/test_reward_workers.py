@@ -32,7 +32,7 @@ from rollouts.rewards import workers as workers_module
 from rollouts.rewards.call import call_group_reward, call_reward
 from rollouts.rewards.check import function_name
 from rollouts.rewards.worker import BadAnswer, parse_answer
-from rollouts.rewards.workers import RaisedInWorker, RewardWorkers, make_environment, open_reward_workers
+from rollouts.rewards.workers import RaisedInWorker, RewardWorkers, open_reward_workers
 from rollouts.testing.fakes import FAKE_END, FakeTokenizer, ScriptedEngine, ScriptedReply
 from rollouts.types import RewardResult, Sample, SamplingParams, Status
 
@@ -155,14 +155,6 @@ async def test_a_function_is_called_by_name_in_a_process_without_secrets_or_inpu
         assert workers.statistics()["calls"] == 2 and workers.statistics()["failed"] == 0
 
 
-def test_the_environment_of_workers_has_nothing_that_looks_like_a_secret(monkeypatch: pytest.MonkeyPatch):
-    for name in ("MY_API_KEY", "hf_token", "CLIENT_SECRET_2", "DB_PASSWORD"):
-        monkeypatch.setenv(name, "abc")
-    monkeypatch.setenv("PLAIN", "1")
-    kept = make_environment()
-    assert "abc" not in kept.values() and kept["PLAIN"] == "1"
-
-
 async def test_a_sample_arrives_as_it_was():
     sample = Sample(
         id="s",
@@ -196,19 +188,6 @@ async def test_a_group_is_scored_together():
             await call_group_reward(
                 workers.group_reward("hostile_rewards.py:too_few", HERE), [SAMPLE, SAMPLE]
             )
-
-
-async def test_workers_draw_different_random_numbers():
-    async with open_workers(count=2) as workers:
-        drawn: list[float] = []
-
-        async def draw() -> None:
-            drawn.append((await call_reward(named(workers, "draw"), SAMPLE)).reward)
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(draw)
-            nursery.start_soon(draw)
-    assert drawn[0] != drawn[1]
 
 
 async def test_programs_that_have_ended_are_fine():
@@ -304,23 +283,7 @@ async def test_workers_that_cannot_start_say_so(monkeypatch: pytest.MonkeyPatch)
             raise AssertionError("opened")
 
 
-async def test_an_exception_of_the_body_leaves_as_it_is():
-    with pytest.raises(KeyError):
-        async with open_workers():
-            raise KeyError("mine")
-
-
 # --- one call and the next ---
-
-
-async def test_a_function_that_writes_an_answer_itself_does_not_shift_the_answers_of_later_samples():
-    async with open_workers() as workers:
-        with pytest.raises(RewardCrashed, match="an answer that is none"):
-            await call_reward(named(workers, "answers_itself"), SAMPLE)
-        for response in ("a", "ab", "abcd"):
-            assert (
-                await call_reward(named(workers, "good"), replace(SAMPLE, response=response))
-            ).reward == len(response)
 
 
 LATE = """

@@ -108,12 +108,6 @@ def test_a_file_system_without_locks_is_warned_of_and_used(tmp_path, monkeypatch
     assert f'"pid": {os.getpid()}' in RunDir(tmp_path).lock.read_text()
 
 
-def test_a_lock_that_fails_otherwise_is_refused(tmp_path, monkeypatch):
-    refuse_with(monkeypatch, fcntl, "flock", errno.EIO)
-    with pytest.raises(RunDirError, match=r"run\.lock cannot be locked .*Input/output error"):
-        lock_run_dir(RunDir(tmp_path))
-
-
 def test_a_disk_without_room_for_the_holders_name_is_locked_all_the_same(tmp_path, monkeypatch):
     refuse_with(monkeypatch, os, "pwrite", errno.ENOSPC)
     descriptor = lock_run_dir(RunDir(tmp_path))
@@ -127,14 +121,6 @@ def refuse_with(monkeypatch: pytest.MonkeyPatch, owner: ModuleType, name: str, n
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(owner, name, refuse)
-
-
-def test_a_lock_whose_file_says_nothing_is_a_lock_all_the_same(tmp_path):
-    descriptor = lock_run_dir(RunDir(tmp_path))
-    os.ftruncate(descriptor, 0)
-    with pytest.raises(RunDirError, match="in use by a process that"):
-        check_unlocked(RunDir(tmp_path))
-    os.close(descriptor)
 
 
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
@@ -182,12 +168,6 @@ def test_who_only_asks_whether_a_run_is_at_work_keeps_none_from_starting(
 # --- whether a run is at work -------------------------------------------------------------------------------
 
 
-def test_nobody_is_at_work_where_nobody_ever_was(tmp_path: Path):
-    for root in (tmp_path, tmp_path / "missing"):
-        assert is_locked(RunDir(root)) is False
-        assert find_activity(RunDir(root)) == Activity("nowhere", locked=False, finished=False)
-
-
 def test_a_run_is_at_work_here_while_its_lock_is_held(tmp_path: Path):
     run_dir, host = RunDir(tmp_path), socket.gethostname()
     descriptor = lock_run_dir(run_dir)
@@ -213,15 +193,6 @@ def test_a_lock_of_another_machine_that_is_not_seen_proves_nothing_until_there_i
     assert find_activity(run_dir) == Activity("nowhere", locked=False, finished=True, host="node3")
 
 
-def test_a_lock_of_another_machine_that_is_seen_is_proof(tmp_path: Path):
-    run_dir = RunDir(tmp_path)
-    with run_dir.lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.write('{"pid": 7, "host": "node3"}\n')
-        file.flush()
-        assert describe_activity(find_activity(run_dir)) == "running on node3"
-
-
 @pytest.mark.parametrize(
     ("holder", "where"), [("", "unknown"), ("[]", "unknown"), ('{"host": "node3"}', "elsewhere")]
 )
@@ -235,11 +206,3 @@ def test_without_locks_a_run_may_be_at_work_until_it_has_a_summary(
     assert (activity.where, activity.state, activity.certain) == (where, "perhaps running", False)
     run_dir.summary.touch()
     assert find_activity(run_dir).state == "finished"
-
-
-def test_a_lock_that_may_not_be_opened_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run_dir = RunDir(tmp_path)
-    run_dir.lock.touch()
-    refuse_with(monkeypatch, os, "open", errno.EACCES)
-    assert is_locked(run_dir) is None
-    assert describe_activity(find_activity(run_dir)) == "perhaps running: its lock cannot be asked"
