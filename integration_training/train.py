@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -122,11 +122,6 @@ def parse_command_line(argv: Sequence[str]) -> Command:
 
 
 # --- before any model loads ---------------------------------------------------------------------------------
-
-
-def make_template_options(config: RunConfig) -> TemplateOptions:
-    """What the chat template is told. Raises ConfigError for a parameter that is not the user's to set."""
-    return TemplateOptions(config.model.template_params)
 
 
 def check_losses(config: RunConfig, stages: Sequence[str]) -> None:
@@ -238,38 +233,62 @@ async def open_record(
 
 
 async def run_training(command: Command, config: RunConfig, launch: Launch) -> int:
-    """The exit code of the program, on rank 0. Raises RolloutsError."""
-    with ExitStack() as held:
-        return await run_locked(command, config, launch, held)
-
-
-async def run_locked(command: Command, config: RunConfig, launch: Launch, held: ExitStack) -> int:
-    """The exit code. What can be checked without a model is checked before one loads; then the run directory
-    is locked, until `held` closes.
+    """The exit code of the program, on rank 0. What can be checked without a model is checked before one
+    loads; then the run directory is locked. Raises RolloutsError.
     """
-    from rollouts.models.load import load_tokenizer, resolve_model, stop_token_ids
-
     arm_crash_points(os.environ, rank=launch.rank)
     reach("start.armed")
-    started = time.perf_counter()
-    console = Console()
-    run_dir = choose_run_dir(config)
+    started, console, run_dir = time.perf_counter(), Console(), choose_run_dir(config)
     restart, resume = choose_resume(run_dir, launch, asked=command.resume)
     check_run_dir(run_dir, config, resume=resume)
     check_trackers(config.output.trackers)
     if command.dry_run:
         # a process that stays alone answers for all
         ranks = max(config.distributed.ranks, launch.local_world_size)
-        run = look_at_run(config, command.stages, run_dir, base_dir=Path.cwd(), local_ranks=ranks)
-        return print_findings(run.findings, console)
+        looked = look_at_run(config, command.stages, run_dir, base_dir=Path.cwd(), local_ranks=ranks)
+        return print_findings(looked.findings, console)
+    make_run = await prepare_run(command, config, launch, run_dir, console)
+    reach("start.checked")
+    with ExitStack() as held:
+        lock = lock_run_dir(run_dir)
+        held.callback(os.close, lock)
+        # again: a run may have begun and ended since
+        check_run_dir(run_dir, config, resume=resume, locked=True)
+        write_holder(lock, describe_launch(run_dir, launch, restart))
+
+        def confirm(ranks: OpenRanks | None) -> None:
+            if ranks is not None:
+                write_holder(lock, confirm_launch(run_dir, launch, restart, ranks.agents))
+
+        run = await train_stages(command, launch, make_run, console, confirm)
+        if run is None:
+            with suppress(OSError, ValueError, SystemExit):  # as `say`; rich answers a broken pipe so
+                console.print(f"stopped; go on with --resume --output.dir {run_dir.root}")
+            # everything is closed; to take an interpreter with torch in it down takes seconds that a stop may
+            # not have
+            exit_now()
+        reach("end.before_summary")
+        summary = write_summary(run, command.stages, time.perf_counter() - started)
+        reach("end.summary_written")
+        print_report(run, summary, console)
+    return 0
+
+
+async def prepare_run(
+    command: Command, config: RunConfig, launch: Launch, run_dir: RunDir, console: Console
+) -> partial[Run]:
+    """What makes the run, once the rest of it is open. Rows, losses, the model's directory and the tokenizer
+    are checked and read.
+    """
+    from rollouts.models.load import load_tokenizer, resolve_model, stop_token_ids
+
     rows = load_all_rows(config, command.stages)
-    named = load_functions(config, command.stages, base_dir=Path.cwd())
+    functions = load_functions(config, command.stages, base_dir=Path.cwd())
     check_losses(config, command.stages)
     if "rl" in command.stages and config.rl:
         check_engine_config(config.engine)
-    device = (
-        choose_run_device(config, launch) if launch.world_size == 1 else ""
-    )  # ranks choose when they meet, and hear of a refusal
+    # ranks choose when they meet, and hear of a refusal
+    device = choose_run_device(config, launch) if launch.world_size == 1 else ""
     for note in rows.notes:
         console.print(note, highlight=False, markup=False, soft_wrap=True)
     model_path = await trio.to_thread.run_sync(
@@ -277,71 +296,59 @@ async def run_locked(command: Command, config: RunConfig, launch: Launch, held: 
     )
     tokenizer = load_tokenizer(model_path, chat_template=chat_template_path(config))
     check_reward_models(config, command.stages, run_dir, tokenizer)
-    stop_ids = stop_token_ids(tokenizer, model_path)
-    prepared = prepare_rows(
-        config, command.stages, rows, tokenizer, context_length=read_context_length(model_path)
+    context_length = read_context_length(model_path)
+    prepared = prepare_rows(config, command.stages, rows, tokenizer, context_length=context_length)
+    return partial(
+        Run,
+        config=config,
+        run_dir=run_dir,
+        rows=rows,
+        conversations=prepared.conversations,
+        preferences=prepared.preferences,
+        functions=functions,  # in this process; where they work is opened later
+        tokenizer=tokenizer,
+        template=TemplateOptions(config.model.template_params),
+        stop_ids=stop_token_ids(tokenizer, model_path),
+        base_model=model_path,
+        device=device,
     )
-    reach("start.checked")
-    lock = lock_run_dir(run_dir)
-    held.callback(os.close, lock)
-    check_run_dir(run_dir, config, resume=resume, locked=True)  # again: a run may have begun and ended since
-    write_holder(lock, describe_launch(run_dir, launch, restart))
 
+
+async def train_stages(
+    command: Command,
+    launch: Launch,
+    make_run: partial[Run],
+    console: Console,
+    confirm: Callable[[OpenRanks | None], None],
+) -> Run | None:
+    """The run when its stages are complete, with everything closed; None if the user stopped it."""
     from rollouts.metrics.jsonl import next_attempt
     from rollouts.metrics.progress import open_progress
 
-    def confirm(ranks: OpenRanks | None) -> None:
-        if ranks is not None:
-            write_holder(lock, confirm_launch(run_dir, launch, restart, ranks.agents))
-
+    known = make_run.keywords
+    config, run_dir = known["config"], known["run_dir"]
     totals = {stage: stage_config(config, stage).steps for stage in command.stages}
     attempt = next_attempt(run_dir)  # before the others are met: from then on they take silence for an end
+    run, finished = None, False
     async with trio.open_nursery() as nursery:
         stop = Stop(say=say)
         nursery.start_soon(lambda: watch_signals(stop, launched="TORCHELASTIC_RUN_ID" in os.environ))
         nursery.start_soon(end_overdue, stop)
-        finished = False
         with open_progress(console, totals) as progress:
             async with (
-                open_functions(config, named, base_dir=Path.cwd(), warn=say) as functions,
-                open_other_ranks(launch, config, model_path, stop) as ranks,
+                open_functions(config, known["functions"], base_dir=Path.cwd(), warn=say) as functions,
+                open_other_ranks(launch, config, known["base_model"], stop) as ranks,
                 open_record(run_dir, config, attempt, progress, partial(confirm, ranks)) as logger,
             ):
                 with stop.scope():  # inside: the other ranks end as after a finished run
                     run_dir.summary.unlink(missing_ok=True)  # it says that a run is finished
                     reach("start.opened")
-                    template, place = (
-                        make_template_options(config),
-                        str(ranks.ranks.device) if ranks else device,
-                    )
-                    data = rows, prepared.conversations, prepared.preferences
-                    run = Run(
-                        config,
-                        run_dir,
-                        *data,
-                        functions,
-                        tokenizer,
-                        template,
-                        stop_ids,
-                        model_path,
-                        logger,
-                        stop,
-                        place,
-                        ranks,
-                    )
-                    finished = await run_stages(run, command.stages, model_path)
+                    run = make_run(functions=functions, logger=logger, stop=stop, ranks=ranks)
+                    if ranks is not None:
+                        run = replace(run, device=str(ranks.ranks.device))
+                    finished = await run_stages(run, command.stages, run.base_model)
         nursery.cancel_scope.cancel()
-    if not finished:
-        with suppress(OSError, ValueError, SystemExit):  # as `say`; rich answers a broken pipe by SystemExit
-            console.print(f"stopped; go on with --resume --output.dir {run_dir.root}")
-        # everything is closed; to take an interpreter with torch in it down takes seconds that a stop may not
-        # have
-        exit_now()
-    reach("end.before_summary")
-    summary = write_summary(run, command.stages, time.perf_counter() - started)
-    reach("end.summary_written")
-    print_report(run, summary, console)
-    return 0
+    return run if finished else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,9 +10,9 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Literal, NotRequired, TypedDict, cast
+from typing import Any, Literal, NotRequired, TypedDict, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -46,8 +46,11 @@ class Status(StrEnum):
     FAILED = "failed"  # could not be generated or scored; metadata["failure"] says why
 
 
+ARRAY_KINDS = {"i": ("iu", "integers"), "f": ("fiu", "numbers"), "b": ("b", "0 and 1")}
+
+
 def _frozen_array(owner: str, name: str, value: ArrayLike, dtype: Any, length: int | None) -> NDArray[Any]:
-    source = np.asarray(value)
+    source, wanted = np.asarray(value), np.dtype(dtype)
     if source.ndim != 1:
         raise ValueError(f"{owner}.{name} has {source.ndim} axes; it must be one-dimensional [T]")
     if length is not None and len(source) != length:
@@ -55,16 +58,11 @@ def _frozen_array(owner: str, name: str, value: ArrayLike, dtype: Any, length: i
             f"{owner}.{name} has {len(source)} values for {length} tokens; token-level fields have one value"
             " per token"
         )
-    wanted = np.dtype(dtype)
-    if len(source) == 0:
-        source = source.astype(wanted)
-    elif wanted.kind == "i" and source.dtype.kind not in "iu":
-        raise ValueError(f"{owner}.{name} has dtype {source.dtype}; it must hold integers")
-    elif wanted.kind == "f" and source.dtype.kind not in "fiu":
-        raise ValueError(f"{owner}.{name} has dtype {source.dtype}; it must hold numbers")
-    elif wanted.kind == "b" and source.dtype.kind != "b" and not bool(np.isin(source, (0, 1)).all()):
-        raise ValueError(f"{owner}.{name} holds values other than 0 and 1")
-    result = source.astype(wanted, copy=True)
+    kinds, what = ARRAY_KINDS[wanted.kind]
+    is_bits = wanted.kind == "b" and bool(np.isin(source, (0, 1)).all())
+    if len(source) and source.dtype.kind not in kinds and not is_bits:
+        raise ValueError(f"{owner}.{name} has dtype {source.dtype}; it must hold {what}")
+    result = source.astype(wanted)
     result.flags.writeable = False
     return result
 
@@ -564,15 +562,20 @@ class OptimParams:
 # --- mergeable metric values --------------------------------------------------------------------------------
 
 
+KindT = TypeVar("KindT", "Mean", "Total", "EffectiveShare", "ExplainedVariance")
+
+
+def _add_sums(one: KindT, other: KindT) -> KindT:
+    return type(one)(*(getattr(one, sums.name) + getattr(other, sums.name) for sums in fields(one)))
+
+
 @dataclass(frozen=True, slots=True)
 class Mean:
     """A mean that carries its count, so that means of parts merge exactly."""
 
     total: float
     count: float
-
-    def merge(self, other: Mean) -> Mean:
-        return Mean(self.total + other.total, self.count + other.count)
+    merge = _add_sums
 
     @property
     def value(self) -> float | None:
@@ -583,42 +586,28 @@ class Mean:
 class Total:
     """A sum over parts."""
 
-    total: float
-
-    def merge(self, other: Total) -> Total:
-        return Total(self.total + other.total)
-
-    @property
-    def value(self) -> float:
-        return self.total
+    value: float
+    merge = _add_sums
 
 
 @dataclass(frozen=True, slots=True)
 class Max:
     """The largest of the parts."""
 
-    largest: float
+    value: float
 
     def merge(self, other: Max) -> Max:
-        return Max(max(self.largest, other.largest))
-
-    @property
-    def value(self) -> float:
-        return self.largest
+        return max(self, other, key=lambda one: one.value)
 
 
 @dataclass(frozen=True, slots=True)
 class Min:
     """The smallest of the parts."""
 
-    smallest: float
+    value: float
 
     def merge(self, other: Min) -> Min:
-        return Min(min(self.smallest, other.smallest))
-
-    @property
-    def value(self) -> float:
-        return self.smallest
+        return min(self, other, key=lambda one: one.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -630,9 +619,7 @@ class EffectiveShare:
     total: float  # Σw
     square: float  # Σw²
     count: float  # n
-
-    def merge(self, other: EffectiveShare) -> EffectiveShare:
-        return EffectiveShare(self.total + other.total, self.square + other.square, self.count + other.count)
+    merge = _add_sums
 
     @property
     def value(self) -> float | None:
@@ -650,15 +637,7 @@ class ExplainedVariance:
     target_square: float  # Σ target²
     error: float  # Σ (target − prediction)
     error_square: float  # Σ (target − prediction)²
-
-    def merge(self, other: ExplainedVariance) -> ExplainedVariance:
-        return ExplainedVariance(
-            self.count + other.count,
-            self.target + other.target,
-            self.target_square + other.target_square,
-            self.error + other.error,
-            self.error_square + other.error_square,
-        )
+    merge = _add_sums
 
     @property
     def value(self) -> float | None:
