@@ -61,6 +61,15 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def check_range(interval: str, **values: float) -> None:
+    """Raises ConfigError naming the first value outside an interval such as "(0, 1]"; NaN is in none."""
+    low, high = map(float, interval[1:-1].split(","))
+    for name, value in values.items():
+        above = value >= low if interval[0] == "[" else value > low
+        below = value <= high if interval[-1] == "]" else value < high
+        require(above and below, f"{name}={value} is outside its range; choose a number in {interval}")
+
+
 def clear_masked(inputs: LossInputs) -> LossInputs:
     """The same inputs with 0 outside the mask, all but log_probs and entropy detached.
 

@@ -24,7 +24,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +32,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rollouts.errors import ConfigError
-from rollouts.losses.inputs import LossInputs, LossOutput, clear_masked, require
+from rollouts.losses.inputs import LossInputs, LossOutput, check_range, clear_masked, require
 from rollouts.losses.reductions import collect_token_metrics
 
 HIGHEST_MEAN_LOG_PROB = -1e-6  # odds are infinite at a probability of 1; at most 1 − 1e-6 counts
+REFERENCE = ("chosen", "rejected", "ref_chosen", "ref_rejected")
+LENGTHS = ("chosen_lengths", "rejected_lengths")
 
 
 class PairLogProbs(NamedTuple):
@@ -49,62 +51,82 @@ class PairLogProbs(NamedTuple):
     rejected_lengths: Tensor  # [P]
 
 
-class PairTerm(NamedTuple):
-    """What a loss on pairs computes, all [P]."""
+class Pair(NamedTuple):
+    """What a formula sees, all [P] with gradient."""
 
-    losses: Tensor
-    chosen_rewards: Tensor
-    rejected_rewards: Tensor
-    more: Mapping[str, Tensor] = {}  # metrics; these and logps/… take the place of the usual ones
+    good: Tensor  # Δ_c of a loss with a reference, else π_c
+    bad: Tensor  # Δ_r or π_r
+    good_mean: Tensor  # the same divided by the response's tokens, of a loss that takes the lengths
+    bad_mean: Tensor
 
+
+Formula = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
+"""`(pair, *, beta, ...)` to the losses [P], with more metrics [P] if there are any."""
 
 PreferenceLoss = Callable[..., LossOutput]
 """Takes fields of PairLogProbs by their names, in any choice, and numbers by keyword."""
 
-
-def _pair_loss(compute: Callable[..., PairTerm]) -> PreferenceLoss:
-    """The loss of a formula: what is the same for all of them."""
-    signature, name = inspect.signature(compute), compute.__name__.removesuffix("_loss")
-
-    @functools.wraps(compute)
-    def loss(*values: Tensor, **params: Any) -> LossOutput:
-        given = signature.bind(*values, **params).arguments
-        tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
-        check_one_per_pair(name, **tensors)
-        _check_numbers(name, given)
-        given |= {key: value.detach() for key, value in tensors.items() if key.startswith("ref_")}
-        term = compute(**given)
-        margins = term.chosen_rewards - term.rejected_rewards
-        losses = spoil_losses(term.losses, term.chosen_rewards, term.rejected_rewards)
-        means = {
-            "rewards/chosen": term.chosen_rewards,
-            "rewards/rejected": term.rejected_rewards,
-            "rewards/margins": margins,
-            "rewards/accuracies": margins > 0,
-            "logps/chosen": tensors["chosen"],
-            "logps/rejected": tensors["rejected"],
-            **term.more,
-        }
-        mask = torch.ones_like(losses, dtype=torch.bool)
-        return LossOutput(losses.sum(), float(len(losses)), collect_token_metrics(means, {}, mask))
-
-    return loss
+PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {}
 
 
-def _check_numbers(name: str, given: Mapping[str, Any]) -> None:
-    beta, smoothing = given.get("beta", 1.0), given.get("label_smoothing", 0.01)
-    require(
-        beta > 0 or (beta == 0 and name == "orpo"),
-        f"{name}: beta={beta} must be above 0: it scales log-prob differences; 0.1 is usual, 2.0 for simpo",
-    )
-    require(
-        0 <= smoothing < 0.5 and (smoothing > 0 or name != "exo"),
-        f"{name}: label_smoothing={smoothing} must be at least 0 (of exo: above 0) and below 0.5: it is the"
-        " share of labels believed wrong",
-    )
-    for key in ("gamma", "nll_weight"):
-        value = given.get(key, 0.0)
-        require(value >= 0, f"{name}: {key}={value} must not be negative; 1.0 is usual")
+def _pair_loss(*names: str, of_means: bool = False) -> Callable[[Formula], PreferenceLoss]:
+    """A decorator that makes a loss of a formula and enters it into PREFERENCE_LOSSES. The loss takes those
+    fields of PairLogProbs and the formula's numbers. of_means: its metrics are of means over tokens.
+    """
+    fields = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+
+    def decorate(formula: Formula) -> PreferenceLoss:
+        numbers = [*inspect.signature(formula).parameters.values()][1:]
+        signature, name = inspect.Signature([*fields, *numbers]), formula.__name__.removesuffix("_loss")
+
+        @functools.wraps(formula)
+        def loss(*values: Tensor, **params: Any) -> LossOutput:
+            bound = signature.bind(*values, **params)
+            bound.apply_defaults()
+            given = bound.arguments
+            tensors: dict[str, Tensor] = {key: given.pop(key) for key in names}
+            check_one_per_pair(name, **tensors)
+            _check_numbers(name, given)
+            good, bad = tensors["chosen"], tensors["rejected"]
+            if "ref_chosen" in tensors:
+                good, bad = good - tensors["ref_chosen"].detach(), bad - tensors["ref_rejected"].detach()
+            means = (good / tensors.get(LENGTHS[0], 1.0), bad / tensors.get(LENGTHS[1], 1.0))
+            found = formula(Pair(good, bad, *means), **given)
+            losses, more = (found, {}) if isinstance(found, Tensor) else found
+            rewards = [given["beta"] * value for value in (means if of_means else (good, bad))]
+            chosen, rejected = means if of_means else (tensors["chosen"], tensors["rejected"])
+            metrics = {
+                "rewards/chosen": rewards[0],
+                "rewards/rejected": rewards[1],
+                "rewards/margins": rewards[0] - rewards[1],
+                "rewards/accuracies": rewards[0] > rewards[1],
+                "logps/chosen": chosen,
+                "logps/rejected": rejected,
+                **more,
+            }
+            losses = spoil_losses(losses, *rewards)
+            everywhere = torch.ones_like(losses, dtype=torch.bool)
+            return LossOutput(
+                losses.sum(), float(len(losses)), collect_token_metrics(metrics, {}, everywhere)
+            )
+
+        setattr(loss, "__signature__", signature)  # noqa: B010  (no attribute of functions for the type checker)
+        PREFERENCE_LOSSES[name] = loss
+        return loss
+
+    return decorate
+
+
+def _check_numbers(name: str, given: dict[str, float]) -> None:
+    """label_smoothing is the share of labels believed wrong; beta scales log-prob differences."""
+    ranges = {
+        "beta": "[0, inf)" if name == "orpo" else "(0, inf)",
+        "label_smoothing": "(0, 0.5)" if name == "exo" else "[0, 0.5)",
+        "gamma": "[0, inf)",
+        "nll_weight": "[0, inf)",
+    }
+    for key, value in given.items():
+        check_range(ranges[key], **{f"{name}: {key}": value})
 
 
 def _smooth(logits: Tensor, share: float) -> Tensor:
@@ -114,196 +136,111 @@ def _smooth(logits: Tensor, share: float) -> Tensor:
 # --- with a reference ---------------------------------------------------------------------------------------
 
 
-@_pair_loss
-def dpo_loss(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
-    *,
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
-) -> PairTerm:
+@_pair_loss(*REFERENCE)
+def dpo_loss(pair: Pair, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
     """−(1 − ε)·log σ(βΔ) − ε·log σ(−βΔ) per pair; ε = label_smoothing, the share of labels believed wrong. ε
     > 0 is conservative DPO. Papers: 2305.18290; Mitchell 2023 (cDPO).
     """
-    good, bad = beta * (chosen - ref_chosen), beta * (rejected - ref_rejected)
-    return PairTerm(_smooth(good - bad, label_smoothing), good, bad)
+    return _smooth(beta * (pair.good - pair.bad), label_smoothing)
 
 
-@_pair_loss
-def robust_dpo_loss(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
-    *,
-    beta: float = 0.1,
-    label_smoothing: float = 0.1,
-) -> PairTerm:
+@_pair_loss(*REFERENCE)
+def robust_dpo_loss(pair: Pair, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
     """(−(1 − ε)·log σ(βΔ) + ε·log σ(−βΔ)) / (1 − 2ε) per pair: unbiased for DPO's loss when a share ε of the
     labels is flipped. May be negative. Paper: 2403.00409.
     """
-    good, bad = beta * (chosen - ref_chosen), beta * (rejected - ref_rejected)
-    right, wrong = -logsigmoid(good - bad), -logsigmoid(bad - good)
-    losses = ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
-    return PairTerm(losses, good, bad)
+    logits = beta * (pair.good - pair.bad)
+    right, wrong = -logsigmoid(logits), -logsigmoid(-logits)
+    return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
 
 
-@_pair_loss
-def ipo_loss(
-    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float = 0.1
-) -> PairTerm:
+@_pair_loss(*REFERENCE)
+def ipo_loss(pair: Pair, *, beta: float = 0.1) -> Tensor:
     """(Δ − 1/(2β))² per pair, of log-prob sums; β is the paper's τ. Paper: 2310.12036, eq. 17."""
-    good, bad = chosen - ref_chosen, rejected - ref_rejected
-    return PairTerm((good - bad - 0.5 / beta).square(), beta * good, beta * bad)
+    return (pair.good - pair.bad - 0.5 / beta).square()
 
 
-@_pair_loss
-def averaged_ipo_loss(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
-    chosen_lengths: Tensor,
-    rejected_lengths: Tensor,
-    *,
-    beta: float = 0.1,
-) -> PairTerm:
+@_pair_loss(*REFERENCE, *LENGTHS)
+def averaged_ipo_loss(pair: Pair, *, beta: float = 0.1) -> Tensor:
     """(Δ_c/|y_c| − Δ_r/|y_r| − 1/(2β))² per pair: IPO on means over tokens, which does not grow with length;
     what TRL calls `ipo`. The rewards in the metrics are of the sums, as in DPO.
     """
-    good, bad = chosen - ref_chosen, rejected - ref_rejected
-    losses = (good / chosen_lengths - bad / rejected_lengths - 0.5 / beta).square()
-    return PairTerm(losses, beta * good, beta * bad)
+    return (pair.good_mean - pair.bad_mean - 0.5 / beta).square()
 
 
-@_pair_loss
-def hinge_loss(
-    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float = 0.1
-) -> PairTerm:
+@_pair_loss(*REFERENCE)
+def hinge_loss(pair: Pair, *, beta: float = 0.1) -> Tensor:
     """max(0, 1 − βΔ) per pair: no gradient beyond a margin of 1. Papers: SLiC-HF, 2305.10425; 2309.06657."""
-    good, bad = beta * (chosen - ref_chosen), beta * (rejected - ref_rejected)
-    return PairTerm(torch.relu(1 - (good - bad)), good, bad)
+    return torch.relu(1 - beta * (pair.good - pair.bad))
 
 
-@_pair_loss
-def length_normalised_dpo_loss(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
-    chosen_lengths: Tensor,
-    rejected_lengths: Tensor,
-    *,
-    beta: float = 0.1,
-) -> PairTerm:
+@_pair_loss(*REFERENCE, *LENGTHS)
+def length_normalised_dpo_loss(pair: Pair, *, beta: float = 0.1) -> Tensor:
     """−log σ(β(Δ_c/|y_c| − Δ_r/|y_r|)) per pair. The means are small numbers: betas of 2 to 10 are usual. The
     rewards in the metrics are of the sums, as in DPO. Paper: Tülu 3, 2411.15124.
     """
-    good, bad = beta * (chosen - ref_chosen), beta * (rejected - ref_rejected)
-    return PairTerm(-logsigmoid(good / chosen_lengths - bad / rejected_lengths), good, bad)
+    return -logsigmoid(beta * (pair.good_mean - pair.bad_mean))
 
 
-@_pair_loss
-def exo_loss(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
-    *,
-    beta: float = 0.1,
-    label_smoothing: float = 1e-3,
-) -> PairTerm:
+@_pair_loss(*REFERENCE)
+def exo_loss(pair: Pair, *, beta: float = 0.1, label_smoothing: float = 1e-3) -> Tensor:
     """KL(q || p) per pair, q = (σ(βΔ), σ(−βΔ)), p = (1 − ε, ε): reverse KL to the labels where DPO has the
     forward one; infinite for ε = 0. Paper: 2402.00856.
     """
-    good, bad = beta * (chosen - ref_chosen), beta * (rejected - ref_rejected)
-    logits = good - bad
+    logits = beta * (pair.good - pair.bad)
     right = torch.sigmoid(logits) * (logsigmoid(logits) - math.log1p(-label_smoothing))
-    wrong = torch.sigmoid(-logits) * (logsigmoid(-logits) - math.log(label_smoothing))
-    return PairTerm(right + wrong, good, bad)
+    return right + torch.sigmoid(-logits) * (logsigmoid(-logits) - math.log(label_smoothing))
 
 
-@_pair_loss
-def nca_loss(
-    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float = 0.1
-) -> PairTerm:
+@_pair_loss(*REFERENCE)
+def nca_loss(pair: Pair, *, beta: float = 0.1) -> Tensor:
     """−log σ(βΔ_c) − ½·log σ(−βΔ_c) − ½·log σ(−βΔ_r) per pair: holds up the chosen log-prob itself. Paper:
     2402.05369.
     """
-    good, bad = beta * (chosen - ref_chosen), beta * (rejected - ref_rejected)
-    return PairTerm(-logsigmoid(good) - 0.5 * logsigmoid(-good) - 0.5 * logsigmoid(-bad), good, bad)
+    good, bad = beta * pair.good, beta * pair.bad
+    return -logsigmoid(good) - 0.5 * logsigmoid(-good) - 0.5 * logsigmoid(-bad)
 
 
-@_pair_loss
-def sppo_hard_loss(
-    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float = 0.1
-) -> PairTerm:
+@_pair_loss(*REFERENCE)
+def sppo_hard_loss(pair: Pair, *, beta: float = 0.1) -> Tensor:
     """(Δ_c − 1/(2β))² + (Δ_r + 1/(2β))² per pair: self-play with a certain winner. Paper: 2405.00675."""
-    good, bad = chosen - ref_chosen, rejected - ref_rejected
-    return PairTerm((good - 0.5 / beta).square() + (bad + 0.5 / beta).square(), beta * good, beta * bad)
+    return (pair.good - 0.5 / beta).square() + (pair.bad + 0.5 / beta).square()
 
 
-@_pair_loss
-def apo_zero_loss(
-    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float = 0.1
-) -> PairTerm:
+@_pair_loss(*REFERENCE)
+def apo_zero_loss(pair: Pair, *, beta: float = 0.1) -> Tensor:
     """(1 − σ(βΔ_c)) + σ(βΔ_r) per pair: for chosen responses better than the policy's. 2408.06266, eq. 7."""
-    good, bad = beta * (chosen - ref_chosen), beta * (rejected - ref_rejected)
-    return PairTerm(torch.sigmoid(-good) + torch.sigmoid(bad), good, bad)
+    return torch.sigmoid(-beta * pair.good) + torch.sigmoid(beta * pair.bad)
 
 
-@_pair_loss
-def apo_down_loss(
-    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float = 0.1
-) -> PairTerm:
+@_pair_loss(*REFERENCE)
+def apo_down_loss(pair: Pair, *, beta: float = 0.1) -> Tensor:
     """σ(βΔ_c) + (1 − σ(βΔ)) per pair: for chosen responses worse than the policy's. 2408.06266, eq. 8."""
-    good, bad = beta * (chosen - ref_chosen), beta * (rejected - ref_rejected)
-    return PairTerm(torch.sigmoid(good) + torch.sigmoid(bad - good), good, bad)
+    return torch.sigmoid(beta * pair.good) + torch.sigmoid(beta * (pair.bad - pair.good))
 
 
 # --- without a reference ------------------------------------------------------------------------------------
 
 
-@_pair_loss
-def simpo_loss(
-    chosen: Tensor,
-    rejected: Tensor,
-    chosen_lengths: Tensor,
-    rejected_lengths: Tensor,
-    *,
-    beta: float = 2.0,
-    gamma: float = 1.0,
-) -> PairTerm:
+@_pair_loss("chosen", "rejected", *LENGTHS, of_means=True)
+def simpo_loss(pair: Pair, *, beta: float = 2.0, gamma: float = 1.0) -> Tensor:
     """−log σ(β·π_c/|y_c| − β·π_r/|y_r| − γ) per pair; γ is the margin to win by. Paper: 2405.14734."""
-    good, bad = chosen / chosen_lengths, rejected / rejected_lengths
-    logps = {"logps/chosen": good, "logps/rejected": bad}
-    return PairTerm(-logsigmoid(beta * (good - bad) - gamma), beta * good, beta * bad, logps)
+    return -logsigmoid(beta * (pair.good_mean - pair.bad_mean) - gamma)
 
 
-@_pair_loss
+@_pair_loss("chosen", "rejected", "chosen_lengths")
 def cpo_loss(
-    chosen: Tensor,
-    rejected: Tensor,
-    chosen_lengths: Tensor,
-    *,
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
-    nll_weight: float = 1.0,
-) -> PairTerm:
+    pair: Pair, *, beta: float = 0.1, label_smoothing: float = 0.0, nll_weight: float = 1.0
+) -> tuple[Tensor, dict[str, Tensor]]:
     """DPO's loss without a reference, of β(π_c − π_r), plus nll_weight times −π_c/|y_c|, per pair; `loss/nll`
     is the second part. Paper: 2401.08417.
     """
-    nll = -chosen / chosen_lengths
-    losses = _smooth(beta * (chosen - rejected), label_smoothing) + nll_weight * nll
-    return PairTerm(losses, beta * chosen, beta * rejected, {"loss/nll": nll})
+    losses = _smooth(beta * (pair.good - pair.bad), label_smoothing) - nll_weight * pair.good_mean
+    return losses, {"loss/nll": -pair.good_mean}
 
 
-@_pair_loss
-def orpo_loss(
-    chosen: Tensor, rejected: Tensor, chosen_lengths: Tensor, rejected_lengths: Tensor, *, beta: float = 0.1
-) -> PairTerm:
+@_pair_loss("chosen", "rejected", *LENGTHS, of_means=True)
+def orpo_loss(pair: Pair, *, beta: float = 0.1) -> tuple[Tensor, dict[str, Tensor]]:
     """−p_c − β·log σ(log odds(p_c) − log odds(p_r)) per pair, p = π/|y| the mean log-prob, odds = e^p/(1 −
     e^p): likelihood and odds ratio.
 
@@ -311,10 +248,9 @@ def orpo_loss(
     counts as −1e-6 in the odds, with no gradient there. `loss/nll` is the first part, `log_odds/mean` the log
     of the odds ratio. Paper: 2403.07691.
     """
-    good, bad = chosen / chosen_lengths, rejected / rejected_lengths
-    log_odds = compute_log_odds(good) - compute_log_odds(bad)
-    more = {"loss/nll": -good, "log_odds/mean": log_odds, "logps/chosen": good, "logps/rejected": bad}
-    return PairTerm(-good - beta * logsigmoid(log_odds), beta * good, beta * bad, more)
+    log_odds = compute_log_odds(pair.good_mean) - compute_log_odds(pair.bad_mean)
+    losses = -pair.good_mean - beta * logsigmoid(log_odds)
+    return losses, {"loss/nll": -pair.good_mean, "log_odds/mean": log_odds}
 
 
 def compute_log_odds(log_probs: Tensor) -> Tensor:
@@ -326,25 +262,7 @@ def compute_log_odds(log_probs: Tensor) -> Tensor:
     return held - torch.where(near_zero, near, far)
 
 
-PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
-    loss.__name__.removesuffix("_loss"): loss
-    for loss in (
-        dpo_loss,
-        robust_dpo_loss,
-        ipo_loss,
-        averaged_ipo_loss,
-        hinge_loss,
-        length_normalised_dpo_loss,
-        exo_loss,
-        nca_loss,
-        sppo_hard_loss,
-        apo_zero_loss,
-        apo_down_loss,
-        simpo_loss,
-        cpo_loss,
-        orpo_loss,
-    )
-}
+# --- by name ------------------------------------------------------------------------------------------------
 
 TRL_LOSS_TYPES: dict[str, str] = {
     "sigmoid": "dpo",
