@@ -60,7 +60,7 @@ async def run_preference_training(
 
     Consumes tokenized samples; produces weights inside `backend`. The samples of a step are a pure function
     of (seed, step). Every step is two passes: one without gradient gives each response's log-prob, from which
-    `loss` (make_preference_loss of config.loss, on the backend's thread) takes the loss and its slopes; the
+    `loss` (made by rollouts.losses.row_losses, on the backend's thread) takes the loss and its slopes; the
     other trains with these. Both are the whole batch's, so micro-batches and ranks do not matter. `reference`
     scores every batch; samples that score_mixture has scored need none. Raises ConfigError without the
     reference that the loss asks for.

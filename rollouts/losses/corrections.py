@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from rollouts.errors import ConfigError
-from rollouts.losses.inputs import LossInputs, require
+from rollouts.losses.inputs import LossInputs, check_range, require
 from rollouts.losses.plug_ins import import_function
 from rollouts.losses.reductions import (
     MAX_LOG_RATIO,
@@ -63,7 +63,7 @@ def compute_truncated_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, 
     policy, exactly as long as the cap does not bite. Sources: 1606.02647; Yao et al. 2025. Raises ConfigError
     if cap is not positive.
     """
-    require(cap > 0, f"cap={cap} of an importance weight must be above 0; 2.0 is usual")
+    check_range("(0, inf)", cap=cap)
     return compute_token_ratio(old_log_probs.detach(), rollout_log_probs.detach()).clamp(max=cap)
 
 
@@ -80,7 +80,7 @@ def icepop(inputs: LossInputs, *, low: float = 0.5, high: float = 5.0) -> Tensor
 
 def sequence_tis(inputs: LossInputs, *, cap: float = 2.0) -> Tensor:
     """min(exp(Σ log w), cap) on every token of a row: of the sequence. richardli.xyz/rl-collapse."""
-    require(cap > 0, f"cap={cap} of sequence_tis must be above 0; 2.0 is usual")
+    check_range("(0, inf)", cap=cap)
     old, mu = _need_both(inputs)
     total = torch.where(inputs.mask, old - mu, 0.0).sum(-1, keepdim=True)
     return torch.exp(total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).clamp(max=cap).expand_as(mu)
@@ -103,7 +103,7 @@ def geometric_mask(inputs: LossInputs, *, low: float = 0.99, high: float = 1.01)
 
 def veto(inputs: LossInputs, *, floor: float = 1e-4) -> Tensor:
     """0 on rows in which a token has w < floor, else 1: a token that the trainer would hardly give."""
-    require(0 < floor < 1, f"floor={floor} of veto must lie between 0 and 1; 1e-4 is usual")
+    check_range("(0, 1)", floor=floor)
     log_weights = _compute_log_weights(inputs)
     spoilt = ((log_weights < math.log(floor)) & inputs.mask).any(-1, keepdim=True)
     return _drop(spoilt, compute_row_mean(log_weights, inputs.mask), inputs)
@@ -112,14 +112,16 @@ def veto(inputs: LossInputs, *, floor: float = 1e-4) -> Tensor:
 def sequence_k1_mask(inputs: LossInputs, *, limit: float = 0.1) -> Tensor:
     """1 on rows with |mean of −log w| <= limit nats, else 0: an estimate of KL(engine || trainer)."""
     mean = compute_row_mean(_compute_log_weights(inputs), inputs.mask)
-    return _drop(_beyond(mean.abs(), limit), mean, inputs)
+    check_range("[0, inf)", limit=limit)
+    return _drop(mean.abs() > limit, mean, inputs)
 
 
 def sequence_k3_mask(inputs: LossInputs, *, limit: float = 0.1) -> Tensor:
     """1 on rows with mean of w − 1 − log w <= limit nats, else 0: KL(engine || trainer), never negative."""
     log_weights = _compute_log_weights(inputs)
     mean = compute_row_mean(torch.exp(log_weights) - 1.0 - log_weights, inputs.mask)
-    return _drop(_beyond(mean, limit), mean, inputs)
+    check_range("[0, inf)", limit=limit)
+    return _drop(mean > limit, mean, inputs)
 
 
 def opsm(inputs: LossInputs, *, delta: float = 0.1) -> Tensor:
@@ -130,7 +132,8 @@ def opsm(inputs: LossInputs, *, delta: float = 0.1) -> Tensor:
     """
     gap = compute_log_ratio(inputs.need("rollout_log_probs"), inputs.log_probs.detach())
     mean = compute_row_mean(gap, inputs.mask)
-    return _drop(_beyond(mean, delta) & (inputs.need("advantages") < 0), mean, inputs)
+    check_range("[0, inf)", delta=delta)
+    return _drop((mean > delta) & (inputs.need("advantages") < 0), mean, inputs)
 
 
 CORRECTIONS: dict[str, Callable[..., Tensor]] = {
@@ -166,28 +169,19 @@ def parse_correction(text: str) -> Correction:
 
 def _parse_factor(factor: str, text: str) -> Correction:
     match = FACTOR.fullmatch(factor)
-    if match is None:
-        raise ConfigError(
-            f"correction={text!r}: {factor!r} is not understood; write name(number=value, ...), joined by *"
-        )
-    name, inside = match.groups()
+    name, inside = match.groups() if match else (factor, "")
     if ":" in name:
         function = import_function("correction", name, "(inputs, **numbers)")
     elif name in CORRECTIONS:
         function = CORRECTIONS[name]
     else:
         raise ConfigError(
-            f"correction={text!r}: {name!r} is not known; corrections are {', '.join(CORRECTIONS)}, or"
-            " module:function"
+            f"correction={text!r}: {name!r} is not known; write name(number=value, ...), joined by *; a name"
+            f" is one of {', '.join(CORRECTIONS)}, or module:function"
         )
+    fields = ("log_probs", "advantages", "old_log_probs", "rollout_log_probs")
     nothing = torch.zeros(1, 1)
-    inputs = LossInputs(
-        log_probs=nothing,
-        mask=nothing > 0,
-        advantages=nothing,
-        old_log_probs=nothing,
-        rollout_log_probs=nothing,
-    )
+    inputs = LossInputs(mask=nothing > 0, **dict.fromkeys(fields, nothing))
     try:
         pairs = (part.split("=") for part in (inside or "").split(",") if part.strip())
         found = functools.partial(function, **{key.strip(): float(value) for key, value in pairs})
@@ -259,11 +253,6 @@ def _compute_log_weights(inputs: LossInputs) -> Tensor:
 def _outside(weights: Tensor, low: float, high: float) -> Tensor:
     require(0 <= low < high, f"low={low}, high={high}; the rule is 0 <= low < high, for example 0.5 and 2")
     return (weights < low) | (weights > high)
-
-
-def _beyond(mean: Tensor, limit: float) -> Tensor:
-    require(limit >= 0, f"the limit {limit} nats of a mask must not be negative; 0.1 is usual")
-    return mean > limit
 
 
 def _drop(dropped: Tensor, statistic: Tensor, inputs: LossInputs) -> Tensor:

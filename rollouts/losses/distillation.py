@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rollouts.losses.inputs import LossOutput, require
+from rollouts.losses.inputs import LossOutput, check_range
 from rollouts.losses.kl import sum_kl_terms
 from rollouts.losses.reductions import collect_token_metrics, reduce_loss
 from rollouts.types import LossUnit
@@ -135,11 +135,6 @@ def gkd_loss(
             f"student_logits are {tuple(student_logits.shape)}; the first two axes must be those of the mask,"
             f" {tuple(mask.shape)}"
         )
-    if student_logits.shape != teacher_logits.shape:
-        raise ValueError(
-            f"student_logits are {tuple(student_logits.shape)}, teacher_logits {tuple(teacher_logits.shape)};"
-            " both must be [B, T, V]"
-        )
     rows = mask.flatten().nonzero().squeeze(-1)
     chosen = [logits.flatten(0, 1).index_select(0, rows) for logits in (student_logits, teacher_logits)]
     values = compute_tiled_divergence(chosen[0], chosen[1], beta=beta, temperature=temperature, tile=tile)
@@ -167,8 +162,8 @@ def _in_tiles(
 
 
 def _check_params(beta: float, temperature: float) -> None:
-    require(0 <= beta <= 1, f"distillation: beta={beta} must be between 0 (forward KL) and 1 (reverse KL)")
-    require(temperature > 0, f"distillation: temperature={temperature} must be above 0; 1.0 is usual")
+    check_range("[0, 1]", beta=beta)
+    check_range("(0, inf)", temperature=temperature)
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:

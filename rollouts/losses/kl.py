@@ -19,13 +19,11 @@ compute_kl_penalty. Where the logits of both models are at hand, compute_exact_k
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from rollouts.errors import ConfigError
-from rollouts.losses.inputs import require
+from rollouts.losses.inputs import check_range, require
 from rollouts.losses.plug_ins import import_function
 from rollouts.losses.reductions import compute_log_ratio, compute_token_ratio
 
@@ -56,7 +54,7 @@ def make_truncated_kl(estimator: KlEstimator, cap: float) -> KlEstimator:
     """min(estimator, cap): a token beyond the cap, in nats, counts as the cap and has no gradient. Raises
     ConfigError if cap is not positive.
     """
-    require(cap > 0, f"cap={cap} of a truncated KL must be above 0 nats; 10 is usual")
+    check_range("(0, inf)", cap=cap)
     return lambda policy_log_probs, ref_log_probs: estimator(policy_log_probs, ref_log_probs).clamp(max=cap)
 
 
@@ -87,30 +85,22 @@ def compute_kl_penalty(
     and "k3" is that of KL(policy || reference). Paper: DeepSeek-V3.2, 2512.02556. Raises ConfigError for "k1"
     without it, whose expected gradient is zero, and for an unknown name.
     """
-    ratio = 1.0
-    if sampler_log_probs is not None:
-        ratio = compute_token_ratio(policy_log_probs, sampler_log_probs.detach())
-    return ratio * _choose_estimator(estimator, corrected=sampler_log_probs is not None)(
-        policy_log_probs, ref_log_probs
-    )
-
-
-def _choose_estimator(estimator: str | KlEstimator, *, corrected: bool) -> KlEstimator:
-    if not isinstance(estimator, str):
-        return estimator
-    known = {"k1": kl_k1, "k2": kl_k2, "k3": _bounded_k3}
-    if estimator == "k1" and not corrected:
-        raise ConfigError(
-            "kl_estimator='k1' in a loss has an expected gradient of zero; use 'k2' or 'k3', set"
-            " kl_importance=true, or put the KL term in the reward"
-        )
-    if estimator in known:
-        return known[estimator]
     require(
-        ":" in estimator,
-        f"kl_estimator={estimator!r} is not known; a loss takes 'k2' or 'k3', or module:function",
+        estimator != "k1" or sampler_log_probs is not None,
+        "kl_estimator='k1' in a loss has an expected gradient of zero; use 'k2' or 'k3', set"
+        " kl_importance=true, or put the KL term in the reward",
     )
-    return cast(KlEstimator, import_function("kl_estimator", estimator, "(policy_log_probs, ref_log_probs)"))
+    if not isinstance(estimator, str):
+        estimate = estimator
+    elif estimator in KL_ESTIMATORS:
+        estimate = _bounded_k3 if estimator == "k3" else KL_ESTIMATORS[estimator]
+    else:
+        require(":" in estimator, f"kl_estimator={estimator!r} is not 'k2', 'k3' or module:function")
+        estimate = import_function("kl_estimator", estimator, "(policy_log_probs, ref_log_probs)")
+    found = estimate(policy_log_probs, ref_log_probs)
+    if sampler_log_probs is None:
+        return found
+    return compute_token_ratio(policy_log_probs, sampler_log_probs.detach()) * found
 
 
 def _bounded_k3(policy_log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollouts.losses.inputs import LossOutput, require
+from rollouts.losses.inputs import LossOutput, check_range, require
 from rollouts.losses.preference_losses import check_one_per_pair, spoil_losses
 from rollouts.losses.reductions import collect_token_metrics
 from rollouts.types import Mean
@@ -37,11 +37,11 @@ def kto_loss(
     Raises ConfigError unless beta > 0 and the weights are not negative and not both 0; ValueError on shapes
     that differ.
     """
-    require(beta > 0, f"kto: beta={beta} must be above 0; 0.1 is usual")
+    check_range("(0, inf)", beta=beta)
+    check_range("[0, inf)", desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     require(
-        desirable_weight >= 0 and undesirable_weight >= 0 and desirable_weight + undesirable_weight > 0,
-        f"kto: desirable_weight={desirable_weight}, undesirable_weight={undesirable_weight}; neither may be"
-        " negative and one must be above 0",
+        desirable_weight + undesirable_weight > 0,
+        "kto: both weights are 0; set desirable_weight above 0",
     )
     check_one_per_pair("kto", log_probs=log_probs, ref_log_probs=ref_log_probs, desirable=desirable)
     good = desirable.bool()

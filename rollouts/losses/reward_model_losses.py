@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rollouts.losses.inputs import LossOutput, require
+from rollouts.losses.inputs import LossOutput, check_range
 from rollouts.losses.preference_losses import check_one_per_pair
 from rollouts.losses.reductions import collect_token_metrics
 from rollouts.types import Min
@@ -31,7 +31,7 @@ def bradley_terry_loss(
     Metrics: rewards/chosen, rewards/rejected, rewards/margins (s_c − s_r), rewards/accuracies (share of s_c >
     s_r; a tie is none), rewards/max, rewards/min over both.
     """
-    require(centring >= 0, f"bradley_terry: centring={centring} must not be negative; 0.01 is usual")
+    check_range("[0, inf)", centring=centring)
     margins = torch.zeros_like(chosen_scores) if margins is None else margins.detach()
     check_one_per_pair(
         "bradley_terry", chosen_scores=chosen_scores, rejected_scores=rejected_scores, margins=margins
@@ -63,7 +63,6 @@ class PairCalibration:
     expected_calibration_error: float  # Σ over bins of (pairs in it / P) · |accuracy − confidence|
     brier: float  # mean of (1 − p)²
     nll: float  # mean of −log p, nats: the Bradley-Terry loss
-    bin_counts: tuple[int, ...]  # pairs per bin of confidence, equal widths from 0.5 to 1
 
 
 def compute_pair_calibration(
@@ -91,10 +90,7 @@ def compute_pair_calibration(
     confidence = torch.sigmoid(differences.abs())
     right = torch.where(differences == 0, 0.5, (differences > 0).double())
     bins = ((confidence - 0.5) * 2 * num_bins).long().clamp(max=num_bins - 1)
-    counts = torch.bincount(bins, minlength=num_bins)
-    gaps = torch.zeros(num_bins, dtype=torch.float64, device=bins.device).index_add_(
-        0, bins, right - confidence
-    )
+    gaps = torch.bincount(bins, right - confidence)  # of bins of equal widths from 0.5 to 1
     return PairCalibration(
         num_pairs=len(differences),
         accuracy=float(right.mean()),
@@ -102,5 +98,4 @@ def compute_pair_calibration(
         expected_calibration_error=float(gaps.abs().sum() / len(differences)),
         brier=float((1 - probability).square().mean()),
         nll=float(-logsigmoid(differences).mean()),
-        bin_counts=tuple(counts.tolist()),
     )

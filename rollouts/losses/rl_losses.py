@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollouts.losses.inputs import LossInputs, require
+from rollouts.losses.inputs import LossInputs, check_range, require
 from rollouts.losses.reductions import (
     MAX_LOG_RATIO,
     compute_log_ratio,
@@ -42,9 +42,7 @@ def ppo_clip_loss(
     term = _clip(_token_ratio(inputs), inputs, clip_low, clip_high)
     if dual_clip is None:
         return term
-    require(
-        dual_clip > 1, f"dual_clip={dual_clip} must be above 1, or every token with A < 0 has no gradient"
-    )
+    check_range("(1, inf)", dual_clip=dual_clip)  # else every token with A < 0 has no gradient
     bound = -dual_clip * inputs.need("advantages")
     over = (bound > 0) & (term.token_losses.detach() > bound)
     return term._replace(
@@ -88,8 +86,7 @@ def sapo_loss(inputs: LossInputs, *, tau_positive: float = 1.0, tau_negative: fl
 
     Its gradient is that of PPO at r = 1 and fades on both sides, faster with a larger τ. SAPO, 2511.20347.
     """
-    for name, value in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
-        require(value > 0, f"{name}={value} must be above 0: it is the steepness of the gate; 1.0 is usual")
+    check_range("(0, inf)", tau_positive=tau_positive, tau_negative=tau_negative)
     ratio, advantages = _token_ratio(inputs), inputs.need("advantages")
     tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
     return PolicyTerm(-(4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)) * advantages, ratio)
@@ -104,8 +101,7 @@ def dppo_loss(inputs: LossInputs, *, tv_low: float = 0.2, tv_high: float = 0.2) 
     ratio: rare tokens may move by large ratios. Paper: DPPO, 2602.04879. With mu_penalty_coef = 1e-3 this is
     the default loss of prime-rl (2602.02276).
     """
-    for name, value in (("tv_low", tv_low), ("tv_high", tv_high)):
-        require(0 < value <= 1, f"{name}={value} must be above 0 and at most 1, a probability; 0.2 is usual")
+    check_range("(0, 1]", tv_low=tv_low, tv_high=tv_high)
     advantages, mu = inputs.need("advantages"), inputs.need("rollout_log_probs")
     ratio = compute_token_ratio(inputs.log_probs, mu)
     moved = inputs.log_probs.detach().exp() - mu.exp()
@@ -116,9 +112,7 @@ def dppo_loss(inputs: LossInputs, *, tv_low: float = 0.2, tv_high: float = 0.2) 
 @policy_loss("none")
 def dro_loss(inputs: LossInputs, *, beta: float = 0.05) -> PolicyTerm:
     """−A·lp + ½·beta·(lp − mu)²: direct reward optimisation. Papers: 2405.19107; 2501.12599."""
-    require(
-        beta >= 0, f"beta={beta} must not be negative; it holds the policy near the engine, 0.05 is usual"
-    )
+    check_range("[0, inf)", beta=beta)
     gap = inputs.log_probs - inputs.need("rollout_log_probs")
     return PolicyTerm(-inputs.need("advantages") * inputs.log_probs + 0.5 * beta * gap.square())
 
@@ -161,12 +155,10 @@ def gmpo_loss(inputs: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0
     exactly no gradient, the others of its row keep theirs. The ratio metrics are of the geometric mean.
     Paper: GMPO, 2507.20673, which clips at ±0.4.
     """
-    for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
-        require(value > 0, f"{name}={value} must be above 0 nats: lp - old is clipped at it; 0.4 is usual")
+    check_range("(0, inf)", clip_low=clip_low, clip_high=clip_high)
     advantages = inputs.need("advantages")
     log_ratio = inputs.log_probs - inputs.need_old()
-    low = (advantages < 0) & (log_ratio.detach() < -clip_low)
-    high = (advantages > 0) & (log_ratio.detach() > clip_high)
+    low, high = (advantages < 0) & (log_ratio < -clip_low), (advantages > 0) & (log_ratio > clip_high)
     bounded = torch.where(low, -clip_low, torch.where(high, clip_high, log_ratio))
     mean = compute_row_mean(bounded, inputs.mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = torch.exp(mean).expand_as(advantages)
@@ -238,7 +230,7 @@ def kl_cov_loss(
     gradient, so the first update on a batch is plain importance sampling. n and the means: see clip_cov.
     `clip_ratio/cov`: share of penalised tokens. Paper: KL-Cov, 2505.22617.
     """
-    require(cov_kl_coef >= 0, f"cov_kl_coef={cov_kl_coef} must not be negative; 1.0 is usual")
+    check_range("[0, inf)", cov_kl_coef=cov_kl_coef)
     log_ratio = compute_log_ratio(inputs.log_probs, inputs.need_old())
     ratio = torch.exp(log_ratio)
     covariances = compute_covariances(inputs, log_prob_mean, advantage_mean)
@@ -249,9 +241,7 @@ def kl_cov_loss(
 
 def _select_largest(values: Tensor, candidates: Tensor, mask: Tensor, fraction: float) -> Tensor:
     """[B, T] bool: candidates among the ⌈fraction · n⌉ largest of the candidates' values, n over the mask."""
-    require(
-        0 < fraction <= 1, f"cov_fraction={fraction} must be above 0 and at most 1: a share of the tokens"
-    )
+    check_range("(0, 1]", cov_fraction=fraction)
     ranked = torch.where(candidates, values, -torch.inf)
     largest = select_top_fraction(ranked.flatten()[None], mask.flatten()[None], fraction)
     return largest.view_as(mask) & candidates
@@ -266,11 +256,10 @@ def _token_ratio(inputs: LossInputs) -> Tensor:
 
 def _clip(ratio: Tensor, inputs: LossInputs, clip_low: float, clip_high: float) -> PolicyTerm:
     """−min(r·A, clip(r)·A)."""
-    require(0 < clip_low <= 1, f"clip_low={clip_low} must be above 0 and at most 1; 0.2 is usual")
-    require(clip_high > 0, f"clip_high={clip_high} must be above 0; 0.2 is usual")
+    check_range("(0, 1]", clip_low=clip_low)
+    check_range("(0, inf)", clip_high=clip_high)
     advantages, lowest, highest = inputs.need("advantages"), 1.0 - clip_low, 1.0 + clip_high
     losses = -torch.minimum(ratio * advantages, ratio.clamp(lowest, highest) * advantages)
-    detached = ratio.detach()
     return PolicyTerm(
-        losses, ratio, (advantages < 0) & (detached < lowest), (advantages > 0) & (detached > highest)
+        losses, ratio, (advantages < 0) & (ratio < lowest), (advantages > 0) & (ratio > highest)
     )

@@ -32,12 +32,13 @@ from rollouts.losses.preference_losses import (
     resolve_preference_loss,
 )
 from rollouts.losses.reward_model_losses import bradley_terry_loss, compute_pair_calibration
-from rollouts.types import Mean, Metric
+from rollouts.types import Mean, Metric, metric_values
 
 Values = NDArray[np.float64]  # [B] or [P]
 Params = Mapping[str, float | int | bool | str]
 
 KTO = "kto"
+REWARDS = ("rewards/chosen", "rewards/rejected")
 KTO_WEIGHTS = ("desirable_weight", "undesirable_weight")
 
 
@@ -52,15 +53,6 @@ class LinearisedRows(NamedTuple):
 
 RowLoss = Callable[..., LinearisedRows]
 """Made by the functions below, each of which says what it is called with."""
-
-
-def make_preference_loss(
-    name: str, params: Params, *, num_desirable: int = 0, num_undesirable: int = 0
-) -> RowLoss:
-    """make_kto_loss if `name` is "kto", which alone reads the numbers of rows, otherwise make_pair_loss."""
-    if name == KTO:
-        return make_kto_loss(params, num_desirable=num_desirable, num_undesirable=num_undesirable)
-    return make_pair_loss(name, params)
 
 
 def make_pair_loss(name: str, params: Params) -> RowLoss:
@@ -114,9 +106,9 @@ def make_kto_loss(params: Params, *, num_desirable: int, num_undesirable: int) -
         found = _finish(
             linearise_row_loss(lambda values: kto_loss(values, ref, good, **numbers), _tensor(log_probs))
         )
-        chosen, rejected = (_read(found, name) for name in ("rewards/chosen", "rewards/rejected"))
-        if chosen is not None and rejected is not None:
-            found.metrics["rewards/margins"] = Mean(chosen - rejected, 1.0)
+        rewards = metric_values({name: found.metrics[name] for name in REWARDS if name in found.metrics})
+        if len(rewards) == 2:
+            found.metrics["rewards/margins"] = Mean(rewards[REWARDS[0]] - rewards[REWARDS[1]], 1.0)
         found.metrics["kto/desirable/frac"] = Mean(float(desirable.sum()), float(len(desirable)))
         for name in KTO_WEIGHTS:
             found.metrics[f"kto/{name}"] = Mean(float(numbers.get(name, 1.0)), 1.0)
@@ -198,11 +190,6 @@ def _resolve(name: str) -> PreferenceLoss:
         raise ConfigError(
             f"preference.loss: {error} of pairs as module:function; or 'kto', of labelled responses"
         ) from error
-
-
-def _read(found: LinearisedRows, name: str) -> float | None:
-    metric = found.metrics.get(name)
-    return metric.value if isinstance(metric, Mean) else None
 
 
 def _finish(found: LinearisedLoss) -> LinearisedRows:

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from rollouts.losses.corrections import Correction, compute_truncated_weights, parse_correction
-from rollouts.losses.inputs import LossFn, LossInputs, LossOutput, clear_masked, require
+from rollouts.losses.inputs import LossFn, LossInputs, LossOutput, check_range, clear_masked, require
 from rollouts.losses.kl import KlEstimator, compute_kl_penalty
 from rollouts.losses.reductions import (
     collect_token_metrics,
@@ -83,12 +83,12 @@ class Terms:
         require(
             isinstance(self.kl_importance, bool), f"kl_importance={self.kl_importance!r} must be a boolean"
         )
-        for name in ("kl_coef", "mu_penalty_coef"):
-            value = getattr(self, name)
-            require(value >= 0, f"{name}={value} must not be negative; 0 turns the term off")
-        for name in ("entropy_fraction", "policy_entropy_fraction"):
-            value = getattr(self, name)
-            require(0 < value <= 1, f"{name}={value} must be above 0 and at most 1, which takes all tokens")
+        check_range("[0, inf)", kl_coef=self.kl_coef, mu_penalty_coef=self.mu_penalty_coef)
+        check_range(
+            "(0, 1]",
+            entropy_fraction=self.entropy_fraction,
+            policy_entropy_fraction=self.policy_entropy_fraction,
+        )
 
 
 def policy_loss(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollouts.losses.inputs import LossInputs, LossOutput, clear_masked, require
+from rollouts.losses.inputs import LossInputs, LossOutput, check_range, clear_masked
 from rollouts.losses.reductions import collect_token_metrics, reduce_loss
-from rollouts.types import ExplainedVariance, LossUnit, Mean
+from rollouts.types import ExplainedVariance, LossUnit
 
 
 def value_loss(
@@ -39,16 +39,15 @@ def critic_loss(inputs: LossInputs, *, unit: LossUnit = "tokens", clip: float | 
     squares, error = (values - returns).square(), (returns - values).detach()
     means = {"value/mean": values, "return/mean": returns}
     if clip is not None:
-        require(clip > 0, f"clip={clip} of the value loss must be above 0; 0.2 is usual, None does not clip")
+        check_range("(0, inf)", clip=clip)
         old = inputs.need("old_values")
         clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
         means["value/clip_ratio"] = ((values - old).abs() > clip) & (clipped > squares)
         squares = torch.maximum(squares, clipped)
     total, count = reduce_loss(0.5 * squares, inputs.mask, unit)
-    sums = {"0": returns, "1": returns.double().square(), "2": error, "3": error.double().square()}
-    found = collect_token_metrics(sums, {}, inputs.mask)
+    sums = [returns, returns.double().square(), error, error.double().square()]
     metrics = collect_token_metrics(means, {}, inputs.mask)
-    totals = [metric.total for metric in found.values() if isinstance(metric, Mean)]
-    if totals:
+    if metrics:
+        totals = torch.stack([values[inputs.mask].double().sum() for values in sums]).tolist()
         metrics["value/explained_variance"] = ExplainedVariance(float(inputs.mask.sum()), *totals)
     return LossOutput(total, count, metrics)

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.curves.__main__ import keep_digits, make_command, make_values
-from benchmarks.curves.bars import Bar, Job, Verdict, compute_mean_and_error, compute_rise, judge, load_jobs
-from benchmarks.curves.report import format_verdict
+from benchmarks.curves.__main__ import make_command
+from benchmarks.curves.bars import Bar, Job, compute_mean_and_error, judge, load_jobs
 from benchmarks.curves.tasks import (
     count_late,
     exact_and_short,
@@ -20,7 +19,6 @@ from benchmarks.curves.tasks import (
     make_pairs,
     make_rows,
     make_taste_pairs,
-    right_letters,
 )
 from rollouts.config.load import load_config
 from rollouts.types import Sample, SampleGroup, Status
@@ -35,32 +33,6 @@ def test_the_standard_error_of_a_mean_divides_by_n_minus_1() -> None:
     )  # squares 9 + 1 + 1 + 9 = 20, s² = 20/3, s²/4 = 5/3
     assert mean == 4.0
     assert error == pytest.approx(math.sqrt(5 / 3), rel=1e-15)
-
-
-def test_a_rise_is_measured_between_the_outer_quarters() -> None:
-    values = [
-        0.0,
-        2.0,
-        50.0,
-        -50.0,
-        9.0,
-        9.0,
-        5.0,
-        7.0,
-    ]  # quarters 0, 2 and 5, 7: means 1 and 6, s² = 2 each, errors² 1 each
-    assert compute_rise(values) == (1.0, 6.0, pytest.approx(5 / math.sqrt(2), rel=1e-15))
-    assert compute_rise([*values, 7.0, 7.0])[1] == 7.0, "10 steps: a quarter is 2 of them"
-
-
-def test_constant_quarters_are_infinitely_far_apart_or_equal() -> None:
-    assert compute_rise([1.0] * 4 + [2.0] * 4)[2] == math.inf
-    assert compute_rise([2.0] * 4 + [1.0] * 4)[2] == -math.inf
-    assert compute_rise([1.0] * 8)[2] == 0.0
-
-
-def test_too_few_steps_have_no_verdict() -> None:
-    with pytest.raises(ValueError, match="7 steps"):
-        compute_rise([1.0] * 7)
 
 
 def test_a_rise_below_its_standard_errors_is_missed() -> None:
@@ -83,12 +55,6 @@ def test_near_and_beyond_look_at_the_last_third() -> None:
     assert not judge(Bar("m", "near", target=1.25, tolerance=0.5), values).met
     assert not judge(Bar("m", "near", target=2.75, tolerance=0.5), values).met, "below is as far as above"
     assert not judge(Bar("m", "beyond", target=1.5, tolerance=0.5), values).met
-
-
-def test_near_asks_three_quarters_of_the_steps_to_be_near() -> None:
-    bar = Bar("m", "near", target=2.0, tolerance=0.5)
-    assert judge(bar, [0.0] * 8 + [1.5, 2.0, 2.5, 3.0]).met, "mean 2.25, three of four"
-    assert not judge(bar, [0.0] * 8 + [1.0, 2.0, 2.0, 3.0]).met, "mean 2, two of four"
 
 
 def test_a_curve_is_like_others_if_each_quarter_lies_in_their_range_widened_by_two_errors():
@@ -115,12 +81,6 @@ def test_a_curve_is_like_others_if_each_quarter_lies_in_their_range_widened_by_t
         judge(bar, low, others[:1])
 
 
-def test_below_looks_at_every_step() -> None:
-    values = [0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    assert judge(Bar("off_policy/max", "below", target=1), values).met
-    assert not judge(Bar("off_policy/max", "below", target=1), [*values, 2.0]).met
-
-
 def test_a_change_compares_quarters_of_steps_and_single_evaluations() -> None:
     steps = [1.0, 1.0, 9.0, 9.0, 9.0, 9.0, 2.0, 4.0]
     assert judge(Bar("m", "ends", least=3.0), steps).met
@@ -143,18 +103,6 @@ def test_a_change_compares_quarters_of_steps_and_single_evaluations() -> None:
 def test_values_without_a_verdict_are_refused(bar: Bar, values: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         judge(bar, values)
-
-
-def test_what_is_not_finite_is_kept_as_null_and_shown_as_nothing() -> None:
-    assert (keep_digits(0.123456789), keep_digits(math.inf), keep_digits(7), keep_digits("x")) == (
-        0.12346,
-        None,
-        7,
-        "x",
-    )
-    kept = make_values([Verdict("b", 1.0, 2.0, math.nan, False)], {"m": ([1], [0.25])})
-    assert format_verdict("run", kept["verdicts"][0]) == "| run | b | 1 | 2 |  | **no** |"
-    assert kept["curves"] == {"m": {"steps": [1], "values": [0.25]}}
 
 
 def test_a_run_starts_from_the_checkpoint_of_another_and_has_its_seed(
@@ -206,18 +154,6 @@ def test_an_answer_has_the_next_letters_and_a_wrong_one_another() -> None:
         shown = other["messages"][1]["content"]
         assert len(shown) == 4
         assert all(mine != letter for mine, letter in zip(shown, other["answer"], strict=True))
-
-
-def test_a_share_counts_places_of_the_longer_text() -> None:
-    assert right_letters(make_answer("epx")).reward == pytest.approx(2 / 3)
-    assert right_letters(make_answer("ephh")).reward == 3 / 4
-    assert right_letters(make_answer("")).reward == 0.0
-
-
-def test_the_punishment_is_no_part_of_what_is_right() -> None:
-    long = exact_and_short(make_answer("eph", tokens=8))
-    assert (long.reward, long.parts) == (0.0, {"exact": 1.0, "overlong": -1.0})
-    assert exact_and_short(make_answer("eph", tokens=5)).reward == 1.0
 
 
 def test_groups_are_kept_by_what_is_right_and_not_by_the_punishment() -> None:

@@ -16,7 +16,6 @@ from rollouts.errors import ConfigError
 from rollouts.losses.distillation import (
     compute_divergence,
     compute_linear_divergence,
-    compute_tiled_divergence,
     gkd_loss,
 )
 from rollouts.types import LossUnit, metric_values
@@ -67,16 +66,6 @@ def test_random_logits_match_the_slow_version(beta: float, temperature: float):
     found = compute_divergence(student, teacher, beta=beta, temperature=temperature).tolist()
     rows = zip((student / temperature).tolist(), (teacher / temperature).tolist(), strict=True)
     assert found == pytest.approx([slow_divergence(one, other, beta) for one, other in rows], rel=1e-10)
-
-
-@pytest.mark.parametrize("beta", BETAS)
-def test_gradients_agree_with_finite_differences(beta: float):
-    student = draw(3, 5).requires_grad_()
-    teacher = draw(3, 5, seed=1)
-    assert torch.autograd.gradcheck(
-        lambda logits: compute_tiled_divergence(logits, teacher, beta=beta, temperature=1.3, tile=5),
-        (student,),
-    )
 
 
 def test_a_token_that_only_one_gives_probability_zero_makes_one_direction_infinite():
@@ -139,7 +128,7 @@ def test_gkd_sums_over_the_mask_in_each_unit_and_no_garbage_leaks():
 
 
 def test_bad_parameters_and_shapes_are_named():
-    with pytest.raises(ConfigError, match=r"beta=1\.5 must be between 0"):
+    with pytest.raises(ConfigError, match=r"beta=1\.5 is outside its range"):
         compute_divergence(logs(P), logs(Q), beta=1.5)
     with pytest.raises(ConfigError, match=r"temperature=0\.0 must be above 0"):
         compute_divergence(logs(P), logs(Q), temperature=0.0)
@@ -167,32 +156,6 @@ def test_advantages_are_how_much_likelier_the_teacher_finds_each_token():
         [array(-0.5, -1.5, -1.2)], [array(-0.7, -0.9, -1.6)], [np.ones(3, bool)], coef=0.5, clip=0.25
     )
     assert half.tolist() == pytest.approx([0.1, -0.25, 0.2], abs=1e-6)
-
-
-def test_nothing_outside_the_mask_is_read_and_a_clip_holds_impossible_tokens():
-    mask = np.array([False, True, False])
-    (found,) = compute_distillation_advantages(
-        [array(NAN, -INF, INF)], [array(INF, -1.0, NAN)], [mask], clip=5.0
-    )
-    assert found.tolist() == [0.0, -5.0, 0.0]
-    with pytest.raises(
-        ValueError, match="row 0, token 1: the student's log-prob is -inf; it must be finite"
-    ):  # it would be +5
-        compute_distillation_advantages([array(NAN, -1.0, INF)], [array(INF, -INF, NAN)], [mask], clip=5.0)
-    with pytest.raises(ValueError, match="row 0, token 1: the advantage is -inf"):
-        compute_distillation_advantages([array(NAN, -INF, INF)], [array(INF, -1.0, NAN)], [mask])
-
-
-def test_the_expected_policy_gradient_is_that_of_the_reverse_kl():
-    """Σ_a p(a)·A(a)·∇log p(a), with A = log q − log p, against the gradient of −KL(p || q)."""
-    p, q = torch.tensor(P, dtype=torch.float64), torch.tensor(Q, dtype=torch.float64)
-    student = logs(P).requires_grad_()
-    compute_divergence(student, logs(Q), beta=1.0).sum().backward()
-    rows = compute_distillation_advantages([q.log().numpy()], [p.log().numpy()], [np.ones(3, bool)])
-    advantages = torch.from_numpy(rows[0]).double()
-    expected = p * (advantages - (p * advantages).sum())  # ∇_z Σ p·A with A held: Σ_a p_a A_a (1[a] − p)
-    assert student.grad is not None
-    assert (-student.grad[0]).tolist() == pytest.approx(expected.tolist(), abs=1e-7)
 
 
 def test_rows_are_aligned_by_their_masks():

@@ -10,7 +10,6 @@ from rollouts.advantages import (
     AdvantageInputs,
     GAEResult,
     compute_advantages,
-    compute_discounted_returns,
     compute_explained_variance,
     compute_gae,
     compute_token_rewards,
@@ -77,13 +76,6 @@ def test_rows_of_all_shapes_match_the_slow_sweep_and_do_not_see_each_other():
         )
 
 
-def test_returns_without_a_critic_are_discounted_over_trained_tokens():
-    found = compute_discounted_returns(
-        [[1.0, 9.0, 2.0, 4.0]], [np.array([True, False, True, True])], gamma=0.5
-    )
-    np.testing.assert_allclose(found[0], [1 + 0.5 * (2 + 0.5 * 4), 0.0, 4.0, 4.0])
-
-
 def test_whitened_advantages_have_mean_zero_and_variance_one_over_trained_tokens():
     masks = [np.array([True, False, True]), np.array([False]), np.array([True])]
     # 1, 2 and 6: mean 3, variance 7 with n − 1
@@ -142,13 +134,6 @@ def test_kl_on_every_token_adds_up_to_kl_once_per_sample():
         np.testing.assert_allclose(row, wanted, rtol=1e-5, atol=1e-7)
     rewards, _ = subtract_kl([1.0, 2.0, 3.0], LOG_PROBS, REFERENCES, MASKS, 0.5)
     np.testing.assert_allclose([row.sum() for row in tokens][::2], rewards[::2], rtol=1e-6)
-
-
-def test_a_tokens_coefficient_holds_the_kl_of_itself_and_of_what_follows():
-    tokens = compute_token_rewards([0.0], LOG_PROBS[:1], REFERENCES[:1], MASKS[:1], 1.0)
-    np.testing.assert_allclose(
-        compute_discounted_returns(tokens, MASKS[:1])[0], [0.0, -0.4 + 0.3, 0.3], rtol=1e-5, atol=1e-7
-    )
 
 
 @pytest.mark.parametrize("function", [subtract_kl, compute_token_rewards])

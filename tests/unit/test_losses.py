@@ -25,7 +25,7 @@ from rollouts.losses import (
     wants_entropy_gradient,
 )
 from rollouts.losses.corrections import parse_correction
-from rollouts.losses.reductions import reduce_loss, select_top_fraction
+from rollouts.losses.reductions import reduce_loss
 from rollouts.losses.rl_losses import compute_covariances
 from rollouts.losses.token_losses import sft_loss
 from rollouts.types import merge_metrics, metric_values
@@ -280,21 +280,6 @@ def test_gradients_agree_with_finite_differences(name, terms):
     assert torch.autograd.gradcheck(value, (log_probs,))
 
 
-@pytest.mark.parametrize("name", POLICY)
-def test_at_ratio_one_every_loss_has_the_gradient_of_reinforce(name):
-    fields = draw(3)
-    fields["old_log_probs"] = fields["rollout_log_probs"] = fields["log_probs"].clone()
-    fields["advantages"] = fields["advantages"][:, :1].expand(4, 5)
-    fields["log_probs"] = fields["log_probs"].requires_grad_()
-    mask, lengths = fields["mask"], fields["mask"].sum(-1, keepdim=True).clamp(min=1)
-    params = {"cov_low": 1e9, "cov_high": 1e10} if name == "clip_cov" else {}
-    for unit, weight in (("tokens", 1.0), ("sequences", 1 / lengths.double())):
-        total = LOSSES[name](LossInputs(**fields), unit=unit, **params).sum
-        (grad,) = torch.autograd.grad(total, [fields["log_probs"]])
-        expected = torch.where(mask, -fields["advantages"] * weight, 0.0)
-        torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_is_not_finite_is_never_hidden_and_ratios_stay_finite(name):
     assert math.isnan(run(name, make_inputs(log_probs=row(NAN, -0.9, -1.6)))[0])
@@ -325,12 +310,6 @@ def test_units_divide_by_what_they_say():
         assert (float(total), count) == wanted
     with pytest.raises(ConfigError, match="'sequence_sums' or 'constant'"):
         reduce_loss(losses, mask, "rows")
-
-
-def test_of_each_row_the_largest_share_is_selected():
-    values, mask = row(3, 9, 1, 5, 5), torch.tensor([[True, False, True, True, True]])
-    for fraction, chosen in ((0.25, [3]), (0.5, [3, 4]), (0.51, [0, 3, 4]), (1.0, [0, 2, 3, 4])):
-        assert select_top_fraction(values, mask, fraction)[0].nonzero().flatten().tolist() == chosen
 
 
 # --- names --------------------------------------------------------------------------------------------------

@@ -38,7 +38,6 @@ from rollouts.losses.row_losses import (
     check_preference_loss,
     compares_with_reference,
     make_pair_loss,
-    make_preference_loss,
 )
 from rollouts.models.optim import create_adamw_optimizer
 from tests.unit.test_loops import MemoryLogger
@@ -195,8 +194,11 @@ async def train_pairs(
     """(weights, metrics) after the loop on a fresh backend."""
     options = {"micro_batch_tokens": config.micro_batch_tokens}
     async with open_backend(model, **options) as backend:
-        good, bad = count_labels(samples) if config.loss == "kto" else (0, 0)
-        made = make_preference_loss(config.loss, config.loss_params, num_desirable=good, num_undesirable=bad)
+        if config.loss == "kto":
+            good, bad = count_labels(samples)
+            made = make_kto_loss(config.loss_params, num_desirable=good, num_undesirable=bad)
+        else:
+            made = make_pair_loss(config.loss, config.loss_params)
         history = await run_preference_training(
             backend,
             make_preference_mixture(samples),
@@ -355,7 +357,7 @@ async def test_a_loss_with_a_reference_needs_one():
             {"betta": 0.1},
             "preference loss 'dpo' has no parameter 'betta'; it takes beta, label_smoothing",
         ),
-        ("dpo", {"beta": -1.0}, "dpo: beta=-1.0 must be above 0"),
+        ("dpo", {"beta": -1.0}, "dpo: beta=-1.0 is outside its range"),
         ("kto", {"betta": 1.0}, "unexpected keyword argument 'betta'"),
         ("kto", {"beta": "x"}, "are not what the loss takes"),
     ],

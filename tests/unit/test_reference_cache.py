@@ -91,59 +91,6 @@ async def test_a_model_is_loaded_once_however_many_ask():
     assert not memory.live, "closing gives everything up"
 
 
-async def test_the_least_recently_used_goes_and_one_in_use_never_does():
-    memory = Memory(same("a", "b", "c"), 8)
-    async with memory.open() as cache:
-        for name in ("a", "b", "a"):
-            async with cache.lease(name):
-                pass
-        async with cache.lease("c"):
-            assert set(memory.live) == {"a", "c"}, "b was used longest ago"
-            async with cache.lease("b"):
-                assert set(memory.live) == {"b", "c"}, "c is in use, so a had to go"
-        assert cache.statistics() == {
-            "models": 2, "bytes": 8, "peak_bytes": 8, "loads": 4, "evictions": 2,
-        }  # fmt: skip
-
-
-async def test_who_does_not_fit_waits_for_a_lease_to_end():
-    memory = Memory(same("a", "b"), 4)
-    order: list[str] = []
-    async with memory.open() as cache, trio.open_nursery() as nursery:
-
-        async def use_b() -> None:
-            async with cache.lease("b"):
-                order.append("b")
-
-        async with cache.lease("a"):
-            nursery.start_soon(use_b)
-            await trio.testing.wait_all_tasks_blocked()
-            assert memory.loads["b"] == 0
-            order.append("a ends")
-    assert order == ["a ends", "b"]
-
-
-async def test_several_at_once_get_room_together_and_never_wait_for_each_other():
-    """Each pair fits alone; had each task taken its first model and waited for its second, none would ever go
-    on.
-    """
-    memory = Memory(same("a", "b", "c", "d"), 8)
-    done: list[tuple[str, ...]] = []
-    with trio.fail_after(20):
-        async with memory.open() as cache, trio.open_nursery() as nursery:
-
-            async def use(*names: str) -> None:
-                for _ in range(20):
-                    async with cache.lease(*names) as models:
-                        assert models == names
-                        await trio.lowlevel.checkpoint()
-                done.append(names)
-
-            for names in (("a", "b"), ("c", "d"), ("d", "a"), ("b", "c"), ("a",)):
-                nursery.start_soon(use, *names)
-    assert len(done) == 5
-
-
 @pytest.mark.parametrize(
     ("sizes", "names"),
     [({"a": ModelSize(9, 9)}, ["a"]), ({"a": ModelSize(2, 9)}, ["a"]), (same("a", "b", size=5), ["a", "b"])],
@@ -212,32 +159,6 @@ async def test_when_the_task_that_loads_is_cancelled_another_takes_over():
         first.cancel()
     assert served == ["second"]
     assert memory.loads == {"a": 2}
-
-
-async def test_a_cancelled_waiter_lets_the_next_one_have_its_turn():
-    memory = Memory(same("a", "b", "big", size=4) | {"big": ModelSize(8, 8)}, 8)
-    async with memory.open() as cache, trio.open_nursery() as nursery:
-        waiting = trio.CancelScope()
-        done = trio.Event()
-
-        async def want_big() -> None:
-            with waiting:
-                async with cache.lease("big"):
-                    raise AssertionError("a was never given back")
-
-        async def want_b() -> None:
-            async with cache.lease("b"):
-                done.set()
-
-        async with cache.lease("a"):
-            nursery.start_soon(want_big)
-            await trio.testing.wait_all_tasks_blocked()
-            nursery.start_soon(want_b)
-            await trio.testing.wait_all_tasks_blocked()
-            assert not done.is_set(), "big was first"
-            waiting.cancel()
-            with trio.fail_after(5):
-                await done.wait()
 
 
 async def test_nothing_is_leased_after_the_end():
@@ -352,14 +273,3 @@ def test_headers_say_how_large_a_model_will_be(kind: str, dtype: str, tmp_path: 
     path = make_tiny(kind, 0, tmp_path)
     size = count_weight_bytes(load_hf_model(path, dtype=getattr(torch, dtype)))
     assert size <= count_bytes_by_headers(path, dtype).held <= size + 64 * 1024
-
-
-async def test_a_model_that_is_not_there_is_a_model_error(tmp_path: Path):
-    async with (
-        open_device_thread(name="cache", torch_threads=1) as thread,
-        open_reference_cache(budget_bytes=1 << 30, device_thread=thread) as cache,
-    ):
-        with pytest.raises(ModelError):
-            async with cache.lease(str(tmp_path / "nowhere")):
-                pass
-        assert cache.statistics()["bytes"] == 0

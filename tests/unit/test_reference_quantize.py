@@ -21,7 +21,6 @@ from rollouts.models.load import load_hf_model
 from rollouts.models.tiny import make_tiny
 from rollouts.reference.quantize import (
     PackedWeight,
-    choose_block,
     compare_log_probs,
     count_bytes_by_headers,
     count_weight_bytes,
@@ -93,40 +92,11 @@ def test_4_bit_weights_are_themselves_to_a_step(shape: tuple[int, ...], torchao:
     assert packed.codes.nbytes * 2 == weight.numel()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_codes_are_torchaos_own(bits, torchao: None):
-    from torchao.quantization import MappingType, choose_qparams_affine, dequantize_affine, quantize_affine  # pyright: ignore[reportMissingImports]
-
-    weight = torch.randn(4, 128, generator=torch.Generator().manual_seed(1))
-    kind, dtype, low, high, block = (
-        (MappingType.SYMMETRIC, torch.int8, -127, 127, (1, 64))
-        if bits == 8
-        else (MappingType.ASYMMETRIC, torch.uint8, 0, 15, (1, 32))
-    )
-    scale, zero = choose_qparams_affine(weight, kind, block, dtype, low, high)
-    codes = quantize_affine(weight, block, scale, zero, dtype, low, high)
-    expected = dequantize_affine(codes, block, scale, zero, dtype, low, high, output_dtype=torch.float32)
-    assert torch.equal(PackedWeight(weight, bits).unpack(), expected)
-
-
-def test_rows_of_an_embedding_are_unpacked_alone(torchao: None):
-    weight = torch.randn(10, 96, generator=torch.Generator().manual_seed(0))
-    index = torch.tensor([[3, 9], [0, 3]])
-    for bits in (8, 4):
-        packed = PackedWeight(weight, bits)
-        assert torch.equal(packed.unpack_rows(index), packed.unpack()[index])
-
-
 def test_zeros_stay_zeros_and_what_is_not_finite_is_refused(torchao: None):
     for bits in (8, 4):
         assert not PackedWeight(torch.zeros(2, 64), bits).unpack().any()
         with pytest.raises(ModelError, match="not finite"):
             PackedWeight(torch.tensor([[math.nan] * 64]), bits)
-
-
-def test_blocks_divide_the_row():
-    assert [choose_block(columns, 8) for columns in (576, 64, 96, 40, 36, 7)] == [64, 64, 32, 8, 36, 7]
-    assert [choose_block(columns, 4) for columns in (576, 48, 100)] == [32, 16, 100]
 
 
 # --- a model ------------------------------------------------------------------------------------------------
@@ -185,15 +155,6 @@ def test_every_architecture_runs_and_tied_weights_are_stored_once(kind: str, tmp
     assert (embedding is head) == bool(model.config.get_text_config().tie_word_embeddings)
 
 
-def test_the_embedding_keeps_8_bits_in_a_4_bit_model(path: Path, torchao: None):
-    model = load_hf_model(path)
-    quantize_model(model, 4)
-    packed = {name: module.bits for name, module in model.named_modules() if isinstance(module, PackedWeight)}
-    assert packed.pop("model.embed_tokens._packed_weight") == 8
-    assert set(packed.values()) == {4}
-    assert len(packed) == 14
-
-
 # --- the error ----------------------------------------------------------------------------------------------
 
 
@@ -214,23 +175,6 @@ def test_known_values_of_the_bias():
         compare_log_probs(
             rough, exact, RolloutBatch(tokens=batch.tokens, loss_masks=(np.zeros(3, bool), np.zeros(2, bool)))
         )
-
-
-def test_a_probe_is_what_the_model_samples_and_moves_no_random_state(path: Path):
-    model = load_hf_model(path)
-    state = torch.get_rng_state()
-    probe, again = sample_probe(model, rows=400, tokens=2), sample_probe(model, rows=400, tokens=2)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(np.array_equal(one, two) for one, two in zip(probe.tokens, again.tokens, strict=True))
-    assert all(
-        row[0] == 257 and mask.tolist() == [False, True, True]
-        for row, mask in zip(probe.tokens, probe.loss_masks, strict=True)
-    )
-    with torch.no_grad():
-        probs = model(input_ids=torch.tensor([[257]])).logits[0, -1].softmax(-1)
-    likeliest = int(probs.argmax())
-    share, expected = np.mean([row[1] == likeliest for row in probe.tokens]), float(probs[likeliest])
-    assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / 400)
 
 
 async def test_without_the_library_the_error_names_the_extra(path: Path, monkeypatch: pytest.MonkeyPatch):
