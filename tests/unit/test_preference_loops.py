@@ -37,6 +37,7 @@ from rollouts.losses.inputs import LossOutput
 from rollouts.losses.row_losses import (
     check_preference_loss,
     compares_with_reference,
+    make_kto_loss,
     make_pair_loss,
 )
 from rollouts.models.optim import create_adamw_optimizer
