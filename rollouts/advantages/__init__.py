@@ -121,36 +121,31 @@ def compute_advantages(
     name, rows = getattr(function, "__name__", "the advantage function"), len(inputs.rewards)
     if not isinstance(answer, GAEResult):
         return _check_answer(answer, name, rows)
-    advantages, returns = (
-        _check_answer(answer.advantages, name, rows),
-        _check_answer(answer.returns, f"{name} for its returns", rows),
-    )
-    if isinstance(advantages, np.ndarray) or isinstance(returns, np.ndarray):
-        raise ValueError(
-            f"{name} answered with a GAEResult of numbers; advantages and returns of a critic are one array"
-            " [T] per row"
-        )
-    return GAEResult(advantages, returns)
+    parts = [_check_answer(part, f"{name}, {field}:", rows) for field, part in answer._asdict().items()]
+    if any(isinstance(part, np.ndarray) for part in parts):
+        raise ValueError(f"{name} answered with a GAEResult of numbers; give one array [T] per row")
+    return GAEResult(*parts)  # pyright: ignore[reportArgumentType]  (tuples, as was just seen)
 
 
 def _check_answer(answer: Any, name: str, rows: int) -> FloatArray | tuple[FloatArray, ...]:
-    if not isinstance(answer, np.ndarray | list | tuple) or getattr(answer, "ndim", 1) == 0:
-        raise ValueError(
-            f"{name} answered with {type(answer).__name__}; it must be a numpy array or a list, one advantage"
-            " per row"
+    rule = "an advantage is one finite number per row, or one array [T] of finite numbers per row"
+    if (
+        not isinstance(answer, np.ndarray | list | tuple)
+        or getattr(answer, "ndim", 1) == 0
+        or len(answer) != rows
+    ):
+        found = (
+            f"{len(answer)} advantages"
+            if isinstance(answer, list | tuple) or getattr(answer, "ndim", 0)
+            else type(answer).__name__
         )
-    if len(answer) != rows:
-        raise ValueError(
-            f"{name} answered with {len(answer)} advantages for {rows} rows; there must be one per row"
-        )
+        raise ValueError(f"{name} answered with {found} for {rows} rows; {rule}")
     per_token = rows > 0 and np.ndim(answer[0]) == 1
     values = [np.asarray(row, np.float64) for row in answer]
     for index, row in enumerate(values):
         if row.ndim != per_token or not np.isfinite(row).all():
-            raise ValueError(
-                f"{name} answered for row {index} with {row if row.ndim == 0 else f'shape {row.shape}'}; an"
-                " advantage is one finite number per row, or one array [T] of finite numbers per row"
-            )
+            found = row if row.ndim == 0 else f"shape {row.shape}"
+            raise ValueError(f"{name} answered for row {index} with {found}; {rule}")
     return tuple(row.astype(np.float32) for row in values) if per_token else np.asarray(values, np.float32)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rollouts.advantages.inputs import scatter_trained, take_trained
 from rollouts.types import BoolArray, FloatArray
 
 
@@ -35,35 +36,20 @@ def compute_distillation_advantages(
     Distillation". Raises ValueError unless coef > 0 and clip > 0, on lengths that differ, and naming the row
     and token that is not finite.
     """
-    if not coef > 0:
-        raise ValueError(f"distillation: coef={coef} must be above 0; 1.0 is usual")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"distillation: clip={clip} must be above 0, or None for no clip; 5.0 is usual")
+    if not (coef > 0 and (clip is None or clip > 0)):
+        raise ValueError(
+            f"distillation: coef={coef}, clip={clip}; both must be above 0, or clip None: no clip"
+        )
     advantages: list[FloatArray] = []
     for row, (teacher, student, mask) in enumerate(
         zip(teacher_log_probs, log_probs, loss_masks, strict=True)
     ):
-        if not len(teacher) == len(student) == len(mask):
-            raise ValueError(
-                f"row {row} has {len(teacher)} teacher log-probs, {len(student)} log-probs and {len(mask)}"
-                " mask values"
-            )
-        if len(lost := np.flatnonzero(mask & ~np.isfinite(student))):
-            raise ValueError(
-                f"row {row}, token {lost[0]}: the student's log-prob is {student[lost[0]]}; it must be"
-                " finite, for it sampled the token"
-            )
-        values = np.zeros(len(mask), np.float64)
-        values[mask] = coef * (np.float64(teacher[mask]) - np.float64(student[mask]))
-        if clip is not None:
-            values = np.clip(values, -clip, clip)
-        bad = np.flatnonzero(~np.isfinite(values))
-        if len(bad):
-            raise ValueError(
-                f"row {row}, token {bad[0]}: the advantage is {values[bad[0]]}; log-probs must be finite, or"
-                " give a clip"
-            )
-        advantages.append(values.astype(np.float32))
+        if teacher.shape != mask.shape:
+            raise ValueError(f"teacher_log_probs[{row}] has shape {teacher.shape} and its mask {mask.shape}")
+        gap = coef * (np.float64(teacher[mask]) - take_trained("log_probs", row, student, mask))
+        values = scatter_trained(gap if clip is None else np.clip(gap, -clip, clip), mask)
+        take_trained("advantages", row, values, mask)  # an impossible token needs a clip
+        advantages.append(values)
     return tuple(advantages)
 
 
@@ -81,12 +67,10 @@ def align_rows(
     for row, (values, teacher_mask, mask) in enumerate(
         zip(teacher_values, teacher_masks, loss_masks, strict=True)
     ):
-        if int(teacher_mask.sum()) != int(mask.sum()):
+        counts = int(teacher_mask.sum()), int(mask.sum())
+        if counts[0] != counts[1]:
             raise ValueError(
-                f"row {row}: the teacher's mask selects {int(teacher_mask.sum())} tokens, the student's"
-                f" {int(mask.sum())}"
+                f"row {row}: the teacher's mask selects {counts[0]} tokens, the student's {counts[1]}"
             )
-        moved = np.zeros(len(mask), np.float32)
-        moved[mask] = values[teacher_mask]
-        aligned.append(moved)
+        aligned.append(scatter_trained(values[teacher_mask], mask))
     return tuple(aligned)

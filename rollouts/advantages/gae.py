@@ -8,6 +8,7 @@ happened in between belongs on the trained token before it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rollouts.advantages.group import whiten_over_tokens
-from rollouts.advantages.inputs import AdvantageInputs, Floats
+from rollouts.advantages.inputs import AdvantageInputs, Floats, scatter_trained, take_trained
 from rollouts.errors import ConfigError
 from rollouts.types import BoolArray, FloatArray
 
@@ -47,35 +48,28 @@ def compute_gae(
     Computed in float64. Papers: 1506.02438; VAPO, 2504.05118. Raises ValueError on lengths that differ, on
     gamma or lam outside 0 to 1, and naming the row with a trained value that is not finite.
     """
-    lams = _per_row("lam", lam, len(loss_masks))
-    bootstrap = (
-        np.zeros(len(loss_masks)) if bootstrap_values is None else np.asarray(bootstrap_values, np.float64)
-    )
-    if bootstrap.shape != (len(loss_masks),) or not np.isfinite(bootstrap).all():
+    rows = len(loss_masks)
+    per_row = {"lam": lam, "bootstrap_values": 0.0 if bootstrap_values is None else bootstrap_values}
+    try:
+        lams, bootstrap = (np.broadcast_to(np.asarray(each, np.float64), rows) for each in per_row.values())
+    except ValueError as error:
         raise ValueError(
-            f"bootstrap_values has shape {bootstrap.shape} for {len(loss_masks)} rows; one finite number per"
-            " row, 0 where it ended"
-        )
-    for name, fraction in (
+            f"lam and bootstrap_values: {error}; give one number, or one per row of {rows}"
+        ) from error
+    for name, numbers in (
         ("gamma", np.asarray([gamma])),
         ("lam", lams),
-        ("critic_lam", np.asarray([0.0 if critic_lam is None else critic_lam])),
+        ("critic_lam", np.asarray([critic_lam or 0.0])),
     ):
-        if not ((fraction >= 0) & (fraction <= 1)).all():
-            raise ValueError(
-                f"{name}={fraction[~((fraction >= 0) & (fraction <= 1))][0]}; it must be from 0 to 1"
-            )
-    lengths = np.asarray([int(np.count_nonzero(mask)) for mask in loss_masks], np.int64)
-    kept_rewards, kept_values = (
-        _trained("rewards", rewards, loss_masks),
-        _trained("values", values, loss_masks),
-    )
-    advantages = _sweep(kept_rewards, kept_values, lengths, bootstrap, gamma, lams)
-    for_critic = (
-        advantages
-        if critic_lam is None
-        else _sweep(kept_rewards, kept_values, lengths, bootstrap, gamma, np.full(len(lams), critic_lam))
-    )
+        for number in numbers[~((numbers >= 0) & (numbers <= 1))]:
+            raise ValueError(f"{name}={number}; it must be from 0 to 1")
+    if not np.isfinite(bootstrap).all():
+        raise ValueError("bootstrap_values must be one finite number per row, 0 where it ended")
+    kept_rewards = _pad_trained("rewards", rewards, loss_masks)
+    kept_values = _pad_trained("values", values, loss_masks)
+    sweep = functools.partial(_sweep, kept_rewards, kept_values, _count_trained(loss_masks), bootstrap, gamma)
+    advantages = sweep(lams)
+    for_critic = advantages if critic_lam is None else sweep(np.full(rows, critic_lam))
     return GAEResult(_scatter(advantages, loss_masks), _scatter(for_critic + kept_values, loss_masks))
 
 
@@ -106,16 +100,15 @@ def compute_gae_advantages(
             f"advantage 'gae' has lam={lam} and alpha={alpha}, which gives each row a lambda of its own;"
             " leave one of them out"
         )
-    lengths = [int(np.count_nonzero(mask)) for mask in inputs.loss_masks]
-    lams = lam if alpha is None else compute_length_adaptive_lambda(lengths, alpha=alpha)
+    lams = lam
+    if alpha is not None:
+        lams = compute_length_adaptive_lambda(_count_trained(inputs.loss_masks), alpha=alpha)
     result = compute_gae(
         inputs.token_rewards, inputs.values, inputs.loss_masks, gamma=gamma, lam=lams, critic_lam=critic_lam
     )
-    return (
-        result._replace(advantages=whiten_advantages(result.advantages, inputs.loss_masks))
-        if whiten
-        else result
-    )
+    if whiten:
+        return result._replace(advantages=whiten_advantages(result.advantages, inputs.loss_masks))
+    return result
 
 
 def compute_length_adaptive_lambda(lengths: ArrayLike, *, alpha: float = 0.05) -> Floats:
@@ -151,10 +144,9 @@ def whiten_advantages(
     Whiten the advantages only, not the returns. Raises ValueError on lengths that differ, and naming the row
     with a trained value that is not finite.
     """
-    kept = _trained("advantages", advantages, loss_masks)
-    counts = np.asarray([int(np.count_nonzero(mask)) for mask in loss_masks], np.int64)
+    kept, counts = _pad_trained("advantages", advantages, loss_masks), _count_trained(loss_masks)
     trained = np.arange(kept.shape[1]) < counts[:, None]
-    kept[trained] = whiten_over_tokens(kept[trained], np.ones(int(counts.sum()), np.int64), ddof=ddof)
+    kept[trained] = whiten_over_tokens(kept[trained], np.ones(counts.sum(), np.int64), ddof=ddof)
     return _scatter(kept, loss_masks)
 
 
@@ -167,44 +159,27 @@ def compute_explained_variance(
     None where the returns do not vary, or fewer than two tokens train. Raises ValueError on lengths that
     differ.
     """
-    predicted = np.concatenate(
-        [np.asarray(row, np.float64)[mask] for row, mask in zip(values, loss_masks, strict=True)]
-        or [np.zeros(0)]
-    )
-    actual = np.concatenate(
-        [np.asarray(row, np.float64)[mask] for row, mask in zip(returns, loss_masks, strict=True)]
-        or [np.zeros(0)]
-    )
-    if len(actual) < 2 or np.ptp(actual) == 0:
+    errors, actual = [np.zeros(0)], [np.zeros(0)]
+    for row, (predicted, wanted, mask) in enumerate(zip(values, returns, loss_masks, strict=True)):
+        actual.append(take_trained("returns", row, wanted, mask))
+        errors.append(actual[-1] - take_trained("values", row, predicted, mask))
+    error, target = np.concatenate(errors), np.concatenate(actual)
+    if len(target) < 2 or np.ptp(target) == 0:
         return None
-    return float(1.0 - (actual - predicted).var() / actual.var())
+    return float(1.0 - error.var() / target.var())
 
 
-def _per_row(name: str, value: float | ArrayLike, rows: int) -> Floats:
-    values = np.asarray(value, np.float64)
-    if values.ndim == 0:
-        return np.full(rows, float(values))
-    if values.shape != (rows,):
-        raise ValueError(f"{name} has shape {values.shape} for {rows} rows; give one number, or one per row")
-    return values
+def _count_trained(loss_masks: Sequence[BoolArray]) -> NDArray[np.int64]:
+    return np.asarray([np.count_nonzero(mask) for mask in loss_masks], np.int64)
 
 
-def _trained(name: str, rows: Sequence[ArrayLike], loss_masks: Sequence[BoolArray]) -> Floats:
+def _pad_trained(name: str, rows: Sequence[ArrayLike], loss_masks: Sequence[BoolArray]) -> Floats:
     """[B, L] the trained values of each row, moved together and padded with 0 on the right."""
     if len(rows) != len(loss_masks):
         raise ValueError(f"there are {len(rows)} rows of {name} for {len(loss_masks)} loss masks")
-    longest = max((int(np.count_nonzero(mask)) for mask in loss_masks), default=0)
-    kept = np.zeros((len(rows), longest))
+    kept = np.zeros((len(rows), _count_trained(loss_masks).max(initial=0)))
     for index, (row, mask) in enumerate(zip(rows, loss_masks, strict=True)):
-        values = np.asarray(row, np.float64)
-        if values.shape != mask.shape:
-            raise ValueError(
-                f"{name}[{index}] has shape {values.shape} and its loss mask {mask.shape}; one value per"
-                " token"
-            )
-        trained = values[mask]
-        if not np.isfinite(trained).all():
-            raise ValueError(f"{name}[{index}] has a value on a trained token that is not finite")
+        trained = take_trained(name, index, row, mask)
         kept[index, : len(trained)] = trained
     return kept
 
@@ -225,9 +200,7 @@ def _sweep(
 
 
 def _scatter(kept: Floats, loss_masks: Sequence[BoolArray]) -> tuple[FloatArray, ...]:
-    rows = []
-    for trained, mask in zip(kept, loss_masks, strict=True):
-        row = np.zeros(len(mask), np.float32)
-        row[mask] = trained[: int(np.count_nonzero(mask))]
-        rows.append(row)
-    return tuple(rows)
+    return tuple(
+        scatter_trained(row[: np.count_nonzero(mask)], mask)
+        for row, mask in zip(kept, loss_masks, strict=True)
+    )

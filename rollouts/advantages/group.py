@@ -40,9 +40,25 @@ def per_trajectory(
     return of_rows
 
 
-@per_trajectory
+def per_group(
+    function: Callable[Concatenate[Floats, P], Floats],
+) -> Callable[Concatenate[AdvantageInputs, P], Floats]:
+    """The function of a group's rewards [G] applied to every group with spread, once per trajectory; other
+    rows get 0.
+    """
+
+    def of_groups(inputs: AdvantageInputs, /, *args: P.args, **kwargs: P.kwargs) -> Floats:
+        advantages = np.zeros_like(inputs.rewards)
+        for rows in groups_with_spread(inputs.rewards, inputs.group_indices):
+            advantages[rows] = function(inputs.rewards[rows], *args, **kwargs)
+        return advantages
+
+    return per_trajectory(functools.wraps(function)(of_groups))
+
+
+@per_group
 def compute_grpo_advantages(
-    inputs: AdvantageInputs, *, std_epsilon: float = STD_EPSILON, leave_one_out: bool = False
+    rewards: Floats, *, std_epsilon: float = STD_EPSILON, leave_one_out: bool = False
 ) -> Floats:
     """(r − mean) / (std + std_epsilon) over the group, std with G − 1 in its denominator. Paper: GRPO,
     2402.03300.
@@ -51,42 +67,39 @@ def compute_grpo_advantages(
     alike. That jumps: in the group 1, 0, 0, 0 the first row keeps 1, and in 1, 0, 0, 1e-3 it gets 1728.
     Filter on the std of the whole group in any case.
     """
-    if leave_one_out:
-        return _over_groups(inputs, lambda rewards: _standardise_by_others(rewards, std_epsilon))
-    return _over_groups(
-        inputs, lambda rewards: (rewards - rewards.mean()) / (rewards.std(ddof=1) + std_epsilon)
-    )
+    if not leave_one_out:
+        return (rewards - rewards.mean()) / (rewards.std(ddof=1) + std_epsilon)
+    advantages = np.empty_like(rewards)
+    for row, reward in enumerate(rewards):
+        others = np.delete(rewards, row)
+        spread = len(others) > 1 and np.ptp(others) > 0
+        advantages[row] = (reward - others.mean()) / (others.std(ddof=1) + std_epsilon if spread else 1.0)
+    return advantages
 
 
-@per_trajectory
-def compute_centred_advantages(inputs: AdvantageInputs) -> Floats:
+@per_group
+def compute_centred_advantages(rewards: Floats) -> Floats:
     """r − mean of the group: no division, so hard and easy prompts keep their scale. Paper: Dr. GRPO,
     2503.20783.
     """
-    return _over_groups(inputs, lambda rewards: rewards - rewards.mean())
+    return rewards - rewards.mean()
 
 
-@per_trajectory
-def compute_rloo_advantages(inputs: AdvantageInputs) -> Floats:
+@per_group
+def compute_rloo_advantages(rewards: Floats) -> Floats:
     """r − mean of the others of the group. Paper: RLOO, 2402.14740."""
-    return _over_groups(
-        inputs, lambda rewards: (rewards - rewards.mean()) * (len(rewards) / (len(rewards) - 1))
-    )
+    return (rewards - rewards.mean()) * (len(rewards) / (len(rewards) - 1))
 
 
-@per_trajectory
-def compute_maxrl_advantages(inputs: AdvantageInputs) -> Floats:
+@per_group
+def compute_maxrl_advantages(rewards: Floats) -> Floats:
     """(r − mean) / mean of the group: for rewards of 0 and 1, hard prompts weigh by 1/p. Paper: MaxRL,
     2602.02710.
 
     A group whose mean is not above 0 gets 0: it has no success to weigh by.
     """
-    return _over_groups(
-        inputs,
-        lambda rewards: (
-            (rewards - rewards.mean()) / rewards.mean() if rewards.mean() > 0 else np.zeros_like(rewards)
-        ),
-    )
+    mean = rewards.mean()
+    return (rewards - mean) / mean if mean > 0 else np.zeros_like(rewards)
 
 
 @per_trajectory
@@ -105,9 +118,9 @@ def compute_opo_advantages(inputs: AdvantageInputs) -> Floats:
     return advantages
 
 
-@per_trajectory
+@per_group
 def compute_pass_at_k_advantages(
-    inputs: AdvantageInputs, *, k: int = 0, divide_by_std: bool = False, std_epsilon: float = STD_EPSILON
+    rewards: Floats, *, k: int = 0, divide_by_std: bool = False, std_epsilon: float = STD_EPSILON
 ) -> Floats:
     """What a row adds to the best of k samples: the mean, over the k-subsets S of its group that hold it, of
     max(S) − max(S without it).
@@ -119,24 +132,17 @@ def compute_pass_at_k_advantages(
     """
     if k < 0 or k == 1:
         raise ValueError(f"k={k}; it must be at least 2, or 0 for the whole group (for k = 1 use 'rloo')")
-
-    def of_group(rewards: Floats) -> Floats:
-        size = len(rewards)
-        chosen = size if k == 0 else min(k, size)
-        order = np.argsort(rewards, kind="stable")
-        ascending = rewards[order]
-        subsets = math.comb(size - 1, chosen - 1)
-        ways = np.asarray(
-            [math.comb(place, chosen - 2) / subsets for place in range(size)], np.float64
-        )  # of whole numbers: no overflow
-        gains = np.zeros(size)
-        for place in range(
-            1, size
-        ):  # the row at `place` is the best of a subset; the second best is at one of the places below
-            gains[order[place]] = (ways[:place] * (ascending[place] - ascending[:place])).sum()
-        return gains / (rewards.std(ddof=1) + std_epsilon) if divide_by_std else gains
-
-    return _over_groups(inputs, of_group)
+    size = len(rewards)
+    chosen = size if k == 0 else min(k, size)
+    order = np.argsort(rewards, kind="stable")
+    ascending = rewards[order]
+    subsets = math.comb(size - 1, chosen - 1)  # whole numbers: no overflow
+    ways = np.asarray([math.comb(place, chosen - 2) / subsets for place in range(size)], np.float64)
+    gains = np.zeros(size)
+    # the row at `place` is the best of a subset; the second best is at one of the places below
+    for place in range(1, size):
+        gains[order[place]] = (ways[:place] * (ascending[place] - ascending[:place])).sum()
+    return gains / (rewards.std(ddof=1) + std_epsilon) if divide_by_std else gains
 
 
 @per_trajectory
@@ -229,23 +235,6 @@ def groups_with_spread(values: Floats, group_indices: NDArray[np.int64]) -> Iter
         rows = np.flatnonzero(group_indices == group)
         if len(rows) > 1 and np.ptp(values[rows]) > 0:
             yield rows
-
-
-def _over_groups(inputs: AdvantageInputs, of_group: Callable[[Floats], Floats]) -> Floats:
-    advantages = np.zeros_like(inputs.rewards)
-    for rows in groups_with_spread(inputs.rewards, inputs.group_indices):
-        advantages[rows] = of_group(inputs.rewards[rows])
-    return advantages
-
-
-def _standardise_by_others(rewards: Floats, std_epsilon: float) -> Floats:
-    result = np.empty_like(rewards)
-    for row in range(len(rewards)):
-        others = np.delete(rewards, row)
-        result[row] = rewards[row] - others.mean()
-        if len(others) > 1 and np.ptp(others) > 0:
-            result[row] /= others.std(ddof=1) + std_epsilon
-    return result
 
 
 def _gdpo_weights(inputs: AdvantageInputs) -> dict[str, float]:

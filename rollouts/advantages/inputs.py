@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from rollouts.types import BoolArray, FloatArray, Sample
 
@@ -33,90 +33,60 @@ class AdvantageInputs:
     """
 
     rewards: Floats  # [B]; less the KL term where that goes into the reward
-    group_indices: NDArray[
-        np.int64
-    ]  # [B] rows of one prompt share a number; the order of the rows does not matter
+    group_indices: NDArray[np.int64]  # [B] rows of one prompt share a number, in any order of the rows
     lengths: NDArray[np.int64] | None = None  # [B] tokens that train; None where the caller does not know
-    named_rewards: Mapping[str, Floats] = field(
-        default_factory=dict
-    )  # parts of the reward that every row has, each [B]
-    reward_weights: Mapping[str, float] = field(default_factory=dict)  # of the named rewards; empty: 1 each
+    # parts of the reward that every row has, each [B], and their weights; no weights: 1 each
+    named_rewards: Mapping[str, Floats] = field(default_factory=dict)
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
     samples: tuple[
         Sample, ...
-    ] = ()  # [B] the records behind the rows, or empty; for functions that need more than the above
-    trajectories: NDArray[np.int64] | None = (
-        None  # [B] segments of one trajectory share a number, and their reward; None: each row is one
-    )
-    values: tuple[
-        FloatArray, ...
-    ] = ()  # [T_i] per row: the critic's, before each token; empty where there is no critic
-    token_rewards: tuple[
-        FloatArray,
-        ...,
-        # [T_i] per row, beside `values`: the KL term of each token, and the reward on the last trained one
-    ] = ()
+    ] = ()  # [B] the records behind the rows, or empty; for functions that need more
+    # [B] segments of one trajectory share a number, and their reward; None: each row is one
+    trajectories: NDArray[np.int64] | None = None
+    values: tuple[FloatArray, ...] = ()  # [T_i] per row: the critic's, before each token; empty: no critic
+    # [T_i] per row, beside `values`: the KL term of each token, and the reward on the last trained one
+    token_rewards: tuple[FloatArray, ...] = ()
     loss_masks: tuple[BoolArray, ...] = ()  # [T_i] per row, beside `values`: the tokens that train
 
     def __post_init__(self) -> None:
-        put = object.__setattr__
-        rewards, groups = np.asarray(self.rewards, np.float64), np.asarray(self.group_indices)
-        if rewards.ndim != 1 or rewards.shape != groups.shape:
-            raise ValueError(
-                f"rewards have shape {rewards.shape} and group_indices {groups.shape}; both must be [B]"
-            )
-        check_finite(rewards, "rewards")
-        put(self, "rewards", rewards)
-        put(self, "group_indices", groups)
-        if self.lengths is not None:
-            lengths = np.asarray(self.lengths, np.int64)
-            if lengths.shape != rewards.shape or (lengths < 0).any():
-                raise ValueError(
-                    f"lengths have shape {lengths.shape}, smallest {lengths.min(initial=0)}; one per row of"
-                    f" {rewards.shape}, at least 0"
-                )
-            put(self, "lengths", lengths)
+        rewards = np.asarray(self.rewards, np.float64)
+        groups = np.asarray(self.group_indices)
         named = {name: np.asarray(values, np.float64) for name, values in self.named_rewards.items()}
-        for name, values in named.items():
-            if values.shape != rewards.shape:
+        lengths, trajectories = (
+            None if values is None else np.asarray(values, np.int64)
+            for values in (self.lengths, self.trajectories)
+        )
+        floats = {"rewards": rewards} | {f"named_rewards[{name!r}]": part for name, part in named.items()}
+        shared = {"group_indices": groups, **floats}
+        for name, values in {**shared, "lengths": lengths, "trajectories": trajectories}.items():
+            if values is not None and (values.ndim != 1 or len(values) != rewards.size):
                 raise ValueError(
-                    f"named_rewards[{name!r}] has shape {values.shape}; one per row, {rewards.shape}"
+                    f"{name} has shape {values.shape}; there must be one per row of {rewards.shape}"
                 )
-            check_finite(values, f"named_rewards[{name!r}]")
-        put(self, "named_rewards", named)
-        if self.trajectories is not None:
-            self._check_trajectories(np.asarray(self.trajectories, np.int64))
-        if self.samples and len(self.samples) != len(rewards):
-            raise ValueError(f"there are {len(self.samples)} samples for {len(rewards)} rows")
-        if not len(self.values) == len(self.token_rewards) == len(self.loss_masks):
-            raise ValueError(
-                f"there are {len(self.values)} rows of values, {len(self.token_rewards)} of token_rewards and"
-                f" {len(self.loss_masks)} of loss_masks; they come together, or not at all"
-            )
-        if self.values and len(self.values) != len(rewards):
-            raise ValueError(f"there are {len(self.values)} rows of values for {len(rewards)} rows")
+        for name, values in floats.items():
+            check_finite(values, name)
+        if lengths is not None and lengths.min(initial=0) < 0:
+            raise ValueError(f"lengths has {lengths.min()}; a number of tokens is at least 0")
+        for name in ("samples", "values", "token_rewards", "loss_masks"):
+            count = len(getattr(self, name))
+            if count not in (0 if name == "samples" else len(self.values), len(rewards)):
+                raise ValueError(
+                    f"{name} has {count} rows for {len(rewards)} rewards; there must be one per row"
+                )
         for name, weight in self.reward_weights.items():
             if not math.isfinite(weight):
                 raise ValueError(f"reward_weights[{name!r}] is {weight}; a weight is a finite number")
-
-    def _check_trajectories(self, trajectories: NDArray[np.int64]) -> None:
-        if trajectories.shape != self.rewards.shape:
-            raise ValueError(
-                f"trajectories have shape {trajectories.shape}; one per row, {self.rewards.shape}"
-            )
-        object.__setattr__(self, "trajectories", trajectories)
-        _, first, places = np.unique(trajectories, return_index=True, return_inverse=True)
-        columns = {"group_indices": self.group_indices, "rewards": self.rewards}
-        for name, values in (
-            columns | {f"named_rewards[{key!r}]": part for key, part in self.named_rewards.items()}
-        ).items():
-            shared = values[first][places]
-            bad = np.flatnonzero(values != shared)
-            if len(bad):
-                row = bad[0]
-                raise ValueError(
-                    f"{name}[{row}] is {values[row]}, and {shared[row]} in another segment of its trajectory;"
-                    " segments share it"
-                )
+        if trajectories is not None:
+            _, first, places = np.unique(trajectories, return_index=True, return_inverse=True)
+            for name, values in shared.items():
+                for row in np.flatnonzero(values != values[first][places]):
+                    raise ValueError(
+                        f"{name}[{row}] is {values[row]}, and {values[first][places][row]} in another"
+                        " segment of its trajectory; segments share it"
+                    )
+        found = {"rewards": rewards, "group_indices": groups, "named_rewards": named}
+        for name, values in {**found, "lengths": lengths, "trajectories": trajectories}.items():
+            object.__setattr__(self, name, values)
 
 
 def merge_segments(inputs: AdvantageInputs) -> tuple[AdvantageInputs, NDArray[np.intp]]:
@@ -131,14 +101,11 @@ def merge_segments(inputs: AdvantageInputs) -> tuple[AdvantageInputs, NDArray[np
     numbers, places = np.unique(inputs.trajectories, return_inverse=True)
     last = np.zeros(len(numbers), np.intp)
     last[places] = np.arange(len(places))  # of equal places the last one stays
-    lengths = None
-    if inputs.lengths is not None:
-        lengths = np.zeros(len(numbers), np.int64)
-        np.add.at(lengths, places, inputs.lengths)
+    sums = None if inputs.lengths is None else np.bincount(places, inputs.lengths).astype(np.int64)
     merged = AdvantageInputs(
         rewards=inputs.rewards[last],
         group_indices=inputs.group_indices[last],
-        lengths=lengths,
+        lengths=sums,
         named_rewards={name: values[last] for name, values in inputs.named_rewards.items()},
         reward_weights=inputs.reward_weights,
         samples=tuple(inputs.samples[row] for row in last) if inputs.samples else (),
@@ -157,9 +124,30 @@ def need_lengths(inputs: AdvantageInputs, kind: str) -> NDArray[np.int64]:
 
 def check_finite(values: Floats, name: str) -> None:
     """Raises ValueError naming the first row that is not finite."""
-    bad = np.flatnonzero(~np.isfinite(values))
-    if len(bad):
+    for row in np.flatnonzero(~np.isfinite(values)):
         raise ValueError(
-            f"{name}[{bad[0]}] is {values[bad[0]]}; a reward must be finite: one bad row would spoil its"
-            " whole group"
+            f"{name}[{row}] is {values[row]}; a reward must be finite, or it spoils its whole group"
         )
+
+
+def take_trained(name: str, row: int, values: ArrayLike, mask: BoolArray) -> Floats:
+    """The values of a row's trained tokens. Raises ValueError unless there is one value per token, and each
+    of these is finite.
+    """
+    wide = np.asarray(values, np.float64)
+    if wide.shape != mask.shape:
+        raise ValueError(
+            f"{name}[{row}] has shape {wide.shape} and its loss mask {mask.shape}; one per token"
+        )
+    for token in np.flatnonzero(mask & ~np.isfinite(wide)):
+        raise ValueError(
+            f"{name}[{row}], token {token} is {wide[token]}; it must be finite where a token trains"
+        )
+    return wide[mask]
+
+
+def scatter_trained(trained: ArrayLike, mask: BoolArray) -> FloatArray:
+    """[T_i] the values of the trained tokens in their places, 0 elsewhere."""
+    row = np.zeros(len(mask), np.float32)
+    row[mask] = trained
+    return row

@@ -14,6 +14,8 @@ They wait for other requests' answers, never for time: see at_work().
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -81,6 +83,21 @@ async def disturb(engine: InferenceEngine, act: Callable[[list[Completion]], Awa
     )
 
 
+@asynccontextmanager
+async def asked(engine: InferenceEngine, *requests: GenerateRequest) -> AsyncIterator[dict[str, Completion]]:
+    """In the block, the requests wait for the engine; after it their answers are there, by request_id."""
+    answers: dict[str, Completion] = {}
+
+    async def ask(request: GenerateRequest) -> None:
+        answers[request.request_id] = await engine.generate(request)
+
+    async with trio.open_nursery() as nursery:
+        for request in requests:
+            nursery.start_soon(ask, request)
+        await trio.testing.wait_all_tasks_blocked()
+        yield answers
+
+
 async def check_completion_is_whole(open_engine: OpenEngine) -> None:
     """Equal lengths, ids in the vocabulary, log-probs not above 0, every token of the version that the engine
     reports.
@@ -107,17 +124,12 @@ async def check_completion_is_whole(open_engine: OpenEngine) -> None:
 async def check_many_requests_are_all_answered(open_engine: OpenEngine) -> None:
     """Forty callers at once get forty completions, each its own."""
     async with open_engine() as engine:
-        answers: dict[str, Completion] = {}
-
-        async def ask(name: str) -> None:
-            answers[name] = await engine.generate(make_request(name))
-
-        async with trio.open_nursery() as nursery:
-            for index in range(40):
-                nursery.start_soon(ask, f"request-{index}")
-        assert {name: answer.request_id for name, answer in answers.items()} == {
-            f"request-{i}": f"request-{i}" for i in range(40)
-        }
+        names = [f"request-{index}" for index in range(40)]
+        async with asked(engine, *map(make_request, names)) as answers:
+            pass
+        assert {name: answer.request_id for name, answer in answers.items()} == dict(
+            zip(names, names, strict=True)
+        )
         assert engine.statistics()["running"] == 0
 
 
@@ -134,9 +146,7 @@ async def check_ids_in_flight_are_unique(open_engine: OpenEngine) -> None:
     """A second request of the same id is refused while the first waits, and taken afterwards."""
     async with open_engine() as engine:
         await engine.pause("wait")
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(engine.generate, make_request())
-            await trio.testing.wait_all_tasks_blocked()
+        async with asked(engine, make_request()):
             await _message_of(RequestRefused, lambda: engine.generate(make_request()))
             await engine.resume()
         await engine.generate(make_request())
@@ -147,37 +157,20 @@ async def check_paused_engine_admits_nothing(open_engine: OpenEngine) -> None:
     async with open_engine() as engine:
         for mode in ("abort", "wait", "keep") if engine.features.keep_pause else ("abort", "wait"):
             await engine.pause(mode)
-            answers: list[Completion] = []
-
-            async def ask(name: str = mode, answers: list[Completion] = answers) -> None:
-                answers.append(await engine.generate(make_request(name)))
-
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(ask)
-                await trio.testing.wait_all_tasks_blocked()
-                assert answers == []
+            async with asked(engine, make_request(mode)) as answers:
+                assert not answers
                 await engine.resume()
-            assert answers[0].finish_reason != "abort"
+            assert answers[mode].finish_reason != "abort"
 
 
 async def check_abort_all_answers_everyone(open_engine: OpenEngine) -> None:
     """Requests that wait are answered with "abort" and what they have, here nothing."""
     async with open_engine() as engine:
         await engine.pause("wait")
-        answers: list[Completion] = []
-
-        async def ask(name: str) -> None:
-            answers.append(await engine.generate(make_request(name)))
-
-        async with trio.open_nursery() as nursery:
-            for name in ("a", "b"):
-                nursery.start_soon(ask, name)
-            await trio.testing.wait_all_tasks_blocked()
+        async with asked(engine, make_request("a"), make_request("b")) as answers:
             await engine.abort_all()
-        assert [(answer.finish_reason, len(answer.token_ids)) for answer in answers] == [
-            ("abort", 0),
-            ("abort", 0),
-        ]
+        found = [(answer.finish_reason, len(answer.token_ids)) for answer in answers.values()]
+        assert found == [("abort", 0)] * 2
         await engine.resume()
         assert (await engine.generate(make_request("c"))).finish_reason != "abort"
 
@@ -186,10 +179,9 @@ async def check_cancelled_caller_leaves_no_trace(open_engine: OpenEngine) -> Non
     """After a caller is cancelled nothing runs and its id is free again."""
     async with open_engine() as engine:
         await engine.pause("wait")
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(engine.generate, make_request())
-            await trio.testing.wait_all_tasks_blocked()
-            nursery.cancel_scope.cancel()
+        with trio.CancelScope() as scope:
+            async with asked(engine, make_request()):
+                scope.cancel()
         await engine.resume()
         assert engine.statistics()["running"] == 0
         assert len((await engine.generate(make_request())).token_ids)
@@ -204,7 +196,11 @@ async def check_update_in_memory(open_engine: OpenEngine, weights: list[tuple[st
         if not engine.features.in_memory_update:
             await _message_of(EngineError, engine.begin_update)
             return
-        _expect(EngineError, lambda: engine.receive_bucket(weights[:1]))
+
+        async def receive_too_early() -> None:
+            engine.receive_bucket(weights[:1])
+
+        await _message_of(EngineError, receive_too_early)
         await engine.pause("wait")
         await engine.begin_update()
         for start in range(0, len(weights), 3):
@@ -250,14 +246,11 @@ async def check_seed_fixes_the_tokens(open_engine: OpenEngine) -> None:
             )
             return
         alone = await engine.generate(make_request(max_new_tokens=16, seed=11))
-        answers: dict[str, Completion] = {}
-
-        async def ask(name: str, seed: int) -> None:
-            answers[name] = await engine.generate(make_request(name, max_new_tokens=16, seed=seed))
-
-        async with trio.open_nursery() as nursery:
-            for seed in (11, 12, 13, 2**64 - 1):
-                nursery.start_soon(ask, f"seed-{seed}", seed)
+        seeds = (11, 12, 13, 2**64 - 1)
+        async with asked(
+            engine, *(make_request(f"seed-{seed}", max_new_tokens=16, seed=seed) for seed in seeds)
+        ) as answers:
+            pass
         assert answers["seed-11"].token_ids.tolist() == alone.token_ids.tolist()
         assert len({tuple(answer.token_ids.tolist()) for answer in answers.values()}) > 1
 
@@ -396,15 +389,11 @@ async def check_bad_snapshots_change_nothing(open_engine: OpenEngine, second: Pa
     """A snapshot that is not there, has no weights or is cut is refused by name; version and log-probs stay,
     and the engine serves.
     """
-    cut = folder / "cut"
-    cut.mkdir()
-    for file in second.iterdir():
-        content = file.read_bytes()
-        (cut / file.name).write_bytes(
-            content[: len(content) // 2] if file.suffix == ".safetensors" else content
-        )
-    empty = folder / "empty"
+    cut, empty = folder / "cut", folder / "empty"
     empty.mkdir()
+    shutil.copytree(second, cut, copy_function=shutil.copyfile)
+    for file in cut.glob("*.safetensors"):
+        os.truncate(file, file.stat().st_size // 2)
     async with open_engine() as engine:
         version = await engine.weight_version()
         before = await engine.generate(make_request(temperature=0.0))
@@ -454,12 +443,4 @@ async def _message_of(kind: type[Exception], call: Callable[[], Awaitable[object
         await call()
     except kind as error:
         return str(error)
-    raise AssertionError(f"{kind.__name__} was not raised")
-
-
-def _expect(kind: type[Exception], call: Callable[[], object]) -> None:
-    try:
-        call()
-    except kind:
-        return
     raise AssertionError(f"{kind.__name__} was not raised")

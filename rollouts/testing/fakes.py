@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -51,13 +52,15 @@ ResultT = TypeVar("ResultT")
 # --- tokenizer ----------------------------------------------------------------------------------------------
 
 FAKE_START, FAKE_END = 256, 257
+NAT, ZERO = np.float32(-1), np.float32(0)  # log-probs of what trains and of what does not
+SPECIAL = {"<|start|>": FAKE_START, "<|end|>": FAKE_END}
 
 
 class FakeTokenizer:
     """One token per byte of UTF-8, and 256 and 257 around each turn, written <|start|> and <|end|>."""
 
     chat_template = "<|start|>{role}\n{content}<|end|>"
-    all_special_tokens = ["<|start|>", "<|end|>"]
+    all_special_tokens = list(SPECIAL)
     added_tokens_decoder: Mapping[int, Any] = {}
 
     def __init__(self) -> None:
@@ -75,23 +78,13 @@ class FakeTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         assert not add_special_tokens
         self.encoded.append(text)
-        special = str.maketrans({"\ue000": None, "\ue001": None})
-        marked = text.translate(special).replace("<|start|>", "\ue000").replace("<|end|>", "\ue001")
-        ids: list[int] = []
-        for character in marked:
-            ids += (
-                [FAKE_START]
-                if character == "\ue000"
-                else [FAKE_END]
-                if character == "\ue001"
-                else list(character.encode())
-            )
-        return ids
+        parts = re.split(r"(<\|start\|>|<\|end\|>)", text)
+        return [token for part in parts for token in ([SPECIAL[part]] if part in SPECIAL else part.encode())]
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
-        special = {FAKE_START: b"<|start|>", FAKE_END: b"<|end|>"}
-        kept = [token for token in token_ids if not (skip_special_tokens and token in special)]
-        return b"".join(special.get(token) or bytes([token]) for token in kept).decode(errors="replace")
+        names = {token: b"" if skip_special_tokens else name.encode() for name, token in SPECIAL.items()}
+        parts = (names.get(token, bytes([token % 256])) for token in token_ids)
+        return b"".join(parts).decode(errors="replace")
 
 
 # --- engine -------------------------------------------------------------------------------------------------
@@ -141,7 +134,7 @@ class ScriptedEngine:
     ) -> None:
         self._script = script or (lambda request: ScriptedReply())
         self._version = version
-        self._features = EngineFeatures(
+        self.features = EngineFeatures(
             vocab_size=vocab_size,
             context_length=context_length,
             in_memory_update=not shares_weights,
@@ -160,10 +153,6 @@ class ScriptedEngine:
         self.requests: list[GenerateRequest] = []  # every request that was taken, in order of arrival
         self.received: list[str] = []  # names of the tensors of the last update
         self.most_in_flight = 0
-
-    @property
-    def features(self) -> EngineFeatures:
-        return self._features
 
     @property
     def in_flight(self) -> int:
@@ -193,7 +182,7 @@ class ScriptedEngine:
 
     async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
         self._check_open()
-        if self._features.shares_weights and version != self._version:
+        if self.features.shares_weights and version != self._version:
             raise WeightVersionError(
                 f"update to version {version} of an engine that shares weights at version {self._version}"
             )
@@ -241,13 +230,11 @@ class ScriptedEngine:
         self._check_open()
         await trio.lowlevel.checkpoint()
 
-    async def restore_memory(self) -> None:
-        self._check_open()
-        await trio.lowlevel.checkpoint()
+    restore_memory = release_memory
 
     async def begin_update(self) -> None:
         self._check_open()
-        if self._features.shares_weights:
+        if self.features.shares_weights:
             raise EngineError("an engine that shares the trainer's weights takes no update")
         await trio.lowlevel.checkpoint()
         self._updating, self.received = True, []
@@ -295,30 +282,26 @@ class ScriptedEngine:
 
     def _complete(self, running: _Running, finish: FinishReason) -> Completion:
         seed = running.request.sampling.seed
-        log_probs = [
-            fake_log_prob(seed, position, version) for position, version in enumerate(running.versions)
-        ]
+        log_probs = [fake_log_prob(seed, *each) for each in enumerate(running.versions)]
+        prompt = np.arange(len(running.request.prompt_ids))
         return Completion(
             request_id=running.request.request_id,
             token_ids=np.asarray(running.token_ids, np.int64),
             log_probs=np.asarray(log_probs, np.float32),
             weight_versions=np.asarray(running.versions, np.int64),
             finish_reason=finish,
-            prompt_log_probs=self._score(running.request) if running.request.score_prompt else None,
+            # −1 but for the first token, as FakeBackend.forward gives
+            prompt_log_probs=np.where(prompt > 0, NAT, ZERO) if running.request.score_prompt else None,
         )
-
-    def _score(self, request: GenerateRequest) -> FloatArray:
-        """Every prompt token but the first has the log-prob −1 that FakeBackend.forward gives it."""
-        return np.where(np.arange(len(request.prompt_ids)) > 0, np.float32(-1), np.float32(0))
 
     def _check_request(self, request: GenerateRequest) -> None:
         if request.request_id in self._running:
             raise RequestRefused(f"request {request.request_id!r} is in flight already")
         total = len(request.prompt_ids) + request.sampling.max_new_tokens
-        if len(request.prompt_ids) == 0 or total > self._features.context_length:
+        if len(request.prompt_ids) == 0 or total > self.features.context_length:
             raise RequestRefused(
                 f"request {request.request_id!r} needs {total} tokens; the context is"
-                f" {self._features.context_length}"
+                f" {self.features.context_length}"
             )
 
     def _abort_running(self) -> None:
@@ -435,15 +418,11 @@ class FakeBackend:
             self.batches.append(batch)
             self.losses.append(loss)
             tokens = float(batch.response_lengths.sum())
-            rows = float(len(batch))
-            denominator = {
-                "tokens": tokens,
-                "sequences": rows,
-                "sequence_sums": rows,
-                "constant": loss.constant or 1.0,
-            }[loss.unit]
+            denominators = {"tokens": tokens, "constant": loss.constant or 1.0}
             return ForwardBackwardResult(
-                loss=1.0 / (1 + self._steps), denominator=denominator, metrics={"loss/tokens": Total(tokens)}
+                loss=1.0 / (1 + self._steps),
+                denominator=denominators.get(loss.unit, float(len(batch))),
+                metrics={"loss/tokens": Total(tokens)},
             )
 
         return self._submit(run, has_pieces=True)
@@ -459,7 +438,7 @@ class FakeBackend:
 
     def forward(self, batch: RolloutBatch) -> FakeFuture[tuple[FloatArray, ...]]:
         return self._submit(
-            lambda: tuple(np.where(mask, np.float32(-1), np.float32(0)) for mask in batch.loss_masks),
+            lambda: tuple(np.where(mask, NAT, ZERO) for mask in batch.loss_masks),
             has_pieces=True,
         )
 
@@ -484,32 +463,27 @@ class FakeBackend:
 
     def load(self, path: Path) -> FakeFuture[None]:
         def run() -> None:
-            file = path / "fake.json"
-            if not file.exists():
-                raise CheckpointError(f"{file}: there is no such file; it is written by FakeBackend.save")
-            state = json.loads(file.read_text())
+            try:
+                state = json.loads((path / "fake.json").read_text())
+            except FileNotFoundError as error:
+                raise CheckpointError(f"{error}; it is written by FakeBackend.save") from error
             self._version, self._steps = state["version"], state["steps"]
 
         return self._submit(run)
 
     def interrupt(self) -> None:
-        pending = (
-            index
-            for index, future in enumerate(self._futures)
-            if future.has_pieces and future.failure is None and not future.done()
-        )
-        first = next(pending, None)
-        if first is None:
+        for place, first in enumerate(self._futures):
+            if first.has_pieces and first.failure is None and not first.done():
+                break
+        else:
             return
-        self._steps, self._version, num_batches = self._futures[first].before
+        self._steps, self._version, num_batches = first.before
         del self.batches[num_batches:], self.losses[num_batches:]
         self._failed = StepInterrupted("the step was interrupted between two micro-batches")
         self._free_at = trio.current_time() + self._micro_batch_s
-        self._futures[first].fail(self._failed, self._free_at)
-        for future in self._futures[first + 1 :]:
-            future.fail(
-                EarlierStepFailed("a step before this one was interrupted; call reset()"), self._free_at
-            )
+        first.fail(self._failed, self._free_at)
+        for future in self._futures[place + 1 :]:
+            future.fail(EarlierStepFailed("an earlier step was interrupted; call reset()"), self._free_at)
 
     def reset(self) -> FakeFuture[None]:
         self._failed = None
@@ -529,13 +503,10 @@ class FakeBackend:
         undone.
         """
         self._closed = True
-        unheard = (
-            future.failure for future in self._futures if future.failure is not None and not future.awaited
-        )
-        return next(
-            (failure for failure in unheard if not isinstance(failure, EarlierStepFailed | StepInterrupted)),
-            None,
-        )
+        for future in self._futures:
+            if not (future.awaited or isinstance(future.failure, EarlierStepFailed | StepInterrupted | None)):
+                return future.failure
+        return None
 
     def _weights(self) -> dict[str, Any]:
         return {"weight": np.full(2, self._steps, np.float32)}
@@ -557,9 +528,8 @@ class FakeBackend:
                 result = run()
             except RolloutsError as error:
                 self._failed = failure = error
-        self._free_at = max(self._free_at, trio.current_time()) + (
-            self._step_s if takes_s is None else takes_s
-        )
+        duration_s = self._step_s if takes_s is None else takes_s
+        self._free_at = max(self._free_at, trio.current_time()) + duration_s
         future = FakeFuture(result, failure, self._free_at)
         future.before, future.has_pieces = before, has_pieces
         self._futures.append(future)
