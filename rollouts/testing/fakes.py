@@ -472,11 +472,13 @@ class FakeBackend:
         return self._submit(run)
 
     def interrupt(self) -> None:
-        for place, first in enumerate(self._futures):
-            if first.has_pieces and first.failure is None and not first.done():
-                break
-        else:
+        def is_pending(future: FakeFuture[Any]) -> bool:
+            return future.has_pieces and future.failure is None and not future.done()
+
+        place = next((place for place, future in enumerate(self._futures) if is_pending(future)), None)
+        if place is None:
             return
+        first = self._futures[place]
         self._steps, self._version, num_batches = first.before
         del self.batches[num_batches:], self.losses[num_batches:]
         self._failed = StepInterrupted("the step was interrupted between two micro-batches")

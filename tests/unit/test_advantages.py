@@ -172,13 +172,13 @@ def test_a_reward_that_is_not_finite_is_refused_and_named(bad):
 def test_unknown_kinds_and_wrong_lengths_are_refused():
     with pytest.raises(ValueError, match="grpo, centred, rloo"):
         compute_group_advantages([0.0], [0], "gpro")
-    with pytest.raises(ValueError, match=r"\(2,\) and group_indices \(1,\)"):
+    with pytest.raises(ValueError, match=r"group_indices has shape \(1,\)"):
         compute_group_advantages([0.0, 1.0], [0])
-    with pytest.raises(ValueError, match="lengths have shape"):
+    with pytest.raises(ValueError, match="lengths has shape"):
         compute_group_advantages([0.0, 1.0], [0, 0], "opo", lengths=[1])
     with pytest.raises(ValueError, match=r"named_rewards\['a'\] has shape"):
         compute_group_advantages([0.0, 1.0], [0, 0], "gdpo", named_rewards={"a": [1.0]})
-    with pytest.raises(ValueError, match="1 samples for 2 rows"):
+    with pytest.raises(ValueError, match="samples has 1 rows for 2 rewards"):
         AdvantageInputs(
             rewards=np.zeros(2), group_indices=np.zeros(2, np.int64), samples=(Sample(id="s", prompt="q"),)
         )
@@ -222,7 +222,7 @@ def test_segments_that_do_not_share_what_a_trajectory_has_once_are_named():
         inputs_of([1.0, 1.0], trajectories=np.asarray([0, 0]), named_rewards={"a": [2.0, 3.0]})
     with pytest.raises(ValueError, match=r"group_indices\[1\] is 8, and 7 in another"):
         compute_group_advantages([1.0, 1.0], [7, 8], trajectories=[0, 0])
-    with pytest.raises(ValueError, match=r"trajectories have shape \(1,\); one per row, \(2,\)"):
+    with pytest.raises(ValueError, match=r"trajectories has shape \(1,\)"):
         compute_group_advantages([1.0, 1.0], [7, 7], trajectories=[0])
 
 
@@ -266,7 +266,7 @@ def test_a_function_of_ones_own_answers_per_row_or_per_token():
     ("answer", "wrong"),
     [
         ([1.0], "answered with 1 advantages for 2 rows"),
-        (None, "answered with NoneType; it must be a numpy array or a list"),
+        (None, "answered with NoneType for 2 rows"),
         (np.float64(1.0), "answered with float64"),
         ([1.0, float("nan")], "answered for row 1 with nan"),
         (

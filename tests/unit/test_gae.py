@@ -105,11 +105,11 @@ def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant(
     [
         ({"gamma": 1.01}, "gamma=1.01; it must be from 0 to 1"),
         ({"lam": [-0.1]}, "lam=-0.1; it must be from 0 to 1"),
-        ({"lam": [0.1, 0.2]}, r"lam has shape \(2,\) for 1 rows"),
+        ({"lam": [0.1, 0.2]}, "one number, or one per row of 1"),
         ({"critic_lam": 2.0}, "critic_lam=2.0"),
-        ({"bootstrap_values": [0.0, 1.0]}, r"bootstrap_values has shape \(2,\)"),
+        ({"bootstrap_values": [0.0, 1.0]}, "one number, or one per row of 1"),
         ({"bootstrap_values": [NAN]}, "one finite number per row"),
-        ({"values": [[0.0, NAN, 1.0]]}, r"values\[0\] has a value on a trained token that is not finite"),
+        ({"values": [[0.0, NAN, 1.0]]}, r"values\[0\], token 1 is nan"),
         ({"rewards": [[0.0, 1.0]]}, r"rewards\[0\] has shape \(2,\) and its loss mask \(3,\)"),
         ({"rewards": []}, "0 rows of rewards for 1 loss masks"),
     ],
@@ -139,13 +139,11 @@ def test_kl_on_every_token_adds_up_to_kl_once_per_sample():
 @pytest.mark.parametrize("function", [subtract_kl, compute_token_rewards])
 def test_kl_refuses_rows_that_do_not_fit_and_log_probs_that_are_not_finite(function):
     row, mask = f32([-1.0, -2.0]), np.array([True, True])
-    with pytest.raises(ValueError, match="row 0 has 2 log-probs, 1 reference"):
+    with pytest.raises(ValueError, match=r"ref_log_probs\[0\] has shape \(1,\)"):
         function([1.0], [row], [row[:1]], [mask], 0.1)
     with pytest.raises(ValueError, match=r"shape \(2,\) for 1 rows"):
         function([1.0, 2.0], [row], [row], [mask], 0.1)
-    with pytest.raises(
-        ValueError, match=r"rewards\[0\] is nan|row 0 has a log-prob on a trained token that is not finite"
-    ):
+    with pytest.raises(ValueError, match=r"log_probs\[0\], token 0 is nan"):
         function([1.0], [f32([np.nan, 0.0])], [row], [mask], 0.1)
     with pytest.raises(ValueError, match=r"rewards\[0\] is nan"):
         function([NAN], [row], [row], [mask], 0.1)
@@ -193,7 +191,7 @@ def test_a_function_of_ones_own_may_answer_as_gae_does_and_is_checked():
     found = compute_advantages(inputs, lambda given: GAEResult(given.values, given.token_rewards))
     assert isinstance(found, GAEResult)
     assert [row.tolist() for row in (*found.advantages, *found.returns)] == [[0.5, 0.5], [0.0, 1.0]]
-    with pytest.raises(ValueError, match="for its returns answered for row 0"):
+    with pytest.raises(ValueError, match="returns: answered for row 0"):
         compute_advantages(inputs, lambda given: GAEResult(given.values, (f32([NAN, 1.0]),)))
     with pytest.raises(ValueError, match="GAEResult of numbers"):
         compute_advantages(inputs, lambda given: GAEResult(given.values, (1.0,)))  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,48 @@
+"""Code that only its own test reaches is dead: the package, integration_training, a benchmark or a page of docs
+names every function, method and class of the package.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CALLED_BY_LIBRARIES = {"before_task_step", "after_task_step"}  # trio.abc.Instrument
+ONLY_TESTS_CALL = {"load_rows", "prepare_sft_rows", "wait_written", "count_weight_bytes"}
+
+
+def count_names(node: ast.AST) -> Counter[str]:
+    names: Counter[str] = Counter()
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name):
+            names[part.id] += 1
+        elif isinstance(part, ast.Attribute):
+            names[part.attr] += 1
+        elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+            names[part.value.rpartition(":")[2]] += 1  # a name alone, or module:function
+    return names
+
+
+def test_something_reaches_every_function_and_class():
+    folders = ("rollouts", "integration_training", "benchmarks")
+    trees = {
+        path: ast.parse(path.read_text("utf-8")) for name in folders for path in (ROOT / name).rglob("*.py")
+    }
+    named = sum(map(count_names, trees.values()), Counter[str]())
+    for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("integration_training/**/*.toml")):
+        named.update(re.findall(r"\w+", page.read_text("utf-8")))
+    definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    dead = {
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path, tree in trees.items()
+        if path.is_relative_to(ROOT / "rollouts") and "testing" not in path.parts
+        for node in ast.walk(tree)
+        if isinstance(node, definitions)
+        and not (node.decorator_list or node.name.startswith("__"))
+        and node.name not in CALLED_BY_LIBRARIES | ONLY_TESTS_CALL
+        and named[node.name] <= count_names(node)[node.name]
+    }
+    assert not dead, f"only tests reach: {sorted(dead)}"
