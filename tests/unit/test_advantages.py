@@ -22,9 +22,7 @@ from rollouts.advantages import (
     compute_role_advantages,
 )
 from rollouts.errors import ConfigError
-from rollouts.rewards.check import check_reward
-from rollouts.rewards.combine import apply_weights
-from rollouts.types import RewardResult, Sample
+from rollouts.types import Sample
 
 REWARDS = [1.0, 0.0, 0.0, 0.5]
 LENGTHS = [2, 3, 4, 1]
@@ -224,20 +222,6 @@ def test_segments_that_do_not_share_what_a_trajectory_has_once_are_named():
         compute_group_advantages([1.0, 1.0], [7, 8], trajectories=[0, 0])
     with pytest.raises(ValueError, match=r"trajectories has shape \(1,\)"):
         compute_group_advantages([1.0, 1.0], [7, 7], trajectories=[0])
-
-
-def test_the_baseline_of_remax_is_no_part_of_a_reward_that_is_given_beside_its_parts():
-    answers = [
-        check_reward(RewardResult(1.0, {"greedy_reward": 0.25}), "f"),
-        check_reward({"right": 1.0, "greedy_reward": 0.25}, "f"),
-    ]
-    answers.append(apply_weights(answers[1], {"right": 1.0, "greedy_reward": 0.0}))
-    rewards, baselines = (
-        [answer.reward for answer in answers],
-        [answer.parts["greedy_reward"] for answer in answers],
-    )
-    found = compute_group_advantages(rewards, [0, 0, 0], "remax", named_rewards={"greedy_reward": baselines})
-    assert found.tolist() == [0.75, 1.0, 0.75], "the parts of a mapping are added up, the baseline too"
 
 
 # --- functions of one's own ---------------------------------------------------------------------------------

@@ -92,31 +92,6 @@ def test_a_change_compares_quarters_of_steps_and_single_evaluations() -> None:
     assert not judge(Bar("eval/m", "gains"), [3.0, 5.0, 2.0]).met
 
 
-@pytest.mark.parametrize(
-    ("bar", "values", "message"),
-    [
-        (Bar("m", "rises"), [0.0] * 7 + [math.nan], "not finite in 1 of 8"),
-        (Bar("eval/m", "gains"), [1.0], "evaluated 1 times"),
-        (Bar("eval/m", "rises"), [1.0, 2.0], "cannot be judged by 'rises'"),
-    ],
-)
-def test_values_without_a_verdict_are_refused(bar: Bar, values: list[float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        judge(bar, values)
-
-
-def test_a_run_starts_from_the_checkpoint_of_another_and_has_its_seed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(ROOT)
-    job = Job("a", "g", "about", "letters.toml", "rl", flags=("--rl.steps", "3"), seeds=(4, 5))
-    assert job.run_names() == ["a-4", "a-5"]
-    assert make_command(job, "a-5", Path("start/step_1"))[1:] == [
-        *("--config", "benchmarks/curves/letters.toml", "--mode", "rl", "--output.dir", "runs/curves/a-5"),
-        *("--model.name", "start/step_1", "--seed", "5", "--rl.steps", "3"),
-    ]
-
-
 @pytest.mark.parametrize("job", JOBS.values(), ids=lambda job: job.name)
 def test_every_job_has_a_config_that_is_valid(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

@@ -168,13 +168,3 @@ def test_rows_are_aligned_by_their_masks():
     ]
     with pytest.raises(ValueError, match="row 1: the teacher's mask selects 1 tokens, the student's 2"):
         align_rows(teacher, teacher_masks, [masks[0], np.array([False, True, True])])
-
-
-def test_bad_distillation_settings_are_named():
-    row, mask = array(-1.0), np.ones(1, bool)
-    with pytest.raises(ValueError, match=r"coef=0\.0, clip=None; both must be above 0"):
-        compute_distillation_advantages([row], [row], [mask], coef=0.0)
-    with pytest.raises(ValueError, match=r"clip=-1\.0; both must be above 0"):
-        compute_distillation_advantages([row], [row], [mask], clip=-1.0)
-    with pytest.raises(ValueError, match="row 0 has 1 teacher log-probs, 2 log-probs"):
-        compute_distillation_advantages([row], [array(-1.0, -1.0)], [mask])

@@ -5,7 +5,6 @@ are given.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 
 from benchmarks import e2e_reward, train_step
 from benchmarks.e2e.children import open_child
-from benchmarks.e2e.runs import RunResult, Setting, Step, make_config, order_rows, run_program
+from benchmarks.e2e.runs import RunResult, Setting, Step, make_config, order_rows
 from benchmarks.e2e.step_batch import make_step_batch
 from benchmarks.e2e.tasks import make_rows, score_digits, score_sum
 from rollouts.config.load import load_config
@@ -113,8 +112,3 @@ def test_a_child_that_ends_shows_its_log(tmp_path: Path) -> None:
         open_child("benchmarks.e2e.step_ours", [], log=tmp_path / "log") as child,
     ):
         child.ask(do="step")
-
-
-def test_a_program_that_fails_shows_its_log(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="no such thing"):
-        run_program([sys.executable, "-c", "raise SystemExit('no such thing')"], tmp_path / "log")

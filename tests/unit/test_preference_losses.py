@@ -205,22 +205,6 @@ def test_advantages_from_the_slope_give_reinforce_the_same_gradient(name: str):
 # --- of one loss --------------------------------------------------------------------------------------------
 
 
-def test_robust_dpo_is_the_unbiased_estimate_of_dpo_under_flipped_labels():
-    pairs = make_pairs()
-    flipped = pairs._replace(
-        chosen=pairs.rejected,
-        rejected=pairs.chosen,
-        ref_chosen=pairs.ref_rejected,
-        ref_rejected=pairs.ref_chosen,
-    )
-    robust = [
-        float(compute_preference_loss(one, "robust_dpo", label_smoothing=0.2).sum) for one in (pairs, flipped)
-    ]
-    assert 0.8 * robust[0] + 0.2 * robust[1] == pytest.approx(
-        float(compute_preference_loss(pairs, "dpo").sum)
-    )
-
-
 def test_odds_are_exact_near_a_certain_and_near_an_impossible_response():
     values = tensor(-1e-3, -0.5, -50.0).requires_grad_()
     found = compute_log_odds(values)
