@@ -28,11 +28,6 @@ class Finding:
 Findings = list[Finding]
 
 
-def has_errors(findings: Iterable[Finding]) -> bool:
-    """Whether the run would stop."""
-    return any(finding.level == "error" for finding in findings)
-
-
 def note(findings: Findings | None, level: Level, subject: str, message: str) -> None:
     """Adds a finding, where findings are collected."""
     if findings is not None:
