@@ -50,6 +50,7 @@ from benchmarks.driver_stubs import (
     StubEngine,
     TimedLogger,
     watch_collector,
+    write_whole_records,
 )
 from benchmarks.harness import Ratio, compute_ratio, finish, take_turns
 from integration_training.train import COLLECTOR_THRESHOLDS
@@ -372,28 +373,6 @@ def measure_token_bytes() -> float:
     return (count(LONGEST) - count(SHORTEST)) / (512 * (LONGEST - SHORTEST))
 
 
-def write_whole_records(path: Path, samples: Sequence[Sample]) -> None:
-    """The peer: a record with all that is known of a rollout, dumped and flushed one by one."""
-    with path.open("a", encoding="utf-8") as file:
-        for sample in samples:
-            record = {
-                "id": sample.id,
-                "prompt": sample.prompt,
-                "response": sample.response,
-                "tokens": sample.tokens.tolist(),
-                "loss_mask": sample.loss_mask.tolist(),
-                "log_probs": sample.rollout_log_probs.tolist(),
-                "weight_versions": sample.weight_versions.tolist(),
-                "reward": sample.reward,
-                "rewards": dict(sample.rewards),
-                "group_index": sample.group_index,
-                "status": sample.status.value,
-                "metadata": dict(sample.metadata),
-            }
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-
-
 def measure_rows(samples: Sequence[Sample], *, rounds: int) -> tuple[float, float, Ratio]:
     """CPU us of a sample row of ours and of the peer's, and how many times ours the peer's is."""
 
@@ -435,10 +414,8 @@ def measure_turns(shapes: Mapping[str, Shape], *, rollouts: int, rounds: int) ->
     }
     for label, cost in means.items():
         share = cost.logging_us / cost.driver_us
-        print(
-            f"{label:<34}{cost.driver_us:10.0f}{cost.stub_us:8.0f}{cost.collector_us:11.0f}{cost.logging_us:9.1f}{share:9.2%}",
-            flush=True,
-        )
+        parts = f"{cost.driver_us:10.0f}{cost.stub_us:8.0f}{cost.collector_us:11.0f}{cost.logging_us:9.1f}"
+        print(f"{label:<34}{parts}{share:9.2%}", flush=True)
     return means
 
 
@@ -448,7 +425,7 @@ def compare_ends(costs: Mapping[str, Cost]) -> float:
     return round(last.driver_us / first.driver_us, 3)
 
 
-def main() -> int:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -462,11 +439,16 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
+    if options.quick:
+        options.sizes, options.rollouts, options.rounds = (64, 8192), 4096, 1
+    return options
+
+
+def main() -> int:
+    options = parse_options()
     if not options.python_collector:
         gc.set_threshold(*COLLECTOR_THRESHOLDS)
-    sizes, rollouts, rounds = (
-        ((64, 8192), 4096, 1) if options.quick else (options.sizes, options.rollouts, options.rounds)
-    )
+    sizes, rollouts, rounds = options.sizes, options.rollouts, options.rounds
     metrics: dict[str, float | None] = {}
     print("CPU us a rollout                      driver    stub  collector  logging    share", flush=True)
     measure(Shape(in_flight=sizes[0]), rollouts=512)  # warms up
@@ -493,25 +475,19 @@ def main() -> int:
     }
     metrics["growth_groups_4_to_64"] = compare_ends(measure_turns(groups, rollouts=rollouts, rounds=rounds))
     metrics["logging_share"] = round(share, 4)
-    ours_us, peer_us, ratio = measure_rows(
-        run_virtual(make_batch, Shape(in_flight=512)), rounds=2 if options.quick else 4
-    )
+    batch = run_virtual(make_batch, Shape(in_flight=512))
+    ours_us, peer_us, ratio = measure_rows(batch, rounds=2 if options.quick else 4)
     print(
-        f"a row for every rollout: {ours_us:.0f} us, json with arrays and a flush each {peer_us:.0f} us:"
-        f" {ratio} times"
+        f"a row for every rollout: {ours_us:.0f} us; json with arrays, flushed: {peer_us:.0f} us: {ratio} times"
     )
     metrics |= {
         "us_per_sample_row": round(ours_us, 1),
         "us_per_whole_record": round(peer_us, 1),
         "row_times_peer": round(ratio.median, 2),
     }
-    metrics["kb_per_rollout_in_flight"] = round(measure_in_flight_bytes() / 1000, 2)
-    metrics["bytes_per_token_held"] = round(measure_token_bytes(), 2)
-    print(
-        f"memory: {metrics['kb_per_rollout_in_flight']} kB a rollout in flight,"
-        f" {metrics['bytes_per_token_held']} B a token held",
-        flush=True,
-    )
+    kb_in_flight = metrics["kb_per_rollout_in_flight"] = round(measure_in_flight_bytes() / 1000, 2)
+    held = metrics["bytes_per_token_held"] = round(measure_token_bytes(), 2)
+    print(f"memory: {kb_in_flight} kB a rollout in flight, {held} B a token held", flush=True)
     return finish(
         "driver_scale",
         peer="own smallest size; a json record flushed for each rollout",

@@ -5,12 +5,14 @@ the garbage collector.
 from __future__ import annotations
 
 import gc
+import json
 import time
 import types
 import zlib
 from collections.abc import Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -162,3 +164,25 @@ def watch_collector() -> Iterator[CollectorWatch]:
         yield watch
     finally:
         gc.callbacks.remove(watch.note)
+
+
+def write_whole_records(path: Path, samples: Sequence[Sample]) -> None:
+    """The peer: a record with all that is known of a rollout, dumped and flushed one by one."""
+    with path.open("a", encoding="utf-8") as file:
+        for sample in samples:
+            record = {
+                "id": sample.id,
+                "prompt": sample.prompt,
+                "response": sample.response,
+                "tokens": sample.tokens.tolist(),
+                "loss_mask": sample.loss_mask.tolist(),
+                "log_probs": sample.rollout_log_probs.tolist(),
+                "weight_versions": sample.weight_versions.tolist(),
+                "reward": sample.reward,
+                "rewards": dict(sample.rewards),
+                "group_index": sample.group_index,
+                "status": sample.status.value,
+                "metadata": dict(sample.metadata),
+            }
+            file.write(json.dumps(record) + "\n")
+            file.flush()

@@ -44,7 +44,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from benchmarks.forced_lengths import run_engine, run_generate
 from benchmarks.harness import Turn, compute_ratio, finish
 from rollouts.device_thread import DeviceThread, open_device_thread
-from rollouts.engines.local import open_local_engine
+from rollouts.engines.local import LocalEngine, open_local_engine
 from rollouts.errors import ModelError
 from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.types import Completion, IntArray
@@ -291,6 +291,12 @@ def summarise(turns: dict[str, list[Turn]], workload: Workload, cores: int) -> d
     return metrics
 
 
+async def take_engine_turn(engine: LocalEngine, workload: Workload) -> Turn:
+    wall, cpu = time.perf_counter(), time.process_time()
+    await run_engine(engine, *workload.requests(), f"{time.monotonic_ns()}")
+    return Turn(time.perf_counter() - wall, time.process_time() - cpu)
+
+
 async def measure(arguments: argparse.Namespace) -> int:
     cores = sorted(os.sched_getaffinity(0))[: arguments.threads]
     os.sched_setaffinity(0, cores)
@@ -313,12 +319,7 @@ async def measure(arguments: argparse.Namespace) -> int:
         assert difference <= 1e-3, f"the engine's log-probs are not the model's: {difference:.3g} nats"
         gemm_rate = await device_thread.submit(measure_gemm_rate)
 
-        async def take_engine_turn() -> Turn:
-            wall, cpu = time.perf_counter(), time.process_time()
-            await run_engine(engine, *workload.requests(), f"{time.monotonic_ns()}")
-            return Turn(time.perf_counter() - wall, time.process_time() - cpu)
-
-        sides: dict[str, Side] = {"engine": take_engine_turn}
+        sides: dict[str, Side] = {"engine": lambda: take_engine_turn(engine, workload)}
         if "generate" in peers:
             sides["generate"] = lambda: take_device_turn(device_thread, lambda: run_padded(model, workload))
         if "generate_batch" in peers:
@@ -335,15 +336,12 @@ async def measure(arguments: argparse.Namespace) -> int:
             sides["vllm"], version = vllm
         for number in range(rounds):
             for name in (*sides, *reversed(sides)):
-                turn = await sides[name]()
-                turns.setdefault(name, []).append(turn)
-                print(
-                    f"round {number}: {name:15s} {turn.wall_s:7.2f} s wall {turn.cpu_s:7.2f} s CPU",
-                    flush=True,
-                )
+                turns.setdefault(name, []).append(turn := await sides[name]())
+                took = f"{turn.wall_s:7.2f} s wall {turn.cpu_s:7.2f} s CPU"
+                print(f"round {number}: {name:15s} {took}", flush=True)
         saved = engine.statistics()["prefill_tokens_saved"]
-    weights = sum(value.numel() for value in model.parameters())
-    tokens = workload.tokens + workload.prompts.size
+    needed = 2 * sum(value.numel() for value in model.parameters())  # operations a token
+    needed *= workload.tokens + workload.prompts.size
     engine_s = float(np.median([turn.wall_s for turn in turns["engine"]]))
     metrics: dict[str, float | str | None] = {
         "model": model_name,
@@ -354,7 +352,7 @@ async def measure(arguments: argparse.Namespace) -> int:
         **summarise(turns, workload, len(cores)),
         "log_prob_difference_max": difference,
         "gemm_gflops": round(gemm_rate / 1e9, 1),
-        "fraction_of_gemm": round(2 * weights * tokens / engine_s / gemm_rate, 3),
+        "fraction_of_gemm": round(needed / engine_s / gemm_rate, 3),
         "prefill_tokens_saved": saved,
     }
     return finish("engine_cpu", peer="model.generate; generate_batch; vLLM", metrics=metrics, targets=TARGETS)

@@ -166,12 +166,8 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             for name, count in (await storm(workers, rounds=arguments.storm)).items():
                 ends[name] = ends.get(name, 0) + count
             await call_many(reward, 4 * arguments.workers)  # every new worker imports its function once
-            for measured, each in (
-                (before, calm_reward),
-                (after, reward),
-                (after, reward),
-                (before, calm_reward),
-            ):
+            turns = ((before, calm_reward), (after, reward))
+            for measured, each in (*turns, *reversed(turns)):
                 measured.append(await measure_calls_per_s(each, **options))
             print(
                 f"round {number}: before {before[-2]:.0f} {before[-1]:.0f}, after {after[-2]:.0f}"

@@ -389,7 +389,7 @@ def simulate(
     return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-def main() -> int:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -406,7 +406,14 @@ def main() -> int:
         "--quick", action="store_true", help="40 batches, sigma 0.8; the end of the run then weighs more"
     )
     options = parser.parse_args()
-    batches, sigmas = (40, [0.8]) if options.quick else (options.batches, options.sigmas)
+    if options.quick:
+        options.batches, options.sigmas = 40, [0.8]
+    return options
+
+
+def main() -> int:
+    options = parse_options()
+    batches, sigmas = options.batches, options.sigmas
     slots = options.slots_per_engine
     record: dict[str, Any] = {
         "benchmark": "rollout_tail",
@@ -415,14 +422,9 @@ def main() -> int:
         "sigmas": {},
     }
     missed: list[str] = []
-    print(
-        f"P={NUM_PROMPTS} G={SAMPLES_PER_PROMPT} engines={ENGINES} slots={slots * ENGINES} batches={batches}"
-        f" max_staleness={MAX_STALENESS}"
-    )
-    print(
-        "sigma  efficiency  of ideal  barrier  x barrier  length  waste    end  lag mean/max  stale  cpu s",
-        flush=True,
-    )
+    shape = f"P={NUM_PROMPTS} G={SAMPLES_PER_PROMPT} engines={ENGINES} slots={slots * ENGINES}"
+    print(f"{shape} batches={batches} max_staleness={MAX_STALENESS}")
+    print("sigma  efficiency  of ideal  barrier  x barrier  length  waste    end  lag mean/max  stale  cpu s")
     for sigma in sigmas:
         run, barrier = (
             simulate(sigma, slots=slots, batches=batches),
@@ -442,16 +444,8 @@ def main() -> int:
             "waste": run.waste <= TARGETS["waste"],
         }
         missed += [f"{name} at sigma {sigma}" for name, reached in checks.items() if not reached]
-        record["sigmas"][str(sigma)] = {
-            "efficiency": run.efficiency,
-            "of_ideal": run.of_ideal,
-            "barrier": barrier,
-            "length": run.length,
-            "waste": run.waste,
-            "end": run.end,
-            "lag_mean": run.lag_mean,
-            "lag_max": run.lag_max,
-        }
+        recorded = ("efficiency", "of_ideal", "length", "waste", "end", "lag_mean", "lag_max")
+        record["sigmas"][str(sigma)] = {name: getattr(run, name) for name in recorded} | {"barrier": barrier}
     if not options.no_faults:
         calm = simulate(0.8, slots=slots, batches=batches, through_fleet=True)
         faulty = simulate(0.8, slots=slots, batches=batches, through_fleet=True, fault_rate=FAULT_RATE)

@@ -251,13 +251,9 @@ async def measure_embedded(
     size = dtype.itemsize * sum(parameter.numel() for parameter in backend.model.parameters())
     vocab_size, floors, numbers = backend.model.config.vocab_size, Floors(size, folder), iter(range(1, 1000))
     kept: list[Path] = []
+    options = {"copy_dtype": dtype, "trainer_version": lambda: 0, "max_context": CONTEXT}
     async with open_local_engine(
-        backend.model,
-        device_thread=device_thread,
-        mode="copied",
-        copy_dtype=dtype,
-        trainer_version=lambda: 0,
-        max_context=CONTEXT,
+        backend.model, device_thread=device_thread, mode="copied", **options
     ) as engine:
 
         async def stream() -> None:
@@ -285,14 +281,12 @@ async def measure_embedded(
         disk = await take_turns(export_and_load, in_thread(floors.write_and_read), rounds=rounds)
         last = await ask(engine, vocab_size)
         assert_same(last, await ask_fresh(kept[0], dtype, device_thread, vocab_size))
-        assert any(
-            not np.array_equal(one.log_probs, other.log_probs) for one, other in zip(last, fresh, strict=True)
-        ), "nothing was trained"
+        pairs = zip(last, fresh, strict=True)
+        trained = any(not np.array_equal(one.log_probs, other.log_probs) for one, other in pairs)
+        assert trained, "nothing was trained"
     shutil.rmtree(kept[0])
-    print(
-        f"{label}, {size / 1e6:.0f} MB\n  copied  {copied}\n  export  {exported}\n  disk    {disk}",
-        flush=True,
-    )
+    table = f"  copied  {copied}\n  export  {exported}\n  disk    {disk}"
+    print(f"{label}, {size / 1e6:.0f} MB\n{table}", flush=True)
     return {
         f"copied_{label}_s": round(copied.ours_s, 4),
         f"copied_{label}_times_memcpy": round(copied.times, 2),

@@ -101,17 +101,10 @@ def main() -> int:
         trainer.add_callback(record)
         prompt_ids = trainer._tokenize_prompts([dataset[0]["prompt"]])[0][0]
         trainer.train()
-    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    tied = [
-        entry["frac_reward_zero_std"]
-        for entry in trainer.state.log_history
-        if "frac_reward_zero_std" in entry
-    ]
-    tokens = [
-        entry["completions/mean_length"]
-        for entry in trainer.state.log_history
-        if "completions/mean_length" in entry
-    ]
+    rewards, tied, tokens = (
+        [entry[name] for entry in trainer.state.log_history if name in entry]
+        for name in ("reward", "frac_reward_zero_std", "completions/mean_length")
+    )
     result = {
         "startup_s": record.startup_s,
         "steps": [

@@ -8,7 +8,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import trio
@@ -25,10 +25,29 @@ from benchmarks.e2e.step_batch import (
 )
 from rollouts.config.tables import OptimConfig
 
+if TYPE_CHECKING:
+    from rollouts.backends.pytorch import PyTorchTrainingBackend
+    from rollouts.types import LossSpec, RolloutBatch
+
+
+async def write_gradients(
+    backend: PyTorchTrainingBackend, batch: RolloutBatch, spec: LossSpec, path: str
+) -> dict[str, Any]:
+    from safetensors.torch import save_file
+
+    loss = (await backend.forward_backward(batch, spec).result()).loss
+
+    def write() -> None:
+        named = backend.model.named_parameters()
+        save_file({name: value.grad for name, value in named if value.grad is not None}, path)
+
+    await backend.device_thread.submit(write)
+    await backend.reset().result()
+    return {"loss": loss}
+
 
 async def serve(arguments: argparse.Namespace) -> None:
     from rollouts.backends.open import open_pytorch_backend
-    from rollouts.backends.pytorch import PyTorchTrainingBackend
     from rollouts.types import LossSpec
 
     answers = take_stdout()
@@ -57,26 +76,8 @@ async def serve(arguments: argparse.Namespace) -> None:
         StepBatch(batch.prompts, batch.lengths, batch.responses, batch.advantages, old).save(batch_path)
         return {}
 
-    async def write_gradients(backend: PyTorchTrainingBackend, path: str) -> dict[str, Any]:
-        from safetensors.torch import save_file
-
-        loss = (
-            await backend.forward_backward(to_rollout_batch(StepBatch.load(batch_path)), spec).result()
-        ).loss
-
-        def write() -> None:
-            save_file(
-                {
-                    name: parameter.grad
-                    for name, parameter in backend.model.named_parameters()
-                    if parameter.grad is not None
-                },
-                path,
-            )
-
-        await backend.device_thread.submit(write)
-        await backend.reset().result()
-        return {"loss": loss}
+    async def gradients(backend: PyTorchTrainingBackend, path: str) -> dict[str, Any]:
+        return await write_gradients(backend, to_rollout_batch(StepBatch.load(batch_path)), spec, path)
 
     async with open_pytorch_backend(
         Path(arguments.model),
@@ -93,7 +94,7 @@ async def serve(arguments: argparse.Namespace) -> None:
             handlers: dict[str, Any] = {
                 "step": step,
                 "old_log_probs": add_old_log_probs,
-                "gradients": write_gradients,
+                "gradients": gradients,
             }
             name = question.pop("do")
             answer = read_memory() if name == "memory" else await handlers[name](backend, **question)

@@ -85,9 +85,7 @@ async def measure_decode(place: Place, report: Report) -> None:
                 await run_engine(engine, prompts[:count], [length] * count, name)
                 return await read_clock(thread, place) - began
 
-            completions = await run_engine(
-                engine, prompts, [long] * rows, "first"
-            )  # captures and grows everything
+            completions = await run_engine(engine, prompts, [long] * rows, "first")  # grows everything
             error = await thread.submit(lambda: compute_error(model, prompts, completions, place))
             report.add("g3_mean_error", error)
             assert error <= LARGEST_ERROR[place.dtype], (
