@@ -477,9 +477,7 @@ def main() -> int:
     metrics["logging_share"] = round(share, 4)
     batch = run_virtual(make_batch, Shape(in_flight=512))
     ours_us, peer_us, ratio = measure_rows(batch, rounds=2 if options.quick else 4)
-    print(
-        f"a row for every rollout: {ours_us:.0f} us; json with arrays, flushed: {peer_us:.0f} us: {ratio} times"
-    )
+    print(f"a row: {ours_us:.0f} us; json with arrays, flushed: {peer_us:.0f} us: {ratio} times")
     metrics |= {
         "us_per_sample_row": round(ours_us, 1),
         "us_per_whole_record": round(peer_us, 1),
