@@ -7,14 +7,11 @@ a GPU install vLLM or SGLang as their own manuals say, and name that Python in `
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,11 +95,10 @@ def install_cpu_environment(
     run(
         [str(python), "-m", "pip", "install", "--quiet", "--no-compile", TORCH]
     )  # pip, because it obeys this machine's choice of a build
-    say(f"installing {count_packages(recipe)} packages of {recipe.requirements}")
+    say(f"installing the packages of {recipe.requirements}")
     install_packages(python, ["-r", str(recipe.requirements)], say=say, run=run)
     say(f"installing the plugin that {recipe.plugin.why}")
-    with tempfile.TemporaryDirectory() as directory:
-        install_packages(python, [str(write_plugin_wheel(recipe.plugin, Path(directory)))], say=say, run=run)
+    write_plugin(recipe.plugin, into)
     present = [
         name for name in recipe.unwanted if any(into.glob(f"lib/python*/site-packages/{name}-*.dist-info"))
     ]
@@ -171,14 +167,8 @@ def compute_fingerprint(recipe: Recipe) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
-def count_packages(recipe: Recipe) -> int:
-    return sum(
-        bool(line) and not line.startswith("#") for line in recipe.requirements.read_text().splitlines()
-    )
-
-
 def read_plugin(plugin: Plugin) -> dict[str, bytes]:
-    """The plugin's modules by their path in a wheel. Here they are text: nothing of this package can import
+    """The plugin's modules by their path in an environment. Here they are text: nothing here can import
     what they import.
     """
     return {
@@ -187,33 +177,16 @@ def read_plugin(plugin: Plugin) -> dict[str, bytes]:
     }
 
 
-def write_plugin_wheel(plugin: Plugin, directory: Path) -> Path:
-    """The plugin as a wheel in `directory`; written here, so that installing it needs no build tools.
-
-    Its version names its content: the same version again would not be installed over an older one.
-    """
-    modules = read_plugin(plugin)
-    version = f"1.0+{hashlib.sha256(b''.join(modules.values())).hexdigest()[:8]}"
-    info = f"{plugin.module}-{version}.dist-info"
-    files = {
-        **modules,
-        f"{info}/METADATA": (
-            f"Metadata-Version: 2.1\nName: {plugin.module.replace('_', '-')}\nVersion: {version}\n".encode()
-        ),
-        f"{info}/WHEEL": (
-            b"Wheel-Version: 1.0\nGenerator: rollouts\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        ),
-        f"{info}/entry_points.txt": plugin.entry_points.encode(),
-    }
-    record = "".join(
-        f"{name},sha256={_encode_digest(content)},{len(content)}\n" for name, content in files.items()
-    )
-    path = directory / f"{plugin.module}-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as wheel:
-        for name, content in {**files, f"{info}/RECORD": f"{record}{info}/RECORD,,\n".encode()}.items():
-            wheel.writestr(name, content)
-    return path
-
-
-def _encode_digest(content: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+def write_plugin(plugin: Plugin, into: Path) -> Path:
+    """Where the plugin's modules and its entry point lie now: what an installer would leave."""
+    packages = next(into.glob("lib/python*/site-packages"))
+    for before in packages.glob(f"{plugin.module}-*.dist-info"):
+        shutil.rmtree(before)
+    info = f"{plugin.module}-1.0.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {plugin.module.replace('_', '-')}\nVersion: 1.0\n"
+    texts = {f"{info}/METADATA": metadata, f"{info}/entry_points.txt": plugin.entry_points}
+    contents = {name: text.encode() for name, text in texts.items()} | read_plugin(plugin)
+    for name, content in contents.items():
+        (packages / name).parent.mkdir(exist_ok=True)
+        (packages / name).write_bytes(content)
+    return packages

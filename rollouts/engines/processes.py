@@ -17,7 +17,7 @@ import secrets
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -35,13 +35,6 @@ SERVED_NAME = "policy"
 HOST = "127.0.0.1"
 ASK_S = (0.05, 0.5)  # between two questions whether a server is up: at first, and later
 ANSWER_S = 10.0  # for one such answer
-PORT_TRIES = 5
-PORT_TAKEN = (
-    "address already in use",
-    "port is already in use",
-    "errno 98",
-    "eaddrinuse",
-)  # in a log, lower case
 TAIL_LINES = 20  # of a server's log in messages
 # The trainer's own: a server that finds torchrun's variables believes to be one of its ranks, and another
 # environment's modules break it.
@@ -73,8 +66,8 @@ class EngineProcess:
 
     name: str
     log_path: Path
-    api_key: str = ""  # made anew for each port that is tried
-    port: int = 0
+    port: int
+    api_key: str = field(default_factory=lambda: secrets.token_hex(32))
     starts: int = 0
     process: Process | None = None  # the one that was started last
     _: KW_ONLY
@@ -104,36 +97,11 @@ class EngineProcess:
 
     async def restart(self) -> None:
         """Stops what is left and starts the server again on the same port with the same key; returns when it
-        is ready.
-
-        Raises EngineSetupError if it does not become ready.
+        is ready. Raises EngineSetupError if it does not become ready.
         """
         async with self._turn:
             await self._stop()
-            try:
-                await self._launch()
-            except _PortTaken as error:
-                raise EngineSetupError(f"{self.name} cannot start again at {self.url}: {error}") from error
-
-    async def start(self) -> None:
-        """Starts it on a free port and returns when it is ready. A port that somebody took in between is
-        given up for another.
-        """
-        async with self._turn:
-            for left in reversed(range(PORT_TRIES)):
-                self.port = find_free_port()
-                # Whoever took the port before may have been asked with the last key.
-                self.api_key = secrets.token_hex(32)
-                try:
-                    await self._launch()
-                    return
-                except _PortTaken as error:
-                    await self._stop()
-                    if not left:
-                        raise EngineSetupError(
-                            f"{PORT_TRIES} ports in a row were taken by others before the server had them:"
-                            f" {error}"
-                        ) from error
+            await self._launch()
 
     async def stop(self) -> None:
         """Ends the server: SIGTERM, and after the grace SIGKILL for its whole tree. Not to be interrupted.
@@ -152,7 +120,7 @@ class EngineProcess:
             await self._life.aclose()
 
     async def _launch(self) -> None:
-        """A new process, ready. Raises EngineSetupError, or _PortTaken."""
+        """A new process, ready. Raises EngineSetupError."""
         env = dict(self._env)
         if self._command.kind == "vllm":
             env["VLLM_API_KEY"] = self.api_key
@@ -193,18 +161,14 @@ class EngineProcess:
                 nursery.cancel_scope.cancel()
         if state == "ready" and not process.has_ended:
             return
+        what = f"{self.name} was not ready after start_s={self._start_s:g}"
         if state == "foreign":
-            raise _PortTaken(f"another server answers at {self.url}")
-        tail = self._read_tail(process)
-        if process.has_ended and any(words in tail.lower() for words in PORT_TAKEN):
-            raise _PortTaken(f"{self.name} found port {self.port} taken\n{tail}")
-        what = (
-            f"{self._describe_end(process)} before it was ready"
-            if process.has_ended
-            else f"{self.name} was not ready after start_s={self._start_s:g}"
-        )
+            what = f"another server answers at {self.url}; start again"
+        elif process.has_ended:
+            what = f"{self._describe_end(process)} before it was ready"
         raise EngineSetupError(
-            f"{what}; what it said last is the reason, or set engine.python and engine.args otherwise\n{tail}"
+            f"{what}; what it said last is the reason, or set engine.python and engine.args otherwise\n"
+            f"{self._read_tail(process)}"
         )
 
     def _describe_end(self, process: Process) -> str:
@@ -216,10 +180,6 @@ class EngineProcess:
         return "\n".join([f"last lines of {self.log_path}:", *lines])
 
 
-class _PortTaken(EngineSetupError):
-    """Somebody else listens there."""
-
-
 @asynccontextmanager
 async def open_engine_processes(
     command: EngineCommand,
@@ -228,34 +188,26 @@ async def open_engine_processes(
     log_dir: Path,
     start_s: float = 600.0,
     stop_s: float = 10.0,
-    gpus: Sequence[int] = (),
 ) -> AsyncIterator[tuple[EngineProcess, ...]]:
     """`count` servers that answer, each with a port, a key and a log (`log_dir/vllm-0.log`, appended to) of
     its own.
 
-    All start at once and share the processor's cores, or `gpus` (their numbers; empty: every server sees
-    all). On leaving each has `stop_s` to end by itself. Raises ConfigError for arguments that contradict what
-    training needs, EngineSetupError with the end of the log when one does not get ready: the others are
-    stopped then.
+    All start at once and share the processor's cores. On leaving each has `stop_s` to end by itself. Raises
+    ConfigError for arguments that contradict what training needs, EngineSetupError with the end of the log
+    when one does not get ready: the others are stopped then.
     """
     check_command(command)
-    if count < 1 or len(gpus) % count:
-        raise ConfigError(
-            f"engine.count={count} must be at least 1 and divide the {len(gpus)} GPUs given to the servers"
-        )
     log_dir.mkdir(parents=True, exist_ok=True)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = None if runs_on_gpu(command) else max(1, cores // count)
-    share = len(gpus) // count
     with tempfile.TemporaryDirectory(prefix="rollouts-engines-") as secret_dir:
         processes = [
             EngineProcess(
                 name := f"{command.kind}-{index}",
                 log_dir / f"{name}.log",
+                find_free_port(),
                 _command=command,
-                _env=make_environment(
-                    command, os.environ, threads=threads, gpus=gpus[index * share : (index + 1) * share]
-                ),
+                _env=make_environment(command, os.environ, threads=threads),
                 _key_file=Path(secret_dir) / f"{name}.yaml",
                 _start_s=start_s,
                 _stop_s=stop_s,
@@ -263,15 +215,15 @@ async def open_engine_processes(
             for index in range(count)
         ]
         try:
-            await _call_all([process.start for process in processes], stop_at_first=True)
+            await _call_all([process.restart for process in processes])
             yield tuple(processes)
         finally:
             with trio.CancelScope(shield=True):
-                await _call_all([process.stop for process in processes], stop_at_first=False)
+                await _call_all([process.stop for process in processes])
 
 
-async def _call_all(calls: Sequence[Callable[[], Awaitable[None]]], *, stop_at_first: bool) -> None:
-    """Calls all at once. Raises the first EngineError; with `stop_at_first` the others are cancelled then."""
+async def _call_all(calls: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    """Calls all at once. Raises the first EngineError, which cancels the others."""
     errors: list[EngineError] = []
     async with trio.open_nursery() as nursery:
 
@@ -280,8 +232,7 @@ async def _call_all(calls: Sequence[Callable[[], Awaitable[None]]], *, stop_at_f
                 await function()
             except EngineError as error:
                 errors.append(error)
-                if stop_at_first:
-                    nursery.cancel_scope.cancel()
+                nursery.cancel_scope.cancel()
 
         for function in calls:
             nursery.start_soon(call, function)
@@ -293,25 +244,18 @@ async def ask_ready(url: str, api_key: str, *, health_path: str) -> Literal["rea
     """Whether the server there is up, takes our key and takes nobody without it ("ready"), or is up and not
     ours ("foreign").
     """
-    try:
-        with trio.move_on_after(ANSWER_S):
-            async with (
-                open_http_client(url, connect_s=ANSWER_S) as anybody,
-                open_http_client(url, api_key=api_key, connect_s=ANSWER_S) as we,
-            ):
-                if (await we.request("GET", health_path)).status_code != 200:
-                    return "starting"
+    with trio.move_on_after(ANSWER_S), suppress(InfrastructureError):
+        async with (
+            open_http_client(url, connect_s=ANSWER_S) as anybody,
+            open_http_client(url, api_key=api_key, connect_s=ANSWER_S) as we,
+        ):
+            if (await we.request("GET", health_path)).status_code == 200:
                 with_key = (await we.request("GET", KEYED_PATH)).status_code
                 without = (await anybody.request("GET", KEYED_PATH)).status_code
-                return (
-                    "ready"
-                    if with_key == 200 and without == 401
-                    else "foreign"
-                    if with_key in (200, 401, 403)
-                    else "starting"
-                )
-    except InfrastructureError:
-        pass
+                if (with_key, without) == (200, 401):
+                    return "ready"
+                if with_key in (200, 401, 403):
+                    return "foreign"
     return "starting"
 
 
@@ -385,32 +329,19 @@ def check_command(command: EngineCommand) -> None:
             f"engine.python={command.python} is not there or cannot be executed; `{install}` makes one for a"
             " CPU, or name another"
         )
-    fixed = {
-        "--port": "",
-        "--api-key": "",
-        **({"--config": "", "--admin-api-key": ""} if command.kind == "sglang" else {}),
-        **_fixed_flags(command),
-    }
+    ours = ("--port", "--api-key", *(("--config", "--admin-api-key") if command.kind == "sglang" else ()))
+    fixed: dict[str, str | None] = {**dict.fromkeys(ours, "chosen for each run"), **_fixed_flags(command)}
     if command.kind == "sglang":
-        fixed |= {"--model": str(command.model)}
+        fixed["--model"] = str(command.model)
     for name, value in split_flags(command.args):
-        # argparse takes the beginning of a flag for the flag; "--no-x" is the opposite of "--x".
-        meant = [
-            flag
-            for flag in fixed
-            if flag == name or (len(name) > 2 and flag.startswith(name)) or name == f"--no-{flag[2:]}"
-        ]
-        if not meant or (name == meant[0] and fixed[meant[0]] == value):
-            continue
-        set_here = " ".join(word for word in (meant[0], fixed[meant[0]]) if word)
-        why = (
-            "the key and the port of a server are chosen for each run"
-            if fixed[meant[0]] == ""
-            else f"training needs `{set_here}`"
-        )
-        raise ConfigError(
-            f"engine.args has `{' '.join(word for word in (name, value) if word)}`, but {why}; leave it out"
-        )
+        for flag, needed in fixed.items():
+            # argparse takes the beginning of a flag for the flag; "--no-x" is the opposite of "--x".
+            meant = (len(name) > 2 and flag.startswith(name)) or name == f"--no-{flag[2:]}"
+            if meant and (name, value) != (flag, needed) and name not in fixed.keys() - {flag}:
+                raise ConfigError(
+                    f"engine.args has `{name} {value or ''}`, but training needs `{flag} {needed or ''}`;"
+                    " leave it out"
+                )
 
 
 def split_flags(args: Sequence[str]) -> list[tuple[str, str | None]]:
@@ -436,7 +367,7 @@ def runs_on_gpu(command: EngineCommand) -> bool:
 
 
 def make_environment(
-    command: EngineCommand, inherited: Mapping[str, str], *, threads: int | None, gpus: Sequence[int] = ()
+    command: EngineCommand, inherited: Mapping[str, str], *, threads: int | None
 ) -> dict[str, str]:
     """The server's environment: what is inherited, without the trainer's own, with what it needs. `threads`:
     its share of the cores on a CPU.
@@ -466,8 +397,6 @@ def make_environment(
             env.setdefault(
                 "VLLM_CPU_OMP_THREADS_BIND", "nobind"
             )  # bound, all servers would take the same cores, and the trainer's too
-    if gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     return {**env, **command.env}
 
 
