@@ -16,10 +16,10 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from rollouts.engines.calls import Server
 from rollouts.engines.http import Transport
 from rollouts.engines.server import (
     Dialect,
-    Server,
     ServerEngine,
     open_server_engine,
     refuse_settings,

@@ -14,180 +14,46 @@ import uuid
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import trio
 
+from rollouts.engines.calls import Server
 from rollouts.engines.http import Transport
 from rollouts.engines.server import (
     ABORT_GRACE_S,
     LOADING,
     NEVER_NAMED,
     Dialect,
-    Server,
     ServerEngine,
     find_shapes,
     open_server_engine,
     refuse_settings,
     setup_errors,
 )
-from rollouts.engines.wire import Record, VersionSpan, decode_reply, make_completion
-from rollouts.errors import EngineError, EngineOverloaded, InfrastructureError, ReplyError
+from rollouts.engines.sglang_wire import (
+    Checksums,
+    Loads,
+    ModelInfo,
+    Models,
+    RankLoad,
+    ServerInfo,
+    Update,
+    make_generate_body,
+    parse_generate_reply,
+)
+from rollouts.engines.wire import decode_reply
+from rollouts.errors import EngineError, InfrastructureError, ReplyError
 from rollouts.protocols import PauseMode
 from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest, SamplingParams
 
 OLDEST_VERSION = (0, 5, 20)  # the first whose answers say which version produced which token
-SEED_MASK = 0x7FFFFFFF  # what the server's seeded sampler takes
 RESERVED = 2  # tokens of its context that the server leaves empty: it lowers max_new_tokens without a word
 LEAST_ANSWER = 4  # tokens that fit after a prompt of max_req_input_len
 # to tell the server that nobody waits for an answer any more; it would find out by itself in some seconds
 CANCEL_GRACE_S = 1.0
 COLD = 1e-3  # a temperature at which the likeliest token is as good as certain
-
-
-class _Finish(Record, frozen=True):
-    type: Literal["stop", "length", "abort"]
-    message: str | None = None
-    status_code: int | None = None  # of an abort by the server itself: what is wrong
-
-
-class _Meta(Record, frozen=True):
-    id: str
-    finish_reason: _Finish
-    # missing when it was aborted before it ran
-    output_token_logprobs: tuple[tuple[float, int, str | None], ...] = ()
-    weight_versions: tuple[VersionSpan, ...] = ()
-    input_token_logprobs: tuple[tuple[float | None, int, str | None], ...] = ()  # where they were asked for
-
-
-class _Generated(Record, frozen=True):
-    output_ids: tuple[int, ...]
-    meta_info: _Meta
-
-
-class _ModelInfo(Record, frozen=True):
-    model_path: str
-    weight_version: str
-    is_generation: bool = True
-
-
-class _ServerInfo(Record, frozen=True):
-    """What of the server's hundreds of settings matters here. Its keys are among the others: never show the
-    body.
-    """
-
-    version: str
-    enable_deterministic_inference: bool = False
-    enable_memory_saver: bool = False
-    enable_weights_cpu_backup: bool = False
-    enable_watermark: bool | None = False
-    speculative_algorithm: str | None = None
-    speculative_accept_threshold_single: float = 1.0
-    speculative_accept_threshold_acc: float = 1.0
-    tp_size: int = 1
-    pp_size: int = 1
-    dp_size: int = 1
-    max_req_input_len: int | None = None
-
-
-class _Model(Record, frozen=True):
-    id: str
-    max_model_len: int
-
-
-class _Models(Record, frozen=True):
-    data: tuple[_Model, ...]
-
-
-class _RankLoad(Record, frozen=True):
-    num_running_reqs: int
-    num_waiting_reqs: int
-    num_used_tokens: int = 0
-    total_prefill_uncached_tokens: int = 0
-    decode_moments: tuple[float, ...] = ()  # sums over decode steps: they grow with every one
-    token_usage: float | None = None
-
-
-class _Loads(Record, frozen=True):
-    loads: tuple[_RankLoad, ...]
-
-
-class _Update(Record, frozen=True):
-    success: bool
-    message: str = ""
-
-
-class _RankChecksum(Record, frozen=True):
-    checksums: dict[str, str]
-
-
-class _Checksums(Record, frozen=True):
-    success: bool
-    ranks: tuple[_RankChecksum, ...]
-
-
-def make_generate_body(request: GenerateRequest, server_id: str, *, salt: str) -> dict[str, Any]:
-    """The JSON of one request. Everything that a server could fill in from its own defaults is said."""
-    sampling = request.sampling
-    params: dict[str, Any] = {
-        "max_new_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
-        "min_p": 0.0,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        # with it the server looks at no stop token at all, ours included
-        "ignore_eos": not sampling.stop_token_ids,
-        "skip_special_tokens": False,
-    }
-    if sampling.seed is not None:
-        params["sampling_seed"] = sampling.seed & SEED_MASK
-    ids = [int(token) for token in request.prompt_ids]
-    return {
-        "rid": server_id,
-        "input_ids": ids,
-        "sampling_params": params,
-        "return_logprob": True,
-        "extra_key": salt,
-    } | ({"logprob_start_len": 0} if request.score_prompt else {})
-
-
-def parse_generate_reply(
-    body: bytes,
-    request: GenerateRequest,
-    server_id: str,
-    *,
-    vocab_size: int,
-    where: str,
-    ends_at: int | None = None,
-) -> Completion:
-    """The completion in an answer of /generate. Raises ReplyError where it cannot be one, and for an abort
-    that is the server's own failure EngineOverloaded or InfrastructureError. `ends_at`: see make_completion.
-    """
-    reply = decode_reply(body, _Generated, where=where)
-    meta, who = reply.meta_info, f"{where}, request {request.request_id!r}"
-    finish, status = meta.finish_reason, meta.finish_reason.status_code
-    if meta.id != server_id:
-        raise ReplyError(f"{who}: the answer is to {meta.id!r}, asked was {server_id!r}")
-    if finish.type == "abort" and status is not None:
-        kind = EngineOverloaded if status in (429, 503) else InfrastructureError
-        raise kind(f"{who}: the server gave it up with status {status}: {finish.message}")
-    scored = zip(meta.input_token_logprobs, request.prompt_ids.tolist(), strict=False)
-    return make_completion(
-        request,
-        reply.output_ids,
-        [(token, log_prob) for log_prob, token, _ in meta.output_token_logprobs],
-        meta.weight_versions,
-        finish.type,
-        vocab_size=vocab_size,
-        where=where,
-        ends_at=ends_at,
-        prompt_log_probs=[log_prob if of == token else None for (log_prob, of, _), token in scored],
-    )
 
 
 class SGLangServer(Dialect):
@@ -200,7 +66,7 @@ class SGLangServer(Dialect):
         server: Server,
         *,
         vocab_size: int,
-        info: _ServerInfo,
+        info: ServerInfo,
         shapes: Mapping[str, tuple[int, ...]] | None,
         ends_at: int | None,
         version: str,
@@ -259,8 +125,8 @@ class SGLangServer(Dialect):
             cache_usage=sum(usages) / len(usages) if usages else None,
         )
 
-    async def _read_loads(self) -> tuple[_RankLoad, ...]:
-        return (await self._server.read("/v1/loads", _Loads)).loads
+    async def _read_loads(self) -> tuple[RankLoad, ...]:
+        return (await self._server.read("/v1/loads", Loads)).loads
 
     # --- weights
 
@@ -277,12 +143,12 @@ class SGLangServer(Dialect):
             check_server_info(await read_server_info(self._server), self.name)
 
     async def read_version_name(self) -> str:
-        return (await self._server.read("/model_info", _ModelInfo)).weight_version
+        return (await self._server.read("/model_info", ModelInfo)).weight_version
 
     async def checksum(self) -> str | None:
         """A sha256 of the checksums of all ranks."""
         answer = await self._server.control("/weights_checker", {"action": "checksum"})
-        found = decode_reply(answer, _Checksums, where=f"{self.name}: POST /weights_checker")
+        found = decode_reply(answer, Checksums, where=f"{self.name}: POST /weights_checker")
         if not found.success or not found.ranks or not all(rank.checksums for rank in found.ranks):
             raise ReplyError(f"{self.name}: POST /weights_checker gave no checksums")
         sums = json.dumps([rank.checksums for rank in found.ranks], sort_keys=True)
@@ -355,7 +221,7 @@ class SGLangServer(Dialect):
 
     async def _update(self, path: str, body: Mapping[str, Any]) -> None:
         where = f"{self.name}: POST {path}"
-        answer = decode_reply(await self._server.control(path, body), _Update, where=where)
+        answer = decode_reply(await self._server.control(path, body), Update, where=where)
         if not answer.success:
             raise EngineError(f"{where} failed: {answer.message}")
 
@@ -411,9 +277,9 @@ def open_sglang_engine(
 async def _shake_hands(server: Server, vocab_size: int, context_length: int | None) -> SGLangEngine:
     who = server.name
     with setup_errors("is it SGLang 0.5.20 or later, and api_key its --api-key, without an --admin-api-key?"):
-        model = await server.read("/model_info", _ModelInfo)
+        model = await server.read("/model_info", ModelInfo)
         await server.control("/continue_generation", {"torch_empty_cache": False})
-        models = (await server.read("/v1/models", _Models)).data
+        models = (await server.read("/v1/models", Models)).data
     info = await read_server_info(server)
     check_server_info(info, who)
     served = read_vocab_size(Path(model.model_path))
@@ -475,12 +341,12 @@ async def _check_temperature(dialect: SGLangServer) -> None:
     )
 
 
-async def read_server_info(server: Server) -> _ServerInfo:
+async def read_server_info(server: Server) -> ServerInfo:
     """The server's settings. Its keys are among them: they are never shown."""
-    return await server.read("/server_info", _ServerInfo, show_body=False)
+    return await server.read("/server_info", ServerInfo, show_body=False)
 
 
-def check_server_info(info: _ServerInfo, who: str) -> None:
+def check_server_info(info: ServerInfo, who: str) -> None:
     """Raises EngineSetupError for settings that would falsify training."""
     numbers = tuple(int(part) for part in re.findall(r"\d+", info.version)[:3])
     lowest = min(info.speculative_accept_threshold_single, info.speculative_accept_threshold_acc)
@@ -498,7 +364,7 @@ def check_server_info(info: _ServerInfo, who: str) -> None:
     )
 
 
-def list_gaps(info: _ServerInfo, *, knows_vocab: bool) -> tuple[str, ...]:
+def list_gaps(info: ServerInfo, *, knows_vocab: bool) -> tuple[str, ...]:
     """A sentence for each thing that this server cannot do."""
     gaps = {
         "A request with stop tokens ends at the model's own end-of-text tokens as well.": True,

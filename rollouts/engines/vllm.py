@@ -14,209 +14,53 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import trio
 
+from rollouts.engines.calls import Server
 from rollouts.engines.http import Transport
 from rollouts.engines.server import (
     ABORT_GRACE_S,
     LOADING,
     NEVER_NAMED,
     Dialect,
-    Server,
     ServerEngine,
     find_shapes,
     open_server_engine,
     refuse_settings,
     setup_errors,
 )
-from rollouts.engines.wire import Record, VersionSpan, decode_reply, make_completion, parse_version
-from rollouts.errors import EngineError, EngineSetupError, ReplyError, RequestRefused, WeightVersionError
+from rollouts.engines.vllm_wire import (
+    SERVER_PREFIX,
+    Checksums,
+    Config,
+    Generated,
+    IsPaused,
+    Models,
+    ServerInfo,
+    Success,
+    WeightInfo,
+    WorldSize,
+    make_generate_body,
+    parse_generated,
+    parse_metrics,
+)
+from rollouts.engines.wire import decode_reply, parse_version
+from rollouts.errors import EngineError, EngineSetupError, RequestRefused, WeightVersionError
 from rollouts.protocols import PauseMode
 from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
 
 GENERATE = "/inference/v1/generate"
-SERVER_PREFIX = "generate-tokens-"  # the server puts it before the ids that we give
 # the first time it is asked for its settings it looks over its whole machine: 20 s on two busy cores
 INFO_S = 180.0
 HASH_OF_NOTHING = hashlib.sha256(b"").hexdigest()
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 WORK = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:iteration_tokens_total_count")
-
-
-class _LogProb(Record, frozen=True):
-    token_id: int
-    logprob: float
-
-
-class _LogProbs(Record, frozen=True):
-    content: list[_LogProb]
-
-
-class _Choice(Record, frozen=True):
-    token_ids: list[int]
-    finish_reason: Literal["stop", "length", "abort"]
-    logprobs: _LogProbs
-    weight_versions: list[VersionSpan]
-
-
-class _PromptLogProb(Record, frozen=True):
-    logprob: float
-
-
-class _Generated(Record, frozen=True):
-    request_id: str
-    choices: list[_Choice]
-    prompt_logprobs: list[dict[str, _PromptLogProb] | None] | None = None  # of the prompt, by token id
-
-
-class _Served(Record, frozen=True):
-    id: str
-    max_model_len: int
-
-
-class _Models(Record, frozen=True):
-    data: list[_Served]
-
-
-class _ModelConfig(Record, frozen=True):
-    model: str
-    max_model_len: int
-    logprobs_mode: str
-    enable_sleep_mode: bool = False
-    quantization: str | None = None
-
-
-class _DeviceConfig(Record, frozen=True):
-    device: str = ""
-
-
-class _SchedulerConfig(Record, frozen=True):
-    enable_chunked_prefill: bool = True
-
-
-class _ParallelConfig(Record, frozen=True):
-    api_processes: int = msgspec.field(default=1, name="_api_process_count")
-
-
-class _TransferConfig(Record, frozen=True):
-    backend: str | None = None
-
-
-class _Config(Record, frozen=True):
-    model_config: _ModelConfig
-    device_config: _DeviceConfig = _DeviceConfig()
-    parallel_config: _ParallelConfig = _ParallelConfig()
-    scheduler_config: _SchedulerConfig = _SchedulerConfig()
-    weight_transfer_config: _TransferConfig | None = None
-
-
-class _ServerInfo(Record, frozen=True):
-    vllm_config: _Config
-
-
-class _IsPaused(Record, frozen=True):
-    is_paused: bool
-
-
-class _WeightInfo(Record, frozen=True):
-    weight_version: str
-
-
-class _Success(Record, frozen=True):
-    success: bool
-
-
-class _Checksums(Record, frozen=True):
-    checksums: dict[str, str]
-
-
-class _WorldSize(Record, frozen=True):
-    world_size: int
-
-
-def make_generate_body(
-    request: GenerateRequest, server_id: str, *, model: str, seeds: bool
-) -> dict[str, Any]:
-    """What /inference/v1/generate is sent. Nothing but the request's own stop tokens ends it: the model's own
-    are left to the caller.
-
-    `seeds`: whether the server may be sent one; see rewinds_generators.
-    """
-    sampling = request.sampling
-    params: dict[str, Any] = {
-        "max_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "logprobs": 0,  # of the sampled token alone
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": True,
-        "detokenize": False,
-    }
-    if request.score_prompt:
-        params["prompt_logprobs"] = 0  # of the prompt's own tokens
-    if sampling.seed is not None and seeds:
-        params["seed"] = sampling.seed & (2**63 - 1)  # the server takes 64 bits, and −1 for none
-    ids = request.prompt_ids.tolist()
-    return {"model": model, "request_id": server_id, "token_ids": ids, "sampling_params": params}
-
-
-def parse_generated(
-    body: bytes, request: GenerateRequest, server_id: str, *, vocab_size: int, where: str
-) -> Completion:
-    """The completion in an answer of /inference/v1/generate. Raises ReplyError, naming what is wrong: nothing
-    is repaired.
-    """
-    reply = decode_reply(body, _Generated, where=where)
-    where_request = f"{where}, request {request.request_id!r}"
-    if reply.request_id != SERVER_PREFIX + server_id or len(reply.choices) != 1:
-        raise ReplyError(
-            f"{where_request}: {len(reply.choices)} choices for {reply.request_id!r}; asked was one for"
-            f" {SERVER_PREFIX + server_id!r}"
-        )
-    choice, stops = reply.choices[0], request.sampling.stop_token_ids
-    if choice.finish_reason == "stop" and choice.token_ids and choice.token_ids[-1] not in stops:
-        raise ReplyError(
-            f"{where_request}: stopped by {choice.token_ids[-1]}, none of stop_token_ids={stops}"
-        )
-    scored = zip(reply.prompt_logprobs or (), request.prompt_ids.tolist(), strict=False)
-    return make_completion(
-        request,
-        choice.token_ids,
-        [(entry.token_id, entry.logprob) for entry in choice.logprobs.content],
-        choice.weight_versions,
-        choice.finish_reason,
-        vocab_size=vocab_size,
-        where=where,
-        prompt_log_probs=[
-            entry[str(token)].logprob if entry and str(token) in entry else None for entry, token in scored
-        ],
-    )
-
-
-def parse_metrics(body: bytes, *, where: str) -> dict[str, float]:
-    """Name → sum over labels of every vllm: sample in a Prometheus page. Raises ReplyError for a value that
-    is no finite number: NaN differs from itself, so that a server that stands still would seem to move.
-    """
-    totals: dict[str, float] = {}
-    for name, value in re.findall(
-        r"^(vllm:\w+)(?:\{.*\})? *(\S*)", body.decode(errors="replace"), re.MULTILINE
-    ):
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if not math.isfinite(number):
-            raise ReplyError(f"{where}: the metric {name} is {value[:100]!r}, no finite number")
-        totals[name] = totals.get(name, 0.0) + number
-    return totals
 
 
 class VLLMServer(Dialect):
@@ -276,14 +120,14 @@ class VLLMServer(Dialect):
     # --- weights
 
     async def read_version_name(self) -> str:
-        return (await self._server.read("/weight_info", _WeightInfo)).weight_version
+        return (await self._server.read("/weight_info", WeightInfo)).weight_version
 
     async def checksum(self) -> str | None:
         """A sha256 over those of all parameters that the server can read; those it keeps packed, on a CPU,
         are left out.
         """
         body = await self._server.control("/weight_checker", {"action": "checksum"})
-        sums = decode_reply(body, _Checksums, where=self.name).checksums
+        sums = decode_reply(body, Checksums, where=self.name).checksums
         seen = sorted((name, digest) for name, digest in sums.items() if digest != HASH_OF_NOTHING)
         if not seen:
             raise EngineError(
@@ -307,7 +151,7 @@ class VLLMServer(Dialect):
         """From now on its weights have no version. A server whose weights were never named has just been
         started, perhaps by somebody else, so its settings are checked again.
         """
-        if not (await self._server.read("/is_paused", _IsPaused)).is_paused:
+        if not (await self._server.read("/is_paused", IsPaused)).is_paused:
             raise EngineError(f"{self.name} generates; call pause() before its weights are exchanged")
         if await self.read_version_name() == NEVER_NAMED:
             check_config(await read_config(self._server), self.name, self._features.context_length)
@@ -318,7 +162,7 @@ class VLLMServer(Dialect):
         reply = await self._server.control(
             "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
         )
-        if not decode_reply(reply, _Success, where=self.name).success:
+        if not decode_reply(reply, Success, where=self.name).success:
             raise EngineError(
                 f"{self.name} did not reset its prefix cache: keys and values of older weights would be used"
             )
@@ -363,7 +207,7 @@ class VLLMServer(Dialect):
 
     async def get_world_size(self) -> int:
         """Number of the server's workers, each a rank of the process group."""
-        return (await self._server.read("/get_world_size", _WorldSize)).world_size
+        return (await self._server.read("/get_world_size", WorldSize)).world_size
 
     # --- memory
 
@@ -416,7 +260,7 @@ def open_vllm_engine(
 
 async def _shake_hands(server: Server, vocab_size: int, context_length: int | None) -> VLLMEngine:
     with setup_errors("is the API key the one of --api-key or VLLM_API_KEY?"):
-        models = (await server.read("/v1/models", _Models)).data
+        models = (await server.read("/v1/models", Models)).data
     refuse_settings(server.name, {"serves no model": not models})
     config = await read_config(server)
     check_config(config, server.name, context_length)
@@ -452,16 +296,16 @@ async def _shake_hands(server: Server, vocab_size: int, context_length: int | No
     return ServerEngine(server, features, dialect)
 
 
-async def read_config(server: Server) -> _Config:
+async def read_config(server: Server) -> Config:
     """The server's settings. Raises EngineSetupError, without showing them: its key is among them."""
     with setup_errors("start vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1 in its environment"):
         silence_s = max(server.silence_s, INFO_S)
         body = await server.call("GET", "/server_info?config_format=json", silence_s=silence_s)
         where = f"{server.name}: GET /server_info"
-        return decode_reply(body, _ServerInfo, where=where, show_body=False).vllm_config
+        return decode_reply(body, ServerInfo, where=where, show_body=False).vllm_config
 
 
-def check_config(config: _Config, name: str, context_length: int | None) -> None:
+def check_config(config: Config, name: str, context_length: int | None) -> None:
     """Raises EngineSetupError naming the flag to set."""
     model, processes = config.model_config, config.parallel_config.api_processes
     refuse_settings(
@@ -479,7 +323,7 @@ def check_config(config: _Config, name: str, context_length: int | None) -> None
     )
 
 
-def rewinds_generators(config: _Config) -> bool:
+def rewinds_generators(config: Config) -> bool:
     """Whether requests may carry seeds.
 
     A prompt that is computed in parts is sampled from after each part, and all but the last draw are taken
@@ -489,7 +333,7 @@ def rewinds_generators(config: _Config) -> bool:
     return config.device_config.device != "cpu" or not config.scheduler_config.enable_chunked_prefill
 
 
-def list_gaps(config: _Config, *, frees_memory: bool) -> tuple[str, ...]:
+def list_gaps(config: Config, *, frees_memory: bool) -> tuple[str, ...]:
     """A sentence for each thing that the server cannot do."""
     gaps = {
         "no buckets in memory: weights come from a directory that the server sees, or by a transport of its"
@@ -518,4 +362,4 @@ async def _check_generates(server: Server, vocab_size: int, model: str) -> None:
                 f"{server.name} refuses token {vocab_size - 1}, the last of the trainer's vocabulary of"
                 f" {vocab_size}: does --model name the same model? {error}"
             ) from error
-        decode_reply(reply, _Generated, where=server.name)
+        decode_reply(reply, Generated, where=server.name)

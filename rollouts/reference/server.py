@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 import trio
 
+from rollouts.engines.calls import check_status
 from rollouts.engines.http import HttpClient, open_http_client
-from rollouts.engines.server import check_status
 from rollouts.engines.wire import decode_reply
 from rollouts.errors import (
     ConfigError,

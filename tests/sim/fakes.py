@@ -11,9 +11,11 @@ import httpx
 import trio
 
 from rollouts.data.data_buffer import DataBuffer, PromptRow
+from rollouts.engines.calls import Server
 from rollouts.engines.http import HttpClient
-from rollouts.engines.server import Server, ServerEngine
-from rollouts.engines.sglang import SGLangServer, _ServerInfo
+from rollouts.engines.server import ServerEngine
+from rollouts.engines.sglang import SGLangServer
+from rollouts.engines.sglang_wire import ServerInfo
 from rollouts.engines.vllm import VLLMServer
 from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import Span
@@ -53,7 +55,7 @@ class SimulatedEngine(ServerEngine):
         if dialect == "vllm":
             spoken = VLLMServer(server, features, model="m", shapes=None, transfer_backend=None)
         else:
-            info = _ServerInfo(version="0.5.23")
+            info = ServerInfo(version="0.5.23")
             spoken = SGLangServer(
                 server, vocab_size=process.vocab_size, info=info, shapes=None, ends_at=None, version="default"
             )

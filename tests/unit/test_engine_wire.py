@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from rollouts.engines import sglang, vllm
-from rollouts.engines.server import check_status
+from rollouts.engines import sglang_wire as sglang
+from rollouts.engines import vllm_wire as vllm
+from rollouts.engines.calls import check_status
 from rollouts.engines.snapshot import check_same_model, read_tensor_shapes
 from rollouts.engines.wire import VersionSpan, make_completion, parse_version
 from rollouts.errors import (

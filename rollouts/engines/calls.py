@@ -1,0 +1,127 @@
+"""Calls to one server: what a status means, and how long an answer is awaited."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+import trio
+
+from rollouts.engines.http import HttpClient
+from rollouts.engines.wire import decode_reply, show
+from rollouts.errors import EngineError, EngineOverloaded, EngineSilent, InfrastructureError, RequestRefused
+
+HEALTH_S = 10.0  # for the answer to whether a server is well; less where silence_s is
+ResultT = TypeVar("ResultT")
+
+
+class Server:
+    """Calls to one server."""
+
+    def __init__(self, client: HttpClient, *, name: str, silence_s: float, health_path: str) -> None:
+        """`silence_s`: seconds without a byte, and without progress, after which an answer is given up."""
+        self.name = name
+        self.silence_s = silence_s
+        self._client = client
+        self._health_path = health_path
+
+    async def call(
+        self, method: str, path: str, body: Any = None, *, silence_s: float | None = None
+    ) -> bytes:
+        """The body of a 2xx answer. `body` is sent as JSON. Raises what `check_status` raises,
+        EngineUnreachable, EngineSilent, ReplyError.
+        """
+        sent = None if body is None else msgspec.json.encode(body)
+        reply = await self._client.request(method, path, body=sent, silence_s=silence_s or self.silence_s)
+        check_status(reply, where=f"{self.name}: {method} {path}")
+        return reply.content
+
+    async def read(self, path: str, kind: type[ResultT], *, show_body: bool = True) -> ResultT:
+        """The record in the answer to GET `path`. Raises as call, and ReplyError."""
+        where = f"{self.name}: GET {path}"
+        return decode_reply(await self.call("GET", path), kind, where=where, show_body=show_body)
+
+    async def control(self, path: str, body: Any = None) -> bytes:
+        """The body of a 2xx answer to a POST that may take long, awaited for as long as the server is well. A
+        refusal is EngineError: a control call carries no request at fault.
+        """
+        try:
+            return await ask_watched(
+                lambda: self.call("POST", path, body, silence_s=math.inf),
+                self.health,
+                silence_s=self.silence_s,
+                where=f"{self.name}: POST {path}",
+            )
+        except RequestRefused as error:
+            raise EngineError(str(error)) from error
+
+    async def health(self) -> bool:
+        """Whether the health path gives 2xx within HEALTH_S."""
+        try:
+            await self.call("GET", self._health_path, silence_s=min(self.silence_s, HEALTH_S))
+        except EngineError:
+            return False
+        return True
+
+
+async def ask_watched(
+    ask: Callable[[], Awaitable[ResultT]],
+    works: Callable[[], Awaitable[bool]],
+    *,
+    silence_s: float,
+    where: str,
+) -> ResultT:
+    """What `ask()` returns. Every `silence_s` a task beside it asks whether the server `works()`; if not,
+    `ask()` is cancelled. Raises what both raise, and EngineSilent.
+    """
+    results: list[ResultT] = []
+    failure: EngineError | None = None
+
+    async def watch() -> None:
+        nonlocal failure
+        try:
+            while True:
+                await trio.sleep(silence_s)
+                if not await works():
+                    raise EngineSilent(f"{where}: no answer and no progress for {silence_s:g} s")
+        except EngineError as error:
+            failure = error
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch)
+        try:
+            results.append(await ask())
+        except EngineError as error:
+            failure = error
+        nursery.cancel_scope.cancel()
+    if results:
+        return results[0]
+    assert failure is not None
+    raise failure
+
+
+def check_status(reply: httpx.Response, *, where: str) -> None:
+    """Raises unless the status is 2xx: EngineOverloaded for 429 and 503, InfrastructureError for 5xx and 408,
+    RequestRefused for other 4xx.
+
+    401, 403, 404 and redirects are EngineError: they are about the server's address, key and version, and no
+    other request will fare better.
+    """
+    status, text = reply.status_code, f"{where} gave {reply.status_code}: {show(reply.content)}"
+    if 200 <= status < 300:
+        return
+    if status in (429, 503):
+        value = reply.headers.get("retry-after", "").strip()  # seconds; dates are ignored
+        seconds = float(value) if value.isascii() and value.isdecimal() else None
+        raise EngineOverloaded(text, retry_after_s=seconds)
+    if (
+        status >= 500 or status == 408
+    ):  # 408: it waited for the request in vain; a proxy says so for its server
+        raise InfrastructureError(text)
+    if status in (401, 403, 404) or status < 400:
+        raise EngineError(text)
+    raise RequestRefused(text)
