@@ -22,7 +22,7 @@ from rollouts.loops import rl
 from rollouts.protocols import InferenceEngine
 from rollouts.types import RolloutBatch
 from rollouts.weight_sync import sync, update
-from tests.sim.simulator import Invariant
+from tests.sim.invariants import Invariant
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -27,7 +26,7 @@ import trio
 import trio.testing
 
 from rollouts.data.data_buffer import DataBuffer
-from rollouts.engines.fleet import Fleet, open_fleet
+from rollouts.engines.fleet import open_fleet
 from rollouts.engines.fleet_members import Member
 from rollouts.errors import (
     FleetDown,
@@ -42,13 +41,14 @@ from rollouts.loops.rl import run_rl_training
 from rollouts.loops.steps import EncodeState, StepHooks
 from rollouts.protocols import TrainingBackend
 from rollouts.testing.fakes import FAKE_END, FakeTokenizer, fake_uniform
-from rollouts.types import GenerateRequest, RolloutBatch, Sample, SampleGroup, SamplingParams
+from rollouts.types import GenerateRequest, Sample, SampleGroup, SamplingParams
 from rollouts.weight_sync.probe import make_probe
 from rollouts.weight_sync.sync import WeightSync
 from rollouts.weight_sync.update import SilenceLimits
 from tests.sim.fakes import NoLog, RecordingBuffer, SimulatedBackend, SimulatedEngine, SimulatedSnapshots
+from tests.sim.invariants import BrokenInvariant, Checkpoint, Checks, FleetReport, Trainer
 from tests.sim.schedule import LEAST_FAULTS, LEAST_REQUESTS, LEAST_SYNCS, FleetSchedule, SimulatedServer
-from tests.support.simulated_process import SimulatedProcess, open_simulated_process, weights_log_prob
+from tests.support.simulated_process import SimulatedProcess, open_simulated_process
 
 MOST_VIRTUAL_S = 10_000.0  # far more than any schedule takes; a run that is longer waits for what never comes
 MOST_LIVES = 8  # of trainers
@@ -56,53 +56,6 @@ VISITORS, VISITOR_TOKENS = 2, 6
 MOST_WAIT_S = 1500.0  # of a request: longer than the fleet tries
 SETTLE_S, MOST_SETTLES = 120.0, 12  # at the end: waits for engines to come back
 VOCAB_SIZE = 258
-
-Invariant = Literal[
-    "ledger",  # every prompt drawn is in exactly one place of the manager's books
-    "prompts",  # and of the buffer's: none lost, none trained twice
-    # whoever gets requests has committed the published version, or the one that is being published
-    "serving",
-    "weights",  # and really serves its weights, or its process is gone and nobody could know
-    "published",  # nothing is published that no engine has proven, nor committed that the trainer has not
-    "paused",  # no engine is left paused without an attempt to resume it
-    "seats",  # requests in flight are those that hold a seat
-    "tokens",  # a trained token is of a version inside the window, and its log-prob is that of those weights
-    "snapshot",  # nobody loads a snapshot that was removed
-    "idle",  # at the end nothing is in flight, queued or running
-    "recovered",  # at the end every engine that can serve does
-    "progress",  # the run ends
-    "explained",  # only faults stop a run
-    "assertion",  # a promise that the code makes to itself
-    "minimum",  # the run had what every run must have
-]
-
-
-class BrokenInvariant(AssertionError):
-    """What was found, and by which invariant."""
-
-    def __init__(self, invariant: Invariant, detail: str) -> None:
-        super().__init__(f"{invariant}: {detail}")
-        self.invariant: Invariant = invariant
-
-
-@dataclass(slots=True)
-class FleetReport:
-    """What happened, for tests to compare and count."""
-
-    outcome: str = ""  # completed, or gave up
-    steps: int = 0  # trained, those that were repeated included
-    syncs: int = 0  # weight updates that were published
-    released: int = 0  # of those, that let the trainer go on before their end
-    saved_in_flight: int = 0  # groups that were in the making when a checkpoint was written
-    requests: int = 0  # that came to servers
-    trained_tokens: int = 0
-    mixed_samples: int = 0  # that trained with tokens of several versions
-    interruptions: list[str] = field(default_factory=list)  # what ended a trainer before its last step
-    faults: Counter[str] = field(default_factory=Counter)  # that struck, by kind
-    warnings: int = 0
-    events: int = 0  # after each of which everything was checked
-    statistics: Mapping[str, float] = field(default_factory=dict)  # of manager and fleet, at the end
-    virtual_s: float = 0.0
 
 
 def run_fleet_simulation(schedule: FleetSchedule) -> FleetReport:
@@ -171,48 +124,14 @@ class _Watcher(trio.abc.Instrument):
         self._simulation.check_event()
 
 
-@dataclass(frozen=True, slots=True)
-class _Checkpoint:
-    """What a trainer leaves to the next."""
-
-    step: int
-    state: str  # JSON of buffer and manager
-    out: frozenset[tuple[int, str]]  # prompts that are not in the buffer
-    trained: frozenset[tuple[int, str]]
-    lineage: tuple[str, ...]
-
-
-@dataclass(slots=True, eq=False)
-class _Trainer:
-    """One trainer process: what is gone when it ends."""
-
-    fleet: Fleet
-    engines: dict[str, SimulatedEngine]
-    sync: WeightSync
-    backend: SimulatedBackend
-    buffer: RecordingBuffer
-    manager: AsyncRolloutManager
-    trained: set[tuple[int, str]]
-    incarnations: dict[str, int] = field(
-        default_factory=dict
-    )  # of the process that was last committed, by engine
-    updating: set[str] = field(default_factory=set)
-    doubted: set[str] = field(
-        default_factory=set
-    )  # suspects whose process is another one than that which was committed
-    most_committed: int = -1
-    syncing: int = -1  # the version of the last update that was begun
-    trained_all: trio.Event = field(default_factory=trio.Event)
-
-
 # --- one run ------------------------------------------------------------------------------------------------
 
 
-class _Simulation:
+class _Simulation(Checks):
     def __init__(self, schedule: FleetSchedule) -> None:
         self.schedule = schedule
         self.report = FleetReport()
-        self.broken: BrokenInvariant | None = None
+        self.broken = None
         self.virtual_s = 0.0
         self.scope = trio.CancelScope()
         self.servers = {server.name: server for server in schedule.servers}
@@ -220,12 +139,12 @@ class _Simulation:
         self.members = [server.name for server in schedule.servers if not server.joins_at_s]
         self.snapshots = SimulatedSnapshots(schedule.export_s)
         self.chat_generate = make_chat_generate(FakeTokenizer())
-        self.trainer: _Trainer | None = None
+        self.trainer: Trainer | None = None
         self.stop = StepHooks().stop
         self.lives = 0
         self.life = trio.CancelScope()  # around a trainer
         self.last_seen = ""
-        self.checkpoint = _Checkpoint(0, "", frozenset(), frozenset(), ("w0",))
+        self.checkpoint = Checkpoint(0, "", frozenset(), frozenset(), ("w0",))
 
     async def run(self) -> None:
         schedule = self.schedule
@@ -308,7 +227,7 @@ class _Simulation:
         raise AssertionError("unreachable")
 
     @asynccontextmanager
-    async def open_trainer(self) -> AsyncIterator[_Trainer]:
+    async def open_trainer(self) -> AsyncIterator[Trainer]:
         schedule, saved = self.schedule, self.checkpoint
         engines: dict[str, SimulatedEngine] = {}
         members = [self.make_member(name, engines) for name in self.members]
@@ -355,7 +274,7 @@ class _Simulation:
                 buffer_state, manager_state = json.loads(saved.state)
                 buffer.buffer.load_state_dict(buffer_state)
                 manager.load_state_dict(manager_state)
-            self.trainer = trainer = _Trainer(
+            self.trainer = trainer = Trainer(
                 fleet, engines, sync, backend, buffer, manager, set(saved.trained)
             )
             self.check_books(trainer)
@@ -366,7 +285,7 @@ class _Simulation:
                 for engine in engines.values():
                     engine.close()
 
-    async def train_until_it_ends(self, trainer: _Trainer) -> str:
+    async def train_until_it_ends(self, trainer: Trainer) -> str:
         schedule, start = self.schedule, self.checkpoint.step
         hooks = StepHooks(
             hold_state=self.hold_state, save=self.save, checkpoint_every=schedule.checkpoint_every
@@ -385,7 +304,7 @@ class _Simulation:
         self.check_books(trainer)
         return "completed" if start + len(history) == schedule.config.steps else "stopped"
 
-    async def visit(self, trainer: _Trainer, number: int) -> None:
+    async def visit(self, trainer: Trainer, number: int) -> None:
         """Asks the fleet all the time, also while it is updated, as an evaluation does, and looks at every
         answer.
         """
@@ -458,7 +377,7 @@ class _Simulation:
         def encode() -> dict[str, Any]:
             self.report.saved_in_flight += in_flight
             state = json.dumps([drawn, rollouts()])
-            return {"checkpoint": _Checkpoint(version, state, out, trained, lineage)}
+            return {"checkpoint": Checkpoint(version, state, out, trained, lineage)}
 
         return encode
 
@@ -502,194 +421,9 @@ class _Simulation:
     def warn(self, text: str) -> None:
         self.report.warnings += 1
 
-    # --- what must hold -------------------------------------------------------------------------------------
-
-    def fail(self, invariant: Invariant, detail: str) -> None:
-        """Ends the run; the first to fail is told."""
-        if self.broken is None:
-            self.broken = BrokenInvariant(invariant, detail)
-            self.virtual_s = trio.current_time()
-            self.scope.cancel()
-
-    def check_event(self) -> None:
-        """After every step of every task. Cheap: it is most of what a run costs."""
-        trainer = self.trainer
-        if trainer is None or self.broken is not None:
-            return
-        self.report.events += 1
-        try:
-            trainer.manager.check_ledger()
-        except AssertionError as error:
-            self.fail("ledger", str(error))
-        if self.snapshots.missed:
-            self.fail("snapshot", f"an engine was told to load {self.snapshots.missed}, which are removed")
-        fleet, version = trainer.fleet, trainer.backend.weight_version
-        published, is_syncing = fleet.published_version, trainer.sync._lock.locked()
-        for name, member in fleet._members.items():
-            if member.version is not None and member.version > trainer.most_committed:
-                trainer.most_committed = member.version
-            if left := [call for call in member.calls if call.request.request_id not in fleet._calls]:
-                self.fail("seats", f"{name} keeps seats of {len(left)} requests that have ended")
-            process = self.processes[name]
-            if member.updating:
-                trainer.updating.add(name)
-                trainer.doubted.discard(name)
-                continue
-            if name in trainer.updating:
-                trainer.updating.remove(name)
-                trainer.incarnations[name] = process.incarnation
-            if member.in_service:
-                self.check_serving(name, member.version, trainer, published)
-                continue
-            if (
-                member.condition == "suspect"
-                and process.up
-                and process.incarnation != trainer.incarnations.get(name)
-            ):
-                trainer.doubted.add(name)  # the check that comes has to notice
-            if (
-                process.paused is not None
-                and process.up
-                and not is_syncing
-                and not trainer.engines[name].resume_tried
-            ):
-                self.fail(
-                    "paused",
-                    f"{name} is paused ({process.paused}), nobody updates it, and nobody has tried to"
-                    " resume it",
-                )
-        if published > trainer.most_committed or trainer.most_committed > version:
-            self.fail(
-                "published",
-                f"published is {published}, the trainer has {version}, engines have proven"
-                f" {trainer.most_committed} at most",
-            )
-
-    def check_serving(self, name: str, committed: int | None, trainer: _Trainer, published: int) -> None:
-        is_syncing = trainer.sync._lock.locked()
-        if self.life.cancel_called and committed is not None:
-            published = committed  # a trainer that is killed between commit and publish leaves the fleet so
-        if committed is None or not (
-            committed == published or (is_syncing and committed == trainer.syncing > published)
-        ):
-            self.fail("serving", f"{name} gets requests with version {committed}, published is {published}")
-            return
-        process = self.processes[name]
-        other_process = process.incarnation != trainer.incarnations.get(name, process.incarnation)
-        if not process.up or (
-            other_process and not self.servers[name].is_watched and name not in trainer.doubted
-        ):
-            return  # nobody can know yet; its answers are checked when they train
-        if process.paused is not None:
-            self.fail("paused", f"{name} gets requests and is paused ({process.paused})")
-        if process.weights != trainer.backend.lineage[committed]:
-            weights = trainer.backend.lineage[committed]
-            self.fail(
-                "weights",
-                f"{name} gets requests as version {committed}, which is {weights}, and serves"
-                f" {process.weights}",
-            )
-
-    def check_batch(self, batch: RolloutBatch) -> None:
-        """Every token that trains, and which prompts do."""
-        trainer = self.trainer
-        assert (
-            trainer is not None and batch.rollout_log_probs is not None and batch.weight_versions is not None
-        )
-        version = trainer.backend.weight_version
-        oldest = version - self.schedule.config.max_staleness
-        rows = zip(
-            batch.tokens, batch.loss_masks, batch.rollout_log_probs, batch.weight_versions, strict=True
-        )
-        for tokens, mask, log_probs, versions in rows:
-            for position in np.flatnonzero(mask).tolist():
-                token, log_prob, of = (
-                    int(tokens[position]),
-                    float(log_probs[position]),
-                    int(versions[position]),
-                )
-                self.check_token(
-                    trainer, position, token, log_prob, of, oldest=max(oldest, 0), newest=version
-                )
-                self.report.trained_tokens += 1
-            self.report.mixed_samples += len(set(versions[mask].tolist())) > 1
-        self.check_prompts(batch, trainer)
-        self.report.steps += 1
-
-    def check_token(
-        self,
-        trainer: _Trainer,
-        position: int,
-        token: int,
-        log_prob: float,
-        version: int,
-        *,
-        oldest: int,
-        newest: int,
-    ) -> None:
-        if not oldest <= version <= newest:
-            raise BrokenInvariant(
-                "tokens", f"token {position} is of version {version}, the window is {oldest} to {newest}"
-            )
-        expected = weights_log_prob(trainer.backend.lineage[version], position, token)
-        if abs(log_prob - expected) > 1e-6:
-            raise BrokenInvariant(
-                "tokens",
-                f"token {position} says version {version}: its log-prob is {log_prob}, of those weights"
-                f" {expected}",
-            )
-
-    def check_prompts(self, batch: RolloutBatch, trainer: _Trainer) -> None:
-        rollout = self.schedule.config.rollout
-        ids = [sample.id for sample in batch.samples]
-        groups = Counter((metadata["epoch"], metadata["prompt_id"]) for metadata in batch.metadata)
-        if (
-            len(set(ids)) != len(ids)
-            or len(groups) != rollout.num_prompts
-            or max(groups.values()) > rollout.samples_per_prompt
-        ):
-            raise BrokenInvariant("prompts", f"a batch of {ids}")
-        if again := trainer.trained & groups.keys():
-            raise BrokenInvariant("prompts", f"{sorted(again)} trained twice")
-        trainer.trained |= groups.keys()
-
-    def check_books(self, trainer: _Trainer) -> None:
-        """Every prompt taken off the stream waits in the buffer, or was trained, dropped, failed, is held,
-        or, ahead of its batch, in flight.
-        """
-        books = trainer.manager.statistics()
-        final = {name: count for name, count in books.items() if name.startswith(("dropped/", "failed/"))}
-        given_back = sum(
-            final.pop(name, 0)
-            for name in ("dropped/surplus", "dropped/stale", "dropped/aborted", "failed/infrastructure")
-        )
-        used_up = books["trained"] + books["held"] + books["in_flight"] + sum(final.values())
-        buffer = trainer.buffer.buffer.statistics()
-        if (books["in_flight"] and not trainer.manager.overlaps) or books["drawn"] != used_up + given_back:
-            raise BrokenInvariant("ledger", f"{books}")
-        if books.get("dropped/stale"):
-            raise BrokenInvariant("tokens", f"{books['dropped/stale']:g} groups became too old")
-        if buffer["drawn"] != buffer["returned"] + used_up or len(trainer.buffer.out) != used_up:
-            raise BrokenInvariant(
-                "prompts",
-                f"a prompt was lost: {buffer}, {len(trainer.buffer.out)} are out, {used_up} are used up",
-            )
-        if not trainer.trained <= trainer.buffer.out or len(trainer.trained) != books["trained"]:
-            raise BrokenInvariant(
-                "prompts", f"{len(trainer.trained)} trained, the books say {books['trained']}"
-            )
-
-    def check_explained(self, error: Exception, trainer: _Trainer) -> None:
-        """No engine of the fleet went without a fault."""
-        spared = [name for name in trainer.fleet._members if not self.processes[name].struck]
-        if spared:
-            raise BrokenInvariant(
-                "explained", f"{', '.join(spared)} had no fault, and yet: {type(error).__name__}: {error}"
-            )
-
     # --- the end --------------------------------------------------------------------------------------------
 
-    async def settle(self, trainer: _Trainer) -> None:
+    async def settle(self, trainer: Trainer) -> None:
         """Waits until all who can serve do, and looks for what was left behind."""
         for _ in range(MOST_SETTLES):
             await trio.sleep(SETTLE_S)
@@ -707,7 +441,7 @@ class _Simulation:
         self.check_idle(trainer)
         self.report.statistics = trainer.manager.statistics()
 
-    def find_missing(self, trainer: _Trainer) -> list[str]:
+    def find_missing(self, trainer: Trainer) -> list[str]:
         """Members that could serve, and do not."""
         return [
             name
@@ -717,7 +451,7 @@ class _Simulation:
             and (self.processes[name].up or (self.servers[name].can_restart and not member.gave_up))
         ]
 
-    def check_idle(self, trainer: _Trainer) -> None:
+    def check_idle(self, trainer: Trainer) -> None:
         fleet = trainer.fleet
         left = {
             "requests": len(fleet._calls),

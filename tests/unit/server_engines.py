@@ -1,0 +1,78 @@
+"""Fake servers with the real engines for them, for the tests of server engines."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+import trio.testing
+from safetensors.numpy import save_file
+
+from rollouts.engines.server import ServerEngine
+from rollouts.testing.engine_contracts import make_request
+from rollouts.types import Completion
+from tests.support.fault_plan import (
+    AnyFault,
+    Fault,
+)
+from tests.support.fault_server import DIALECTS, DialectName, FaultServer, open_fake_server
+
+Opened = tuple[FaultServer, ServerEngine]
+GENERATE = ("/inference/v1/generate", "/generate")
+BOTH = pytest.mark.parametrize("dialect", DIALECTS)
+VLLM_MODEL = {"model": "simulated", "max_model_len": 256, "logprobs_mode": "processed_logprobs"}
+
+
+@asynccontextmanager
+async def open_both(
+    dialect: DialectName, *, silence_s: float = 60.0, context_length: int | None = None, **options: Any
+) -> AsyncIterator[Opened]:
+    """A fake server and the real engine for it, after the handshake."""
+    async with (
+        open_fake_server(dialect, **{"vocab_size": 300, "context_length": 256} | options) as server,
+        server.open_engine(silence_s=silence_s, context_length=context_length) as engine,
+    ):
+        server.calls.clear()
+        yield server, engine
+
+
+def strike(server: FaultServer, what: AnyFault, *, update: bool = False) -> None:
+    """`what` happens at the next request, or the next update."""
+    process = server.process
+    moment = {"at_update": process.loads} if update else {"at_request": process.requests}
+    process.pending.append(Fault("a", what, **moment))
+
+
+def write_snapshot(path: Path, value: float = 1.0) -> Path:
+    path.mkdir()
+    save_file({"weight": np.full(2, value, np.float32)}, path / "model.safetensors")
+    return path
+
+
+async def update(engine: ServerEngine, path: Path, version: int, mode: Any = "abort") -> None:
+    await engine.pause(mode)
+    try:
+        await engine.update_weights_from_checkpoint(path, version)
+    finally:
+        await engine.resume()
+
+
+async def never(body: Any) -> None:
+    await trio.sleep_forever()
+
+
+async def start(nursery: trio.Nursery, engine: ServerEngine, name: str, **sampling: Any) -> list[Completion]:
+    """A request that is at the server when this returns; its answer comes into the list."""
+    answers: list[Completion] = []
+
+    async def ask() -> None:
+        answers.append(await engine.generate(make_request(name, **sampling)))
+
+    nursery.start_soon(ask)
+    await trio.testing.wait_all_tasks_blocked()
+    return answers

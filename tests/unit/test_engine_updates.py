@@ -1,0 +1,208 @@
+"""Weight updates of vLLM and SGLang servers, by snapshots and in memory, over a fake of each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+import trio.testing
+from safetensors.numpy import save_file
+
+from rollouts.engines.sglang import SGLangServer
+from rollouts.engines.vllm import VLLMServer
+from rollouts.errors import (
+    EngineError,
+    EngineSetupError,
+    WeightVersionError,
+)
+from rollouts.testing.engine_contracts import make_request
+from tests.support.fault_plan import (
+    UPDATE_PHASES,
+    StaleWeights,
+    UpdateFails,
+    WrongVersion,
+)
+from tests.support.fault_server import DialectName, Reply
+from tests.support.simulated_process import BASE_WEIGHTS, ServerSpeed, compute_log_probs, read_snapshot
+from tests.unit.server_engines import (
+    BOTH,
+    VLLM_MODEL,
+    open_both,
+    start,
+    strike,
+    update,
+    write_snapshot,
+)
+
+
+@BOTH
+async def test_an_update_becomes_what_is_served_under_its_version(dialect: DialectName, tmp_path: Path):
+    path = write_snapshot(tmp_path / "v7")
+    async with open_both(dialect) as (server, engine):
+        before = await engine.checksum()
+        await update(engine, path, 7)
+        assert await engine.weight_version() == 7 and await engine.checksum() != before
+        completion = await engine.generate(make_request())
+        assert completion.weight_versions.tolist() == [7] * 4
+        tokens = np.asarray([1, 2, 3, *completion.token_ids])
+        expected = compute_log_probs(read_snapshot(path), tokens)[3:]
+        np.testing.assert_allclose(completion.log_probs, expected, atol=1e-6)
+        if dialect == "vllm":
+            named = [
+                body["new_version"] for called, body in server.calls if called == "/update_weight_version"
+            ]
+            assert named == ["loading", "7"]
+
+
+@BOTH
+async def test_a_request_that_is_kept_over_an_update_carries_both_versions(
+    dialect: DialectName, tmp_path: Path
+):
+    path = write_snapshot(tmp_path / "v7")
+    async with (
+        open_both(dialect, speed=ServerSpeed(token_s=0.05)) as (server, engine),
+        trio.open_nursery() as nursery,
+    ):
+        answers = await start(nursery, engine, "a", max_new_tokens=20)
+        await server.process.wait_until(lambda: server.process.tokens > 5)
+        await update(engine, path, 7, "keep")
+        with trio.fail_after(60):
+            await server.process.wait_until(lambda: not server.process.running)
+        await trio.testing.wait_all_tasks_blocked()
+        assert set(answers[0].weight_versions.tolist()) == {-1, 7}
+        assert len(answers[0].token_ids) == 20
+
+
+@BOTH
+@pytest.mark.parametrize("phase", [phase for phase in UPDATE_PHASES if phase != "probe"])
+async def test_a_phase_of_an_update_fails_and_the_next_update_works(
+    dialect: DialectName, phase: Any, tmp_path: Path
+):
+    path = write_snapshot(tmp_path / "v7")
+    async with open_both(dialect) as (server, engine):
+        strike(server, UpdateFails(phase), update=True)
+        with pytest.raises(EngineError):
+            await update(engine, path, 7)
+        if phase in ("load", "set_version"):
+            assert await engine.weight_version() == -1, "what may be in pieces bears no version"
+        await update(engine, path, 8)
+        assert await engine.weight_version() == 8
+
+
+@BOTH
+async def test_stale_weights_are_seen_in_log_probs_alone(dialect: DialectName, tmp_path: Path):
+    async with open_both(dialect) as (server, engine):
+        strike(server, StaleWeights(), update=True)
+        await update(engine, write_snapshot(tmp_path / "v7"), 7)
+        completion = await engine.generate(make_request())
+        assert completion.weight_versions.tolist() == [7] * 4 and server.process.weights == BASE_WEIGHTS
+
+
+async def test_another_version_than_the_one_given_is_an_error(tmp_path: Path):
+    async with open_both("vllm") as (server, engine):
+        strike(server, WrongVersion(), update=True)
+        with pytest.raises(WeightVersionError, match="given version 7 and says 6"):
+            await update(engine, write_snapshot(tmp_path / "v7"), 7)
+
+
+async def test_a_cache_that_is_not_reset_fails_the_update_and_leaves_no_version(tmp_path: Path):
+    async with open_both("vllm") as (server, engine):
+        server.overrides["/reset_prefix_cache"] = {"success": False}
+        with pytest.raises(EngineError, match="prefix cache"):
+            await update(engine, write_snapshot(tmp_path / "v7"), 7)
+        assert await engine.weight_version() == -1
+
+
+@BOTH
+async def test_a_snapshot_that_cannot_be_loaded_is_not_sent(dialect: DialectName, tmp_path: Path):
+    base, other = write_snapshot(tmp_path / "base"), tmp_path / "other"
+    other.mkdir()
+    save_file({"another": np.zeros(3, np.float32)}, other / "model.safetensors")
+    async with open_both(dialect, model=str(base)) as (server, engine):
+        await engine.pause("abort")
+        for path in (tmp_path / "gone", other):
+            with pytest.raises(EngineError, match="was sent nothing"):
+                await engine.update_weights_from_checkpoint(path, 7)
+        assert server.process.loads == 0
+        with pytest.raises(EngineError, match=r"weight_sync\.broadcast"):
+            await engine.begin_update()
+
+
+@pytest.mark.parametrize(
+    ("dialect", "settings", "named"),
+    [
+        ("vllm", {"model_config": VLLM_MODEL | {"logprobs_mode": "raw_logprobs"}}, "processed_logprobs"),
+        ("sglang", {"enable_watermark": True}, "--enable-watermark"),
+    ],
+)
+async def test_a_server_that_came_back_with_other_settings_is_not_updated(
+    dialect: DialectName, settings: Any, named: str, tmp_path: Path
+):
+    async with open_both(dialect) as (server, engine):
+        server.settings = settings
+        with pytest.raises(EngineSetupError, match=named):
+            await update(engine, write_snapshot(tmp_path / "v7"), 7)
+        assert server.process.loads == 0
+
+
+async def test_transfers_to_vllm_go_out_in_the_servers_shape():
+    config = {"weight_transfer_config": {"backend": "nccl"}}
+    async with open_both("vllm", settings=config) as (server, engine):
+        steps = (
+            "/init_weight_transfer_engine",
+            "/start_weight_update",
+            "/update_weights",
+            "/finish_weight_update",
+        )
+        server.overrides |= {step: {} for step in steps} | {"/get_world_size": {"world_size": 2}}
+        dialect = engine.dialect
+        assert isinstance(dialect, VLLMServer)
+        assert await dialect.get_world_size() == 2
+        await dialect.init_weight_transfer({"master_port": 1})
+        with pytest.raises(EngineError, match="pause"):
+            await dialect.start_weight_update()
+        await engine.pause("keep")
+        await dialect.start_weight_update()
+        assert await engine.weight_version() == -1
+        await dialect.update_weights({"names": ["a"]})
+        await dialect.finish_weight_update(3)
+        assert await engine.weight_version() == 3
+        sent = dict(server.calls)
+        assert sent[steps[0]] == {"init_info": {"master_port": 1}}
+        assert sent[steps[2]] == {"update_info": {"names": ["a"]}}
+    for backend in (None, {"backend": "ipc"}):
+        async with open_both("vllm", settings={"weight_transfer_config": backend}) as (_, engine):
+            assert isinstance(engine.dialect, VLLMServer)
+            with pytest.raises(EngineSetupError, match="nccl"):
+                await engine.dialect.init_weight_transfer({})
+
+
+async def test_transfers_to_sglang_have_no_version_while_they_are_under_way():
+    async with open_both("sglang") as (server, engine):
+        dialect = engine.dialect
+        assert isinstance(dialect, SGLangServer)
+        states = iter(
+            [
+                Reply(json.dumps({"error": "a session is already open"}).encode(), status=400),
+                {"success": True},
+            ]
+        )
+        server.overrides |= {
+            "/begin_weight_update": lambda body: next(states),
+            "/end_weight_update": {"success": True},
+            "/update_weights_from_distributed": {"success": True},
+        }
+        assert await dialect.begin_transfer()
+        assert "/end_weight_update" in server.paths()
+        assert await engine.weight_version() == -1
+        await dialect.receive_broadcast(["w"], ["float32"], [(2,)], group_name="g", version=3, last=True)
+        assert server.calls[-1][1]["weight_version"] == "3"
+        server.overrides["/begin_weight_update"] = Reply(status=404)
+        assert not await dialect.begin_transfer(), "a server without sessions"
+        server.overrides["/update_weights_from_distributed"] = {"success": False, "message": "no group"}
+        with pytest.raises(EngineError, match="no group"):
+            await dialect.receive_broadcast(["w"], ["float32"], [(2,)], group_name="g", version=3, last=False)
