@@ -489,11 +489,9 @@ async def test_what_the_infrastructure_did_costs_a_prompt_nothing(max_staleness:
         max_failed_fraction=0.0,
         max_staleness=max_staleness,
     )
-    assert await run.batch_groups() == [1, 2]
+    assert 0 not in await run.batch_groups()
     assert run.manager.failed_samples()[0].reward is None
-    assert {
-        "failed/infrastructure": 1.0,
-    }.items() <= run.manager.statistics().items()
+    assert run.manager.statistics()["failed/infrastructure"] == 1
     assert run.upcoming(1) == STREAM[:1]
 
 
