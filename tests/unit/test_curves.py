@@ -12,13 +12,8 @@ import pytest
 from benchmarks.curves.__main__ import make_command
 from benchmarks.curves.bars import Bar, Job, compute_mean_and_error, judge, load_jobs
 from benchmarks.curves.tasks import (
-    count_late,
     exact_and_short,
     keep_mixed,
-    late_letters,
-    make_pairs,
-    make_rows,
-    make_taste_pairs,
 )
 from rollouts.config.load import load_config
 from rollouts.types import Sample, SampleGroup, Status
@@ -117,20 +112,6 @@ def make_answer(response: str, *, answer: str = "eph", tokens: int = 4) -> Sampl
     )
 
 
-def test_an_answer_has_the_next_letters_and_a_wrong_one_another() -> None:
-    right, wrong = make_rows(size=50, seed=3), make_rows(size=50, seed=3, wrong=1.0)
-    for row, other in zip(right, wrong, strict=True):
-        assert (
-            row["answer"]
-            == "".join(chr(ord(letter) + 1) for letter in row["prompt"])
-            == row["messages"][1]["content"]
-        )
-        assert other["prompt"] in {row["prompt"] for row in make_rows(size=50, seed=3)}
-        shown = other["messages"][1]["content"]
-        assert len(shown) == 4
-        assert all(mine != letter for mine, letter in zip(shown, other["answer"], strict=True))
-
-
 def test_groups_are_kept_by_what_is_right_and_not_by_the_punishment() -> None:
     def judge_group(*texts: tuple[str, int]) -> bool:
         samples = []
@@ -142,19 +123,3 @@ def test_groups_are_kept_by_what_is_right_and_not_by_the_punishment() -> None:
 
     assert judge_group(("eph", 4), ("no", 4))
     assert not judge_group(("eph", 4), ("eph", 8)), "the rewards differ, the answers do not"
-
-
-def test_late_letters_count_until_the_first_other_one() -> None:
-    assert [count_late(text) for text in ("", "fghi", "fghii", "ffbf", "bfff")] == [0, 4, 4, 2, 0]
-    assert late_letters(make_answer("ffbf")).reward == 0.5
-    assert late_letters(make_answer("ffff")).reward == 1.0
-    assert late_letters(make_answer("fffff")).reward == 0.0, "five letters"
-
-
-def test_the_chosen_answer_of_a_pair_is_the_better_one() -> None:
-    for row in make_pairs(size=100, seed=1):
-        answer = "".join(chr(ord(letter) + 1) for letter in row["prompt"])
-        assert row["chosen"] == answer != row["rejected"]
-        assert len(row["rejected"]) == 4
-    for row in make_taste_pairs(size=100, seed=1):
-        assert count_late(row["chosen"]) > count_late(row["rejected"])
