@@ -103,7 +103,7 @@ def test_a_wrong_name_is_one_message_with_the_way_out(
 def test_check_lists_what_is_wrong_and_exits_2(config: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["check", str(config), "--mode", "sft+rl"]) == 2
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert any(line.startswith("error sft: --mode has this stage") for line in lines)
+    assert any(line.startswith("error sft.data: --mode has the stage") for line in lines)
     assert any(
         line.startswith(f"error rl.rollout.reward: reward='{config.parent}/r.py:score': there is no file")
         for line in lines
