@@ -148,6 +148,9 @@ async def parts(sample):
 async def keep_all(group):
     return True
 
+early = late = letters  # a source is called by its function
+
+
 def later(step, statistics):
     assert set(statistics) == {"early", "late"}
     return {"early": 1.0, "late": 0.0} if step <= 2 else {"early": 0.0, "late": 1.0}
@@ -161,16 +164,14 @@ model = {{ name = "tiny:byte", threads = 1 }}
 steps = 4
 batch_size = 8
 [[sft.data]]
-name = "early"
 kind = "python"
-function = "plug_ins.py:letters"
+function = "plug_ins.py:early"
 params = {{ alphabet = "abc" }}
 size = 30
 weight = 3
 [[sft.data]]
-name = "late"
 kind = "python"
-function = "plug_ins.py:letters"
+function = "plug_ins.py:late"
 params = {{ alphabet = "xyz" }}
 size = 10
 
@@ -178,16 +179,14 @@ size = 10
 steps = 4
 {rl}
 [[rl.data]]
-name = "early"
 kind = "python"
-function = "plug_ins.py:letters"
+function = "plug_ins.py:early"
 params = {{ alphabet = "abc" }}
 size = 30
 weight = 3
 [[rl.data]]
-name = "late"
 kind = "python"
-function = "plug_ins.py:letters"
+function = "plug_ins.py:late"
 params = {{ alphabet = "xyz" }}
 size = 10
 
