@@ -5,13 +5,9 @@ engine.py    LocalEngine and open_local_engine: requests, pauses, updates, the s
 batch.py     the rows being decoded: admission, one decode step, removal                     (device thread)
 opening.py   which way a model is run, checked against its own forward when the engine opens  (device thread)
 interface.py what the batch asks of a model
-decoder.py   fast: the forward pass of a Llama-like model taken apart                         (device thread)
-kv_slots.py  its keys and values by slot                                                      (device thread)
-graphs.py    its decode steps, recorded and replayed on a GPU                                 (device thread)
+decoder.py   fast: the forward pass of a Llama-like model taken apart, and its keys and values (device thread)
 whole_model.py  cached and recompute: the model's own forward, for all other models           (device thread)
-sampling.py  one token per row from logits, by a counter-based stream                         (device thread)
 weights.py   an update that arrives in buckets and becomes visible at once                    (device thread)
-requests.py  what a request must satisfy
 """
 
 from rollouts.engines.local.engine import LocalEngine, open_local_engine

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from rollouts.engines.local.batch import DecodeBatch, Row
 from rollouts.engines.local.interface import ForwardPath
-from rollouts.engines.local.opening import DEFAULT_CONTEXT, OpenedDecoder, context_limit, open_decoder
+from rollouts.engines.local.opening import DEFAULT_CONTEXT, OpenedDecoder, open_decoder
 from rollouts.engines.local.weights import StagedWeights, copy_model, read_checkpoint
 from rollouts.errors import EngineClosed, EngineError, RequestRefused, WeightVersionError
 from rollouts.models.draws import stream_key
+from rollouts.models.limits import find_context_limit
 from rollouts.models.requests import check_request
 from rollouts.protocols import PauseMode
 from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
@@ -84,7 +85,7 @@ async def open_local_engine(
     decoded with. Raises ModelError for a model that it cannot run exactly, EngineError for settings that do
     not fit together.
     """
-    limit = context_limit(model.config)
+    limit = find_context_limit(model.config)
     max_context = (limit or DEFAULT_CONTEXT) if max_context is None else max_context
     if max_context <= 1 or (limit is not None and max_context > limit):
         at_most = "" if limit is None else f" and at most the model's max_position_embeddings={limit}"

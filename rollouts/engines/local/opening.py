@@ -20,7 +20,7 @@ from rollouts.engines.local.decoder import take_apart
 from rollouts.engines.local.interface import Decoder, ForwardPath, evaluating, is_exact, tolerance_of
 from rollouts.engines.local.whole_model import RecomputeDecoder, WholeModel, make_cached_decoder, take_whole
 from rollouts.errors import ModelError
-from rollouts.models.limits import CONTEXT_NAMES, find_rotary_limit
+from rollouts.models.limits import find_rotary_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,18 +67,6 @@ class OpenedDecoder:
             f"the embedded engine runs this model {ways[self.path]}"
             f" ({'; '.join(f'{path}: {why}' for path, why in self.refused.items())})"
         )
-
-
-def context_limit(config: Any) -> int | None:
-    """Positions that the config allows, or None where it sets no limit (recurrent models, relative
-    positions).
-    """
-    config = config.get_text_config()
-    for name in CONTEXT_NAMES:
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
 
 
 def open_decoder(

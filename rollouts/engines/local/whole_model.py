@@ -99,6 +99,28 @@ def _rows_of(module: Any) -> int | None:
     return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.ndim == 2 else None
 
 
+@dataclass(frozen=True, slots=True)
+class WholeDecoder:
+    """What the two ways of running a whole model have in common."""
+
+    whole: WholeModel
+
+    @property
+    def device(self) -> torch.device:
+        return self.whole.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.whole.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return self.whole.vocab_size
+
+    def computing(self) -> Any:
+        return self.whole.computing()
+
+
 # --- with the model's own cache -----------------------------------------------------------------------------
 
 
@@ -276,29 +298,13 @@ def check_cache(cache: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class CachedDecoder:
+class CachedDecoder(WholeDecoder):
     """The model's own forward with its own cache."""
 
-    whole: WholeModel
     cache_name: str  # of forward's argument and of its output
-
-    @property
-    def device(self) -> torch.device:
-        return self.whole.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.whole.dtype
-
-    @property
-    def vocab_size(self) -> int:
-        return self.whole.vocab_size
 
     def make_slots(self, *, max_rows: int, max_length: int) -> CacheSlots:
         return CacheSlots(max_rows=max_rows, max_length=max_length)
-
-    def computing(self) -> Any:
-        return self.whole.computing()
 
     def prefill(self, ids: Tensor, lengths: Tensor, slots: Tensor, kv: CacheSlots) -> Tensor:
         """Logits [N, V] after each prompt: one forward pass for each length, the longest first."""
@@ -377,28 +383,11 @@ class TokenSlots:
 
 
 @dataclass(frozen=True, slots=True)
-class RecomputeDecoder:
+class RecomputeDecoder(WholeDecoder):
     """The model's own forward over the whole sequences, right-padded, at every step."""
-
-    whole: WholeModel
-
-    @property
-    def device(self) -> torch.device:
-        return self.whole.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.whole.dtype
-
-    @property
-    def vocab_size(self) -> int:
-        return self.whole.vocab_size
 
     def make_slots(self, *, max_rows: int, max_length: int) -> TokenSlots:
         return TokenSlots(max_rows=max_rows, max_length=max_length, device=self.device)
-
-    def computing(self) -> Any:
-        return self.whole.computing()
 
     def prefill(self, ids: Tensor, lengths: Tensor, slots: Tensor, kv: TokenSlots) -> Tensor:
         kv.ids[slots, : ids.shape[1]] = ids
