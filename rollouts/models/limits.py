@@ -20,6 +20,15 @@ class RotaryLimit(NamedTuple):
     field: str  # of the config, where `tokens` stands
 
 
+def find_context_limit(config: Any) -> int | None:
+    """Positions that the config allows, or None where it sets no limit (recurrent models, relative
+    positions).
+    """
+    config = config.get_text_config()
+    stated = [getattr(config, name, None) for name in CONTEXT_NAMES]
+    return next((value for value in stated if isinstance(value, int) and value > 0), None)
+
+
 def find_rotary_limit(config: Any) -> RotaryLimit | None:
     """The shortest limit of a Hugging Face config's rotary embeddings; None where frequencies do not depend
     on the length.
