@@ -240,18 +240,6 @@ def test_a_template_that_leaves_the_tools_out_is_refused(name):
         render_prompt("Oslo?", family_tokenizer(name), tools=[WEATHER])
 
 
-def test_tools_that_move_to_the_last_question_let_only_the_last_answer_train():
-    tokenizer = family_tokenizer("mistral_v3_tekken")
-    with pytest.raises(
-        ModelError,
-        match=r"rewrites messages up to 1 when later turns follow \(at character 4: 'AVAILABLE_TOOLS",
-    ):
-        tokenize_conversation(TALK, tokenizer, tools=[WEATHER])
-    text = marked(TALK, tokenizer, tools=[WEATHER], train_on="last")
-    assert text.startswith("<s>[INST]3+4?[/INST]It is 7.</s>[AVAILABLE_TOOLS][")
-    assert text.endswith("[/AVAILABLE_TOOLS][INST]2+2?[/INST]⟦4</s>⟧")
-
-
 # --- thinking -----------------------------------------------------------------------------------------------
 
 
@@ -288,17 +276,6 @@ def test_a_template_that_forgets_earlier_thinking_lets_only_the_last_answer_trai
         f"<|im_end|>\n<|im_start|>assistant\n{opened}two,"
         " two\n</think>\n\n4<|im_end|>⟧\n"
     )
-
-
-def test_an_answer_without_thinking_after_an_open_one_is_refused_where_line_ends_melt():
-    tokenizer = family_tokenizer("qwen3_6", merges=[("Ċ", "Ċ")])  # the real one has such a token too
-    with pytest.raises(
-        DataError,
-        match=r"message 1 begins within a token .*a template, or parameters of it, with another header",
-    ):
-        tokenize_conversation(TALK[:2], tokenizer)
-    text = marked(TALK[:2], tokenizer, options=TemplateOptions({"enable_thinking": False}))
-    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n⟦It is 7.<|im_end|>⟧\n")
 
 
 def test_a_template_that_opens_thinking_and_never_writes_it_is_refused():

@@ -18,22 +18,6 @@ def keys(prompts: list[PromptRow]) -> list[tuple[int, str]]:
     return [prompt.key for prompt in prompts]
 
 
-def test_every_epoch_has_each_row_once_in_another_order():
-    buffer = DataBuffer(make_rows(20), seed=3)
-    first, second = buffer.get_prompts(20), buffer.get_prompts(20)
-    assert (
-        {prompt.prompt_id for prompt in first}
-        == {f"row-{index}" for index in range(20)}
-        == {prompt.prompt_id for prompt in second}
-    )
-    assert [prompt.prompt_id for prompt in first] != [prompt.prompt_id for prompt in second]
-    assert {prompt.epoch for prompt in first} == {0} and {prompt.epoch for prompt in second} == {1}
-    assert all(
-        prompt.row == {"prompt": f"question {prompt.prompt_id[4:]}", "answer": prompt.prompt_id[4:]}
-        for prompt in first
-    )
-
-
 def test_the_order_is_the_one_that_older_runs_saw():
     # written down once: a change would make old checkpoints continue in another order
     order = [int(prompt.prompt_id[4:]) for prompt in DataBuffer(make_rows(8), seed=7).get_prompts(8)]

@@ -69,12 +69,6 @@ def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path):
 # --- columns ------------------------------------------------------------------------------------------------
 
 
-def test_columns_name_nested_fields_and_items_of_lists(tmp_path: Path):
-    (tmp_path / "rows.jsonl").write_bytes(lines(QUESTIONS))
-    rows = load(kind="jsonl", path=str(tmp_path / "rows.jsonl"), columns=COLUMNS)
-    assert rows[1] == {"prompt": "q 1", "answer": "1", **QUESTIONS[1]}
-
-
 def test_a_renamed_field_loses_its_old_name_and_an_empty_name_leaves_one_out(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_bytes(
         lines([{"question": "q", "prompt": "never asked", "a.b": 1, "junk": 2}])
@@ -142,17 +136,6 @@ def test_parquet_values_become_json(tmp_path: Path):
     json.dumps(found, allow_nan=False)
 
 
-def test_messages_with_the_nulls_of_a_common_schema_are_good(tmp_path: Path):
-    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
-    messages = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-    ]
-    path = write_parquet(tmp_path / "a.parquet", [{"messages": messages}])
-    (row,) = load(kind="parquet", path=str(path))
-    assert row["messages"][0] == {"role": "user", "content": "q", "tool_calls": None}
-
-
 def write_odd_column(path: Path, values: list[Any], storage: str, kind: Any) -> str:
     """A file of rows 'p 0', 'p 1', … beside a column `odd` of these values seen as another type."""
     pa = pytest.importorskip("pyarrow")
@@ -168,7 +151,6 @@ def write_odd_column(path: Path, values: list[Any], storage: str, kind: Any) -> 
 
 ODD_VALUES = {
     "a_time_beyond_9999": ([0, 2**60, 0], "int64", lambda pa: pa.timestamp("us"), "timestamp[us]"),
-    "a_day_beyond_9999": ([0, 2**30, 0], "int32", lambda pa: pa.date32(), "date32[day]"),
     "text_that_is_not_utf8": ([b"a", b"caf\xe9", b"c"], "binary", lambda pa: pa.string(), "string"),
 }
 
@@ -248,13 +230,6 @@ def test_formats_that_may_unpickle_are_refused_unread(tmp_path: Path, hf: Any):
     with tarfile.open(folder / "train.tar", "w") as tar:
         tar.add(tmp_path / "0.pickle", "0.pickle")
     assert "is in a format that is not read (webdataset)" in message_of(kind="hf", dataset=str(folder))
-
-
-def test_bytes_of_a_dataset_can_be_left_out_before_they_are_decoded(tmp_path: Path, hf: Any):
-    rows = hf.Dataset.from_list([{"prompt": "p", "image": {"bytes": b"no image", "path": None}}])
-    rows.cast_column("image", hf.Image(decode=False)).save_to_disk(tmp_path / "saved")
-    assert "image.bytes is of type bytes" in message_of(kind="hf", dataset=str(tmp_path / "saved"))
-    assert load(kind="hf", dataset=str(tmp_path / "saved"), columns={"image": ""}) == [{"prompt": "p"}]
 
 
 # --- reasoning-gym's composite ------------------------------------------------------------------------------

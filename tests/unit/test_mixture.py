@@ -22,7 +22,6 @@ from rollouts.data.mixture import (
     _turns_from,
     compute_amounts,
     select_mixture_batch,
-    select_sft_batch,
     settle,
 )
 from rollouts.data.rows import SourceRows
@@ -196,19 +195,6 @@ def test_sft_batches_have_the_exact_proportions_and_whole_epochs(
         rows = [row - starts[index] for row, owner in zip(drawn, owners, strict=True) if owner == index]
         for start in range(0, len(rows) - size + 1, size):
             assert sorted(rows[start : start + size]) == list(range(size))
-
-
-def test_sft_batches_of_one_source_are_those_that_older_checkpoints_were_trained_with():
-    assert [select_sft_batch(10, 4, step, 3) for step in range(3)] == [
-        [6, 1, 8, 5],
-        [2, 7, 9, 4],
-        [3, 0, 9, 7],
-    ]
-    assert [select_mixture_batch([BatchSource("any", 10, 0.7)], 4, step, 3) for step in range(3)] == [
-        [6, 1, 8, 5],
-        [2, 7, 9, 4],
-        [3, 0, 9, 7],
-    ]
 
 
 # --- loading ------------------------------------------------------------------------------------------------
