@@ -81,7 +81,7 @@ async def test_what_servers_and_their_updates_say_is_in_the_table(autojump_clock
                 GenerateRequest(request_id=f"r{number}", prompt_ids=np.zeros(1, np.int64), sampling=sampling)
             )
         said = {make_metric_name(name) for name in fleet.statistics()}
-    said |= (await World().update(1, 3.0)).metrics().keys()
+    said |= (await World().step(3.0)).keys()
     assert {
         "fleet/failures/engine_unreachable",
         "engine/vllm_0/state",
