@@ -497,7 +497,7 @@ async def test_what_the_infrastructure_did_costs_a_prompt_nothing(max_staleness:
 
 def test_an_engine_without_log_probs_does_not_train():
     engine = ScriptedEngine()
-    engine._features = dataclasses.replace(engine.features, log_probs=False, name="openai")
+    engine.features = dataclasses.replace(engine.features, log_probs=False, name="openai")
     with pytest.raises(
         ConfigError, match=r"engine openai answers without log-probs .* use it for evaluation"
     ):
