@@ -212,8 +212,8 @@ async def test_update_that_broke_off_in_the_middle_does_not_stand_in_the_way_of_
 
 async def test_wrong_keys_are_refused_by_name(sglang_server: RunningServer):
     for changes, rule in (
-        ({"api_key": "wrong"}, "give the api_key that it was started with"),
-        ({"api_key": None}, "give the api_key that it was started with"),
+        ({"api_key": "wrong"}, "is it SGLang 0.5.20 or later, and api_key its --api-key"),
+        ({"api_key": None}, "is it SGLang 0.5.20 or later, and api_key its --api-key"),
         ({"vocab_size": VOCAB_SIZE + 1}, "serve the same model"),
         ({"context_length": CONTEXT_LENGTH + 1}, f"--context-length {CONTEXT_LENGTH + 1}"),
     ):
