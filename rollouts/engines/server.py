@@ -306,9 +306,8 @@ class ServerEngine:
     async def release_memory(self) -> None:
         """Gives memory back. Raises EngineError where the server cannot, and unless it is paused and idle."""
         if not self.features.frees_memory:
-            raise EngineError(
-                f"{self.features.name} keeps its memory; its features.gaps say how it would not"
-            )
+            gaps = " ".join(gap for gap in self.features.gaps if "emory" in gap)
+            raise EngineError(f"{self.features.name} keeps its memory. {gaps}")
         if not self._paused or self._sent():
             raise EngineError(f"{self.features.name} has requests, or takes some; pause('wait') it first")
         await self.dialect.release_memory()
