@@ -232,15 +232,11 @@ async def test_id_outside_the_vocabulary_never_leaves_the_client(sglang_server: 
         assert await engine.health()
 
 
-async def test_memory_calls_are_taken_and_what_they_do_not_do_is_said(sglang_server: RunningServer):
+async def test_memory_that_the_server_cannot_give_back_is_said_so(sglang_server: RunningServer):
     async with open_engine(sglang_server) as engine:
         assert not engine.features.frees_memory
-        assert any("Releasing memory frees none" in gap for gap in engine.features.gaps)
-        await engine.pause("wait")
-        await engine.release_memory()
-        await engine.restore_memory()
-        await engine.resume()
-        assert len((await engine.generate(make_request())).token_ids) == 4
+        with pytest.raises(EngineError, match="--enable-memory-saver"):
+            await engine.release_memory()
 
 
 async def test_server_left_paused_goes_on_for_who_comes_next(sglang_server: RunningServer):
