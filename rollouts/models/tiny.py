@@ -61,7 +61,7 @@ def make_tiny(kind: str, seed: int, cache: Path) -> Path:
         nearest = difflib.get_close_matches(kind, MODELS, n=1, cutoff=0.0)[0]
         raise ModelError(
             f"model.name='tiny:{kind}' is not known; did you mean 'tiny:{nearest}'? Known:"
-            f" {', '.join(f'tiny:{known}' for known in MODELS)}"
+            f" {', '.join(repr(f'tiny:{known}') for known in MODELS)}"
         )
     path = cache / f"tiny-{kind}-{TINY_FORMAT}-seed{seed}"
     build_directory_once(path, lambda folder: _write(kind, folder, seed))
