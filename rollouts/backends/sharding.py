@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch.distributed.fsdp import (
@@ -18,7 +18,8 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from rollouts.errors import ConfigError, ModelError
+from rollouts.backends.sharded_compat import list_groups, reduce_unused, reset_iteration
+from rollouts.errors import ModelError
 from rollouts.models.forward_plan import plan_forward
 from rollouts.models.layers import find_layers
 from rollouts.models.log_probs import ForwardPlan
@@ -42,14 +43,9 @@ def shard_model(model: PreTrainedModel, ranks: Ranks, *, cpu_offload: bool = Fal
     norm, head) stay gathered from its forward to its backward. Layers with their own gradient checkpointing
     must have it before. Shards, gathered parameters and gradients have the dtype of the model; autocast
     rounds for each product alone. cpu_offload: shards and reduced gradients lie in pinned host memory; for
-    ranks on GPUs. Raises ConfigError if torch is older than 2.13.
+    ranks on GPUs.
     """
     assert ranks.mesh is not None
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        raise ConfigError(
-            f"several ranks need torch 2.13, and this is {torch.__version__}; install it, or train in one"
-            " process"
-        )
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     for layer in find_layers(model):
         fully_shard(layer, mesh=ranks.mesh, offload_policy=offload)
@@ -58,8 +54,7 @@ def shard_model(model: PreTrainedModel, ranks: Ranks, *, cpu_offload: bool = Fal
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # denominators are global: gradients of the ranks add up
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply before it sums
-    # one rank's tokens may pass by an expert that another's use: both must reduce it
-    cast(Any, model).set_reduce_scatter_unused_params(True)
+    reduce_unused(model)  # one rank's tokens may pass by an expert that another's use: both must reduce it
     setattr(model, RUN, types.MethodType(lambda self, work: work(), model))
     register_fsdp_forward_method(model, RUN)
 
@@ -102,11 +97,9 @@ def discard_iteration(model: torch.nn.Module) -> None:
     """
     if not isinstance(model, FSDPModule):
         return
-    if model._get_fsdp_state()._is_root:  # None before the first forward: there is nothing to forget
-        cast(Any, model).reset_iter_state()
+    reset_iteration(model)
     reshard(model)
-    states: list[Any] = [one._get_fsdp_state() for one in model.modules() if isinstance(one, FSDPModule)]
-    for group in (group for state in states for group in state._fsdp_param_groups):
+    for group in list_groups(model):
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None  # reset_iter_state leaves these
             if hasattr(parameter, "_unsharded_param"):
