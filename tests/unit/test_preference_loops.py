@@ -256,7 +256,8 @@ async def test_kto_is_the_plain_one_with_the_whole_batchs_reference_point_and_ba
     losses = train_plainly(plain, loss_of, 3)
     trained, history = await train_pairs(config, samples, reference=PlainReference(reference))
     np.testing.assert_allclose([row["loss/total"] for row in history], losses, rtol=2e-5)
-    assert_close(trained, weights_of(plain), 1e-4)
+    # the plain loop in float32 is 1.9e-5 from itself in float64, ours 1.5e-5: rounding, which AdamW shows
+    assert_close(trained, weights_of(plain), 5e-5)
     assert history[0]["kto/undesirable_weight"] == 1.5
     row = history[0]
     assert row["rewards/margins"] == pytest.approx(row["rewards/chosen"] - row["rewards/rejected"])
