@@ -35,7 +35,7 @@ from integration_training.reports import (
 from rollouts.config.load import training_digest
 from rollouts.config.modes import stage_config
 from rollouts.crash_points import reach
-from rollouts.errors import ConfigError
+from rollouts.errors import CheckpointError, ConfigError
 from rollouts.loops.steps import EncodeState
 from rollouts.protocols import LogProbScorer, RewardFn, TrainingBackend
 from rollouts.types import RolloutBatch, SamplingParams
@@ -275,7 +275,13 @@ async def train_rl_with(
     if newest is not None:
         state = load_trainer_state(newest)
         buffer.load_state_dict(state["data_buffer"])
-        manager.load_state_dict(state["rollout_manager"])
+        try:
+            manager.load_state_dict(state["rollout_manager"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{newest}: the state of its rollout manager does not read ({error!r}); another version of"
+                f" rollouts saved it: resume with that one, or begin a new run with --model.name {newest}"
+            ) from error
         reach("resume.state_loaded")
         if "curriculum" in state:  # older checkpoints have neither
             batches.statistics = decode_statistics(state["curriculum"], buffer.weights)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -236,7 +236,8 @@ def check_token_ids(batch: RolloutBatch, vocab_size: int) -> None:
 # --- losses -------------------------------------------------------------------------------------------------
 
 
-class ComputedLoss(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ComputedLoss:
     """The loss of one micro-batch."""
 
     sum: Tensor

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import numpy as np
 import torch
@@ -263,7 +263,7 @@ class Trainer:
         if math.isfinite(norm):
             if max_grad_norm is not None and norm > max_grad_norm:
                 # by a number, in each gradient's own precision: a tensor of the norm would be float32
-                torch._foreach_mul_(gradients, max_grad_norm / (norm + CLIP_EPS))
+                cast(Any, torch)._foreach_mul_(gradients, max_grad_norm / (norm + CLIP_EPS))
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             reach("train.before_optim_step")

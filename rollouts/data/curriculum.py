@@ -11,6 +11,7 @@ import numbers
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from rollouts.data.mixture import SOURCE_FIELD
 from rollouts.errors import DataError, UserFunctionError
@@ -123,9 +124,9 @@ def check_weights(weights: object, names: Sequence[str], *, function: str, step:
     value that breaks a rule.
     """
     rule = f"it must give each of {', '.join(names)} a finite number, 0 or more, and one above 0"
-    given = dict(weights) if isinstance(weights, Mapping) else {}
+    given: dict[Any, Any] = dict(weights) if isinstance(weights, Mapping) else {}
     good = set(given) == set(names) and all(
-        isinstance(weight, numbers.Real) and not isinstance(weight, bool) and 0 <= weight < math.inf
+        isinstance(weight, numbers.Real) and not isinstance(weight, bool) and 0 <= float(weight) < math.inf
         for weight in given.values()
     )
     if not good or not any(given.values()):

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rollouts.config.plugins import load_function
 from rollouts.config.spelling import nearest
@@ -102,7 +102,7 @@ def make_python_rows(source: DataSourceConfig, name: str) -> Iterator[FoundRow]:
                 f"{what} gave a value of type {type(rows).__name__}; it must give a list of rows or iterate"
                 " them"
             )
-        for row in islice(rows, source.size):
+        for row in islice(cast(Iterable[Any], rows), source.size):
             yield FoundRow(source.function, taken, False, row)
             taken += 1
     except DataError:

@@ -16,7 +16,7 @@ import trio
 
 from rollouts.config.tables import EngineConfig
 from rollouts.engines.fleet import Fleet
-from rollouts.engines.open import open_server_fleet
+from rollouts.engines.open import DOWN_LIMIT_S, open_server_fleet
 from rollouts.engines.processes import split_flags
 from rollouts.metrics.spans import SpanRecorder
 from rollouts.protocols import InferenceEngine, SyncWeights, TrainingBackend
@@ -78,7 +78,7 @@ async def open_synced_fleet(
             keeper=keeper,
             fleet=fleet,
             transport=transport,
-            patience_s=fleet.settings.down_limit_s,
+            patience_s=DOWN_LIMIT_S,
             warn=warn,
             spans=spans,
         )
