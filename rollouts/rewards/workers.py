@@ -257,7 +257,8 @@ class RewardWorkers:
                     late = f"{self._timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s"
                     line = await self._receive_line(channel, received)
                     answer = parse_answer(line, request_id=call.id, count=call.count)
-                if received or is_readable(channel):
+                # a process that says that it crashed has ended: then its end is what can be read
+                if received or (answer.kind != "crashed" and is_readable(channel)):
                     raise BadAnswer("more than one answer (did it write to file descriptor 3?)")
             if call.scope.cancelled_caught:
                 problem = f"took longer than {late}"

@@ -247,12 +247,13 @@ async def test_engines_keep_the_contract_without_a_cache(
 async def test_engines_update_in_memory_and_generate_with_the_new_weights(
     kind: str, tiny_paths: dict[str, Path], tmp_path: Path
 ):
-    newer = load_hf_model(make_tiny(kind, 1, tmp_path))
+    folder = make_tiny(kind, 1, tmp_path)
+    newer = load_hf_model(folder)
     weights = list(newer.state_dict().items())
     await engine_contracts.check_update_in_memory(
         lambda: open_engine(load_hf_model(tiny_paths[kind]), mode="copied"), weights
     )
     async with open_engine(load_hf_model(tiny_paths[kind]), mode="copied") as engine:
-        await engine.update_weights_from_checkpoint(tmp_path / kind, 5)
+        await engine.update_weights_from_checkpoint(folder, 5)
         await check_exact(engine, newer, make_requests(6))
         assert await engine.weight_version() == 5
