@@ -251,7 +251,8 @@ async def open_embedded(
     mode = (config.engine.mode if stage == "rl" else "shared") if alone else "given"
 
     def load_copy() -> PreTrainedModel:
-        return load_hf_model(model_path).to(run.device)  # pyright: ignore[reportArgumentType]  (transformers types .to narrowly)
+        model: Any = load_hf_model(model_path)  # transformers types .to narrowly
+        return model.to(run.device)
 
     model = backend.model if alone else await backend.device_thread.submit(load_copy)
     async with open_local_engine(

@@ -659,7 +659,7 @@ def merge_metrics(parts: Iterable[Metrics]) -> dict[str, Metric]:
             if held is None:
                 merged[name] = metric
             elif type(held) is type(metric):
-                merged[name] = held.merge(metric)  # pyright: ignore[reportArgumentType]  (the kinds are equal)
+                merged[name] = held.merge(cast(Any, metric))  # the kinds are equal
             else:
                 raise ValueError(
                     f"metric {name} is a {type(held).__name__} in one part and a {type(metric).__name__} in"

@@ -102,7 +102,8 @@ def compute_group_advantages(
     if kind not in ADVANTAGES:
         raise ValueError(f"kind={kind!r} is not known; advantages are {', '.join(ADVANTAGES)}")
     given: Any = {"lengths": lengths, "named_rewards": named_rewards or {}, "trajectories": trajectories}
-    inputs = AdvantageInputs(rewards=rewards, group_indices=group_indices, **given)  # pyright: ignore[reportArgumentType]
+    given_inputs: Any = {"rewards": rewards, "group_indices": group_indices, **given}
+    inputs = AdvantageInputs(**given_inputs)
     advantages = compute_advantages(inputs, ADVANTAGES[kind], **params)
     assert isinstance(advantages, np.ndarray), kind
     return advantages

@@ -103,7 +103,8 @@ def load_model(options: TrainerOptions, ranks: Ranks) -> PreTrainedModel:
     path, dtype = Path(options.model_path), getattr(torch, options.dtype)
     if ranks.mesh is None:
         load = load_scalar_model if options.head == "scalar" else load_hf_model
-        model = load(path, dtype=dtype).to(ranks.device)  # pyright: ignore[reportArgumentType]  (transformers types .to narrowly)
+        loaded: Any = load(path, dtype=dtype)  # transformers types .to narrowly
+        model = loaded.to(ranks.device)
     else:
         model = make_meta_model(path, dtype=dtype, head=options.head)
     if options.gradient_checkpointing:

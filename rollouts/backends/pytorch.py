@@ -179,7 +179,8 @@ class RankedTrainingBackend:
         dealt: list[Any] = []
 
         def make_shares() -> list[Share]:
-            vocab_size = int(self.model.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
+            embeddings: Any = self.model.get_input_embeddings()
+            vocab_size = int(embeddings.num_embeddings)
             plan, packing, world = self._trainer.find_plan(), self._packing, self.ranks.world_size
             prepared = prepare_batch(batch, spec, plan, packing, vocab_size=vocab_size)
             portions = deal_portions(

@@ -10,7 +10,8 @@ from urllib.parse import unquote
 
 HIDDEN = "***"
 SECRET_NAME = re.compile(
-    r"(^|[_.-])(api_?key|key|token|secret|pass|credentials?|auth|authorization|cookie|dsn|headers)$|(password|passwd|passphrase|connection_?string)$",
+    r"(^|[_.-])(api_?key|key|token|secret|pass|credentials?|auth|authorization|cookie|dsn|headers)$"
+    r"|(password|passwd|passphrase|connection_?string)$",
     re.IGNORECASE,
 )
 USER_INFO = re.compile(r"(?<=://)[^/\s\"']+(?=@)")  # user:password of an address

@@ -49,7 +49,8 @@ def find_source_files(source: DataSourceConfig, name: str) -> list[Path]:
     path = Path(source.path)
     if path.exists() or not glob.has_magic(source.path):
         return [path]
-    found = sorted(file for file in map(Path, glob.glob(source.path, recursive=True)) if file.is_file())  # noqa: PTH207
+    matches = map(Path, glob.glob(source.path, recursive=True))  # noqa: PTH207
+    found = sorted(file for file in matches if file.is_file())
     if not found:
         raise DataError(
             f"{name}.path={source.path!r}: no file has such a name (looked for {path.absolute()})"

@@ -47,7 +47,8 @@ class LossOutput(NamedTuple):
     """A sum and what it sums over. The backend divides by the whole batch's count, not the micro-batch's."""
 
     sum: Tensor  # scalar with gradient
-    count: float  # of the loss's unit; must equal what the masks say  # pyright: ignore[reportIncompatibleMethodOverride]
+    # of the loss's unit; must equal what the masks say
+    count: float  # pyright: ignore[reportIncompatibleMethodOverride]
     metrics: dict[str, Metric]
 
 

@@ -41,9 +41,8 @@ def linear_logprobs(
     dH/dlogit_v = −p_v·(log p_v + H). Positions whose incoming gradients are zero cost nothing backward. Empty
     input gives empty output. Raises: never; targets must lie in [0, V).
     """
-    return LinearLogProbs(
-        *_LinearLogProbs.apply(hidden, weight, targets, temperature, vocab_chunk, entropy_gradient)  # pyright: ignore[reportGeneralTypeIssues]
-    )
+    found: Any = _LinearLogProbs.apply(hidden, weight, targets, temperature, vocab_chunk, entropy_gradient)
+    return LinearLogProbs(*found)
 
 
 class _LinearLogProbs(torch.autograd.Function):

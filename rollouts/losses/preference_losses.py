@@ -110,7 +110,7 @@ def _pair_loss(*names: str, of_means: bool = False) -> Callable[[Formula], Prefe
                 losses.sum(), float(len(losses)), collect_token_metrics(metrics, {}, everywhere)
             )
 
-        setattr(loss, "__signature__", signature)  # noqa: B010  (no attribute of functions for the type checker)
+        setattr(loss, "__signature__", signature)  # noqa: B010  (unknown to pyright)
         PREFERENCE_LOSSES[name] = loss
         return loss
 

@@ -117,7 +117,7 @@ def policy_loss(
 
         unit_keyword = inspect.Parameter("unit", inspect.Parameter.KEYWORD_ONLY, default=default_unit)
         signature = own.replace(parameters=[*own.parameters.values(), unit_keyword, *shared])
-        setattr(loss, "__signature__", signature)  # noqa: B010  (no attribute of functions for the type checker)
+        setattr(loss, "__signature__", signature)  # noqa: B010  (unknown to pyright)
         return loss
 
     return decorate

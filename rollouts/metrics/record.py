@@ -36,7 +36,7 @@ def check_metric(name: str, value: object) -> float:
             " @k; for example reward/format/mean"
         )
     try:
-        number = float(value)  # pyright: ignore[reportArgumentType]  (whatever does not convert is refused below)
+        number = float(value)  # pyright: ignore[reportArgumentType]  (refused below)
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, str) or not math.isfinite(number):

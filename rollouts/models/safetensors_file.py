@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,8 @@ class TensorFile:
     def append(self, name: str, tensor: Tensor) -> None:
         """Writes one tensor, on whatever device it is. Raises OSError."""
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        content = memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"")  # pyright: ignore[reportArgumentType]
+        array: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+        content = memoryview(array)
         with self.path.open("ab") as file:
             for start in range(0, len(content), CHUNK_BYTES):
                 file.write(content[start : start + CHUNK_BYTES])

@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -190,7 +190,7 @@ def _group(
     groups: dict[str, WeightGroup] = {}
     unknown: list[str] = []
     for tensor in sorted(tensors, key=lambda tensor: dot_natural_key(tensor.name)):
-        name, pattern = rename_source_key(tensor.name, renamings, converters, prefix, meta)  # pyright: ignore[reportArgumentType]
+        name, pattern = rename_source_key(tensor.name, renamings, converters, prefix, cast(Any, meta))
         if name not in known and tensor.name in known:
             name, pattern = tensor.name, None
         if name in known:

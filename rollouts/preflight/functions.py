@@ -194,7 +194,8 @@ def weigh(reward: RewardFn | None, rollout: RolloutConfig) -> RewardFn | None:
         except (ConfigError, UserFunctionError) as error:
             raise UserFunctionError(f"{where} does not fit rl.rollout.reward_weights: {error}") from error
 
-    weighed_reward.keeps_own_time = True  # pyright: ignore[reportAttributeAccessIssue]  (the call within has the deadline)
+    # the call within has the deadline
+    weighed_reward.keeps_own_time = True  # pyright: ignore[reportAttributeAccessIssue]
     return weighed_reward
 
 

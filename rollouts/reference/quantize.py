@@ -184,7 +184,8 @@ def _replace(module: nn.Module, name: str, packed: PackedWeight) -> None:
     changes: dict[str, Any] = {name: property(lambda self: getattr(self, PACKED + name).unpack())}
     if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
         changes["forward"] = lambda self, ids: getattr(self, PACKED + name).unpack_rows(ids)
-    module.__class__ = type(type(module).__name__, (type(module),), changes)  # pyright: ignore[reportAttributeAccessIssue]
+    packed: Any = type(type(module).__name__, (type(module),), changes)
+    module.__class__ = packed
 
 
 def count_weight_bytes(model: nn.Module) -> int:
@@ -211,7 +212,7 @@ def count_bytes_by_headers(path: Path, dtype: str) -> WeightBytes:
     for file_name in read_shard_names(path) if (path / WEIGHT_INDEX).is_file() else ["model.safetensors"]:
         try:
             with safe_open(path / file_name, framework="pt") as file:
-                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ModelError(
                 f"{path / file_name} cannot be read ({error}); copy the model directory again"

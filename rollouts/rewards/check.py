@@ -109,7 +109,8 @@ def is_async(function: Callable[..., Any]) -> bool:
     object with an async __call__.
     """
     function = _unwrap(function)
-    return any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+    called = getattr(function, "__call__", None)  # noqa: B004
+    return any(map(inspect.iscoroutinefunction, (function, called)))
 
 
 def _unwrap(function: Callable[..., Any]) -> Callable[..., Any]:

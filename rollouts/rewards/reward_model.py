@@ -72,7 +72,8 @@ async def open_model_reward(scorer: LogProbScorer) -> AsyncIterator[RewardFn]:
             )
         return RewardResult(request.score, {PART: request.score})
 
-    score_model.keeps_own_time = True  # pyright: ignore[reportFunctionMemberAccess]  (it waits for a device that others use as well)
+    # it waits for a device that others use as well
+    score_model.keeps_own_time = True  # pyright: ignore[reportFunctionMemberAccess]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_serve, requests, scorer)
         async with requests_in:
@@ -123,5 +124,6 @@ def add_model_reward(
             )
         return RewardResult(of_rule.reward + of_model.reward, {**parts, **of_model.parts}, of_rule.note)
 
-    score_both.keeps_own_time = True  # pyright: ignore[reportAttributeAccessIssue]  (the calls within have their deadlines)
+    # the calls within have their deadlines
+    score_both.keeps_own_time = True  # pyright: ignore[reportAttributeAccessIssue]
     return score_both

@@ -221,7 +221,7 @@ def _take_state() -> list[object]:
     places: list[object] = []
     for place in (".", 0, 1, 2):
         with contextlib.suppress(OSError):  # removed or closed
-            places.append((place, *os.stat(place)[1:3]))  # noqa: PTH116  (inode and device; of descriptors too)
+            places.append((place, *os.stat(place)[1:3]))  # noqa: PTH116  (inode, device)
     limits = (getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
     return [
         *(pending, umask, places, dict(os.environ), sys.getrecursionlimit()),

@@ -443,7 +443,11 @@ class FakeBackend:
         )
 
     def stream_weights(self, sink: WeightSink) -> FakeFuture[None]:
-        return self._submit(lambda: sink(list(self._weights().items())))  # pyright: ignore[reportArgumentType]  (arrays in place of tensors)
+        def send() -> Any:
+            arrays: Any = self._weights()  # in place of tensors
+            return sink(list(arrays.items()))
+
+        return self._submit(send)
 
     def get_weights(self) -> FakeFuture[dict[str, Any]]:
         return self._submit(self._weights)
