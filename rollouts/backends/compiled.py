@@ -54,9 +54,8 @@ def compile_and_prove(
         rows, masks, micro_batch_tokens=sum(LENGTHS) + 2, share_prefix=True, padding_free=layout == "packed"
     )
 
-    directions: list[
-        Tensor
-    ] = []  # of a scalar head, which may be 0: what is compared are hidden states in these
+    # of a scalar head, which may be 0: hidden states are compared along these
+    directions: list[Tensor] = []
 
     def score() -> Tensor:
         if plan.head == "scalar":
@@ -76,9 +75,8 @@ def compile_and_prove(
         try:
             found = run(score)
         except Exception as error:  # whatever a compiler raises
-            said = " ".join(
-                (str(error).strip() or "no message").splitlines()[:2]
-            )  # torch's own words, and the compiler's
+            lines = (str(error).strip() or "no message").splitlines()
+            said = " ".join(lines[:2])  # torch's own words, and the compiler's
             raise ModelError(
                 f"model.compile=true, but torch.compile fails on the layers of {type(model).__name__}"
                 f" ({type(error).__name__}: {said}); it needs a C++ compiler (g++), and Triton on GPUs; or"

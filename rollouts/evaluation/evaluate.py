@@ -106,9 +106,7 @@ async def evaluate(
     pending = [
         replace(sample, id=f"eval-{sample.id}")
         for index, row in enumerate(rows)
-        for sample in make_samples(
-            index, PromptRow(prompt_id=f"row-{index}", epoch=0, row=row), samples_per_prompt
-        )
+        for sample in make_samples(index, PromptRow(f"row-{index}", 0, row), samples_per_prompt)
     ]
     done: list[Sample | None] = [None] * len(pending)
     fatal: list[RolloutsError] = []  # raised below, outside the nursery, which would wrap it in a group

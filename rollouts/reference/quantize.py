@@ -184,8 +184,8 @@ def _replace(module: nn.Module, name: str, packed: PackedWeight) -> None:
     changes: dict[str, Any] = {name: property(lambda self: getattr(self, PACKED + name).unpack())}
     if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
         changes["forward"] = lambda self, ids: getattr(self, PACKED + name).unpack_rows(ids)
-    packed: Any = type(type(module).__name__, (type(module),), changes)
-    module.__class__ = packed
+    changed: Any = type(type(module).__name__, (type(module),), changes)
+    module.__class__ = changed
 
 
 def count_weight_bytes(model: nn.Module) -> int:

@@ -117,16 +117,14 @@ def make_code_reward(
         )
 
     def code_reward(sample: Sample) -> RewardResult:
-        tests = _read_tests(sample, key)
-        isolation = asdict(describe_isolation(namespaces=namespaces))
+        tests, isolation = _read_tests(sample, key), asdict(describe_isolation(namespaces=namespaces))
         request = {
             "code": extract_code(sample.response),
             "entry_point": _read_entry_point(sample),
             "import_paths": [str(path) for path in import_paths],
             "expected": isolation,
         }
-        notes: list[str] = []  # why each test failed, "" where it passed
-        compiled = True
+        notes, compiled = list[str](), True  # why each test failed, "" where it passed
         for test in tests:
             end = _run_child(request, test, limits, namespaces=namespaces, where=f"sample {sample.id}: ")
             notes.append(_judge(end, test))

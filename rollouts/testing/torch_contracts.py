@@ -221,10 +221,7 @@ async def check_slopes_and_weights_of_tokens(open_backend: OpenBackend) -> None:
         advantages, mu = (
             np.asarray(values[row], np.float64) for values in (batch.advantages, batch.rollout_log_probs)
         )
-        for arrays in (
-            *(getattr(seen, name) for name in TRACED),
-            *(getattr(traced, name) for name in TRACED),
-        ):
+        for arrays in (getattr(one, name) for one in (seen, traced) for name in TRACED):
             assert (
                 len(arrays[row]) == len(mask)
                 and arrays[row].dtype == np.float32

@@ -66,10 +66,11 @@ async def open_synced_fleet(
         sent_as = None if dtype is None else getattr(torch, dtype)
         kind = "vllm" if config.kind == "vllm" else "sglang"
         open_transport = open_broadcast(kind, wire=choose_wire(config, device), dtype=sent_as)
+    opening = open_server_fleet(
+        config, model_path, vocab_size=vocab_size, log_dir=log_dir, seed=seed, warn=warn
+    )
     async with (
-        open_server_fleet(
-            config, model_path, vocab_size=vocab_size, log_dir=log_dir, seed=seed, warn=warn
-        ) as fleet,
+        opening as fleet,
         open_transport as transport,
         trio.open_nursery() as nursery,
     ):
@@ -92,10 +93,7 @@ async def open_synced_fleet(
         ) -> Mapping[str, float]:
             await fleet.wait_members_for_update()
             metrics = await sync(backend, engines, version, released=released)
-            return {
-                **metrics,
-                **{make_metric_name(name): value for name, value in fleet.statistics().items()},
-            }
+            return {**metrics, **{make_metric_name(key): value for key, value in fleet.statistics().items()}}
 
         nursery.start_soon(sync.keep_engines_current)
         yield fleet, sync_weights
