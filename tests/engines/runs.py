@@ -34,6 +34,7 @@ SHORT = (
     "--rl.data.size",
     "64",
 )
+TRAIN = ROOT / "integration_training" / "train.py"
 REWARD = """
 def share_of_even_bytes(sample):
     tokens = [int(token) for token, trained in zip(sample.tokens, sample.loss_mask, strict=True) if trained]
@@ -41,7 +42,9 @@ def share_of_even_bytes(sample):
 """
 
 
-def make_command(folder: Path, config: str, *arguments: str, mode: str = "rl") -> list[str]:
+def make_command(
+    folder: Path, config: str, *arguments: str, mode: str = "rl", program: Path = TRAIN
+) -> list[str]:
     """train.py in `mode` with a config of integration_training/configs, writing into folder/run.
 
     It and its servers give way to the tests beside them, which have to reach a server in the middle of its
@@ -53,7 +56,7 @@ def make_command(folder: Path, config: str, *arguments: str, mode: str = "rl") -
         "-n",
         "10",
         sys.executable,
-        str(ROOT / "integration_training" / "train.py"),
+        str(program),
         "--config",
         str(path),
         "--mode",
@@ -81,17 +84,17 @@ def train(
     *arguments: str,
     mode: str = "rl",
     exit_code: int = 0,
-    timeout_s: float = 900,
+    program: Path = TRAIN,
     **environment: str,
 ) -> str:
     """What a run that ended with `exit_code` wrote to stderr. Nothing that it started runs any more."""
     mark = uuid.uuid4().hex
     result = subprocess.run(
-        make_command(folder, config, *arguments, mode=mode),
+        make_command(folder, config, *arguments, mode=mode, program=program),
         capture_output=True,
         text=True,
         env=make_environment(folder, mark, environment),
-        timeout=timeout_s,
+        timeout=900,
         stdin=subprocess.DEVNULL,
         check=False,
     )
