@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
+
+Entry = TypeVar("Entry")
 
 # Settings of earlier versions, by as much of the end of their dotted names as tells them apart, and what
 # replaces them. A resolved config that has one stays readable.
@@ -286,25 +288,31 @@ deterministic:
 class Alias(NamedTuple):
     """Our settings for somebody else's name."""
 
-    keys: tuple[str, ...]  # dotted
+    keys: list[str]  # dotted
     note: str  # what differs; empty: nothing to know
 
 
-def _parse_names(text: str) -> Iterator[tuple[str, Alias]]:
-    alias = Alias((), "")
-    for line in text.strip().splitlines():
-        head = re.fullmatch(r"([a-z][\w. ]*?)(?: \((.*)\))?:", line)
-        if head:
-            alias = Alias(tuple(head[1].split()), head[2] or "")
-        else:
-            yield from ((name, alias) for name in line.split())
+ALIASES: Mapping[str, Alias] = {
+    name: Alias(keys.split(), note)
+    for keys, note, names in re.findall(
+        r"^(\w.*?)(?: \((.*)\))?:\n((?:    .*\n)+)", NAMES_ELSEWHERE, re.MULTILINE
+    )
+    for name in names.split()
+}
 
 
-ALIASES: Mapping[str, Alias] = dict(_parse_names(NAMES_ELSEWHERE))
+def find_removed(dotted: str) -> str | None:
+    """What replaces a setting of an earlier version; None if there was none of that name."""
+    return _look_up(REMOVED, dotted)
 
 
 def find_alias(dotted: str) -> Alias | None:
-    """What a name of another framework is here, by as many of its last parts as are known."""
-    parts = dotted.lstrip("-").lower().replace("-", "_").split(".")
+    """What a name of another framework is here."""
+    return _look_up(ALIASES, dotted.lower().replace("-", "_"))
+
+
+def _look_up(table: Mapping[str, Entry], dotted: str) -> Entry | None:
+    """The entry of as many last parts of the name as the table knows."""
+    parts = dotted.split(".")
     names = (".".join(parts[start:]) for start in range(len(parts)))
-    return next((ALIASES[name] for name in names if name in ALIASES), None)
+    return next((table[name] for name in names if name in table), None)

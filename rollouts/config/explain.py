@@ -6,19 +6,17 @@ from __future__ import annotations
 
 import inspect
 import json
-import types
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, NamedTuple, get_args
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from rollouts.config.aliases import REMOVED, find_alias
+from rollouts.config.aliases import find_alias, find_removed
 from rollouts.config.schema import RunConfig
 from rollouts.config.spelling import nearest_names
-from rollouts.config.tables import Section
+from rollouts.config.tables import NONE, Section
 from rollouts.errors import ConfigError
 
 MARKDOWN_HEAD = """# Settings
@@ -33,16 +31,15 @@ stand under the names of all of them.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigKey:
+class ConfigKey(NamedTuple):
     """One setting, or one table of settings."""
 
     key: str  # dotted: rl.rollout.num_prompts
-    section: type[Section]  # that a setting is declared in; of a table what it holds
     field: FieldInfo
+    schema: Mapping[str, Any]  # its values as JSON schema
+    section: type[Section] | None  # what a table holds; None: not a table of the schema
     default: str  # as TOML, "required" or "unset"; of a table "required", "unset" (may be absent) or ""
-    meaning: str  # one line; empty when the name says it
-    is_table: bool  # holds further settings of the schema
+    meaning: str  # one line
 
     @property
     def name(self) -> str:
@@ -55,122 +52,85 @@ class ConfigKey:
         return self.key.rpartition(".")[0]
 
     @property
-    def type_text(self) -> str:
-        """The type with its bounds: "a whole number, at least 1"."""
-        return describe_type(self.field.annotation, self.field.metadata)
-
-    @property
-    def is_list(self) -> bool:
-        """A table that may occur several times, as [[key]]."""
-        return self.is_table and any(get_origin(one) is list for one in members_of(self.field.annotation))
-
-    @property
     def takes_any_key(self) -> bool:
         """A table whose keys the schema leaves to the user."""
-        return any(get_origin(member) is dict for member in members_of(self.field.annotation))
+        return not self.section and self.schema.get("type") == "object"
 
 
 @cache
 def config_keys() -> Mapping[str, ConfigKey]:
     """Every setting and table by its dotted key, in the order of the schema."""
-    keys: dict[str, ConfigKey] = {}
-    _add_keys(keys, RunConfig, "", None)
-    return types.MappingProxyType(keys)
+    return {key.key: key for key in _walk(RunConfig, "", None)}
 
 
-def _add_keys(
-    keys: dict[str, ConfigKey], section: type[Section], prefix: str, defaults: Section | None
-) -> None:
+def _walk(section: type[Section], prefix: str, defaults: Section | None) -> Iterator[ConfigKey]:
+    schemas = section.model_json_schema()["properties"]
     for name, field in section.model_fields.items():
-        key, value = f"{prefix}{name}", getattr(defaults, name) if defaults else field.default
-        inner = section_of(field.annotation)
-        default = "required" if field.is_required() else "unset" if field.default is None else ""
-        if inner is None:
-            owner = [base for base in section.__mro__ if name in getattr(base, "model_fields", {})][-1]
-            meaning = owner.model_fields[name].description or ""
-            text = default or format_value(value)
-            keys[key] = ConfigKey(key, owner, field, text, " ".join(meaning.split()), False)
+        key, inner = f"{prefix}{name}", _find_section(field.annotation)
+        value = getattr(defaults, name) if defaults else field.default
+        text = (inspect.getdoc(inner) or "").partition("\n\n")[0] if inner else field.description or ""
+        if field.is_required():
+            default = "required"
+        elif value is None or (inner and value == []):
+            default = "unset"
         else:
-            keys[key] = ConfigKey(key, inner, field, default, _describe_section(inner), True)
-            _add_keys(keys, inner, f"{key}.", value if isinstance(value, Section) else None)
+            default = "" if inner else format_value(value)
+        yield ConfigKey(key, field, schemas[name], inner, default, " ".join(text.split()))
+        if inner:
+            yield from _walk(inner, f"{key}.", value if isinstance(value, Section) else None)
 
 
-def _describe_section(section: type[Section]) -> str:
-    return " ".join((inspect.getdoc(section) or "").partition("\n\n")[0].split())
-
-
-def members_of(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, unwrapped from Annotated; otherwise the annotation itself."""
-    if get_origin(annotation) is Annotated:
-        return members_of(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType):
-        return tuple(inner for member in get_args(annotation) for inner in members_of(member))
-    return (annotation,)
-
-
-def section_of(annotation: Any) -> type[Section] | None:
-    """The section that a field holds, by itself or in a list."""
-    for member in members_of(annotation):
-        inner = members_of(get_args(member)[0])[0] if get_origin(member) is list else member
-        if isinstance(inner, type) and issubclass(inner, Section):
-            return inner
-    return None
+def _find_section(annotation: Any) -> type[Section] | None:
+    """The section that a field holds, by itself or in a list or union."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next(filter(None, map(_find_section, get_args(annotation))), None)
 
 
 def format_value(value: object) -> str:
-    """A value as TOML writes it, cut to one short line."""
-    if value is None:
-        text = '"none"'
-    elif isinstance(value, Mapping):
-        text = "{" + ", ".join(f"{key} = {format_value(inner)}" for key, inner in value.items()) + "}"
-    elif isinstance(value, list | tuple):
-        text = "[" + ", ".join(map(format_value, value)) + "]"
-    else:
-        text = json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool) else repr(value)
+    """A value as TOML writes it, cut to one short line; a table as JSON."""
+    value = NONE if value is None else value
+    text = repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def describe_type(annotation: Any, metadata: Iterable[Any] = ()) -> str:
-    """A type with its bounds in words: "a whole number, at least 1"."""
-    if get_origin(annotation) is Annotated:
-        base, *inner = get_args(annotation)
-        return describe_type(base, [*inner, *metadata])
-    if get_origin(annotation) in (Union, types.UnionType):
-        return ", or ".join(describe_type(member, metadata) for member in get_args(annotation))
-    if get_origin(annotation) is Literal:
-        return "one of " + ", ".join(map(format_value, get_args(annotation)))
-    if get_origin(annotation) is list:
-        return f"a list of {describe_type(get_args(annotation)[0])}"
-    if get_origin(annotation) is dict:
-        return "a table"
-    names = {int: "a whole number", float: "a number", bool: "true or false", type(None): '"none"'}
-    words = names.get(annotation, "text")
-    for one in (one for item in metadata for one in getattr(item, "metadata", [item])):
-        for kind, name, said in (
-            (Ge, "ge", "at least"),
-            (Gt, "gt", "above"),
-            (Le, "le", "at most"),
-            (Lt, "lt", "below"),
-        ):
-            if isinstance(one, kind) and annotation in (int, float):
-                words += f", {said} {getattr(one, name)}"
-    return words
+TYPES = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "object": "a table"}
+BOUNDS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "above",
+    "maximum": "at most",
+    "exclusiveMaximum": "below",
+}
+
+
+def describe_type(schema: Mapping[str, Any]) -> str:
+    """A JSON schema with its bounds in words: "a whole number, at least 1"."""
+    if "anyOf" in schema:
+        return ", or ".join(map(describe_type, schema["anyOf"]))
+    if "enum" in schema:
+        return "one of " + ", ".join(map(format_value, schema["enum"]))
+    if "items" in schema:
+        return f"a list of {describe_type(schema['items'])}"
+    words = (TYPES | {"null": '"none"'}).get(schema["type"], "text")
+    return words + "".join(f", {said} {schema[name]}" for name, said in BOUNDS.items() if name in schema)
 
 
 def without_numbers(dotted: str) -> str:
     """A key without the numbers of list items: rl.data.0.path is rl.data.path."""
-    return ".".join(part for part in dotted.split(".") if not part.isdecimal())
+    return re.sub(r"\.\d+(?=\.|$)", "", dotted)
+
+
+def list_around(dotted: str) -> list[str]:
+    """The key and the tables around it, the innermost first."""
+    parts = dotted.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
 
 
 def find_key(dotted: str) -> ConfigKey | None:
     """The setting of that name; for a key that the user may choose freely, the table that holds it."""
-    plain = without_numbers(dotted)
-    key = config_keys().get(plain)
-    while key is None and plain:
-        plain = plain.rpartition(".")[0]
-        holder = config_keys().get(plain)
-        key = holder if holder is not None and holder.takes_any_key else None
-    return key
+    names = list_around(without_numbers(dotted))
+    key = next((config_keys()[name] for name in names if name in config_keys()), None)
+    return key if key and (key.key == names[0] or key.takes_any_key) else None
 
 
 # --- which setting a wrong name means -----------------------------------------------------------------------
@@ -179,44 +139,27 @@ def find_key(dotted: str) -> ConfigKey | None:
 def describe_unknown_key(dotted: str) -> str:
     """What is wrong with a key that is no setting: removed, another framework's name, misspelt, misplaced."""
     plain = without_numbers(dotted)
-    if find_removed(plain):
-        return f"{dotted} is no setting any more: {find_removed(plain)}"
+    if removed := find_removed(plain):
+        return f"{dotted} is no setting any more: {removed}"
     meant, note = suggest_keys(plain)
     if meant:
         return f"unknown key {dotted}; did you mean {' or '.join(meant)}{f' ({note})' if note else ''}?"
-    parts = plain.split(".")
-    around = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-    wrong = next(name for name in around if name not in config_keys())
+    wrong = next(name for name in reversed(list_around(plain)) if name not in config_keys())
     table = wrong.rpartition(".")[0]
     valid = [key.name for key in config_keys().values() if key.table == table]
     return f"unknown key {wrong}; valid {f'in [{table}]' if table else 'at the top'}: {', '.join(valid)}"
-
-
-def find_removed(dotted: str) -> str:
-    """What replaces a setting of an earlier version; empty if there was none of that name."""
-    parts = dotted.split(".")
-    return next((REMOVED[name] for n in range(len(parts)) if (name := ".".join(parts[n:])) in REMOVED), "")
 
 
 def suggest_keys(dotted: str) -> tuple[list[str], str]:
     """(at most three settings that a wrong name may mean, the likeliest first; what differs if the name is
     another framework's).
     """
-    keys = config_keys()
-    plain = dotted.lower().replace("-", "_")
-    table, _, name = plain.rpartition(".")
-    alias = find_alias(plain)
-    namesakes = [key for key, setting in keys.items() if setting.name == name]
-    siblings = {setting.name: key for key, setting in keys.items() if setting.table == table}
-    close = [siblings[found] for found in nearest_names(name, siblings, count=1)]
-    if alias and not close and not namesakes:
-        return list(alias.keys), alias.note
-    found = [*close, *nearest_names(plain, namesakes)]
-    section = plain.partition(".")[0]
-    for pool in ([key for key in keys if key.startswith(f"{section}.")], list(keys)):
-        names = nearest_names(name, {keys[key].name for key in pool}, count=1)
-        found = found or [key for key in pool if keys[key].name in names]
-    return list(dict.fromkeys([*found, *(alias.keys if alias else ())]))[:3], alias.note if alias else ""
+    keys, alias = config_keys().values(), find_alias(dotted)
+    near = nearest_names(dotted.rpartition(".")[2], {key.name for key in keys}, count=1)
+    close = nearest_names(dotted, [key.key for key in keys if key.name in near], at_least=0)
+    if alias is None:
+        return close, ""
+    return list(dict.fromkeys([*alias.keys, *close]))[:3], alias.note
 
 
 # --- as text ------------------------------------------------------------------------------------------------
@@ -229,25 +172,6 @@ class SetValue(NamedTuple):
     origin: str  # run.toml, a flag, or "default"
 
 
-class _Block(NamedTuple):
-    """Settings that are declared together."""
-
-    tables: list[ConfigKey]  # that have them
-    meaning: str
-    settings: list[ConfigKey]  # those of the first table
-
-    @property
-    def header(self) -> str:
-        return " ".join(f"[[{key.key}]]" if key.is_list else f"[{key.key}]" for key in self.tables)
-
-    def meaning_of(self, setting: ConfigKey) -> str:
-        """Its meaning, and its default in the other tables where that differs."""
-        keys = config_keys()
-        others = {table.key: keys[f"{table.key}.{setting.name}"].default for table in self.tables}
-        notes = [f"{text} in [{key}]" for key, text in others.items() if text != setting.default]
-        return "; ".join(filter(None, [setting.meaning, *notes]))
-
-
 def explain_config(prefix: str = "", values: Mapping[str, SetValue] | None = None) -> str:
     """One line per setting: its default, meaning and type; only those at or under `prefix`; and how many.
 
@@ -255,58 +179,57 @@ def explain_config(prefix: str = "", values: Mapping[str, SetValue] | None = Non
     alone, with where they come from. Raises ConfigError, with the nearest key in its text, if there is
     nothing at `prefix`.
     """
-    if without_numbers(prefix) not in config_keys() and prefix:
+    plain = without_numbers(prefix)
+    if plain and plain not in config_keys():
         raise ConfigError(describe_unknown_key(prefix))
     if values is not None:
-        chosen = {key: value for key, value in values.items() if _is_under(key, prefix)}
+        chosen = {key: value for key, value in values.items() if not prefix or prefix in list_around(key)}
         return "".join(f"{key} = {value.text}  ({value.origin})\n" for key, value in chosen.items())
     lines: list[str] = []
-    blocks = _list_blocks(without_numbers(prefix))
-    for block in blocks:
-        lines += ["", f"{block.header}  {block.meaning}".rstrip()] if block.tables else []
-        width = max((len(key.key) for key in block.settings), default=0)
-        lines += [
-            f"{key.key:<{width}}  {key.default}  {block.meaning_of(key)}  ({key.type_text})"
-            for key in block.settings
-        ]
-    count = sum(len(block.settings) for block in blocks)
+    count = 0
+    for header, meaning, settings in _list_blocks(plain):
+        lines += ["", f"{header}  {meaning}".strip()] if header else []
+        width = max((len(key.key) for key, _ in settings), default=0)
+        for key, note in settings:
+            lines.append(f"{key.key:<{width}}  {key.default}  {note}  ({describe_type(key.schema)})")
+        count += len(settings)
     return "\n".join([*lines, *([] if prefix else ["", f"{count} settings"])]).strip() + "\n"
 
 
 def explain_markdown() -> str:
     """All settings as a Markdown page, a table per section."""
-    parts, blocks = [MARKDOWN_HEAD], _list_blocks("")
-    for block in blocks:
-        if block.tables:
-            parts.append(f"\n## `{block.header}`\n\n{block.meaning}\n")
-        if block.settings:
-            parts.append("| setting | type | default | meaning |\n| --- | --- | --- | --- |")
-            for key in block.settings:
-                row = (f"`{key.name}`", key.type_text, f"`{key.default}`", block.meaning_of(key))
-                parts[-1] += "\n| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
-            parts[-1] += "\n"
-    return "\n".join([*parts, f"\n{sum(len(block.settings) for block in blocks)} settings.\n"])
+    page, count = MARKDOWN_HEAD, 0
+    for header, meaning, settings in _list_blocks(""):
+        page += "".join(f"\n{line}\n" for line in (f"## `{header}`" if header else "", meaning) if line)
+        page += "\n| setting | type | default | meaning |\n| --- | --- | --- | --- |\n" if settings else ""
+        for key, note in settings:
+            cells = (f"`{key.name}`", describe_type(key.schema), f"`{key.default}`", note)
+            page += "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+        count += len(settings)
+    return f"{page}\n{count} settings.\n"
 
 
-def _list_blocks(prefix: str) -> list[_Block]:
-    """Every declaration of settings under `prefix` once, with the tables that have it."""
-    chosen = [key for key in config_keys().values() if _is_under(key.key, prefix)]
-    tables, settings = ([key for key in chosen if key.is_table is is_table] for is_table in (True, False))
-    loose = [key for key in settings if key.table not in {table.key for table in tables}]
-    blocks = [_Block([], "", loose)] if loose else []
-    seen: set[type] = {Section}
-    for table in tables:
-        for owner in table.section.__mro__:
-            inside = [key for key in settings if key.table == table.key and key.section is owner]
-            if owner in seen or not (inside or owner is table.section):
-                continue
-            seen.add(owner)
-            sharing = [other for other in tables if issubclass(other.section, owner)]
-            note = {"unset": " May be left out.", "required": " Required."}.get(table.default, "")
-            note = note if owner is table.section and len(sharing) == 1 else ""
-            blocks.append(_Block(sharing, _describe_section(owner) + note, inside))
-    return blocks
-
-
-def _is_under(key: str, prefix: str) -> bool:
-    return not prefix or key == prefix or key.startswith(f"{prefix}.")
+def _list_blocks(prefix: str) -> Iterator[tuple[str, str, list[tuple[ConfigKey, str]]]]:
+    """(names of tables, their meaning, the settings that they and no others have, each with its meaning)."""
+    same: dict[
+        tuple[str, str], list[ConfigKey]
+    ] = {}  # tables of one meaning, settings of one name and meaning
+    for key in config_keys().values():
+        if not prefix or prefix in list_around(key.key):
+            same.setdefault(("" if key.section else key.name, key.meaning), []).append(key)
+    blocks: dict[tuple[str, ...], list[tuple[ConfigKey, str]]] = {}
+    for (name, meaning), keys in same.items():
+        if not name:
+            blocks.setdefault(tuple(key.key for key in keys), [])
+            continue
+        others = [f"{key.default} in [{key.table}]" for key in keys if key.default != keys[0].default]
+        block = blocks.setdefault(tuple(key.table for key in keys), [])
+        block.append((keys[0], "; ".join([meaning, *others])))
+    for names, settings in blocks.items():
+        tables = [config_keys()[name] for name in names if name]
+        header = " ".join(
+            f"[[{table.key}]]" if "items" in table.schema else f"[{table.key}]" for table in tables
+        )
+        presence = {"unset": " May be left out.", "required": " Required."}
+        about = {f"{table.meaning}{presence.get(table.default, '') * (len(names) == 1)}" for table in tables}
+        yield header, about.pop() if len(about) == 1 else "", settings

@@ -9,30 +9,30 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from rollouts.config.aliases import find_alias
+from rollouts.config.aliases import find_alias, find_removed
 from rollouts.config.explain import (
     ConfigKey,
     SetValue,
     config_keys,
     describe_unknown_key,
     find_key,
-    find_removed,
     format_value,
-    members_of,
+    list_around,
     without_numbers,
 )
 from rollouts.config.schema import RunConfig
+from rollouts.config.secrets import flatten
 from rollouts.config.spelling import nearest
-from rollouts.config.tables import NONE, Section
 from rollouts.errors import ConfigError, RunDirError
 
 # On resume: what a run writes and how long it goes on, not what it computes.
@@ -67,26 +67,27 @@ def load_with_origins(
     settings = read_toml(Path(path))
     origins = dict.fromkeys(flatten(settings), str(path))
     problems: list[str] = []
-    for flag, text in _split_overrides(overrides, problems):
+    words = list(overrides)
+    while words:
+        flag, equals, text = words.pop(0).partition("=")
         try:
-            origins[_apply_override(settings, flag.removeprefix("--"), text)] = flag
+            if not flag.startswith("--"):
+                raise ConfigError("a stray word; settings are given as --section.key value")
+            if not equals and (not words or words[0].startswith("--")):
+                raise ConfigError(f"has no value; write {flag} VALUE")
+            dotted = flag.removeprefix("--")
+            _apply_override(settings, dotted, text if equals else words.pop(0))
+            origins[dotted] = flag
         except ConfigError as error:
             problems.append(f"{flag}: {error}")
-
-    def source_of(key: str) -> str:
-        return next((origins[name] for name in _and_around(key) if name in origins), str(path))
-
-    config: RunConfig | None = None
-    try:
-        config = RunConfig.model_validate(settings, context=Path(path).absolute().parent)
-    except ValidationError as error:
-        described = (_describe_problem(detail, settings) for detail in error.errors(include_url=False))
-        first = dict(reversed(list(described)))  # of each key: a union has a problem for each member
-        problems += [f"{source_of(key)}: {message}" for key, message in reversed(first.items())]
-    if problems or config is None:
-        one = len(problems) == 1
-        raise ConfigError(problems[0] if one else "\n  ".join([f"{len(problems)} problems:", *problems]))
-    values = flatten(_plain(config))
+    config, found = _validate(settings, Path(path))
+    for key, message in found.items():
+        origin = next((origins[name] for name in list_around(key) if name in origins), path)
+        problems.append(f"{origin}: {message}")
+    if problems or not config:
+        count = [f"{len(problems)} problems:"] if len(problems) > 1 else []
+        raise ConfigError("\n  ".join([*count, *problems]))
+    values = flatten(config.model_dump())
     return config, {key: SetValue(format_value(values[key]), origins.get(key, "default")) for key in values}
 
 
@@ -98,31 +99,45 @@ def load_recorded(path: Path) -> RunConfig:
     """
     settings = read_toml(path)
     _replace_removed(settings, "")
+    config, problems = _validate(settings, path)
+    if not config:
+        raise ConfigError(f"{path}: {'; '.join(problems.values())}")
+    return config
+
+
+def _validate(settings: Mapping[str, Any], path: Path) -> tuple[RunConfig | None, dict[str, str]]:
+    """The config, or None and what is wrong by dotted key."""
     try:
-        return RunConfig.model_validate(settings, context=path.absolute().parent)
+        return RunConfig.model_validate(settings, context=path.absolute().parent), {}
     except ValidationError as error:
-        problems = [_describe_problem(detail, settings)[1] for detail in error.errors(include_url=False)]
-        raise ConfigError(f"{path}: {'; '.join(problems)}") from error
+        problems: dict[str, str] = {}
+        for detail in error.errors(include_url=False):
+            for key, message in _describe_problem(detail, settings):
+                problems.setdefault(key, message)  # of a union the first: it has one for each member
+        return None, problems
 
 
 def _replace_removed(table: Any, prefix: str) -> None:
     for item in table if isinstance(table, list) else [table]:
         if not isinstance(item, dict):
             continue
-        cap = item.pop("importance_cap", None)
-        if cap is not None and item.get("recompute_old") and "correction" not in item.get("loss_params", {}):
-            item["loss_params"] = {"importance_cap": cap, **item.get("loss_params", {})}
+        cap, params = item.get("importance_cap"), item.get("loss_params", {})
+        if cap is not None and item.get("recompute_old") and "correction" not in params:
+            item["loss_params"] = {"importance_cap": cap, **params}
         if item.get("subset") and "dataset" in item:
-            item["dataset"] = f"{item['dataset']}:{item['subset']}"
-        rule = {key: item[key] for key in ("every", "policy_weight") if key in item}
-        for name, numbers in (("kl_control", item.get("kl_control_params")), ("update", rule)):
+            item["dataset"] += f":{item['subset']}"
+        numbers = item.get("kl_control_params") or {
+            key: item[key] for key in ("every", "policy_weight") if key in item
+        }
+        for name in ("kl_control", "update"):
             if numbers and item.get(name, "none") != "none":
                 item[name] += f"({', '.join(f'{key}={value}' for key, value in numbers.items())})"
         for name in list(item):
-            if f"{prefix}{name}" not in config_keys() and find_removed(f"{prefix}{name}"):
+            key = config_keys().get(dotted := f"{prefix}{name}")
+            if key and key.section:
+                _replace_removed(item[name], f"{dotted}.")
+            elif not key and find_removed(dotted):
                 del item[name]
-            elif (key := config_keys().get(f"{prefix}{name}")) and key.is_table:
-                _replace_removed(item[name], f"{prefix}{name}.")
 
 
 def read_toml(file: Path) -> dict[str, Any]:
@@ -143,7 +158,7 @@ def dump_config(config: RunConfig) -> str:
     Raises ConfigError if data.params holds a value that TOML cannot write.
     """
     try:
-        return tomli_w.dumps(_plain(config))
+        return tomli_w.dumps(config.model_dump())
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"the config cannot be written as TOML: {error}; data.params and loss_params hold TOML values"
@@ -157,46 +172,29 @@ def training_digest(config: RunConfig) -> str:
 
     Of a path only its last part counts, so that a run may be copied to another place. A setting that has its
     default is left out, so that a version with one setting more or less takes the checkpoints of the version
-    before; what changed a default is not seen here, but by check_same_run.
+    before; what changed a default is not seen here, but by check_same_run. A table that may be left out is a
+    key too.
     """
-    free = _free_on_resume(config)
-    decisive = {
-        key: _last_part(value) for key, value in _set_apart(config).items() if not _is_within(key, free)
-    }
+    decisive: dict[str, Any] = {}
+    for dotted, value in flatten(config.model_dump()).items():
+        key, *tables = [config_keys().get(without_numbers(name)) for name in list_around(dotted)]
+        if _may_change(dotted, config) or (key and key.section):
+            continue
+        if not key or key.default != format_value(value) or dotted.startswith("rl.changes."):
+            decisive[dotted] = _last_part(value)
+        for table, name in zip(tables, list_around(dotted)[1:], strict=True):
+            if table and table.section and table.default and not re.match(r"\.\d", dotted[len(name) :]):
+                decisive[name] = {}
     text = json.dumps(decisive, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _set_apart(config: RunConfig) -> dict[str, Any]:
-    """The settings without their default values, by dotted key. A table that is there though it may be left
-    out is a key too.
-    """
-    apart: dict[str, Any] = {}
-    for dotted, value in flatten(_plain(config)).items():
-        key = config_keys().get(without_numbers(dotted))
-        if key is not None and key.is_table:  # an empty list of tables
-            continue
-        if dotted.startswith("rl.changes.") or key is None or format_value(value) != key.default:
-            apart[dotted] = value
-        for around in _and_around(dotted):
-            table = config_keys().get(without_numbers(around))
-            numbered = dotted[len(around) + 1 :].partition(".")[0].isdecimal()
-            if table and table.is_table and (table.default or table.is_list) and not numbered:
-                apart[around] = {}
-    return apart
-
-
-def _free_on_resume(saved: RunConfig) -> tuple[str, ...]:
-    return MAY_CHANGE if saved.deterministic else MAY_CHANGE + CHANGES_BITS
-
-
-def _is_within(key: str, tables: Iterable[str]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in tables)
+def _may_change(key: str, saved: RunConfig) -> bool:
+    free = MAY_CHANGE if saved.deterministic else MAY_CHANGE + CHANGES_BITS
+    return any(name in free for name in list_around(key))
 
 
 def _last_part(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _last_part(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_last_part(item) for item in value]
     return Path(value).name if isinstance(value, str) and value.startswith(os.sep) else value
@@ -209,14 +207,13 @@ def check_same_run(saved: RunConfig, now: RunConfig) -> None:
     CHANGES_BITS); what it computes may not. With a linear or cosine schedule, more steps stretch the rest of
     it.
     """
-    free = _free_on_resume(saved)
     lines = [
-        f"  {line}" for key, line in _differences(saved, now, "then", "now") if not _is_within(key, free)
+        f"\n  {line}" for key, line in _differences(saved, now, "then", "now") if not _may_change(key, saved)
     ]
     if lines:
         raise RunDirError(
             "the run directory was made with other settings; go on with those, or name another"
-            " --output.dir:\n" + "\n".join(lines)
+            f" --output.dir:{''.join(lines)}"
         )
 
 
@@ -230,8 +227,8 @@ def check_same_config(config: RunConfig, dumped: str, *, whose: str) -> None:
 
 
 def _differences(one: RunConfig, two: RunConfig, here: str, there: str) -> Iterable[tuple[str, str]]:
-    before, after = flatten(_plain(one)), flatten(_plain(two))
-    for key in dict.fromkeys([*before, *after]):
+    before, after = flatten(one.model_dump()), flatten(two.model_dump())
+    for key in before | after:
         if before.get(key) != after.get(key):
             first, second = (format_value(s[key]) if key in s else "unset" for s in (before, after))
             yield key, f"{key}: {first} {here}, {second} {there}"
@@ -240,155 +237,84 @@ def _differences(one: RunConfig, two: RunConfig, here: str, there: str) -> Itera
 # --- flags --------------------------------------------------------------------------------------------------
 
 
-def _split_overrides(overrides: Sequence[str], problems: list[str]) -> Iterable[tuple[str, str]]:
-    words = list(overrides)
-    while words:
-        word = words.pop(0)
-        flag, equals, text = word.partition("=")
-        if not word.startswith("--") or word == "--":
-            problems.append(f"{word}: a stray word; settings are given as --section.key value")
-        elif equals:
-            yield flag, text
-        elif not words or words[0].startswith("--"):
-            problems.append(f"{flag}: has no value; write {flag} VALUE")
-        else:
-            yield flag, words.pop(0)
-
-
-def _apply_override(settings: dict[str, Any], dotted: str, text: str) -> str:
-    """Puts the value into the tables of the file. Returns the key that it set. Raises ConfigError."""
+def _apply_override(settings: dict[str, Any], dotted: str, text: str) -> None:
+    """Puts the value into the tables of the file. Raises ConfigError."""
     key = find_key(dotted)
     if key is None:
         raise ConfigError(describe_unknown_key(dotted))
-    if key.is_table or (key.takes_any_key and key.key == dotted):
+    if key.section or (key.takes_any_key and key.key == dotted):
         raise ConfigError(f"{dotted} is a table; set one of its keys, as --{dotted}.NAME VALUE")
-    section, *path = dotted.split(".")
-    if path and section not in settings and config_keys()[section].default == "unset":
-        raise ConfigError(f"the file has no [{section}] table; add one, or leave the flag out")
-    table: Any = settings
-    for part in [*dotted.split(".")[:-1], ""]:  # the last step takes the only table of a list
+    parts = dotted.split(".")
+    if len(parts) > 1 and parts[0] not in settings and config_keys()[parts[0]].default == "unset":
+        raise ConfigError(f"the file has no [{parts[0]}] table; add one, or leave the flag out")
+    holder = table = settings
+    for part in parts:
         if isinstance(table, list) or part.isdecimal():
             items = table if isinstance(table, list) else [table]
-            if not part.isdecimal() and len(items) > 1:
-                raise ConfigError(f"there are {len(items)} of {key.table}; number them: --{key.table}.0.…")
-            if part.isdecimal() and int(part) >= len(items):
-                raise ConfigError(f"{key.table} has {len(items)} tables in the file, numbered from 0")
-            table = items[int(part) if part.isdecimal() else 0]
-            part = "" if part.isdecimal() else part
-        if isinstance(table, dict) and part:
-            table = table.setdefault(part, {})
-    if isinstance(table, dict):  # else the file has a value where a table belongs, and pydantic says so
-        table[dotted.rpartition(".")[2]] = _parse_override(text, key)
-    return dotted
+            number = int(part) if part.isdecimal() else 0
+            if number >= len(items) or (len(items) > 1 and not part.isdecimal()):
+                raise ConfigError(
+                    f"{key.table} has {len(items)} tables in the file, numbered from 0: --{key.table}.0.…"
+                )
+            table = items[number]
+        if not isinstance(table, dict):
+            return  # the file has a value where a table belongs, and pydantic says so
+        if not part.isdecimal():
+            holder, table = table, table.setdefault(part, {})
+    holder[parts[-1]] = _parse_override(text, key)
 
 
 def _parse_override(text: str, key: ConfigKey) -> object:
-    """The value of a flag; a path or function in it is relative to the working directory."""
-    if _is_text_only(members_of(key.field.annotation)) and not text.startswith(('"', "'")):
-        value: object = text
-    else:
-        try:
-            [value] = tomllib.loads(f"value = {text}").values()
-        except ValueError:  # no TOML, or a second line
-            value = text
+    """The value of a flag, as TOML or else as text; a path or function in it is relative to the working
+    directory. What the setting does not take stays as it is, and is reported with everything else.
+    """
+    try:
+        [value] = tomllib.loads(f"value = {text}").values()
+    except ValueError:  # no TOML, or a second line
+        value = text
     if key.takes_any_key:
         return value
-    try:
-        return TypeAdapter(key.field.rebuild_annotation()).validate_python(value, context=Path.cwd())
-    except ValidationError:
-        return value  # which is reported with everything else
-
-
-def _is_text_only(members: Sequence[Any]) -> bool:
-    kinds = {type(value) for member in members if get_origin(member) is Literal for value in get_args(member)}
-    kinds |= {member for member in members if get_origin(member) is not Literal}
-    return kinds - {type(None)} == {str}
+    for meant in (value, text):
+        try:
+            return TypeAdapter(key.field.rebuild_annotation()).validate_python(meant, context=Path.cwd())
+        except ValidationError:
+            continue
+    return value
 
 
 # --- problems -----------------------------------------------------------------------------------------------
 
 
-def _and_around(key: str) -> Iterable[str]:
-    """The key and the tables around it, the innermost first."""
-    parts = key.split(".")
-    return (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-
-
-def _describe_problem(detail: ErrorDetails, settings: Mapping[str, Any]) -> tuple[str, str]:
-    """(dotted key, message) of one pydantic error."""
+def _describe_problem(detail: ErrorDetails, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(dotted key, message) of one pydantic error; of an unknown table, also for each
+    key in it that is another framework's.
+    """
     dotted = _locate(detail["loc"], settings)
     value, kind, message = detail["input"], detail["type"], detail["msg"]
+    context = detail.get("ctx", {})
     if kind == "extra_forbidden":
-        inside = flatten({dotted: value}) if isinstance(value, Mapping) else {}
-        aliases = [(name, alias) for name in inside if (alias := find_alias(name)) is not None]
-        named = [f"; {name} is {' or '.join(alias.keys)} here" for name, alias in aliases]
-        return dotted, describe_unknown_key(dotted) + "".join(named)
-    if kind == "missing":
-        return dotted, f"{dotted} is missing"
-    if kind == "value_error":
-        rule = str(detail.get("ctx", {}).get("error", message))
-        return dotted, f"{dotted}: {rule}" if dotted else rule
-    if kind == "literal_error" and isinstance(value, str):
-        key = find_key(dotted)
-        choices = (
-            [choice for member in members_of(key.field.annotation) for choice in get_args(member)]
-            if key
-            else []
-        )
-        close = nearest(value, [choice for choice in choices if isinstance(choice, str)])
-        message += f"; did you mean {format_value(close)}?" if close else ""
-    return dotted, f"{dotted} = {format_value(value)}: {message}"
+        foreign = (key for key in flatten(value, dotted) if find_alias(key))
+        yield from ((key, describe_unknown_key(key)) for key in (dotted, *foreign))
+    elif kind == "missing":
+        yield dotted, f"{dotted} is missing"
+    elif kind == "value_error":
+        yield dotted, f"{dotted}: {context['error']}".removeprefix(": ")
+    else:
+        close = kind == "literal_error" and nearest(str(value), re.findall("'(.*?)'", context["expected"]))
+        hint = f"; did you mean {format_value(close)}?" if close else ""
+        yield dotted, f"{dotted} = {format_value(value)}: {message}{hint}"
 
 
-def _locate(loc: Sequence[int | str], settings: Mapping[str, Any]) -> str:
+def _locate(loc: Sequence[Any], settings: Any) -> str:
     """The dotted key that a pydantic location means, without the members of unions that pydantic appends, and
-    without the number of a list item where the file has a single table.
+    without the number of a list's only item.
     """
     parts: list[str] = []
-    value: Any = settings
     for part in loc:
-        if isinstance(value, Mapping) and isinstance(part, str):
+        if isinstance(settings, Mapping) and isinstance(part, str):
             parts.append(part)
-            value = value.get(part)
-        elif isinstance(value, list) and isinstance(part, int) and value and isinstance(value[0], Mapping):
-            parts += [str(part)] if len(value) > 1 else []
-            value = value[part]
-        elif not (isinstance(value, Mapping) and isinstance(part, int)):
-            break
+            settings = settings.get(part)
+        elif isinstance(settings, list) and isinstance(part, int):
+            parts += [str(part)] if len(settings) > 1 else []
+            settings = settings[part]
     return ".".join(parts)
-
-
-# --- plain values -------------------------------------------------------------------------------------------
-
-
-def _plain(config: Section) -> dict[str, Any]:
-    """Values that TOML knows: unset settings are left out; one that is off, but not by default, is the word
-    "none".
-    """
-    plain: dict[str, Any] = {}
-    for name in config.given():
-        value = getattr(config, name)
-        if isinstance(value, Section):
-            plain[name] = _plain(value)
-        elif isinstance(value, list) and value and isinstance(value[0], Section):
-            tables = [_plain(item) for item in value]
-            plain[name] = tables if len(tables) > 1 else tables[0]
-        elif value is not None:
-            plain[name] = value
-        elif type(config).model_fields[name].default is not None:
-            plain[name] = NONE
-    return plain
-
-
-def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested tables by dotted key; the items of a list of tables are numbered."""
-    flat: dict[str, Any] = {}
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{name}.")
-        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
-            for index, item in enumerate(value):
-                flat |= flatten(item, f"{prefix}{name}.{index}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat

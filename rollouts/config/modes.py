@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-
 from rollouts.config.schema import (
     PreferenceTrainingConfig,
     RewardModelTrainingConfig,
@@ -11,6 +9,7 @@ from rollouts.config.schema import (
     RunConfig,
     SFTTrainingConfig,
 )
+from rollouts.config.spelling import nearest_names
 from rollouts.errors import ConfigError
 
 STAGES = ("sft", "preference", "reward_model", "rl")
@@ -24,13 +23,12 @@ def parse_mode(mode: str) -> tuple[str, ...]:
 
     Each at most once; sft comes first and rl last, where they are. Raises ConfigError naming what is wrong.
     """
-    written = mode.split("+")
-    stages = tuple(ALIASES.get(stage, stage) for stage in written)
-    for name, stage in zip(written, stages, strict=True):
+    stages = tuple(ALIASES.get(stage, stage) for stage in mode.split("+"))
+    for stage in stages:
         if stage not in STAGES:
-            nearest = difflib.get_close_matches(name, [*STAGES, *ALIASES], n=1, cutoff=0.0)[0]
+            [close] = nearest_names(stage, [*STAGES, *ALIASES], count=1, at_least=0)
             raise ConfigError(
-                f"--mode {mode}: there is no stage {name!r}; did you mean {nearest!r}? Stages are"
+                f"--mode {mode}: there is no stage {stage!r}; did you mean {close!r}? Stages are"
                 f" {', '.join(STAGES)}, joined by +"
             )
         if stages.count(stage) > 1:
@@ -47,7 +45,7 @@ def parse_mode(mode: str) -> tuple[str, ...]:
 
 def check_mode(config: RunConfig, mode: str) -> None:
     """Raises ConfigError if the mode says ppo and [rl] has no critic."""
-    if "ppo" in mode.split("+") and config.rl is not None and config.rl.critic is None:
+    if "ppo" in mode.split("+") and config.rl and not config.rl.critic:
         raise ConfigError(
             f"--mode {mode} has the stage ppo, which trains a critic, but there is no [rl.critic] table; add"
             " it, or use the stage rl"
@@ -56,15 +54,14 @@ def check_mode(config: RunConfig, mode: str) -> None:
 
 def stage_config(config: RunConfig, stage: str) -> SectionConfig:
     """The table of a stage. Raises ConfigError if the config has none."""
-    section = getattr(config, stage)
-    if section is None:
+    if stage not in list_stages(config):
         raise ConfigError(
             f"--mode has the stage {stage!r} but the config has no [{stage}] table; add it or choose another"
             " mode"
         )
-    return section
+    return getattr(config, stage)
 
 
 def list_stages(config: RunConfig) -> tuple[str, ...]:
     """The stages that a config has tables for."""
-    return tuple(stage for stage in STAGES if getattr(config, stage) is not None)
+    return tuple(stage for stage in STAGES if getattr(config, stage))

@@ -4,13 +4,13 @@ checked.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -52,58 +52,54 @@ def load_function(
     of the name, the file or module, its import (the cause is kept), the function, or the arguments that
     `role` passes (a loss is not checked: backends call it).
     """
-    known = built_in or {}
+    known, what = built_in or {}, f"{role}={name!r}"
     if name in known:
         return known[name]
-    what = f"{role}={name!r}"
     where, _, function_name = name.rpartition(":")
     if not where or not function_name:
-        close = nearest(name, list(known))
-        question = f" (did you mean {close}?);" if close else ";"
         choices = f" a name of {', '.join(known)}, or" if known else ""
         raise PlugInError(
-            f"{what} does not name a function{question} write{choices} module:function or"
-            " path/file.py:function"
+            f"{what} does not name a function; write{choices} module:function or path/file.py:function"
+            f"{_ask(name, known)}"
         )
     path = (base_dir / Path(where).expanduser()).resolve() if where.endswith(".py") else None
     if path and not path.is_file():
-        close = nearest(path.name, sorted(other.name for other in path.parent.glob("*.py")))
-        raise PlugInError(f"{what}: there is no file {path}{f'; did you mean {close}?' if close else ''}")
+        neighbours = sorted(other.name for other in path.parent.glob("*.py"))
+        raise PlugInError(f"{what}: there is no file {path}{_ask(path.name, neighbours)}")
+    module = None
     try:
         module = _import_file(path) if path else importlib.import_module(where)
+        function = operator.attrgetter(function_name)(module)
     except BaseException as error:  # whatever it is, the file raised it
-        raise PlugInError(f"{what}: {_explain_import(error, where, path)}") from error
-    value: Any = module
-    for part in function_name.split("."):
-        try:
-            value = getattr(value, part)
-        except BaseException as error:
-            close = nearest(part, [other for other in vars(module) if not other.startswith("__")])
-            hint = f"; did you mean {close}?" if close else ""
-            raise PlugInError(f"{what}: {path or where} has no {part}{hint} ({_describe(error)})") from error
-    if not callable(value):
-        raise PlugInError(f"{what}: {function_name} is of type {type(value).__name__}; it must be a function")
-    _check_kind(value, role, what)
-    _check_arguments(value, role, what)
-    return value
+        said = _explain_import(error, where, path)
+        if module:
+            close = _ask(function_name, [name for name in vars(module) if not name.startswith("__")])
+            said = f"{path or where} has no {function_name}{close} ({_describe(error)})"
+        raise PlugInError(f"{what}: {said}") from error
+    if problem := _find_problem(function, role):
+        raise PlugInError(f"{what}: {problem}")
+    return function
+
+
+def _ask(name: str, candidates: Iterable[str]) -> str:
+    close = nearest(name, candidates)
+    return f"; did you mean {close}?" if close else ""
 
 
 def _import_file(path: Path) -> ModuleType:
     # a name of its own, so that two files called reward.py do not meet; in sys.modules because dataclasses
     # look their module up there
-    module_name = f"rollouts_plugin_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}_{path.stem}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None, path  # a .py file has a loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        sys.modules.pop(module_name, None)
-        raise
-    return module
+    name = f"rollouts_plugin_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}_{path.stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None, path  # a .py file has a loader
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def _explain_import(error: BaseException, where: str, path: Path | None) -> str:
@@ -115,8 +111,7 @@ def _explain_import(error: BaseException, where: str, path: Path | None) -> str:
     text = f"importing {path or where} failed: {_describe(error)}"
     if missing and path and (path.parent / f"{missing.partition('.')[0]}.py").is_file():
         text += (
-            f"; {missing} lies beside it but is not installed: install it, put its directory on PYTHONPATH,"
-            " or move what is needed into this file"
+            f"; {missing} lies beside it but is not installed: install it, or put its directory on PYTHONPATH"
         )
     return text
 
@@ -128,28 +123,26 @@ def _describe(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _check_kind(function: Callable[..., Any], role: Role, what: str) -> None:
-    inner: Any = function
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    kinds = (inner, getattr(inner, "__call__", None))  # noqa: B004
+def _find_problem(function: Any, role: Role) -> str:
+    """Why the role cannot have what was found; empty if it can."""
+    if not callable(function):
+        return f"it is of type {type(function).__name__}; it must be a function"
+    kinds = (function, getattr(function, "__call__", None))  # noqa: B004
     generates = any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in kinds)
     if role in CALLED_WITH and generates:
-        raise PlugInError(f"{what}: it is a generator function (it has a yield); it must return its answer")
+        return "it is a generator function (it has a yield); it must return its answer"
     if role in PLAIN and any(inspect.iscoroutinefunction(one) for one in kinds):
-        raise PlugInError(f"{what}: it is async; this one must be a plain function")
-
-
-def _check_arguments(function: Callable[..., Any], role: Role, what: str) -> None:
+        return "it is async; this one must be a plain function"
+    passed = CALLED_WITH.get(role, "size=…, seed=…" if role == "rows" else "")
     try:
         signature = inspect.signature(function)
     except Exception:  # written in C: nothing to look at
-        return
+        return ""
     try:
         if role in CALLED_WITH:
-            signature.bind(*CALLED_WITH[role].split(", "))
-        if role == "rows":  # beside data.params
+            signature.bind(*passed.split(", "))
+        elif passed:  # beside data.params
             signature.bind_partial(size=1, seed=0)
     except TypeError as error:
-        passed = CALLED_WITH.get(role, "size=…, seed=…")
-        raise PlugInError(f"{what}: it is called with ({passed}) but takes {signature}: {error}") from error
+        return f"it is called with ({passed}) but takes {signature}: {error}"
+    return ""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from rollouts.config.tables import (
     DistributedConfig,
@@ -25,9 +25,17 @@ from rollouts.config.tables import (
     Section,
     Seed,
     Sources,
-    as_list,
+    Tables,
     parse_call,
 )
+
+
+def refuse(rules: Mapping[str, Any]) -> None:
+    """Raises ValueError with the first message whose condition holds."""
+    for message, broken in rules.items():
+        if broken:
+            raise ValueError(message)
+
 
 # --- what stages share --------------------------------------------------------------------------------------
 
@@ -44,14 +52,11 @@ class StageConfig(Section):
     """steps; 0: only before and after"""
     optim: OptimConfig = OptimConfig()
 
-    @model_validator(mode="before")
+    @field_validator("optim", mode="before")
     @classmethod
-    def _keep_own_lr(cls, settings: Any) -> Any:
-        # an optim table without lr would otherwise fall back to OptimConfig's, which suits RL
-        if isinstance(settings, dict) and isinstance(settings.get("optim"), dict):
-            lr = cls.model_fields["optim"].default.lr
-            return {**settings, "optim": {"lr": lr, **settings["optim"]}}
-        return settings
+    def _keep_own_lr(cls, optim: Any) -> Any:
+        # a table without lr would otherwise fall back to OptimConfig's, which suits RL
+        return {"lr": cls.model_fields["optim"].default.lr, **optim} if isinstance(optim, dict) else optim
 
 
 class RowStageConfig(StageConfig):
@@ -73,8 +78,7 @@ class PairStageConfig(RowStageConfig):
 class LossConfig(Section):
     """Which loss a stage has."""
 
-    loss: str = ""
-    """the name of a loss in docs/losses_policy.md or docs/losses_preference.md, or module:function"""
+    loss: str
     loss_params: Params = {}
     """passed to the loss by keyword, for example beta; "kto" sets weights left out by counts"""
 
@@ -99,6 +103,7 @@ class PreferenceTrainingConfig(PairStageConfig, LossConfig):
     """
 
     loss: str = "dpo"
+    """the name of a loss in docs/losses_policy.md or docs/losses_preference.md, or module:function"""
     optim: OptimConfig = OptimConfig(lr=1e-6)
 
 
@@ -117,6 +122,7 @@ class AlgorithmConfig(LossConfig):
     advantage_params: Params = {}
     """passed to the advantage by keyword"""
     loss: str = "ppo_clip"
+    """the name of a loss in docs/losses_policy.md or docs/losses_preference.md, or module:function"""
     normalise_by: Literal["tokens", "sequences", "sequence_sums", "constant"] = "tokens"
     """constant: prompts * samples_per_prompt * max_new_tokens"""
     clip_low: PositiveFloat = 0.2
@@ -144,8 +150,12 @@ class AlgorithmChange(AlgorithmConfig):
     """over so many steps kl_coef moves here in a straight line; 0: at once"""
 
     def given(self) -> list[str]:
-        """The names of the settings that are written out: those that change."""
+        """The names of the settings that change, in the order of the schema."""
         return [name for name in type(self).model_fields if name in self.model_fields_set]
+
+    @model_serializer(mode="wrap")
+    def _dump(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.given()}
 
 
 class CriticConfig(Section):
@@ -181,7 +191,7 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
     """steps between weight updates of the engines"""
     max_staleness: NaturalInt = 0
     """steps a trained token may lag behind the trainer"""
-    changes: Annotated[list[AlgorithmChange], BeforeValidator(as_list)] = []
+    changes: Annotated[list[AlgorithmChange], *Tables] = []
 
     @model_validator(mode="before")
     @classmethod
@@ -192,108 +202,71 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
 
     @model_validator(mode="after")
     def _consistent(self) -> RLTrainingConfig:
-        for problem in self._problems():
-            raise ValueError(problem)
-        self._check_changes()
+        refuse(self._list_rules())
+        last, control = 1, self.kl_control
+        for change, table in zip(self.changes, list_tables(self, self.changes)[1:], strict=True):
+            where, given = f"changes with from_step={change.from_step}", change.given()
+            piece = self.model_copy(update={**table, "changes": []})
+            rules = {
+                f"{where} comes after from_step={last}; write the changes in the order of their steps, one a"
+                " step": change.from_step <= last,
+                f"{where} changes nothing; name a setting, or leave it out": given == ["from_step"],
+                f"{where} has kl_ramp_steps; it needs kl_coef beside it and kl_control='fixed', not"
+                f" {control!r}": change.kl_ramp_steps and ("kl_coef" not in given or control != "fixed"),
+            }
+            refuse(rules | {f"{where}: {rule}": broken for rule, broken in piece._list_rules().items()})
+            last = change.from_step
         return self
 
-    def _problems(self) -> Iterator[str]:
-        if self.max_staleness < self.sync_every - 1:
-            yield (
-                f"max_staleness={self.max_staleness} is below sync_every - 1 = {self.sync_every - 1}: samples"
-                f" would always be too old; set max_staleness = {self.sync_every - 1} or more, or sync_every"
-                f" = {self.max_staleness + 1}"
-            )
-        for name in ("clip_low", "clip_high"):  # a resolved config has every setting, so defaults may stand
-            value = getattr(self, name)
-            if self.loss not in CLIPPED_BY_SETTINGS and value != type(self).model_fields[name].default:
-                yield (
-                    f"{name}={value} with loss={self.loss!r}; it is read by"
-                    f" {' and '.join(CLIPPED_BY_SETTINGS)} only: leave it out, and give other losses what"
-                    " they take in loss_params"
-                )
-        yield from self._kl_problems()
-        if self.loss_params.get("correction") and "importance_cap" in self.loss_params:
-            yield (
-                f"importance_cap={self.loss_params['importance_cap']} with"
-                f" correction={self.loss_params['correction']!r}; a correction takes the place of the capped"
-                " weight: leave importance_cap out, or write the cap into it, as token_tis(cap=3)"
-            )
-        if self.critic is None and self.advantage == "gae":
-            yield (
-                "advantage='gae' without a critic, whose values it needs; add [rl.critic], or choose another"
-                " advantage"
-            )
-        if self.critic is not None and self.advantage != "gae" and ":" not in self.advantage:
-            yield (
-                f"advantage={self.advantage!r} with [rl.critic]; it has no use for a critic: leave one of"
-                " them out, or set 'gae'"
-            )
-        if self.minibatches > self.rollout.num_prompts:
-            yield (
-                f"minibatches={self.minibatches} with rollout.num_prompts={self.rollout.num_prompts}; a group"
-                " stays together, so there are at most as many parts as prompts: set minibatches to"
-                f" {self.rollout.num_prompts} or less"
-            )
-        if self.kl_stop and self.updates_per_batch * self.minibatches == 1:
-            yield (
-                f"kl_stop={self.kl_stop} with one update a batch, after which nothing is left out; set"
-                " updates_per_batch or minibatches"
-            )
-
-    def _kl_problems(self) -> Iterator[str]:
+    def _list_rules(self) -> dict[str, Any]:
+        """What a combination of settings that cannot work is refused with: whether it is there."""
+        prompts, needed = self.rollout.num_prompts, self.sync_every - 1
+        correction, cap = (self.loss_params.get(name) for name in ("correction", "importance_cap"))
         control, numbers = parse_call(self.kl_control)
-        if control not in ("fixed", "proportional", "two_sided") or (control == "fixed" and numbers):
-            yield (
-                f"kl_control={self.kl_control!r}; write fixed, proportional(target=…, horizon=…) or"
-                " two_sided(target=…, tolerance=…)"
-            )
-        if control != "fixed" and not self.kl_coef:
-            yield (
-                f"kl_coef=0 with kl_control={self.kl_control!r}, which multiplies it and would leave it at 0;"
-                " begin above 0"
-            )
-        if self.kl_coef > 0 and self.kl_in == "reward" and self.advantage == "gdpo":
-            yield (
-                "advantage='gdpo' with kl_in='reward'; it reads the named rewards, which have no KL term: use"
-                " kl_in='loss'"
-            )
-        if self.kl_coef > 0 and self.kl_in == "reward" and self.kl_estimator != "k1":
-            yield (
-                f"kl_estimator={self.kl_estimator!r} with kl_in='reward'; KL in the reward is k1; use"
-                " kl_in='loss' for k2 and k3"
-            )
+        in_reward, in_loss = (self.kl_coef > 0 and self.kl_in == place for place in ("reward", "loss"))
         importance = self.loss_params.get("kl_importance") is True
-        if self.kl_coef > 0 and self.kl_in == "loss" and self.kl_estimator == "k1" and not importance:
-            yield (
-                "kl_estimator='k1' with kl_in='loss'; as a loss k1 has an expected gradient of 0; use 'k2'"
-                " (reverse KL) or 'k3', or set kl_importance = true in loss_params"
-            )
-
-    def _check_changes(self) -> None:
-        """Each piece is checked as a whole [rl]."""
-        fields = {name: getattr(self, name) for name in type(self).model_fields}
-        last = 0
-        for change, table in zip(self.changes, list_tables(self, self.changes)[1:], strict=True):
-            where = f"changes with from_step={change.from_step}"
-            if change.from_step <= last:
-                raise ValueError(
-                    f"{where} comes after from_step={last}; write the changes in the order of their steps,"
-                    " one a step"
-                )
-            if change.given() == ["from_step"]:
-                raise ValueError(f"{where} changes nothing; name a setting, or leave it out")
-            if change.kl_ramp_steps and ("kl_coef" not in change.given() or self.kl_control != "fixed"):
-                raise ValueError(
-                    f"{where} has kl_ramp_steps; it needs kl_coef beside it and kl_control='fixed', not"
-                    f" {self.kl_control!r}"
-                )
-            last = change.from_step
-            try:
-                type(self).model_validate({**fields, **table, "changes": []})
-            except ValidationError as error:
-                causes = [str(one.get("ctx", {}).get("error", one["msg"])) for one in error.errors()]
-                raise ValueError(f"{where}: {'; '.join(causes)}") from None
+        clips = {  # a resolved config has every setting, so defaults may stand
+            f"{name}={getattr(self, name)} with loss={self.loss!r}; it is read by"
+            f" {' and '.join(CLIPPED_BY_SETTINGS)} only: leave it out, and give other losses what they take"
+            " in loss_params": getattr(self, name) != AlgorithmConfig.model_fields[name].default
+            for name in ("clip_low", "clip_high")
+            if self.loss not in CLIPPED_BY_SETTINGS
+        }
+        return clips | {
+            f"max_staleness={self.max_staleness} is below sync_every - 1 = {needed}: samples would always be"
+            f" too old; set max_staleness = {needed} or more, or sync_every = {self.max_staleness + 1}": (
+                self.max_staleness < needed
+            ),
+            f"importance_cap={cap} with correction={correction!r}; a correction takes the place of the capped"
+            " weight: leave importance_cap out, or write the cap into it, as token_tis(cap=3)": (
+                correction and cap is not None
+            ),
+            "advantage='gae' without a critic, whose values it needs; add [rl.critic], or choose another"
+            " advantage": self.critic is None and self.advantage == "gae",
+            f"advantage={self.advantage!r} with [rl.critic]; it has no use for a critic: leave one of them"
+            " out, or set 'gae'": self.critic and self.advantage != "gae" and ":" not in self.advantage,
+            f"minibatches={self.minibatches} with rollout.num_prompts={prompts}; a group stays together, so"
+            " there are at most as many parts as prompts: set minibatches to"
+            f" {prompts} or less": self.minibatches > prompts,
+            f"kl_stop={self.kl_stop} with one update a batch, after which nothing is left out; set"
+            " updates_per_batch or minibatches": (
+                self.kl_stop and self.updates_per_batch * self.minibatches == 1
+            ),
+            f"kl_control={self.kl_control!r}; write fixed, proportional(target=…, horizon=…) or"
+            " two_sided(target=…, tolerance=…)": (
+                control not in ("fixed", "proportional", "two_sided") or (control == "fixed" and numbers)
+            ),
+            f"kl_coef=0 with kl_control={self.kl_control!r}, which multiplies it and would leave it at 0;"
+            " begin above 0": control != "fixed" and not self.kl_coef,
+            "advantage='gdpo' with kl_in='reward'; it reads the named rewards, which have no KL term: use"
+            " kl_in='loss'": in_reward and self.advantage == "gdpo",
+            f"kl_estimator={self.kl_estimator!r} with kl_in='reward'; KL in the reward is k1; use"
+            " kl_in='loss' for k2 and k3": in_reward and self.kl_estimator != "k1",
+            "kl_estimator='k1' with kl_in='loss'; as a loss k1 has an expected gradient of 0; use 'k2'"
+            " (reverse KL) or 'k3', or set kl_importance = true in loss_params": (
+                in_loss and self.kl_estimator == "k1" and not importance
+            ),
+        }
 
 
 BEGINS_WITH = {"loss": ("loss_params", "clip_low", "clip_high"), "advantage": ("advantage_params",)}
@@ -311,11 +284,12 @@ def list_tables(settings: AlgorithmConfig, changes: Sequence[AlgorithmChange]) -
     for change in changes:
         before = tables[-1]
         named = {name: getattr(change, name) for name in change.given() if name in fields}
-        other = [key for key in BEGINS_WITH if key in named and named[key] != before[key]]
-        table = before | {name: fields[name].default for key in other for name in BEGINS_WITH[key]} | named
+        for key, others in BEGINS_WITH.items():
+            if key in named and named[key] != before[key]:
+                named = {name: fields[name].default for name in others} | named
         if change.kl_ramp_steps:
-            table["kl_coef"] = max(before["kl_coef"], table["kl_coef"])
-        tables.append(table)
+            named["kl_coef"] = max(before["kl_coef"], change.kl_coef)
+        tables.append(before | named)
     return tables
 
 
@@ -344,48 +318,42 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        for problem in self._problems():
-            raise ValueError(problem)
+        refuse(self._list_rules())
         return self
 
-    def _problems(self) -> Iterator[str]:
-        if self.deterministic:
-            yield from self._bit_problems()
-        if self.rl is None:
-            return
-        every = {"rl.eval_every": self.rl.eval_every, "output.checkpoint_every": self.output.checkpoint_every}
-        for name, steps in every.items():
-            if steps % self.rl.sync_every:
-                yield (
-                    f"{name}={steps} with rl.sync_every={self.rl.sync_every}; between updates the engines"
-                    f" have older weights than the trainer: use a multiple of {self.rl.sync_every}"
-                )
-        shares = self.engine.kind == "local" and self.engine.mode == "shared"
-        if shares and (self.rl.sync_every != 1 or self.rl.max_staleness != 0):
-            yield (
-                f"engine.mode='shared' with rl.sync_every={self.rl.sync_every},"
-                f" rl.max_staleness={self.rl.max_staleness}; a shared engine always has the newest weights:"
-                " it needs sync_every=1 and max_staleness=0; set engine.mode='copied', or engine.kind to a"
-                " server's"
+    def _list_rules(self) -> dict[str, Any]:
+        where, engine = self.reference.where, self.engine
+        rules = {
+            f"{setting} with deterministic=true; {reason}: leave one of the two out": wrong
+            for wrong, setting, reason in (
+                (self.model.device == "cuda", "model.device='cuda'", "equal bits are shown on CPUs only"),
+                (self.model.compile, "model.compile=true", "compiled sums round in another order"),
+                (self.model.autocast == "bfloat16", "model.autocast='bfloat16'", "it computes in float32"),
+                (engine.kind != "local", f"engine.kind={engine.kind!r}", "a server repeats no bits"),
+                (where != "trainer", f"reference.where={where!r}", "a server repeats no bits"),
             )
+            if self.deterministic
+        }
+        if self.rl is None:
+            return rules
+        sync_every, staleness = self.rl.sync_every, self.rl.max_staleness
+        steps = {"rl.eval_every": self.rl.eval_every, "output.checkpoint_every": self.output.checkpoint_every}
+        shares = engine.kind == "local" and engine.mode == "shared"
         coefs = [table["kl_coef"] for table in list_tables(self.rl, self.rl.changes)]
         coefs += [change.kl_coef for change in self.rl.changes if "kl_coef" in change.given()]
         moves = self.reference.update != "none" and self.rl.kl_control == "fixed"
-        if moves and min(coefs) == 0 < max(coefs):
-            yield (
-                f"reference.update={self.reference.update!r} with rl.kl_coef={coefs} over the run; in"
-                " steps with 0 nobody asks the reference, and it would stand still: use a small number"
-                " in place of 0"
-            )
-
-    def _bit_problems(self) -> Iterator[str]:
-        where = self.reference.where
-        for wrong, setting, reason in (
-            (self.model.device == "cuda", "model.device='cuda'", "equal bits are shown on CPUs only"),
-            (self.model.compile, "model.compile=true", "compiled sums round in another order"),
-            (self.model.autocast == "bfloat16", "model.autocast='bfloat16'", "it computes in float32"),
-            (self.engine.kind != "local", f"engine.kind={self.engine.kind!r}", "a server repeats no bits"),
-            (where != "trainer", f"reference.where={where!r}", "a server repeats no bits"),
-        ):
-            if wrong:
-                yield f"{setting} with deterministic=true; {reason}: leave one of the two out"
+        return {
+            **rules,
+            **{
+                f"{name}={every} with rl.sync_every={sync_every}; between updates the engines have older"
+                f" weights than the trainer: use a multiple of {sync_every}": every % sync_every
+                for name, every in steps.items()
+            },
+            f"engine.mode='shared' with rl.sync_every={sync_every}, rl.max_staleness={staleness}; a shared"
+            " engine always has the newest weights: it needs sync_every=1 and max_staleness=0; set"
+            " engine.mode='copied', or engine.kind to a server's": shares and (sync_every > 1 or staleness),
+            f"reference.update={self.reference.update!r} with rl.kl_coef={coefs} over the run; in steps with"
+            " 0 nobody asks the reference, and it would stand still: use a small number in place of 0": (
+                moves and min(coefs) == 0 < max(coefs)
+            ),
+        }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -35,15 +35,22 @@ def remove_secrets(name: str, value: Any) -> Any:
     return HIDDEN if SECRET_NAME.search(name) else USER_INFO.sub(HIDDEN, value)
 
 
-def flatten_settings(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """(dotted name, text) of each setting below `key`; the items of a list of tables are called 0, 1, …"""
+def flatten(value: Any, key: str = "") -> dict[str, Any]:
+    """The values of nested tables by dotted key; the tables of a list are numbered."""
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
         value = dict(enumerate(value))
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from flatten_settings(f"{key}.{name}" if key else str(name), inner)
-    else:
-        yield key, value if value and isinstance(value, str) else json.dumps(value, default=str)
+    if not isinstance(value, Mapping):
+        return {key: value}
+    inside = [flatten(inner, f"{key}.{name}" if key else str(name)) for name, inner in value.items()]
+    return {name: item for table in inside for name, item in table.items()}
+
+
+def flatten_settings(table: Mapping[str, Any]) -> dict[str, str]:
+    """The settings of a record as text, by dotted name."""
+    return {
+        key: value if value and isinstance(value, str) else json.dumps(value, default=str)
+        for key, value in flatten(table).items()
+    }
 
 
 def find_secrets(environment: Mapping[str, str]) -> list[str]:

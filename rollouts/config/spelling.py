@@ -8,11 +8,11 @@ from collections.abc import Iterable
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """The candidate that looks most like `name`, None if none does. Capitals and dashes do not matter."""
-    found = nearest_names(name, candidates, count=1)
-    return found[0] if found else None
+    return next(iter(nearest_names(name, candidates, count=1)), None)
 
 
-def nearest_names(name: str, candidates: Iterable[str], *, count: int = 3) -> list[str]:
-    """At most `count` candidates that look like `name`, the nearest first."""
-    plain = name.lower().replace("-", "_")
-    return difflib.get_close_matches(plain, list(candidates), n=count, cutoff=0.6)
+def nearest_names(
+    name: str, candidates: Iterable[str], *, count: int = 3, at_least: float = 0.6
+) -> list[str]:
+    """At most `count` candidates that look like `name`, the nearest first; `at_least` from 0 to 1 (equal)."""
+    return difflib.get_close_matches(name.lower().replace("-", "_"), list(candidates), count, at_least)

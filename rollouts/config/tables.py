@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -13,12 +13,16 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
+    SerializerFunctionWrapHandler,
     ValidationInfo,
+    WrapSerializer,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
-from rollouts.config.spelling import nearest
+from rollouts.config.secrets import flatten
 
 NONE = "none"  # TOML has no null: the word switches off a nullable setting that is not text
 
@@ -30,30 +34,33 @@ class Section(BaseModel):
         frozen=True, extra="forbid", allow_inf_nan=False, strict=True, use_attribute_docstrings=True
     )
 
+    @model_serializer(mode="wrap")
+    def _dump(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if value is not None}  # as TOML has no null
+
     @field_validator("*")
     @classmethod
     def _has_plain_text(cls, value: Any) -> Any:
-        for text in _texts(value):
-            if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-                raise ValueError("the text has a NUL character, or bytes that are not UTF-8; remove them")
+        leaves = (
+            leaf for one in flatten(value).values() for leaf in (one if isinstance(one, list) else [one])
+        )
+        if any(isinstance(leaf, str) and re.search("[\0\ud800-\udfff]", leaf) for leaf in leaves):
+            raise ValueError("the text has a NUL character, or bytes that are not UTF-8; remove them")
         return value
-
-    def given(self) -> list[str]:
-        """The names of the settings that are written out."""
-        return list(type(self).model_fields)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(inner)
 
 
 # --- kinds of values ----------------------------------------------------------------------------------------
 
+
+def _check_once(names: list[str]) -> list[str]:
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name!r} is named twice; leave one out")
+    return names
+
+
 Off = BeforeValidator(lambda value: None if value == NONE else value)
+Once = AfterValidator(_check_once)
 PositiveInt = Annotated[int, Field(ge=1)]
 NaturalInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -63,17 +70,14 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Params = dict[str, float | int | bool | str]
 
 
-def _check_path(path: str) -> str:
-    if len(path.encode()) > 4095 or any(len(part.encode()) > 255 for part in path.split("/")):
-        raise ValueError(f"it cannot be a path: {len(path)} characters are too many; choose a shorter one")
-    return path
-
-
 def _absolute_path(path: str, info: ValidationInfo) -> str:
     """`path`, absolute if the context of the validation is the directory that it is relative to."""
-    _check_path(path)
+    if not path or not info.context:
+        return path
     try:
-        return str((info.context / Path(path).expanduser()).resolve()) if path and info.context else path
+        if max(len(part.encode()) for part in path.split("/")) > 255 or len(path.encode()) > 4095:
+            raise OSError("it is too long")
+        return str((info.context / Path(path).expanduser()).resolve())
     except (OSError, RuntimeError) as error:  # RuntimeError: ~name of a user that there is not
         raise ValueError(f"it cannot be a path: {error}; name a file or directory that can be") from error
 
@@ -87,45 +91,43 @@ def _absolute_name(name: str, info: ValidationInfo) -> str:
     """`name`, absolute if it is a path: it says so, or such a thing is there. org/name of a hub only looks
     like one.
     """
-    if not info.context or (info.data or {}).get("kind", "hf") != "hf":
+    if not info.context or (info.data or {}).get("kind", "hf") != "hf" or not name:
         return name
-    is_path = name.startswith((".", "~", "/")) or (":" not in name and name.endswith(".gguf"))
-    try:
-        there = bool(name) and ":" not in name and (Path(info.context) / name).exists()
-    except OSError:  # a name that is too long, or a directory on the way that may not be read
-        there = False
-    return _absolute_path(name, info) if is_path or there else name
+    is_path = name.startswith((".", "~", "/"))
+    may_be_path = ":" not in name and (name.endswith(".gguf") or os.path.exists(info.context / name))  # noqa: PTH110 - never raises
+    return _absolute_path(name, info) if is_path or may_be_path else name
 
 
 PathText = Annotated[str, AfterValidator(_absolute_path)]
 FunctionText = Annotated[str, AfterValidator(_absolute_function)]
 NameText = Annotated[str, AfterValidator(_absolute_name)]
-DirText = Annotated[str, AfterValidator(_check_path)]  # stays as it is
+DirText = Annotated[str, AfterValidator(lambda path, info: path and _absolute_path(path, info) and path)]
 
 
 def parse_call(text: str) -> tuple[str, dict[str, float]]:
     """The name and numbers of "name" or "name(key=number, …)". Raises ValueError."""
     found = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text)
-    if not found:
-        raise ValueError(f"{text!r} is not of the form name or name(key=number, …)")
-    numbers: dict[str, float] = {}
-    for part in filter(None, (found[2] or "").split(",")):
-        key, _, number = map(str.strip, part.partition("="))
-        try:
-            numbers[key] = float(number)
-        except ValueError:
-            raise ValueError(f"{text!r} has {part.strip()!r}, which is not key=number") from None
-    return found[1], numbers
+    name, numbers = found.groups() if found else ("", "not numbers")
+    try:
+        pairs = dict(part.split("=") for part in (numbers or "").split(",") if part.strip())
+        return name, {key.strip(): float(number) for key, number in pairs.items()}
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not of the form name or name(key=number, …)") from error
 
 
-def as_list(tables: Any) -> Any:
-    """A list of tables; a single table is a list of one."""
-    return [tables] if isinstance(tables, dict | Section) else tables
+def _unwrap(tables: Any, dump: SerializerFunctionWrapHandler) -> Any:
+    dumped = dump(tables)
+    return dumped[0] if len(dumped) == 1 else dumped
+
+
+_as_list = BeforeValidator(lambda tables: [tables] if isinstance(tables, dict | Section) else tables)
+Tables = (_as_list, WrapSerializer(_unwrap))  # a list, of which a single table is read and written by itself
 
 
 # --- tables -------------------------------------------------------------------------------------------------
 
-TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow", "otlp", "statsd", "prometheus")
+Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow", "otlp", "statsd", "prometheus"]
+TRACKERS: tuple[Tracker, ...] = get_args(Tracker)
 
 
 class OutputConfig(Section):
@@ -139,22 +141,8 @@ class OutputConfig(Section):
     """newest complete checkpoints of a stage that stay, and the one that did best on [eval]; 0: all"""
     samples_per_step: NaturalInt = 16
     """rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is"""
-    trackers: list[str] = []
-    """fed from the files by processes beside the run: tensorboard, trackio, wandb, mlflow, otlp, statsd,
-    prometheus
-    """
-
-    @field_validator("trackers")
-    @classmethod
-    def _are_trackers(cls, names: list[str]) -> list[str]:
-        for name in names:
-            if name not in TRACKERS:
-                near = nearest(name, TRACKERS)
-                hint = f"did you mean {near}? " if near else ""
-                raise ValueError(f'"{name}" is no tracker; {hint}known are {", ".join(TRACKERS)}')
-        if len(set(names)) < len(names):
-            raise ValueError("a tracker is named twice; leave one out")
-        return names
+    trackers: Annotated[list[Tracker], Once] = []
+    """fed from the files by processes beside the run"""
 
 
 class ModelConfig(Section):
@@ -234,7 +222,7 @@ class DataSourceConfig(Section):
         return self
 
 
-Sources = Annotated[list[DataSourceConfig], BeforeValidator(as_list), Field(min_length=1)]
+Sources = Annotated[list[DataSourceConfig], *Tables, Field(min_length=1)]
 
 
 class OptimConfig(Section):
@@ -250,7 +238,7 @@ class OptimConfig(Section):
     """decay of the mean of squared gradients"""
     weight_decay: NaturalFloat = 0.0
     """decoupled from the gradient, as in AdamW"""
-    max_grad_norm: Annotated[PositiveFloat | None, Off] = 1.0
+    max_grad_norm: Annotated[PositiveFloat | None, Off, PlainSerializer(lambda norm: norm or NONE)] = 1.0
     """None: no clipping"""
 
 
@@ -273,7 +261,9 @@ class RolloutConfig(SamplingConfig):
     num_prompts: PositiveInt = 8
     """P: groups in a batch"""
     samples_per_prompt: PositiveInt = 8
+    """G of RL: samples of a group; or of each held-out prompt"""
     temperature: PositiveFloat = 1.0
+    """0: greedy, in evaluation only; the trainer divides its logits by that of RL too"""
     over_sampling: Annotated[float, Field(ge=1)] = 1.0
     """groups launched at once = ceil(num_prompts * over_sampling)"""
     generate: FunctionText = ""
@@ -301,6 +291,14 @@ class EvalConfig(SamplingConfig):
     data: Sources
 
 
+UPDATES = {  # how a reference follows the policy, with the numbers that it has unless others are given
+    "none": {},
+    "reset": {"every": 1.0},
+    "ema": {"policy_weight": 0.01, "every": 1.0},
+    "tr_dpo": {"policy_weight": 0.6, "every": 1.0},
+}
+
+
 class ReferenceConfig(Section):
     """The model that a KL term or a preference loss compares with: what the stage started from, frozen or
     following the policy.
@@ -320,32 +318,29 @@ class ReferenceConfig(Section):
         elsewhere = self.where.startswith(("http://", "https://"))
         if self.where != "trainer" and not elsewhere:
             raise ValueError(f"where={self.where!r} must be 'trainer' or the http(s) address of a server")
-        self.rule()
-        if self.update != "none" and (elsewhere or self.dtype not in ("float32", "bfloat16")):
+        if self.rule() and (elsewhere or self.dtype in ("8bit", "4bit")):
             raise ValueError(
                 f"update={self.update!r} with where={self.where!r} and dtype={self.dtype!r}; a reference that"
                 " moves is in the trainer's process, in float32 or bfloat16"
             )
         if elsewhere and self.dtype != "float32":
             raise ValueError(
-                f"dtype={self.dtype!r} with where={self.where!r}; a server's dtype is its own: leave"
-                " dtype out"
+                f"dtype={self.dtype!r} with where={self.where!r}; a server has its own: leave dtype out"
             )
         return self
 
     def rule(self) -> tuple[float, int] | None:
         """(policy's share, steps from one update to the next); None: frozen. Raises ValueError."""
-        rule, given = parse_call(self.update)
-        shares = {"none": 0.0, "ema": 0.01, "tr_dpo": 0.6, "reset": 1.0}
-        options = {"none": set[str](), "reset": {"every"}}.get(rule, {"every", "policy_weight"})
-        share, every = given.get("policy_weight", shares.get(rule, 0.0)), given.get("every", 1)
-        wrong = rule not in shares or not options >= set(given) or not (0 < share <= 1 or rule == "none")
-        if wrong or every < 1 or every != int(every):
+        name, given = parse_call(self.update)
+        numbers = UPDATES.get(name, {}) | given
+        share, every = numbers.get("policy_weight", 1.0), numbers.get("every", 1.0)
+        known = name in UPDATES and numbers.keys() == UPDATES[name].keys()
+        if not known or not 0 < share <= 1 or every < 1 or every % 1:
             raise ValueError(
                 f"update={self.update!r}; write none, reset(every=1), ema(policy_weight=0.01, every=1) or"
                 " tr_dpo(policy_weight=0.6, every=1), every in whole steps, policy_weight up to 1"
             )
-        return None if rule == "none" else (share, int(every))
+        return (share, int(every)) if numbers else None
 
 
 class EngineConfig(Section):
@@ -360,7 +355,7 @@ class EngineConfig(Section):
     """
     max_rows: PositiveInt = 128
     """of a local engine: sequences decoded at once"""
-    urls: list[str] = []
+    urls: Annotated[list[str], Once] = []
     """servers that run already, whose key is in the environment variable VLLM_API_KEY or SGLANG_API_KEY;
     empty: this run starts its own
     """
@@ -377,21 +372,18 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> EngineConfig:
-        started = {"python": self.python, "count": self.count != 1}
-        for name, value in started.items():
-            if value and self.urls:
+        started = {"python": self.python, "count": self.count > 1}
+        for name, value in {"urls": self.urls, "args": self.args, **started}.items():
+            if value and self.kind == "local":
+                raise ValueError(f"{name} is set, but kind='local' starts no server; set kind to a server's")
+            if value and self.urls and name in started:
                 raise ValueError(
                     f"urls names servers that run already; {name} is for servers that this run starts: set"
                     " one or the other"
                 )
-        for name, value in {"urls": self.urls, "args": self.args, **started}.items():
-            if value and self.kind == "local":
-                raise ValueError(
-                    f"{name} is set, but kind='local' starts no server; set kind='vllm' or 'sglang'"
-                )
         for url in self.urls:
-            if not url.startswith(("http://", "https://")) or self.urls.count(url) > 1:
-                raise ValueError(f"urls has {url!r}; name each server once, by http:// or https://")
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"urls has {url!r}; name each server by http:// or https://")
         return self
 
 

@@ -159,7 +159,7 @@ def read_settings(run_dir: RunDir) -> dict[str, str]:
         return {}
     except ValueError as error:
         raise RunDirError(f"{run_dir.config} is not TOML ({error}); restore the file") from error
-    return dict(flatten_settings("", remove_secrets("", table)))
+    return flatten_settings(remove_secrets("", table))
 
 
 def find_differences(settings: Sequence[Mapping[str, str]]) -> dict[str, list[str | None]]:

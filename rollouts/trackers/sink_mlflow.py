@@ -54,7 +54,8 @@ def find_run(client: Any, run: RunInfo) -> str:
 
     made = client.create_run(experiment_id, run_name=run.name).info.run_id
     params = [
-        Param(clean_name(name, "/"), value[:PARAM_CHARS]) for name, value in flatten_settings("", run.config)
+        Param(clean_name(name, "/"), value[:PARAM_CHARS])
+        for name, value in flatten_settings(run.config).items()
     ]
     for start in range(0, len(params), PARAMS_PER_CALL):
         client.log_batch(made, params=params[start : start + PARAMS_PER_CALL])

@@ -297,7 +297,7 @@ def test_the_explanation_has_every_setting_once_and_there_are_few():
     assert text.endswith(f"\n{len(shown)} settings\n")
     names = {key.rpartition(".")[2] for key in shown}
     for key in config_keys().values():
-        assert f"[{key.key}]" in text if key.is_table else key.name in names, key.key
+        assert f"[{key.key}]" in text if key.section else key.name in names, key.key
         assert key.meaning, key.key
     assert "1e-06 in [preference.optim]" in text
     assert re.search(r"^rl.steps +required ", explain_config("rl"), re.MULTILINE)

@@ -31,7 +31,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             {"kind": "vllm", "urls": ["http://a"], "count": 2},
             "count is for servers that this run starts",
         ),
-        ({"kind": "vllm", "urls": ["http://a", "http://a"]}, "name each server once"),
+        ({"kind": "vllm", "urls": ["http://a", "http://a"]}, "'http://a' is named twice; leave one out"),
         ({"kind": "sglang", "urls": ["127.0.0.1:30000"]}, "by http:// or https://"),
     ],
 )

@@ -148,7 +148,7 @@ def test_everything_that_is_wrong_is_found_at_one_look(house, monkeypatch):
             ("sft.data", "no [sft] table"),
             ("rl.rollout.reward", "takes (sample, engine)"),
             ("rl.rollout.filters", "has no kep"),
-            ("rl.advantage", "'groo' does not name a function (did you mean rloo?); write a name of grpo"),
+            ("rl.advantage", "'groo' does not name a function; write a name of grpo"),
             ("preference.loss", "loss='ipo' is not known"),
             ("rl.loss", "loss='ppo_clip' is not known"),
             ("model.name", "is not the config.json of a model directory"),
