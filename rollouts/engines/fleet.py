@@ -5,48 +5,51 @@ underneath.
         ▲                                  │ the engine's fault,       └ held while the engine is updated
         └──── asked again, elsewhere ──────┘ or it left service
 
-What an event does to an engine, and who looks after it, is in `fleet_members`. A seat is taken in the moment
-in which a waiter is woken, and given back in a `finally`: a cancelled caller leaves neither a seat nor a
-place in the queue. Weight sync drives the admission side: close_admission, then commit or fail, then publish.
-Nothing else makes an engine serve. While nobody serves, the fleet warns, and after down_limit_s answers all
-who wait with FleetDown.
+What an event does to an engine is in `fleet_members`. A seat is taken in the moment in which a waiter is
+woken, and given back in a `finally`: a cancelled caller leaves neither a seat nor a place in the queue.
+Weight sync drives the admission side: close_admission, then commit or fail, then publish. Nothing else makes
+an engine serve.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn
 
 import trio
 
 from rollouts.engines.fleet_members import (
     CONDITIONS,
+    Call,
     EngineCondition,
     FleetMember,
     Member,
+    back_off_s,
+    choose_member,
+    unite_features,
 )
-from rollouts.engines.fleet_requests import FleetRequests
+from rollouts.engines.wire import make_empty_completion
 from rollouts.errors import (
+    EngineClosed,
     EngineError,
     EngineOverloaded,
     EngineSetupError,
     FleetDown,
     InfrastructureError,
+    RequestRefused,
 )
+from rollouts.metrics.spans import note_answer
 from rollouts.protocols import InferenceEngine, PauseMode
-from rollouts.types import EngineFeatures, EngineLoad
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
+from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
 
 WARN_EVERY_S = 30.0
-ResultT = TypeVar("ResultT")
+MAX_ATTEMPTS = 20  # failures of one request before the last is raised; an overload is none
+RETRY_S, RETRY_CAP_S = 0.1, 10.0  # first and longest back-off of a request
 
 
 @asynccontextmanager
@@ -63,9 +66,8 @@ async def open_fleet(
     `max_concurrency`: requests in flight on one engine, until an overload lowers its limit. `down_limit_s`:
     seconds with nobody in service, or of a request that met nothing but overload. `seed` draws the jitter of
     back-offs. `warn` gets a sentence when an engine dies, goes stale or stays dead, and every WARN_EVERY_S
-    while nobody serves. Leaving cancels what is in flight, whose callers get EngineClosed, and closes
-    `stale_members`. Raises EngineSetupError: no members, two of one name, vocabularies of different sizes, an
-    engine that shares the trainer's parameters.
+    while nobody serves. Leaving cancels what is in flight, whose callers get EngineClosed. Raises
+    EngineSetupError for no members, two of one name, and engines of different models.
     """
     failure: Exception | None = None
     async with trio.open_nursery() as nursery:
@@ -86,7 +88,7 @@ async def open_fleet(
         raise failure
 
 
-class Fleet(FleetRequests):
+class Fleet:
     """An InferenceEngine made of many. Made by open_fleet."""
 
     def __init__(
@@ -97,53 +99,166 @@ class Fleet(FleetRequests):
         warn: Callable[[str], None],
         nursery: trio.Nursery,
     ) -> None:
-        super().__init__(down_limit_s, random_)
-        self.published_version = -1
         self.features: EngineFeatures
+        self.published_version = -1
         self._max_concurrency = max_concurrency
+        self._down_limit_s = down_limit_s
+        self._random = random_
         self._warn = warn
         self._nursery = nursery
-        self._changed = trio.Event()  # replaced when set: an engine's condition, or who belongs to it
+        self._members: dict[str, FleetMember] = {}
+        self._calls: dict[str, Call] = {}  # everyone who is in generate(), by request id
+        self._queue: list[tuple[int, Call]] = []  # a heap by arrival, also of some that wait no more
+        self._arrivals = 0
+        self._paused = self._closed = False
+        self._down_since = math.inf  # nobody serves since then; inf: somebody does
+        self._counts = Counter({"fleet/retries": 0})
+        self._changed = trio.lowlevel.ParkingLot()  # woken by an engine's condition, and by who belongs to it
         self._stale_sender, self.stale_members = trio.open_memory_channel[InferenceEngine](math.inf)
 
-    # --- what engines tell
+    # --- requests
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """One completion, from whichever engine. Waits while nobody serves; failures of an engine are retried
+        elsewhere.
+
+        Raises RequestRefused for a fault of the request itself; the last InfrastructureError after
+        MAX_ATTEMPTS of them (any other EngineError of a member becomes one); EngineOverloaded after
+        down_limit_s of nothing else; FleetDown after down_limit_s with nobody in service, or at once when all
+        are dead for good; EngineClosed.
+        """
+        self._check_open()
+        if request.request_id in self._calls:
+            raise RequestRefused(
+                f"request {request.request_id!r} is in flight in this fleet already; ids must be unique"
+            )
+        call = self._calls[request.request_id] = Call(request, self._arrivals)
+        self._arrivals += 1
+        try:
+            return await self._run(call)
+        finally:
+            del self._calls[request.request_id]
+
+    async def _run(self, call: Call) -> Completion:
+        attempts = overloads = 0
+        overloaded_since = math.inf
+        while (member := await self._take_seat(call)) is not None:
+            try:
+                outcome = await member.ask(call)
+            finally:
+                self._leave_seat(call, member)
+            now = trio.current_time()
+            if isinstance(outcome, Completion):
+                note_answer(member.name, call.sent_at, now - call.sent_at, len(outcome.token_ids))
+                return outcome
+            self._check_open()
+            if call.aborted:
+                break
+            self._counts["fleet/retries"] += 1
+            if isinstance(outcome, EngineOverloaded):  # no attempt is spent
+                overloads, overloaded_since = overloads + 1, min(overloaded_since, now)
+                if now - overloaded_since >= self._down_limit_s:
+                    raise EngineOverloaded(
+                        f"request {call.request.request_id!r} met nothing but overload for"
+                        f" down_limit_s={self._down_limit_s:g}; give the fleet more engines, or lower its"
+                        f" concurrency. The last: {outcome}",
+                        retry_after_s=outcome.retry_after_s,
+                    ) from outcome
+            else:
+                attempts, overloads, overloaded_since = attempts + 1, 0, math.inf
+                if attempts >= MAX_ATTEMPTS:
+                    raise outcome or InfrastructureError(
+                        f"{member.name} left service while request {call.request.request_id!r} was on it:"
+                        f" {member.last_error}"
+                    )
+            if outcome is not None:  # else the engine left service: elsewhere, at once
+                call.avoid, call.event = member.name, trio.Event()
+                pause_s = back_off_s(overloads or attempts, RETRY_S, RETRY_CAP_S, self._random)
+                with trio.move_on_after(pause_s):
+                    await call.event.wait()
+        self._check_open()
+        return make_empty_completion(call.request)
+
+    async def _take_seat(self, call: Call) -> FleetMember | None:
+        """The engine on which this call has a seat; None: it was aborted. Raises FleetDown, EngineClosed."""
+        call.seat, call.waits = None, not call.aborted
+        heapq.heappush(self._queue, (call.arrival, call))
+        self._note_service()
+        self._dispatch()
+        try:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            while call.waits:
+                self._check_open()
+                give_up_at = self._down_since + self._down_limit_s
+                if trio.current_time() >= give_up_at or (give_up_at < math.inf and self._is_over()):
+                    raise self._make_fleet_down(self._down_since)
+                call.event = trio.Event()
+                with trio.move_on_at(give_up_at):
+                    await call.event.wait()
+        except BaseException:
+            if call.seat is not None:
+                self._leave_seat(call, call.seat)
+            raise
+        finally:
+            call.waits = False
+        if call.aborted or self._closed:  # meanwhile
+            call.scope.cancel()
+        return call.seat
+
+    def _dispatch(self) -> None:
+        """Seats those who waited longest, for as long as there are seats."""
+        while self._queue and not self._paused:
+            call = self._queue[0][1]
+            if call.waits:
+                member = choose_member(self._members.values(), call)
+                if member is None:
+                    return
+                member.sent += 1
+                member.calls.add(call)
+                call.seat, call.sent_at, call.scope = member, trio.current_time(), trio.CancelScope()
+                call.waits = call.is_held = False
+                call.event.set()
+            heapq.heappop(self._queue)
+
+    def _leave_seat(self, call: Call, member: FleetMember) -> None:
+        member.calls.discard(call)
+        member.changed.unpark_all()
+        self._dispatch()
+
+    def _count_waiting(self) -> int:
+        return sum(call.waits for call in self._calls.values())
+
+    # --- whether anyone serves
 
     def _member_changed(self, member: FleetMember, before: EngineCondition) -> None:
-        if member.condition != before:
-            what = ""
-            if member.gave_up:
-                what = f"stays dead after {member.tries} restarts in a row"
-            elif member.condition == "dead":
-                what = "could not be restarted" if before == "restarting" else "is dead"
-            elif member.condition == "stale" and before in ("healthy", "suspect"):
-                what = "is out of service until a weight update"
-            if what:
-                self._warn(f"{member.name} {what}: {member.last_error}")
+        what = ""
+        if member.condition == before:
+            pass
+        elif member.gave_up:
+            what = f"stays dead after {member.tries} restarts in a row"
+        elif member.condition == "dead":
+            what = "could not be restarted" if before == "restarting" else "is dead"
+        elif member.condition == "stale" and before in ("healthy", "suspect"):
+            what = "is out of service until a weight update"
+        if what:
+            self._warn(f"{member.name} {what}: {member.last_error}")
         self._note_service()
         self._dispatch()
 
     def _note_service(self) -> None:
         """An outage begins when the last engine is lost or, before the first update, with the first request.
-        An engine that served and is updated is no outage, however long that takes; an update that begins in
-        an outage does not end it. Whoever waits looks again whether that is in vain.
+        An engine that served and is updated is no outage; an update that begins in an outage does not end it.
         """
-        members = [member for member in self._members.values() if not member.leaving]
         since = self._down_since
-        if any(member.condition == "healthy" for member in members):
+        if any(member.condition == "healthy" and not member.leaving for member in self._members.values()):
             self._down_since = math.inf
-        elif since == math.inf and (
-            self.published_version >= 0 or any(call.waits for call in self._calls.values())
-        ):
+        elif since == math.inf and (self.published_version >= 0 or self._count_waiting()):
             self._down_since = trio.current_time()
         if since != self._down_since or self._is_over():
-            self._wake_calls()
-        changed, self._changed = self._changed, trio.Event()
-        changed.set()
-
-    def _wake_calls(self) -> None:
-        for call in self._calls.values():
-            if call.waits:
-                call.event.set()
+            for call in self._calls.values():
+                if call.waits:
+                    call.event.set()
+        self._changed.unpark_all()
 
     def _is_over(self) -> bool:
         """Whether every member is dead for good: waiting brings nobody back."""
@@ -152,10 +267,10 @@ class Fleet(FleetRequests):
     async def _warn_in_outages(self) -> None:
         while True:
             with trio.move_on_at(self._down_since + WARN_EVERY_S) as scope:
-                await self._changed.wait()
+                await self._changed.park()
             while scope.cancelled_caught and self._down_since < math.inf:
-                waiting = sum(call.waits for call in self._calls.values())
-                self._warn(f"{self._describe_outage(self._down_since)} {waiting} requests wait.")
+                outage = self._describe_outage(self._down_since)
+                self._warn(f"{outage} {self._count_waiting()} requests wait.")
                 await trio.sleep(WARN_EVERY_S)
 
     def _describe_outage(self, since: float) -> str:
@@ -163,14 +278,15 @@ class Fleet(FleetRequests):
         seconds = trio.current_time() - since
         return f"no engine of the fleet has been in service for {seconds:.0f} s: {states}."
 
-    def _check_outage(self) -> None:
-        """Raises FleetDown when waiting is in vain."""
-        since = self._down_since
-        if since < math.inf and (self._is_over() or trio.current_time() >= since + self._down_limit_s):
-            raise FleetDown(
-                f"{self._describe_outage(since)} The limit is down_limit_s={self._down_limit_s:g}, or no"
-                " restart is left; see the engines' logs, then resume: nothing is in flight"
-            )
+    def _make_fleet_down(self, since: float) -> FleetDown:
+        return FleetDown(
+            f"{self._describe_outage(since)} The limit is down_limit_s={self._down_limit_s:g}, or no restart"
+            " is left; see the engines' logs, then resume: nothing is in flight"
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("the fleet is closed; use it inside `async with open_fleet(...)`")
 
     # --- the admission side of a weight update
 
@@ -179,20 +295,15 @@ class Fleet(FleetRequests):
         return tuple(member.engine for member in self._reachable())
 
     async def wait_members_for_update(self) -> tuple[InferenceEngine, ...]:
-        """members_for_update() as soon as there is one. Raises EngineClosed; FleetDown after down_limit_s, or
-        when all are dead for good.
-        """
+        """members_for_update() as soon as there is one. Raises EngineClosed; FleetDown as generate() does."""
         began = trio.current_time()
         with trio.move_on_after(self._down_limit_s):
             while not self._is_over():
                 self._check_open()
                 if engines := self.members_for_update():
                     return engines
-                await self._changed.wait()
-        raise FleetDown(
-            f"{self._describe_outage(began)} None of them can be given weights; see the engines' logs, then"
-            " resume: nothing is in flight"
-        )
+                await self._changed.park()
+        raise self._make_fleet_down(began)
 
     def needs_update(self, engine: InferenceEngine) -> bool:
         """Whether it is a member that is up and out of service until an update succeeds."""
@@ -205,23 +316,17 @@ class Fleet(FleetRequests):
             member.close_admission()
 
     def commit(self, engine: InferenceEngine, version: int) -> bool:
-        """Verified at `version`: it serves, and its held answers are delivered. False when it died, or left,
-        during the update.
-        """
+        """Verified at `version`: it serves, its held answers are delivered. False when it died, or left."""
         member = self._find(engine)
         return member is not None and member.commit(version, self.published_version)
 
-    def fail(self, engine: InferenceEngine, error: BaseException | str) -> None:
-        """Not verified: out of service and stale, announced again after a back-off. What it holds or still
-        works on goes elsewhere.
-        """
+    def fail(self, engine: InferenceEngine, error: BaseException) -> None:
+        """Not verified: stale, announced again after a back-off. What it works on or holds goes elsewhere."""
         if member := self._find(engine):
-            member.fail(error if isinstance(error, str) else f"{type(error).__name__}: {error}")
+            member.fail(f"{type(error).__name__}: {error}")
 
     def publish(self, version: int) -> None:
-        """`version` is the fleet's from now on. Whoever serves an older one goes stale, and every stale
-        member is announced.
-        """
+        """`version` is the fleet's: whoever serves an older one goes stale; stale members are announced."""
         self.published_version = version
         for member in list(self._members.values()):
             member.publish(version)
@@ -234,9 +339,7 @@ class Fleet(FleetRequests):
     # --- coming and going
 
     async def join(self, member: Member) -> None:
-        """Takes a member in: stale, and announced where something has been published. Raises EngineSetupError
-        as open_fleet does.
-        """
+        """Takes a member in, stale. Raises EngineSetupError as open_fleet does."""
         self._check_open()
         self._add(member)
         await trio.lowlevel.checkpoint()
@@ -245,17 +348,17 @@ class Fleet(FleetRequests):
         member = FleetMember(
             joining,
             self._max_concurrency,
-            changed=self._member_changed,
+            self._random,
+            self._counts,
+            tell=self._member_changed,
             announce=self._stale_sender.send_nowait,
-            counts=self._counts,
-            random_=self._random,
         )
         if member.name in self._members:
             raise EngineSetupError(
                 f"two engines of the fleet are named {member.name!r}; names must be unique, give one another"
                 " `name`"
             )
-        self.features = unite_features([*self._all_features(), joining.engine.features])
+        self.features = unite_features([*self._members.values(), member])
         self._members[member.name] = member
         if self.published_version >= 0:
             member.publish(self.published_version)
@@ -263,9 +366,7 @@ class Fleet(FleetRequests):
         self._note_service()
 
     async def leave(self, engine: InferenceEngine, *, grace_s: float = 60.0) -> None:
-        """Lets a member go: it gets nothing new, what it has not answered within `grace_s` is asked
-        elsewhere. It is not closed.
-        """
+        """Lets a member go: it gets nothing new, what it has not answered in `grace_s` is asked elsewhere."""
         member = self._find(engine)
         if member is None or member.leaving:
             return
@@ -274,7 +375,7 @@ class Fleet(FleetRequests):
         try:
             with trio.move_on_after(grace_s):
                 while member.calls:
-                    await member.changed.wait()
+                    await member.changed.park()
         finally:
             for call in member.calls:
                 call.scope.cancel()
@@ -282,60 +383,39 @@ class Fleet(FleetRequests):
             del self._members[member.name]
             self._note_service()
             if self._members:
-                self.features = unite_features(self._all_features())
-
-    def _all_features(self) -> list[EngineFeatures]:
-        return [member.engine.features for member in self._members.values()]
+                self.features = unite_features(self._members.values())
 
     # --- the fleet as an engine
 
-    async def _fan_out(
-        self,
-        members: Sequence[FleetMember],
-        ask: Callable[[InferenceEngine], Awaitable[ResultT]],
-        *,
-        must: bool = True,
-    ) -> dict[str, ResultT]:
-        """Answers by engine, when all were asked. An error that is the engine's fault makes it a suspect; the
-        first is raised if all `must` answer.
-        """
+    async def _tell_all(
+        self, members: Sequence[FleetMember], tell: Callable[[InferenceEngine], Awaitable[None]]
+    ) -> dict[str, EngineError]:
+        """The errors by engine, when all were told."""
         self._check_open()
-        answers: dict[str, ResultT] = {}
-        errors: list[EngineError] = []
+        errors: dict[str, EngineError] = {}
 
-        async def ask_one(member: FleetMember) -> None:
-            sent_at = trio.current_time()
+        async def tell_one(member: FleetMember) -> None:
             try:
-                answers[member.name] = await ask(member.engine)
+                await tell(member.engine)
             except EngineError as error:
-                errors.append(error)
-                if isinstance(error, InfrastructureError) and not isinstance(error, EngineOverloaded):
-                    member.doubt(error, sent_at=sent_at)
+                errors[member.name] = error
 
         async with trio.open_nursery() as nursery:
             for member in members:
-                nursery.start_soon(ask_one, member)
-        if errors and must:
-            raise errors[0]
-        return answers
-
-    def _serving(self) -> list[FleetMember]:
-        return [member for member in self._members.values() if member.condition in ("healthy", "suspect")]
+                nursery.start_soon(tell_one, member)
+        return errors
 
     def _reachable(self) -> list[FleetMember]:
         return [member for member in self._members.values() if not (member.is_down or member.leaving)]
 
-    async def update_weights_from_checkpoint(self, path: Path, version: int) -> NoReturn:
-        _refuse_update()
+    def _refuse(self, *args: object, **options: object) -> NoReturn:
+        raise EngineError(
+            "a fleet is not updated and gives no memory back as one engine: weight_sync updates its"
+            " members_for_update() and commits each"
+        )
 
-    async def begin_update(self) -> NoReturn:
-        _refuse_update()
-
-    def receive_bucket(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> NoReturn:
-        _refuse_update()
-
-    async def finish_update(self, version: int) -> NoReturn:
-        _refuse_update()
+    update_weights_from_checkpoint = begin_update = receive_bucket = finish_update = _refuse
+    release_memory = restore_memory = _refuse
 
     async def weight_version(self) -> int:
         """The published version."""
@@ -347,38 +427,34 @@ class Fleet(FleetRequests):
         await trio.lowlevel.checkpoint()
 
     async def pause(self, mode: PauseMode) -> None:
-        """Nobody is sent anything until resume(); the members in service pause.
-
-        Raises the first member's error after all were told: the others are paused, and a resume() is owed in
-        any case.
+        """Nobody is sent anything until resume(); the members in service pause. Raises the first member's
+        error after all were told: a resume() is owed in any case.
         """
         self._paused = True
-        await self._fan_out(self._serving(), lambda engine: engine.pause(mode))
+        serving = [one for one in self._members.values() if one.condition in ("healthy", "suspect")]
+        for error in (await self._tell_all(serving, lambda engine: engine.pause(mode))).values():
+            raise error
 
     async def resume(self) -> None:
-        """The fleet sends requests again, and every member that can be reached resumes. Raises the first
-        member's error after all were told.
-        """
+        """The fleet sends requests again, and every member that can be reached resumes. Raises like pause."""
         self._paused = False
         try:
-            await self._fan_out(self._reachable(), lambda engine: engine.resume())
+            for error in (await self._tell_all(self._reachable(), lambda engine: engine.resume())).values():
+                raise error
         finally:
             self._dispatch()
 
     async def abort_all(self) -> None:
-        """Every request is answered with what it has: in flight by its engine; queued, between two tries or
-        held back by an update with nothing.
-        """
+        """Every request is answered with what it has: nothing, if no engine works on it or its answer is held."""
         for call in self._calls.values():
             call.aborted, call.waits = True, False
             call.event.set()
             if call.is_held:
                 call.scope.cancel()
         busy = [member for member in self._members.values() if member.calls]
-        answers = await self._fan_out(busy, _abort, must=False)
-        for member in busy:
-            for call in member.calls if member.name not in answers else ():
-                if call.aborted:
+        for name in await self._tell_all(busy, lambda engine: engine.abort_all()):
+            for call in self._calls.values():
+                if call.aborted and call.seat is not None and call.seat.name == name:
                     call.scope.cancel()
 
     async def health(self) -> bool:
@@ -387,29 +463,20 @@ class Fleet(FleetRequests):
         return any(member.in_service for member in self._members.values())
 
     async def load(self) -> EngineLoad:
-        """The sum over members in service that answer, and the fleet's own queue; cache_usage is that of the
-        fullest.
-        """
-        answers = await self._fan_out(self._serving(), lambda engine: engine.load(), must=False)
-        usages = [load.cache_usage for load in answers.values() if load.cache_usage is not None]
-        waiting = sum(call.waits for call in self._calls.values())
-        return EngineLoad(
-            running=sum(load.running for load in answers.values()),
-            waiting=sum(load.waiting for load in answers.values()) + waiting,
-            cache_usage=max(usages, default=None),
-        )
-
-    async def release_memory(self) -> None:
-        await self._fan_out(self._serving(), lambda engine: engine.release_memory())
-
-    async def restore_memory(self) -> None:
-        await self._fan_out(self._reachable(), lambda engine: engine.restore_memory())
+        """The requests that members have, and the fleet's own queue."""
+        await trio.lowlevel.checkpoint()
+        running = sum(len(member.calls) for member in self._members.values())
+        return EngineLoad(running=running, waiting=self._count_waiting())
 
     def statistics(self) -> dict[str, float]:
         """`engine/<name>/…` for each member, and `fleet/…`. state: 0 healthy, 1 suspect, 2 dead, 3
         restarting, 4 stale; version −1: none yet.
         """
-        values: dict[str, float] = dict(self._counts)
+        values: dict[str, float] = {
+            **self._counts,
+            "fleet/serving": sum(member.in_service for member in self._members.values()),
+            "fleet/queued": self._count_waiting(),
+        }
         for name, member in self._members.items():
             values |= {
                 f"engine/{name}/state": CONDITIONS.index(member.condition),
@@ -419,8 +486,6 @@ class Fleet(FleetRequests):
                 f"engine/{name}/failures": member.all_failures,
                 f"engine/{name}/restarts": member.restarts,
             }
-        values["fleet/serving"] = sum(member.in_service for member in self._members.values())
-        values["fleet/queued"] = sum(call.waits for call in self._calls.values())
         return {name: float(value) for name, value in values.items()}
 
     # --- life
@@ -433,38 +498,3 @@ class Fleet(FleetRequests):
             call.event.set()
         self._stale_sender.close()
         self._note_service()
-
-
-async def _abort(engine: InferenceEngine) -> bool:
-    await engine.abort_all()
-    return True
-
-
-def _refuse_update() -> NoReturn:
-    raise EngineError(
-        "a fleet is not updated as one engine; weight_sync updates its members_for_update() and commits each"
-    )
-
-
-def unite_features(all_features: Sequence[EngineFeatures]) -> EngineFeatures:
-    """What a fleet of such engines supports: the least of each, every gap once. Raises EngineSetupError where
-    they do not fit together.
-    """
-    first = all_features[0]
-    for features in all_features:
-        if features.vocab_size != first.vocab_size or features.shares_weights:
-            raise EngineSetupError(
-                f"{features.name} has a vocabulary of {features.vocab_size}, {first.name} of"
-                f" {first.vocab_size}, and shares_weights={features.shares_weights}; the engines of a"
-                " fleet serve one model, and none generates with the trainer's own parameters"
-            )
-    shared = "update_from_checkpoint keep_pause deterministic seeds version_spans log_probs frees_memory"
-    return replace(
-        first,
-        **{name: all(getattr(features, name) for features in all_features) for name in shared.split()},
-        name="fleet",
-        context_length=min(features.context_length for features in all_features),
-        in_memory_update=False,  # of the members, by weight_sync
-        checksum=False,
-        gaps=tuple(dict.fromkeys(gap for features in all_features for gap in features.gaps)),
-    )

@@ -15,25 +15,34 @@ from __future__ import annotations
 
 import math
 import random
+import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 import trio
 
-from rollouts.errors import EngineError, EngineOverloaded
+from rollouts.errors import (
+    EngineError,
+    EngineOverloaded,
+    EngineSetupError,
+    InfrastructureError,
+    ReplyError,
+    RequestRefused,
+)
 from rollouts.protocols import InferenceEngine
-from rollouts.types import GenerateRequest
+from rollouts.types import Completion, EngineFeatures, GenerateRequest
 
 EngineCondition = Literal["healthy", "suspect", "dead", "restarting", "stale"]
-CONDITIONS: tuple[EngineCondition, ...] = ("healthy", "suspect", "dead", "restarting", "stale")
+CONDITIONS = get_args(EngineCondition)
 IN_A_ROW = 3  # failures without a success, failed checks, failed updates: the engine is dead
 CHECK_S = 10.0  # for one health check
 RECOVER_S, RECOVER_CAP_S = 1.0, 60.0  # first and longest back-off of checks, restarts, announcements
 RETRY_AFTER_CAP_S = 300.0  # a server that asks for a longer rest is asked again after this
 MAX_RESTARTS = 8  # in a row, without STABLE_S in service between them
 STABLE_S = 300.0
+AFFINITY_SLACK = 8  # requests by which a group's engine may be ahead of the least busy one
 
 
 @dataclass(frozen=True)
@@ -63,47 +72,50 @@ class Call:
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # around its stay on an engine
 
 
+@dataclass(slots=True, eq=False)
 class FleetMember:
     """The state of one engine. Its methods are the events; each tells the fleet what changed."""
 
-    def __init__(
-        self,
-        member: Member,
-        max_concurrency: int,
-        *,
-        changed: Callable[[FleetMember, EngineCondition], None],
-        announce: Callable[[InferenceEngine], None],
-        counts: Counter[str],
-        random_: random.Random,
-    ) -> None:
-        """`changed` gets the condition before, `announce` an engine that needs an update."""
-        self.member = member
-        self.engine = member.engine
-        self.name = member.engine.features.name
-        self.condition: EngineCondition = "stale"
-        self.version: int | None = None  # last committed; None: never
-        self.updating = False  # between close_admission and the verdict: no new requests, no delivery
-        self.leaving = False
-        self.limit = float(max_concurrency)
-        self.calls: set[Call] = set()  # those that have a seat
-        self.sent = 0
-        self.failures = self.failed_checks = self.failed_updates = self.overloads = 0  # in a row
-        self.tries = 0  # restarts in a row that did not bring it back for long
-        self.all_failures = self.restarts = 0
-        self.healthy_since = 0.0  # a failure that was sent before does not count again
-        self.in_service_since = 0.0
-        self.resting_until = -math.inf  # no request before: it was overloaded
-        self.due = math.inf
-        self.last_error = ""
-        self.changed = trio.Event()  # replaced when set
-        self.scope = trio.CancelScope()  # around its tasks
-        self._acting = trio.CancelScope()
-        self._watching = trio.CancelScope()
-        self._max_concurrency = max_concurrency
-        self._tell = changed
-        self._announce = announce
-        self._counts = counts
-        self._random = random_
+    member: Member
+    max_concurrency: int
+    random_: random.Random
+    counts: Counter[str]  # the fleet's, of failures by class
+    tell: Callable[[FleetMember, EngineCondition], None]  # gets the condition before
+    announce: Callable[[InferenceEngine], None]  # gets an engine that needs an update
+    condition: EngineCondition = "stale"
+    version: int | None = None  # last committed; None: never
+    updating: bool = False  # between close_admission and the verdict: no new requests, no delivery
+    leaving: bool = False
+    limit: float = 0.0  # requests at once; max_concurrency at first
+    calls: set[Call] = field(default_factory=set)  # those that have a seat
+    sent: int = 0
+    failures: int = 0  # in a row, as the next three
+    failed_checks: int = 0
+    failed_updates: int = 0
+    overloads: int = 0
+    tries: int = 0  # restarts in a row that did not bring it back for long
+    all_failures: int = 0
+    restarts: int = 0
+    healthy_since: float = 0.0  # a failure that was sent before does not count again
+    in_service_since: float = 0.0
+    resting_until: float = -math.inf  # no request before: it was overloaded
+    due: float = math.inf
+    last_error: str = ""
+    changed: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # around its tasks
+    acting: trio.CancelScope = field(default_factory=trio.CancelScope)
+    watching: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+    def __post_init__(self) -> None:
+        self.limit = float(self.max_concurrency)
+
+    @property
+    def engine(self) -> InferenceEngine:
+        return self.member.engine
+
+    @property
+    def name(self) -> str:
+        return self.engine.features.name
 
     # --- what may be asked of it
 
@@ -133,10 +145,6 @@ class FleetMember:
 
     # --- changes
 
-    def wake(self) -> None:
-        changed, self.changed = self.changed, trio.Event()
-        changed.set()
-
     def _set(
         self, condition: EngineCondition, *, due: float = math.inf, error: str = "", updating: bool = False
     ) -> None:
@@ -154,24 +162,73 @@ class FleetMember:
             self.healthy_since, self.failed_checks = now, 0
             self.in_service_since = now if before == "stale" else self.in_service_since
             self.due = self.resting_until if self.resting_until > now else math.inf
-        self._acting.cancel()
-        self.wake()
-        self._tell(self, before)
+        self.acting.cancel()
+        self.changed.unpark_all()
+        self.tell(self, before)
 
     def _after(self, count: int) -> float:
         """The time after the back-off that follows `count` failures in a row."""
-        return trio.current_time() + back_off_s(count, RECOVER_S, RECOVER_CAP_S, self._random)
+        return trio.current_time() + back_off_s(count, RECOVER_S, RECOVER_CAP_S, self.random_)
 
     def count(self, error: BaseException) -> None:
-        self._counts[f"fleet/failures/{type(error).__name__}"] += 1
+        self.counts[f"fleet/failures/{type(error).__name__}"] += 1
 
     # --- requests
+
+    async def ask(self, call: Call) -> Completion | InfrastructureError | None:
+        """What came of asking the engine: an answer that may be delivered, the engine's failure, or None when
+        it left service meanwhile. Raises RequestRefused.
+
+        What is answered during an update is held until the engine is verified; a failed update and
+        abort_all() cancel the call's scope.
+        """
+        with call.scope:
+            try:
+                completion = await self.engine.generate(call.request)
+                if self.updating:
+                    await self._hold(call)
+                if call.scope.cancel_called:
+                    return None
+                self._check_version(completion)
+                return completion
+            except RequestRefused:
+                raise
+            except EngineOverloaded as error:
+                self.overloaded(error)
+                return error
+            except EngineError as error:
+                self.doubt(error, sent_at=call.sent_at)
+                if isinstance(error, InfrastructureError):
+                    return error
+                # closed, 401, 404, another version: this engine would draw all requests by failing
+                made = InfrastructureError(f"{self.name}: {type(error).__name__}: {error}")
+                made.__cause__ = error
+                return made
+        return None
+
+    async def _hold(self, call: Call) -> None:
+        call.is_held = True
+        if call.aborted:
+            call.scope.cancel()
+        while self.updating:
+            await self.changed.park()
+
+    def _check_version(self, completion: Completion) -> None:
+        """Raises ReplyError if some of its tokens are of weights never committed here."""
+        assert self.version is not None
+        for version in {*completion.weight_versions.tolist()}:
+            if version > self.version or version < min(0, self.version):
+                raise ReplyError(
+                    f"{self.name}, request {completion.request_id!r}: tokens of weight version {version},"
+                    f" committed there is {self.version}"
+                )
+        self.answered()
 
     def answered(self) -> None:
         """A good answer. The limit grows by a tenth a round if it was what kept further requests away."""
         self.failures = self.overloads = 0
         if len(self.calls) >= int(self.limit):
-            self.limit = min(float(self._max_concurrency), self.limit + 0.1)
+            self.limit = min(float(self.max_concurrency), self.limit + 0.1)
 
     def overloaded(self, error: EngineOverloaded) -> None:
         """It takes no more: the limit is halved once per rest, and it is left alone for what it asks, or for
@@ -190,7 +247,7 @@ class FleetMember:
             self.resting_until = max(self.resting_until, now + min(error.retry_after_s, RETRY_AFTER_CAP_S))
         if self.in_service:
             self.due = self.resting_until
-            self.wake()
+            self.changed.unpark_all()
 
     def doubt(self, error: EngineError, *, sent_at: float) -> None:
         """A failure that is the engine's: it is checked at once. Counts once per spell of health, whatever
@@ -223,7 +280,7 @@ class FleetMember:
 
     def _come_back(self) -> None:
         self.failures = self.failed_checks = self.failed_updates = self.overloads = 0
-        self.limit = float(self._max_concurrency)
+        self.limit = float(self.max_concurrency)
         self._set("stale", due=trio.current_time())
 
     # --- weight updates
@@ -266,7 +323,7 @@ class FleetMember:
             self._set("stale", due=trio.current_time(), error=why)
         elif self.condition == "stale" and self.due == math.inf:
             self.due = trio.current_time()
-            self.wake()
+            self.changed.unpark_all()
 
     # --- its tasks
 
@@ -277,9 +334,8 @@ class FleetMember:
                 if self.member.wait_exited is not None:
                     nursery.start_soon(self._watch_process, self.member.wait_exited)
                 while True:
-                    changed = self.changed
                     with trio.move_on_at(self.due):
-                        await changed.wait()
+                        await self.changed.park()
                         continue
                     await self._act()
 
@@ -287,14 +343,14 @@ class FleetMember:
         if self.condition == "dead" and self.member.restart is not None:
             await self._restart(self.member.restart)
         elif self.condition in ("suspect", "dead"):
-            with trio.CancelScope() as self._acting:
+            with trio.CancelScope() as self.acting:
                 await self._examine()
         else:
             self.due = math.inf
             if self.condition == "stale":
-                self._announce(self.engine)
+                self.announce(self.engine)
             else:  # its rest is over
-                self._tell(self, "healthy")
+                self.tell(self, "healthy")
 
     async def _examine(self) -> None:
         """Asks a suspect or a dead engine how it is and which weights it has."""
@@ -308,7 +364,7 @@ class FleetMember:
         except EngineError as raised:
             error = f"health check: {raised}"
         before = f"; before it: {self.last_error}" if self.last_error else ""
-        if self._acting.cancel_called:  # an update or a death came in the same tick as the answer
+        if self.acting.cancel_called:  # an update or a death came in the same tick as the answer
             return
         if self.condition == "dead":
             self.tries += version is None
@@ -330,7 +386,7 @@ class FleetMember:
             self._set("stale", due=trio.current_time(), error=why)
 
     async def _restart(self, restart: Callable[[], Awaitable[None]]) -> None:
-        self._watching.cancel()
+        self.watching.cancel()
         self.tries += 1
         self.restarts += 1
         self._set("restarting")
@@ -345,11 +401,52 @@ class FleetMember:
     async def _watch_process(self, wait_exited: Callable[[], Awaitable[str]]) -> None:
         while True:
             while self.is_down:
-                await self.changed.wait()
-            with trio.CancelScope() as self._watching:
+                await self.changed.park()
+            with trio.CancelScope() as self.watching:
                 self.die(await wait_exited())
 
 
 def back_off_s(count: int, base_s: float, cap_s: float, random_: random.Random) -> float:
     """Seconds to wait after `count` failures: half to all of base·2^(count−1), at most the cap."""
     return min(cap_s, base_s * 2.0 ** min(count - 1, 60)) * random_.uniform(0.5, 1.0)
+
+
+def choose_member(members: Iterable[FleetMember], call: Call) -> FleetMember | None:
+    """Where the request goes: to its group's engine unless that is AFFINITY_SLACK requests busier than the
+    least busy one; None when all seats are taken. `avoid` is asked only when nobody else has a seat.
+    """
+    free = [member for member in members if member.has_seat]
+    if not free:
+        return None
+    least = min(free, key=lambda member: (member.name == call.avoid, len(member.calls), member.sent))
+    if key := call.request.affinity:
+        favourite = max(free, key=lambda member: zlib.crc32(f"{key}/{member.name}".encode()))
+        if favourite.name != call.avoid and len(favourite.calls) - len(least.calls) <= AFFINITY_SLACK:
+            return favourite
+    return least
+
+
+def unite_features(members: Iterable[FleetMember]) -> EngineFeatures:
+    """What a fleet of such engines supports: the least of each, every gap once. Raises EngineSetupError where
+    they do not fit together.
+    """
+    each = [member.engine.features for member in members]
+    first = each[0]
+    for features in each:
+        if features.vocab_size != first.vocab_size or features.shares_weights:
+            raise EngineSetupError(
+                f"{features.name} has a vocabulary of {features.vocab_size}, {first.name} of"
+                f" {first.vocab_size}, and shares_weights={features.shares_weights}; the engines of a"
+                " fleet serve one model, and none generates with the trainer's own parameters"
+            )
+    shared = "update_from_checkpoint keep_pause deterministic seeds version_spans log_probs"
+    return replace(
+        first,
+        **{name: all(getattr(features, name) for features in each) for name in shared.split()},
+        name="fleet",
+        context_length=min(features.context_length for features in each),
+        in_memory_update=False,  # of the members, by weight_sync
+        checksum=False,
+        frees_memory=False,
+        gaps=tuple(dict.fromkeys(gap for features in each for gap in features.gaps)),
+    )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import trio
 
-from rollouts.engines import fleet_requests
+from rollouts.engines import fleet
 from rollouts.engines.fleet import Fleet
 from rollouts.engines.fleet_members import FleetMember
 from rollouts.generation import collector
@@ -74,17 +74,17 @@ def commit_without_proof(patch: pytest.MonkeyPatch) -> None:
 def deliver_during_updates(patch: pytest.MonkeyPatch) -> None:
     """Replies are not held back until their engine has proven what made them."""
 
-    async def deliver(self: Fleet, call: Any, member: Any) -> None:
+    async def deliver(self: FleetMember, call: Any) -> None:
         await trio.lowlevel.checkpoint()
 
-    patch.setattr(Fleet, "_hold_during_update", deliver)
-    patch.setattr(Fleet, "_check_version", lambda self, call, live, completion: completion)
+    patch.setattr(FleetMember, "_hold", deliver)
+    patch.setattr(FleetMember, "_check_version", lambda self, completion: None)
 
 
 def forget_failed_requests(patch: pytest.MonkeyPatch) -> None:
     """A request whose engine failed is never asked again."""
 
-    patch.setattr(fleet_requests, "back_off_s", lambda *numbers: math.inf)
+    patch.setattr(fleet, "back_off_s", lambda *numbers: math.inf)
 
 
 def keep_the_seat_of_failed_requests(patch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def run_fleet_simulation(schedule: FleetSchedule) -> FleetReport:
     _seed_scheduler(schedule.seed)
     clock, watchers = trio.testing.MockClock(autojump_threshold=0), [_Watcher(simulation)]
     try:
-        with mock.patch("rollouts.engines.fleet_requests.MAX_ATTEMPTS", schedule.max_attempts):
+        with mock.patch("rollouts.engines.fleet.MAX_ATTEMPTS", schedule.max_attempts):
             trio.run(simulation.run, clock=clock, instruments=watchers)
     except BaseException as error:
         broken = simulation.broken or _find_broken(error)

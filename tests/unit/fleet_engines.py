@@ -45,7 +45,6 @@ class FakeEngine:
     healthy: bool = True
     health_error: EngineError | None = None
     health_hangs: bool = False
-    slots: int = 1000  # beyond it, load() says, they wait
     features: EngineFeatures = field(init=False)
     asked: list[str] = field(default_factory=list)  # request ids
     asked_at: list[float] = field(default_factory=list)
@@ -85,12 +84,7 @@ class FakeEngine:
         return self.healthy
 
     async def load(self) -> EngineLoad:
-        running = min(self.slots, len(self.running))
-        return EngineLoad(
-            running=running,
-            waiting=len(self.running) - running,
-            cache_usage=0.25 if self.name == "a" else None,
-        )
+        return EngineLoad(running=len(self.running), waiting=0)
 
     async def abort_all(self) -> None:
         self.calls.append("abort_all")
@@ -104,10 +98,10 @@ class FakeEngine:
         self.calls.append("resume")
 
     async def release_memory(self) -> None:
-        self.calls.append("release")
+        raise AssertionError("never asked of a member by a fleet")
 
     async def restore_memory(self) -> None:
-        self.calls.append("restore")
+        raise AssertionError("never asked of a member by a fleet")
 
     async def update_weights_from_checkpoint(self, path: Path, version: int) -> dict[str, Any]:
         self.version = version

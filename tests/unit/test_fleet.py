@@ -46,7 +46,7 @@ async def test_requests_go_to_whoever_has_fewest(autojump_clock):
 
 
 async def test_a_group_stays_on_one_engine_until_that_is_much_busier(autojump_clock, monkeypatch):
-    monkeypatch.setattr("rollouts.engines.fleet_requests.AFFINITY_SLACK", 3)
+    monkeypatch.setattr("rollouts.engines.fleet_members.AFFINITY_SLACK", 3)
     a, b = FakeEngine("a"), FakeEngine("b")
     async with fleet_of(a, b) as fleet:
         await gather(fleet, *(ask(f"r{i}", affinity="g") for i in range(7)))
@@ -204,7 +204,7 @@ async def test_a_server_that_answers_404_at_once_loses_no_request_and_draws_no_o
 
 
 async def test_a_404_everywhere_is_the_engines_failure_and_keeps_its_cause(autojump_clock, monkeypatch):
-    monkeypatch.setattr("rollouts.engines.fleet_requests.MAX_ATTEMPTS", 2)
+    monkeypatch.setattr("rollouts.engines.fleet.MAX_ATTEMPTS", 2)
     a = FakeEngine("a", script=fail_first(10**9, lambda: EngineError("generate gave 404")))
     async with fleet_of(a) as fleet:
         with pytest.raises(InfrastructureError, match="a: EngineError: generate gave 404") as caught:
@@ -213,7 +213,7 @@ async def test_a_404_everywhere_is_the_engines_failure_and_keeps_its_cause(autoj
 
 
 async def test_a_request_that_fails_everywhere_gets_its_last_error(autojump_clock, monkeypatch):
-    monkeypatch.setattr("rollouts.engines.fleet_requests.MAX_ATTEMPTS", 5)
+    monkeypatch.setattr("rollouts.engines.fleet.MAX_ATTEMPTS", 5)
     engines = [FakeEngine(name, script=fail_first(10**9, garbage)) for name in "abc"]
     async with fleet_of(*engines) as fleet:
         with pytest.raises(ReplyError, match="nan"):
@@ -271,8 +271,8 @@ async def test_a_request_that_meets_nothing_but_overload_is_given_up_after_the_l
 
 
 async def test_abort_all_answers_everyone(autojump_clock, monkeypatch):
-    monkeypatch.setattr("rollouts.engines.fleet_requests.RETRY_S", 50)
-    monkeypatch.setattr("rollouts.engines.fleet_requests.RETRY_CAP_S", 50)
+    monkeypatch.setattr("rollouts.engines.fleet.RETRY_S", 50)
+    monkeypatch.setattr("rollouts.engines.fleet.RETRY_CAP_S", 50)
     a, b = FakeEngine("a", seconds=100), FakeEngine("b", script=fail_first(1, unreachable))
     b.health_hangs = True
     async with fleet_of(a, b, max_concurrency=2) as fleet:
@@ -329,14 +329,11 @@ async def test_a_paused_fleet_admits_nothing(autojump_clock):
             await trio.sleep(10)
             assert not a.asked and not b.asked
             await fleet.resume()
-        await fleet.release_memory()
-        await fleet.restore_memory()
-        assert a.calls == b.calls == ["pause wait", "resume", "release", "restore"]
+        assert a.calls == b.calls == ["pause wait", "resume"]
 
 
-async def test_load_is_the_sum(autojump_clock):
-    a, b = FakeEngine("a", slots=1), FakeEngine("b")
-    async with fleet_of(a, b, max_concurrency=2) as fleet:
+async def test_load_is_what_members_have_and_what_waits(autojump_clock):
+    async with fleet_of(FakeEngine("a"), FakeEngine("b"), max_concurrency=2) as fleet:
         loads: list[EngineLoad] = []
 
         async def look() -> None:
@@ -344,7 +341,7 @@ async def test_load_is_the_sum(autojump_clock):
             loads.append(await fleet.load())
 
         await gather_with(fleet, look, *(ask(f"r{i}") for i in range(7)))
-        assert loads == [EngineLoad(running=1 + 2, waiting=1 + 3, cache_usage=0.25)]
+        assert loads == [EngineLoad(running=2 + 2, waiting=3)]
 
 
 async def test_leaving_the_fleet_ends_everyones_wait(autojump_clock):

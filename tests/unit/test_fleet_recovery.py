@@ -12,6 +12,7 @@ import trio.testing
 
 from rollouts.engines.fleet_members import Member
 from rollouts.errors import (
+    EngineError,
     EngineUnreachable,
     FleetDown,
     InfrastructureError,
@@ -72,7 +73,7 @@ async def test_an_update_of_a_fleet_that_stays_dead_ends_in_fleet_down(autojump_
     async with fleet_of(process.member(), down_limit_s=50) as fleet:
         process.die()
         await trio.testing.wait_all_tasks_blocked()
-        with pytest.raises(FleetDown, match=r"a: restarting.*given weights"):
+        with pytest.raises(FleetDown, match=r"a: restarting.*nothing is in flight"):
             await fleet.wait_members_for_update()
         assert trio.current_time() == 50
 
@@ -92,7 +93,7 @@ async def test_a_process_that_runs_but_answers_garbage_is_restarted_once(autojum
 
 
 async def test_a_request_under_which_engine_after_engine_dies_is_given_up(autojump_clock, monkeypatch):
-    monkeypatch.setattr("rollouts.engines.fleet_requests.MAX_ATTEMPTS", 3)
+    monkeypatch.setattr("rollouts.engines.fleet.MAX_ATTEMPTS", 3)
     process = Process(FakeEngine("a"), start_s=1)
 
     async def kill(engine: FakeEngine, request: GenerateRequest) -> None:
@@ -197,7 +198,7 @@ async def test_updates_that_fail_do_not_prolong_an_outage(autojump_clock):
     async with fleet_of(a, warnings=warnings) as fleet:
         fleet.close_admission(a)
         await trio.sleep(5000)  # it served, and is updated: no outage
-        fleet.fail(a, "silent load")
+        fleet.fail(a, EngineError("silent load"))
         ended: list[float] = []
 
         async def wait() -> None:
@@ -210,7 +211,7 @@ async def test_updates_that_fail_do_not_prolong_an_outage(autojump_clock):
             for _ in range(3):
                 fleet.close_admission(a)
                 await trio.sleep(900)
-                fleet.fail(a, "silent load")
+                fleet.fail(a, EngineError("silent load"))
                 await trio.sleep(60)
         assert ended == [5000 + 600]
         assert sum("no engine of the fleet" in text for text in warnings) > 20  # they go on

@@ -114,13 +114,13 @@ async def test_a_failed_update_discards_what_was_held_and_sends_it_elsewhere(aut
             a.version = b.version = 1
             await trio.sleep(1)
             fleet.commit(b, 1)
-            fleet.fail(a, "the probe does not match")
+            fleet.fail(a, EngineError("the probe does not match"))
             fleet.publish(1)
         assert a.asked == ["r"] and b.asked == ["s", "r"] and trio.current_time() == 2.5
         assert await fleet.stale_members.receive() is a
         assert 0.5 <= trio.current_time() - 1.5 <= 2  # after a back-off
         fleet.close_admission(a)
-        fleet.fail(a, "again")
+        fleet.fail(a, EngineError("again"))
         assert await fleet.stale_members.receive() is a
 
 
@@ -141,7 +141,7 @@ async def test_an_engine_that_cannot_be_updated_is_restarted(autojump_clock):
     async with fleet_of(process.member(), FakeEngine("b")) as fleet:
         for _ in range(3):
             fleet.close_admission(process.engine)
-            fleet.fail(process.engine, "its update hangs")
+            fleet.fail(process.engine, EngineError("its update hangs"))
         assert state_of(fleet, "a") == "dead"
         await fleet.stale_members.receive()
         assert len(process.restarted_at) == 1
@@ -159,12 +159,9 @@ async def test_publishing_takes_out_whoever_was_not_updated(autojump_clock):
 
 async def test_a_fleet_is_not_updated_as_one_engine(autojump_clock):
     async with fleet_of(FakeEngine("a")) as fleet:
-        with pytest.raises(EngineError, match="weight_sync"):
-            await fleet.begin_update()
-        with pytest.raises(EngineError, match="weight_sync"):
-            fleet.receive_bucket([])
-        with pytest.raises(EngineError, match="weight_sync"):
-            await fleet.finish_update(1)
+        for call in (fleet.begin_update, lambda: fleet.receive_bucket([]), lambda: fleet.finish_update(1)):
+            with pytest.raises(EngineError, match="weight_sync"):
+                call()
         assert await fleet.checksum() is None
 
 
