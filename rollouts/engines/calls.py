@@ -13,6 +13,7 @@ import trio
 from rollouts.engines.http import HttpClient
 from rollouts.engines.wire import decode_reply, show
 from rollouts.errors import EngineError, EngineOverloaded, EngineSilent, InfrastructureError, RequestRefused
+from rollouts.processes.nurseries import run_all
 
 HEALTH_S = 10.0  # for the answer to whether a server is well; less where silence_s is
 ResultT = TypeVar("ResultT")
@@ -77,31 +78,21 @@ async def ask_watched(
     """What `ask()` returns. Every `silence_s` a task beside it asks whether the server `works()`; if not,
     `ask()` is cancelled. Raises what both raise, and EngineSilent.
     """
-    results: list[ResultT] = []
-    failure: EngineError | None = None
+    answers: list[ResultT] = []
+
+    async def wait_answer() -> None:
+        answers.append(await ask())
+        answered.cancel()
 
     async def watch() -> None:
-        nonlocal failure
-        try:
-            while True:
-                await trio.sleep(silence_s)
-                if not await works():
-                    raise EngineSilent(f"{where}: no answer and no progress for {silence_s:g} s")
-        except EngineError as error:
-            failure = error
-            nursery.cancel_scope.cancel()
+        while True:
+            await trio.sleep(silence_s)
+            if not await works():
+                raise EngineSilent(f"{where}: no answer and no progress for {silence_s:g} s")
 
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(watch)
-        try:
-            results.append(await ask())
-        except EngineError as error:
-            failure = error
-        nursery.cancel_scope.cancel()
-    if results:
-        return results[0]
-    assert failure is not None
-    raise failure
+    with trio.CancelScope() as answered:
+        await run_all(wait_answer, watch)
+    return answers[0]
 
 
 def check_status(reply: httpx.Response, *, where: str) -> None:

@@ -44,6 +44,7 @@ from rollouts.errors import (
     RequestRefused,
 )
 from rollouts.metrics.spans import note_answer
+from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import InferenceEngine, PauseMode
 from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
 
@@ -69,23 +70,17 @@ async def open_fleet(
     while nobody serves. Leaving cancels what is in flight, whose callers get EngineClosed. Raises
     EngineSetupError for no members, two of one name, and engines of different models.
     """
-    failure: Exception | None = None
-    async with trio.open_nursery() as nursery:
+    if not members:
+        raise EngineSetupError("a fleet needs at least one engine")
+    async with open_plain_nursery() as nursery:
         fleet = Fleet(max_concurrency, down_limit_s, random.Random(seed), warn, nursery)
         try:
-            if not members:
-                raise EngineSetupError("a fleet needs at least one engine")
             for member in members:
                 fleet._add(member)
             nursery.start_soon(fleet._warn_in_outages)
             yield fleet
-        except Exception as error:  # raised below, outside the nursery, which would wrap it in a group
-            failure = error
         finally:
             fleet._close()
-            nursery.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
 
 
 class Fleet:
@@ -445,7 +440,7 @@ class Fleet:
             self._dispatch()
 
     async def abort_all(self) -> None:
-        """Every request is answered with what it has: nothing, if no engine works on it or its answer is held."""
+        """Every request is answered with what it has: nothing, if no engine works on it or it is held."""
         for call in self._calls.values():
             call.aborted, call.waits = True, False
             call.event.set()

@@ -22,6 +22,8 @@ from rollouts.errors import EngineClosed, EngineSetupError, EngineSilent, Engine
 
 IDLE_S = 4.0  # uvicorn, below vLLM and SGLang, closes after 5 s
 MAX_IDLE = 1024
+MAX_BYTES = 1 << 28  # of an answer that says its length; one of 100,000 tokens has 10 MB
+CONNECT_S = 5.0  # for a connection, TLS included
 CLOSE_S = 1.0  # for a TLS goodbye
 RESEND_S = 1.0  # a kept connection that the server had closed says so at once; later it may have done work
 _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody; a client without it costs 24 ms
@@ -33,14 +35,11 @@ Transport = Callable[[], httpx.AsyncBaseTransport]
 class HttpClient:
     """Requests to one server. Made by open_http_client."""
 
-    def __init__(
-        self, url: str, headers: Mapping[str, str], make: Callable[[], httpx.AsyncClient], connect_s: float
-    ) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str], make: Callable[[], httpx.AsyncClient]) -> None:
         """`url` stands before every path, and in messages; `headers` go into every request."""
         self.url = url
         self._headers = headers
         self._make = make
-        self._connect_s = connect_s
         self._idle: deque[tuple[float, httpx.AsyncClient]] = deque()  # idle since; the newest last
         self._closed = False
 
@@ -52,8 +51,8 @@ class HttpClient:
 
         Cancelling closes the connection. The request is sent again once, over a new connection, when a kept
         one turns out within RESEND_S to be closed before the head of the answer. Raises: EngineUnreachable
-        (refused, not connected in time, closed unanswered, or broken), ReplyError (an answer that is cut or
-        not HTTP), EngineSilent (no byte moved for silence_s), EngineClosed.
+        (refused, not connected in time, closed unanswered, or broken), ReplyError (an answer that is cut, not
+        HTTP or longer than MAX_BYTES), EngineSilent (no byte moved for silence_s), EngineClosed.
         """
         begun_s = trio.current_time()
         if self._idle:  # httpx sees by itself when the connection is too old or over
@@ -71,7 +70,7 @@ class HttpClient:
         where = f"{method} {self.url}{path}"
         if self._closed:
             raise EngineClosed(f"{where}: the client is closed; use it inside its `async with`")
-        timeout = httpx.Timeout(silence_s, connect=self._connect_s, pool=None).as_dict()
+        timeout = httpx.Timeout(silence_s, connect=CONNECT_S, pool=None).as_dict()
         headers = dict(self._headers)
         if method != "GET":
             headers |= {"content-length": str(len(body or b"")), "content-type": "application/json"}
@@ -82,10 +81,14 @@ class HttpClient:
         kept = False
         try:
             reply = await client.send(request, stream=True)
+            if int(reply.headers.get("content-length", 0)) > MAX_BYTES:
+                raise ReplyError(
+                    f"{where}: the answer has more than MAX_BYTES={MAX_BYTES} bytes; ask for less"
+                )
             await reply.aread()
             kept = not self._closed
         except httpx.ConnectTimeout as error:
-            raise EngineUnreachable(f"{where}: no connection within {self._connect_s:g} s") from error
+            raise EngineUnreachable(f"{where}: no connection within {CONNECT_S:g} s") from error
         except httpx.ConnectError as error:
             raise EngineUnreachable(f"{where}: no connection: {_describe(error)}") from error
         except httpx.TimeoutException as error:
@@ -148,18 +151,13 @@ async def _close(client: httpx.AsyncClient) -> None:
 
 @asynccontextmanager
 async def open_http_client(
-    url: str,
-    *,
-    api_key: str | None = None,
-    connect_s: float = 5.0,
-    ssl_context: ssl.SSLContext | None = None,
-    transport: Transport | None = None,
+    url: str, *, api_key: str | None = None, transport: Transport | None = None
 ) -> AsyncIterator[HttpClient]:
     """A client for the server at `url`, http or https, with or without a path before all others. Connects
     when it is first asked to.
 
-    `api_key` goes into every request and into no message. `connect_s`: seconds that a connection, TLS
-    included, may take. Raises EngineSetupError for a url or a key that cannot be used.
+    `api_key` goes into every request and into no message. Raises EngineSetupError for a url or a key that
+    cannot be used.
     """
     parts = split_url(url)
     if api_key is not None and not (
@@ -168,7 +166,7 @@ async def open_http_client(
         raise EngineSetupError(
             f"the api_key for {url} is empty or holds a character that no header may carry (a line break?)"
         )
-    context = ssl_context or (ssl.create_default_context() if parts.scheme == "https" else _NO_TLS)
+    context = ssl.create_default_context() if parts.scheme == "https" else _NO_TLS
     limits = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=IDLE_S)
     headers = {"host": parts.netloc, "accept-encoding": "identity"}
     if api_key is not None:
@@ -180,7 +178,7 @@ async def open_http_client(
         )
 
     shown = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
-    client = HttpClient(shown, headers, make, connect_s)
+    client = HttpClient(shown, headers, make)
     try:
         yield client
     finally:

@@ -246,8 +246,8 @@ async def ask_ready(url: str, api_key: str, *, health_path: str) -> Literal["rea
     """
     with trio.move_on_after(ANSWER_S), suppress(InfrastructureError):
         async with (
-            open_http_client(url, connect_s=ANSWER_S) as anybody,
-            open_http_client(url, api_key=api_key, connect_s=ANSWER_S) as we,
+            open_http_client(url) as anybody,
+            open_http_client(url, api_key=api_key) as we,
         ):
             if (await we.request("GET", health_path)).status_code == 200:
                 with_key = (await we.request("GET", KEYED_PATH)).status_code

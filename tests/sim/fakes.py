@@ -37,7 +37,7 @@ class SimulatedEngine(ServerEngine):
     def __init__(self, process: SimulatedProcess, dialect: DialectName, *, silence_s: float) -> None:
         fake = FaultServer(process, dialect)
         client = HttpClient(
-            fake.url, {}, lambda: httpx.AsyncClient(transport=fake.transport(), trust_env=False), 5.0
+            fake.url, {}, lambda: httpx.AsyncClient(transport=fake.transport(), trust_env=False)
         )
         health_path = "/health" if dialect == "vllm" else "/ready"
         server = Server(client, name=process.name, silence_s=silence_s, health_path=health_path)

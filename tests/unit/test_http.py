@@ -409,19 +409,30 @@ async def test_a_server_that_says_nothing_is_silent_and_not_asked_again(begins: 
         assert len(server.log) == 2
 
 
-async def test_a_server_that_takes_no_bytes_is_silent_and_one_that_takes_no_connection_unreachable():
+async def test_a_server_that_takes_no_bytes_is_silent_and_one_that_takes_no_connection_unreachable(
+    monkeypatch,
+):
+    monkeypatch.setattr("rollouts.engines.http.CONNECT_S", 0.05)
+
     async def handle(peer: Peer) -> None:
         await trio.sleep_forever()
 
-    tls = ssl.create_default_context()
     async with open_server(handle) as server:
         async with open_http_client(server.url) as client:
             with pytest.raises(EngineSilent):
                 await client.request("POST", "/x", body=bytes(1 << 26), silence_s=0.05)
         url = server.url.replace("http:", "https:")  # nobody answers the handshake
-        async with open_http_client(url, connect_s=0.05, ssl_context=tls) as client:
+        async with open_http_client(url) as client:
             with pytest.raises(EngineUnreachable, match=r"no connection within 0\.05 s"):
                 await client.request("GET", "/x")
+
+
+async def test_an_endless_answer_is_cut_off(monkeypatch):
+    monkeypatch.setattr("rollouts.engines.http.MAX_BYTES", 1000)
+    async with open_server(once(reply(b"x" * 1001))) as server, open_http_client(server.url) as client:
+        with pytest.raises(ReplyError, match="more than MAX_BYTES=1000"):
+            await client.request("GET", "/x")
+        assert not client._idle
 
 
 # --- cancelling ---
@@ -512,14 +523,16 @@ def make_tls(kind: int) -> ssl.SSLContext:
     return context
 
 
-async def test_https_is_spoken_and_only_with_a_trusted_server():
+async def test_https_is_spoken_and_only_with_a_trusted_server(monkeypatch):
     ours = make_tls(ssl.PROTOCOL_TLS_CLIENT)
     async with open_server(always(reply()), tls=make_tls(ssl.PROTOCOL_TLS_SERVER)) as server:
-        async with open_http_client(server.url, api_key=KEY, ssl_context=ours) as client:
-            for _ in range(3):
-                assert (await client.request("POST", "/x", body=b"{}")).content == BODY
-            assert server.accepted == 1
-            await ask_at_once(client, 5)
+        with monkeypatch.context() as patch:
+            patch.setattr(ssl, "create_default_context", lambda: ours)
+            async with open_http_client(server.url, api_key=KEY) as client:
+                for _ in range(3):
+                    assert (await client.request("POST", "/x", body=b"{}")).content == BODY
+                assert server.accepted == 1
+                await ask_at_once(client, 5)
         await server.wait_empty()
         seen = len(server.log)
     assert seen == 8

@@ -1,0 +1,43 @@
+"""Nurseries out of which errors come as they are; trio's own wraps every error in an ExceptionGroup."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import trio
+
+
+@asynccontextmanager
+async def open_plain_nursery() -> AsyncIterator[trio.Nursery]:
+    """A nursery for helpers of the block: they are cancelled when it ends. An error of the block itself is
+    raised as it is.
+    """
+    failure: Exception | None = None
+    async with trio.open_nursery() as nursery:
+        try:
+            yield nursery
+        except Exception as error:
+            failure = error
+        finally:
+            nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+async def run_all(*works: Callable[[], Awaitable[object]]) -> None:
+    """Runs all at once. The first error cancels the others and is raised as it is."""
+    errors: list[Exception] = []
+
+    async def run(work: Callable[[], Awaitable[object]]) -> None:
+        try:
+            await work()
+        except Exception as error:
+            errors.append(error)
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        for work in works:
+            nursery.start_soon(run, work)
+    if errors:
+        raise errors[0]
