@@ -22,7 +22,8 @@ from rollouts.config.modes import stage_config
 from rollouts.config.schema import RunConfig
 from rollouts.config.tables import OptimConfig
 from rollouts.data.chat import TemplateOptions
-from rollouts.data.sft import SFTMixture
+from rollouts.data.mixture import Mixture
+from rollouts.data.sft import SFTSample
 from rollouts.engines.open import read_api_key
 from rollouts.errors import ConfigError
 from rollouts.loops.algorithm import count_updates, needs_reference
@@ -63,7 +64,7 @@ class Run:
     config: RunConfig
     run_dir: RunDir
     rows: Rows
-    conversations: SFTMixture | None  # tokenized, where there is an SFT stage
+    conversations: Mixture[SFTSample] | None  # tokenized, where there is an SFT stage
     preferences: Mapping[str, PreparedPairs | PreparedLabels]  # of the stages that train on them
     functions: Functions
     tokenizer: Any

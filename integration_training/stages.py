@@ -146,7 +146,7 @@ async def train_sft(run: Run, opened: Stage, newest: Path | None, start: Path) -
 
     config, data, completed = run.config.sft, run.conversations, completed_steps(newest)
     assert config is not None and data is not None
-    row_count = run.rows.training["sft"].row_count
+    row_count = len(run.rows.training["sft"].samples)
     for what, count in (
         ("cut at", data.truncated),
         ("left out: nothing to train on within", sum(data.dropped.values())),
@@ -274,12 +274,12 @@ async def train_rl_with(
     batches, loop_state = CurriculumBatches(run, opened.backend, buffer, manager), start_loop_state(config)
     if newest is not None:
         state = load_trainer_state(newest)
-        buffer.load_state_dict(state["data_buffer"])
         try:
+            buffer.load_state_dict(state["data_buffer"])
             manager.load_state_dict(state["rollout_manager"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{newest}: the state of its rollout manager does not read ({error!r}); another version of"
+                f"{newest}: the state of its prompts or its rollout manager does not read ({error!r}); another version of"
                 f" rollouts saved it: resume with that one, or begin a new run with --model.name {newest}"
             ) from error
         reach("resume.state_loaded")

@@ -127,7 +127,7 @@ class Sample:
         if not isinstance(self.id, str) or not self.id:
             raise ValueError(f"Sample.id is {self.id!r}; it must be a string that is not empty")
         if not isinstance(self.prompt, str):
-            put(self, "prompt", _checked_messages(self.prompt))
+            put(self, "prompt", tuple(checked_messages(self.prompt, "Sample.prompt")))
         if not isinstance(self.response, str):
             raise ValueError(f"Sample.response is a {type(self.response).__name__}; it must be text")
         tokens = _frozen_array("Sample", "tokens", self.tokens, np.int64, None)
@@ -166,18 +166,21 @@ class Sample:
         return int(self.weight_versions[self.loss_mask].min()) if self.loss_mask.any() else None
 
 
-def _checked_messages(messages: object) -> tuple[ChatMessage, ...]:
-    if not isinstance(messages, Sequence) or not messages:
-        raise ValueError(
-            f"Sample.prompt is {messages!r}; it must be text or a list of chat messages that is not empty"
-        )
+def checked_messages(messages: object, name: str) -> list[ChatMessage]:
+    """The chat messages of a list, each as `checked_message` gives it. Raises ValueError, beginning with
+    `name`, for anything else and for an empty list.
+    """
+    if not isinstance(messages, list | tuple):
+        raise ValueError(f"{name} is of type {type(messages).__name__}; it must be a list of chat messages")
+    if not messages:
+        raise ValueError(f"{name} is an empty list; it must hold at least one chat message")
     checked: list[ChatMessage] = []
     for index, message in enumerate(messages):
         try:
             checked.append(checked_message(message))
         except ValueError as error:
-            raise ValueError(f"Sample.prompt[{index}]{error}") from error
-    return tuple(checked)
+            raise ValueError(f"{name}[{index}]{error}") from error
+    return checked
 
 
 OTHER_THINKING_KEYS = ("reasoning", "thinking")  # names that some datasets give to reasoning_content

@@ -16,3 +16,9 @@ def nearest_names(
 ) -> list[str]:
     """At most `count` candidates that look like `name`, the nearest first; `at_least` from 0 to 1 (equal)."""
     return difflib.get_close_matches(name.lower().replace("-", "_"), list(candidates), count, at_least)
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """The end of a message that names the candidate most like `name`; empty if none is."""
+    close = nearest(name, candidates)
+    return f"; did you mean {close}?" if close else ""

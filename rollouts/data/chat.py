@@ -11,8 +11,9 @@ follow. So spans are found by rendering, never by searching for the content: wha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 from typing import Literal, cast
 
 import numpy as np
@@ -24,9 +25,9 @@ from rollouts.data.chat_templates import (
     TemplateOptions,
     Tools,
     make_template,
-    render,
 )
 from rollouts.data.messages import parse_messages
+from rollouts.data.rows import says_something
 from rollouts.errors import DataError, ModelError
 from rollouts.types import BoolArray, ChatMessage, IntArray
 
@@ -67,13 +68,9 @@ def render_prompt(
     Raises ModelError if the tokenizer has no chat template or it does not read a parameter, DataError if the
     template refuses the messages or leaves out their tool calls or the tools.
     """
-    messages = (
-        [ChatMessage(role="user", content=prompt)]
-        if isinstance(prompt, str)
-        else parse_messages(list(prompt), where="the prompt")
-    )
-    template = make_template(messages, tokenizer, options, tools)
-    return render(messages, template, add_generation_prompt=True)
+    turns = [ChatMessage(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
+    messages = parse_messages(turns, where="the prompt")
+    return make_template(messages, tokenizer, options, tools).render(messages, add_generation_prompt=True)
 
 
 def tokenize_prompt(
@@ -84,12 +81,8 @@ def tokenize_prompt(
     tools: Tools | None = None,
 ) -> IntArray:
     """Token ids [T] of `render_prompt`. Special tokens come from the template alone."""
-    return np.asarray(
-        tokenizer.encode(
-            render_prompt(prompt, tokenizer, options=options, tools=tools), add_special_tokens=False
-        ),
-        np.int64,
-    )
+    text = render_prompt(prompt, tokenizer, options=options, tools=tools)
+    return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int64)
 
 
 def tokenize_conversation(
@@ -115,17 +108,10 @@ def tokenize_conversation(
         raise DataError("the conversation has no messages")
     messages = parse_messages(list(messages), where="messages")
     template = make_template(messages, tokenizer, options, tools)
-    text = render(messages, template, add_generation_prompt=False)
-    turns = _choose_turns(
-        [index for index, message in enumerate(messages) if message["role"] == "assistant"], train_on
-    )
-    for turn in turns:
-        _check_turn_says_something(messages[turn], turn)
-    bounds = [_find_turn(messages, turn, text, template) for turn in turns]
-    marks = [position for pair in bounds for position in pair]
-    token_ids, token_marks = _tokenize_with_marks(
-        text, marks, lambda piece: list(tokenizer.encode(piece, add_special_tokens=False)), turns
-    )
+    text = template.render(messages)
+    turns = _choose_turns(messages, train_on)
+    marks = [mark for turn in turns for mark in _find_turn(messages, turn, text, template)]
+    token_ids, token_marks = _tokenize_with_marks(text, marks, tokenizer, turns)
     spans = tuple(
         MessageSpan("assistant", turn, start, end)
         for turn, start, end in zip(turns, token_marks[::2], token_marks[1::2], strict=True)
@@ -133,67 +119,48 @@ def tokenize_conversation(
     return TokenizedConversation(np.asarray(token_ids, np.int64), spans)
 
 
-def compute_loss_mask(conversation: TokenizedConversation, train_on: TrainOn = "all") -> BoolArray:
-    """[T] 1 in the spans of the chosen assistant turns: all there are, the last, or those at the given
-    positions in the conversation.
-
-    Raises DataError if there is no assistant turn, or a position is not one.
-    """
-    spans = {span.index: span for span in conversation.spans}
+def compute_loss_mask(conversation: TokenizedConversation) -> BoolArray:
+    """[T] 1 in the spans."""
     mask = np.zeros(len(conversation.token_ids), np.bool_)
-    for index in _choose_turns(list(spans), train_on):
-        mask[spans[index].start : spans[index].end] = True
+    for span in conversation.spans:
+        mask[span.start : span.end] = True
     return mask
 
 
-def _choose_turns(turns: list[int], train_on: TrainOn) -> list[int]:
+def _choose_turns(messages: Sequence[ChatMessage], train_on: TrainOn) -> list[int]:
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise DataError("the conversation has no assistant turn to train on")
-    if train_on == "all":
-        return turns
-    if train_on == "last":
-        return turns[-1:]
-    chosen = sorted({int(index) for index in train_on})
-    wrong = [index for index in chosen if index not in turns]
-    if wrong or not chosen:
+    if isinstance(train_on, str):
+        chosen = turns if train_on == "all" else turns[-1:]
+    else:
+        chosen = sorted(set(train_on))
+    if not chosen or not set(chosen) <= set(turns):
         raise DataError(
             f"train_on={chosen}; it must name assistant turns by their position in the conversation:"
             f" {', '.join(map(str, turns))}"
         )
+    for turn in chosen:
+        if turn == 0:
+            raise DataError(
+                "message 0 is an assistant turn; a conversation begins with a system or user turn"
+            )
+        if not says_something(messages[turn]):
+            raise DataError(
+                f"message {turn} is an assistant turn that says nothing: no content, no thinking, no tool"
+                " calls; leave the row out"
+            )
     return chosen
-
-
-def _check_turn_says_something(message: ChatMessage, index: int) -> None:
-    said = (message["content"], str(message.get("reasoning_content", "")))
-    if not message.get("tool_calls") and not any(text.strip() for text in said):
-        raise DataError(
-            f"message {index} is an assistant turn that says nothing: no content, no thinking, no tool calls;"
-            " leave the row out"
-        )
 
 
 # --- spans --------------------------------------------------------------------------------------------------
 
 
-def _special_texts(tokenizer: ChatTokenizer) -> tuple[str, ...]:
-    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return tuple(dict.fromkeys(text for text in [*tokenizer.all_special_tokens, *added] if text))
-
-
-def _added_texts(tokenizer: ChatTokenizer) -> tuple[str, ...]:
-    return tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip())
-
-
 def _find_turn(messages: Sequence[ChatMessage], turn: int, text: str, template: Template) -> tuple[int, int]:
     """(start, end) in characters of what turn `turn` teaches."""
-    if turn == 0:
-        raise DataError("message 0 is an assistant turn; a conversation begins with a system or user turn")
-    prompt = render(messages[:turn], template, add_generation_prompt=True)
-    ended = (
-        text
-        if turn == len(messages) - 1
-        else render(messages[: turn + 1], template, add_generation_prompt=False)
-    )
+    prompt = template.render(messages[:turn], add_generation_prompt=True)
+    is_last = turn == len(messages) - 1
+    ended = text if is_last else template.render(messages[: turn + 1])
     if not ended.startswith(prompt):
         raise ModelError(
             f"the chat template writes another header before message {turn} than it does for generation"
@@ -207,59 +174,45 @@ def _find_turn(messages: Sequence[ChatMessage], turn: int, text: str, template: 
             f"the chat template ends message {turn} with {body[-20:]!r}, not with a special token; a model"
             " trained on that never learns to stop; use a template that ends the assistant's turn"
         )
-    trained = ended[: len(prompt) + end]
+    trained = prompt + body[:end]
     if not text.startswith(trained):
         raise ModelError(
             f"the chat template rewrites messages up to {turn} when later turns follow"
             f" ({_first_difference(trained, text)}); such a conversation cannot train on all turns at once:"
             ' set sft.train_on = "last", with one row per answer'
         )
-    _check_turn_is_written(messages, turn, prompt, ended, template)
+    part = _find_unwritten(messages, turn, prompt, ended, template)
+    if part is not None:
+        raise DataError(
+            f"the chat template does not write the {part} of message {turn}, so it would not train"
+            f" ({_first_difference(messages[turn]['content'].strip(), body.lstrip())}); change the row"
+            " (remove it there), or set model.chat_template to one that does"
+        )
     return len(prompt), len(trained)
 
 
-def _check_turn_is_written(
+def _find_unwritten(
     messages: Sequence[ChatMessage], turn: int, prompt: str, ended: str, template: Template
-) -> None:
-    """Raises DataError if the template leaves out content, or thinking could be changed without changing what
-    the template writes.
+) -> str | None:
+    """What the template leaves out of the turn: thinking, or content beside tool calls, that could be changed
+    without changing what it writes; content that does not stand whole in it, white space aside.
     """
     message = messages[turn]
+    content = message["content"]
     parts = {"reasoning_content": "thinking (reasoning_content)"}
     if message.get("tool_calls"):
         parts["content"] = "content beside its tool calls"
-    for key, name in parts.items():
+    for key, part in parts.items():
         value = str(message.get(key, "")).strip()
-        if not value:
-            continue
         other = cast(ChatMessage, message | {key: f"{value} {value}"})
-        if render([*messages[:turn], other], template, add_generation_prompt=False) == ended:
-            raise DataError(
-                f"the chat template does not write the {name} of message {turn}, so it would not train;"
-                " remove it from the row, or set model.chat_template to one that does"
-            )
-    _check_content_is_written(message["content"], turn, prompt, ended[len(prompt) :])
-
-
-def _check_content_is_written(content: str, turn: int, prompt: str, body: str) -> None:
-    """Raises DataError unless the turn's content stands whole in what the template writes for it, white space
-    aside.
-
-    It may begin in the prompt: some generation prompts open the thinking, or close it.
-    """
-    wanted, before, written = ("".join(text.split()) for text in (content, prompt, body))
-    given = (
-        before[len(before) - min(len(before), len(wanted) - 1) :] if wanted else ""
-    )  # at least one character is the turn's own
-    if wanted in given + written:
-        return
+        if value and template.render([*messages[:turn], other]) == ended:
+            return part
+    wanted, given, written = ("".join(text.split()) for text in (content, prompt, ended[len(prompt) :]))
+    # it may begin in the prompt, but for its last character: some prompts open the thinking, or close it
+    if wanted in given[max(0, len(given) - len(wanted) + 1) :] + written:
+        return None
     thinks = content.lstrip().startswith("<think>")
-    part = "thinking at the beginning of the content" if thinks else "content as it is"
-    difference = _first_difference(content.strip(), body.lstrip())
-    raise DataError(
-        f"the chat template does not write the {part} of message {turn}, so it would not train"
-        f" ({difference}); change the row, or set model.chat_template to one that does"
-    )
+    return "thinking at the beginning of the content" if thinks else "content as it is"
 
 
 def _find_end(body: str, messages: Sequence[ChatMessage], turn: int, template: Template) -> int | None:
@@ -267,102 +220,84 @@ def _find_end(body: str, messages: Sequence[ChatMessage], turn: int, template: T
 
     What follows the content, or the tool calls, must be special tokens and white space alone. If there are
     several, as after a tool call or where a template closes the conversation too, the one that ends a plain
-    answer in this place is meant, otherwise the first.
+    answer in this place is meant, otherwise the first. Some tokenizers end a turn with an added token that is
+    not marked as special; it must be that one.
     """
+    added = list(template.tokenizer.added_tokens_decoder.values())
+    special = _match_any([*template.tokenizer.all_special_tokens, *(t.content for t in added if t.special)])
     content = messages[turn]["content"].strip()
-    after_content = body.find(content) + len(content) if content in body else 0
-    tail = _find_tail(body, after_content, _special_texts(template.tokenizer))
+    begin = body.find(content) + len(content) if content in body else 0
+    tail = _find_tail(body, begin, special)
     if len(tail) == 1:
-        return tail[0][1]
-    usual = _find_usual_end(messages, turn, template)
-    if not tail:  # some tokenizers end a turn with an added token that is not marked as special
-        tail = [
-            found
-            for found in _find_tail(body, after_content, _added_texts(template.tokenizer))
-            if body[found[0] : found[1]] == usual
-        ]
-    ends = [end for start, end in tail if body[start:end] == usual] or [end for _, end in tail]
-    return ends[0] if ends else None
+        return tail[0].end()
+    every = _match_any([*template.tokenizer.all_special_tokens, *(t.content for t in added)])
+    usual = _find_usual_end(messages[:turn], template, every)
+    chosen = [found for found in tail or _find_tail(body, begin, every) if found.group() == usual] or tail
+    return chosen[0].end() if chosen else None
 
 
-def _find_tail(body: str, begin: int, tokens: Sequence[str]) -> list[tuple[int, int]]:
-    """(start, end) of the tokens that stand, with nothing but white space between and after them, at the end
-    of body[begin:].
+def _match_any(tokens: Iterable[str]) -> str:
+    """A pattern of any of the tokens, the longest first."""
+    texts = sorted({token for token in tokens if token.strip()}, key=len, reverse=True)
+    return "|".join(map(re.escape, texts)) or "(?!)"
+
+
+def _find_tail(body: str, begin: int, token: str) -> list[re.Match[str]]:
+    """The tokens that end body[begin:], with nothing but white space between and after them."""
+    run = re.compile(rf"(?:(?:{token})\s*)+\Z").search(body, begin)
+    return list(re.compile(token).finditer(body, run.start())) if run else []
+
+
+def _find_usual_end(before: Sequence[ChatMessage], template: Template, token: str) -> str | None:
+    """The token that the template writes after a plain answer to the messages `before`; None if it refuses
+    one there.
     """
-    if not tokens:
-        return []
-    one = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
-    run = re.search(rf"(?:(?:{one})\s*)+\Z", body[begin:])
-    if run is None:
-        return []
-    offset = begin + run.start()
-    return [(offset + found.start(), offset + found.end()) for found in re.finditer(one, run.group())]
-
-
-def _find_usual_end(messages: Sequence[ChatMessage], turn: int, template: Template) -> str | None:
-    """The added token that the template writes after a plain answer in the place of turn `turn`; None if it
-    refuses one there.
-    """
-    answer = "plain answer"
+    answer = ChatMessage(role="assistant", content="plain answer")
     try:
-        text = render(
-            [*messages[:turn], ChatMessage(role="assistant", content=answer)],
-            template,
-            add_generation_prompt=False,
-        )
+        rest = template.render([*before, answer]).rpartition(answer["content"])[2]
     except DataError:
         return None
-    rest = text.rpartition(answer)[2]
-    tokens = {*_special_texts(template.tokenizer), *_added_texts(template.tokenizer)}
-    starts = [(at, -len(token), token) for token in tokens if (at := rest.find(token)) >= 0]
-    if not starts:
-        return None
-    at, _, token = min(starts)
-    return None if rest[:at].strip() else token
+    found = re.match(rf"\s*({token})", rest)
+    return found[1] if found else None
 
 
 def _first_difference(first: str, second: str) -> str:
-    position = next(
-        (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
-        min(len(first), len(second)),
-    )
-    return (
-        f"at character {position}: {first[position : position + 20]!r} against"
-        f" {second[position : position + 20]!r}"
-    )
+    pairs = enumerate(zip(first, second, strict=False))
+    at = next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
+    return f"at character {at}: {first[at : at + 20]!r} against {second[at : at + 20]!r}"
 
 
 # --- tokens -------------------------------------------------------------------------------------------------
 
 
 def _tokenize_with_marks(
-    text: str, marks: Sequence[int], encode: Callable[[str], list[int]], turns: Sequence[int]
+    text: str, marks: Sequence[int], tokenizer: ChatTokenizer, turns: Sequence[int]
 ) -> tuple[list[int], list[int]]:
     """(token ids of the whole text, the token position of every character position in `marks`).
 
     Raises DataError if a mark lies within a token.
     """
+
+    def encode(piece: str) -> list[int]:
+        return list(tokenizer.encode(piece, add_special_tokens=False))
+
     token_ids = encode(text)
-    pieces = [encode(text[start:end]) for start, end in zip([0, *marks], [*marks, len(text)], strict=True)]
-    if [token for piece in pieces for token in piece] == token_ids:
-        positions = np.cumsum([len(piece) for piece in pieces])[:-1].tolist()
-        later_starts = zip(
-            marks[2::2], positions[2::2], strict=True
-        )  # generation gets all before a turn in one piece; the first has been seen
-        if all(encode(text[:mark]) == token_ids[:position] for mark, position in later_starts):
-            return token_ids, positions
-    # Some tokenizers put a space before the first word of any text, so pieces differ where the whole does
-    # not: compare prefixes instead.
-    token_marks: list[int] = []
+    pieces = [encode(text[begin:end]) for begin, end in pairwise([0, *marks, len(text)])]
+    positions = list(accumulate(map(len, pieces)))[:-1]
+    # Some tokenizers put a space before the first word of any text, so that pieces differ where the whole
+    # does not. Then prefixes are compared; those before a later turn always, for generation gets one piece.
+    are_pieces = list(chain.from_iterable(pieces)) == token_ids
     for number, mark in enumerate(marks):
+        if are_pieces and (number == 0 or number % 2):
+            continue
         prefix = encode(text[:mark])
         if token_ids[: len(prefix)] != prefix:
-            edge = "begins" if number % 2 == 0 else "ends"
+            edge = "ends" if number % 2 else "begins"
             raise DataError(
                 f"message {turns[number // 2]} {edge} within a token (near"
                 f" {text[max(0, mark - 10) : mark + 10]!r}): the model would never be asked for it that way;"
                 " strip white space from both ends of the content, or use a template, or parameters of it,"
                 " with another header"
             )
-        token_marks.append(len(prefix))
-    return token_ids, token_marks
+        positions[number] = len(prefix)
+    return token_ids, positions

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Protocol, cast
 
-from rollouts.config.spelling import nearest
-from rollouts.errors import ConfigError, DataError, ModelError
-from rollouts.types import ChatMessage, JSONValue, check_json, parse_tool_arguments
+from rollouts.config.spelling import did_you_mean
+from rollouts.errors import DataError, ModelError
+from rollouts.types import ChatMessage, JSONValue, parse_tool_arguments
 
 Tools = Sequence[Mapping[str, JSONValue]]  # JSON schemas of the tools that a conversation may call
-
-# parameters of apply_chat_template that are not the user's to set
-OWN_PARAMS = (
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "documents",
-    "max_length",
-    "messages",
-    "padding",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "sanitize_control_tokens",
-    "tokenize",
-    "tokenizer_kwargs",
-    "tools",
-    "truncation",
-)
 
 
 class ChatTokenizer(Protocol):
@@ -52,20 +33,9 @@ class ChatTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """What a run tells its chat template beside the messages. Raises ConfigError for a parameter that is not
-    the user's to set.
-    """
+    """What a run tells its chat template beside the messages."""
 
     params: Mapping[str, JSONValue] = field(default_factory=dict)  # by name, such as enable_thinking
-
-    def __post_init__(self) -> None:
-        for name, value in self.params.items():
-            if name in OWN_PARAMS:
-                raise ConfigError(f"the template parameter {name} is set by rollouts; leave it out")
-            try:
-                check_json(f"the template parameter {name}", value)
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
 
 
 DEFAULT_OPTIONS = TemplateOptions()
@@ -80,18 +50,41 @@ class Template:
     tokenizer: ChatTokenizer
     params: Mapping[str, JSONValue]
     tools: Tools | None = None
-    arguments: Literal["object", "text"] = (
-        "object"  # most templates write arguments as JSON themselves; some want the text of it
-    )
+    # most templates write arguments as JSON themselves; some want the text of it
+    arguments_as_text: bool = False
     empty_content: str | None = ""  # of a turn with nothing but tool calls; some templates want none
 
+    def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = False) -> str:
+        """What the template writes. Raises DataError if it refuses the messages."""
+        apply: Any = self.tokenizer.apply_chat_template
+        params: dict[str, Any] = {**self.params, "add_generation_prompt": add_generation_prompt}
+        if self.tools:
+            params["tools"] = [dict(tool) for tool in self.tools]
+        try:
+            return apply([self._in_form(message) for message in messages], tokenize=False, **params)
+        except Exception as error:  # a template raises what its author chose, and jinja adds its own
+            roles = ", ".join(message["role"] for message in messages)
+            raise DataError(
+                f"the chat template refuses messages with the roles {roles}: {type(error).__name__}: {error}"
+            ) from error
 
-FORMS: tuple[tuple[Literal["object", "text"], str | None], ...] = (
-    ("object", ""),
-    ("text", ""),
-    ("object", None),
-    ("text", None),
-)
+    def _in_form(self, message: ChatMessage) -> ChatMessage:
+        def form(arguments: Any) -> Any:
+            if not self.arguments_as_text:
+                return parse_tool_arguments(arguments, "arguments")
+            return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+        if "tool_calls" not in message:
+            return message
+        calls = [_change(call, arguments=form) for call in message["tool_calls"]]
+        content = message["content"] or self.empty_content
+        return cast(ChatMessage, {**message, "content": content, "tool_calls": calls})
+
+
+def _change(call: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """A tool call with other parts of its function, made from those that it has."""
+    function = call["function"]
+    return {**call, "function": {**function, **{key: make(function[key]) for key, make in changes.items()}}}
 
 
 def make_template(
@@ -106,96 +99,72 @@ def make_template(
             " chat_template.jinja into the model directory"
         )
     if options.params:
-        _check_params(options.params, tokenizer.chat_template)
+        _check_params(options.params, tokenizer)
     template = Template(tokenizer, options.params, tools or None)
     if any(message.get("tool_calls") for message in messages):
         template = _choose_form(messages, template)
-    if tools:
-        _check_tools_are_written(messages, template)
-    return template
-
-
-def _check_params(params: Mapping[str, JSONValue], chat_template: object) -> None:
-    """Raises ModelError for a parameter that the template does not read."""
-    from jinja2 import Environment, TemplateSyntaxError, meta  # comes with chat templates
-
-    sources = chat_template.values() if isinstance(chat_template, Mapping) else [chat_template]
-    source = "\n".join(map(str, sources))
-    # transformers' own tag, which jinja does not know
-    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)
-    try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(plain)
-        readable = sorted(meta.find_undeclared_variables(tree) - set(OWN_PARAMS))
-    except TemplateSyntaxError as error:
-        raise ModelError(f"the chat template is no Jinja template: {error}") from error
-    for name in params:
-        if name not in readable:
-            close = nearest(name, readable)
-            hint = f"; did you mean {close}?" if close else ""
-            raise ModelError(f"model.template_params.{name}: the chat template does not read it{hint}")
-
-
-def _check_tools_are_written(messages: Sequence[ChatMessage], template: Template) -> None:
-    written = render(messages, template, add_generation_prompt=False)
-    if written == render(messages, replace(template, tools=None), add_generation_prompt=False):
+    if tools and template.render(messages) == replace(template, tools=None).render(messages):
         raise DataError(
             "the row has tools, and the chat template does not write them; describe them in the system prompt"
             " and remove `tools` from the row, or set model.chat_template to one that does"
         )
+    return template
+
+
+def _check_params(params: Mapping[str, JSONValue], tokenizer: ChatTokenizer) -> None:
+    """Raises ModelError for a parameter that the template does not read, or that is not the user's to set."""
+    from jinja2 import Environment, TemplateSyntaxError, meta  # comes with chat templates
+
+    chat_template = tokenizer.chat_template
+    sources = chat_template.values() if isinstance(chat_template, Mapping) else [chat_template]
+    # transformers' own tag, which jinja does not know
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", "\n".join(map(str, sources)))
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(plain)
+    except TemplateSyntaxError as error:
+        raise ModelError(f"the chat template is no Jinja template: {error}") from error
+    own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    readable = meta.find_undeclared_variables(tree) - own
+    for name in params:
+        if name not in readable:
+            problem = "rollouts sets it" if name in own else "the chat template does not read it"
+            raise ModelError(f"model.template_params.{name}: {problem}{did_you_mean(name, sorted(readable))}")
 
 
 def _choose_form(messages: Sequence[ChatMessage], template: Template) -> Template:
     """The template in the first form in which it writes every tool call, tried with names and arguments that
     occur nowhere else.
     """
-    probe, marks = _mark_tool_calls(messages)
-    refusals: list[DataError] = []
+    marked: list[ChatMessage] = []
+    marks: list[tuple[int, str]] = []  # of every call, with the position of its message
+    for index, message in enumerate(messages):
+        calls = []
+        for call in message.get("tool_calls", ()):
+            mark = f"q{len(marks)}zq"
+            marks.append((index, mark))
+            arguments = {f"key{mark}": f"value{mark}"}
+            calls.append(_change(call, name=lambda _, m=mark: f"name{m}", arguments=lambda _, a=arguments: a))
+        marked.append(cast(ChatMessage, message | {"tool_calls": calls}) if calls else message)
+    refusal: DataError | None = None
     lacking: int | None = None
-    for arguments, empty_content in FORMS:
-        tried = replace(template, arguments=arguments, empty_content=empty_content)
+    for as_text, empty_content in ((False, ""), (True, ""), (False, None), (True, None)):
+        tried = replace(template, arguments_as_text=as_text, empty_content=empty_content)
         try:
-            text = render(probe, tried, add_generation_prompt=False)
+            text = tried.render(marked)
         except DataError as error:
-            refusals.append(error)
+            if refusal is None or isinstance(refusal.__cause__, TypeError):  # text where an object is wanted
+                refusal = error
             continue
         unwritten = next((index for index, mark in marks if not _writes_call(text, mark)), None)
         if unwritten is None:
             return tried
         lacking = unwritten if lacking is None else lacking
-    if lacking is None:
-        mistyped = [
-            isinstance(error.__cause__, TypeError) for error in refusals
-        ]  # text where an object is wanted, or the other way round
-        raise refusals[mistyped.index(False) if False in mistyped else 0]
+    if lacking is None and refusal is not None:
+        raise refusal
     raise DataError(
         f"the chat template does not write every tool call of message {lacking} (with its arguments); set"
         " model.chat_template to one that does, or leave the row out"
     )
-
-
-def _mark_tool_calls(messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], list[tuple[int, str]]]:
-    """The messages with a mark for every call's name and its one argument, and those marks with the positions
-    of their messages.
-    """
-    marked: list[ChatMessage] = []
-    marks: list[tuple[int, str]] = []
-    for index, message in enumerate(messages):
-        calls: list[dict[str, JSONValue]] = []
-        for call in message.get("tool_calls", ()):
-            mark = f"q{len(marks)}zq"
-            marks.append((index, mark))
-            calls.append(
-                {
-                    **call,
-                    "function": {
-                        **call["function"],
-                        "name": f"name{mark}",
-                        "arguments": {f"key{mark}": f"value{mark}"},
-                    },
-                }
-            )
-        marked.append(cast(ChatMessage, message | {"tool_calls": calls}) if calls else message)
-    return marked, marks
 
 
 def _writes_call(text: str, mark: str) -> bool:
@@ -206,44 +175,3 @@ def _writes_call(text: str, mark: str) -> bool:
     return all(f"{part}{mark}" in text for part in ("name", "key", "value")) and not any(
         form in text for form in spoilt
     )
-
-
-def render(messages: Sequence[ChatMessage], template: Template, *, add_generation_prompt: bool) -> str:
-    apply: Any = template.tokenizer.apply_chat_template
-    given = {"tools": [dict(tool) for tool in template.tools]} if template.tools else {}
-    turns = [_in_form(message, template) for message in messages]
-    try:
-        text = apply(
-            turns, tokenize=False, add_generation_prompt=add_generation_prompt, **given, **template.params
-        )
-    except Exception as error:  # a template raises what its author chose, and jinja adds its own
-        roles = ", ".join(message["role"] for message in messages)
-        raise DataError(
-            f"the chat template refuses messages with the roles {roles}: {type(error).__name__}: {error}"
-        ) from error
-    assert isinstance(text, str), type(text)
-    return text
-
-
-def _in_form(message: ChatMessage, template: Template) -> dict[str, Any]:
-    turn: dict[str, Any] = dict(message)
-    if "tool_calls" not in turn:
-        return turn
-    turn["content"] = turn["content"] or template.empty_content
-    turn["tool_calls"] = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": _form_arguments(call["function"]["arguments"], template.arguments),
-            },
-        }
-        for call in turn["tool_calls"]
-    ]
-    return turn
-
-
-def _form_arguments(arguments: object, form: Literal["object", "text"]) -> object:
-    if form == "object":
-        return parse_tool_arguments(arguments, "arguments")
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

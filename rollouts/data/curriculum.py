@@ -1,19 +1,17 @@
 """Curricula: the weights of a mixture as a function of the step and of how the sources went so far.
 
-curriculum(step, statistics) ─► check_weights ─► DataBuffer.set_weights ─► a batch
+curriculum(step, statistics) ─► call_curriculum checks the weights ─► DataBuffer.set_weights ─► a batch
     ─► update_statistics ─► the next step
 """
 
 from __future__ import annotations
 
 import math
-import numbers
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rollouts.data.mixture import SOURCE_FIELD
+from rollouts.data.mixture import SOURCE_FIELD, parse_weights
 from rollouts.errors import DataError, UserFunctionError
 from rollouts.types import JSONValue, Sample
 
@@ -26,9 +24,8 @@ class SourceStatistics:
     batches: int = 0  # batches that had a sample of it
     samples: int = 0
     reward_sum: float = 0.0  # of all its samples
-    last_batch_reward: float | None = (
-        None  # mean reward of its samples in the last batch that had one; None: no batch had
-    )
+    # mean reward of its samples in the last batch that had one; None: no batch had
+    last_batch_reward: float | None = None
     last_batch_step: int | None = None  # the step that batch trained
 
     @property
@@ -61,10 +58,9 @@ def update_statistics(
     A sample is of the source that its metadata names; with one source it need not name it. Raises DataError
     for a sample of another source.
     """
-    rewards: defaultdict[str, list[float]] = defaultdict(list)
-    only = next(iter(statistics)) if len(statistics) == 1 else None
+    rewards: dict[str, list[float]] = {name: [] for name in statistics}
     for sample in samples:
-        name = only or str(sample.metadata.get(SOURCE_FIELD))
+        name = next(iter(statistics)) if len(statistics) == 1 else str(sample.metadata.get(SOURCE_FIELD))
         if name not in statistics:
             raise DataError(
                 f"sample {sample.id} has metadata.{SOURCE_FIELD}={name!r}, which is none of the sources"
@@ -74,15 +70,15 @@ def update_statistics(
         rewards[name].append(sample.reward)
     after: dict[str, SourceStatistics] = {}
     for name, before in statistics.items():
-        found, total = rewards[name], math.fsum(rewards[name])
+        count, total = len(rewards[name]), math.fsum(rewards[name])
         after[name] = replace(before, drawn=drawn[name])
-        if found:
+        if count:
             after[name] = SourceStatistics(
                 drawn[name],
                 before.batches + 1,
-                before.samples + len(found),
+                before.samples + count,
                 before.reward_sum + total,
-                total / len(found),
+                total / count,
                 step,
             )
     return after
@@ -93,45 +89,30 @@ def encode_statistics(statistics: Mapping[str, SourceStatistics]) -> dict[str, J
     return {name: asdict(source) for name, source in statistics.items()}
 
 
-def decode_statistics(state: Mapping[str, JSONValue], names: Collection[str]) -> dict[str, SourceStatistics]:
-    """The statistics that `encode_statistics` was given, to the last bit, of the sources `names`. Earlier
-    versions called the only source source-0.
+def decode_statistics(state: Mapping[str, Any], names: Collection[str]) -> dict[str, SourceStatistics]:
+    """The statistics that `encode_statistics` was given, to the last bit, of the sources `names`. The only
+    source may have another name than it had.
     """
     found = dict(zip(names, state.values(), strict=True)) if len(state) == 1 else state
     return {name: SourceStatistics(**found[name]) for name in names}
-
-
-# --- the user's function ------------------------------------------------------------------------------------
 
 
 def call_curriculum(
     curriculum: Curriculum, step: int, statistics: Mapping[str, SourceStatistics], *, function: str
 ) -> dict[str, float]:
     """The weights for `step`, checked. `function` is its name. Raises UserFunctionError, with the cause, if
-    it raises or answers nonsense.
+    it raises, and naming the value if that is no weight of each source.
     """
+    where = f"curriculum {function} in step {step}"
     try:
-        weights = curriculum(step, dict(statistics))
+        weights: object = curriculum(step, dict(statistics))
     except Exception as error:
-        raise UserFunctionError(
-            f"curriculum {function} raised {type(error).__name__} in step {step}: {error}"
-        ) from error
-    return check_weights(weights, list(statistics), function=function, step=step)
-
-
-def check_weights(weights: object, names: Sequence[str], *, function: str, step: int) -> dict[str, float]:
-    """The weights in the order of `names`. Raises UserFunctionError naming the function, the step and the
-    value that breaks a rule.
-    """
-    rule = f"it must give each of {', '.join(names)} a finite number, 0 or more, and one above 0"
-    given: dict[Any, Any] = dict(weights) if isinstance(weights, Mapping) else {}
-    good = set(given) == set(names) and all(
-        isinstance(weight, numbers.Real) and not isinstance(weight, bool) and 0 <= float(weight) < math.inf
-        for weight in given.values()
-    )
-    if not good or not any(given.values()):
-        raise UserFunctionError(f"curriculum {function} in step {step} gave {weights!r}; {rule}")
-    return {name: float(given[name]) for name in names}
+        raise UserFunctionError(f"{where} raised {type(error).__name__}: {error}") from error
+    values = parse_weights(weights, list(statistics))
+    if values is None:
+        rule = f"it must give each of {', '.join(statistics)} a finite number, 0 or more, and one above 0"
+        raise UserFunctionError(f"{where} gave {weights!r}; {rule}")
+    return dict(zip(statistics, values, strict=True))
 
 
 # --- ready ones ---------------------------------------------------------------------------------------------
@@ -146,9 +127,8 @@ def linear_shift(
     Raises ValueError if the two name different sources, have a negative weight or none above 0, or last_step
     is not after first_step.
     """
-    weights = [*start.values(), *end.values()]
-    positive = min(weights) >= 0 and sum(start.values()) > 0 and sum(end.values()) > 0
-    if set(start) != set(end) or last_step <= first_step or not positive:
+    first, last = (parse_weights(weights, list(start)) for weights in (start, end))
+    if first is None or last is None or last_step <= first_step:
         raise ValueError(
             f"start={dict(start)}, end={dict(end)}, first_step={first_step}, last_step={last_step}: both name"
             " every source, weights are 0 or more and one is above 0, and last_step is after first_step"
@@ -156,10 +136,8 @@ def linear_shift(
 
     def shift(step: int, statistics: Mapping[str, SourceStatistics]) -> Mapping[str, float]:
         done = min(max((step - first_step) / (last_step - first_step), 0.0), 1.0)
-        return {
-            name: (1 - done) * start[name] / sum(start.values()) + done * end[name] / sum(end.values())
-            for name in start
-        }
+        pairs = zip(start, first, last, strict=True)
+        return {name: (1 - done) * one / sum(first) + done * two / sum(last) for name, one, two in pairs}
 
     return shift
 

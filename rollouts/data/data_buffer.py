@@ -11,25 +11,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import numpy as np
 
+from rollouts.data.messages import naming
 from rollouts.data.mixture import (
     SOURCE_FIELD,
     Mixture,
-    choose_source,
-    compute_amounts,
+    Source,
+    Turns,
     make_mixture,
-    metric_name,
-    settle,
+    order_rows,
+    parse_weights,
 )
-from rollouts.data.rows import SourceRows, check_row, require_prompts
+from rollouts.data.rows import Row, parse_row
 from rollouts.errors import DataError
 from rollouts.types import IntArray, JSONValue
 
@@ -41,9 +42,8 @@ class PromptRow:
     # "row-17", or "NAME/row-17" in a mixture: the position of the row in its source, the same in every epoch
     prompt_id: str
     epoch: int  # of its source, from 0
-    row: Mapping[
-        str, Any
-    ]  # has `prompt`, and whatever a reward function reads; in a mixture also `source`, its source's name
+    # has `prompt`, and whatever a reward function reads; in a mixture also `source`, its source's name
+    row: Mapping[str, Any]
 
     @property
     def key(self) -> tuple[int, str]:
@@ -55,65 +55,14 @@ class PromptRow:
 class _Stream:
     """One source and how far its stream is."""
 
-    source: SourceRows
-    prefix: str  # of its prompt ids: "" or "NAME/"
-    seed: int
-    shuffle: bool
-    good_count: int
+    source: Source[Row]
     epoch: int = 0
     cursor: int = 0  # rows of this epoch that were drawn; holes do not count
     order: IntArray | None = None  # of this epoch, without holes; None: not made yet
 
-    def next_prompt(self) -> PromptRow:
-        if self.cursor == self.good_count:
-            self.move_to(self.epoch + 1, 0)
-        index = int(self.current_order()[self.cursor])
-        self.cursor += 1
-        return self.prompt(index, self.epoch)
-
-    def prompt(self, index: int, epoch: int) -> PromptRow:
-        row = self.source.rows[index]
-        assert row is not None, "a hole was drawn"
-        row = {**row, SOURCE_FIELD: self.source.name} if self.prefix else row
-        return PromptRow(f"{self.prefix}row-{index}", epoch, row)
-
-    def move_to(self, epoch: int, cursor: int) -> None:
-        self.epoch, self.cursor, self.order = epoch, cursor, None
-
-    def current_order(self) -> IntArray:
-        if self.order is None:
-            good = np.array([row is not None for row in self.source.rows])
-            order = (
-                _permute(len(good), f"{self.seed}/{self.prefix}{self.epoch}")
-                if self.shuffle
-                else np.arange(len(good), dtype=np.int64)
-            )
-            self.order = order[good[order]]
-        return self.order
-
-    def was_drawn(self, index: int, epoch: int) -> bool:
-        if epoch != self.epoch:
-            return 0 <= epoch < self.epoch
-        return bool((self.current_order()[: self.cursor] == index).any())
-
-    def index_of(self, number: str) -> int | None:
-        """The position that "row-17" means; None if there is no such row or it is a hole."""
-        digits, rows = number.removeprefix("row-"), self.source.rows
-        index = int(digits) if digits.isdecimal() else len(rows)
-        known = number == f"row-{index}" and index < len(rows) and rows[index] is not None
-        return index if known else None
-
     @property
     def drawn(self) -> int:
-        return self.epoch * self.good_count + self.cursor
-
-
-def _permute(count: int, key_text: str) -> IntArray:
-    # numpy promises that raw bits of a bit generator never change between versions; it does not promise that
-    # of permutation()
-    key = hashlib.sha256(key_text.encode()).digest()
-    bits = np.random.Philox(key=int.from_bytes(key[:16], "big")).random_raw(count)
-    return np.argsort(bits, kind="stable").astype(np.int64)
+        return self.epoch * len(self.source.good) + self.cursor
 
 
 class DataBuffer:
@@ -122,32 +71,28 @@ class DataBuffer:
     """
 
     def __init__(
-        self, rows: Mixture | Sequence[Mapping[str, Any] | None], *, seed: int, shuffle: bool = True
+        self, rows: Mixture[Row] | Sequence[Mapping[str, Any] | None], *, seed: int, shuffle: bool = True
     ) -> None:
-        """From a mixture, or from the rows of one source, where None is a hole.
+        """From a mixture of checked rows, or from the rows of one source, where None is a hole.
 
         Raises DataError if a source has no row, or naming the first one without a usable prompt.
         """
-        mixture = rows if isinstance(rows, Mixture) else make_mixture(rows)
-        mixture.check_fields(name="DataBuffer")
-        several = len(mixture.sources) > 1
+        mixture = rows if isinstance(rows, Mixture) else make_mixture(list(map(_check_row, rows, count())))
+        self._several = len(mixture.sources) > 1
         for source in mixture.sources:
-            _check_source(source, f"{source.name} " if several else "")
+            if not source.good:
+                name = f"{source.name} " if self._several else ""
+                raise DataError(f"the dataset {name}has no rows; a DataBuffer needs at least one prompt")
         self._seed = seed
         self._shuffle = shuffle
-        self._streams = [
-            _Stream(source, f"{source.name}/" if several else "", seed, shuffle, source.good_count)
-            for source in mixture.sources
-        ]
-        self._weights = tuple(source.weight for source in mixture.sources)
-        self._amounts = compute_amounts(self._weights)
-        self._counts = [0] * len(self._streams)  # drawn off each source since the weights were last changed
-        self._owed = (0,) * len(self._streams)  # what each had coming then; see mixture.settle
+        self._streams = [_Stream(source) for source in mixture.sources]
+        self._names = [source.name for source in mixture.sources]
+        self._turns = Turns([source.weight for source in mixture.sources])
         self._returned: deque[PromptRow] = deque()
 
     def __len__(self) -> int:
         """Rows of all sources that can be drawn."""
-        return sum(stream.good_count for stream in self._streams)
+        return sum(len(stream.source.good) for stream in self._streams)
 
     def get_prompts(self, count: int) -> list[PromptRow]:
         """The next `count` prompts: returned ones first, then the stream, over as many epochs as it takes."""
@@ -163,7 +108,10 @@ class DataBuffer:
         here = {prompt.key for prompt in self._returned}
         for prompt in prompts:
             stream, index = self._find(prompt.prompt_id)
-            if prompt.key in here or not stream.was_drawn(index, prompt.epoch):
+            was_drawn = 0 <= prompt.epoch < stream.epoch
+            if prompt.epoch == stream.epoch:
+                was_drawn = index in self._order(stream)[: stream.cursor]
+            if prompt.key in here or not was_drawn:
                 raise DataError(
                     f"prompt {prompt.prompt_id} of epoch {prompt.epoch} is not out: return a prompt once"
                     " after each draw"
@@ -176,16 +124,17 @@ class DataBuffer:
         such row.
         """
         stream, index = self._find(prompt_id)
-        return stream.prompt(index, epoch)
+        row = stream.source.rows[index]
+        assert row is not None, "a hole was drawn"
+        row = {**row, SOURCE_FIELD: stream.source.name} if self._several else row
+        return PromptRow(prompt_id, epoch, row)
 
     # --- weights --------------------------------------------------------------------------------------------
 
     @property
     def weights(self) -> Mapping[str, float]:
         """By source, relative to each other."""
-        return {
-            stream.source.name: weight for stream, weight in zip(self._streams, self._weights, strict=True)
-        }
+        return dict(zip(self._names, self._turns.weights, strict=True))
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Draws from here on in the proportions of `weights`, which name every source; 0 pauses one. Returned
@@ -195,18 +144,13 @@ class DataBuffer:
         often the weights change. The proportions in force already change nothing. Raises DataError for
         weights that are not of these sources, or none above 0.
         """
-        names = [stream.source.name for stream in self._streams]
-        good = set(weights) == set(names) and all(0 <= weight < math.inf for weight in weights.values())
-        if not good or not any(weights.values()):
+        values = parse_weights(weights, self._names)
+        if values is None:
             raise DataError(
-                f"weights {dict(weights)} are not for the sources {', '.join(names)}: 0 or more for each, and"
-                " one above 0"
+                f"weights {dict(weights)} are not for the sources {', '.join(self._names)}: 0 or more for"
+                " each, and one above 0"
             )
-        self._weights = tuple(float(weights[name]) for name in names)
-        amounts = compute_amounts(self._weights)
-        if amounts != self._amounts:
-            self._owed = settle(self._amounts, self._counts, self._owed, amounts)
-            self._amounts, self._counts = amounts, [0] * len(names)
+        self._turns.set_weights(values)
 
     def drawn_by_source(self) -> dict[str, int]:
         """Prompts taken off the stream of each source, each once, returned ones too."""
@@ -218,24 +162,20 @@ class DataBuffer:
         """Everything an exact resume needs, as JSON. The rows themselves are not in it, only their
         fingerprint.
         """
-        common: dict[str, JSONValue] = {
+        turns = self._turns
+        return {
             "seed": self._seed,
             "shuffle": self._shuffle,
             "returned": [[prompt.prompt_id, prompt.epoch] for prompt in self._returned],
             "rows": len(self),
             "fingerprint": self.fingerprint,
-        }
-        if len(self._streams) == 1:
-            return {**common, "epoch": self._streams[0].epoch, "cursor": self._streams[0].cursor}
-        return {
-            **common,
             "sources": [[stream.source.name, stream.epoch, stream.cursor] for stream in self._streams],
-            "weights": list(self._weights),
-            "counts": list(self._counts),
-            "owed": list(self._owed),
+            "weights": list(turns.weights),
+            "counts": list(turns.counts),
+            "owed": list(turns.owed),
         }
 
-    def load_state_dict(self, state: Mapping[str, JSONValue]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues the stream that `state` was taken from, with its seed and its weights.
 
         Raises DataError, changing nothing, for another dataset's state.
@@ -246,22 +186,14 @@ class DataBuffer:
                 f" is {self.fingerprint} ({len(self)} rows): the prompts changed; resume with the same data,"
                 " or start a new run"
             )
-        returned = [self.find_prompt(prompt_id, epoch) for prompt_id, epoch in state["returned"]]
-        places = (
-            [(epoch, cursor) for _, epoch, cursor in state["sources"]]
-            if "sources" in state
-            else [(state["epoch"], state["cursor"])]
-        )
-        self._seed, self._shuffle = int(state["seed"]), bool(state["shuffle"])
-        for stream, (epoch, cursor) in zip(self._streams, places, strict=True):
-            stream.seed, stream.shuffle = self._seed, self._shuffle
-            stream.move_to(int(epoch), int(cursor))
-        if "sources" in state:
-            self._weights = tuple(float(weight) for weight in state["weights"])
-            self._amounts = compute_amounts(self._weights)
-            self._counts = [int(count) for count in state["counts"]]
-            self._owed = tuple(int(owes) for owes in state["owed"])
-        self._returned = deque(returned)
+        self._returned = deque(self.find_prompt(prompt_id, epoch) for prompt_id, epoch in state["returned"])
+        self._seed, self._shuffle = state["seed"], state["shuffle"]
+        self._streams = [
+            _Stream(stream.source, epoch, cursor)
+            for stream, (_, epoch, cursor) in zip(self._streams, state["sources"], strict=True)
+        ]
+        self._turns = Turns(state["weights"])
+        self._turns.counts, self._turns.owed = list(state["counts"]), list(state["owed"])
 
     def statistics(self) -> Mapping[str, float]:
         """`epoch`, `drawn` (prompts taken off the stream, each once), `returned` (waiting to be drawn again).
@@ -270,19 +202,18 @@ class DataBuffer:
         the lowest: how often every row was drawn. For each of them there are also `source/NAME/epoch`,
         `source/NAME/drawn` and `source/NAME/share` of the next draws.
         """
-        total = {
-            "epoch": float(min(stream.epoch for stream in self._streams)),
-            "drawn": float(sum(stream.drawn for stream in self._streams)),
-            "returned": float(len(self._returned)),
+        amounts = self._turns.amounts
+        values: dict[str, float] = {
+            "epoch": min(stream.epoch for stream in self._streams),
+            "drawn": sum(stream.drawn for stream in self._streams),
+            "returned": len(self._returned),
         }
-        if len(self._streams) == 1:
-            return total
-        for stream, amount in zip(self._streams, self._amounts, strict=True):
-            name = f"source/{metric_name(stream.source.name)}"
-            total[f"{name}/epoch"] = float(stream.epoch)
-            total[f"{name}/drawn"] = float(stream.drawn)
-            total[f"{name}/share"] = amount / sum(self._amounts)
-        return total
+        for stream, amount in zip(self._streams, amounts, strict=True):
+            if self._several:
+                name = f"source/{stream.source.name}"
+                values[f"{name}/epoch"], values[f"{name}/drawn"] = stream.epoch, stream.drawn
+                values[f"{name}/share"] = amount / sum(amounts)
+        return {name: float(value) for name, value in values.items()}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -291,39 +222,44 @@ class DataBuffer:
 
         Weights are not in it: a curriculum changes them, and the state has them.
         """
-        digests = [_digest_rows(stream.source) for stream in self._streams]
-        if len(digests) == 1:
-            return digests[0][:16]
-        named = [[stream.source.name, digest] for stream, digest in zip(self._streams, digests, strict=True)]
-        return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
+        named: list[list[str]] = []
+        for stream in self._streams:
+            digest = hashlib.sha256()
+            for row in stream.source.rows:
+                digest.update(json.dumps(row, sort_keys=True, separators=(",", ":")).encode() + b"\n")
+            named.append([stream.source.name, digest.hexdigest()])
+        whole = hashlib.sha256(json.dumps(named).encode()).hexdigest() if self._several else named[0][1]
+        return whole[:16]
 
     def _next_prompt(self) -> PromptRow:
-        index = choose_source(self._amounts, self._counts, self._owed) if len(self._streams) > 1 else 0
-        self._counts[index] += 1
-        return self._streams[index].next_prompt()
+        stream = self._streams[self._turns.take()]
+        if stream.cursor == len(stream.source.good):
+            stream.epoch, stream.cursor, stream.order = stream.epoch + 1, 0, None
+        index = self._order(stream)[stream.cursor]
+        stream.cursor += 1
+        return self.find_prompt(f"{self._prefix(stream)}row-{index}", stream.epoch)
+
+    def _prefix(self, stream: _Stream) -> str:
+        return f"{stream.source.name}/" if self._several else ""
+
+    def _order(self, stream: _Stream) -> IntArray:
+        """The positions of the rows of the stream's epoch, in the order in which they are drawn."""
+        if stream.order is None:
+            digest = hashlib.sha256(f"{self._seed}/{self._prefix(stream)}{stream.epoch}".encode()).digest()
+            order = order_rows(stream.source.rows, int.from_bytes(digest[:16], "big"))
+            stream.order = order if self._shuffle else np.sort(order)
+        return stream.order
 
     def _find(self, prompt_id: str) -> tuple[_Stream, int]:
-        prefix, slash, number = prompt_id.rpartition("/")
+        row = prompt_id.rpartition("/")[2]
         for stream in self._streams:
-            index = stream.index_of(number) if stream.prefix == prefix + slash else None
-            if index is not None:
+            rows, digits = stream.source.rows, row.removeprefix("row-")
+            index = int(digits) if digits.isdecimal() else len(rows)
+            if f"{self._prefix(stream)}row-{index}" == prompt_id and index < len(rows) and rows[index]:
                 return stream, index
         raise DataError(f"prompt {prompt_id!r} is none of the {len(self)} rows of this dataset")
 
 
-def _check_source(source: SourceRows, name: str) -> None:
-    if not source.good_count:
-        raise DataError(f"the dataset {name}has no rows; a DataBuffer needs at least one prompt")
-    for index, row in enumerate(source.rows):
-        if row is not None:
-            check_row(row, where=f"{name}row {index}")
-    require_prompts(source.rows, name=name.strip() or "DataBuffer")
-
-
-def _digest_rows(source: SourceRows) -> str:
-    digest = hashlib.sha256()
-    for row in source.rows:
-        digest.update(
-            json.dumps(row, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode() + b"\n"
-        )
-    return digest.hexdigest()
+def _check_row(row: Mapping[str, Any] | None, index: int) -> Row | None:
+    with naming(f"row {index}"):
+        return None if row is None else parse_row(row, "prompt")

@@ -1,8 +1,8 @@
 """Rows of data from anywhere: files, a hub, reasoning-gym, a function. Checked where they enter; what is
 malformed leaves a hole.
 
-[[rl.data]] ──► read_source ──► SourceRows: rows with holes, and what is wrong with each ──► require_good_rows
-                                         └── one for each table ──► Mixture
+[[rl.data]] ──► read_source ──► Source: rows with holes, and what is wrong with each ──► load_sources
+                                         └── one for each table, few of them malformed ──► Mixture
 """
 
 from __future__ import annotations
@@ -13,59 +13,26 @@ from dataclasses import replace
 from itertools import chain, count, islice
 from pathlib import Path
 
-from rollouts.config.tables import DataSourceConfig, SourceKind
-from rollouts.data.files import FoundRow, read_hf, read_jsonl, read_parquet
-from rollouts.data.held_out import exclude_from_mixture, exclude_prompts, prompt_key, unique_prompts
+from rollouts.config.tables import NEEDS, DataSourceConfig, SourceKind
+from rollouts.data.files import read_hf, read_jsonl, read_parquet
 from rollouts.data.made_rows import make_python_rows, make_reasoning_gym_rows
-from rollouts.data.messages import check_messages
-from rollouts.data.mixture import Mixture
-from rollouts.data.preference_rows import split_labelled, split_pair
-from rollouts.data.rows import (
-    BadRow,
-    Row,
-    RowProblem,
-    RowUse,
-    SourceRows,
-    check_row,
-    check_use,
-    parse_row,
-    require_good_rows,
-    require_prompts,
-    row_to_conversation,
-)
-from rollouts.errors import DataError
+from rollouts.data.messages import RowProblem
+from rollouts.data.mixture import SOURCE_FIELD, Mixture, Source
+from rollouts.data.rows import BadRow, FoundRow, Row, RowUse, parse_row
+from rollouts.errors import DataError, RolloutsError
 
-__all__ = [
-    "BadRow",
-    "Mixture",
-    "Row",
-    "SourceRows",
-    "check_messages",
-    "check_row",
-    "exclude_from_mixture",
-    "exclude_prompts",
-    "load_rows",
-    "load_sources",
-    "prompt_key",
-    "read_source",
-    "require_good_rows",
-    "require_prompts",
-    "row_to_conversation",
-    "unique_prompts",
-]
-
-Reader = Callable[[DataSourceConfig, str], Iterator[FoundRow]]
-READERS: Mapping[SourceKind, Reader] = {
+SHOWN = 5  # malformed rows that an error lists
+READERS: Mapping[SourceKind, Callable[[DataSourceConfig], Iterator[FoundRow]]] = {
     "jsonl": read_jsonl,
     "parquet": read_parquet,
     "hf": read_hf,
     "reasoning_gym": make_reasoning_gym_rows,
     "python": make_python_rows,
 }
-RESHAPES: Mapping[RowUse, Callable[[Row], Row]] = {"pair": split_pair, "labelled": split_labelled}
+EXTRAS = {"parquet": "data", "hf": "data", "reasoning_gym": "reasoning-gym"}  # of rollouts-rl, by kind
 
 
-def read_source(source: DataSourceConfig, *, name: str, use: RowUse = "any") -> SourceRows:
+def read_source(source: DataSourceConfig, *, name: str, use: RowUse = "any") -> Source[Row]:
     """The rows of a source in its own order, the first `source.size` of them when given, with holes and what
     is wrong where they are malformed.
 
@@ -75,29 +42,56 @@ def read_source(source: DataSourceConfig, *, name: str, use: RowUse = "any") -> 
     """
     rows: list[Row | None] = []
     bad: list[BadRow] = []
-    found_rows = READERS[source.kind](source, name)
-    for position, found in enumerate(islice(found_rows, source.size)):
+    for position, found in enumerate(islice(_find_rows(source, name), source.size)):
         try:
-            if found.problem is not None:
-                raise found.problem
-            row = parse_row(found.value, source.columns, source.system_prompt, RESHAPES.get(use))
-            check_use(row, use)
-            rows.append(row)
+            if isinstance(found.value, RowProblem):
+                raise found.value
+            rows.append(
+                parse_row(found.value, use, columns=source.columns, system_prompt=source.system_prompt)
+            )
         except RowProblem as problem:
             rows.append(None)
-            bad.append(BadRow(position, found.file, found.number, found.by_line, problem.field, str(problem)))
-    where = next(key for key in ("path", "function", "dataset") if getattr(source, key))
+            bad.append(BadRow(position, *found[:3], problem.field, str(problem)))
     if not rows:
         hint = "; a JSONL file has one JSON object per line" if source.kind == "jsonl" else ""
-        raise DataError(f"{name}.{where}={getattr(source, where)!r} has no rows{hint}")
+        raise DataError(f"{_describe(source, name)} has no rows{hint}")
     if source.size is not None and len(rows) < source.size:
-        advice = f"set size = {len(rows)}" + (
-            " or leave it out" if source.kind in ("jsonl", "parquet", "hf") else ""
-        )
         raise DataError(
-            f"{name}.size={source.size} but {getattr(source, where)} has {len(rows)} rows; {advice}"
+            f"{name}.size={source.size} but {_describe(source, name)} has {len(rows)} rows; set size ="
+            f" {len(rows)} or leave it out"
         )
-    return SourceRows(name_sources([source])[0], source.weight, tuple(rows), tuple(bad))
+    return Source(name_sources([source])[0], source.weight, tuple(rows), tuple(bad))
+
+
+def _describe(source: DataSourceConfig, name: str) -> str:
+    setting, _ = NEEDS[source.kind]
+    params = f" with {name}.params={source.params}" if source.params else ""
+    return f"{name}.{setting}={getattr(source, setting)!r}{params}"
+
+
+def _find_rows(source: DataSourceConfig, name: str) -> Iterator[FoundRow]:
+    """What the source gives. Raises DataError, with the cause, for whatever its reader or function raises."""
+    taken = 0
+    try:
+        for found in READERS[source.kind](source):
+            yield found
+            taken += 1
+    except RolloutsError:
+        raise
+    except Exception as error:  # of a file system, a network, one of many readers, or a user's function
+        what, kind = _describe(source, name), type(error).__name__
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        if isinstance(error, ImportError) and source.kind in EXTRAS:
+            problem = f" needs the package {error.name}; pip install 'rollouts-rl[{EXTRAS[source.kind]}]'"
+        elif source.kind == "python":
+            problem = f" raised {kind} after {taken} rows: {reason}"
+        elif isinstance(error, FileNotFoundError) and source.path:
+            problem = f": there is no such file (looked for {Path(source.path).absolute()})"
+        else:
+            hub = "; see that the hub can be reached, or name a local directory"
+            away = source.kind == "hf" and not Path(source.dataset).exists()
+            problem = f" cannot be read: {reason} ({kind}){hub if away else ''}"
+        raise DataError(what + problem) from error
 
 
 def name_sources(sources: Sequence[DataSourceConfig]) -> list[str]:
@@ -114,24 +108,38 @@ def name_sources(sources: Sequence[DataSourceConfig]) -> list[str]:
     return names
 
 
-def load_sources(sources: Sequence[DataSourceConfig], *, name: str, use: RowUse = "any") -> Mixture:
+def load_sources(sources: Sequence[DataSourceConfig], *, name: str, use: RowUse = "any") -> Mixture[Row]:
     """The rows of every source. Malformed rows are holes; their share is at most each source's
     max_bad_fraction.
 
-    Raises DataError beginning with `name`, or
-    `name`.INDEX when there are several.
+    Raises DataError beginning with `name`, or `name`.INDEX when there are several.
     """
-    loaded: list[SourceRows] = []
+    loaded: list[Source[Row]] = []
     for index, (source, called) in enumerate(zip(sources, name_sources(sources), strict=True)):
         key = f"{name}.{index}" if len(sources) > 1 else name
         found = read_source(source, name=key, use=use)
-        require_good_rows(found, max_bad_fraction=source.max_bad_fraction, name=key)
+        _require_good_rows(found, source.max_bad_fraction, key)
+        if len(sources) > 1 and any(SOURCE_FIELD in row for row in found.good):
+            raise DataError(
+                f"{key} ({called}): its rows have a field {SOURCE_FIELD}, which says in a mixture what source"
+                f' a sample is of; give it another name with columns.NAME = "{SOURCE_FIELD}", or leave it out'
+                f' with columns.{SOURCE_FIELD} = ""'
+            )
         loaded.append(replace(found, name=called))
-    mixture = Mixture(tuple(loaded))
-    mixture.check_fields(name=name)
-    return mixture
+    return Mixture(tuple(loaded))
 
 
-def load_rows(source: DataSourceConfig, *, name: str) -> list[Row]:
-    """The good rows of one source in its own order. Raises what `load_sources` raises."""
-    return [row for row in load_sources([source], name=name).sources[0].rows if row is not None]
+def _require_good_rows(found: Source[Row], max_bad_fraction: float, name: str) -> None:
+    count, bad = len(found.rows), found.bad
+    if len(bad) < count and len(bad) <= max_bad_fraction * count:
+        return
+    lines = [*map(str, bad[:SHOWN]), *([f"and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else [])]
+    rule = (
+        f"more than max_bad_fraction={max_bad_fraction:g} allows; mend them, or set {name}.max_bad_fraction"
+    )
+    if len(bad) == count:
+        rule = "so nothing is left; mend them"
+    raise DataError(
+        f"{name}: {len(bad)} of {count} rows {'is' if len(bad) == 1 else 'are'} malformed, {rule}:"
+        + "".join(f"\n  {line}" for line in lines)
+    )

@@ -5,68 +5,71 @@ their form.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from rollouts.errors import DataError
-from rollouts.types import ChatMessage, check_json, checked_message
+from rollouts.errors import DataError, ModelError
+from rollouts.types import ChatMessage, check_json, checked_messages
+
+
+class RowProblem(DataError):
+    """What makes one row malformed."""
+
+    def __init__(self, sentence: str, field: str | None = None) -> None:
+        """`field`: its place, such as messages[0].content, empty when the row as a whole is wrong; None: the
+        sentence begins with it.
+        """
+        super().__init__(sentence)
+        self.field = re.split(r"[^\w.\[\]]", sentence)[0] if field is None else field
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Puts `where` before the message of a DataError or ModelError that is raised inside."""
+    try:
+        yield
+    except (DataError, ModelError) as error:
+        kind = ModelError if isinstance(error, ModelError) else DataError
+        raise kind(f"{where}: {error}") from error
 
 
 def parse_messages(messages: object, *, where: str) -> list[ChatMessage]:
     """The chat messages of a row in one form: every content a text, every other key as the row has it (see
     types.checked_message).
 
-    Raises DataError, beginning with `where`, that names the message and the key, if `messages` is no list of
+    Raises RowProblem, beginning with `where`, that names the message and the key, if `messages` is no list of
     chat messages or is empty.
     """
-    if not isinstance(messages, list | tuple):
-        raise DataError(f"{where} is of type {type(messages).__name__}; it must be a list of chat messages")
-    if not messages:
-        raise DataError(f"{where} is an empty list; it must hold at least one chat message")
-    parsed: list[ChatMessage] = []
-    for index, message in enumerate(messages):
-        try:
-            parsed.append(checked_message(message))
-        except ValueError as error:
-            raise DataError(f"{where}[{index}]{error}") from error
-    return parsed
-
-
-def check_messages(messages: object, *, where: str) -> None:
-    """Raises DataError, beginning with `where`, unless `messages` is a list, not empty, of chat messages that
-    `parse_messages` takes.
-    """
-    parse_messages(messages, where=where)
+    try:
+        return checked_messages(messages, where)
+    except ValueError as error:
+        raise RowProblem(str(error)) from error
 
 
 def parse_tools(tools: object, *, where: str) -> list[dict[str, Any]] | None:
     """The tools of a row, from a list of JSON schemas or its JSON text; None if there are none (null, or an
     empty list).
 
-    Raises DataError, beginning with `where`, if it is something else.
+    Raises RowProblem, beginning with `where`, if it is something else.
     """
-    value: object = tools
-    if isinstance(tools, str):
-        try:
-            value = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{where} is text but not JSON ({error}); it must be a list of tools as JSON schemas"
-            ) from error
+    rule = "it must be a list of tools as JSON schemas"
+    try:
+        value: object = json.loads(tools) if isinstance(tools, str) else tools
+        check_json(where, value)
+    except json.JSONDecodeError as error:
+        raise RowProblem(f"{where} is text but not JSON ({error}); {rule}") from error
+    except (ValueError, RecursionError) as error:
+        raise RowProblem(str(error), where) from error
     if value is None:
         return None
     if not isinstance(value, list | tuple):
-        raise DataError(
-            f"{where} is of type {type(value).__name__}; it must be a list of tools as JSON schemas"
-        )
+        raise RowProblem(f"{where} is of type {type(value).__name__}; {rule}")
     for index, tool in enumerate(value):
         if not isinstance(tool, Mapping) or not tool:
-            raise DataError(
+            raise RowProblem(
                 f'{where}[{index}] is {tool!r}; a tool is an object such as {{"type": "function", "function":'
                 ' {"name": "…"}}'
             )
-    try:
-        check_json(where, list(value))
-    except ValueError as error:
-        raise DataError(str(error)) from error
     return [dict(tool) for tool in value] or None

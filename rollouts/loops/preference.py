@@ -16,13 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollouts.config.schema import REFERENCE_FREE, PreferenceTrainingConfig
+from rollouts.data.mixture import Mixture, select_samples
 from rollouts.data.preference import (
     LabelledSample,
     PairSample,
-    PreferenceMixture,
     PreferenceSample,
     make_preference_batch,
-    select_preference_samples,
 )
 from rollouts.errors import ConfigError
 from rollouts.loops.linearised import (
@@ -46,7 +45,7 @@ HIGHEST_EXPONENT = 709.0  # exp of more overflows float64
 
 async def run_preference_training(
     backend: TrainingBackend,
-    data: PreferenceMixture[S],
+    data: Mixture[S],
     config: PreferenceTrainingConfig,
     metrics_logger: MetricsLogger,
     *,
@@ -67,7 +66,7 @@ async def run_preference_training(
     """
 
     async def prepare(step: int) -> LinearisedStep:
-        samples = select_preference_samples(data, config.batch_size, step - 1, seed)
+        samples = select_samples(data, config.batch_size, step - 1, seed)
         _, found = await linearise_samples(backend, samples, config, loss=loss, reference=reference)
         return LinearisedStep(
             make_preference_batch(samples, rows_per_sample=1 if config.loss == KTO else 2), found
@@ -181,11 +180,10 @@ def _require(reference: LogProbScorer | None, config: PreferenceTrainingConfig) 
 
 
 async def score_mixture(
-    data: PreferenceMixture[S], config: PreferenceTrainingConfig, reference: LogProbScorer | None
-) -> PreferenceMixture[S]:
+    data: Mixture[S], config: PreferenceTrainingConfig, reference: LogProbScorer | None
+) -> Mixture[S]:
     """The data with the reference's log-probs in every sample; see score_samples."""
-    scored = iter(await score_samples(data.samples, config, reference))
-    return replace(data, slots=tuple(None if slot is None else next(scored) for slot in data.slots))
+    return data.with_samples(await score_samples(data.samples, config, reference))
 
 
 async def score_samples(

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollouts.config.schema import RewardModelTrainingConfig
-from rollouts.data.preference import PairSample, PreferenceMixture, select_preference_samples
+from rollouts.data.mixture import Mixture, select_samples
+from rollouts.data.preference import PairSample
 from rollouts.data.scores import make_score_batch, read_scores
 from rollouts.loops.linearised import AsyncRowLoss, LinearisedStep, run_linearised_steps
 from rollouts.loops.steps import StepHooks
@@ -26,7 +27,7 @@ Measure = Callable[[NDArray[np.float64]], Awaitable[Mapping[str, float]]]
 
 async def run_reward_model_training(
     backend: TrainingBackend,
-    data: PreferenceMixture[PairSample],
+    data: Mixture[PairSample],
     config: RewardModelTrainingConfig,
     metrics_logger: MetricsLogger,
     *,
@@ -44,7 +45,7 @@ async def run_reward_model_training(
     """
 
     async def prepare(step: int) -> LinearisedStep:
-        samples = select_preference_samples(data, config.batch_size, step - 1, seed)
+        samples = select_samples(data, config.batch_size, step - 1, seed)
         rows = make_pair_score_batch(samples)
         margins = np.asarray([sample.margin for sample in samples], np.float64)
         return LinearisedStep(rows, await loss(await score_pairs(backend, rows), margins=margins))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollouts.config.schema import SFTTrainingConfig
-from rollouts.data.sft import SFTMixture, SFTSample, make_sft_batch, make_sft_mixture, select_sft_samples
+from rollouts.data.mixture import Mixture, make_mixture, select_samples
+from rollouts.data.sft import SFTSample, make_sft_batch
 from rollouts.loops.steps import StepHooks, surround_steps
 from rollouts.loops.updates import record_updates, step_metrics, train
 from rollouts.metrics.spans import PhaseTimer
@@ -15,7 +16,7 @@ from rollouts.types import LossSpec
 
 async def run_sft_training(
     backend: TrainingBackend,
-    data: SFTMixture | Sequence[SFTSample],
+    data: Mixture[SFTSample] | Sequence[SFTSample],
     config: SFTTrainingConfig,
     metrics_logger: MetricsLogger,
     *,
@@ -30,12 +31,12 @@ async def run_sft_training(
     mean of the whole batch. Waits for each step before the next: submitting ahead gains nothing here, because
     batches cost no time to make.
     """
-    mixture = data if isinstance(data, SFTMixture) else make_sft_mixture(data)
+    mixture = data if isinstance(data, Mixture) else make_mixture(data)
     history: list[dict[str, float]] = []
     async with surround_steps(hooks or StepHooks(), config, backend, completed=completed_steps) as steps:
         for step in range(completed_steps + 1, config.steps + 1):
             timer = PhaseTimer()
-            batch = make_sft_batch(select_sft_samples(mixture, config.batch_size, step - 1, seed))
+            batch = make_sft_batch(select_samples(mixture, config.batch_size, step - 1, seed))
             with timer.phase("train"):
                 results = await train(backend, [(batch, LossSpec("sft"))])
             async with steps.completing(step):

@@ -16,9 +16,9 @@ from rollouts.config.modes import stage_config
 from rollouts.config.schema import PreferenceTrainingConfig, RewardModelTrainingConfig, RunConfig
 from rollouts.data.chat import ChatTokenizer, TemplateOptions, render_prompt, tokenize_prompt
 from rollouts.data.datasets import load_sources
-from rollouts.data.held_out import exclude_from_mixture, unique_prompts
-from rollouts.data.messages import parse_tools
-from rollouts.data.mixture import Mixture, SampleMixture
+from rollouts.data.held_out import exclude_prompts, unique_prompts
+from rollouts.data.messages import naming, parse_tools
+from rollouts.data.mixture import Mixture
 from rollouts.data.preference import (
     LabelledSample,
     PairSample,
@@ -27,9 +27,9 @@ from rollouts.data.preference import (
     prepare_pair_mixture,
     split_held_out,
 )
-from rollouts.data.rows import USE_OF_STAGE, Row, RowUse
+from rollouts.data.rows import Row, RowUse
 from rollouts.data.sft import SFTSample, prepare_sft_mixture
-from rollouts.errors import ConfigError, DataError, ModelError
+from rollouts.errors import ConfigError
 from rollouts.preflight.findings import Findings, note, reporting
 
 PREFERENCE_STAGES = ("preference", "reward_model")
@@ -42,7 +42,7 @@ SHOWN_CHARACTERS = 600  # of a conversation whose trained parts are shown
 class Rows:
     """The datasets of a run. No prompt of `held_out` is in a training mixture."""
 
-    training: Mapping[str, Mixture]  # by stage
+    training: Mapping[str, Mixture[Row]]  # by stage
     held_out: tuple[Row, ...]  # each prompt once
     notes: tuple[str, ...]  # what a user should know of them, a line each
 
@@ -50,15 +50,14 @@ class Rows:
         """The rows of a stage or of "eval", without holes; none where they could not be read."""
         if stage == "eval":
             return list(self.held_out)
-        sources = self.training[stage].sources if stage in self.training else ()
-        return [row for source in sources for row in source.rows if row is not None]
+        return self.training[stage].samples if stage in self.training else []
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPairs:
     """Pairs of a stage."""
 
-    training: SampleMixture[PairSample]
+    training: Mixture[PairSample]
     held_out: tuple[PairSample, ...]
 
 
@@ -66,7 +65,7 @@ class PreparedPairs:
 class PreparedLabels:
     """Labelled responses of a stage."""
 
-    training: SampleMixture[LabelledSample]
+    training: Mixture[LabelledSample]
     held_out: tuple[LabelledSample, ...]
 
 
@@ -74,7 +73,7 @@ class PreparedLabels:
 class PreparedRows:
     """What the stages train on, tokenized."""
 
-    conversations: SampleMixture[SFTSample] | None = None
+    conversations: Mixture[SFTSample] | None = None
     preferences: dict[str, PreparedPairs | PreparedLabels] = field(default_factory=dict)  # by stage
     longest_prompt: int = 0  # in tokens, of those that were looked at; 0: unknown
     longest_conversation: int = 0
@@ -85,7 +84,7 @@ def load_all_rows(config: RunConfig, stages: Sequence[str], findings: Findings |
     config has no table for.
     """
     held_out: list[Row] = []
-    training: dict[str, Mixture] = {}
+    training: dict[str, Mixture[Row]] = {}
     notes: list[str] = []
     for stage in (*(["eval"] if config.eval else []), *stages):
         name = f"{stage}.data"
@@ -93,12 +92,12 @@ def load_all_rows(config: RunConfig, stages: Sequence[str], findings: Findings |
             section: Any = config.eval if stage == "eval" else stage_config(config, stage)
             mixture = load_sources(section.data, name=name, use=choose_use(config, stage))
             if stage == "eval":
-                held_out = unique_prompts(row for source in mixture.sources for row in source.rows)
+                held_out = unique_prompts(mixture.samples)
                 count, why = len(held_out), "asked twice"
-                removed = mixture.row_count - count
+                removed = len(mixture.samples) - count
             else:
-                training[stage], removed = exclude_from_mixture(mixture, held_out, name=name)
-                count, why = training[stage].row_count, "held out by eval.data"
+                training[stage], removed = exclude_prompts(mixture, held_out, name=name)
+                count, why = len(training[stage].samples), "held out by eval.data"
                 if removed:
                     notes.append(f"{stage}: {removed} rows left out because their prompts are held out")
             left_out = f", {removed} left out because they are {why}" if removed else ""
@@ -116,13 +115,14 @@ def choose_use(config: RunConfig, stage: str) -> RowUse:
     KTO.
     """
     is_kto = stage == "preference" and config.preference is not None and config.preference.loss == "kto"
-    return "labelled" if is_kto else USE_OF_STAGE[stage]
+    uses: dict[str, RowUse] = {"sft": "conversation", "preference": "pair", "reward_model": "pair"}
+    return "labelled" if is_kto else uses.get(stage, "prompt")
 
 
-def _describe_shares(mixture: Mixture) -> str:
+def _describe_shares(mixture: Mixture[Row]) -> str:
     total = sum(source.weight for source in mixture.sources)
     shares = (
-        f"{source.name} {source.good_count} rows ({source.weight / total:.0%} of the draws)"
+        f"{source.name} {len(source.good)} rows ({source.weight / total:.0%} of the draws)"
         for source in mixture.sources
     )
     return ": " + ", ".join(shares) if len(mixture.sources) > 1 else ""
@@ -193,11 +193,9 @@ def _check_fit(
 
 
 def _measure_prompt(rows: Sequence[Row], at: int, tokenizer: ChatTokenizer, options: TemplateOptions) -> int:
-    try:
+    with naming(f"row {at}"):
         tools = parse_tools(rows[at].get("tools"), where="tools")
         return len(tokenize_prompt(rows[at]["prompt"], tokenizer, options=options, tools=tools))
-    except (DataError, ModelError) as error:
-        raise type(error)(f"row {at}: {error}") from error
 
 
 def _choose_rows(rows: Sequence[Row | None]) -> list[int]:
@@ -209,7 +207,7 @@ def _choose_rows(rows: Sequence[Row | None]) -> list[int]:
     return sorted({*longest, *(at * count // half for at in range(half))})
 
 
-def _thin(mixture: Mixture) -> Mixture:
+def _thin(mixture: Mixture[Row]) -> Mixture[Row]:
     """The mixture with holes in the place of rows that are not looked at."""
     sources = []
     for source in mixture.sources:
@@ -220,8 +218,8 @@ def _thin(mixture: Mixture) -> Mixture:
 
 
 def _prepare_sft(
-    config: RunConfig, mixture: Mixture, tokenizer: ChatTokenizer, findings: Findings | None
-) -> SampleMixture[SFTSample]:
+    config: RunConfig, mixture: Mixture[Row], tokenizer: ChatTokenizer, findings: Findings | None
+) -> Mixture[SFTSample]:
     section = config.sft
     assert section is not None
     prepared = prepare_sft_mixture(
@@ -236,7 +234,7 @@ def _prepare_sft(
         note(findings, "ok", "sft.data", f"of the first conversation this trains: {trained}")
         dropped = sum(prepared.dropped.values())
         if prepared.truncated or dropped:
-            counts = f"of {mixture.row_count} rows {prepared.truncated} are cut and {dropped} dropped"
+            counts = f"of {len(mixture.samples)} rows {prepared.truncated} are cut and {dropped} dropped"
             note(findings, "warning", "sft.max_length", f"{counts}; raise it if they matter")
     return prepared
 
@@ -259,7 +257,7 @@ def _mark_trained(sample: SFTSample, tokenizer: Any) -> str:
 
 
 def prepare_preferences(
-    config: RunConfig, stage: str, mixture: Mixture, tokenizer: ChatTokenizer
+    config: RunConfig, stage: str, mixture: Mixture[Row], tokenizer: ChatTokenizer
 ) -> PreparedPairs | PreparedLabels:
     """What the stage "preference" or "reward_model" trains on and what it is evaluated on. Raises DataError
     and ModelError as prepare_pair_mixture and split_held_out do.
@@ -300,7 +298,7 @@ def _describe_preferences(
     config: RunConfig,
     stage: str,
     prepared: PreparedPairs | PreparedLabels,
-    mixture: Mixture,
+    mixture: Mixture[Row],
     longest: int,
     tokenizer: Any,
     findings: Findings | None,
@@ -315,7 +313,7 @@ def _describe_preferences(
         counts = f"{int(row.loss_mask.sum())} of {len(row.token_ids)} tokens"
         note(findings, "ok", name, f"{kind} of the first sample trains {counts}: {text}")
     counts = f"{len(prepared.training.samples)} train and {len(prepared.held_out)} are held out"
-    looked = f"of {mixture.row_count} rows that were looked at {counts}"
+    looked = f"of {len(mixture.samples)} rows that were looked at {counts}"
     note(findings, "ok", name, f"{looked}; the longest has {longest} tokens of max_length={max_length}")
     for line in describe_counts(stage, prepared, max_length):
         note(findings, "warning", name, line.partition(": ")[2])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollouts.data.chat import compute_loss_mask, render_prompt, tokenize_conversation
-from rollouts.data.messages import check_messages, parse_messages, parse_tools
+from rollouts.data.messages import parse_messages, parse_tools
 from rollouts.errors import DataError, ModelError
 from rollouts.types import ChatMessage, Sample
 from tests.unit.chat_tokenizers import CHATML, SMOLLM2, byte_tokenizer
@@ -74,8 +74,8 @@ def test_an_assistant_turn_that_says_nothing_is_refused(content):
 )
 def test_only_the_chosen_turns_train(train_on, text):
     tokenizer = byte_tokenizer()
-    conversation = tokenize_conversation(TWO_TURNS, tokenizer)
-    assert tokenizer.decode(conversation.token_ids[compute_loss_mask(conversation, train_on)]) == text
+    conversation = tokenize_conversation(TWO_TURNS, tokenizer, train_on=train_on)
+    assert tokenizer.decode(conversation.token_ids[compute_loss_mask(conversation)]) == text
 
 
 def test_a_conversation_without_assistant_turn_is_refused():
@@ -213,7 +213,7 @@ def call(**function: Any) -> dict[str, Any]:
 )
 def test_a_message_that_cannot_be_read_is_named_with_its_key(message, error):
     with pytest.raises(DataError) as caught:
-        check_messages([message], where="m")
+        parse_messages([message], where="m")
     assert error in str(caught.value)
     with pytest.raises(ValueError, match=re.escape(error.replace("m[0]", "Sample.prompt[0]"))):
         Sample(id="s", prompt=(message,))

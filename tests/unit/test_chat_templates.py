@@ -62,7 +62,7 @@ THOUGHTS = [
 def marked(messages: list[Any], tokenizer: PreTrainedTokenizerFast, **options: Any) -> str:
     """The text of all tokens, with ⟦ and ⟧ around those that train."""
     conversation = tokenize_conversation(messages, tokenizer, **options)
-    mask = compute_loss_mask(conversation, options.get("train_on", "all"))
+    mask = compute_loss_mask(conversation)
     edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     pieces = [str(tokenizer.decode(conversation.token_ids[a:b])) for a, b in itertools.pairwise(edges)]
     return "".join(

@@ -34,9 +34,6 @@ def test_giving_everything_back_leaves_the_buffer_as_it_was(rows: int, before: i
     assert keys(buffer.get_prompts(30)) == keys(untouched.get_prompts(30))
 
 
-OPERATIONS = st.lists(st.tuples(st.integers(0, 5), st.sets(st.integers(0, 4))), max_size=8)
-
-
 def test_the_state_of_another_dataset_is_refused_and_changes_nothing():
     saved = DataBuffer(make_rows(3), seed=0)
     other = DataBuffer([*make_rows(3), {"prompt": "one more"}], seed=0)
@@ -79,8 +76,8 @@ def test_only_prompts_that_are_out_can_be_returned():
         ([], "has no rows"),
         ([{"prompt": "a"}, {"prompt": " "}], "row 1: prompt is empty"),
         ([{"prompt": "a"}, {"question": "b"}], "row 1: neither `prompt` nor `messages`"),
-        ([{"messages": [{"role": "user", "content": "a"}]}], "row 0 has no prompt"),
-        ([{"prompt": "a", "score": float("nan")}], "row 0: row.score is nan"),
+        ([{"messages": [{"role": "user", "content": "a"}]}], "row 0: no `prompt`"),
+        ([{"prompt": "a", "score": float("nan")}], "row 0: score is nan"),
     ],
 )
 def test_rows_that_cannot_be_asked_are_refused_at_the_start(rows, message: str):

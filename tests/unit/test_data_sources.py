@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rollouts.config.tables import DataSourceConfig
-from rollouts.data.datasets import load_rows, read_source
+from rollouts.data.datasets import load_sources, read_source
 from rollouts.errors import DataError
 
 QUESTIONS = [
@@ -26,12 +26,12 @@ COLUMNS = {"prompt": "question.text", "answer": "answers.0"}
 
 def message_of(**settings: Any) -> str:
     with pytest.raises(DataError) as caught:
-        load_rows(DataSourceConfig(**settings), name="rl.data")
+        load(**settings)
     return str(caught.value)
 
 
 def load(**settings: Any) -> list[dict[str, Any]]:
-    return load_rows(DataSourceConfig(**settings), name="rl.data")
+    return load_sources([DataSourceConfig(**settings)], name="rl.data").samples
 
 
 def lines(rows: list[Any]) -> bytes:
@@ -84,8 +84,8 @@ def test_a_renamed_field_loses_its_old_name_and_an_empty_name_leaves_one_out(tmp
     [
         ("qestion", "there is no qestion: the row has question, answers, id; did you mean question?"),
         ("question.txt", "there is no question.txt: question of the row has text; did you mean text?"),
-        ("question.text.x", "there is no question.text.x: question.text of the row is of type str"),
-        ("answers.2", "there is no answers.2: answers of the row is of type list with 2 items"),
+        ("question.text.x", "there is no question.text.x: question.text of the row is 'q 0'"),
+        ("answers.2", "there is no answers.2: answers of the row is ['0', 'other']"),
     ],
 )
 def test_a_missing_column_is_answered_with_what_there_is(tmp_path: Path, path: str, problem: str):
@@ -165,8 +165,7 @@ def test_a_parquet_value_that_python_cannot_hold_spoils_its_own_row_alone(tmp_pa
     assert (bad.number, bad.field) == (1, "odd")
     assert str(bad).startswith(f"{path} row 1: odd is of type {shown} and cannot be read (")
     assert str(bad).endswith('leave the field out with columns.odd = "", or convert it')
-    left_out = DataSourceConfig(kind="parquet", path=path, columns={"odd": ""})
-    assert prompts(load_rows(left_out, name="rl.data")) == ["p 0", "p 1", "p 2"]
+    assert prompts(load(kind="parquet", path=path, columns={"odd": ""})) == ["p 0", "p 1", "p 2"]
 
 
 # --- the package datasets -----------------------------------------------------------------------------------
@@ -206,9 +205,8 @@ def test_a_directory_of_data_files_is_read(tmp_path: Path, hf: Any):
     assert "Bad split: tran" in message_of(**source, split="tran") or "Unknown split" in message_of(
         **source, split="tran"
     )
-    assert (
-        "rl.data.columns.prompt='qestion': there is no qestion: the columns are question, answers, id; did"
-        " you mean question?" in message_of(**{**source, "columns": {"prompt": "qestion"}})
+    assert "there is no qestion: the row has question, answers, id; did you mean question?" in message_of(
+        **{**source, "columns": {"prompt": "qestion"}}
     )
     assert "size=9 but" in message_of(**{**source, "size": 9})
     assert set(threading.enumerate()) <= before  # no event loop and no progress monitor was left running
@@ -258,12 +256,12 @@ def test_composite_mixes_datasets_by_weight_and_says_which_one_made_a_row():
 @pytest.mark.parametrize(
     ("dataset", "problem"),
     [
-        ({"name": "chain_sums"}, "rl.data: 'chain_sums' is not one of reasoning-gym's"),
-        ({"weight": 1}, "rl.data: None is not one of"),
+        ({"name": "chain_sums"}, "'chain_sums' is not one of reasoning-gym's"),
+        ({"weight": 1}, "None is not one of"),
         ({"name": "chain_sum", "wieght": 1}, "unexpected keyword argument 'wieght'"),
         ({"name": "chain_sum", "config": {"min_term": 1}}, "unexpected keyword argument 'min_term'"),
-        ({"name": "chain_sum", "config": 3}, "reasoning-gym refused composite with rl.data.params="),
-        ("chain_sum", "reasoning-gym refused composite with rl.data.params="),
+        ({"name": "chain_sum", "config": 3}, "rl.data.dataset='composite' with rl.data.params="),
+        ("chain_sum", "rl.data.dataset='composite' with rl.data.params="),
     ],
 )
 def test_what_is_wrong_in_composite_is_named(dataset: Any, problem: str):
@@ -300,14 +298,6 @@ def breaks(size, seed):
     yield {"prompt": "a"}
     raise KeyError("boom")
 
-def as_text(size, seed):
-    return "rows"
-
-async def waits(size, seed):
-    return []
-
-def odd_rows(size, seed):
-    return [{"prompt": "a"}, "b", {"prompt": "c", "f": breaks}, {"prompt": "d", 3: 4}]
 """
 
 

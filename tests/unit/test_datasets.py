@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 
 from rollouts.config.tables import DataSourceConfig
-from rollouts.data.datasets import (
-    exclude_prompts,
-    load_rows,
-    prompt_key,
-    row_to_conversation,
-    unique_prompts,
-)
+from rollouts.data.datasets import load_sources
+from rollouts.data.held_out import exclude_prompts, find_asked_prompts, unique_prompts
+from rollouts.data.mixture import make_mixture
+from rollouts.data.rows import Row, row_to_conversation
 from rollouts.errors import DataError
 from rollouts.types import check_json
 
@@ -26,6 +23,10 @@ def jsonl(path: Path, **settings: Any) -> DataSourceConfig:
 
 def gym(**settings: Any) -> DataSourceConfig:
     return DataSourceConfig(**{"kind": "reasoning_gym", "dataset": "chain_sum", "size": 3, **settings})
+
+
+def load_rows(source: DataSourceConfig, *, name: str) -> list[Row]:
+    return load_sources([source], name=name).samples
 
 
 @pytest.fixture
@@ -121,7 +122,9 @@ def test_reasoning_gym_rows_have_prompt_answer_and_plain_metadata():
 
 def test_an_unknown_reasoning_gym_parameter_is_named():
     message = message_of(gym(params={"min_term": 2}))
-    assert message.startswith("rl.data: reasoning-gym refused chain_sum with rl.data.params={'min_term': 2}")
+    assert message.startswith(
+        "rl.data.dataset='chain_sum' with rl.data.params={'min_term': 2} cannot be read"
+    )
     assert "unexpected keyword argument 'min_term'" in message
 
 
@@ -131,15 +134,15 @@ def test_an_unknown_reasoning_gym_parameter_is_named():
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"messages": [{"role": "user", "content": "q"}]}, "row 3: messages has no assistant turn"),
-        ({"prompt": "q"}, "row 3: no `messages` and no `answer`"),
-        ({"prompt": "q", "answer": 7}, "row 3: answer is 7; SFT trains on it, so it must be text"),
-        ({"prompt": "q", "answer": ""}, "row 3: answer is ''"),
+        ({"messages": [{"role": "user", "content": "q"}]}, "messages has no assistant turn"),
+        ({"prompt": "q"}, "no `messages` and no `answer`"),
+        ({"prompt": "q", "answer": 7}, "answer is 7; SFT trains on it, so it must be text"),
+        ({"prompt": "q", "answer": ""}, "answer is ''"),
     ],
 )
 def test_an_sft_row_without_something_to_train_on_is_refused(row, problem):
     with pytest.raises(DataError) as caught:
-        row_to_conversation(row, where="row 3")
+        row_to_conversation(row)
     assert str(caught.value).startswith(problem)
 
 
@@ -161,8 +164,8 @@ def test_the_same_question_has_one_key_however_it_is_written():
         {"messages": turns("What is 3+4?", "7")},
         {"prompt": "What is \uff13+4?"},  # a full-width three
     ]
-    assert len({prompt_key(form) for form in forms}) == 1
-    assert prompt_key({"prompt": "What is 34?"}) != prompt_key(forms[0])
+    assert len({next(find_asked_prompts(form)) for form in forms}) == 1
+    assert [*find_asked_prompts({"prompt": "What is 34?"})] != [*find_asked_prompts(forms[0])]
 
 
 def test_held_out_prompts_leave_the_training_rows():
@@ -172,16 +175,18 @@ def test_held_out_prompts_leave_the_training_rows():
         {"messages": turns("A", "1")},
         {"messages": turns("c", "1", "d", "2")},
     ]
-    kept, removed = exclude_prompts(rows, [{"prompt": "a"}])
-    assert (kept, removed) == ([rows[1], rows[3]], 2)
-    assert exclude_prompts(rows, []) == (rows, 0)
+    kept, removed = exclude_prompts(make_mixture(rows), [{"prompt": "a"}], name="sft.data")
+    assert (kept.samples, removed) == ([rows[1], rows[3]], 2)
 
 
 def test_a_held_out_prompt_inside_a_longer_conversation_is_found():
-    rows = [{"messages": turns("a", "1", "b", "2")}]
-    assert exclude_prompts(rows, [{"prompt": "a"}]).removed_count == 1
-    assert exclude_prompts(rows, [{"prompt": turns("a", "1", "b")}]).removed_count == 1
-    assert exclude_prompts(rows, [{"prompt": "b"}]).removed_count == 0  # asked alone, it is another question
+    rows = make_mixture([{"messages": turns("a", "1", "b", "2")}, {"prompt": "z"}])
+    for held_out, removed in (
+        ("a", 1),
+        (turns("a", "1", "b"), 1),
+        ("b", 0),  # asked alone, it is another question
+    ):
+        assert exclude_prompts(rows, [{"prompt": held_out}], name="sft.data")[1] == removed
 
 
 def test_of_rows_that_ask_the_same_the_first_stays():

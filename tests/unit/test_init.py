@@ -11,7 +11,7 @@ import trio
 from rollouts.cli import main
 from rollouts.config.load import load_config
 from rollouts.config.plugins import load_function
-from rollouts.data.datasets import load_rows
+from rollouts.data.datasets import load_sources
 from rollouts.errors import ConfigError, RunDirError
 from rollouts.preflight.findings import Findings
 from rollouts.preflight.functions import load_functions, make_trial_samples
@@ -42,7 +42,7 @@ async def test_the_reward_of_a_task_tells_right_from_wrong(tmp_path: Path, task:
     keep = load_function(config.rl.rollout.filters[0], role="filter", base_dir=tmp_path)
     assert config.eval is not None
     is_right = load_function(config.eval.reward, role="reward", base_dir=tmp_path)
-    right, wrong = make_trial_samples(load_rows(config.rl.data[0], name="rl.data"))
+    right, wrong = make_trial_samples(load_sources(config.rl.data[:1], name="rl.data").samples)
     results = [await call_reward(reward, sample) for sample in (right, wrong)]
     assert results[0].reward == 1.0
     assert results[1].reward < 0.5

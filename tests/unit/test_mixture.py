@@ -14,29 +14,21 @@ from hypothesis import strategies as st
 
 from rollouts.config.tables import DataSourceConfig
 from rollouts.data.data_buffer import DataBuffer, PromptRow
-from rollouts.data.datasets import exclude_from_mixture, load_sources
-from rollouts.data.mixture import (
-    OWED_UNIT,
-    BatchSource,
-    Mixture,
-    _turns_from,
-    compute_amounts,
-    select_mixture_batch,
-    settle,
-)
-from rollouts.data.rows import SourceRows
+from rollouts.data.datasets import load_sources
+from rollouts.data.held_out import exclude_prompts
+from rollouts.data.mixture import OWED_UNIT, Mixture, Source, Turns, select_samples
 from rollouts.errors import DataError
 
 
-def make_source(name: str, size: int, weight: float, holes: tuple[int, ...] = ()) -> SourceRows:
-    return SourceRows(
+def make_source(name: str, size: int, weight: float, holes: tuple[int, ...] = ()) -> Source[Any]:
+    return Source(
         name,
         weight,
         tuple(None if index in holes else {"prompt": f"{name} {index}"} for index in range(size)),
     )
 
 
-def make_mixture(**sizes_and_weights: tuple[int, float]) -> Mixture:
+def make_mixture(**sizes_and_weights: tuple[int, float]) -> Mixture[Any]:
     return Mixture(
         tuple(make_source(name, size, weight) for name, (size, weight) in sizes_and_weights.items())
     )
@@ -69,16 +61,17 @@ def assert_within_one(turns: list[int], shares: list[Fraction]) -> None:
 def test_turns_of_three_sources_worked_by_hand():
     # 2 : 1 : 1. Draw 1 is due for all; the first source would be a whole draw behind after 2, the others
     # after 4. Then the two of them are due, and so on, until all four are handed out and it begins again.
-    assert _turns_from((2, 1, 1), 0, 4)[0] == [0, 1, 2, 0]
+    turns = Turns([0.5, 0.25, 0.25])
+    assert [turns.take() for _ in range(4)] == [0, 1, 2, 0]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
 @settings(max_examples=150, deadline=None)
 def test_after_any_draw_every_source_is_within_one_of_its_share(amounts: list[int]):
-    reduced = compute_amounts(amounts)
-    turns = _turns_from(reduced, 0, sum(reduced))[0]
-    assert_within_one(turns, [Fraction(amount, sum(amounts)) for amount in amounts])
-    assert Counter(turns) == dict(enumerate(reduced))
+    turns = Turns(amounts)
+    taken = [turns.take() for _ in range(sum(amounts))]
+    assert_within_one(taken, [Fraction(amount, sum(amounts)) for amount in amounts])
+    assert Counter(taken) == dict(enumerate(amounts))
 
 
 # --- the buffer ---------------------------------------------------------------------------------------------
@@ -155,9 +148,16 @@ def test_a_small_source_has_its_turns_when_weights_change_before_every_batch():
 def test_a_source_that_pauses_gives_up_what_it_had_coming():
     # after 1 draw at 1:1 the second has half a draw coming; when it pauses, the other half a draw too much is
     # forgiven
-    assert settle((1, 1), (1, 0), (0, 0), (1, 0)) == (0, 0)
-    assert settle((1, 1), (1, 0), (0, 0), (3, 1)) == (-OWED_UNIT // 2, OWED_UNIT // 2)
-    assert settle((1, 1, 1), (1, 0, 0), (0, 0, 0), (1, 1, 0)) == (-OWED_UNIT // 2, OWED_UNIT // 2, 0)
+    half = OWED_UNIT // 2
+    for before, after, owed in (
+        ([1, 1], [1, 0], [0, 0]),
+        ([1, 1], [3, 1], [-half, half]),
+        ([1, 1, 1], [1, 1, 0], [-half, half, 0]),
+    ):
+        turns = Turns(before)
+        turns.take()
+        turns.set_weights(after)
+        assert turns.owed == owed
 
 
 @pytest.mark.parametrize(
@@ -183,16 +183,20 @@ def test_weights_that_are_not_of_the_sources_are_refused(values: tuple[float, ..
 def test_sft_batches_have_the_exact_proportions_and_whole_epochs(
     parts: list[tuple[int, float]], batch_size: int
 ):
-    sources = [BatchSource(f"s{index}", size, weight) for index, (size, weight) in enumerate(parts)]
-    steps = [select_mixture_batch(sources, batch_size, step, 5) for step in range(12)]
-    assert [select_mixture_batch(sources, batch_size, step, 5) for step in reversed(range(12))] == steps[::-1]
-    starts = [sum(size for size, _ in parts[:index]) for index in range(len(parts))]
+    mixture = Mixture(
+        tuple(
+            Source(f"s{index}", weight, tuple((index, row) for row in range(size)))
+            for index, (size, weight) in enumerate(parts)
+        )
+    )
+    steps = [select_samples(mixture, batch_size, step, 5) for step in range(12)]
+    assert [select_samples(mixture, batch_size, step, 5) for step in reversed(range(12))] == steps[::-1]
     drawn = [row for rows in steps for row in rows]
-    owners = [max(index for index, start in enumerate(starts) if row >= start) for row in drawn]
+    owners = [index for index, _ in drawn]
     total = sum(Fraction(str(weight)) for _, weight in parts)
     assert_within_one(owners, [Fraction(str(weight)) / total for _, weight in parts])
     for index, (size, _) in enumerate(parts):
-        rows = [row - starts[index] for row, owner in zip(drawn, owners, strict=True) if owner == index]
+        rows = [row for owner, row in drawn if owner == index]
         for start in range(0, len(rows) - size + 1, size):
             assert sorted(rows[start : start + size]) == list(range(size))
 
@@ -230,13 +234,10 @@ def test_a_field_called_source_is_refused_only_in_a_mixture(tmp_path: Path):
 
 def test_held_out_prompts_leave_every_source_and_an_emptied_one_is_named():
     mixture = Mixture((make_source("a", 2, 1.0), make_source("b", 2, 1.0, holes=(1,))))
-    kept = exclude_from_mixture(mixture, [{"prompt": "A 0"}], name="rl.data")
-    assert (kept.removed_count, kept.mixture.sources[0].rows, kept.mixture.sources[1]) == (
-        1,
-        ({"prompt": "a 1"},),
-        mixture.sources[1],
-    )
+    kept, removed = exclude_prompts(mixture, [{"prompt": "A 0"}], name="rl.data")
+    assert [source.rows for source in kept.sources] == [({"prompt": "a 1"},), mixture.sources[1].rows]
+    assert removed == 1
     with pytest.raises(
         DataError, match=r"rl\.data has no row left from b: all of its prompts are held out by eval\.data"
     ):
-        exclude_from_mixture(mixture, [{"prompt": "b 0"}], name="rl.data")
+        exclude_prompts(mixture, [{"prompt": "b 0"}], name="rl.data")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rollouts.config.schema import PreferenceTrainingConfig, RunConfig
 from rollouts.config.tables import DataSourceConfig
 from rollouts.data.datasets import load_sources
-from rollouts.data.mixture import Mixture, make_mixture
+from rollouts.data.mixture import Mixture, Source, make_mixture
 from rollouts.data.preference import (
     LabelledSample,
     PairSample,
@@ -25,9 +25,9 @@ from rollouts.data.preference import (
     prompt_of,
     split_held_out,
 )
-from rollouts.data.preference_rows import split_labelled, split_pair
-from rollouts.data.rows import RowProblem, SourceRows
-from rollouts.data.sft import prepare_sft_rows
+from rollouts.data.messages import RowProblem
+from rollouts.data.rows import parse_row
+from rollouts.data.sft import prepare_sft_mixture
 from rollouts.errors import ConfigError, DataError
 from rollouts.preflight.rows import PreparedLabels, prepare_preferences
 from tests.unit.chat_tokenizers import byte_tokenizer, family_tokenizer
@@ -41,6 +41,14 @@ SPLIT = {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}
 # In ChatML with one token per byte a one-letter question takes 9 tokens and the assistant's header 11: the
 # answer begins at 20.
 PAIR = {"prompt": "q", "chosen": "ab", "rejected": "c"}  # 20 + a, b, end = 23 tokens; 20 + c, end = 22
+
+
+def split_pair(row):
+    return parse_row(row, "pair")
+
+
+def split_labelled(row):
+    return parse_row(row, "labelled")
 
 
 def pairs(*rows, max_length=99):
@@ -169,8 +177,8 @@ def test_the_response_trains_as_the_last_turn_of_an_sft_row_does():
         family_tokenizer("gemma"),
     ):
         (sample,) = prepare_pair_mixture(make_mixture([split_pair(row)]), tokenizer, max_length=999).samples
-        (whole,) = prepare_sft_rows(
-            [{"messages": conversation}], tokenizer, max_length=999, train_on="last"
+        (whole,) = prepare_sft_mixture(
+            make_mixture([{"messages": conversation}]), tokenizer, max_length=999, train_on="last"
         ).samples
         end = int(np.flatnonzero(whole.loss_mask)[-1]) + 1
         assert sample.chosen.token_ids.tolist() == whole.token_ids[:end].tolist()
@@ -220,17 +228,17 @@ def test_held_out_pairs_come_off_the_end_and_their_prompts_do_not_train():
     assert [sample.row_id for sample in held_out] == [4, 5]
     assert [sample.row_id for sample in training.samples] == [1, 2, 3]
     assert training.dropped == {"held_out_prompt": 1}
-    assert training.sources[0].size == 3
+    assert len(training.sources[0].rows) == 3
 
 
 def test_every_source_gives_its_share_of_what_is_held_out():
     rows = [split_pair(row) for row in numbered(9)]
-    sources = (SourceRows("a", 1.0, tuple(rows[:6])), SourceRows("b", 1.0, (*rows[6:8], None, rows[8])))
+    sources = (Source("a", 1.0, tuple(rows[:6])), Source("b", 1.0, (*rows[6:8], None, rows[8])))
     data = prepare_pair_mixture(Mixture(sources), byte_tokenizer(), max_length=99)
     training, held_out = split_held_out(data, 3)
     assert [(sample.row_id, len(prompt_of(sample))) for sample in held_out] == [(4, 160), (5, 160), (3, 160)]
-    assert [source.size for source in training.sources] == [4, 3]
-    assert training.sources[1].holes == {2}
+    assert [len(source.rows) for source in training.sources] == [4, 3]
+    assert training.sources[1].rows[2] is None
     assert len(training.samples) + len(held_out) == 9
 
 

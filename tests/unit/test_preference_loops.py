@@ -17,12 +17,11 @@ from torch.nn.functional import logsigmoid
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.schema import PreferenceTrainingConfig
 from rollouts.config.tables import DataSourceConfig, OptimConfig
+from rollouts.data.mixture import make_mixture, select_samples
 from rollouts.data.preference import (
     LabelledSample,
     PairSample,
     count_labels,
-    make_preference_mixture,
-    select_preference_samples,
 )
 from rollouts.data.sft import SFTSample
 from rollouts.device_thread import open_device_thread
@@ -202,7 +201,7 @@ async def train_pairs(
             made = make_pair_loss(config.loss, config.loss_params)
         history = await run_preference_training(
             backend,
-            make_preference_mixture(samples),
+            make_mixture(samples),
             config,
             logger or MemoryLogger(),
             loss=on_thread(backend.device_thread.submit, made),
@@ -224,7 +223,7 @@ async def test_three_steps_are_those_of_plain_autograd(loss):
     reference, plain = reference_model(), make_model()
 
     def loss_of(model: Any, step: int) -> Tensor:
-        drawn = select_preference_samples(make_preference_mixture(samples), 4, step, 7)
+        drawn = select_samples(make_mixture(samples), 4, step, 7)
         return torch.stack([plain_pair_loss(model, reference, sample, loss) for sample in drawn]).mean()
 
     losses = train_plainly(plain, loss_of, 3)
@@ -249,7 +248,7 @@ async def test_kto_is_the_plain_one_with_the_whole_batchs_reference_point_and_ba
         return plain_kto_loss(
             model,
             reference,
-            select_preference_samples(make_preference_mixture(samples), 5, step, 0),
+            select_samples(make_mixture(samples), 5, step, 0),
             (1.0, 1.5),
         )
 
@@ -267,7 +266,7 @@ async def test_kto_is_the_plain_one_with_the_whole_batchs_reference_point_and_ba
 async def test_a_precomputed_reference_is_asked_once_per_row_and_gives_what_a_live_one_gives():
     samples, once, live = make_pairs(6), PlainReference(reference_model()), PlainReference(reference_model())
     config = config_of(steps=5)
-    scored = await score_mixture(make_preference_mixture(samples), config, once)
+    scored = await score_mixture(make_mixture(samples), config, once)
     one = await train_pairs(config, list(scored.samples))  # the reference may be gone by then
     other = await train_pairs(config, samples, reference=live)
     assert (once.scored, live.scored) == (12, 5 * 8)
@@ -278,7 +277,7 @@ async def test_a_run_that_goes_on_is_the_unbroken_one(tmp_path):
     samples, config = make_pairs(6), config_of(steps=5)
     whole, history = await train_pairs(config, samples, reference=PlainReference(reference_model()), seed=3)
     loss = make_pair_loss("dpo", config.loss_params)
-    data = make_preference_mixture(samples)
+    data = make_mixture(samples)
     async with open_backend() as backend:
         await run_preference_training(
             backend,

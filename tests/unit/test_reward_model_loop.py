@@ -19,7 +19,8 @@ from transformers import AutoModelForSequenceClassification
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.schema import RewardModelTrainingConfig
 from rollouts.config.tables import DataSourceConfig, OptimConfig
-from rollouts.data.preference import PairSample, make_preference_mixture, select_preference_samples
+from rollouts.data.mixture import make_mixture, select_samples
+from rollouts.data.preference import PairSample
 from rollouts.device_thread import open_device_thread
 from rollouts.errors import ModelError
 from rollouts.loops.linearised import on_thread
@@ -73,7 +74,7 @@ async def train(
 ):
     loss = on_thread(backend.device_thread.submit, make_score_loss(CENTRING))
     return await run_reward_model_training(
-        backend, make_preference_mixture(samples), config, logger or MemoryLogger(), loss=loss, **loop
+        backend, make_mixture(samples), config, logger or MemoryLogger(), loss=loss, **loop
     )
 
 
@@ -98,7 +99,7 @@ async def test_three_steps_are_those_of_plain_autograd_with_margins_and_centring
     )
     losses = []
     for step in range(3):
-        loss = plain_loss(plain, select_preference_samples(make_preference_mixture(samples), 4, step, 7))
+        loss = plain_loss(plain, select_samples(make_mixture(samples), 4, step, 7))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -8,8 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from rollouts.data.mixture import select_sft_batch
-from rollouts.data.sft import prepare_sft_rows
+from rollouts.data.mixture import make_mixture, select_samples
+from rollouts.data.sft import prepare_sft_mixture
 from rollouts.errors import DataError, ModelError
 from tests.unit.chat_tokenizers import byte_tokenizer, family_tokenizer
 
@@ -18,6 +18,10 @@ from tests.unit.chat_tokenizers import byte_tokenizer, family_tokenizer
 SHORT = {"prompt": "q", "answer": "ab"}  # 20 + a, b, end + newline = 24 tokens, 3 of them train
 LONG = {"prompt": "q", "answer": "abcdefghij"}  # 20 + 11 + 1 = 32 tokens
 LATE = {"prompt": "q" * 30, "answer": "ab"}  # the answer begins at 49
+
+
+def prepare_sft_rows(rows, tokenizer, **settings):
+    return prepare_sft_mixture(make_mixture(rows), tokenizer, **settings)
 
 
 def test_a_row_that_fits_is_whole():
@@ -86,7 +90,8 @@ def test_a_bad_row_is_named():
 
 @pytest.mark.parametrize(("num_rows", "batch_size"), [(10, 3), (7, 7), (3, 8), (1, 4)])
 def test_every_row_comes_once_an_epoch(num_rows, batch_size):
-    drawn = [row for step in range(2 * num_rows) for row in select_sft_batch(num_rows, batch_size, step, 0)]
+    rows = make_mixture(range(num_rows))
+    drawn = [row for step in range(2 * num_rows) for row in select_samples(rows, batch_size, step, 0)]
     epochs = [drawn[start : start + num_rows] for start in range(0, len(drawn), num_rows)]
     assert len(epochs) == 2 * batch_size
     for epoch in epochs:
@@ -94,7 +99,7 @@ def test_every_row_comes_once_an_epoch(num_rows, batch_size):
 
 
 def test_the_order_is_the_one_that_older_checkpoints_were_trained_with():
-    assert [select_sft_batch(10, 4, step, 3) for step in range(3)] == [
+    assert [select_samples(make_mixture(range(10)), 4, step, 3) for step in range(3)] == [
         [6, 1, 8, 5],
         [2, 7, 9, 4],
         [3, 0, 9, 7],
