@@ -163,12 +163,17 @@ class DataBuffer:
         fingerprint.
         """
         turns = self._turns
-        return {
+        common: dict[str, JSONValue] = {
             "seed": self._seed,
             "shuffle": self._shuffle,
             "returned": [[prompt.prompt_id, prompt.epoch] for prompt in self._returned],
             "rows": len(self),
             "fingerprint": self.fingerprint,
+        }
+        if not self._several:
+            return {**common, "epoch": self._streams[0].epoch, "cursor": self._streams[0].cursor}
+        return {
+            **common,
             "sources": [[stream.source.name, stream.epoch, stream.cursor] for stream in self._streams],
             "weights": list(turns.weights),
             "counts": list(turns.counts),
@@ -188,12 +193,14 @@ class DataBuffer:
             )
         self._returned = deque(self.find_prompt(prompt_id, epoch) for prompt_id, epoch in state["returned"])
         self._seed, self._shuffle = state["seed"], state["shuffle"]
+        places = state["sources"] if self._several else [["", state["epoch"], state["cursor"]]]
         self._streams = [
             _Stream(stream.source, epoch, cursor)
-            for stream, (_, epoch, cursor) in zip(self._streams, state["sources"], strict=True)
+            for stream, (_, epoch, cursor) in zip(self._streams, places, strict=True)
         ]
-        self._turns = Turns(state["weights"])
-        self._turns.counts, self._turns.owed = list(state["counts"]), list(state["owed"])
+        if self._several:
+            self._turns = Turns(state["weights"])
+            self._turns.counts, self._turns.owed = list(state["counts"]), list(state["owed"])
 
     def statistics(self) -> Mapping[str, float]:
         """`epoch`, `drawn` (prompts taken off the stream, each once), `returned` (waiting to be drawn again).

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rollouts.config.schema import PreferenceTrainingConfig, RunConfig
 from rollouts.config.tables import DataSourceConfig
 from rollouts.data.datasets import load_sources
+from rollouts.data.messages import RowProblem
 from rollouts.data.mixture import Mixture, Source, make_mixture
 from rollouts.data.preference import (
     LabelledSample,
@@ -25,7 +26,6 @@ from rollouts.data.preference import (
     prompt_of,
     split_held_out,
 )
-from rollouts.data.messages import RowProblem
 from rollouts.data.rows import parse_row
 from rollouts.data.sft import prepare_sft_mixture
 from rollouts.errors import ConfigError, DataError
