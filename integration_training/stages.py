@@ -279,8 +279,8 @@ async def train_rl_with(
             manager.load_state_dict(state["rollout_manager"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{newest}: the state of its prompts or its rollout manager does not read ({error!r}); another version of"
-                f" rollouts saved it: resume with that one, or begin a new run with --model.name {newest}"
+                f"{newest}: the state of its prompts or rollouts does not read ({error!r}); another version"
+                f" of rollouts saved it: resume with that one, or begin a new run with --model.name {newest}"
             ) from error
         reach("resume.state_loaded")
         if "curriculum" in state:  # older checkpoints have neither
