@@ -37,7 +37,7 @@ from rollouts.errors import (
     RequestRefused,
     SnapshotError,
 )
-from rollouts.models.requests import check_request
+from rollouts.models.limits import check_request
 from rollouts.protocols import PauseMode
 from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -61,7 +61,6 @@ def write_hf_stream(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
-    names: FileNames | None = None,
 ) -> Iterator[WeightSink]:
     """A sink for all of the model's weights, in buckets of any size and order; when the context is left the
     directory is complete.
@@ -70,13 +69,13 @@ def write_hf_stream(
     expects: one model.safetensors, or several with an index where there is more than `shard_bytes` (or more
     than one dtype). Held is no more than one tensor beside the bucket (of a model whose files join several of
     its tensors into one: those of one such join). `model` may be sharded: of it only names, shapes, config
-    and buffers are read. `names`: of the model, looked at before, where the model runs meanwhile. `dtype`:
-    what floating-point weights are stored as; None: as they come. The sink never raises; what failed is
-    raised when the context is left: OSError of a disk, ModelError if a weight never came, came twice, or has
-    a dtype that files do not hold. Not synced, not atomic: see rollouts.checkpoints.save.
+    and buffers are read. `dtype`: what floating-point weights are stored as; None: as they come. The sink
+    never raises; what failed is raised when the context is left: OSError of a disk, ModelError if a weight
+    never came, came twice, or has a dtype that files do not hold. Not synced, not atomic: see
+    rollouts.checkpoints.save.
     """
     write_description(model, path, tokenizer, dtype)
-    writer = ShardWriter(path, names or FileNames(model), dtype=dtype, shard_bytes=shard_bytes)
+    writer = ShardWriter(path, FileNames(model), dtype=dtype, shard_bytes=shard_bytes)
     with writer.writing():
         yield writer.take
     name_shards(path, writer.shards)
@@ -158,12 +157,8 @@ class ShardWriter:
         on_shard: Callable[[Path], object] = lambda _: None,
         prefix: str = "model",
     ) -> None:
-        self._folder = folder
-        self._prefix = prefix
-        self._names = names
-        self._dtype = dtype
-        self._shard_bytes = shard_bytes
-        self._on_shard = on_shard
+        self._folder, self._prefix, self._names = folder, prefix, names
+        self._dtype, self._shard_bytes, self._on_shard = dtype, shard_bytes, on_shard
         # one of each dtype, so that every tensor is aligned to its elements
         self._open: dict[torch.dtype, TensorFile] = {}
         self._begun = 0  # files
@@ -196,10 +191,6 @@ class ShardWriter:
 
         self._guard(work)
 
-    def stop(self) -> None:
-        """Whatever comes later is let through: nobody waits for it any more."""
-        self._stopped = True
-
     def _guard(self, work: Callable[[], object]) -> None:
         if self._stopped or self.failure is not None:
             return
@@ -208,6 +199,10 @@ class ShardWriter:
         except Exception as error:  # raised again where the files are awaited
             self.failure = error
 
+    def stop(self) -> None:
+        """Whatever comes later is let through: nobody waits for it any more."""
+        self._stopped = True
+
     def _append(self, tensors: Bucket) -> None:
         for name, tensor in tensors:
             dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -215,19 +210,15 @@ class ShardWriter:
                 raise ModelError(
                     f"{name} has dtype {dtype}, which model files do not hold here; convert it first"
                 )
-            own = tensor.detach().to(device="cpu", dtype=dtype)
-            shard = self._open.get(dtype)
-            if shard is not None and (
-                shard.size + own.nbytes > self._shard_bytes or not shard.has_room(name)
-            ):
+            own, shard = tensor.detach().to(device="cpu", dtype=dtype), self._open.get(dtype)
+            if shard and (shard.size + own.nbytes > self._shard_bytes or not shard.has_room(name)):
                 self._finish(dtype)
-                shard = None
-            if shard is None:
+            if dtype not in self._open:
                 self._begun += 1
                 path = self._folder / name_shard(self._prefix, self._begun)
                 room = min(max(HEADER_BYTES[0], self._shard_bytes // 16), HEADER_BYTES[1])
-                shard = self._open[dtype] = TensorFile(path, header_bytes=room, metadata={"format": "pt"})
-            shard.append(name, own)
+                self._open[dtype] = TensorFile(path, header_bytes=room, metadata={"format": "pt"})
+            self._open[dtype].append(name, own)
 
     def _finish(self, dtype: torch.dtype) -> None:
         shard = self._open.pop(dtype)
@@ -261,21 +252,19 @@ def deal_weights(model: PreTrainedModel, rank: int, ranks: int) -> Deal:
     thing besides. Tensors that the files join go to one rank; buffers, and what files join with one, to rank
     0. Raises ModelError.
     """
-    names = FileNames(model)
-    units = names.find_units()
-    weights, _ = list_weights(model)
+    names, (weights, _) = FileNames(model), list_weights(model)
     parameters = dict(model.named_parameters())
-    sizes = [sum(weights[name].numel() * weights[name].element_size() for name in unit) for unit in units]
-    buffers = {number for number, unit in enumerate(units) if not parameters.keys() >= set(unit)}
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    sizes = {unit: sum(weights[name].nbytes for name in unit) for unit in names.find_units()}
+    mine: list[list[str]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for number in sorted(range(len(units)), key=lambda one: (one not in buffers, -sizes[one], one)):
-        taker = 0 if number in buffers else loads.index(min(loads))
-        dealt[taker].append(number)
-        loads[taker] += sizes[number]
-    mine = [[name for number in sorted(numbers) for name in units[number]] for numbers in dealt]
+    for unit in sorted(sizes, key=lambda unit: (parameters.keys() >= set(unit), -sizes[unit])):
+        taker = loads.index(min(loads)) if parameters.keys() >= set(unit) else 0
+        mine[taker] += unit
+        loads[taker] += sizes[unit]
     names.expect_only(mine[rank])
-    held = [[(name, parameters[name]) for name in part if name in parameters] for part in mine]
+    held = [
+        [(name, parameters[name]) for name in weights if name in parameters.keys() & {*part}] for part in mine
+    ]
     return Deal(held, names, loads[rank])
 
 
@@ -332,13 +321,11 @@ class FileNames:
 
     def __init__(self, model: PreTrainedModel | None) -> None:
         self._model = model
-        self._looked = False
-        self._names: list[str] = []  # of parameters and of buffers that files hold, as the model has them
-        self._renamed: dict[str, str] = {}  # parameters that have another of their tied names in files
-        self._joins: Mapping[str, frozenset[str]] = {}  # name → those that it waits for, itself among them
+        self._units: dict[str, tuple[str, ...]] = {}  # by the model's names: those that files join with it
+        self._in_files: dict[str, str] = {}  # of tied weights whose name in files is another one's
         self._held: dict[str, Tensor] = {}
         self._to_come: set[str] = set()
-        self._buffers: list[tuple[str, Tensor]] = []  # until they have come, with the first bucket
+        self._buffers: list[tuple[str, Tensor]] = []  # which no stream brings, until they have come
 
     def translate(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
         """The bucket as files have it, without the tensors that are to be joined with some that have not
@@ -350,16 +337,13 @@ class FileNames:
         ready: dict[str, Tensor] = {}
         extra, self._buffers = self._buffers, []
         for name, tensor in [*bucket, *extra]:
-            name = self._renamed.get(name, name)
             if name not in self._to_come:
                 raise ModelError(f"the weight {name!r} came twice, or is none of the model's")
             self._to_come.remove(name)
-            if name not in self._joins:
-                ready[name] = tensor
-                continue
-            self._held[name] = tensor.detach().to("cpu", copy=True)
-            if self._joins[name] <= self._held.keys():
-                ready |= {member: self._held.pop(member) for member in sorted(self._joins[name])}
+            unit = self._units[name]
+            self._held[name] = tensor if len(unit) == 1 else tensor.detach().to("cpu", copy=True)
+            if self._held.keys() >= set(unit):
+                ready |= {self._in_files.get(one, one): self._held.pop(one) for one in unit}
         if not ready:
             return []
         from transformers.core_model_loading import revert_weight_conversion
@@ -377,53 +361,47 @@ class FileNames:
         return found
 
     def look(self) -> None:
-        """Learns, once, which names differ, and the buffers, which no stream brings. Else the first bucket
-        does: call it where the model may run in another thread then.
+        """Learns, once, which names differ, and the buffers. Else the first bucket does: call it where the
+        model may run in another thread then.
         """
         model = self._model
-        if model is None or self._looked:
+        if model is None or self._units:
             return
-        self._looked = True
         weights, aliases = list_weights(model)
         # the names that transformers leaves out of files
         tied = set(getattr(model, "all_tied_weights_keys", None) or ())
         for main in set(aliases.values()):
             names = sorted([main, *(alias for alias, name in aliases.items() if name == main)])
-            in_files = next((name for name in names if name not in tied), names[-1])
-            self._renamed |= {name: in_files for name in names if name != in_files}
+            self._in_files[main] = next((name for name in names if name not in tied), names[-1])
         ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
         parameters = {name for name, _ in model.named_parameters()}
         self._buffers = [(name, weights[name]) for name in sorted(weights.keys() - parameters - ignored)]
-        self._names = [name for name in weights if name in parameters or name not in ignored]
-        self._to_come = {self._renamed.get(name, name) for name in self._names}
-        self._joins = find_joins(model, sorted(self._to_come))
+        names = [name for name in weights if name in parameters or name not in ignored]
+        self._to_come = set(names)
+        for unit in find_units(model, {name: self._in_files.get(name, name) for name in names}):
+            self._units |= dict.fromkeys(unit, unit)
 
     def find_units(self) -> list[tuple[str, ...]]:
         """Names of the model's parameters, and of its buffers that files hold, in its order; in one tuple
         those that must come to one writer, because files join them.
         """
         self.look()
-        units: dict[frozenset[str], list[str]] = {}
-        for name in self._names:
-            in_files = self._renamed.get(name, name)
-            units.setdefault(self._joins.get(in_files, frozenset((in_files,))), []).append(name)
-        return [tuple(unit) for unit in units.values()]
+        return list(dict.fromkeys(self._units.values()))
 
     def expect_only(self, names: Collection[str]) -> None:
         """Of the weights only these units are to come, and of the buffers only these are added. Before the
         first bucket.
         """
         self.look()
-        kept = {self._renamed.get(name, name) for name in names}
-        self._to_come &= kept
-        self._buffers = [(name, buffer) for name, buffer in self._buffers if name in kept]
+        self._to_come &= set(names)
+        self._buffers = [(name, buffer) for name, buffer in self._buffers if name in self._to_come]
 
 
-def find_joins(model: PreTrainedModel, names: Sequence[str]) -> dict[str, frozenset[str]]:
-    """Of the names, those that become one tensor of the model's files together with others, each with all of
-    its group.
+def find_units(model: PreTrainedModel, names: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """The keys of `names`, those together that become one tensor of the model's files; nearly all are alone.
+    `names`: the model's, to those in files.
 
-    A renaming that looks at several names at once makes one group of all. Empty for nearly every model.
+    A renaming that looks at several names at once makes one unit of all.
     """
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -433,13 +411,11 @@ def find_joins(model: PreTrainedModel, names: Sequence[str]) -> dict[str, frozen
         conversions = get_model_conversion_mapping(model, add_legacy=False)
     conversions = list(conversions or ())
     if any(isinstance(one, getattr(loading, "GroupWeightRename", ())) for one in conversions):
-        return dict.fromkeys(names, frozenset(names))
+        return [tuple(names)]
     converters = [one for one in reversed(conversions) if isinstance(one, loading.WeightConverter)]
-    reverse = [converter.reverse_transform() for converter in converters]
-    groups: dict[str, set[str]] = {}
-    for name in names:
-        for made, pattern in (converter.rename_source_key(name) for converter in reverse):
-            if pattern is not None:
-                groups.setdefault(made, set()).add(name)
-                break
-    return {name: frozenset(group) for group in groups.values() if len(group) > 1 for name in group}
+    reverse: list[Any] = [converter.reverse_transform() for converter in converters]
+    units: dict[tuple[str, str | None], list[str]] = {}
+    for name, in_files in names.items():
+        made, pattern = loading.rename_source_key(in_files, [], reverse)
+        units.setdefault((made, pattern) if pattern is not None else (name, None), []).append(name)
+    return [tuple(unit) for unit in units.values()]

@@ -12,36 +12,36 @@ forbid.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollouts.data.packing import MicroBatch, make_micro_batches
+from rollouts.data.packing import make_micro_batches
 from rollouts.errors import ModelError
 from rollouts.models.limits import find_rotary_limit
 from rollouts.models.log_probs import (
-    NO_LIMIT,
     ForwardPlan,
-    compute_micro_batch_outputs,
     compute_micro_batch_states,
-    score_logits,
+    score_states,
     widen,
 )
-from rollouts.models.packed_attention import SIZES, SMALL_SIZES
+from rollouts.models.packed_attention import SMALL_TILE
 from rollouts.models.quiet import quiet_transformers
 from rollouts.models.scalar_head import HEAD, has_scalar_head, make_probing_directions
 from rollouts.types import IntArray
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from rollouts.data.packing import MicroBatch
 
 LENGTH, OTHER_LENGTH = 6, 8  # tokens of the row that is compared, and of those beside it
 CAUSAL_LENGTH, CAUSAL_TRIES = 32, 3  # tokens of the rows whose halves are told apart, rows that must agree
@@ -57,6 +57,7 @@ DISTANCE = re.compile(r"window|chunk|local|index_topk|stride|compress|(?<!decode
 NOT_DISTANCE = re.compile(
     r"^sliding_window$|^max_window_layers$|pattern|^chunk_size_feed_forward$|^use_|rope|theta|experts"
 )
+LAYOUT_NAMES = {"packed": "packed rows", "rows": "right-padded rows", "single": "one row at a time"}
 
 
 def plan_forward(
@@ -81,18 +82,15 @@ def plan_forward(
 
 def describe_plan(model: PreTrainedModel, plan: ForwardPlan) -> str:
     """One line for the log."""
-    names = {"packed": "packed rows", "rows": "right-padded rows", "single": "one row at a time"}
-    every = ("packed rows", plan.packed_up_to), ("rows", plan.rows_up_to)
-    limits = [f"{what} up to {limit} tokens" for what, limit in every if 0 < limit < NO_LIMIT]
-    start = f"{type(model).__name__} trains on {names[plan.choose_layout(1)]}, {plan.head} head"
-    return "; ".join([start, *limits, *([plan.reason] if plan.reason else [])])
+    start = f"{type(model).__name__} trains on {LAYOUT_NAMES[plan.layout]}, {plan.head} head"
+    return "; ".join([start, *filter(None, (plan.reason, str(plan.rotary or "")))])
 
 
 def log_plan(model: PreTrainedModel, plan: ForwardPlan) -> None:
     """Writes describe_plan to the log "rollouts": a warning where rows of the model cannot share what they
     have in common.
     """
-    level = logging.INFO if plan.choose_layout(1) == "packed" else logging.WARNING
+    level = logging.INFO if plan.layout == "packed" else logging.WARNING
     logging.getLogger("rollouts").log(level, "%s", describe_plan(model, plan))
 
 
@@ -121,19 +119,12 @@ class _Probe:
     def plan(self) -> ForwardPlan:
         expected = self._score_plainly()
         self._check_causal()
-        plan = self._choose_head(expected)
-        padded = self._pack(packed=False)
-        capacity = sorted(key for key, value in self.config.to_dict().items() if "capacity" in key and value)
-        if capacity:
-            reason = f"{capacity[0]}={getattr(self.config, capacity[0])}: experts drop tokens by the batch"
-        else:
-            reason = self._find_difference(expected, plan, padded)
-            reason = reason and f"padded rows are not exact: {reason}"
-        if not reason:
-            plan = dataclasses.replace(plan, rows_up_to=NO_LIMIT)
-            plan, reason = self._prove_packed(expected, plan)
-            reason = reason and f"packed rows are not exact: {reason}"
-        return _apply_length_limit(dataclasses.replace(plan, reason=reason), self.model)
+        plan = replace(self._choose_head(expected), rotary=find_rotary_limit(self.config))
+        if reason := self._refuse_rows(expected, plan):
+            return replace(plan, reason=f"padded rows are not exact: {reason}")
+        if reason := self._refuse_packed(expected, plan):
+            return replace(plan, layout="rows", reason=f"packed rows are not exact: {reason}")
+        return replace(plan, layout="packed")
 
     # --- the plain forward
 
@@ -141,33 +132,45 @@ class _Probe:
         """[K, T - 1] what counts of the first row's tokens 1, 2, …: log-probs and entropies; with a scalar
         head the projections of what the head is given.
         """
-        ids = torch.from_numpy(self._rows[0]).to(self.model.device)
-        if self.scalar:
-            seen: list[Tensor] = []
-            head = self.model.get_submodule(HEAD)
-            hook = head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-            try:
-                self.model(input_ids=ids[None], use_cache=False)
-            finally:
-                hook.remove()
-            logits = self._project(seen[0].flatten(0, -2)) if seen else torch.full((1, 1), torch.nan)
-        else:
-            logits = widen(self.model(input_ids=ids[None], use_cache=False).logits[0])
-        self._logits = logits
-        largest = float(logits.abs().max())
+        row = self._rows[0]
+        said = self._run_plainly(row)
+        largest = float(self._project(said).abs().max())
         if not math.isfinite(largest):
             raise ModelError(
                 f"{type(self.model).__name__} gives logits of {largest} for ordinary tokens; its weights are"
                 " damaged"
             )
         self._tolerance = TOLERANCE.get(self.model.dtype, HALF_TOLERANCE) * max(largest, 1.0)
-        return logits[:-1].T if self.scalar else torch.stack([*score_logits(logits[:-1], ids[1:], 1.0)])
+        return self._score(said[:-1], row[1:], ForwardPlan(head="whole"))
 
-    def _project(self, states: Tensor) -> Tensor:
-        """[T, D] float32."""
+    def _run_plainly(self, row: IntArray) -> Tensor:
+        """Logits [T, V]; of a model with a scalar head the hidden states [T, H] that the head is given."""
+        ids = torch.from_numpy(row).to(self.model.device)[None]
+        if not self.scalar:
+            return widen(self.model(input_ids=ids, use_cache=False).logits[0])
+        seen: list[Tensor] = []
+        head = self.model.get_submodule(HEAD)
+        hook = head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+        try:
+            self.model(input_ids=ids, use_cache=False)
+        finally:
+            hook.remove()
+        return seen[0].flatten(0, -2)
+
+    def _project(self, said: Tensor) -> Tensor:
+        """Logits as they are; hidden states in [D] random directions."""
+        if not self.scalar:
+            return said
         if self._directions is None:
-            self._directions = make_probing_directions(states)
-        return widen(states) @ widen(self._directions).T
+            self._directions = make_probing_directions(said)
+        return widen(said) @ widen(self._directions).T
+
+    def _score(self, states: Tensor, targets: IntArray, plan: ForwardPlan) -> Tensor:
+        """[K, N] from hidden states, or logits of a whole head."""
+        if self.scalar:
+            return self._project(states).T
+        wanted = torch.from_numpy(targets).to(states.device)
+        return torch.stack([*score_states(self.model, states, wanted, plan=plan, temperature=1.0)])
 
     def _check_causal(self) -> None:
         """Raises ModelError if the second half of a row changes what the model says in the first. Where
@@ -176,23 +179,15 @@ class _Probe:
         length = min(CAUSAL_LENGTH, getattr(self.config, "max_position_embeddings", None) or CAUSAL_LENGTH)
         half = length // 2
         for seed in range(CAUSAL_TRIES):
-            rng = np.random.default_rng(seed)
-            row = rng.integers(0, self._vocab_size, length)
+            row = np.random.default_rng(seed).integers(0, self._vocab_size, length)
             other = np.concatenate([row[:half], (row[half:] + 1) % self._vocab_size])
-            one, two = (self._forward(ids)[:half] for ids in (row, other))
+            one, two = (self._project(self._run_plainly(ids)[:half]) for ids in (row, other))
             if float((one - two).abs().max()) <= self._tolerance:
                 return
         raise ModelError(
             f"{type(self.model).__name__} is not causal: what follows a token changes its log-probs; use a"
             " decoder-only model"
         )
-
-    def _forward(self, row: IntArray) -> Tensor:
-        ids = torch.from_numpy(row).to(self.model.device)[None]
-        if self.scalar:
-            decoder: Any = self.model.get_decoder()
-            return self._project(decoder(input_ids=ids, use_cache=False).last_hidden_state[0])
-        return widen(self.model(input_ids=ids, use_cache=False).logits[0]).log_softmax(-1)
 
     # --- shortcuts
 
@@ -201,8 +196,7 @@ class _Probe:
         which is measured.
         """
         plan = ForwardPlan(head="scalar" if self.scalar else "linear")
-        single = self._pack(packed=False, rows=1)
-        reason = self._find_difference(expected, plan, single)
+        reason = self._find_difference(expected, plan)
         if not reason:
             return plan
         if self.scalar:
@@ -211,131 +205,100 @@ class _Probe:
                 f" states ({reason}); use a Llama, Qwen or Gemma"
             )
         candidates = [ForwardPlan(head="own")]
-        with self._tolerating_errors():
-            states = compute_micro_batch_states(self.model, single, plan=plan)
+        try:
+            states = compute_micro_batch_states(self.model, self._pack(plan)[0], plan=plan)
             head: Any = self.model.get_output_embeddings()
             product = (widen(states) @ widen(head.weight).T).double()
-            scale = float((product * self._logits[:-1].double()).sum() / (product * product).sum())
+            logits = self._run_plainly(self._rows[0])[:-1].double()
+            scale = float((product * logits).sum() / (product * product).sum())
             if math.isfinite(scale) and scale > 0:
                 candidates.insert(0, ForwardPlan(logit_scale=scale))
-        exact = [one for one in candidates if not self._find_difference(expected, one, single)]
-        return exact[0] if exact else ForwardPlan(head="whole")
+        except PROBE_ERRORS as error:
+            self._on_error(error)
+        exact = (one for one in candidates if not self._find_difference(expected, one))
+        return next(exact, ForwardPlan(head="whole"))
 
-    def _prove_packed(self, expected: Tensor, plan: ForwardPlan) -> tuple[ForwardPlan, str]:
-        """`plan` with packed rows where they are exact, and why they are not."""
+    def _refuse_rows(self, expected: Tensor, plan: ForwardPlan) -> str:
+        """Why padded rows are not exact, or ""."""
+        for key, value in sorted(self.config.to_dict().items()):
+            if "capacity" in key and value:
+                return f"{key}={value}: experts drop tokens by the batch"
+        return self._find_difference(expected, replace(plan, layout="rows"))
+
+    def _refuse_packed(self, expected: Tensor, plan: ForwardPlan) -> str:
+        """Why packed rows are not exact, or ""."""
+        plan = replace(plan, layout="packed", tile=SMALL_TILE)
         attention = getattr(self.config, "_attn_implementation", None)
         if attention != "sdpa":
-            return plan, f"they need the attention 'sdpa', and this model runs with {attention!r}"
+            return f"they need the attention 'sdpa', and this model runs with {attention!r}"
         kinds = set(getattr(self.config, "layer_types", None) or ())
         if others := sorted(map(str, kinds - {"full_attention", "sliding_attention"})):
-            return plan, f"they need attention in every layer, and this model has {', '.join(others)}"
-        settings = self.config.to_dict()
-        if far := [key for key, value in settings.items() if _is_distance(key, value)]:
-            return plan, f"{far[0]}={settings[far[0]]} reaches beyond what a probe can see"
-        window = int(getattr(self.config, "sliding_window", None) or 0)
-        if getattr(self.config, "use_sliding_window", True) is False:
-            window = 0
-        if not window or (kinds and "sliding_attention" not in kinds):
-            return self._try_packed(expected, dataclasses.replace(plan, packed_up_to=NO_LIMIT))
-        reason = f"sliding_window={window} does not rule what the model sees"
+            return f"they need attention in every layer, and this model has {', '.join(others)}"
+        for key, value in self.config.to_dict().items():
+            if _is_distance(key, value):
+                return f"{key}={value} reaches beyond what a probe can see"
+        window = getattr(self.config, "sliding_window", None) or 0
+        reason = self._find_difference(expected, plan)
+        if reason or not window:
+            return reason
         with self._smaller_window():
             narrow = self._score_plainly()
-            if torch.equal(narrow, expected) and window > PROBE_WINDOW:
-                return plan, reason
-            for masks in ("by_kind",) if len(kinds) > 1 else ("by_kind", "windowed"):
-                candidate = dataclasses.replace(plan, masks=masks, window=PROBE_WINDOW, packed_up_to=NO_LIMIT)
-                found, reason = self._try_packed(narrow, candidate)
-                if not reason:
-                    return dataclasses.replace(found, window=window), ""
-        return plan, reason
-
-    def _try_packed(self, expected: Tensor, candidate: ForwardPlan) -> tuple[ForwardPlan, str]:
-        """Rows that share nodes and rows that do not, in pieces of the usual size and in small ones, so that
-        there are pieces of every kind.
-        """
-        for share in (True, False):
-            micro_batch = self._pack(packed=True, share=share)
-            for sizes in (SIZES, SMALL_SIZES):
-                plan = dataclasses.replace(candidate, sizes=sizes)
-                if reason := self._find_difference(expected, plan, micro_batch):
-                    return dataclasses.replace(candidate, packed_up_to=0, masks="one", window=None), reason
-        return candidate, ""
+            used = getattr(self.config, "use_sliding_window", True) is not False
+            used = used and (not kinds or "sliding_attention" in kinds)
+            if used and window > PROBE_WINDOW and torch.equal(narrow, expected):
+                return f"sliding_window={window} does not rule what the model sees"
+            return self._find_difference(narrow, plan)
 
     @contextmanager
     def _smaller_window(self) -> Iterator[None]:
-        window = self.config.sliding_window
-        self.config.sliding_window = PROBE_WINDOW
+        """Inside, the masks of a plain forward, which the config sizes, and the attention of packed rows,
+        which each layer sizes, have PROBE_WINDOW.
+        """
+        places: list[tuple[Any, int]] = [
+            (place, size)
+            for place in (self.config, *self.model.modules())
+            if isinstance(size := getattr(place, "sliding_window", None), int) and size > PROBE_WINDOW
+        ]
+        for place, _ in places:
+            place.sliding_window = PROBE_WINDOW
         try:
             yield
         finally:
-            self.config.sliding_window = window
+            for place, size in places:
+                place.sliding_window = size
 
     # --- comparing
 
-    def _pack(self, *, packed: bool, share: bool = True, rows: int = 4) -> MicroBatch:
-        tokens = self._rows[:rows]
+    def _pack(self, plan: ForwardPlan) -> list[MicroBatch]:
+        """The rows in the plan's layout, packed ones once with nodes that they share and once without."""
+        packed = plan.layout == "packed"
+        tokens = self._rows[: 1 if plan.layout == "single" else None]
         masks = [np.arange(len(row)) > 0 for row in tokens]
-        (micro_batch,) = make_micro_batches(
-            tokens, masks, micro_batch_tokens=64, share_prefix=share, padding_free=packed
-        )
-        return micro_batch
+        options: dict[str, Any] = {"micro_batch_tokens": 64, "padding_free": packed}
+        shares = (True, False) if packed else (False,)
+        return [make_micro_batches(tokens, masks, share_prefix=share, **options)[0] for share in shares]
 
-    def _find_difference(self, expected: Tensor, plan: ForwardPlan, micro_batch: MicroBatch) -> str:
-        """ "" if the first row's scores in the micro-batch are the expected ones; else what went wrong."""
+    def _find_difference(self, expected: Tensor, plan: ForwardPlan) -> str:
+        """ "" if the first row's scores in the plan's layout are the expected ones; else what went wrong."""
+        differences = [0.0]
         try:
-            found = torch.stack([*self._score(micro_batch, plan)])
-            mine = micro_batch.rows[micro_batch.token_rows] == 0
-            found = found[:, torch.from_numpy(micro_batch.token_pairs[mine]).to(found.device)]
-            worst = float((found - expected).abs().max())
+            for one in self._pack(plan):
+                states = compute_micro_batch_states(self.model, one, plan=plan)
+                mine = torch.from_numpy(one.token_pairs[one.rows[one.token_rows] == 0])
+                found = self._score(states, one.targets, plan)[:, mine.to(states.device)]
+                differences.append(float((found - expected).abs().max()))
         except PROBE_ERRORS as error:
             self._on_error(error)
             message = (str(error).strip() or "no message").splitlines()[0][:100]
             return f"the model raised {type(error).__name__} ({message})"
-        if worst <= self._tolerance:
+        if all(one <= self._tolerance for one in differences):
             return ""
         what, unit = ("hidden states", "of their size") if self.scalar else ("log-probs", "nats")
-        return f"{what} differ from a plain forward's by {worst:.1e} {unit} (rounding: {self._tolerance:.1e})"
-
-    def _score(self, micro_batch: MicroBatch, plan: ForwardPlan) -> Sequence[Tensor]:
-        if self.scalar:
-            return self._project(compute_micro_batch_states(self.model, micro_batch, plan=plan)).unbind(-1)
-        log_probs, entropy = compute_micro_batch_outputs(self.model, micro_batch, plan=plan, temperature=1.0)
-        assert entropy is not None
-        return log_probs, entropy
-
-    @contextmanager
-    def _tolerating_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except PROBE_ERRORS as error:
-            self._on_error(error)
+        worst, rounding = f"{np.max(differences):.1e} {unit}", f"{self._tolerance:.1e}"
+        return f"{what} differ from a plain forward's by {worst} (rounding: {rounding})"
 
 
 def _is_distance(key: str, value: object) -> bool:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         return False
     return bool(DISTANCE.search(key)) and not NOT_DISTANCE.search(key)
-
-
-def _apply_length_limit(plan: ForwardPlan, model: PreTrainedModel) -> ForwardPlan:
-    """`plan` within the length up to which rotary frequencies are fixed. Beyond it a longrope row is exact by
-    itself; a dynamic one keeps the frequencies of the longest row that ever ran, and so has no log-probs of
-    its own.
-    """
-    limit = find_rotary_limit(model.config)
-    if limit is None:
-        return plan
-    setting = f"(config.{limit.field}={limit.tokens})"
-    if limit.kind != "longrope":
-        refusal = (
-            f"rope_type={limit.kind!r} changes the frequencies of every position, in later rows too, with the"
-            f" longest row so far {setting}"
-        )
-        return dataclasses.replace(plan, refused_above=limit.tokens, refusal=refusal)
-    reason = f"positions of type {limit.kind} change with the longest row of a batch {setting}"
-    return dataclasses.replace(
-        plan,
-        packed_up_to=min(plan.packed_up_to, limit.tokens),
-        rows_up_to=min(plan.rows_up_to, limit.tokens),
-        reason="; ".join(filter(None, (plan.reason, reason))),
-    )

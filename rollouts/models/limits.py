@@ -1,8 +1,16 @@
-"""How long a row may be before its own length changes what the model says of its first tokens. No torch."""
+"""What a model or a server can take: requests, their context, and how long a row may be before its length
+changes what the model says of its first tokens. No torch.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
+
+import numpy as np
+
+from rollouts.errors import RequestRefused
+from rollouts.types import GenerateRequest
 
 CONTEXT_NAMES = (
     "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length",
@@ -15,9 +23,15 @@ class RotaryLimit(NamedTuple):
     change.
     """
 
-    kind: str  # rope_type of the config: "dynamic" or "longrope"
     tokens: int
+    kind: str  # rope_type of the config: "dynamic" or "longrope"
     field: str  # of the config, where `tokens` stands
+
+    def __str__(self) -> str:
+        return (
+            f"rope_type={self.kind!r} changes the frequencies of every position in rows beyond"
+            f" {self.tokens} tokens (config.{self.field}={self.tokens})"
+        )
 
 
 def find_context_limit(config: Any) -> int | None:
@@ -43,7 +57,45 @@ def find_rotary_limit(config: Any) -> RotaryLimit | None:
             name = "original_max_position_embeddings"
             if original := part.get(name) or getattr(config, name, None):
                 field, tokens = name, original
-        elif "dynamic" not in kind:
-            continue
-        found.append(RotaryLimit(kind, int(tokens or 0), field))
-    return min(found, key=lambda limit: limit.tokens, default=None)
+        if kind == "longrope" or "dynamic" in kind:
+            found.append(RotaryLimit(int(tokens or 0), kind, field))
+    return min(found, default=None)
+
+
+def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int) -> None:
+    """Raises RequestRefused naming the field, its value and the rule."""
+    ids, sampling = np.asarray(request.prompt_ids), request.sampling
+    count, new = ids.size, sampling.max_new_tokens
+    vocabulary = f"the vocabulary is 0..{vocab_size - 1}"
+
+    def refuse(what: str, rule: str) -> None:
+        raise RequestRefused(f"request {request.request_id!r}: {what}; {rule}")
+
+    if ids.ndim != 1 or not count:
+        refuse(f"prompt_ids has shape {ids.shape}", "it must be one-dimensional with at least one token")
+    if ids.dtype.kind not in "iu":
+        refuse(f"prompt_ids has dtype {ids.dtype}", "token ids are integers")
+    for token in (int(ids.min()), int(ids.max())):
+        if not 0 <= token < vocab_size:
+            refuse(f"prompt_ids holds {token}", f"{vocabulary}: is this the model's own tokenizer?")
+    if not _is_whole(new, 1):
+        refuse(f"sampling.max_new_tokens={new!r}", "it must be an integer of at least 1")
+    if not _is_whole(sampling.top_k, 0):
+        refuse(f"sampling.top_k={sampling.top_k!r}", "it must be an integer, 0 (all tokens) or more")
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        rule = "it must be finite, above 0, or 0 for greedy"
+        refuse(f"sampling.temperature={sampling.temperature}", rule)
+    if not 0 < sampling.top_p <= 1:
+        refuse(f"sampling.top_p={sampling.top_p}", "it must be above 0 and at most 1 (1: all tokens)")
+    for token in sampling.stop_token_ids:
+        if not (_is_whole(token, 0) and token < vocab_size):
+            refuse(f"sampling.stop_token_ids has {token!r}", vocabulary)
+    if count + new > max_context:
+        refuse(
+            f"{count} prompt tokens and max_new_tokens={new} make {count + new}",
+            f"the context is {max_context}: shorten the prompt or lower max_new_tokens",
+        )
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

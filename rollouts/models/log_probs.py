@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from rollouts.errors import ModelError
 from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs
 from rollouts.models.devices import find_device
-from rollouts.models.packed_attention import ARGUMENT, SIZES, MaskForm, PieceSizes, make_packed_inputs
+from rollouts.models.limits import RotaryLimit
+from rollouts.models.packed_attention import ARGUMENT, TILE, PackedRow, register_packed_attention
 from rollouts.models.scalar_head import get_scalar_weight, project_states
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ Layout = Literal["packed", "rows", "single"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 Head = Literal["linear", "own", "whole", "scalar"]
 OWN_TILE = 16 * 2**20  # logits that a model's own head computes at a time: 64 MiB
-NO_LIMIT = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,28 +48,24 @@ class ForwardPlan:
 
     head: Head = "linear"
     logit_scale: float = 1.0  # of the linear head
-    rows_up_to: int = 0  # tokens of the longest row that padded rows are exact for; 0 never
-    packed_up_to: int = 0  # the same for packed rows
+    layout: Layout = "single"  # the fastest exact one
     reason: str = ""  # why the faster layouts are not taken; "" when they are
-    masks: MaskForm = "one"  # of packed rows: in which form layers are told whether they have a window
-    window: int | None = None  # tokens that a layer with a window sees, itself included
-    sizes: PieceSizes = SIZES  # of the pieces of packed attention
-    refused_above: int = NO_LIMIT  # tokens of the longest row that has log-probs of its own at all
-    refusal: str = ""  # why, and the setting
+    rotary: RotaryLimit | None = None  # beyond it longrope rows are exact one at a time, others not at all
+    tile: int = TILE  # of packed attention
 
     def choose_layout(self, longest: int) -> Layout:
         """The fastest exact layout of rows of at most `longest` tokens. Raises ModelError if no layout is
         exact for so long a row.
         """
-        if longest > self.refused_above:
+        if self.rotary is None or longest <= self.rotary.tokens:
+            return self.layout
+        if self.rotary.kind != "longrope":
             raise ModelError(
                 f"the batch has a row of {longest} tokens, and the model is exact for at most"
-                f" {self.refused_above}: {self.refusal}; make rows shorter (fewer prompt tokens, lower"
+                f" {self.rotary.tokens}: {self.rotary}; make rows shorter (fewer prompt tokens, lower"
                 " max_new_tokens)"
             )
-        if longest <= self.packed_up_to:
-            return "packed"
-        return "rows" if longest <= self.rows_up_to else "single"
+        return "single"
 
 
 class TokenOutputs(NamedTuple):
@@ -116,26 +112,20 @@ def compute_micro_batch_states(
 ) -> Tensor:
     """The decoder's hidden states [N, H] at the predictors, logits [N, V] for the whole head."""
     device = find_device(model)
-    inputs: dict[str, Any] = {
-        "input_ids": torch.from_numpy(micro_batch.input_ids).to(device),
-        "use_cache": False,
-    }
-    # else the model's own: causal, counted from 0. Padding comes last, so nobody sees it.
+    ids = torch.from_numpy(micro_batch.input_ids).to(device)
+    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    packed = None
+    # else the model's own mask and positions: causal, counted from 0. Padding comes last, so nobody sees it.
     if not micro_batch.causal:
+        register_packed_attention()
+        packed = PackedRow(micro_batch.subtree_end[0], micro_batch.position_ids[0], plan.tile)
+        # a finished mask, which nothing reads
+        inputs |= {"attention_mask": torch.zeros((1, 1, 1, 1), device=device), ARGUMENT: packed}
         inputs["position_ids"] = torch.from_numpy(micro_batch.position_ids).to(device)
-        inputs |= make_packed_inputs(
-            micro_batch.subtree_end[0],
-            micro_batch.position_ids[0],
-            masks=plan.masks,
-            window=plan.window,
-            sizes=plan.sizes,
-            dtype=autocast_dtype or model.dtype,
-            device=device,
-        )
     run: Any = model if plan.head == "whole" else model.get_decoder()
     with torch.autocast(device.type, dtype=autocast_dtype, enabled=autocast_dtype is not None):
         output = run(**inputs)
-    if ARGUMENT in inputs and not inputs[ARGUMENT].on_device.get("read"):
+    if packed is not None and not packed.made:
         raise ModelError(
             f"the attention of {type(model).__name__} did not take the packed row that it was given:"
             " something has replaced transformers' 'sdpa' since the model was opened (a kernel library,"
@@ -211,25 +201,15 @@ def _score_by_own_head(
     return LinearLogProbs(torch.cat(log_probs), torch.cat(entropy))
 
 
-class _Answer:
-    """A decoder's output of hidden states alone; whatever else it is asked for is None."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-    def __getitem__(self, index: int) -> Tensor | None:
-        return self.last_hidden_state if index == 0 else None
-
-
 @contextmanager
 def _decoder_answers(model: PreTrainedModel, hidden: Tensor) -> Iterator[None]:
     """Inside, the model's decoder answers at once with `hidden` [1, N, H]."""
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    answer = MoeModelOutputWithPast(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
     decoder: Any = model.get_decoder()
     before = decoder.__dict__.get("forward")
-    decoder.forward = lambda *_, **__: _Answer(hidden)
+    decoder.forward = lambda *_, **__: answer
     try:
         yield
     finally:

@@ -1,28 +1,29 @@
-"""Attention of one packed row without padding, where each node sees its ancestors and itself, and nobody
-computes what is masked.
+"""Attention of one packed row without padding, where each node sees its ancestors and itself, and what is
+masked is not computed.
 
     subtree_end [S] ──find_pieces──► rectangles of the S x S square that hold every visible pair once
-    queries, keys, values ─attend_in_pieces─► each rectangle by a fused kernel; softmaxes merged by their
+    queries, keys, values ──attend_in_pieces──► each rectangle by a fused kernel; softmaxes merged by their
         log-sum-exp
 
-A node's descendants are the nodes after it, up to subtree_end, so what a shared beginning's keys are seen by
-is one slice of queries, without a mask. A long sequence is halved until its triangles are small. Only
+A node's descendants are the nodes after it, up to subtree_end, so the keys of a shared beginning are seen by
+one slice of queries, without a mask. A long sequence is halved until its triangles are small. Only
 neighbouring subtrees of a few nodes together, and the edges of windows, have a mask. On a CPU memory is
 linear in S, and work is the number of visible pairs and little more. On an accelerator FlexAttention takes
-the place of the pieces, or varlen_attn where no two sequences share a node.
+the place of the pieces.
 
-A model of transformers takes this through its own attention: register_packed_attention puts a function in the
-place of "sdpa" that does what it did before, unless the forward pass was given `packed_row`. That argument
-travels with a layer's others, so a layer that is computed twice for its gradient has it both times.
+A model of transformers takes this through its own attention: register_packed_attention replaces "sdpa" by a
+function that does what "sdpa" did, unless the forward pass was given `packed_row`. That argument travels with
+a layer's others, so a layer that is computed twice for its gradient has it both times. A layer's window is
+the `sliding_window` that transformers hands to its attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple
+from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,49 +32,30 @@ from torch import Tensor
 from rollouts.types import BoolArray, IntArray
 
 ARGUMENT = "packed_row"  # of the model's forward
-MaskForm = Literal["one", "windowed", "by_kind"]
-"""Of a model's layers none has a window, all have it, or the model takes one mask for each kind of layer."""
-
-
-class PieceSizes(NamedTuple):
-    """Nodes."""
-
-    # of one sequence; the kernel computes the whole square of a triangle that is smaller than its blocks of
-    # 512
-    triangle: int
-    # of neighbouring subtrees that share one masked square; smaller ones would spend their time in calls
-    masked: int
-    window_tile: int  # a rectangle at the edge of a window is cut to these before it gets a mask
-
-
-# measured on a server's CPU, for models of 0.1 M to 135 M parameters
-SIZES = PieceSizes(triangle=128, masked=128, window_tile=512)
-SMALL_SIZES = PieceSizes(triangle=2, masked=3, window_tile=2)  # so that a probe has pieces of every kind
+# Nodes of the largest triangle or masked square, measured on a server's CPU for models of 0.1 M to 135 M
+# parameters: the kernel computes the whole square of a triangle; smaller ones spend their time in calls.
+TILE = 128
+SMALL_TILE = 4  # with which a few nodes have pieces of every kind
+WINDOW_TILES = 4  # a rectangle at the edge of a window is cut to so many tiles before it gets a mask
 # added to what is not visible: exp gives exactly 0, and a query that sees none of a piece's keys has no
 # infinity to subtract
 HIDDEN = -30000.0
 UNKNOWN = ("softcap", "position_bias", "s_aux")  # what a layer may ask of attention, and a packed row has not
-ALL_KEYS, WINDOWED = 1, 2  # last axis of the mask that tells a layer's attention which of the two it is
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Queries [first_query, end_query) against keys [first_key, end_key) of one row."""
+    """Queries against keys of one row."""
 
-    first_query: int
-    end_query: int
-    first_key: int
-    end_key: int
+    queries: slice
+    keys: slice
     causal: bool = False  # a square on the diagonal of one sequence: its upper half is hidden
     visible: BoolArray | None = None  # [queries, keys]; None: all of them, or the causal half
 
     def cut(self, *tensors: Tensor) -> list[Tensor]:
         """The piece's queries of the first of the tensors [1, H, S, D], and its keys of the others."""
         first, *others = tensors
-        return [
-            first[:, :, self.first_query : self.end_query],
-            *(other[:, :, self.first_key : self.end_key] for other in others),
-        ]
+        return [first[:, :, self.queries], *(other[:, :, self.keys] for other in others)]
 
 
 Masked = Sequence[tuple[Piece, Tensor | None]]  # with the masks, [queries, keys], of those that have one
@@ -85,158 +67,116 @@ class PackedRow:
 
     subtree_end: IntArray  # [S] first node after the subtree
     depths: IntArray  # [S] position ids
-    window: int | None  # tokens that a layer with a window sees, itself included; None: no such layer
-    pieces: Masked
-    windowed: Masked  # the same of a layer with a window
-    # what an accelerator makes once for all layers; and whether any layer has read the row
-    on_device: dict[str, Any]
-
-
-def make_packed_inputs(
-    subtree_end: IntArray,
-    depths: IntArray,
-    *,
-    masks: MaskForm,
-    window: int | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    sizes: PieceSizes = SIZES,
-) -> dict[str, Any]:
-    """What a model's forward takes for one packed row: what its attention does, and for each kind of layer
-    which of the two it is. `dtype` is that of the scores.
-    """
-    register_packed_attention()
-    window = None if masks == "one" else window
-    row = PackedRow(subtree_end, depths, window, (), (), {})
-    if device.type == "cpu":
-        pieces = find_pieces(subtree_end, sizes)
-        row.pieces = [(piece, _make_mask(piece.visible, dtype)) for piece in pieces]
-        if window is not None:
-            narrow = narrow_pieces(pieces, depths, window, sizes)
-            row.windowed = [(piece, _make_mask(piece.visible, dtype)) for piece in narrow]
-    # a finished mask, of which nothing is read but its last axis
-    full, own = (torch.zeros((1, 1, 1, kind), device=device) for kind in (ALL_KEYS, WINDOWED))
-    by_kind = {"full_attention": full, "sliding_attention": own}
-    chosen = {"one": full, "windowed": own, "by_kind": by_kind}[masks]
-    return {"attention_mask": chosen, ARGUMENT: row}
-
-
-def _make_mask(visible: BoolArray | None, dtype: torch.dtype) -> Tensor | None:
-    """What is added to scores, 0 or HIDDEN."""
-    if visible is None:
-        return None
-    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~torch.from_numpy(visible), HIDDEN)
+    tile: int = TILE
+    # by the layers' window: masked pieces, or an accelerator's mask of blocks; empty until a layer reads it
+    made: dict[int | None, Any] = field(default_factory=dict)
 
 
 # --- pieces -------------------------------------------------------------------------------------------------
 
 
-def find_pieces(subtree_end: IntArray, sizes: PieceSizes = SIZES) -> list[Piece]:
+def find_pieces(subtree_end: IntArray, tile: int = TILE) -> list[Piece]:
     """Pieces that hold every pair (i, j) with j <= i < subtree_end[j] exactly once and, beside masked ones,
     no other.
 
     A node's piece on the diagonal comes before the others that have it as a query. The longest unbranched run
     of nodes is a segment; its keys are seen by itself, in halves, and by all that follows it in its subtree.
-    Subtrees side by side of at most `sizes.masked` nodes together share one masked square.
+    Subtrees side by side of at most `tile` nodes together share one masked square.
     """
-    count = len(subtree_end)
-    ends = subtree_end.tolist()
-    continues = np.zeros(count + 1, np.bool_)  # the only child of the node before
-    continues[1:count] = (subtree_end[1:] == subtree_end[:-1]) & (np.arange(1, count) < subtree_end[:-1])
-    starts = np.flatnonzero(~continues)
-    segment_end = starts[
-        np.searchsorted(starts, np.arange(count), side="right")
-    ].tolist()  # of the segment that a node is in
+    count, ends, nodes = len(subtree_end), subtree_end.tolist(), np.arange(1, len(subtree_end))
+    only_child = (subtree_end[1:] == subtree_end[:-1]) & (nodes < subtree_end[:-1])  # of the node before
+    starts = np.concatenate([[0], nodes[~only_child], [count]])
+    segment_end = np.repeat(starts[1:], np.diff(starts)).tolist()  # of the segment that a node is in
     pieces: list[Piece] = []
     forests = [(0, count)]  # ranges of whole subtrees side by side, still to be cut
+
+    def add_square(first: int, end: int) -> None:
+        """Of whole subtrees [first, end); a single sequence needs no mask."""
+        if first < end == segment_end[first]:
+            pieces.extend(halve(first, end, tile))
+        elif first < end:
+            own, square = np.arange(first, end), slice(first, end)
+            seen = (own[:, None] >= own) & (own[:, None] < subtree_end[square])
+            pieces.append(Piece(square, square, visible=seen))
+
     while forests:
         first, end = forests.pop()
         block = node = first
         while node < end:
             after = ends[node]
-            if after - block > sizes.masked:
-                pieces += _square(subtree_end, block, node, segment_end, sizes.triangle)
+            if after - block > tile:
+                add_square(block, node)
                 block = node
-            if after - node > sizes.masked:
-                pieces += halve(node, segment_end[node], sizes.triangle)
-                if segment_end[node] < after:
-                    pieces.append(Piece(segment_end[node], after, node, segment_end[node]))
-                    forests.append((segment_end[node], after))
+            if after - node > tile:
+                fork = segment_end[node]
+                pieces += halve(node, fork, tile)
+                if fork < after:
+                    pieces.append(Piece(slice(fork, after), slice(node, fork)))
+                    forests.append((fork, after))
                 block = after
             node = after
-        pieces += _square(subtree_end, block, end, segment_end, sizes.triangle)
-    return sorted(
-        pieces, key=lambda piece: piece.first_query != piece.first_key
-    )  # stable: the diagonal first
+        add_square(block, end)
+    return sorted(pieces, key=lambda piece: piece.queries != piece.keys)  # stable: the diagonal first
 
 
-def halve(first: int, end: int, triangle: int) -> list[Piece]:
+def halve(first: int, end: int, tile: int) -> list[Piece]:
     """The triangle of one sequence: small triangles, and the squares between them."""
     length = end - first
-    if length <= triangle:
-        return [Piece(first, end, first, end, causal=True)] if length else []
-    half = first + triangle * (-(-length // triangle) // 2)
-    return [*halve(first, half, triangle), Piece(half, end, first, half), *halve(half, end, triangle)]
+    if length <= tile:
+        return [Piece(slice(first, end), slice(first, end), causal=True)]
+    half = first + tile * (-(-length // tile) // 2)
+    square = Piece(slice(half, end), slice(first, half))
+    return [*halve(first, half, tile), square, *halve(half, end, tile)]
 
 
-def _square(
-    subtree_end: IntArray, first: int, end: int, segment_end: Sequence[int], triangle: int
-) -> list[Piece]:
-    """Whole subtrees [first, end) in one masked square; a single sequence needs no mask."""
-    if first == end:
-        return []
-    if segment_end[first] == end:
-        return halve(first, end, triangle)
-    nodes = np.arange(first, end)
-    visible = (nodes[:, None] >= nodes[None, :]) & (nodes[:, None] < subtree_end[None, first:end])
-    return [Piece(first, end, first, end, visible=visible)]
-
-
-def narrow_pieces(
-    pieces: Sequence[Piece], depths: IntArray, window: int, sizes: PieceSizes = SIZES
-) -> list[Piece]:
+def narrow_pieces(pieces: Sequence[Piece], depths: IntArray, window: int, tile: int = TILE) -> list[Piece]:
     """`pieces` of a layer in which a node sees only those less than `window` above it, counted along its
     path, that is in depths.
 
     What lies outside of every query's window is left out; what the edge goes through has a mask.
     """
     found: list[Piece] = []
-    for piece in (part for whole in pieces for part in _tiles(whole, sizes.window_tile)):
-        queries, keys = depths[piece.first_query : piece.end_query], depths[piece.first_key : piece.end_key]
-        if int(queries.max()) - int(keys.min()) < window:
-            found.append(piece)
-            continue
-        inside = queries[:, None] - keys[None, :] < window
-        if piece.causal:
-            inside &= queries[:, None] >= keys[None, :]
-        elif piece.visible is not None:
-            inside &= piece.visible
-        if inside.any():
-            found.append(
-                Piece(piece.first_query, piece.end_query, piece.first_key, piece.end_key, visible=inside)
-            )
+    for piece in pieces:
+        plain = not piece.causal and piece.visible is None
+        step = WINDOW_TILES * tile if plain else len(depths)  # the others are small
+        for queries, keys in product(_split(piece.queries, step), _split(piece.keys, step)):
+            inside = depths[queries, None] - depths[keys] < window
+            if inside.all():
+                found.append(replace(piece, queries=queries, keys=keys))
+                continue
+            if piece.causal:
+                inside = np.tril(inside)
+            elif piece.visible is not None:
+                inside &= piece.visible
+            if inside.any():
+                found.append(Piece(queries, keys, visible=inside))
     return found
 
 
-def _tiles(piece: Piece, tile: int) -> list[Piece]:
-    if piece.causal or piece.visible is not None:  # these are small
-        return [piece]
+def _split(whole: slice, step: int) -> list[slice]:
+    return [slice(at, min(at + step, whole.stop)) for at in range(whole.start, whole.stop, step)]
+
+
+def make_masked_pieces(row: PackedRow, window: int | None, dtype: torch.dtype) -> Masked:
+    """The pieces of a row for layers with a window, or without one; masks are what is added to scores, 0 or
+    HIDDEN.
+    """
+    pieces = find_pieces(row.subtree_end, row.tile)
+    if window is not None:
+        pieces = narrow_pieces(pieces, row.depths, window, row.tile)
+    shown, hidden = torch.zeros((), dtype=dtype), torch.tensor(HIDDEN, dtype=dtype)
+    seen = [None if piece.visible is None else torch.from_numpy(piece.visible) for piece in pieces]
     return [
-        Piece(query, min(query + tile, piece.end_query), key, min(key + tile, piece.end_key))
-        for query in range(piece.first_query, piece.end_query, tile)
-        for key in range(piece.first_key, piece.end_key, tile)
+        (piece, None if mask is None else torch.where(mask, shown, hidden))
+        for piece, mask in zip(pieces, seen, strict=True)
     ]
 
 
-# --- the kernel ---------------------------------------------------------------------------------------------
+# --- kernels ------------------------------------------------------------------------------------------------
 
 
 def attend_in_pieces(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pieces: Masked,
-    scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, pieces: Masked, scale: float | None
 ) -> Tensor:
     """softmax(query · keyᵀ · scale) · value over the pieces: query [1, H, S, D], key and value [1, H /
     groups, S, D]; [1, H, S, D].
@@ -250,42 +190,32 @@ def attend_in_pieces(
 class _Pieces(torch.autograd.Function):
     """Each piece has its own softmax, with weights e^(s - l'), l' its log-sum-exp. Of all pieces together it
     is e^(s - l) with e^l = Σ e^l', so that a piece's output counts by e^(l' - l). Backward, the kernel's
-    gradient of a piece is right as it stands once it is told the l and the output of all: it needs no more of
+    gradient of a piece is right as it stands if it is given the l and the output of all: it needs no more of
     the softmax than them.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        pieces: Masked,
-        scale: float | None,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: Masked, scale: float | None
     ) -> Tensor:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         wide = torch.promote_types(query.dtype, torch.float32)
         _, heads, count, size = query.shape
-        log_sum = torch.empty((1, count, heads), dtype=wide).transpose(
-            1, 2
-        )  # the order that the kernel writes
+        # the order that the kernel writes
+        log_sum = torch.empty((1, count, heads), dtype=wide).transpose(1, 2)
         merged = torch.empty((1, count, heads, size), dtype=wide).transpose(1, 2)
-        begun = 0  # diagonal pieces cover the queries before any other is merged
         for piece, mask in pieces:
-            inputs = piece.cut(query, key, value)
-            found, own_sum = kernel(*inputs, 0.0, piece.causal, attn_mask=mask, scale=scale)
-            queries = slice(piece.first_query, piece.end_query)
-            if piece.first_query == piece.first_key:
-                merged[:, :, queries], log_sum[:, :, queries] = found, own_sum
-                begun += piece.end_query - piece.first_query
-                continue
-            before, target = log_sum[:, :, queries], merged[:, :, queries]
-            after = torch.logaddexp(before, own_sum)
-            target.mul_((before - after).exp_()[..., None]).addcmul_(
-                found, (own_sum - after).exp_()[..., None]
+            found, own_sum = kernel(
+                *piece.cut(query, key, value), 0.0, piece.causal, attn_mask=mask, scale=scale
             )
+            if piece.queries == piece.keys:  # these come first, and cover all queries
+                merged[:, :, piece.queries], log_sum[:, :, piece.queries] = found, own_sum
+                continue
+            before, target = log_sum[:, :, piece.queries], merged[:, :, piece.queries]
+            after = torch.logaddexp(before, own_sum)
+            target.mul_((before - after).exp_()[..., None])
+            target.addcmul_(found, (own_sum - after).exp_()[..., None])
             before.copy_(after)
-        assert begun == count, (begun, count)
         output = merged.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, log_sum)
         ctx.pieces, ctx.scale = pieces, scale
@@ -307,63 +237,19 @@ class _Pieces(torch.autograd.Function):
         return sums[0].to(query.dtype), sums[1].to(query.dtype), sums[2].to(query.dtype), None, None
 
 
-# --- accelerators -------------------------------------------------------------------------------------------
-
-
-def attend_on_device(
-    query: Tensor, key: Tensor, value: Tensor, row: PackedRow, *, windowed: bool, scale: float | None
-) -> Tensor:  # pragma: gpu
-    """As attend_in_pieces, by the kernels of an accelerator."""
-    ends = row.subtree_end
-    unshared = not np.any(
-        (ends[1:] != ends[:-1]) & (np.arange(1, len(ends)) < ends[:-1])
-    )  # no node has two children
-    if unshared and query.dtype in (torch.float16, torch.bfloat16) and find_spec("torch.nn.attention.varlen"):
-        return _attend_documents(query, key, value, row, windowed=windowed, scale=scale)
-    return attend_by_flex(query, key, value, row, windowed=windowed, scale=scale, run=_compile_flex())
-
-
-def attend_by_flex(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    row: PackedRow,
-    *,
-    windowed: bool,
-    scale: float | None,
-    run: Callable[..., Any],
-) -> Tensor:
-    """As attend_in_pieces, by `run`, which is flex_attention or a compiled one. The masks of blocks are made
-    once for all layers.
-    """
-    name = "windowed_blocks" if windowed else "blocks"
-    if name not in row.on_device:
-        row.on_device[name] = _make_block_mask(row, query.device, row.window if windowed else None)
-    return run(
-        query,
-        key,
-        value,
-        block_mask=row.on_device[name],
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-
-
-def _make_block_mask(row: PackedRow, device: torch.device, window: int | None) -> Any:
+def make_block_mask(row: PackedRow, window: int | None, device: torch.device) -> Any:
+    """What FlexAttention computes of a row. Not on a GPU, it holds one number for each pair of nodes."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    ends, depths = (
-        torch.from_numpy(values).to(device, torch.int32) for values in (row.subtree_end, row.depths)
-    )
+    arrays = (row.subtree_end, row.depths)
+    ends, depths = (torch.from_numpy(values).to(device, torch.int32) for values in arrays)
 
     def visible(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         seen = (j <= i) & (i < ends[j])
         return seen if window is None else seen & (depths[i] - depths[j] < window)
 
-    # uncompiled it holds one number for each pair of nodes
-    return create_block_mask(
-        visible, None, None, len(ends), len(ends), device=str(device), _compile=device.type == "cuda"
-    )
+    count, compiled = len(ends), device.type == "cuda"
+    return create_block_mask(visible, None, None, count, count, device=str(device), _compile=compiled)
 
 
 @cache
@@ -373,63 +259,35 @@ def _compile_flex() -> Any:  # pragma: gpu
     return torch.compile(flex_attention, dynamic=True)
 
 
-def _attend_documents(
-    query: Tensor, key: Tensor, value: Tensor, row: PackedRow, *, windowed: bool, scale: float | None
-) -> Tensor:  # pragma: gpu
-    """Sequences side by side by flash attention's kernels of variable length."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    if "documents" not in row.on_device:
-        bounds = np.append(np.flatnonzero(row.depths == 0), len(row.depths)).astype(np.int32)
-        row.on_device["documents"] = torch.from_numpy(bounds).to(query.device), int(np.diff(bounds).max())
-    bounds, longest = row.on_device["documents"]
-    groups = query.shape[1] // key.shape[1]
-    key, value = (
-        key.repeat_interleave(groups, 1),
-        value.repeat_interleave(groups, 1),
-    )  # older kernels know no groups
-    left = row.window - 1 if windowed and row.window is not None else -1
-    flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    found: Any = varlen_attn(
-        flat[0], flat[1], flat[2], bounds, bounds, longest, longest, scale=scale, window_size=(left, 0)
-    )
-    return found.transpose(0, 1)[None]
-
-
 # --- transformers -------------------------------------------------------------------------------------------
 
 
 def attend_packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    row: PackedRow,
-    scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, row: PackedRow, *, window: int | None, scale: float | None
 ) -> Tensor:
-    """[1, S, H, D], what transformers expects of an attention function. Raises ValueError if the layer asks
-    for what this cannot give.
+    """[1, S, H, D], what transformers expects of an attention function. Raises ValueError if the tensors are
+    not those of the row.
     """
-    if (
-        attention_mask is None
-        or query.shape[-2] != len(row.subtree_end)
-        or key.shape[-2] != query.shape[-2]
-        or len(query) != 1
-    ):
+    count = len(row.subtree_end)
+    if not (len(query) == 1 and query.shape[-2] == key.shape[-2] == count):
         raise ValueError(
             f"queries {list(query.shape)} and keys {list(key.shape)} are not those of one packed row of"
-            f" {len(row.subtree_end)} nodes"
+            f" {count} nodes"
         )
-    row.on_device["read"] = True
-    windowed = attention_mask.shape[-1] == WINDOWED
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    device = query.device
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if kind != "cpu":  # pragma: gpu
-        found = attend_on_device(query, key, value, row, windowed=windowed, scale=scale)
-    else:
-        found = attend_in_pieces(query, key, value, row.windowed if windowed else row.pieces, scale)
+    on_cpu = device.type == "cpu"
+    if window not in row.made:
+        make = make_masked_pieces if on_cpu else make_block_mask
+        row.made[window] = make(row, window, query.dtype if on_cpu else device)  # pyright: ignore[reportArgumentType]
+    if on_cpu:
+        found = attend_in_pieces(query, key, value, row.made[window], scale)
+    else:  # pragma: gpu
+        grouped = query.shape[1] != key.shape[1]
+        options = {"block_mask": row.made[window], "scale": scale, "enable_gqa": grouped}
+        found = _compile_flex()(query, key, value, **options)
     return found.transpose(1, 2).contiguous()
 
 
@@ -442,27 +300,21 @@ def register_packed_attention() -> None:
     before: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if getattr(before, "takes_packed_row", False):
         return
-    run: Any = torch.compiler.disable(
-        attend_packed
-    )  # pieces differ from row to row; every row would be a program
+    # pieces differ from row to row; every row would be a program
+    run: Any = torch.compiler.disable(attend_packed)
 
     def attend(
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *inputs: Any,
-        **options: Any,
+        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *inputs: Any, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         row = options.pop(ARGUMENT, None)
         if row is None:
-            return before(module, query, key, value, attention_mask, *inputs, **options)
+            return before(module, query, key, value, *inputs, **options)
         asked = [name for name in UNKNOWN if options.get(name) is not None]
         asked += ["dropout"] if options.get("dropout") else []
         if asked:
             raise ValueError(f"attention of packed rows knows no {', '.join(asked)}")
-        return run(query, key, value, attention_mask, row, options.get("scaling")), None
+        window, scale = options.get("sliding_window"), options.get("scaling")
+        return run(query, key, value, row, window=window, scale=scale), None
 
     attend.takes_packed_row = True  # pyright: ignore[reportFunctionMemberAccess]
     AttentionInterface.register("sdpa", attend)

@@ -108,9 +108,8 @@ def _check_width(model: PreTrainedModel, count: int, width: int) -> None:
         return  # the frequencies are that row's own
     way_out = ", or give them one at a time, unpadded" if limit.kind == "longrope" else ""
     raise ModelError(
-        f"rows of {width} tokens, padding included: rope_type={limit.kind!r} changes the frequencies of every"
-        f" position beyond {limit.tokens} tokens (config.{limit.field}), so a row's log-probs would depend on"
-        f" other rows; make them shorter{way_out}"
+        f"rows of {width} tokens, padding included: {limit}, so a row's log-probs would depend on other rows;"
+        f" make them shorter{way_out}"
     )
 
 

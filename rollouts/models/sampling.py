@@ -17,8 +17,7 @@ from torch import Tensor
 
 from rollouts.errors import ModelError, RequestRefused
 from rollouts.models.draws import make_draw, sample_tokens, stream_key
-from rollouts.models.limits import find_rotary_limit
-from rollouts.models.requests import check_request
+from rollouts.models.limits import check_request, find_rotary_limit
 from rollouts.types import Completion, FinishReason, GenerateRequest
 
 if TYPE_CHECKING:

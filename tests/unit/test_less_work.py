@@ -140,7 +140,7 @@ def choose_plan(model: Any, on: frozenset[str]) -> ForwardPlan:
     """
     plan = plan_forward(model)
     if not {"packing", "sharing"} & on:
-        plan = dataclasses.replace(plan, packed_up_to=0, rows_up_to=0)
+        plan = dataclasses.replace(plan, layout="single")
     return plan if "fused_head" in on else dataclasses.replace(plan, head="whole")
 
 

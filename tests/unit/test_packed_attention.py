@@ -16,16 +16,15 @@ from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model
 from rollouts.models.log_probs import compute_micro_batch_outputs
 from rollouts.models.packed_attention import (
-    ARGUMENT,
-    HIDDEN,
-    SIZES,
-    SMALL_SIZES,
+    SMALL_TILE,
+    TILE,
+    WINDOW_TILES,
     PackedRow,
-    PieceSizes,
-    attend_by_flex,
     attend_in_pieces,
+    attend_packed,
     find_pieces,
-    make_packed_inputs,
+    make_block_mask,
+    make_masked_pieces,
     narrow_pieces,
     register_packed_attention,
 )
@@ -74,74 +73,47 @@ def draw_heads(count: int, *, seed: int = 0, dtype: torch.dtype = torch.float64)
     ]
 
 
-def attend(
-    tensors: list[Tensor], ends: IntArray, depths: IntArray, window: int | None, sizes: PieceSizes
-) -> Tensor:
-    pieces = find_pieces(ends, sizes)
-    if window is not None:
-        pieces = narrow_pieces(pieces, depths, window, sizes)
-    hidden = torch.zeros((), dtype=tensors[0].dtype)
-    with_masks = [
-        (piece, None if (seen := piece.visible) is None else hidden.where(torch.from_numpy(seen), HIDDEN))
-        for piece in pieces
-    ]
-    return attend_in_pieces(tensors[0], tensors[1], tensors[2], with_masks, 0.3)
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [SMALL_SIZES, PieceSizes(triangle=8, masked=11, window_tile=16), SIZES],
-    ids=["small", "middle", "usual"],
-)
+@pytest.mark.parametrize("tile", [SMALL_TILE, 11, TILE])
 @pytest.mark.parametrize("window", [None, 1, 3, 20])
 @pytest.mark.parametrize("seed", range(4))
-def test_output_and_gradients_are_those_of_a_dense_mask(seed: int, window: int | None, sizes: PieceSizes):
+def test_output_and_gradients_are_those_of_a_dense_mask(seed: int, window: int | None, tile: int):
     rng = np.random.default_rng(seed)
-    longest = 4 if sizes is SMALL_SIZES else 25
+    longest = 25 if tile > SMALL_TILE else 9
     ends, depths = put_side_by_side([make_tree(rng, int(rng.integers(0, 3)), longest) for _ in range(3)])
-    tensors = draw_heads(len(ends), seed=seed)
-    output = attend(tensors, ends, depths, window, sizes)
-    expected = attend_densely(tensors[0], tensors[1], tensors[2], see_densely(ends, depths, window), 0.3)
+    tensors = query, key, value = draw_heads(len(ends), seed=seed)
+    pieces = make_masked_pieces(PackedRow(ends, depths, tile), window, torch.float64)
+    output = attend_in_pieces(query, key, value, pieces, 0.3)
+    expected = attend_densely(query, key, value, see_densely(ends, depths, window), 0.3)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
     torch.testing.assert_close(output, expected, atol=1e-12, rtol=0)
-    for found, wanted in zip(
-        torch.autograd.grad(output, tensors, weights),
-        torch.autograd.grad(expected, tensors, weights),
-        strict=True,
-    ):
+    grads = (torch.autograd.grad(one, tensors, weights) for one in (output, expected))
+    for found, wanted in zip(*grads, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("sizes", [SMALL_SIZES, SIZES], ids=["small", "usual"])
-def test_every_visible_pair_is_in_one_piece_and_few_others_are_computed(sizes: PieceSizes):
-    ends, _ = put_side_by_side(
-        [make_tree(np.random.default_rng(seed), 2, 200 if sizes is SIZES else 9) for seed in range(2)]
-    )
+@pytest.mark.parametrize("tile", [SMALL_TILE, TILE])
+def test_every_visible_pair_is_in_one_piece_and_few_others_are_computed(tile: int):
+    longest = 200 if tile == TILE else 9
+    ends, depths = put_side_by_side([make_tree(np.random.default_rng(seed), 2, longest) for seed in range(2)])
     times = np.zeros((len(ends), len(ends)), np.int64)
     computed = 0
-    for piece in find_pieces(ends, sizes):
-        queries, keys = slice(piece.first_query, piece.end_query), slice(piece.first_key, piece.end_key)
-        square = np.ones(times[queries, keys].shape, np.bool_)
+    for piece in find_pieces(ends, tile):
+        square = np.ones_like(times[piece.queries, piece.keys], np.bool_)
         computed += square.size
-        times[queries, keys] += (
-            np.tril(square) if piece.causal else square if piece.visible is None else piece.visible
-        )
-    nodes = np.arange(len(ends))
-    visible = (nodes[None, :] <= nodes[:, None]) & (nodes[:, None] < ends[None, :])
+        seen = np.tril(square) if piece.causal else square if piece.visible is None else piece.visible
+        times[piece.queries, piece.keys] += seen
+    visible = see_densely(ends, depths).numpy()
     np.testing.assert_array_equal(times, visible)
-    assert computed <= visible.sum() + max(sizes.triangle, sizes.masked) * len(
-        ends
-    )  # of each triangle or masked square at most the whole
+    # of each triangle or masked square at most the whole
+    assert computed <= visible.sum() + tile * len(ends)
 
 
 def test_keys_outside_of_every_window_are_not_computed():
     ends, depths = np.full(4096, 4096), np.arange(4096)
     pieces = narrow_pieces(find_pieces(ends), depths, 600)
-    computed = sum(
-        (piece.end_query - piece.first_query) * (piece.end_key - piece.first_key) for piece in pieces
-    )
-    assert computed < 4096 * (600 + 2 * SIZES.window_tile)
-    assert max(piece.visible.size for piece in pieces if piece.visible is not None) <= SIZES.window_tile**2
+    step, square = WINDOW_TILES * TILE, np.empty((4096, 4096), np.bool_)
+    assert sum(square[piece.queries, piece.keys].size for piece in pieces) < 4096 * (600 + 2 * step)
+    assert max(piece.visible.size for piece in pieces if piece.visible is not None) <= step**2
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -151,9 +123,9 @@ def test_flex_attention_with_our_blocks_is_the_dense_mask(window: int | None):
     from torch.nn.attention.flex_attention import flex_attention
 
     ends, depths = put_side_by_side([make_tree(np.random.default_rng(seed), 1, 20) for seed in range(3)])
-    row = PackedRow(ends, depths, window, (), (), {})
+    blocks = make_block_mask(PackedRow(ends, depths), window, torch.device("cpu"))
     query, key, value = (tensor.detach() for tensor in draw_heads(len(ends), dtype=torch.float32))
-    found = attend_by_flex(query, key, value, row, windowed=window is not None, scale=0.3, run=flex_attention)
+    found: Any = flex_attention(query, key, value, block_mask=blocks, scale=0.3, enable_gqa=True)
     expected = attend_densely(query, key, value, see_densely(ends, depths, window), 0.3)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
@@ -164,22 +136,18 @@ def test_flex_attention_with_our_blocks_is_the_dense_mask(window: int | None):
 def test_kernels_of_an_accelerator_are_the_dense_mask(dtype: torch.dtype, shared: bool):
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    from rollouts.models.packed_attention import attend_on_device
-
     ends, depths = put_side_by_side(
         [make_tree(np.random.default_rng(seed), int(shared), 150) for seed in range(3)]
     )
     for window in (None, 40):
-        row = PackedRow(ends, depths, window, (), (), {})
         generator = torch.Generator().manual_seed(0)
         tensors = [
             torch.randn(1, heads, len(ends), 64, generator=generator).cuda().to(dtype).requires_grad_()
             for heads in (4, 2, 2)
         ]
         exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-        output = attend_on_device(
-            tensors[0], tensors[1], tensors[2], row, windowed=window is not None, scale=0.125
-        )
+        row, (query, key, value) = PackedRow(ends, depths), tensors
+        output = attend_packed(query, key, value, row, window=window, scale=0.125).transpose(1, 2)
         expected = attend_densely(
             exact[0], exact[1], exact[2], see_densely(ends, depths, window).cuda(), 0.125
         )
@@ -254,10 +222,7 @@ def test_a_layer_that_wants_what_packed_rows_have_not_is_refused():
 
     register_packed_attention()
     query, key, value = draw_heads(6)
-    inputs = make_packed_inputs(
-        np.full(6, 6), np.arange(6), masks="one", window=None, dtype=torch.float64, device=torch.device("cpu")
-    )
-    row = inputs[ARGUMENT]
+    row = PackedRow(np.full(6, 6), np.arange(6))
     mask = torch.zeros(1, 1, 1, 1)
     for option in ({"softcap": 30.0}, {"dropout": 0.1}):
         with pytest.raises(ValueError, match=f"packed rows knows no {next(iter(option))}"):

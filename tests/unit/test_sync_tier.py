@@ -650,7 +650,7 @@ def test_padded_log_probs_and_gradients_are_those_of_each_row_alone(kind: str, h
     gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
 
-    plan = None if head is None else ForwardPlan(rows_up_to=64, head=head)
+    plan = None if head is None else ForwardPlan(layout="rows", head=head)
     result = compute_token_log_probs(
         model, pad_rows(batch.tokens), pad_rows(batch.loss_masks), temperature=0.7, plan=plan
     )
@@ -674,7 +674,7 @@ def test_entropy_has_a_gradient_when_it_is_asked_for(kind: str, head: Any):
     gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
 
-    plan = None if head is None else ForwardPlan(rows_up_to=64, head=head)
+    plan = None if head is None else ForwardPlan(layout="rows", head=head)
     arguments = (model, pad_rows(batch.tokens), pad_rows(batch.loss_masks))
     assert not compute_token_log_probs(*arguments, temperature=0.7, plan=plan).entropy.requires_grad
     entropy = compute_token_log_probs(*arguments, temperature=0.7, plan=plan, entropy_gradient=True).entropy

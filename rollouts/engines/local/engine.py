@@ -28,8 +28,7 @@ from rollouts.engines.local.opening import DEFAULT_CONTEXT, OpenedDecoder, open_
 from rollouts.engines.local.weights import StagedWeights, copy_model, read_checkpoint
 from rollouts.errors import EngineClosed, EngineError, RequestRefused, WeightVersionError
 from rollouts.models.draws import stream_key
-from rollouts.models.limits import find_context_limit
-from rollouts.models.requests import check_request
+from rollouts.models.limits import check_request, find_context_limit
 from rollouts.protocols import PauseMode
 from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
 

@@ -149,9 +149,8 @@ def _check_rotary(config: Any, *, max_context: int) -> None:
     limit = find_rotary_limit(config)
     if limit is not None and max_context > limit.tokens:
         raise ModelError(
-            f"config.rope_parameters.rope_type={limit.kind!r} changes every position's frequencies beyond"
-            f" {limit.tokens} tokens (config.{limit.field}), so a token's log-prob would depend on what comes"
-            f" after it; set max_context to {limit.tokens} or less"
+            f"config.rope_parameters: {limit}, so a token's log-prob would depend on what comes after it; set"
+            f" max_context to {limit.tokens} or less"
         )
 
 
