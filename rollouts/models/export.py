@@ -414,8 +414,8 @@ def find_units(model: PreTrainedModel, names: Mapping[str, str]) -> list[tuple[s
         return [tuple(names)]
     converters = [one for one in reversed(conversions) if isinstance(one, loading.WeightConverter)]
     reverse: list[Any] = [converter.reverse_transform() for converter in converters]
-    units: dict[tuple[str, str | None], list[str]] = {}
+    units: dict[tuple[str, bool], list[str]] = {}
     for name, in_files in names.items():
         made, pattern = loading.rename_source_key(in_files, [], reverse)
-        units.setdefault((made, pattern) if pattern is not None else (name, None), []).append(name)
+        units.setdefault((name if pattern is None else made, pattern is None), []).append(name)
     return [tuple(unit) for unit in units.values()]
