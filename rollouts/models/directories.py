@@ -23,6 +23,14 @@ WHOLE_BYTES = 8 * 2**20  # files up to here are hashed whole
 BLOCKS, BLOCK_BYTES = 32, 64 * 2**10
 
 
+def choose_model_cache(cache_dir: Path | None = None) -> Path:
+    """Where made models lie: `cache_dir` if given, else models/ in $ROLLOUTS_CACHE, else in
+    ~/.cache/rollouts.
+    """
+    root = os.environ.get("ROLLOUTS_CACHE") or "~/.cache/rollouts"
+    return cache_dir or Path(root).expanduser() / "models"
+
+
 def check_model_directory(path: Path) -> None:
     """Raises ModelError unless `path` holds config.json and safetensors weights, every shard of an index
     included.

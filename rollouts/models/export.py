@@ -27,7 +27,7 @@ from rollouts.errors import ModelError, StorageError
 from rollouts.models.directories import WEIGHT_INDEX, WHOLE_FILE, fsync_path
 from rollouts.models.quiet import quiet_transformers
 from rollouts.models.safetensors_file import DTYPES, TensorFile
-from rollouts.models.weight_files import list_weights
+from rollouts.models.sharded import list_weights
 from rollouts.protocols import WeightSink
 
 if TYPE_CHECKING:

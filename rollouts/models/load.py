@@ -5,6 +5,8 @@ and unpickles nothing from disk.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,9 +14,8 @@ import torch
 from safetensors import SafetensorError
 
 from rollouts.errors import ModelError
-from rollouts.models.bundled import choose_model_cache, make_bundled_model
-from rollouts.models.directories import check_model_directory
-from rollouts.models.gguf import make_gguf_model
+from rollouts.models.directories import check_model_directory, choose_model_cache
+from rollouts.models.gguf import make_bundled_model, make_gguf_model
 from rollouts.models.quiet import quiet_transformers
 from rollouts.models.tiny import make_tiny
 from rollouts.models.tokenizers import (
@@ -40,7 +41,6 @@ OTHER_HEADS = ("Model", "ForMaskedLM", "ForPreTraining", "Classification", "ForQ
 LOAD_ERRORS = (
     OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, SafetensorError,
 )  # fmt: skip
-HUB_WAY_OUT = "check the spelling, HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT, or give a directory or file"
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -56,65 +56,49 @@ def resolve_model(
     found there when offline. `cache_dir` replaces where made and converted models are kept. Raises ModelError
     that says what is missing. Blocks: seconds for a conversion, minutes for a download.
     """
+    from huggingface_hub import hf_hub_download, snapshot_download
+
     kind, _, rest = name.partition(":")
     cache, path = choose_model_cache(cache_dir), Path(name).expanduser()
+    unlike_hub = not name or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     if kind == "bundled":
         path = make_bundled_model(rest, cache)
     elif kind == "tiny":
         path = make_tiny(rest, seed, cache)
     elif name.endswith(".gguf") and not path.is_dir():
-        path = make_gguf_model(path if path.is_file() else _download_gguf(name), cache)
+        if not path.is_file():
+            if not rest or unlike_hub or kind.count("/") != 1:
+                raise ModelError(
+                    f"model.name={name!r} is not a file here; give the path of a .gguf file, or"
+                    " 'org/model:file.gguf' for one on the hub"
+                )
+            with _asking_hub(name):
+                path = Path(hf_hub_download(kind, rest))
+        path = make_gguf_model(path, cache)
     elif not name or not path.is_dir():
-        unlike_hub = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
-        if not name or path.exists() or unlike_hub:
+        if unlike_hub or path.exists():
             raise ModelError(
                 f"model.name={name!r} is not a directory; give a directory, a .gguf file, a hub name like"
                 " 'org/model', 'bundled:…' or 'tiny:byte'"
             )
-        path = _download(name, head)
+        with _asking_hub(name):
+            # gigabytes of a model that cannot be used are not asked for
+            _find_class(Path(hf_hub_download(name, "config.json")).parent, head)
+            path = Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
     check_model_directory(path)
     _find_class(path, head)
     return path
 
 
-def _find_class(path: Path, head: ModelHead) -> str:
-    return find_scalar_class(path) if head == "scalar" else find_causal_class(path)
-
-
-def _download(name: str, head: ModelHead) -> Path:
-    from huggingface_hub import hf_hub_download, snapshot_download
-
+@contextmanager
+def _asking_hub(name: str) -> Iterator[None]:
     try:
         with quiet_transformers():
-            # gigabytes of a model that cannot be used are not asked for
-            _find_class(Path(hf_hub_download(name, "config.json")).parent, head)
-            return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
+            yield
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"model.name={name!r} is no directory here, and the hub did not give it"
-            f" ({describe_error(error)}); {HUB_WAY_OUT}"
-        ) from error
-
-
-def _download_gguf(name: str) -> Path:
-    """A GGUF file named as org/model:file.gguf; a path that is not there has no colon, or says that it is
-    one.
-    """
-    from huggingface_hub import hf_hub_download
-
-    repository, colon, file = name.partition(":")
-    if not colon or not file or repository.startswith((".", "~", "/")) or repository.count("/") != 1:
-        raise ModelError(
-            f"model.name={name!r} is not a file here; give the path of a .gguf file, or 'org/model:file.gguf'"
-            " for one on the hub"
-        )
-    try:
-        with quiet_transformers():
-            return Path(hf_hub_download(repository, file))
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"model.name={name!r}: the hub did not give {file!r} of {repository!r}"
-            f" ({describe_error(error)}); {HUB_WAY_OUT}"
+            f"model.name={name!r} is not here, and the hub did not give it ({describe_error(error)}); check"
+            " the spelling, HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT, or give a directory or file"
         ) from error
 
 
@@ -126,103 +110,63 @@ def describe_error(error: BaseException) -> str:
 # --- classes ------------------------------------------------------------------------------------------------
 
 
-def find_causal_class(path: Path) -> str:
-    """Name of transformers' class for the causal language model in a directory, by its config.json alone:
-    before any weight is read.
-
-    Raises ModelError, with the way out, for what cannot be trained: another kind of model, code in the
-    directory, packed weights.
-    """
-    config, what, found = _read_class(path)
-    written = config["architectures"]
-    if found not in written and _has_other_head(config):
-        raise ModelError(f"{what} was not trained to predict the next token; use a model named …ForCausalLM")
-    return found
-
-
-def find_scalar_class(path: Path) -> str:
-    """Name of transformers' class for the model in a directory with one number as its head, by its
-    config.json alone.
-
-    The directory holds a causal language model or such a model itself. Raises ModelError as find_causal_class
-    does, and for other heads.
-    """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-
-    config, what, causal = _read_class(path)
-    written = config["architectures"]
-    found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(str(config.get("model_type")))
-    if found is None:
-        raise ModelError(
-            f"{what} cannot have a scalar head: transformers has no …ForSequenceClassification for it; use a"
-            " Llama, Qwen or Gemma"
-        )
-    if not {found, causal} & set(written) and _has_other_head(config):
-        raise ModelError(
-            f"{what} has neither the head of a causal language model nor a scalar one; use a model named"
-            f" {causal} or {found}"
-        )
-    # 2 where nothing is written, as for transformers
-    labels = len(config.get("id2label") or ()) or config.get("num_labels", 2)
-    if found in written and labels != 1:
-        raise ModelError(
-            f"{what} has {labels} labels, and a scalar head has one; use a reward model with num_labels=1, or"
-            f" the model named {causal}"
-        )
-    return found
-
-
 def has_own_scalar_head(path: Path) -> bool:
-    """Whether the files in a directory that find_scalar_class accepts hold the scalar head; else it is a
+    """Whether the files in a directory that a scalar model can be made of hold the scalar head; else it is a
     causal model's, and the head is new.
     """
-    return find_scalar_class(path) in _read_class(path)[0]["architectures"]
+    found, config = _find_class(path, "scalar")
+    return found in config["architectures"]
 
 
-def _has_other_head(config: dict[str, Any]) -> bool:
-    written = config["architectures"]
-    others = config.get("is_encoder_decoder") or all(name.endswith(OTHER_HEADS) for name in written)
-    return bool(written) and bool(others)
+def _find_class(path: Path, head: ModelHead) -> tuple[str, dict[str, Any]]:
+    """Name of transformers' class for the model in a directory with that head, and its config.json, with a
+    list of architectures: all that is read.
 
-
-def _read_class(path: Path) -> tuple[dict[str, Any], str, str]:
-    """config.json with a list of architectures, the model in words, and transformers' causal class of a type
-    that can be trained, whatever head the directory has. Raises ModelError for a type that cannot.
+    The directory holds a causal language model, or one with a scalar head itself. Raises ModelError, with the
+    way out, for what cannot be trained: another kind of model or head, code in the directory, packed weights.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto
 
     try:
         config = json.loads((path / "config.json").read_text("utf-8"))
-        config["architectures"] = [str(name) for name in config.get("architectures") or []]
+        written = config["architectures"] = [str(name) for name in config.get("architectures") or []]
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ModelError(
             f"{path / 'config.json'} cannot be read ({error}); copy the model directory again"
         ) from error
-    kind, quantization = str(config.get("model_type")), config.get("quantization_config")
-    what = f"the model in {path} (model_type={kind!r}, architectures={config['architectures']})"
-    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-    problem = ""
-    if found is None and config.get("auto_map"):
-        problem = (
-            "needs code from its directory (auto_map), which is never run; use a model that transformers"
-            " itself implements"
-        )
-    elif found is None:
-        problem = (
-            "is not a causal language model that transformers has; use a decoder-only model, one named"
-            " …ForCausalLM"
-        )
-    elif found.endswith("ForConditionalGeneration"):
-        problem = "reads images or sound as well; use its text-only model, one named …ForCausalLM"
-    elif quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        problem = (
-            f"has weights packed by {method!r} (quantization_config), which cannot train; use the model it"
-            " was made from"
-        )
-    if problem or found is None:
-        raise ModelError(f"{what} {problem}")
-    return config, what, found
+    kind, packed = str(config.get("model_type")), config.get("quantization_config")
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "")
+    scalar = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind, "")
+    found = causal if head == "tokens" else scalar
+    other = bool(written) and all(name.endswith(OTHER_HEADS) for name in written)
+    other = other or bool(written and config.get("is_encoder_decoder"))
+    # 2 where nothing is written, as for transformers
+    labels = len(config.get("id2label") or ()) or config.get("num_labels", 2)
+    method = packed.get("quant_method") if isinstance(packed, dict) else packed
+    problems = {
+        "needs code from its directory (auto_map), which is never run; use a model that transformers itself"
+        " implements": not causal and config.get("auto_map"),
+        "is not a causal language model that transformers has; use a decoder-only model, one named"
+        " …ForCausalLM": not causal,
+        "reads images or sound as well; use its text-only model, one named …ForCausalLM": causal.endswith(
+            "ForConditionalGeneration"
+        ),
+        f"has weights packed by {method!r} (quantization_config), which cannot train; use the model it was"
+        " made from": packed,
+        "cannot have a scalar head: transformers has no …ForSequenceClassification for it; use a Llama, Qwen"
+        " or Gemma": not found,
+        "was not trained to predict the next token; use a model named …ForCausalLM": head == "tokens"
+        and other
+        and causal not in written,
+        "has neither the head of a causal language model nor a scalar one; use a model named"
+        f" {causal} or {scalar}": head == "scalar" and other and not {causal, scalar} & set(written),
+        f"has {labels} labels, and a scalar head has one; use a reward model with num_labels=1, or the model"
+        f" named {causal}": head == "scalar" and scalar in written and labels != 1,
+    }
+    for problem, holds in problems.items():
+        if holds:
+            raise ModelError(f"the model in {path} (model_type={kind!r}, architectures={written}) {problem}")
+    return found, config
 
 
 # --- loading ------------------------------------------------------------------------------------------------
@@ -233,36 +177,39 @@ def load_hf_model(path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrain
     files.
 
     safetensors only, no code from the directory, SDPA attention where the model has it (one with capped
-    scores has not). Raises ModelError if it cannot be loaded, is of another kind (see find_causal_class), or
-    the files lack a weight.
+    scores has not). Raises ModelError if it cannot be loaded, is of another kind, or the files lack a weight.
     """
-    from transformers import AutoModelForCausalLM
-
-    check_model_directory(path)
-    model, missing = load_pretrained(AutoModelForCausalLM, path, find_causal_class(path), dtype=dtype)
+    model, missing = load_pretrained(path, dtype, "tokens")
     check_complete(path, missing)
     return model
 
 
-def load_pretrained(
-    auto: Any, path: Path, class_name: str, **options: Any
-) -> tuple[PreTrainedModel, set[str]]:
-    """What an Auto class of transformers loads, and the weights that the files lack, which it has made up.
-    Raises ModelError.
+def load_pretrained(path: Path, dtype: torch.dtype, head: ModelHead) -> tuple[PreTrainedModel, set[str]]:
+    """The model in a directory with that head, and the weights that the files lack, which transformers has
+    made up. Raises ModelError.
     """
+    auto, attention, labels = choose_auto(path, head)
+    options = {"output_loading_info": True, "use_safetensors": True, "attn_implementation": attention}
     try:
         with quiet_transformers():
-            model, loading = auto.from_pretrained(
-                str(path),
-                output_loading_info=True,
-                use_safetensors=True,
-                attn_implementation=choose_attention(class_name),
-                **LOCAL,
-                **options,
-            )
+            model, loading = auto.from_pretrained(str(path), dtype=dtype, **options, **LOCAL, **labels)
     except LOAD_ERRORS as error:
         raise ModelError(f"the model in {path} cannot be loaded ({describe_error(error)})") from error
     return model, set(loading["missing_keys"])
+
+
+def choose_auto(path: Path, head: ModelHead) -> tuple[Any, str, dict[str, Any]]:
+    """For the model in a directory with that head: transformers' Auto class, the attention it runs with, and
+    the settings of a new head. Raises ModelError.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    check_model_directory(path)
+    found, config = _find_class(path, head)
+    if head == "tokens":
+        return AutoModelForCausalLM, choose_attention(found), {}
+    labels = {} if found in config["architectures"] else {"num_labels": 1}
+    return AutoModelForSequenceClassification, choose_attention(found), labels
 
 
 def check_complete(path: Path, missing: set[str]) -> None:

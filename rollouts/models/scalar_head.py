@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from rollouts.errors import ModelError
-from rollouts.models.directories import check_model_directory
-from rollouts.models.load import check_complete, find_scalar_class, has_own_scalar_head, load_pretrained
+from rollouts.models.load import check_complete, has_own_scalar_head, load_pretrained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,17 +37,10 @@ def load_scalar_model(
     new_head: False where the head too must be in the files, as in those of a checkpoint. Loaded as strictly
     as load_hf_model does. Raises ModelError as that does, and for what find_scalar_class refuses.
     """
-    from transformers import AutoModelForSequenceClassification
-
-    check_model_directory(path)
-    class_name, own = find_scalar_class(path), has_own_scalar_head(path)
-    labels = {} if own else {"num_labels": 1}
     with torch.random.fork_rng(devices=[]):  # transformers draws a head, which is not kept
-        model, missing = load_pretrained(
-            AutoModelForSequenceClassification, path, class_name, dtype=dtype, **labels
-        )
+        model, missing = load_pretrained(path, dtype, "scalar")
     check_scalar_head(model, path)
-    made = {HEAD_WEIGHT} if new_head and not own else set()
+    made = {HEAD_WEIGHT} if new_head and not has_own_scalar_head(path) else set()
     check_complete(path, missing - made)
     if made:
         with torch.no_grad():
@@ -91,9 +83,8 @@ def make_probing_directions(states: Tensor) -> Tensor:
     """
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn((PROBING_DIRECTIONS, states.shape[-1]), generator=generator, dtype=torch.float64)
-    size = float(
-        states.double().square().sum(-1).mean().sqrt()
-    )  # |hidden|: a random direction of unit variance gives values of this size
+    # |hidden|: a random direction of unit variance gives values of this size
+    size = float(states.double().square().sum(-1).mean().sqrt())
     return (drawn / max(size, torch.finfo(torch.float32).tiny)).to(states)
 
 
@@ -105,10 +96,6 @@ def set_padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     pass over the end of every answer.
     """
     config: Any = model.config.get_text_config()
-    if (
-        tokenizer is None
-        or getattr(config, "pad_token_id", None) is not None
-        or tokenizer.pad_token_id == tokenizer.eos_token_id
-    ):
-        return
-    config.pad_token_id = tokenizer.pad_token_id
+    own = None if tokenizer is None else tokenizer.pad_token_id
+    if tokenizer and own != tokenizer.eos_token_id and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = own

@@ -4,88 +4,81 @@ holds the whole.
     make_meta_model(path) ─► fully_shard (the caller)
         ─► load_sharded_weights(model, path): each rank reads its rows of every weight
 
-A weight that files have in pieces (a mixture's experts) is put together on every rank, one such weight at a
-time, and cut there.
+    names and shapes in the files ─► transformers' renamings
+        ─► a weight read by slices: one tensor of the files
+        ─► weights made together from several tensors (a mixture's experts), on every rank, and cut there
+
+Only headers are read to find that out, and every process that reads the same files comes to the same groups,
+and to the same error.
 """
 
 from __future__ import annotations
 
+import copy
+import re
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollouts.errors import ModelError
-from rollouts.models.directories import check_model_directory
+from rollouts.models.directories import check_model_directory, list_weight_files
 from rollouts.models.load import (
     LOAD_ERRORS,
     LOCAL,
     ModelHead,
-    choose_attention,
+    choose_auto,
     describe_error,
-    find_causal_class,
-    find_scalar_class,
     has_own_scalar_head,
 )
 from rollouts.models.quiet import quiet_transformers
 from rollouts.models.scalar_head import HEAD_WEIGHT, check_scalar_head, has_scalar_head
-from rollouts.models.weight_files import (
-    CONVERSIONS,
-    convert_group,
-    list_weights,
-    plan_weights,
-    read_tensors,
-)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 INITIALIZED = "_is_hf_initialized"  # transformers leaves tensors and modules that have it alone
+CONVERSIONS = "_rollouts_conversions"  # attribute of a model: how transformers gets its weights from files
+NAMES_SHOWN = 5
+OLD_NAMES = ("rotary_emb.inv_freq", "position_ids")  # ends of names in old files that no model reads
 
 
 def make_meta_model(
     path: Path, *, dtype: torch.dtype = torch.float32, head: ModelHead = "tokens"
 ) -> PreTrainedModel:
-    """The causal language model of a directory without its weights: parameters on the meta device, buffers
-    that no file holds as they must be.
+    """The model of a directory without its weights: parameters on the meta device, buffers that no file holds
+    as they must be.
 
     Evaluation mode, attention as load_hf_model chooses it. Shard it, then load_sharded_weights.
     `Module.to_empty` would lose the buffers: load_sharded_weights gives the parameters their memory. head:
     "scalar" makes a model as load_scalar_model does. Raises ModelError as those do.
     """
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        GenerationConfig,
-    )
+    from transformers import AutoConfig, GenerationConfig
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    check_model_directory(path)
-    scalar = head == "scalar"
-    attention = choose_attention(find_scalar_class(path) if scalar else find_causal_class(path))
-    auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
-    labels = {"num_labels": 1} if scalar and not has_own_scalar_head(path) else {}
+    auto, attention, labels = choose_auto(path, head)
     try:
         with quiet_transformers():
             config = AutoConfig.from_pretrained(str(path), **LOCAL, **labels)
+            options = {"attn_implementation": attention, "trust_remote_code": False}
             with torch.device("meta"):
-                model = auto.from_config(
-                    config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
-                )
+                model = auto.from_config(config, dtype=dtype, **options)
             if model.can_generate() and (path / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
             _compute_buffers(model)
     except LOAD_ERRORS as error:
         raise ModelError(f"the model in {path} cannot be made ({describe_error(error)})") from error
-    if scalar:
+    if head == "scalar":
         check_scalar_head(model, path)
-    setattr(
-        model, CONVERSIONS, get_model_conversion_mapping(model)
-    )  # before sharding gives the classes other names, which it looks them up by
+    # before sharding gives the classes other names, by which it looks them up
+    setattr(model, CONVERSIONS, get_model_conversion_mapping(model))
     return model.eval()
 
 
@@ -93,8 +86,7 @@ def _compute_buffers(model: PreTrainedModel) -> None:
     """Gives the buffers that no file holds their values, on the CPU, by the model's own initialisation;
     weights keep to the meta device.
     """
-    weights, _ = list_weights(model)
-    for weight in weights.values():
+    for weight in list_weights(model)[0].values():
         setattr(weight, INITIALIZED, True)
     for module in model.modules():
         module.__dict__.pop(INITIALIZED, None)
@@ -103,6 +95,9 @@ def _compute_buffers(model: PreTrainedModel) -> None:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
     with torch.random.fork_rng(devices=[]):
         cast(Any, model).initialize_weights()
+
+
+# --- shards -------------------------------------------------------------------------------------------------
 
 
 def reshard(model: torch.nn.Module) -> None:
@@ -165,28 +160,26 @@ def load_sharded_weights(
     """
     reshard(model)
     new = (HEAD_WEIGHT,) if new_head and has_scalar_head(model) and not has_own_scalar_head(path) else ()
-    plan = plan_weights(model, path, new=new)
-    weights, aliases = list_weights(model)
-    for weight in weights.values():
+    groups, used_conversions = plan_weights(model, path, new=new)
+    for weight in model.parameters():
         compute_local_slices(weight)
-    if any(weight.is_meta for weight in weights.values()):
+    if any(weight.is_meta for weight in model.parameters()):
         _materialize(model, torch.device(device), torch.device(buffer_device or device))
-        weights, aliases = list_weights(model)
+    weights, aliases = list_weights(model)
     with torch.no_grad():
         for name in new:
             get_local(weights[name]).zero_()
-        for group in plan.groups:
-            sources = [source for _, source in group.sources]
+        for group in groups:
             weight = weights[aliases.get(group.target, group.target)]
             if group.converter is None:
-                get_local(weight).copy_(read_tensors(sources[:1], compute_local_slices(weight))[0])
+                get_local(weight).copy_(read_tensors(group.sources[:1], compute_local_slices(weight))[0])
                 continue
-            whole = [tensor.to(weight.dtype) for tensor in read_tensors(sources)]
+            whole = [tensor.to(weight.dtype) for tensor in read_tensors(group.sources)]
             for name, tensor in convert_group(model, group, whole).items():
                 weight = weights[aliases.get(name, name)]
                 get_local(weight).copy_(tensor[compute_local_slices(weight)])
     # what transformers notes when it loads: saving undoes it
-    cast(Any, model)._weight_conversions = list(plan.used_conversions)
+    cast(Any, model)._weight_conversions = used_conversions
 
 
 def _materialize(model: PreTrainedModel, device: torch.device, buffer_device: torch.device) -> None:
@@ -200,6 +193,182 @@ def _materialize(model: PreTrainedModel, device: torch.device, buffer_device: to
     cast(Any, model)._apply(place)
     for alias, name in tied.items():  # where a model is not sharded, torch makes a new parameter of each name
         path, _, attribute = alias.rpartition(".")
-        if model.get_parameter(alias) is not model.get_parameter(name):
-            setattr(model.get_submodule(path), attribute, model.get_parameter(name))
-    assert list_weights(model)[1] == tied, "tied weights came apart"
+        setattr(model.get_submodule(path), attribute, model.get_parameter(name))
+
+
+def list_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(parameters and buffers that files hold, by name; other names of tied ones → the name among the
+    first).
+    """
+    weights: dict[str, Tensor] = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in weights.items()}
+    every = model.named_parameters(remove_duplicate=False)
+    aliases = {name: names[id(parameter)] for name, parameter in every if name not in weights}
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                weights[f"{path}.{name}" if path else name] = buffer
+    return weights, aliases
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+class FileTensor(NamedTuple):
+    """One tensor of a safetensors file."""
+
+    name: str  # in the file
+    file: Path
+    shape: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class WeightGroup:
+    """Weights of the model that are made from the same tensors of the files; one from one almost always."""
+
+    target: str  # the model's name, of the first weight where several are made
+    converter: Any  # transformers' WeightConverter; None: the one tensor is the weight as it is
+    sources: list[FileTensor] = field(default_factory=list)
+    patterns: list[str] = field(default_factory=list)  # of the converter, that the sources' names matched
+
+
+def plan_weights(
+    model: PreTrainedModel, path: Path, *, new: Collection[str] = ()
+) -> tuple[list[WeightGroup], list[Any]]:
+    """Where each of the model's weights lies in the directory, complete and of the right shapes; and
+    transformers' conversions that changed a name, which saving undoes. `new`: a head that its files do not
+    have; what they have in its place is left.
+
+    The model may be sharded or on the meta device. Rotary frequencies, and what transformers itself passes
+    over for this model, may be in the files. Raises ModelError naming the weights that are missing, unknown
+    or of another shape, and a tied weight that the files have twice with other values.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    check_model_directory(path)
+    weights, aliases = list_weights(model)
+    known = getattr(model, CONVERSIONS, None)
+    # fresh copies, for transformers notes in them what they were used for
+    conversions = copy.deepcopy(known) if known is not None else get_model_conversion_mapping(model)
+    groups, unknown = _group(model, _read_headers(path), conversions, {*weights, *aliases})
+    shapes: dict[str, tuple[int, ...]] = {}
+    first_sources: dict[str, FileTensor] = {}
+    for group in groups:
+        empty = [torch.empty(source.shape, device="meta") for source in group.sources]
+        for name, tensor in convert_group(model, group, empty).items():
+            main, source = aliases.get(name, name), group.sources[0]
+            shapes[main] = tuple(tensor.shape)
+            first = first_sources.setdefault(main, source)
+            if first is not source and not torch.equal(*read_tensors([first, source])):
+                raise ModelError(
+                    f"the weights in {path} have {first.name} and {source.name}, which config.json ties, with"
+                    " different values; set tie_word_embeddings to false in config.json"
+                )
+    prefix, optional = f"{model.base_model_prefix}.", model._keys_to_ignore_on_load_missing
+    missing = [name for name in weights if name not in {*shapes, *new} and not _matches(optional, name)]
+    foreign = [name for name in unknown if not new or name.startswith(prefix)]
+    misshapen = [
+        f"{name} {shapes[name]} for {tuple(weight.shape)}"
+        for name, weight in weights.items()
+        if shapes.get(name, weight.shape) != tuple(weight.shape)
+    ]
+    problems = {
+        "are missing": missing,
+        "are not the model's": foreign + sorted(set(shapes) - set(weights)),
+        "have another shape": misshapen,
+    }
+    for what, found in problems.items():
+        if found:
+            more = f" and {len(found) - NAMES_SHOWN} more" if len(found) > NAMES_SHOWN else ""
+            raise ModelError(
+                f"the weights in {path} do not fit: {len(found)} {what}:"
+                f" {', '.join(found[:NAMES_SHOWN])}{more}; copy the model directory again, or use the one"
+                " that the config.json is of"
+            )
+    return groups, [one for one in conversions if one.was_used()]
+
+
+def _group(
+    model: PreTrainedModel, tensors: Sequence[FileTensor], conversions: Sequence[Any], known: Collection[str]
+) -> tuple[list[WeightGroup], list[str]]:
+    """The tensors by what is made of them, as transformers does when it loads; and names that are
+    nobody's.
+    """
+    from transformers import core_model_loading as loading
+
+    renamings = [one for one in conversions if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, loading.WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix, meta = model.base_model_prefix, cast(Any, dict.fromkeys(known, True))
+    groups: dict[str, WeightGroup] = {}
+    unknown: list[str] = []
+    for tensor in sorted(tensors, key=lambda tensor: loading.dot_natural_key(tensor.name)):
+        name, pattern = loading.rename_source_key(tensor.name, renamings, converters, prefix, meta)
+        if name not in known and tensor.name in known:
+            name, pattern = tensor.name, None
+        if name in known:
+            converter = copy.deepcopy(by_pattern[pattern]) if pattern is not None else None
+            group = groups.setdefault(name, WeightGroup(name, converter))
+            group.sources.append(tensor)
+            group.patterns.append(pattern or tensor.name)
+        elif not name.endswith(OLD_NAMES) and not _matches(model._keys_to_ignore_on_load_unexpected, name):
+            unknown.append(tensor.name)
+    return list(groups.values()), unknown
+
+
+def _matches(patterns: Any, name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns or ())
+
+
+def convert_group(model: PreTrainedModel, group: WeightGroup, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The weights that transformers makes of a group's tensors, which are in the order of its sources. Raises
+    ModelError.
+    """
+    if group.converter is None:
+        return {group.target: tensors[0]}
+    converter = copy.deepcopy(group.converter)
+    for pattern, source, tensor in zip(group.patterns, group.sources, tensors, strict=True):
+        converter.add_tensor(group.target, source.name, pattern, tensor)
+    try:
+        made = converter.convert(group.target, model=model, config=model.config)
+    # transformers' operations raise whatever torch does with tensors that do not fit together
+    except Exception as error:
+        raise ModelError(
+            f"{group.sources[0].name} … {group.sources[-1].name} cannot be made into {group.target}"
+            f" ({describe_error(error)}); copy the model directory again"
+        ) from error
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    """A safetensors file. Opened for one reading alone: what was read through a mapping counts as this
+    process's memory until it is closed.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); copy the model directory again") from error
+
+
+def _read_headers(path: Path) -> list[FileTensor]:
+    """Every tensor of the files that transformers would read."""
+    found: list[FileTensor] = []
+    for file in (path / name for name in list_weight_files(path)):
+        with _open(file) as opened:
+            names = opened.keys()
+            found += [FileTensor(name, file, tuple(opened.get_slice(name).get_shape())) for name in names]
+    return found
+
+
+def read_tensors(sources: Sequence[FileTensor], slices: tuple[slice, ...] | None = None) -> list[Tensor]:
+    """The tensors, or the same slices of each. Raises ModelError."""
+    found: dict[FileTensor, Tensor] = {}
+    for path in {source.file for source in sources}:
+        with _open(path) as file:
+            for source in sources:
+                if source.file == path:
+                    name = source.name
+                    found[source] = file.get_slice(name)[slices] if slices else file.get_tensor(name)
+    return [found[source] for source in sources]

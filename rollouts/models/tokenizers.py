@@ -7,9 +7,12 @@ And a tokenizer that needs no files: one token per byte.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from rollouts.errors import ModelError
 
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 
 PAD_TOKEN, START_TOKEN, END_TOKEN = "<pad>", "<|im_start|>", "<|im_end|>"
 PAD_ID, START_ID, END_ID = 256, 257, 258  # after the 256 bytes
+# what a template raises: its author's own refusals, and what its expressions meet in the messages
+TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{%"
     " endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -55,11 +60,7 @@ def byte_characters() -> list[str]:
     """The printable character that byte-level tokenizers write for each byte, in byte order: itself if
     printable, else one from U+0100 on.
     """
-    printable = {
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    }
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(256, 512))
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
 
@@ -85,17 +86,13 @@ def check_chat_template_compiles(tokenizer: PreTrainedTokenizerBase, where: str)
     """Raises ModelError, beginning with `where` and naming the line, if the chat template is no Jinja. What
     it refuses is not looked at.
     """
-    from jinja2 import TemplateSyntaxError
-
     try:
         _write_turns(tokenizer, [{"role": "user", "content": "a"}])
     except TemplateSyntaxError as error:
         raise ModelError(
             f"{where}: the chat template is no Jinja: line {error.lineno}: {error.message}"
         ) from error
-    except (
-        Exception
-    ):  # whatever the template's author raises about one message; the rows will show whether it takes theirs
+    except TEMPLATE_ERRORS:  # the rows will show whether it takes theirs
         return
 
 
@@ -107,74 +104,43 @@ def find_turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """
     if not tokenizer.chat_template:
         return ()
-    answer = "plain answer"
-    question = {"role": "user", "content": "question"}
-    written = _write_if_it_can(tokenizer, [question, {"role": "assistant", "content": answer}])
-    special, added = _special_texts(tokenizer)
-    plain_end = _first_token(written.rpartition(answer)[2], [*special, *added]) if answer in written else None
-    ends = [plain_end, _find_call_end(tokenizer, question, special, plain_end)]
-    ids: list[Any] = [tokenizer.convert_tokens_to_ids(end) for end in ends if end is not None]
-    return tuple(
-        sorted(
-            {token_id for token_id in ids if isinstance(token_id, int) and token_id != tokenizer.unk_token_id}
-        )
-    )
-
-
-def _find_call_end(
-    tokenizer: PreTrainedTokenizerBase,
-    question: Mapping[str, Any],
-    special: Sequence[str],
-    plain_end: str | None,
-) -> str | None:
-    if not special:
-        return None
-    for arguments in ({"key": "zqvalue"}, '{"key": "zqvalue"}'):
-        call = {"type": "function", "id": "abcdef123", "function": {"name": "zqname", "arguments": arguments}}
-        written = _write_if_it_can(
-            tokenizer, [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        )
-        if "zqname" in written and "zqvalue" in written:
-            one = "|".join(re.escape(token) for token in special)
-            run = re.search(rf"(?:(?:{one})\s*)+\Z", written)
-            tail = re.findall(one, run.group()) if run else []
-            return plain_end if plain_end in tail else next(iter(tail), None)
-    return None
-
-
-def _first_token(text: str, tokens: Sequence[str]) -> str | None:
-    """The token that `text` begins with after white space, the longest of several."""
-    begun = [token for token in tokens if text.lstrip().startswith(token)]
-    return max(begun, key=len, default=None)
-
-
-def _special_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[str]]:
-    """The special tokens, and the other added ones, without those of white space alone; longer ones first."""
     tokens = tokenizer.added_tokens_decoder.values()
     special = {*map(str, tokenizer.all_special_tokens), *(token.content for token in tokens if token.special)}
-    added = {token.content for token in tokens} - special
-    special_texts, added_texts = (
-        [text for text in sorted(texts, key=len, reverse=True) if text.strip()] for texts in (special, added)
-    )
-    return special_texts, added_texts
+    added = {token.content for token in tokens}
+    answer = "plain answer"
+    written = _answer(tokenizer, content=answer)
+    tail = written.rpartition(answer)[2].lstrip() if answer in written else ""
+    begun = [token for token in special | added if token.strip() and tail.startswith(token)]
+    plain_end = max(begun, key=len, default=None)
+    # longer ones first, as a regular expression takes the first that fits
+    one = "|".join(map(re.escape, sorted(filter(str.strip, special), key=len, reverse=True)))
+    call_end = None
+    for arguments in ({"key": "zqvalue"}, '{"key": "zqvalue"}'):
+        call = {"type": "function", "id": "abcdef123", "function": {"name": "zqname", "arguments": arguments}}
+        written = _answer(tokenizer, content="", tool_calls=[call])
+        if one and "zqname" in written and "zqvalue" in written:
+            run = re.search(rf"(?:(?:{one})\s*)+\Z", written)
+            last = re.findall(one, run.group()) if run else []
+            call_end = plain_end if plain_end in last else next(iter(last), None)
+            break
+    ends = {plain_end, call_end} - {None}
+    ids: set[Any] = {tokenizer.convert_tokens_to_ids(str(end)) for end in ends}
+    return tuple(sorted(ids - {None, tokenizer.unk_token_id}))
 
 
-def _write_if_it_can(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str:
-    """The messages in the chat template; empty if it refuses them, with and without a system turn before
-    them.
+def _answer(tokenizer: PreTrainedTokenizerBase, **answer: Any) -> str:
+    """A question and this answer in the chat template; empty if it refuses them, with and without a system
+    turn before them.
     """
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", **answer}]
     for system in ([], [{"role": "system", "content": "system"}]):
-        try:
-            return _write_turns(tokenizer, [*system, *messages])
-        # its author's code: it raises what that chose, and Python what the code meets; it may want a system
-        # turn
-        except Exception:
-            continue
+        with suppress(*TEMPLATE_ERRORS):
+            return _write_turns(tokenizer, [*system, *turns])
     return ""
 
 
-def _write_turns(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str:
-    return str(tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False))
+def _write_turns(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str:
+    return str(tokenizer.apply_chat_template(messages, tokenize=False))
 
 
 # --- vocabularies -------------------------------------------------------------------------------------------
@@ -186,40 +152,32 @@ def check_tokenizer_fits(
     """Raises ModelError, beginning with `where`, unless every id that the tokenizer can give is one that the
     model has an embedding for.
 
-    `model_config` is the content of config.json. A vocabulary larger than the tokenizer is usual (padded),
-    and fine.
+    `model_config` is the content of config.json, of its language model. A vocabulary larger than the
+    tokenizer is usual (padded), and fine.
     """
-    text_config = model_config.get("text_config")
-    vocab_size = model_config.get(
-        "vocab_size", text_config.get("vocab_size") if isinstance(text_config, Mapping) else None
-    )
-    if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or vocab_size <= 0:
-        raise ModelError(f"{where}: config.json has vocab_size={vocab_size!r}; it must be a number above 0")
-    vocabulary = tokenizer.get_vocab()
-    outside = sorted((token_id, token) for token, token_id in vocabulary.items() if token_id >= vocab_size)
+    size, vocabulary = model_config.get("vocab_size"), tokenizer.get_vocab()
+    if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
+        raise ModelError(f"{where}: config.json has vocab_size={size!r}; it must be a number above 0")
+    outside = sorted((token_id, token) for token, token_id in vocabulary.items() if token_id >= size)
     if outside:
         first_id, token = outside[0]
         raise ModelError(
-            f"{where}: the tokenizer's ids reach {outside[-1][0]}, the model's vocabulary has {vocab_size} (0"
-            f" to {vocab_size - 1}); the first token outside is {token!r} with id {first_id}; use the"
-            " tokenizer that came with the model"
+            f"{where}: the tokenizer's ids reach {outside[-1][0]}, the model's vocabulary has {size} (0 to"
+            f" {size - 1}); the first token outside is {token!r} with id {first_id}; use the tokenizer that"
+            " came with the model"
         )
     for name in ("bos_token_id", "eos_token_id"):
         ids = model_config.get(name)
-        beyond = [
-            token_id
-            for token_id in (ids if isinstance(ids, list) else [ids])
-            if isinstance(token_id, int) and token_id >= vocab_size
-        ]
-        if beyond:
-            raise ModelError(
-                f"{where}: config.json has {name}={beyond[0]}, outside the model's vocabulary of"
-                f" {vocab_size}; correct it"
-            )
-    for name, token in tokenizer.special_tokens_map.items():
-        for text in token if isinstance(token, list | tuple) else [token]:
-            if str(text) not in vocabulary:
+        for token_id in ids if isinstance(ids, list) else [ids]:
+            if isinstance(token_id, int) and token_id >= size:
                 raise ModelError(
-                    f"{where}: {name}={str(text)!r} is not in the tokenizer's vocabulary; correct its"
+                    f"{where}: config.json has {name}={token_id}, outside the model's vocabulary of {size};"
+                    " correct it"
+                )
+    for name, token in tokenizer.special_tokens_map.items():
+        for text in map(str, token if isinstance(token, list | tuple) else [token]):
+            if text not in vocabulary:
+                raise ModelError(
+                    f"{where}: {name}={text!r} is not in the tokenizer's vocabulary; correct its"
                     " tokenizer_config.json"
                 )

