@@ -20,7 +20,7 @@ from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.models.devices import use_device
 from rollouts.models.forward_plan import describe_plan, plan_forward
-from rollouts.models.gradient_checkpointing import checkpoint_layers
+from rollouts.models.layers import checkpoint_layers
 from rollouts.models.load import choose_attention
 from rollouts.models.optim import create_adamw_optimizer
 from rollouts.models.quiet import quiet_transformers

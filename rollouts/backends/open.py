@@ -30,7 +30,7 @@ from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.errors import ConfigError, ModelError
 from rollouts.models.devices import use_device
 from rollouts.models.directories import compute_model_digests
-from rollouts.models.gradient_checkpointing import checkpoint_layers
+from rollouts.models.layers import checkpoint_layers
 from rollouts.models.load import ModelHead, load_hf_model
 from rollouts.models.log_probs import ForwardPlan
 from rollouts.models.optim import create_adamw_optimizer

@@ -76,74 +76,58 @@ def sample_tokens(logits: Tensor, draws: NDArray[np.void]) -> Sampled:
     renormalised distribution. At temperature 0 the first largest logit is taken and the filters do not apply.
     A NaN among a row's logits, or a +inf, makes its log-prob NaN: check it.
     """
-    temperature = draws["temperature"].astype(np.float64)
-    greedy = temperature == 0
-    logits = logits.float()
-    filtered = ~greedy & ((draws["top_p"] < 1) | ((draws["top_k"] > 0) & (draws["top_k"] < logits.shape[1])))
-    if filtered.any():
-        rows = torch.from_numpy(np.flatnonzero(filtered)).to(logits.device)
-        kept = keep_top(
-            logits[rows],
-            temperature[filtered],
-            draws["top_k"][filtered],
-            draws["top_p"][filtered].astype(np.float64),
-        )
-        logits = logits.index_copy(0, rows, kept)
+    logits, device = logits.float(), logits.device
+    greedy = draws["temperature"] == 0
+    temperature = np.where(greedy, 1.0, draws["temperature"].astype(np.float64))
+    inverse = torch.from_numpy(np.minimum(1 / temperature, LARGEST_INVERSE_TEMPERATURE).astype(np.float32))
+    limited = (draws["top_p"] < 1) | ((draws["top_k"] > 0) & (draws["top_k"] < logits.shape[1]))
+    filtered = np.flatnonzero(~greedy & limited)
+    if len(filtered):
+        rows = torch.from_numpy(filtered).to(device)
+        scaled = (logits[rows] - logits[rows].amax(-1, keepdim=True)) * inverse.to(device)[rows, None]
+        keep = find_top(scaled, draws["top_k"][filtered], draws["top_p"][filtered].astype(np.float64))
+        logits = logits.index_copy(0, rows, logits[rows].masked_fill(~keep, float("-inf")))
     largest = logits.amax(-1, keepdim=True)
     weights = logits - largest
-    inverse = np.minimum(1 / np.where(greedy, 1.0, temperature), LARGEST_INVERSE_TEMPERATURE).astype(
-        np.float32
-    )
-    scale = None if (inverse == 1).all() else torch.from_numpy(inverse).to(logits.device)
+    scale = None if bool((inverse == 1).all()) else inverse.to(device)
     if scale is not None:
         weights.mul_(scale[:, None])
     weights.exp_()
     uniforms = torch.from_numpy(compute_uniforms(draws["key"], draws["drawn"]))
-    ids, totals = _invert(weights, uniforms.to(logits.device, non_blocking=True))
+    ids, totals = _invert(weights, uniforms.to(device, non_blocking=True))
     if greedy.any():
-        rows = torch.from_numpy(np.flatnonzero(greedy)).to(logits.device)
+        rows = torch.from_numpy(np.flatnonzero(greedy)).to(device)
         ids[rows] = logits[rows].argmax(-1)
     chosen = (logits.gather(1, ids[:, None]) - largest)[:, 0]
     log_probs = (chosen if scale is None else chosen * scale) - totals.log().float()
     return Sampled(ids.cpu().numpy(), log_probs.cpu().numpy())
 
 
-def keep_top(
-    logits: Tensor, temperature: NDArray[np.float64], top_k: NDArray[np.int64], top_p: NDArray[np.float64]
-) -> Tensor:
-    """The logits with -inf outside each row's kept set: the top_k largest, of these the fewest whose mass
-    reaches top_p, at least one.
+def find_top(scaled: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64]) -> Tensor:
+    """[B, V] true in each row's kept set: the top_k largest, of these the fewest whose mass reaches top_p, at
+    least one.
 
-    logits [B, V]; one temperature, top_k (0: all) and top_p per row.
+    scaled [B, V]: logits below the row's largest, over the temperature; one top_k (0: all) and top_p per row.
     """
-    device, vocab = logits.device, logits.shape[1]
-    inverse = torch.from_numpy((1 / temperature).clip(max=LARGEST_INVERSE_TEMPERATURE)).to(device)[:, None]
-    scaled = (logits - logits.amax(-1, keepdim=True)) * inverse.float()
+    device, vocab = scaled.device, scaled.shape[1]
     limited = (top_k > 0) & (top_k < vocab)
     limits = torch.from_numpy(np.where(limited, top_k, vocab)).to(device)[:, None]
     mass = torch.from_numpy(top_p).to(device)[:, None]
     candidates = min(vocab, max(FIRST_CANDIDATES, int(np.where(limited, top_k, 0).max())))
-    values, ids, reached = _largest(scaled, candidates, limits)
-    if bool(((limits > candidates) & (reached[:, -1:] < mass)).any()):
-        values, ids, reached = _largest(scaled, vocab, limits)
-    inside = torch.arange(values.shape[1], device=device) < limits
+    while True:
+        values, ids = scaled.topk(candidates, dim=-1)
+        inside = torch.arange(candidates, device=device) < limits
+        weights = values.double().exp() * inside
+        total = weights.sum(-1, keepdim=True)
+        if bool((limits > candidates).any()):
+            total = torch.where(limits > candidates, scaled.exp().sum(-1, keepdim=True), total)
+        reached = weights.cumsum(-1) / total  # share of the top-k mass up to and with each candidate
+        if candidates == vocab or not bool(((limits > candidates) & (reached[:, -1:] < mass)).any()):
+            break
+        candidates = vocab
     before = torch.nn.functional.pad(reached, (1, -1))
     keep = inside & ((before < mass) | (mass >= 1))
-    masked = torch.where(keep, logits.gather(1, ids), float("-inf"))
-    return torch.full_like(logits, float("-inf")).scatter_(1, ids, masked)
-
-
-def _largest(scaled: Tensor, candidates: int, limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The `candidates` largest of each row [B, candidates], their ids, and the share of the top-k mass up to
-    and with each of them.
-    """
-    values, ids = scaled.topk(candidates, dim=-1)
-    inside = torch.arange(candidates, device=scaled.device) < limits
-    weights = values.double().exp() * inside
-    total = weights.sum(-1, keepdim=True)
-    if bool((limits > candidates).any()):
-        total = torch.where(limits > candidates, scaled.exp().sum(-1, keepdim=True), total)
-    return values, ids, weights.cumsum(-1) / total
+    return torch.zeros_like(scaled, dtype=torch.bool).scatter_(1, ids, keep)
 
 
 @lru_cache(maxsize=64)
@@ -154,14 +138,9 @@ def _block_size(vocab: int) -> int:
     return min(divisors, key=lambda size: abs(np.log(size / root)), default=int(root))
 
 
-class _Inverted(NamedTuple):
-    ids: Tensor  # [B]
-    totals: Tensor  # [B] float64, sum of the weights
-
-
-def _invert(weights: Tensor, uniforms: Tensor) -> _Inverted:
-    """For each row of weights [B, V] the first index at which their running sum exceeds uniform * total;
-    uniforms [B] are float64.
+def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row of weights [B, V] the first index at which their running sum exceeds uniform * total, and
+    the total; uniforms [B] and totals [B] are float64.
 
     In two levels, blocks then one block's tokens: a running sum over the whole vocabulary would cost as much
     as the exponentials.
@@ -175,8 +154,7 @@ def _invert(weights: Tensor, uniforms: Tensor) -> _Inverted:
     block, rest = _first_above(block_edges, uniforms)
     inner_edges = blocks[torch.arange(len(weights), device=weights.device), block].double().cumsum(-1)
     inner, _ = _first_above(inner_edges, rest)
-    ids = (block * size + inner).clamp_(max=vocab - 1)  # NaN leads anywhere
-    return _Inverted(ids, block_edges[:, -1])
+    return (block * size + inner).clamp_(max=vocab - 1), block_edges[:, -1]  # NaN leads anywhere
 
 
 def _first_above(edges: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,12 +162,8 @@ def _first_above(edges: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     target lies, in [0, 1).
     """
     total = edges[:, -1]
-    target = torch.minimum(
-        uniforms * total, torch.nextafter(total, torch.zeros_like(total))
-    )  # rounding may reach the total itself
-    index = torch.searchsorted(edges, target[:, None], right=True)[:, 0].clamp_(max=edges.shape[1] - 1)
-    after = edges.gather(1, index[:, None])[:, 0]
-    before = torch.where(
-        index > 0, edges.gather(1, (index - 1).clamp_(min=0)[:, None])[:, 0], torch.zeros_like(after)
-    )
-    return index, (target - before) / (after - before)
+    # rounding may reach the total itself
+    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))[:, None]
+    index = torch.searchsorted(edges, target, right=True).clamp_(max=edges.shape[1] - 1)
+    before, after = (torch.nn.functional.pad(edges, (1, 0)).gather(1, at) for at in (index, index + 1))
+    return index[:, 0], ((target - before) / (after - before))[:, 0]

@@ -1,12 +1,16 @@
-"""The layers that a decoder repeats: which they are, compiled in place, and run uncompiled."""
+"""The layers that a decoder repeats: which they are, compiled in place, run uncompiled, and computed again
+for the gradient in place of being kept.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from rollouts.errors import ConfigError, ModelError
 
@@ -71,3 +75,33 @@ def uncompiled(model: torch.nn.Module) -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+def checkpoint_layers(model: PreTrainedModel) -> int:
+    """How many layers of `model` now compute their activations twice instead of keeping them. Gradients stay
+    the same.
+
+    Transformers' own switch works in training mode only, which turns dropout on: here the layers stay in
+    evaluation mode. Raises ModelError if the model has no layers that can be computed twice.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers: list[Any] = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__} has no layers for gradient checkpointing; set"
+            " model.gradient_checkpointing=false"
+        )
+    for layer in layers:
+        # which a copy of the model binds to its own layer, as it would not a closure
+        layer.forward = partial(_run_twice, layer.forward)
+    return len(layers)
+
+
+def _run_twice(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **options)
+    # in evaluation mode nothing is drawn
+    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options)

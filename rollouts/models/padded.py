@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -41,11 +40,10 @@ def pad_rows(rows: Sequence[NDArray[Any]], *, device: torch.device | None = None
     """Ragged rows [T_i] as one tensor [B, T] of their dtype, with 0 (False) after the end of each. No row at
     all gives [0, 0].
     """
-    width = max((len(row) for row in rows), default=0)
-    padded = np.zeros((len(rows), width), rows[0].dtype if len(rows) else np.int64)
-    for index, row in enumerate(rows):
-        padded[index, : len(row)] = row
-    return torch.from_numpy(padded).to(device or torch.device("cpu"))
+    if not len(rows):
+        return torch.zeros((0, 0), dtype=torch.int64, device=device)
+    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    return padded.to(device)
 
 
 def compute_token_log_probs(
@@ -78,7 +76,14 @@ def compute_token_log_probs(
             f"mask[{int(first[0])}] trains the first token; nothing comes before it to predict it from: mask"
             " it out"
         )
-    _check_width(model, *input_ids.shape)
+    limit, width = find_rotary_limit(model.config), input_ids.shape[1]
+    # frequencies of a longrope row are its own
+    if limit and width > limit.tokens and (limit.kind != "longrope" or len(input_ids) > 1):
+        way_out = ", or give them one at a time, unpadded" if limit.kind == "longrope" else ""
+        raise ModelError(
+            f"rows of {width} tokens, padding included: {limit}, so a row's log-probs would depend on other"
+            f" rows; make them shorter{way_out}"
+        )
     log_probs, entropy = input_ids.new_zeros((2, *input_ids.shape), dtype=torch.float32)
     rows, positions = mask.nonzero(as_tuple=True)
     if len(rows) == 0:
@@ -99,17 +104,6 @@ def compute_token_log_probs(
     return TokenLogProbs(
         log_probs.index_put((rows, positions), values.log_probs.float()),
         entropy.index_put((rows, positions), values.entropy.float()),
-    )
-
-
-def _check_width(model: PreTrainedModel, count: int, width: int) -> None:
-    limit = find_rotary_limit(model.config)
-    if limit is None or width <= limit.tokens or (limit.kind == "longrope" and count == 1):
-        return  # the frequencies are that row's own
-    way_out = ", or give them one at a time, unpadded" if limit.kind == "longrope" else ""
-    raise ModelError(
-        f"rows of {width} tokens, padding included: {limit}, so a row's log-probs would depend on other rows;"
-        f" make them shorter{way_out}"
     )
 
 

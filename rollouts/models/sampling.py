@@ -62,37 +62,39 @@ def sample_completions(
     with evaluation_mode(model), torch.no_grad():
         steps = _step(model, requests, cached=use_cache and _has_cache(model))
         logits = next(steps)
-        while True:
+        while not all(reasons):
             sampled = sample_tokens(logits, draws)
             draws["drawn"] += np.uint64(1)
             for row, request in enumerate(requests):
                 if reasons[row] is not None:
                     continue
-                if not np.isfinite(sampled.log_probs[row]):
-                    raise ModelError(
-                        f"request {request.request_id!r}: the model's distribution of token"
-                        f" {len(token_ids[row])} is not finite; look for NaN in its weights, or lower the"
-                        " learning rate that made them"
-                    )
                 token_ids[row].append(int(sampled.token_ids[row]))
                 log_probs[row].append(float(sampled.log_probs[row]))
-                if token_ids[row][-1] in request.sampling.stop_token_ids:
-                    reasons[row] = "stop"
-                elif len(token_ids[row]) == request.sampling.max_new_tokens:
-                    reasons[row] = "length"
-            if all(reasons):
-                break
-            logits = steps.send(torch.from_numpy(sampled.token_ids).to(logits.device))
+                reasons[row] = _find_end(request, token_ids[row], log_probs[row][-1])
+            if not all(reasons):
+                logits = steps.send(torch.from_numpy(sampled.token_ids).to(logits.device))
     return [
         Completion(
             request_id=request.request_id,
-            token_ids=np.asarray(token_ids[row], np.int64),
-            log_probs=np.asarray(log_probs[row], np.float32),
-            weight_versions=np.full(len(token_ids[row]), weight_version, np.int64),
-            finish_reason=reasons[row] or "length",
+            token_ids=np.asarray(ids, np.int64),
+            log_probs=np.asarray(values, np.float32),
+            weight_versions=np.full(len(ids), weight_version, np.int64),
+            finish_reason=reason or "length",
         )
-        for row, request in enumerate(requests)
+        for request, ids, values, reason in zip(requests, token_ids, log_probs, reasons, strict=True)
     ]
+
+
+def _find_end(request: GenerateRequest, token_ids: list[int], log_prob: float) -> FinishReason | None:
+    """Why the row ends with its newest token, or None. Raises ModelError for a log-prob that is no number."""
+    if not np.isfinite(log_prob):
+        raise ModelError(
+            f"request {request.request_id!r}: the model's distribution of token {len(token_ids) - 1} is not"
+            " finite; look for NaN in its weights, or lower the learning rate that made them"
+        )
+    if token_ids[-1] in request.sampling.stop_token_ids:
+        return "stop"
+    return "length" if len(token_ids) == request.sampling.max_new_tokens else None
 
 
 @contextlib.contextmanager
@@ -127,18 +129,13 @@ def _step(
     ids = pad(rows, batch_first=True, padding_side="left")
     attention = pad([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
     positions = (attention.cumsum(-1) - 1).clamp(min=0)
-    accepted, cache = _accepted_inputs(model), None
+    options: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1}
+    options = {name: value for name, value in options.items() if name in _accepted_inputs(model)}
+    numbered = "position_ids" in _accepted_inputs(model)
     while True:
-        options = {
-            "attention_mask": attention,
-            "position_ids": positions,
-            "past_key_values": cache,
-            "use_cache": True,
-            "logits_to_keep": 1,
-        }
-        known = {name: value for name, value in options.items() if name in accepted}
-        output: Any = model(input_ids=ids, **known)
-        cache = output.past_key_values
+        options |= {"position_ids": positions} if numbered else {}
+        output: Any = model(input_ids=ids, attention_mask=attention, **options)
+        options["past_key_values"] = output.past_key_values
         drawn = yield output.logits[:, -1]
         ids, positions = drawn[:, None], positions[:, -1:] + 1
         attention = torch.cat([attention, attention.new_ones((len(rows), 1))], dim=1)
@@ -167,22 +164,19 @@ def _check_requests(model: PreTrainedModel, requests: Sequence[GenerateRequest])
     config: Any = model.config.get_text_config()
     embeddings: Any = model.get_input_embeddings()
     context = getattr(config, "max_position_embeddings", None) or UNLIMITED
-    rotary = find_rotary_limit(config)
-    seen: set[str] = set()
+    rotary, seen = find_rotary_limit(config), set[str]()
     for request in requests:
         check_request(request, vocab_size=len(embeddings.weight), max_context=context)
-        total = len(request.prompt_ids) + request.sampling.max_new_tokens
-        if rotary is not None and total > rotary.tokens:
+        what, new = f"request {request.request_id!r}", request.sampling.max_new_tokens
+        count = len(request.prompt_ids)
+        if rotary is not None and count + new > rotary.tokens:
             raise RequestRefused(
-                f"request {request.request_id!r}: {len(request.prompt_ids)} prompt tokens and"
-                f" max_new_tokens={request.sampling.max_new_tokens} make {total}; rope_type={rotary.kind!r}"
-                f" changes the frequencies of every position beyond {rotary.tokens} tokens"
-                f" (config.{rotary.field}), so its log-probs would not be those of the finished row: shorten"
-                " the prompt or lower max_new_tokens"
+                f"{what}: {count} prompt tokens and max_new_tokens={new} make {count + new}; {rotary}, so its"
+                " log-probs would not be those of the finished row: shorten the prompt or lower"
+                " max_new_tokens"
             )
         if request.request_id in seen:
             raise RequestRefused(
-                f"request {request.request_id!r} is there twice; both would draw the same tokens: give every"
-                " request its own id"
+                f"{what} is there twice; both would draw the same tokens: give every request its own id"
             )
         seen.add(request.request_id)

@@ -124,8 +124,8 @@ def find_turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
             call_end = plain_end if plain_end in last else next(iter(last), None)
             break
     ends = {plain_end, call_end} - {None}
-    ids: set[Any] = {tokenizer.convert_tokens_to_ids(str(end)) for end in ends}
-    return tuple(sorted(ids - {None, tokenizer.unk_token_id}))
+    ids: list[Any] = [tokenizer.convert_tokens_to_ids(str(end)) for end in ends]
+    return tuple(sorted(one for one in ids if one not in (None, tokenizer.unk_token_id)))
 
 
 def _answer(tokenizer: PreTrainedTokenizerBase, **answer: Any) -> str:

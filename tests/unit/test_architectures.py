@@ -25,7 +25,7 @@ from rollouts.data.packing import make_micro_batches
 from rollouts.device_thread import open_device_thread
 from rollouts.errors import ModelError
 from rollouts.models.forward_plan import describe_plan, plan_forward
-from rollouts.models.gradient_checkpointing import checkpoint_layers
+from rollouts.models.layers import checkpoint_layers
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.log_probs import compute_micro_batch_outputs
 from rollouts.models.optim import create_adamw_optimizer

@@ -27,9 +27,8 @@ from rollouts.models.export import (
 )
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.safetensors_file import TensorFile, write_safetensors
-from rollouts.models.sharded import load_sharded_weights, make_meta_model
+from rollouts.models.sharded import load_sharded_weights, make_meta_model, plan_weights
 from rollouts.models.tiny import TINY_KINDS
-from rollouts.models.weight_files import plan_weights
 
 EMBEDDING = "model.embed_tokens.weight"
 PARTS = [f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up")]
