@@ -201,15 +201,25 @@ def _score_by_own_head(
     return LinearLogProbs(torch.cat(log_probs), torch.cat(entropy))
 
 
+class _Answer:
+    """A decoder's output of hidden states alone; whatever else it is asked for is None."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return self.last_hidden_state if index == 0 else None
+
+
 @contextmanager
 def _decoder_answers(model: PreTrainedModel, hidden: Tensor) -> Iterator[None]:
     """Inside, the model's decoder answers at once with `hidden` [1, N, H]."""
-    from transformers.modeling_outputs import MoeModelOutputWithPast
-
-    answer = MoeModelOutputWithPast(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
     decoder: Any = model.get_decoder()
     before = decoder.__dict__.get("forward")
-    decoder.forward = lambda *_, **__: answer
+    decoder.forward = lambda *_, **__: _Answer(hidden)
     try:
         yield
     finally:
