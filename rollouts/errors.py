@@ -47,6 +47,11 @@ Messages name the field, the value, the rule and the way out. Causes are kept wi
 
 from __future__ import annotations
 
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
 
 class RolloutsError(Exception):
     """Base of every error that rollouts raises on purpose."""
@@ -254,3 +259,22 @@ class StalenessError(RolloutsError):
 
 class NotEnoughSamples(RolloutsError):
     """The rollout manager spent its attempt or failure budget before the batch was full."""
+
+
+def check_keywords(
+    what: str, function: Callable[..., Any], names: Iterable[str], *, beside: Collection[str] = ()
+) -> None:
+    """Raises ConfigError if the function takes no keyword of one of the names, naming the nearest one and all
+    that it takes. beside: parameters that are no setting.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    accepted = [parameter.name for parameter in parameters if parameter.name not in beside]
+    for name in names:
+        if name not in accepted and all(
+            parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters
+        ):
+            close = difflib.get_close_matches(name, accepted, n=1)
+            hint = f"did you mean {close[0]!r}? It" if close else "it"
+            raise ConfigError(
+                f"{what} has no parameter {name!r}; {hint} takes {', '.join(accepted) or 'none'}"
+            )

@@ -13,7 +13,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
@@ -247,7 +247,7 @@ def _apply_override(settings: dict[str, Any], dotted: str, text: str) -> None:
     parts = dotted.split(".")
     if len(parts) > 1 and parts[0] not in settings and config_keys()[parts[0]].default == "unset":
         raise ConfigError(f"the file has no [{parts[0]}] table; add one, or leave the flag out")
-    holder = table = settings
+    holder, table = settings, cast(Any, settings)
     for part in parts:
         if isinstance(table, list) or part.isdecimal():
             items = table if isinstance(table, list) else [table]

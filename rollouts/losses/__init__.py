@@ -4,32 +4,18 @@ the backend's, and global.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping
 from typing import cast
 
 import torch
 
-from rollouts.errors import ConfigError, RolloutsError
+from rollouts.errors import ConfigError, RolloutsError, check_keywords
 from rollouts.losses.corrections import CORRECTIONS, parse_correction
 from rollouts.losses.inputs import LossFn, LossInputs, LossOutput
 from rollouts.losses.kl import KL_ESTIMATORS
-from rollouts.losses.plug_ins import import_function
-from rollouts.losses.rl_losses import (
-    cispo_loss,
-    clip_cov_loss,
-    dppo_loss,
-    dro_loss,
-    gmpo_loss,
-    gspo_loss,
-    gspo_token_loss,
-    importance_sampling_loss,
-    kl_cov_loss,
-    ppo_clip_loss,
-    reinforce_loss,
-    sapo_loss,
-)
+from rollouts.losses.plug_ins import find_function
+from rollouts.losses.rl_losses import POLICY_LOSSES
 from rollouts.losses.token_losses import linear_loss, sft_loss
 from rollouts.losses.value_loss import critic_loss
 from rollouts.types import LossUnit
@@ -49,18 +35,7 @@ __all__ = [
 
 LOSSES: dict[str, LossFn] = {
     "sft": sft_loss,
-    "ppo_clip": ppo_clip_loss,
-    "importance_sampling": importance_sampling_loss,
-    "reinforce": reinforce_loss,
-    "cispo": cispo_loss,
-    "gspo": gspo_loss,
-    "gspo_token": gspo_token_loss,
-    "gmpo": gmpo_loss,
-    "sapo": sapo_loss,
-    "dppo": dppo_loss,
-    "dro": dro_loss,
-    "clip_cov": clip_cov_loss,
-    "kl_cov": kl_cov_loss,
+    **POLICY_LOSSES,
     "value": critic_loss,
     "linear": linear_loss,
 }
@@ -72,31 +47,16 @@ def resolve_loss(name: str) -> LossFn:
     Raises ConfigError naming the nearest key when the name is unknown, PlugInError when the function cannot
     be imported.
     """
-    if name in LOSSES:
-        return LOSSES[name]
-    if ":" not in name:
-        nearest = difflib.get_close_matches(name, LOSSES, n=1, cutoff=0.0)[0]
-        raise ConfigError(
-            f"loss={name!r} is not known; did you mean {nearest!r}? Known: {', '.join(LOSSES)}, or"
-            " module:function"
-        )
-    return cast(LossFn, import_function("loss", name, "(inputs, *, unit, ...)"))
+    return cast(LossFn, find_function("loss", name, LOSSES, takes="(inputs, *, unit, ...)"))
 
 
 def check_loss_params(name: str, params: Mapping[str, object]) -> None:
     """Raises ConfigError if the loss cannot be called with these parameters, naming the nearest one and all
     that it takes.
     """
-    accepted = _list_keywords(resolve_loss(name))
-    for key in params:
-        if accepted is not None and key not in accepted:
-            nearest = difflib.get_close_matches(key, accepted, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            takes = ", ".join(accepted) or "none"
-            raise ConfigError(f"loss {name!r} has no parameter {key!r}{hint} It takes {takes}")
-    correction = params.get("correction")
-    if name in LOSSES and correction:
-        parse_correction(str(correction))
+    check_keywords(f"loss {name!r}", resolve_loss(name), params, beside=("inputs", "unit"))
+    if name in LOSSES and params.get("correction"):
+        parse_correction(str(params["correction"]))
 
 
 def try_loss(
@@ -151,12 +111,3 @@ def wants_entropy_gradient(name: str, params: Mapping[str, object]) -> bool:
         return params["entropy_coef"] != 0
     parameter = inspect.signature(resolve_loss(name)).parameters.get("entropy_coef")
     return parameter is not None and parameter.default not in (parameter.empty, 0)
-
-
-def _list_keywords(loss: LossFn) -> list[str] | None:
-    """The keywords of a loss beside `unit`; None where it takes any."""
-    parameters = [*inspect.signature(loss).parameters.values()]
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-    return [name for name in keywords if name != "unit"]

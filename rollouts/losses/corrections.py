@@ -38,8 +38,8 @@ import torch
 from torch import Tensor
 
 from rollouts.errors import ConfigError
-from rollouts.losses.inputs import LossInputs, check_range, require
-from rollouts.losses.plug_ins import import_function
+from rollouts.losses.inputs import LossInputs, bind_numbers, check_numbers, require
+from rollouts.losses.plug_ins import find_function
 from rollouts.losses.reductions import (
     MAX_LOG_RATIO,
     compute_log_ratio,
@@ -50,7 +50,34 @@ from rollouts.losses.reductions import (
 Correction = Callable[[LossInputs], Tensor]
 """Inputs that are 0 outside the mask -> weights [B, T], not negative, without gradient."""
 
+CORRECTIONS: dict[str, Callable[..., Tensor]] = {}
 FACTOR = re.compile(r"([\w.]+(?::\w+)?)\s*(?:\(([^()]*)\))?")
+
+
+def _correction(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Enters a function into CORRECTIONS, with its numbers checked."""
+    name, signature = compute.__name__, inspect.signature(compute)
+
+    @functools.wraps(compute)
+    def weigh(inputs: LossInputs, **numbers: float) -> Tensor:
+        return compute(**bind_numbers(name, signature, inputs, **numbers))
+
+    CORRECTIONS[name] = weigh
+    return weigh
+
+
+def _mask(compute: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+    """Makes a correction of a function that gives a statistic, of tokens or of rows, and what is dropped: 0
+    there, else 1; NaN where the statistic is NaN, with which every comparison is false.
+    """
+
+    @functools.wraps(compute)
+    def weigh(inputs: LossInputs, **numbers: float) -> Tensor:
+        statistic, dropped = compute(inputs, **numbers)
+        kept = torch.ones_like(statistic).masked_fill(statistic.isnan(), torch.nan)
+        return torch.where(dropped, 0.0, kept).expand_as(inputs.log_probs)
+
+    return _correction(weigh)
 
 
 # --- weights ------------------------------------------------------------------------------------------------
@@ -63,24 +90,26 @@ def compute_truncated_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, 
     policy, exactly as long as the cap does not bite. Sources: 1606.02647; Yao et al. 2025. Raises ConfigError
     if cap is not positive.
     """
-    check_range("(0, inf)", cap=cap)
+    check_numbers("importance_cap", cap=cap)
     return compute_token_ratio(old_log_probs.detach(), rollout_log_probs.detach()).clamp(max=cap)
 
 
+@_correction
 def token_tis(inputs: LossInputs, *, cap: float = 2.0) -> Tensor:
     """min(w, cap) per token; see compute_truncated_weights."""
     return compute_truncated_weights(*_need_both(inputs), cap)
 
 
+@_correction
 def icepop(inputs: LossInputs, *, low: float = 0.5, high: float = 5.0) -> Tensor:
     """w where low <= w <= high, else 0: a token that the two disagree on is dropped. IcePop, 2510.18855."""
     weights = compute_token_ratio(*_need_both(inputs))
-    return weights.masked_fill(_outside(weights, low, high), 0.0)
+    return weights.masked_fill((weights < low) | (weights > high), 0.0)
 
 
+@_correction
 def sequence_tis(inputs: LossInputs, *, cap: float = 2.0) -> Tensor:
     """min(exp(Σ log w), cap) on every token of a row: of the sequence. richardli.xyz/rl-collapse."""
-    check_range("(0, inf)", cap=cap)
     old, mu = _need_both(inputs)
     total = torch.where(inputs.mask, old - mu, 0.0).sum(-1, keepdim=True)
     return torch.exp(total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).clamp(max=cap).expand_as(mu)
@@ -89,42 +118,45 @@ def sequence_tis(inputs: LossInputs, *, cap: float = 2.0) -> Tensor:
 # --- masks --------------------------------------------------------------------------------------------------
 
 
-def token_mask(inputs: LossInputs, *, low: float = 0.5, high: float = 2.0) -> Tensor:
+@_mask
+def token_mask(inputs: LossInputs, *, low: float = 0.5, high: float = 2.0) -> tuple[Tensor, Tensor]:
     """1 where low <= w <= high, else 0."""
     weights = torch.exp(_compute_log_weights(inputs))
-    return _drop(_outside(weights, low, high), weights, inputs)
+    return weights, (weights < low) | (weights > high)
 
 
-def geometric_mask(inputs: LossInputs, *, low: float = 0.99, high: float = 1.01) -> Tensor:
+@_mask
+def geometric_mask(inputs: LossInputs, *, low: float = 0.99, high: float = 1.01) -> tuple[Tensor, Tensor]:
     """1 on rows with low <= exp(mean of log w) <= high, else 0. Source: richardli.xyz/rl-collapse."""
     mean = torch.exp(compute_row_mean(_compute_log_weights(inputs), inputs.mask))
-    return _drop(_outside(mean, low, high), mean, inputs)
+    return mean, (mean < low) | (mean > high)
 
 
-def veto(inputs: LossInputs, *, floor: float = 1e-4) -> Tensor:
+@_mask
+def veto(inputs: LossInputs, *, floor: float = 1e-4) -> tuple[Tensor, Tensor]:
     """0 on rows in which a token has w < floor, else 1: a token that the trainer would hardly give."""
-    check_range("(0, 1)", floor=floor)
     log_weights = _compute_log_weights(inputs)
     spoilt = ((log_weights < math.log(floor)) & inputs.mask).any(-1, keepdim=True)
-    return _drop(spoilt, compute_row_mean(log_weights, inputs.mask), inputs)
+    return compute_row_mean(log_weights, inputs.mask), spoilt
 
 
-def sequence_k1_mask(inputs: LossInputs, *, limit: float = 0.1) -> Tensor:
+@_mask
+def sequence_k1_mask(inputs: LossInputs, *, limit: float = 0.1) -> tuple[Tensor, Tensor]:
     """1 on rows with |mean of −log w| <= limit nats, else 0: an estimate of KL(engine || trainer)."""
     mean = compute_row_mean(_compute_log_weights(inputs), inputs.mask)
-    check_range("[0, inf)", limit=limit)
-    return _drop(mean.abs() > limit, mean, inputs)
+    return mean, mean.abs() > limit
 
 
-def sequence_k3_mask(inputs: LossInputs, *, limit: float = 0.1) -> Tensor:
+@_mask
+def sequence_k3_mask(inputs: LossInputs, *, limit: float = 0.1) -> tuple[Tensor, Tensor]:
     """1 on rows with mean of w − 1 − log w <= limit nats, else 0: KL(engine || trainer), never negative."""
     log_weights = _compute_log_weights(inputs)
     mean = compute_row_mean(torch.exp(log_weights) - 1.0 - log_weights, inputs.mask)
-    check_range("[0, inf)", limit=limit)
-    return _drop(mean > limit, mean, inputs)
+    return mean, mean > limit
 
 
-def opsm(inputs: LossInputs, *, delta: float = 0.1) -> Tensor:
+@_mask
+def opsm(inputs: LossInputs, *, delta: float = 0.1) -> tuple[Tensor, Tensor]:
     """0 on tokens with A < 0 of rows with mean of mu − lp > delta nats, else 1: off-policy sequence masking.
 
     What the policy has moved away from is not pushed further. lp is the policy as it is now. Paper:
@@ -132,24 +164,23 @@ def opsm(inputs: LossInputs, *, delta: float = 0.1) -> Tensor:
     """
     gap = compute_log_ratio(inputs.need("rollout_log_probs"), inputs.log_probs.detach())
     mean = compute_row_mean(gap, inputs.mask)
-    check_range("[0, inf)", delta=delta)
-    return _drop((mean > delta) & (inputs.need("advantages") < 0), mean, inputs)
+    return mean, (mean > delta) & (inputs.need("advantages") < 0)
 
 
-CORRECTIONS: dict[str, Callable[..., Tensor]] = {
-    function.__name__: function
-    for function in (
-        token_tis,
-        icepop,
-        sequence_tis,
-        token_mask,
-        geometric_mask,
-        veto,
-        sequence_k1_mask,
-        sequence_k3_mask,
-        opsm,
-    )
-}
+def _need_both(inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    mu = inputs.need("rollout_log_probs")
+    if inputs.old_log_probs is None:
+        raise ConfigError(
+            "a correction that weighs by exp(old - mu) needs old log-probs: the ratio is against the engine"
+            " already; set rl.recompute_old = true, or use a mask, for example token_mask"
+        )
+    return inputs.old_log_probs.detach(), mu.detach()
+
+
+def _compute_log_weights(inputs: LossInputs) -> Tensor:
+    """[B, T] log w, q being old_log_probs or else the policy itself."""
+    policy = inputs.log_probs if inputs.old_log_probs is None else inputs.old_log_probs
+    return compute_log_ratio(policy.detach(), inputs.need("rollout_log_probs").detach())
 
 
 # --- by name ------------------------------------------------------------------------------------------------
@@ -170,32 +201,18 @@ def parse_correction(text: str) -> Correction:
 def _parse_factor(factor: str, text: str) -> Correction:
     match = FACTOR.fullmatch(factor)
     name, inside = match.groups() if match else (factor, "")
-    if ":" in name:
-        function = import_function("correction", name, "(inputs, **numbers)")
-    elif name in CORRECTIONS:
-        function = CORRECTIONS[name]
-    else:
-        raise ConfigError(
-            f"correction={text!r}: {name!r} is not known; write name(number=value, ...), joined by *; a name"
-            f" is one of {', '.join(CORRECTIONS)}, or module:function"
-        )
-    fields = ("log_probs", "advantages", "old_log_probs", "rollout_log_probs")
-    nothing = torch.zeros(1, 1)
-    inputs = LossInputs(mask=nothing > 0, **dict.fromkeys(fields, nothing))
+    function = find_function("correction", name, CORRECTIONS, takes="(inputs, **numbers)")
     try:
         pairs = (part.split("=") for part in (inside or "").split(",") if part.strip())
-        found = functools.partial(function, **{key.strip(): float(value) for key, value in pairs})
-        if name in CORRECTIONS:
-            found(inputs)
-        else:
-            inspect.signature(found).bind(inputs)
+        numbers = {key.strip(): float(value) for key, value in pairs}
+        bind_numbers(name, inspect.signature(function), None, **numbers)
     except (ValueError, TypeError) as error:
-        names = ", ".join(inspect.getfullargspec(function).kwonlyargs)
+        takes = ", ".join(list(inspect.signature(function).parameters)[1:])
         raise ConfigError(
-            f"correction={text!r}: {factor!r} is not understood ({error}); it takes {names or 'none'}, as in"
+            f"correction={text!r}: {factor!r} is not understood ({error}); it takes {takes or 'none'}, as in"
             " token_tis(cap=2.0)"
         ) from error
-    return found
+    return functools.partial(function, **numbers)
 
 
 # --- log-probs ----------------------------------------------------------------------------------------------
@@ -229,33 +246,3 @@ def compute_loglinear_prox(
     elapsed = (version - sampled_version).to(mu.dtype)
     share = torch.where(elapsed > 0, (old_version - sampled_version) / elapsed.clamp(min=1), 0.0)
     return mu + share.clamp(0.0, 1.0) * (log_probs.detach() - mu)
-
-
-# --- pieces -------------------------------------------------------------------------------------------------
-
-
-def _need_both(inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    mu = inputs.need("rollout_log_probs")
-    if inputs.old_log_probs is None:
-        raise ConfigError(
-            "a correction that weighs by exp(old - mu) needs old log-probs: the ratio is against the engine"
-            " already; set rl.recompute_old = true, or use a mask, for example token_mask"
-        )
-    return inputs.old_log_probs.detach(), mu.detach()
-
-
-def _compute_log_weights(inputs: LossInputs) -> Tensor:
-    """[B, T] log w, q being old_log_probs or else the policy itself."""
-    policy = inputs.log_probs if inputs.old_log_probs is None else inputs.old_log_probs
-    return compute_log_ratio(policy.detach(), inputs.need("rollout_log_probs").detach())
-
-
-def _outside(weights: Tensor, low: float, high: float) -> Tensor:
-    require(0 <= low < high, f"low={low}, high={high}; the rule is 0 <= low < high, for example 0.5 and 2")
-    return (weights < low) | (weights > high)
-
-
-def _drop(dropped: Tensor, statistic: Tensor, inputs: LossInputs) -> Tensor:
-    """0 where dropped, else 1; NaN where the statistic is NaN, with which every comparison is false."""
-    kept = torch.ones_like(statistic).masked_fill(statistic.isnan(), torch.nan)
-    return torch.where(dropped, 0.0, kept).expand_as(inputs.log_probs)

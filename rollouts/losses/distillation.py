@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rollouts.losses.inputs import LossOutput, check_range
+from rollouts.losses.inputs import LossOutput, check_numbers
 from rollouts.losses.kl import sum_kl_terms
 from rollouts.losses.reductions import collect_token_metrics, reduce_loss
 from rollouts.types import LossUnit
@@ -41,7 +41,7 @@ def compute_divergence(
     temperature > 0, ValueError if the shapes differ (vocabularies that are padded differently: cut both to
     the tokenizer's size).
     """
-    _check_params(beta, temperature)
+    check_numbers("divergence", beta=beta, temperature=temperature)
     if student_logits.shape != teacher_logits.shape:
         raise ValueError(
             f"student_logits are {tuple(student_logits.shape)}, teacher_logits {tuple(teacher_logits.shape)};"
@@ -95,7 +95,6 @@ def compute_linear_divergence(
     `weight`. Products are in the precision of what is given; the softmax is in float32 (float64 stays).
     Raises what `compute_divergence` raises.
     """
-    _check_params(beta, temperature)
     if len(weight) != len(teacher_weight):
         raise ValueError(
             f"the heads have {len(weight)} and {len(teacher_weight)} rows; both models must have one"
@@ -159,11 +158,6 @@ def _in_tiles(
         for one, other in tiles
     ]
     return torch.cat(parts)
-
-
-def _check_params(beta: float, temperature: float) -> None:
-    check_range("[0, 1]", beta=beta)
-    check_range("(0, inf)", temperature=temperature)
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,13 +63,48 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def check_range(interval: str, **values: float) -> None:
-    """Raises ConfigError naming the first value outside an interval such as "(0, 1]"; NaN is in none."""
-    low, high = map(float, interval[1:-1].split(","))
+# What numbers may be, by the name of the keyword; where a loss differs, by the loss and the name.
+RANGES = {
+    name: interval
+    for interval, names in {
+        "(0, inf)": "beta clip cap importance_cap temperature clip_high tau_positive tau_negative"
+        " gmpo.clip_low",
+        "[0, inf)": "low ratio_low limit delta kl_coef mu_penalty_coef cov_kl_coef gamma nll_weight centring"
+        " desirable_weight undesirable_weight dro.beta orpo.beta",
+        "(0, 1]": "clip_low tv_low tv_high cov_fraction entropy_fraction policy_entropy_fraction",
+        "[0, 1]": "divergence.beta",
+        "(0, 1)": "floor",
+        "(1, inf)": "dual_clip",  # else every token with A < 0 has no gradient
+        "[0, 0.5)": "label_smoothing",  # the share of labels believed wrong
+        "(0, 0.5)": "exo.label_smoothing",
+    }.items()
+    for name in names.split()
+}
+
+
+def check_numbers(owner: str, **values: Any) -> None:
+    """Raises ConfigError naming the first value outside its range; NaN is in none, None is not looked at."""
     for name, value in values.items():
-        above = value >= low if interval[0] == "[" else value > low
-        below = value <= high if interval[-1] == "]" else value < high
-        require(above and below, f"{name}={value} is outside its range; choose a number in {interval}")
+        interval = RANGES.get(f"{owner}.{name}", RANGES.get(name))
+        if interval and value is not None:
+            low, high = map(float, interval[1:-1].split(","))
+            ends = {low: "[" in interval, high: "]" in interval}
+            inside = low < value < high or ends.get(value, False)
+            require(inside, f"{owner}: {name}={value} is outside its range; choose a number in {interval}")
+        upper = f"{name.removesuffix('low')}high"
+        if name in ("low", "ratio_low", "cov_low") and upper in values:
+            rule = f"{owner}: {name}={value}, {upper}={values[upper]}; the rule is {name} < {upper}"
+            require(value < values[upper], rule)
+
+
+def bind_numbers(owner: str, signature: inspect.Signature, *values: Any, **params: Any) -> dict[str, Any]:
+    """The arguments of a loss by name, with its defaults. Raises ConfigError as check_numbers, TypeError for
+    an argument that the loss does not take.
+    """
+    bound = signature.bind(*values, **params)
+    bound.apply_defaults()
+    check_numbers(owner, **bound.arguments)
+    return bound.arguments
 
 
 def clear_masked(inputs: LossInputs) -> LossInputs:

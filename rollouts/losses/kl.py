@@ -23,8 +23,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rollouts.losses.inputs import check_range, require
-from rollouts.losses.plug_ins import import_function
+from rollouts.losses.inputs import check_numbers, require
+from rollouts.losses.plug_ins import find_function
 from rollouts.losses.reductions import compute_log_ratio, compute_token_ratio
 
 KlEstimator = Callable[[Tensor, Tensor], Tensor]
@@ -54,7 +54,7 @@ def make_truncated_kl(estimator: KlEstimator, cap: float) -> KlEstimator:
     """min(estimator, cap): a token beyond the cap, in nats, counts as the cap and has no gradient. Raises
     ConfigError if cap is not positive.
     """
-    check_range("(0, inf)", cap=cap)
+    check_numbers("kl", cap=cap)
     return lambda policy_log_probs, ref_log_probs: estimator(policy_log_probs, ref_log_probs).clamp(max=cap)
 
 
@@ -90,22 +90,18 @@ def compute_kl_penalty(
         "kl_estimator='k1' in a loss has an expected gradient of zero; use 'k2' or 'k3', set"
         " kl_importance=true, or put the KL term in the reward",
     )
-    if not isinstance(estimator, str):
-        estimate = estimator
-    elif estimator in KL_ESTIMATORS:
-        estimate = _bounded_k3 if estimator == "k3" else KL_ESTIMATORS[estimator]
+    if estimator == "k3":
+        found = kl_k3(compute_log_ratio(policy_log_probs, ref_log_probs), torch.zeros_like(ref_log_probs))
     else:
-        require(":" in estimator, f"kl_estimator={estimator!r} is not 'k2', 'k3' or module:function")
-        estimate = import_function("kl_estimator", estimator, "(policy_log_probs, ref_log_probs)")
-    found = estimate(policy_log_probs, ref_log_probs)
+        takes = "(policy_log_probs, ref_log_probs)"
+        by_name = isinstance(estimator, str)
+        estimate = (
+            find_function("kl_estimator", estimator, KL_ESTIMATORS, takes=takes) if by_name else estimator
+        )
+        found = estimate(policy_log_probs, ref_log_probs)
     if sampler_log_probs is None:
         return found
     return compute_token_ratio(policy_log_probs, sampler_log_probs.detach()) * found
-
-
-def _bounded_k3(policy_log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    difference = compute_log_ratio(ref_log_probs, policy_log_probs)
-    return torch.exp(difference) - difference - 1.0
 
 
 def compute_exact_kl(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollouts.losses.inputs import LossOutput, check_range, require
+from rollouts.losses.inputs import LossOutput, check_numbers, require
 from rollouts.losses.preference_losses import check_one_per_pair, spoil_losses
 from rollouts.losses.reductions import collect_token_metrics
 from rollouts.types import Mean
@@ -37,8 +37,8 @@ def kto_loss(
     Raises ConfigError unless beta > 0 and the weights are not negative and not both 0; ValueError on shapes
     that differ.
     """
-    check_range("(0, inf)", beta=beta)
-    check_range("[0, inf)", desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    numbers = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
+    check_numbers("kto", beta=beta, **numbers)
     require(
         desirable_weight + undesirable_weight > 0,
         "kto: both weights are 0; set desirable_weight above 0",

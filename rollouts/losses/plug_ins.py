@@ -1,34 +1,46 @@
-"""Functions of the user by name."""
+"""Functions by name: ours, or of the user."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollouts.errors import PlugInError
+from rollouts.errors import ConfigError, PlugInError
 
 
-def import_function(slot: str, name: str, takes: str) -> Callable[..., Any]:
-    """The function that `name`, module:function, stands for. `slot` is the setting, `takes` its arguments in
+def find_function(
+    setting: str, name: str, known: Mapping[str, Callable[..., Any]], *, takes: str
+) -> Callable[..., Any]:
+    """The function that `name`, a key of `known` or module:function, stands for. `takes` are its arguments in
     words.
 
-    Raises PlugInError when a file is named, when it cannot be imported, and when it is no function.
+    Raises ConfigError naming the nearest key when the name is unknown, PlugInError when a file is named, when
+    it cannot be imported, and when it is no function.
     """
-    module_name, _, function_name = name.partition(":")
+    if name in known:
+        return known[name]
+    module_name, colon, function_name = name.partition(":")
+    if not colon:
+        [nearest] = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+        raise ConfigError(
+            f"{setting}={name!r} is not known; did you mean {nearest!r}? Known: {', '.join(known)}, or"
+            " module:function"
+        )
     if module_name.endswith(".py") or "/" in module_name:
-        module = module_name.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
         raise PlugInError(
-            f"{slot}={name!r} names a file; a {slot} is named as module:function, so that every worker can"
-            f" import it: write {module}:{function_name} and put the file's directory on PYTHONPATH"
+            f"{setting}={name!r} names a file; write module:function, so that every worker can import it, and"
+            " put the file's directory on PYTHONPATH"
         )
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise PlugInError(
-            f"{slot}={name!r} cannot be imported ({error}); it must be module:function with the module on the"
-            " Python path"
+            f"{setting}={name!r} cannot be imported ({error}); it must be module:function with the module on"
+            " the Python path"
         ) from error
     if not callable(function):
-        raise PlugInError(f"{slot}={name!r} is a {type(function).__name__}; it must be a function of {takes}")
+        kind = type(function).__name__
+        raise PlugInError(f"{setting}={name!r} is a {kind}; it must be a function of {takes}")
     return function

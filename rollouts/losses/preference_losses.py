@@ -20,19 +20,18 @@ Metrics (means over pairs, without gradient):
 
 from __future__ import annotations
 
-import difflib
-import functools
 import inspect
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rollouts.errors import ConfigError
-from rollouts.losses.inputs import LossInputs, LossOutput, check_range, clear_masked, require
+from rollouts.errors import ConfigError, check_keywords
+from rollouts.losses.inputs import LossInputs, LossOutput, bind_numbers, clear_masked, require
+from rollouts.losses.plug_ins import find_function
 from rollouts.losses.reductions import collect_token_metrics
 
 HIGHEST_MEAN_LOG_PROB = -1e-6  # odds are infinite at a probability of 1; at most 1 − 1e-6 counts
@@ -59,6 +58,16 @@ class Pair(NamedTuple):
     good_mean: Tensor  # the same divided by the response's tokens, of a loss that takes the lengths
     bad_mean: Tensor
 
+    @property
+    def margin(self) -> Tensor:
+        """Δ, or π_c − π_r."""
+        return self.good - self.bad
+
+    @property
+    def mean_margin(self) -> Tensor:
+        """The same of the means over tokens."""
+        return self.good_mean - self.bad_mean
+
 
 Formula = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
 """`(pair, *, beta, ...)` to the losses [P], with more metrics [P] if there are any."""
@@ -66,188 +75,38 @@ Formula = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
 PreferenceLoss = Callable[..., LossOutput]
 """Takes fields of PairLogProbs by their names, in any choice, and numbers by keyword."""
 
-PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {}
+
+class _PairLoss(NamedTuple):
+    """A row of the table below."""
+
+    formula: Formula
+    numbers: Mapping[str, float]  # its keywords, with their defaults
+    fields: tuple[str, ...] = REFERENCE  # of PairLogProbs, that the loss takes
+    of_means: bool = False  # the metrics are of means over tokens
 
 
-def _pair_loss(*names: str, of_means: bool = False) -> Callable[[Formula], PreferenceLoss]:
-    """A decorator that makes a loss of a formula and enters it into PREFERENCE_LOSSES. The loss takes those
-    fields of PairLogProbs and the formula's numbers. of_means: its metrics are of means over tokens.
-    """
-    fields = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
-
-    def decorate(formula: Formula) -> PreferenceLoss:
-        numbers = [*inspect.signature(formula).parameters.values()][1:]
-        signature, name = inspect.Signature([*fields, *numbers]), formula.__name__.removesuffix("_loss")
-
-        @functools.wraps(formula)
-        def loss(*values: Tensor, **params: Any) -> LossOutput:
-            bound = signature.bind(*values, **params)
-            bound.apply_defaults()
-            given = bound.arguments
-            tensors: dict[str, Tensor] = {key: given.pop(key) for key in names}
-            check_one_per_pair(name, **tensors)
-            _check_numbers(name, given)
-            good, bad = tensors["chosen"], tensors["rejected"]
-            if "ref_chosen" in tensors:
-                good, bad = good - tensors["ref_chosen"].detach(), bad - tensors["ref_rejected"].detach()
-            means = (good / tensors.get(LENGTHS[0], 1.0), bad / tensors.get(LENGTHS[1], 1.0))
-            found = formula(Pair(good, bad, *means), **given)
-            losses, more = (found, {}) if isinstance(found, Tensor) else found
-            rewards = [given["beta"] * value for value in (means if of_means else (good, bad))]
-            chosen, rejected = means if of_means else (tensors["chosen"], tensors["rejected"])
-            metrics = {
-                "rewards/chosen": rewards[0],
-                "rewards/rejected": rewards[1],
-                "rewards/margins": rewards[0] - rewards[1],
-                "rewards/accuracies": rewards[0] > rewards[1],
-                "logps/chosen": chosen,
-                "logps/rejected": rejected,
-                **more,
-            }
-            losses = spoil_losses(losses, *rewards)
-            everywhere = torch.ones_like(losses, dtype=torch.bool)
-            return LossOutput(
-                losses.sum(), float(len(losses)), collect_token_metrics(metrics, {}, everywhere)
-            )
-
-        setattr(loss, "__signature__", signature)  # noqa: B010  (unknown to pyright)
-        PREFERENCE_LOSSES[name] = loss
-        return loss
-
-    return decorate
-
-
-def _check_numbers(name: str, given: dict[str, float]) -> None:
-    """label_smoothing is the share of labels believed wrong; beta scales log-prob differences."""
-    ranges = {
-        "beta": "[0, inf)" if name == "orpo" else "(0, inf)",
-        "label_smoothing": "(0, 0.5)" if name == "exo" else "[0, 0.5)",
-        "gamma": "[0, inf)",
-        "nll_weight": "[0, inf)",
-    }
-    for key, value in given.items():
-        check_range(ranges[key], **{f"{name}: {key}": value})
+# --- the table ----------------------------------------------------------------------------------------------
 
 
 def _smooth(logits: Tensor, share: float) -> Tensor:
+    """DPO's loss where a share of the labels is believed wrong."""
     return -(1 - share) * logsigmoid(logits) - share * logsigmoid(-logits)
 
 
-# --- with a reference ---------------------------------------------------------------------------------------
-
-
-@_pair_loss(*REFERENCE)
-def dpo_loss(pair: Pair, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
-    """−(1 − ε)·log σ(βΔ) − ε·log σ(−βΔ) per pair; ε = label_smoothing, the share of labels believed wrong. ε
-    > 0 is conservative DPO. Papers: 2305.18290; Mitchell 2023 (cDPO).
-    """
-    return _smooth(beta * (pair.good - pair.bad), label_smoothing)
-
-
-@_pair_loss(*REFERENCE)
-def robust_dpo_loss(pair: Pair, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
-    """(−(1 − ε)·log σ(βΔ) + ε·log σ(−βΔ)) / (1 − 2ε) per pair: unbiased for DPO's loss when a share ε of the
-    labels is flipped. May be negative. Paper: 2403.00409.
-    """
-    logits = beta * (pair.good - pair.bad)
-    right, wrong = -logsigmoid(logits), -logsigmoid(-logits)
-    return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
-
-
-@_pair_loss(*REFERENCE)
-def ipo_loss(pair: Pair, *, beta: float = 0.1) -> Tensor:
-    """(Δ − 1/(2β))² per pair, of log-prob sums; β is the paper's τ. Paper: 2310.12036, eq. 17."""
-    return (pair.good - pair.bad - 0.5 / beta).square()
-
-
-@_pair_loss(*REFERENCE, *LENGTHS)
-def averaged_ipo_loss(pair: Pair, *, beta: float = 0.1) -> Tensor:
-    """(Δ_c/|y_c| − Δ_r/|y_r| − 1/(2β))² per pair: IPO on means over tokens, which does not grow with length;
-    what TRL calls `ipo`. The rewards in the metrics are of the sums, as in DPO.
-    """
-    return (pair.good_mean - pair.bad_mean - 0.5 / beta).square()
-
-
-@_pair_loss(*REFERENCE)
-def hinge_loss(pair: Pair, *, beta: float = 0.1) -> Tensor:
-    """max(0, 1 − βΔ) per pair: no gradient beyond a margin of 1. Papers: SLiC-HF, 2305.10425; 2309.06657."""
-    return torch.relu(1 - beta * (pair.good - pair.bad))
-
-
-@_pair_loss(*REFERENCE, *LENGTHS)
-def length_normalised_dpo_loss(pair: Pair, *, beta: float = 0.1) -> Tensor:
-    """−log σ(β(Δ_c/|y_c| − Δ_r/|y_r|)) per pair. The means are small numbers: betas of 2 to 10 are usual. The
-    rewards in the metrics are of the sums, as in DPO. Paper: Tülu 3, 2411.15124.
-    """
-    return -logsigmoid(beta * (pair.good_mean - pair.bad_mean))
-
-
-@_pair_loss(*REFERENCE)
-def exo_loss(pair: Pair, *, beta: float = 0.1, label_smoothing: float = 1e-3) -> Tensor:
-    """KL(q || p) per pair, q = (σ(βΔ), σ(−βΔ)), p = (1 − ε, ε): reverse KL to the labels where DPO has the
-    forward one; infinite for ε = 0. Paper: 2402.00856.
-    """
-    logits = beta * (pair.good - pair.bad)
+def _compute_exo(pair: Pair, beta: float, label_smoothing: float) -> Tensor:
+    logits = beta * pair.margin
     right = torch.sigmoid(logits) * (logsigmoid(logits) - math.log1p(-label_smoothing))
     return right + torch.sigmoid(-logits) * (logsigmoid(-logits) - math.log(label_smoothing))
 
 
-@_pair_loss(*REFERENCE)
-def nca_loss(pair: Pair, *, beta: float = 0.1) -> Tensor:
-    """−log σ(βΔ_c) − ½·log σ(−βΔ_c) − ½·log σ(−βΔ_r) per pair: holds up the chosen log-prob itself. Paper:
-    2402.05369.
-    """
-    good, bad = beta * pair.good, beta * pair.bad
-    return -logsigmoid(good) - 0.5 * logsigmoid(-good) - 0.5 * logsigmoid(-bad)
-
-
-@_pair_loss(*REFERENCE)
-def sppo_hard_loss(pair: Pair, *, beta: float = 0.1) -> Tensor:
-    """(Δ_c − 1/(2β))² + (Δ_r + 1/(2β))² per pair: self-play with a certain winner. Paper: 2405.00675."""
-    return (pair.good - 0.5 / beta).square() + (pair.bad + 0.5 / beta).square()
-
-
-@_pair_loss(*REFERENCE)
-def apo_zero_loss(pair: Pair, *, beta: float = 0.1) -> Tensor:
-    """(1 − σ(βΔ_c)) + σ(βΔ_r) per pair: for chosen responses better than the policy's. 2408.06266, eq. 7."""
-    return torch.sigmoid(-beta * pair.good) + torch.sigmoid(beta * pair.bad)
-
-
-@_pair_loss(*REFERENCE)
-def apo_down_loss(pair: Pair, *, beta: float = 0.1) -> Tensor:
-    """σ(βΔ_c) + (1 − σ(βΔ)) per pair: for chosen responses worse than the policy's. 2408.06266, eq. 8."""
-    return torch.sigmoid(beta * pair.good) + torch.sigmoid(beta * (pair.bad - pair.good))
-
-
-# --- without a reference ------------------------------------------------------------------------------------
-
-
-@_pair_loss("chosen", "rejected", *LENGTHS, of_means=True)
-def simpo_loss(pair: Pair, *, beta: float = 2.0, gamma: float = 1.0) -> Tensor:
-    """−log σ(β·π_c/|y_c| − β·π_r/|y_r| − γ) per pair; γ is the margin to win by. Paper: 2405.14734."""
-    return -logsigmoid(beta * (pair.good_mean - pair.bad_mean) - gamma)
-
-
-@_pair_loss("chosen", "rejected", "chosen_lengths")
-def cpo_loss(
-    pair: Pair, *, beta: float = 0.1, label_smoothing: float = 0.0, nll_weight: float = 1.0
+def _compute_cpo(
+    pair: Pair, beta: float, label_smoothing: float, nll_weight: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """DPO's loss without a reference, of β(π_c − π_r), plus nll_weight times −π_c/|y_c|, per pair; `loss/nll`
-    is the second part. Paper: 2401.08417.
-    """
-    losses = _smooth(beta * (pair.good - pair.bad), label_smoothing) - nll_weight * pair.good_mean
+    losses = _smooth(beta * pair.margin, label_smoothing) - nll_weight * pair.good_mean
     return losses, {"loss/nll": -pair.good_mean}
 
 
-@_pair_loss("chosen", "rejected", *LENGTHS, of_means=True)
-def orpo_loss(pair: Pair, *, beta: float = 0.1) -> tuple[Tensor, dict[str, Tensor]]:
-    """−p_c − β·log σ(log odds(p_c) − log odds(p_r)) per pair, p = π/|y| the mean log-prob, odds = e^p/(1 −
-    e^p): likelihood and odds ratio.
-
-    β is the paper's λ and may be 0. 1 − e^p is computed without cancellation; a mean log-prob above −1e-6
-    counts as −1e-6 in the odds, with no gradient there. `loss/nll` is the first part, `log_odds/mean` the log
-    of the odds ratio. Paper: 2403.07691.
-    """
+def _compute_orpo(pair: Pair, beta: float) -> tuple[Tensor, dict[str, Tensor]]:
     log_odds = compute_log_odds(pair.good_mean) - compute_log_odds(pair.bad_mean)
     losses = -pair.good_mean - beta * logsigmoid(log_odds)
     return losses, {"loss/nll": -pair.good_mean, "log_odds/mean": log_odds}
@@ -260,6 +119,126 @@ def compute_log_odds(log_probs: Tensor) -> Tensor:
     near = torch.log(-torch.expm1(torch.where(near_zero, held, -1.0)))
     far = torch.log1p(-torch.exp(torch.where(near_zero, -1.0, held)))
     return held - torch.where(near_zero, near, far)
+
+
+BETA = {"beta": 0.1}  # scales log-prob differences
+TABLE = {
+    # −(1 − ε)·log σ(βΔ) − ε·log σ(−βΔ), ε = label_smoothing, the share of labels believed wrong; ε > 0 is
+    # conservative DPO. 2305.18290; Mitchell 2023 (cDPO)
+    "dpo": _PairLoss(
+        lambda pair, beta, label_smoothing: _smooth(beta * pair.margin, label_smoothing),
+        BETA | {"label_smoothing": 0.0},
+    ),
+    # (−(1 − ε)·log σ(βΔ) + ε·log σ(−βΔ)) / (1 − 2ε): unbiased for DPO's loss when a share ε of the labels is
+    # flipped; may be negative. 2403.00409
+    "robust_dpo": _PairLoss(
+        lambda pair, beta, label_smoothing: (
+            (
+                (1 - label_smoothing) * -logsigmoid(beta * pair.margin)
+                + label_smoothing * logsigmoid(-beta * pair.margin)
+            )
+            / (1 - 2 * label_smoothing)
+        ),
+        BETA | {"label_smoothing": 0.1},
+    ),
+    # (Δ − 1/(2β))², of log-prob sums; β is the paper's τ. 2310.12036, eq. 17
+    "ipo": _PairLoss(lambda pair, beta: (pair.margin - 0.5 / beta).square(), BETA),
+    # (Δ_c/|y_c| − Δ_r/|y_r| − 1/(2β))²: IPO on means over tokens, which does not grow with length; what TRL
+    # calls `ipo`. The rewards in the metrics are of the sums, as in DPO
+    "averaged_ipo": _PairLoss(
+        lambda pair, beta: (pair.mean_margin - 0.5 / beta).square(), BETA, REFERENCE + LENGTHS
+    ),
+    # max(0, 1 − βΔ): no gradient beyond a margin of 1. SLiC-HF, 2305.10425; 2309.06657
+    "hinge": _PairLoss(lambda pair, beta: torch.relu(1 - beta * pair.margin), BETA),
+    # −log σ(β(Δ_c/|y_c| − Δ_r/|y_r|)). The means are small numbers: betas of 2 to 10 are usual. The rewards
+    # in the metrics are of the sums, as in DPO. Tülu 3, 2411.15124
+    "length_normalised_dpo": _PairLoss(
+        lambda pair, beta: -logsigmoid(beta * pair.mean_margin), BETA, REFERENCE + LENGTHS
+    ),
+    # KL(q || p), q = (σ(βΔ), σ(−βΔ)), p = (1 − ε, ε): reverse KL to the labels where DPO has the forward one;
+    # infinite for ε = 0. 2402.00856
+    "exo": _PairLoss(_compute_exo, BETA | {"label_smoothing": 1e-3}),
+    # −log σ(βΔ_c) − ½·log σ(−βΔ_c) − ½·log σ(−βΔ_r): holds up the chosen log-prob itself. 2402.05369
+    "nca": _PairLoss(
+        lambda pair, beta: (
+            -logsigmoid(beta * pair.good)
+            - 0.5 * logsigmoid(-beta * pair.good)
+            - 0.5 * logsigmoid(-beta * pair.bad)
+        ),
+        BETA,
+    ),
+    # (Δ_c − 1/(2β))² + (Δ_r + 1/(2β))²: self-play with a certain winner. 2405.00675
+    "sppo_hard": _PairLoss(
+        lambda pair, beta: (pair.good - 0.5 / beta).square() + (pair.bad + 0.5 / beta).square(), BETA
+    ),
+    # (1 − σ(βΔ_c)) + σ(βΔ_r): for chosen responses better than the policy's. 2408.06266, eq. 7
+    "apo_zero": _PairLoss(
+        lambda pair, beta: torch.sigmoid(-beta * pair.good) + torch.sigmoid(beta * pair.bad), BETA
+    ),
+    # σ(βΔ_c) + (1 − σ(βΔ)): for chosen responses worse than the policy's. 2408.06266, eq. 8
+    "apo_down": _PairLoss(
+        lambda pair, beta: torch.sigmoid(beta * pair.good) + torch.sigmoid(-beta * pair.margin), BETA
+    ),
+    # −log σ(β·π_c/|y_c| − β·π_r/|y_r| − γ); γ is the margin to win by. 2405.14734
+    "simpo": _PairLoss(
+        lambda pair, beta, gamma: -logsigmoid(beta * pair.mean_margin - gamma),
+        {"beta": 2.0, "gamma": 1.0},
+        REFERENCE[:2] + LENGTHS,
+        of_means=True,
+    ),
+    # DPO's loss without a reference, of β(π_c − π_r), plus nll_weight times −π_c/|y_c|; `loss/nll` is the
+    # second part. 2401.08417
+    "cpo": _PairLoss(
+        _compute_cpo, BETA | {"label_smoothing": 0.0, "nll_weight": 1.0}, REFERENCE[:2] + LENGTHS[:1]
+    ),
+    # −p_c − β·log σ(log odds(p_c) − log odds(p_r)), p = π/|y| the mean log-prob, odds = e^p/(1 − e^p):
+    # likelihood and odds ratio. β is the paper's λ and may be 0. 1 − e^p is computed without cancellation; a
+    # mean log-prob above −1e-6 counts as −1e-6 in the odds, with no gradient there. `loss/nll` is the first
+    # part, `log_odds/mean` the log of the odds ratio. 2403.07691
+    "orpo": _PairLoss(_compute_orpo, BETA, REFERENCE[:2] + LENGTHS, of_means=True),
+}
+
+
+def _make_loss(name: str, row: _PairLoss) -> PreferenceLoss:
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    signature = inspect.Signature(
+        [
+            *(inspect.Parameter(field, kinds[0]) for field in row.fields),
+            *(inspect.Parameter(key, kinds[1], default=value) for key, value in row.numbers.items()),
+        ]
+    )
+
+    def loss(*values: Tensor, **params: Any) -> LossOutput:
+        numbers = bind_numbers(name, signature, *values, **params)
+        tensors: dict[str, Tensor] = {field: numbers.pop(field) for field in row.fields}
+        check_one_per_pair(name, **tensors)
+        chosen, rejected = good, bad = tensors["chosen"], tensors["rejected"]
+        if "ref_chosen" in tensors:
+            good, bad = good - tensors["ref_chosen"].detach(), bad - tensors["ref_rejected"].detach()
+        pair = Pair(good, bad, good / tensors.get(LENGTHS[0], 1.0), bad / tensors.get(LENGTHS[1], 1.0))
+        found = row.formula(pair, **numbers)
+        losses, more = (found, {}) if isinstance(found, Tensor) else found
+        if row.of_means:
+            chosen, rejected = good, bad = pair.good_mean, pair.bad_mean
+        rewards = [numbers["beta"] * value for value in (good, bad)]
+        metrics = {
+            "rewards/chosen": rewards[0],
+            "rewards/rejected": rewards[1],
+            "rewards/margins": rewards[0] - rewards[1],
+            "rewards/accuracies": rewards[0] > rewards[1],
+            "logps/chosen": chosen,
+            "logps/rejected": rejected,
+            **more,
+        }
+        losses = spoil_losses(losses, *rewards)
+        everywhere = torch.ones_like(losses, dtype=torch.bool)
+        return LossOutput(losses.sum(), float(len(losses)), collect_token_metrics(metrics, {}, everywhere))
+
+    setattr(loss, "__signature__", signature)  # noqa: B010  (unknown to pyright)
+    return loss
+
+
+PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {name: _make_loss(name, row) for name, row in TABLE.items()}
 
 
 # --- by name ------------------------------------------------------------------------------------------------
@@ -277,19 +256,20 @@ TRL_LOSS_TYPES: dict[str, str] = {
 
 
 def resolve_preference_loss(name: str | PreferenceLoss) -> PreferenceLoss:
-    """The loss of a key of PREFERENCE_LOSSES; a function is returned as it is.
+    """The loss of a key of PREFERENCE_LOSSES, or of module:function; a function is returned as it is.
 
-    Raises ConfigError for another name, with the nearest key, or with ours where it is TRL's.
+    Raises ConfigError for another name, with the nearest key, or with ours where it is TRL's; PlugInError for
+    a function that cannot be imported.
     """
     if not isinstance(name, str):
         return name
-    if name not in PREFERENCE_LOSSES:
-        nearest = difflib.get_close_matches(name, PREFERENCE_LOSSES, n=1, cutoff=0.0)[0]
+    if name in TRL_LOSS_TYPES and name not in PREFERENCE_LOSSES:
+        ours = TRL_LOSS_TYPES[name]
         raise ConfigError(
-            f"preference loss {name!r} is not known; did you mean {TRL_LOSS_TYPES.get(name, nearest)!r}?"
-            f" Known: {', '.join(PREFERENCE_LOSSES)}, or a function"
+            f"preference loss {name!r} is not known; did you mean {ours!r}? So is TRL's named here"
         )
-    return PREFERENCE_LOSSES[name]
+    takes = "fields of rollouts.losses.preference_losses.PairLogProbs"
+    return cast(PreferenceLoss, find_function("preference loss", name, PREFERENCE_LOSSES, takes=takes))
 
 
 def compute_preference_loss(pairs: PairLogProbs, loss: str | PreferenceLoss, **params: Any) -> LossOutput:
@@ -300,19 +280,12 @@ def compute_preference_loss(pairs: PairLogProbs, loss: str | PreferenceLoss, **p
     take.
     """
     function = resolve_preference_loss(loss)
-    signature = inspect.signature(function)
-    fields = {name: value for name, value in pairs._asdict().items() if name in signature.parameters}
+    names = inspect.signature(function).parameters
+    fields = {name: value for name, value in pairs._asdict().items() if name in names}
     for name, value in fields.items():
-        require(
-            value is not None, f"preference loss {loss!r} needs {name} and the pairs have none; score them"
-        )
-    accepted = [name for name in signature.parameters if name not in fields]
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-    for key in params:
-        require(
-            takes_any or key in accepted,
-            f"preference loss {loss!r} has no parameter {key!r}; it takes {', '.join(accepted)}",
-        )
+        rule = f"preference loss {loss!r} needs {name} and the pairs have none; score them"
+        require(value is not None, rule)
+    check_keywords(f"preference loss {loss!r}", function, params, beside=fields)
     return function(**fields, **params)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rollouts.losses.inputs import require
-from rollouts.types import Max, Mean, Metric
+from rollouts.types import EffectiveShare, Max, Mean, Metric
 
 MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8 is far outside every clip, and its square is finite in float32
 
@@ -66,17 +66,26 @@ def select_top_fraction(values: Tensor, mask: Tensor, fraction: float) -> Tensor
 
 
 def collect_token_metrics(
-    means: Mapping[str, Tensor], largest: Mapping[str, Tensor], mask: Tensor
+    means: Mapping[str, Tensor],
+    largest: Mapping[str, Tensor],
+    mask: Tensor,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Metric]:
-    """Means and maxima over the masked tokens of values [B, T], by name; empty when the mask is empty.
+    """Means and maxima over the masked tokens of values [B, T], and the effective sample sizes of weights, by
+    name; empty when the mask is empty.
 
     All numbers are read back in one transfer: on an accelerator each transfer stalls the queue.
     """
-    kept = mask.flatten().nonzero().squeeze(-1)
-    if len(kept) == 0 or not (means or largest):
+    kept, weights = mask.flatten().nonzero().squeeze(-1), weights or {}
+    columns = [*means.items(), *largest.items(), *weights.items()]
+    if not len(kept) or not columns:
         return {}
-    chosen = [values.detach().flatten()[kept].double() for values in (*means.values(), *largest.values())]
-    scalars = [values.sum() if place < len(means) else values.max() for place, values in enumerate(chosen)]
-    numbers = iter(torch.stack(scalars).tolist())
-    metrics: dict[str, Metric] = {name: Mean(next(numbers), float(len(kept))) for name in means}
-    return metrics | {name: Max(next(numbers)) for name in largest}
+    values = torch.stack([values.detach().flatten()[kept].double() for _, values in columns])
+    found = torch.stack([values.sum(-1), values.amax(-1), values.square().sum(-1)], dim=-1).tolist()
+    metrics: dict[str, Metric] = {}
+    for place, ((name, _), (total, top, squares)) in enumerate(zip(columns, found, strict=True)):
+        if place < len(means):
+            metrics[name] = Mean(total, float(len(kept)))
+        else:
+            metrics[name] = Max(top) if name in largest else EffectiveShare(total, squares, float(len(kept)))
+    return metrics

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rollouts.losses.inputs import LossOutput, check_range
+from rollouts.losses.inputs import LossOutput, check_numbers
 from rollouts.losses.preference_losses import check_one_per_pair
 from rollouts.losses.reductions import collect_token_metrics
 from rollouts.types import Min
@@ -31,7 +31,7 @@ def bradley_terry_loss(
     Metrics: rewards/chosen, rewards/rejected, rewards/margins (s_c − s_r), rewards/accuracies (share of s_c >
     s_r; a tie is none), rewards/max, rewards/min over both.
     """
-    check_range("[0, inf)", centring=centring)
+    check_numbers("bradley_terry", centring=centring)
     margins = torch.zeros_like(chosen_scores) if margins is None else margins.detach()
     check_one_per_pair(
         "bradley_terry", chosen_scores=chosen_scores, rejected_scores=rejected_scores, margins=margins

@@ -15,23 +15,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollouts.losses.inputs import LossInputs, check_range, require
+from rollouts.losses.inputs import LossInputs
 from rollouts.losses.reductions import (
-    MAX_LOG_RATIO,
     compute_log_ratio,
-    compute_row_mean,
     compute_sequence_ratio,
     compute_token_ratio,
     select_top_fraction,
 )
-from rollouts.losses.terms import PolicyTerm, policy_loss
+from rollouts.losses.terms import POLICY_LOSSES, PolicyTerm, policy_loss
+
+__all__ = ["POLICY_LOSSES", "compute_covariances"]
 
 # --- one ratio per token ------------------------------------------------------------------------------------
 
 
 @policy_loss()
 def ppo_clip_loss(
-    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+    inputs: LossInputs,
+    advantages: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
 ) -> PolicyTerm:
     """−min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A), r = exp(lp − old); gradient 0 on clipped tokens.
 
@@ -39,61 +44,61 @@ def ppo_clip_loss(
     PPO (2110.00641; 2505.24298). Papers: 1707.06347; 2503.14476 (clip_high above clip_low); 1912.09729 (dual
     clip). Raises ConfigError naming what is wrong.
     """
-    term = _clip(_token_ratio(inputs), inputs, clip_low, clip_high)
+    term = _clip(_token_ratio(inputs), advantages, clip_low, clip_high)
     if dual_clip is None:
         return term
-    check_range("(1, inf)", dual_clip=dual_clip)  # else every token with A < 0 has no gradient
-    bound = -dual_clip * inputs.need("advantages")
+    bound = -dual_clip * advantages
     over = (bound > 0) & (term.token_losses.detach() > bound)
     return term._replace(
-        token_losses=torch.where(over, bound, term.token_losses), shares=(("clip_ratio/dual", over),)
+        token_losses=torch.where(over, bound, term.token_losses), shares={"clip_ratio/dual": over}
     )
 
 
 @policy_loss("mu")
-def importance_sampling_loss(inputs: LossInputs) -> PolicyTerm:
+def importance_sampling_loss(inputs: LossInputs, advantages: Tensor) -> PolicyTerm:
     """−A·exp(lp − mu): the unclipped off-policy gradient, against mu even when old is there."""
     ratio = compute_token_ratio(inputs.log_probs, inputs.need("rollout_log_probs"))
-    return PolicyTerm(-inputs.need("advantages") * ratio, ratio)
+    return PolicyTerm(-advantages * ratio, ratio)
 
 
 @policy_loss("none")
-def reinforce_loss(inputs: LossInputs) -> PolicyTerm:
+def reinforce_loss(inputs: LossInputs, advantages: Tensor) -> PolicyTerm:
     """−A·lp: the on-policy policy gradient. Only a `correction` accounts for another sampler."""
-    return PolicyTerm(-inputs.need("advantages") * inputs.log_probs)
+    return PolicyTerm(-advantages * inputs.log_probs)
 
 
 @policy_loss()
-def cispo_loss(inputs: LossInputs, *, ratio_low: float = 0.0, ratio_high: float = 5.0) -> PolicyTerm:
+def cispo_loss(
+    inputs: LossInputs, advantages: Tensor, *, ratio_low: float = 0.0, ratio_high: float = 5.0
+) -> PolicyTerm:
     """−clip(r, ratio_low, ratio_high)·A·lp with the clipped ratio detached: no token loses its gradient. The
     bounds are absolute.
 
     `clip_ratio` and its parts count the tokens whose weight was clipped, which keep a gradient, of either
     sign of A. Papers: 2506.13585; 2510.13786.
     """
-    require(
-        0 <= ratio_low < ratio_high,
-        f"ratio_low={ratio_low}, ratio_high={ratio_high}; the rule is 0 <= ratio_low < ratio_high",
-    )
     ratio = _token_ratio(inputs).detach()
-    losses = -ratio.clamp(ratio_low, ratio_high) * inputs.need("advantages") * inputs.log_probs
+    losses = -ratio.clamp(ratio_low, ratio_high) * advantages * inputs.log_probs
     return PolicyTerm(losses, ratio, ratio < ratio_low, ratio > ratio_high)
 
 
 @policy_loss()
-def sapo_loss(inputs: LossInputs, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> PolicyTerm:
+def sapo_loss(
+    inputs: LossInputs, advantages: Tensor, *, tau_positive: float = 1.0, tau_negative: float = 1.05
+) -> PolicyTerm:
     """−(4/τ)·σ(τ·(r − 1))·A, τ = tau_positive where A > 0, else tau_negative: a soft gate instead of a clip.
 
     Its gradient is that of PPO at r = 1 and fades on both sides, faster with a larger τ. SAPO, 2511.20347.
     """
-    check_range("(0, inf)", tau_positive=tau_positive, tau_negative=tau_negative)
-    ratio, advantages = _token_ratio(inputs), inputs.need("advantages")
+    ratio = _token_ratio(inputs)
     tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
     return PolicyTerm(-(4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)) * advantages, ratio)
 
 
 @policy_loss("mu")
-def dppo_loss(inputs: LossInputs, *, tv_low: float = 0.2, tv_high: float = 0.2) -> PolicyTerm:
+def dppo_loss(
+    inputs: LossInputs, advantages: Tensor, *, tv_low: float = 0.2, tv_high: float = 0.2
+) -> PolicyTerm:
     """−A·exp(lp − mu), 0 where the update would go on beyond the trust region: A > 0 and e^lp − e^mu >
     tv_high, or A < 0 and e^mu − e^lp > tv_low.
 
@@ -101,27 +106,26 @@ def dppo_loss(inputs: LossInputs, *, tv_low: float = 0.2, tv_high: float = 0.2) 
     ratio: rare tokens may move by large ratios. Paper: DPPO, 2602.04879. With mu_penalty_coef = 1e-3 this is
     the default loss of prime-rl (2602.02276).
     """
-    check_range("(0, 1]", tv_low=tv_low, tv_high=tv_high)
-    advantages, mu = inputs.need("advantages"), inputs.need("rollout_log_probs")
+    mu = inputs.need("rollout_log_probs")
     ratio = compute_token_ratio(inputs.log_probs, mu)
-    moved = inputs.log_probs.detach().exp() - mu.exp()
-    low, high = (advantages < 0) & (moved < -tv_low), (advantages > 0) & (moved > tv_high)
+    low, high = _find_clipped(inputs.log_probs.detach().exp() - mu.exp(), advantages, -tv_low, tv_high)
     return PolicyTerm(torch.where(low | high, 0.0, -advantages * ratio), ratio, low, high)
 
 
 @policy_loss("none")
-def dro_loss(inputs: LossInputs, *, beta: float = 0.05) -> PolicyTerm:
+def dro_loss(inputs: LossInputs, advantages: Tensor, *, beta: float = 0.05) -> PolicyTerm:
     """−A·lp + ½·beta·(lp − mu)²: direct reward optimisation. Papers: 2405.19107; 2501.12599."""
-    check_range("[0, inf)", beta=beta)
     gap = inputs.log_probs - inputs.need("rollout_log_probs")
-    return PolicyTerm(-inputs.need("advantages") * inputs.log_probs + 0.5 * beta * gap.square())
+    return PolicyTerm(-advantages * inputs.log_probs + 0.5 * beta * gap.square())
 
 
 # --- one ratio per sequence ---------------------------------------------------------------------------------
 
 
 @policy_loss(unit="sequences")
-def gspo_loss(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> PolicyTerm:
+def gspo_loss(
+    inputs: LossInputs, advantages: Tensor, *, clip_low: float = 3e-4, clip_high: float = 4e-4
+) -> PolicyTerm:
     """−min(s·A, clip(s, 1 − clip_low, 1 + clip_high)·A) on every token, s = exp(mean over the row of lp −
     old): one ratio per sequence.
 
@@ -129,11 +133,13 @@ def gspo_loss(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 
     2507.18071. The ratio metrics are of s.
     """
     ratio = compute_sequence_ratio(inputs.log_probs, inputs.need_old(), inputs.mask)
-    return _clip(ratio.expand_as(inputs.mask), inputs, clip_low, clip_high)
+    return _clip(ratio.expand_as(inputs.mask), advantages, clip_low, clip_high)
 
 
 @policy_loss(unit="sequences")
-def gspo_token_loss(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> PolicyTerm:
+def gspo_token_loss(
+    inputs: LossInputs, advantages: Tensor, *, clip_low: float = 3e-4, clip_high: float = 4e-4
+) -> PolicyTerm:
     """gspo's value with a gradient per token: −min(s_t·A_t, clip(s_t, ...)·A_t), s_t = sg[s]·exp(lp −
     sg[lp]).
 
@@ -144,24 +150,23 @@ def gspo_token_loss(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: fl
     sequence = compute_sequence_ratio(detached, inputs.need_old(), inputs.mask)
     # −inf − −inf would be NaN; a NaN is in `sequence` already
     own = torch.exp(torch.where(detached > -torch.inf, inputs.log_probs - detached, 0.0))
-    return _clip(sequence * own, inputs, clip_low, clip_high)
+    return _clip(sequence * own, advantages, clip_low, clip_high)
 
 
 @policy_loss(unit="sequences")
-def gmpo_loss(inputs: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> PolicyTerm:
+def gmpo_loss(
+    inputs: LossInputs, advantages: Tensor, *, clip_low: float = 0.4, clip_high: float = 0.4
+) -> PolicyTerm:
     """−A·exp(mean over the row of the clipped lp − old): the geometric mean of clipped token ratios.
 
     lp − old is held below clip_high where A > 0 and above −clip_low where A < 0, in nats; a clipped token has
     exactly no gradient, the others of its row keep theirs. The ratio metrics are of the geometric mean.
     Paper: GMPO, 2507.20673, which clips at ±0.4.
     """
-    check_range("(0, inf)", clip_low=clip_low, clip_high=clip_high)
-    advantages = inputs.need("advantages")
     log_ratio = inputs.log_probs - inputs.need_old()
-    low, high = (advantages < 0) & (log_ratio < -clip_low), (advantages > 0) & (log_ratio > clip_high)
+    low, high = _find_clipped(log_ratio, advantages, -clip_low, clip_high)
     bounded = torch.where(low, -clip_low, torch.where(high, clip_high, log_ratio))
-    mean = compute_row_mean(bounded, inputs.mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = torch.exp(mean).expand_as(advantages)
+    ratio = compute_sequence_ratio(bounded, torch.zeros_like(bounded), inputs.mask).expand_as(advantages)
     return PolicyTerm(-advantages * ratio, ratio, low, high)
 
 
@@ -176,16 +181,16 @@ def compute_covariances(
 
     A mean that is not given is that of the masked tokens here. Paper: 2505.22617.
     """
+    means = (inputs.log_probs.detach(), log_prob_mean), (inputs.need("advantages"), advantage_mean)
     count = inputs.mask.sum().clamp(min=1)
-    log_probs, advantages = inputs.log_probs.detach(), inputs.need("advantages")
-    centred_log_probs = log_probs - (log_probs.sum() / count if log_prob_mean is None else log_prob_mean)
-    centred_advantages = advantages - (advantages.sum() / count if advantage_mean is None else advantage_mean)
-    return torch.where(inputs.mask, centred_log_probs * centred_advantages, 0.0)
+    left, right = (values - (values.sum() / count if mean is None else mean) for values, mean in means)
+    return torch.where(inputs.mask, left * right, 0.0)
 
 
 @policy_loss()
 def clip_cov_loss(
     inputs: LossInputs,
+    advantages: Tensor,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -202,20 +207,20 @@ def clip_cov_loss(
     batch is divided; with cov_fraction = 1 and both means given it does not. We take the largest where the
     authors draw at random. `clip_ratio/cov`: share of tokens left out. Paper: Clip-Cov, 2505.22617.
     """
-    require(cov_low < cov_high, f"cov_low={cov_low}, cov_high={cov_high}; the rule is cov_low < cov_high")
-    term = _clip(_token_ratio(inputs), inputs, clip_low, clip_high)
+    term = _clip(_token_ratio(inputs), advantages, clip_low, clip_high)
     assert term.low is not None and term.high is not None
     covariances = compute_covariances(inputs, log_prob_mean, advantage_mean)
     inside = (covariances > cov_low) & (covariances < cov_high) & ~(term.low | term.high)
     chosen = _select_largest(covariances, inside, inputs.mask, cov_fraction)
     return term._replace(
-        token_losses=torch.where(chosen, 0.0, term.token_losses), shares=(("clip_ratio/cov", chosen),)
+        token_losses=torch.where(chosen, 0.0, term.token_losses), shares={"clip_ratio/cov": chosen}
     )
 
 
 @policy_loss()
 def kl_cov_loss(
     inputs: LossInputs,
+    advantages: Tensor,
     *,
     cov_fraction: float = 2e-3,
     cov_low: float = 0.0,
@@ -230,18 +235,16 @@ def kl_cov_loss(
     gradient, so the first update on a batch is plain importance sampling. n and the means: see clip_cov.
     `clip_ratio/cov`: share of penalised tokens. Paper: KL-Cov, 2505.22617.
     """
-    check_range("[0, inf)", cov_kl_coef=cov_kl_coef)
     log_ratio = compute_log_ratio(inputs.log_probs, inputs.need_old())
     ratio = torch.exp(log_ratio)
     covariances = compute_covariances(inputs, log_prob_mean, advantage_mean)
     chosen = _select_largest(covariances, covariances > cov_low, inputs.mask, cov_fraction)
-    losses = -inputs.need("advantages") * ratio + torch.where(chosen, cov_kl_coef * log_ratio.abs(), 0.0)
-    return PolicyTerm(losses, ratio, shares=(("clip_ratio/cov", chosen),))
+    losses = -advantages * ratio + torch.where(chosen, cov_kl_coef * log_ratio.abs(), 0.0)
+    return PolicyTerm(losses, ratio, shares={"clip_ratio/cov": chosen})
 
 
 def _select_largest(values: Tensor, candidates: Tensor, mask: Tensor, fraction: float) -> Tensor:
     """[B, T] bool: candidates among the ⌈fraction · n⌉ largest of the candidates' values, n over the mask."""
-    check_range("(0, 1]", cov_fraction=fraction)
     ranked = torch.where(candidates, values, -torch.inf)
     largest = select_top_fraction(ranked.flatten()[None], mask.flatten()[None], fraction)
     return largest.view_as(mask) & candidates
@@ -254,12 +257,13 @@ def _token_ratio(inputs: LossInputs) -> Tensor:
     return compute_token_ratio(inputs.log_probs, inputs.need_old())
 
 
-def _clip(ratio: Tensor, inputs: LossInputs, clip_low: float, clip_high: float) -> PolicyTerm:
+def _find_clipped(values: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """(tokens below `low` with A < 0, tokens above `high` with A > 0), [B, T] bool: they go outwards."""
+    return (advantages < 0) & (values < low), (advantages > 0) & (values > high)
+
+
+def _clip(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PolicyTerm:
     """−min(r·A, clip(r)·A)."""
-    check_range("(0, 1]", clip_low=clip_low)
-    check_range("(0, inf)", clip_high=clip_high)
-    advantages, lowest, highest = inputs.need("advantages"), 1.0 - clip_low, 1.0 + clip_high
-    losses = -torch.minimum(ratio * advantages, ratio.clamp(lowest, highest) * advantages)
-    return PolicyTerm(
-        losses, ratio, (advantages < 0) & (ratio < lowest), (advantages > 0) & (ratio > highest)
-    )
+    bounds = 1.0 - clip_low, 1.0 + clip_high
+    losses = -torch.minimum(ratio * advantages, ratio.clamp(*bounds) * advantages)
+    return PolicyTerm(losses, ratio, *_find_clipped(ratio, advantages, *bounds))

@@ -22,7 +22,6 @@ from torch import Tensor
 from rollouts.errors import ConfigError, ModelError
 from rollouts.losses.inputs import LossOutput, require
 from rollouts.losses.kto_loss import compute_kto_reference_point, compute_kto_weights, kto_loss
-from rollouts.losses.plug_ins import import_function
 from rollouts.losses.preference_losses import (
     LinearisedLoss,
     PreferenceLoss,
@@ -62,12 +61,12 @@ def make_pair_loss(name: str, params: Params) -> RowLoss:
     Raises ConfigError or PlugInError for a name that stands for no such loss. Its parameters are looked at by
     check_preference_loss.
     """
-    function = _resolve(name)
+    _resolve(name)
 
     def loss(log_probs: Values, *, ref_log_probs: Values | None, lengths: Values) -> LinearisedRows:
         ref = None if ref_log_probs is None else _tensor(ref_log_probs)
         pairs = make_pairs(_tensor(log_probs), ref, _tensor(lengths))
-        return _finish(linearise_preference_loss(pairs, function if ":" in name else name, **params))
+        return _finish(linearise_preference_loss(pairs, name, **params))
 
     return loss
 
@@ -106,9 +105,10 @@ def make_kto_loss(params: Params, *, num_desirable: int, num_undesirable: int) -
         found = _finish(
             linearise_row_loss(lambda values: kto_loss(values, ref, good, **numbers), _tensor(log_probs))
         )
-        rewards = metric_values({name: found.metrics[name] for name in REWARDS if name in found.metrics})
-        if len(rewards) == 2:
-            found.metrics["rewards/margins"] = Mean(rewards[REWARDS[0]] - rewards[REWARDS[1]], 1.0)
+        means = [found.metrics[name] for name in REWARDS if name in found.metrics]
+        if len(means) == 2:
+            chosen, rejected = metric_values(dict(zip(REWARDS, means, strict=True))).values()
+            found.metrics["rewards/margins"] = Mean(chosen - rejected, 1.0)
         found.metrics["kto/desirable/frac"] = Mean(float(desirable.sum()), float(len(desirable)))
         for name in KTO_WEIGHTS:
             found.metrics[f"kto/{name}"] = Mean(float(numbers.get(name, 1.0)), 1.0)
@@ -177,9 +177,6 @@ def check_preference_loss(name: str, params: Params) -> None:
 
 
 def _resolve(name: str) -> PreferenceLoss:
-    if ":" in name:
-        takes = "chosen, rejected, … as those of rollouts.losses.preference_losses"
-        return import_function("preference.loss", name, takes)
     require(
         name != "apo_zero_unpaired",
         "preference.loss='apo_zero_unpaired' of TRL is 'kto' with loss_params = { reference_point = 0 }",
@@ -187,9 +184,7 @@ def _resolve(name: str) -> PreferenceLoss:
     try:
         return resolve_preference_loss(name)
     except ConfigError as error:
-        raise ConfigError(
-            f"preference.loss: {error} of pairs as module:function; or 'kto', of labelled responses"
-        ) from error
+        raise ConfigError(f"preference.loss: {error}, of pairs; or 'kto', of labelled responses") from error
 
 
 def _finish(found: LinearisedLoss) -> LinearisedRows:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from rollouts.losses.corrections import Correction, compute_truncated_weights, parse_correction
-from rollouts.losses.inputs import LossFn, LossInputs, LossOutput, check_range, clear_masked, require
+from rollouts.losses.inputs import LossFn, LossInputs, LossOutput, bind_numbers, clear_masked, require
 from rollouts.losses.kl import KlEstimator, compute_kl_penalty
 from rollouts.losses.reductions import (
     collect_token_metrics,
@@ -45,7 +45,7 @@ from rollouts.losses.reductions import (
     reduce_loss,
     select_top_fraction,
 )
-from rollouts.types import EffectiveShare, LossUnit, Mean, Metric
+from rollouts.types import LossUnit
 
 RatioAgainst = Literal["old", "mu", "none"]
 """old: recomputed log-probs, or mu where there are none; mu: always the engine's; none: no ratio."""
@@ -58,12 +58,12 @@ class PolicyTerm(NamedTuple):
     ratio: Tensor | None = None  # [B, T]
     low: Tensor | None = None  # [B, T] bool: clipped from below
     high: Tensor | None = None  # [B, T] bool: clipped from above
-    shares: tuple[tuple[str, Tensor], ...] = ()  # more metrics: name and [B, T] bool
+    shares: Mapping[str, Tensor] = {}  # more metrics: [B, T] bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Keywords of every policy loss beside its own. Raises ConfigError naming one that breaks its rule."""
+    """Keywords of every policy loss beside its own."""
 
     # C of the weight min(exp(old − mu), C), where the batch has both and no correction is named
     importance_cap: float = 2.0
@@ -78,46 +78,35 @@ class Terms:
     policy_entropy_fraction: float = 1.0  # the same for the policy term: "forking tokens", 2506.01939
     mu_penalty_coef: float = 0.0  # of (lp − mu)²: holds the policy near the engine; 2602.02276
 
-    def __post_init__(self) -> None:
-        # the text "false" would count as true
-        require(
-            isinstance(self.kl_importance, bool), f"kl_importance={self.kl_importance!r} must be a boolean"
-        )
-        check_range("[0, inf)", kl_coef=self.kl_coef, mu_penalty_coef=self.mu_penalty_coef)
-        check_range(
-            "(0, 1]",
-            entropy_fraction=self.entropy_fraction,
-            policy_entropy_fraction=self.policy_entropy_fraction,
-        )
+
+POLICY_LOSSES: dict[str, LossFn] = {}
 
 
 def policy_loss(
     against: RatioAgainst = "old", *, unit: LossUnit = "tokens"
 ) -> Callable[[Callable[..., PolicyTerm]], LossFn]:
-    """A decorator that makes a loss of a function `(inputs, **numbers) -> PolicyTerm`.
+    """A decorator that makes a loss of a function `(inputs, advantages, **numbers) -> PolicyTerm`, under its
+    name in POLICY_LOSSES.
 
     The loss takes that function's keywords, `unit` and Terms; importance_cap only with a ratio against old.
     """
-    default_unit = unit
 
     def decorate(compute: Callable[..., PolicyTerm]) -> LossFn:
-        own = inspect.signature(compute)
-        shared = [
-            parameter
-            for parameter in inspect.signature(Terms).parameters.values()
-            if against == "old" or parameter.name != "importance_cap"
-        ]
+        name = compute.__name__.removesuffix("_loss")
+        first, _, *own = inspect.signature(compute).parameters.values()
+        shared = [*inspect.signature(Terms).parameters.values()][0 if against == "old" else 1 :]
+        unit_keyword = inspect.Parameter("unit", inspect.Parameter.KEYWORD_ONLY, default=unit)
+        signature = inspect.Signature([first, *own, unit_keyword, *shared])
 
         @functools.wraps(compute)
-        def loss(inputs: LossInputs, *, unit: LossUnit = default_unit, **params: Any) -> LossOutput:
-            numbers = {name: params.pop(name) for name in own.parameters if name in params}
-            terms = Terms(**params)
-            inputs = clear_masked(inputs)
-            return _finish(inputs, compute(inputs, **numbers), unit, against, terms)
+        def loss(inputs: LossInputs, **params: Any) -> LossOutput:
+            given = bind_numbers(name, signature, clear_masked(inputs), **params)
+            inputs, unit = given.pop("inputs"), given.pop("unit")
+            terms = Terms(**{parameter.name: given.pop(parameter.name) for parameter in shared})
+            return _finish(inputs, compute(inputs, inputs.need("advantages"), **given), unit, against, terms)
 
-        unit_keyword = inspect.Parameter("unit", inspect.Parameter.KEYWORD_ONLY, default=default_unit)
-        signature = own.replace(parameters=[*own.parameters.values(), unit_keyword, *shared])
         setattr(loss, "__signature__", signature)  # noqa: B010  (unknown to pyright)
+        POLICY_LOSSES[name] = loss
         return loss
 
     return decorate
@@ -127,7 +116,9 @@ def _finish(
     inputs: LossInputs, term: PolicyTerm, unit: LossUnit, against: RatioAgainst, terms: Terms
 ) -> LossOutput:
     """The output of a loss. Raises ConfigError naming what the batch lacks for a term."""
-    token_losses, means, largest = term.token_losses, dict(term.shares), {}
+    # the text "false" would count as true
+    require(isinstance(terms.kl_importance, bool), f"kl_importance={terms.kl_importance!r} must be a boolean")
+    token_losses, means, largest, samples = term.token_losses, dict(term.shares), {}, {}
     if term.ratio is not None:
         means["ratio/mean"] = largest["ratio/max"] = term.ratio
     if term.low is not None and term.high is not None:
@@ -151,28 +142,19 @@ def _finish(
         # a dropped token is dropped whatever it holds: a product with 0 would keep what is not finite
         token_losses = torch.where(weights == 0, 0.0, token_losses * weights + kl_terms * kl_weights)
         means |= {"importance_weight/mean": weights, "importance_weight/mean_square": weights.square()}
-        largest["importance_weight/max"] = weights
+        largest["importance_weight/max"] = samples["importance_weight/ess"] = weights
         if terms.correction:
             means["importance_weight/dropped"] = weights == 0
         else:
             means["importance_weight/capped"] = weights >= terms.importance_cap
     if terms.entropy_coef != 0:
-        entropy = inputs.need("entropy")
-        require(
-            entropy.requires_grad or not inputs.log_probs.requires_grad,
-            f"entropy_coef={terms.entropy_coef} needs LossInputs.entropy with a gradient; compute it with"
-            " entropy_gradient=True",
-        )
-        if terms.entropy_fraction < 1:
-            chosen = select_top_fraction(entropy, inputs.mask, terms.entropy_fraction)
-            entropy = torch.where(chosen, entropy, 0.0)
-        token_losses = token_losses - terms.entropy_coef * entropy
+        token_losses = token_losses - terms.entropy_coef * _choose_entropy(inputs, terms)
     if terms.mu_penalty_coef > 0:
         gap = inputs.log_probs - inputs.need("rollout_log_probs")
         token_losses = token_losses + terms.mu_penalty_coef * gap.square()
-    _add_shared_metrics(inputs, means, largest)
+    _add_shared_metrics(inputs, means, largest, samples)
     total, count = reduce_loss(token_losses, inputs.mask, unit)
-    return LossOutput(total, count, _add_sample_sizes(collect_token_metrics(means, largest, inputs.mask)))
+    return LossOutput(total, count, collect_token_metrics(means, largest, inputs.mask, samples))
 
 
 def _compute_kl_terms(inputs: LossInputs, against: RatioAgainst, terms: Terms) -> Tensor:
@@ -186,17 +168,28 @@ def _compute_kl_terms(inputs: LossInputs, against: RatioAgainst, terms: Terms) -
     )
 
 
+def _choose_entropy(inputs: LossInputs, terms: Terms) -> Tensor:
+    """[B, T] the entropy of the tokens that get the bonus, 0 elsewhere."""
+    entropy = inputs.need("entropy")
+    require(
+        entropy.requires_grad or not inputs.log_probs.requires_grad,
+        f"entropy_coef={terms.entropy_coef} needs LossInputs.entropy with a gradient; compute it with"
+        " entropy_gradient=True",
+    )
+    if terms.entropy_fraction == 1:
+        return entropy
+    return torch.where(select_top_fraction(entropy, inputs.mask, terms.entropy_fraction), entropy, 0.0)
+
+
 def _find_weights(inputs: LossInputs, against: RatioAgainst, terms: Terms) -> Tensor | None:
     """[B, T] the weights, None without any. A correction compares its inputs' old_log_probs with mu."""
-    correction = terms.correction
+    old, mu, correction = inputs.old_log_probs, inputs.rollout_log_probs, terms.correction
     if not correction:
-        if against != "old" or inputs.old_log_probs is None or inputs.rollout_log_probs is None:
+        if against != "old" or old is None or mu is None:
             return None
-        return compute_truncated_weights(inputs.old_log_probs, inputs.rollout_log_probs, terms.importance_cap)
-    if against == "mu":  # no weight may count the gap again
-        inputs = replace(inputs, old_log_probs=None)
-    if against == "none":  # what a weight compares with the engine is the policy itself
-        inputs = replace(inputs, old_log_probs=inputs.log_probs.detach())
+        return compute_truncated_weights(old, mu, terms.importance_cap)
+    if against != "old":  # to mu: no weight may count the gap again; no ratio: the policy itself is compared
+        inputs = replace(inputs, old_log_probs=inputs.log_probs.detach() if against == "none" else None)
     weights = (parse_correction(correction) if isinstance(correction, str) else correction)(inputs)
     require(
         weights.shape == inputs.mask.shape and not weights.requires_grad,
@@ -206,7 +199,9 @@ def _find_weights(inputs: LossInputs, against: RatioAgainst, terms: Terms) -> Te
     return torch.where(inputs.mask, weights, 0.0)
 
 
-def _add_shared_metrics(inputs: LossInputs, means: dict[str, Tensor], largest: dict[str, Tensor]) -> None:
+def _add_shared_metrics(
+    inputs: LossInputs, means: dict[str, Tensor], largest: dict[str, Tensor], samples: dict[str, Tensor]
+) -> None:
     log_probs, old, mu = inputs.log_probs.detach(), inputs.old_log_probs, inputs.rollout_log_probs
     if old is not None or mu is not None:
         log_ratio = compute_log_ratio(log_probs, inputs.need_old())
@@ -214,7 +209,7 @@ def _add_shared_metrics(inputs: LossInputs, means: dict[str, Tensor], largest: d
     if mu is not None:
         trainer = log_probs if old is None else old
         log_weight = compute_log_ratio(trainer, mu)
-        weight = torch.exp(log_weight)
+        weight = samples["mismatch/ess"] = torch.exp(log_weight)
         means["mismatch_kl/mean"] = largest["mismatch_kl/max"] = weight - log_weight - 1.0
         means["mismatch/k1"] = -log_weight
         means["mismatch/chi2"] = weight.square() - 1.0
@@ -224,16 +219,3 @@ def _add_shared_metrics(inputs: LossInputs, means: dict[str, Tensor], largest: d
         means["kl/ref"] = log_probs - inputs.ref_log_probs
     if inputs.entropy is not None:
         means["entropy/mean"] = inputs.entropy
-
-
-def _add_sample_sizes(metrics: dict[str, Metric]) -> dict[str, Metric]:
-    """With the effective sample sizes: Σw = Σ(w − 1 − log w) − Σ(−log w) + n, Σw² = Σ(w² − 1) + n."""
-    found = {name: metric for name, metric in metrics.items() if isinstance(metric, Mean)}
-    if "importance_weight/mean" in found:
-        weight, square = found["importance_weight/mean"], found["importance_weight/mean_square"]
-        metrics["importance_weight/ess"] = EffectiveShare(weight.total, square.total, weight.count)
-    if "mismatch/k1" in found:
-        k3, k1, chi2 = (found[name] for name in ("mismatch_kl/mean", "mismatch/k1", "mismatch/chi2"))
-        count = k3.count
-        metrics["mismatch/ess"] = EffectiveShare(k3.total - k1.total + count, chi2.total + count, count)
-    return metrics

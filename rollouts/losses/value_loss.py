@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollouts.losses.inputs import LossInputs, LossOutput, check_range, clear_masked
+from rollouts.losses.inputs import LossInputs, LossOutput, check_numbers, clear_masked
 from rollouts.losses.reductions import collect_token_metrics, reduce_loss
 from rollouts.types import ExplainedVariance, LossUnit
 
@@ -39,7 +39,7 @@ def critic_loss(inputs: LossInputs, *, unit: LossUnit = "tokens", clip: float | 
     squares, error = (values - returns).square(), (returns - values).detach()
     means = {"value/mean": values, "return/mean": returns}
     if clip is not None:
-        check_range("(0, inf)", clip=clip)
+        check_numbers("value", clip=clip)
         old = inputs.need("old_values")
         clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
         means["value/clip_ratio"] = ((values - old).abs() > clip) & (clipped > squares)

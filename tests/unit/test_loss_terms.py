@@ -318,19 +318,23 @@ def test_tokens_without_probability(policy, ref, kl):
         ("value", {"clip": 0.0}, "clip=0.0"),
         ("reinforce", {"kl_coef": -0.1}, "kl_coef=-0.1"),
         ("reinforce", {"kl_coef": 0.1, "kl_estimator": "k1"}, "expected gradient of zero"),
-        ("reinforce", {"kl_coef": 0.1, "kl_estimator": "k4"}, "is not 'k2', 'k3' or module"),
+        (
+            "reinforce",
+            {"kl_coef": 0.1, "kl_estimator": "k4"},
+            "did you mean 'k3'? Known: k1, k2, k3, or module",
+        ),
         ("reinforce", {"kl_importance": "false"}, "kl_importance='false'"),
         ("reinforce", {"mu_penalty_coef": -1.0}, "mu_penalty_coef=-1.0"),
         ("reinforce", {"entropy_fraction": 1.5}, "entropy_fraction=1.5"),
         ("reinforce", {"entropy_coef": "high"}, "look for a value of the wrong kind"),
         ("reinforce", {"importance_cap": 2.0}, "no parameter 'importance_cap'"),
-        ("sft", {"clip_high": 0.3}, "It takes none"),
+        ("sft", {"clip_high": 0.3}, "it takes none"),
         ("ppo_clip", {"cliphigh": 0.3}, "did you mean 'clip_high'"),
         ("dro", {"entropy_coeff": 0.1}, "did you mean 'entropy_coef'"),
         *[
             ("ppo_clip", {"correction": text}, match)
             for text, match in {
-                "tis": "one of token_tis, icepop",
+                "tis": "Known: token_tis, icepop",
                 "token_tis(cap)": "is not understood",
                 "token_tis(cap=big)": "could not convert",
                 "token_tis(limit=2)": "it takes cap",
