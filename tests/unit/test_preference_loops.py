@@ -356,7 +356,7 @@ async def test_a_loss_with_a_reference_needs_one():
         (
             "dpo",
             {"betta": 0.1},
-            "preference loss 'dpo' has no parameter 'betta'; did you mean 'beta'? It takes beta, label_smoothing",
+            "loss 'dpo' has no parameter 'betta'; did you mean 'beta'? It takes beta, label_smoothing",
         ),
         ("dpo", {"beta": -1.0}, "dpo: beta=-1.0 is outside its range"),
         ("kto", {"betta": 1.0}, "unexpected keyword argument 'betta'"),
