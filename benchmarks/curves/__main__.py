@@ -46,8 +46,8 @@ def find_start(root: Path) -> Path | None:
     """The newest checkpoint of the last stage of a finished run at `root`; None if it has not finished."""
     if not RunDir(root).summary.exists():
         return None
-    with open_record(root) as record:
-        stage = list(record.stages)[-1]
+    with open_record(root, points=True) as record:
+        stage = record.stages[-1]["stage"]
     return RunDir(root).checkpoint(
         stage, max(step for name, step in find_checkpoints(RunDir(root)) if name == stage)
     )
@@ -94,7 +94,7 @@ def run_job(jobs: Mapping[str, Job], job: Job, name: str) -> bool:
     if ended.returncode != 0:
         print(f"{name} ended with {ended.returncode}; {log} says why", file=sys.stderr)
         return False
-    with open_record(root) as record:
+    with open_record(root, points=True) as record:
         curves = {bar.metric: read_values(record, bar) for bar in job.bars}
     verdicts = [judge(bar, curves[bar.metric][1], read_others(jobs, bar)) for bar in job.bars]
     for verdict in verdicts:

@@ -201,14 +201,12 @@ def read_values(record: Record, bar: Bar) -> tuple[list[int], list[float]]:
     """Steps and values of the bar's metric; of an evaluation those of all stages, in the order in which they
     ran.
     """
-    if bar.metric.startswith("eval/"):
-        rows = [row for row in record.evaluations if bar.metric in row]
-        return [row["step"] for row in rows], [row[bar.metric] for row in rows]
-    stage = record.stages.get(bar.stage)
-    if stage is None:
-        return [], []
-    steps, values = stage.series(bar.metric)
-    return steps.tolist(), values.tolist()
+    found = record.rows(
+        "SELECT step, value FROM points WHERE name = ? AND (stage = ? OR starts_with(name, 'eval/'))"
+        " ORDER BY if(starts_with(name, 'eval/'), place, step)",
+        [bar.metric, bar.stage],
+    )
+    return [row["step"] for row in found], [row["value"] for row in found]
 
 
 def load_jobs(path: Path) -> dict[str, Job]:

@@ -21,19 +21,19 @@ from rollouts.inspect.terminal import make_safe
 BAD_INPUT = (ConfigError, DataError, ModelError, PlugInError, RunDirError)
 
 
-LOOKING = "rollouts.inspect.commands"
-COMMANDS = {  # in the order of --help: the module and the function that add it
+LOOKING = "rollouts.inspect.options", "add_parser"
+COMMANDS = {  # in the order of --help: the module and the function that add it, and what that takes
     "init": ("rollouts.cli.settings", "add_init_parser"),
     "explain": ("rollouts.cli.settings", "add_explain_parser"),
     "check": ("rollouts.cli.settings", "add_check_parser"),
-    "tail": (LOOKING, "add_tail_parser"),
-    "inspect": (LOOKING, "add_inspect_parser"),
-    "samples": (LOOKING, "add_samples_parser"),
-    "plot": (LOOKING, "add_plot_parser"),
-    "query": (LOOKING, "add_query_parser"),
-    "report": (LOOKING, "add_report_parser"),
+    "tail": (*LOOKING, "tail", "run_tail"),
+    "inspect": (*LOOKING, "inspect", "run_inspect"),
+    "samples": (*LOOKING, "samples", "run_samples"),
+    "plot": (*LOOKING, "plot", "run_plot"),
+    "query": (*LOOKING, "query", "run_query"),
+    "report": (*LOOKING, "report", "run_report"),
     "replay": ("rollouts.replay", "add_parser"),
-    "export-trace": (LOOKING, "add_trace_parser"),
+    "export-trace": (*LOOKING, "export-trace", "run_export_trace"),
     "track": ("rollouts.trackers.commands", "add_parser"),
     "engines": ("rollouts.cli.engines", "add_parser"),
 }
@@ -70,6 +70,6 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rollouts {__version__}")
     parser.set_defaults(takes_settings=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module, function in [COMMANDS[command]] if command in COMMANDS else COMMANDS.values():
-        getattr(importlib.import_module(module), function)(commands)
+    for module, function, *words in [COMMANDS[command]] if command in COMMANDS else COMMANDS.values():
+        getattr(importlib.import_module(module), function)(commands, *words)
     return parser

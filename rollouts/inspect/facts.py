@@ -1,6 +1,4 @@
-"""What there is to say of a run: the numbers and texts that the terminal, several runs side by side and the
-report draw.
-"""
+"""What there is to say of a run: statements and texts that the terminal and the report share."""
 
 from __future__ import annotations
 
@@ -9,11 +7,11 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from rollouts.config.secrets import flatten_settings, remove_secrets
 from rollouts.errors import RunDirError
-from rollouts.inspect.record import Record, Stage
+from rollouts.inspect.record import Record
+from rollouts.inspect.terminal import format_number
+from rollouts.metrics.jsonl import Row
 from rollouts.run_dir import RunDir
 
 ACCURACY = re.compile(r"eval/(?P<name>.+)/(?P<stat>(?:avg|pass)@\d+|accuracy)")
@@ -22,108 +20,87 @@ TROUBLE = {
     "checkpoint/failed": "checkpoints could not be saved",
     "weight_sync/engines_failed": "weight updates of an engine failed",
 }
-DROPPED, FAILED = "groups/dropped/", "fail/"
-NOT_PHASES = ("step", "weight_sync_pause")  # the whole, and a part of another phase
-PHASES = 6  # of which each has a colour; the rest of the step has the seventh
-REST = "rest of the step"
-PARTS = 20  # of the run's steps, over which failures are counted
-# of each sample; `failure` is the metadata's of one that failed
+STEP_FACTS = {  # metric: heading, format; what a step says of itself
+    "reward/mean": ("reward", ".3f"),
+    "loss/total": ("loss", ".4g"),
+    "optim/grad_norm": ("grad norm", ".3g"),
+    "response_length/mean": ("length", ".1f"),
+    "truncated/frac": ("cut", ".2f"),
+    "off_policy/max": ("lag", ".0f"),
+    "perf/trained_tokens_per_s": ("tok/s", ".0f"),
+    "perf/generated_tokens_per_s": ("tok/s", ".0f"),
+    "time/step": ("s/step", ".2f"),
+    "entropy/mean": ("entropy", ".3f"),
+    "clip_ratio": ("clipped", ".3f"),
+    "optim/lr": ("lr", ".2e"),
+    "rewards/margins": ("margin", ".3f"),
+    "rewards/accuracies": ("ranked right", ".2f"),
+    "value/mean": ("value", ".3f"),
+    "value/explained_variance": ("explained", ".2f"),
+}
+# the columns of samples_held; `failure` is the metadata's of one that failed
 SAMPLE_FACTS = """stage, step, attempt, status, policy_version - weight_version_min AS lag,
     weight_version_max > weight_version_min AS mixed,
     CASE WHEN status = 'failed' THEN metadata->'$.failure' END AS failure,
     CASE WHEN status = 'failed' THEN id END AS failed_id"""
-# by class and text, the most frequent first; texts that differ in numbers are one, shown as the first was
-MESSAGES = r"""SELECT class, function, arg_min(text, place) AS text, count(*) AS count, min(step) AS first,
+# `messages`: by class and text, the most frequent first; texts that differ in numbers are one, shown as the
+# first was. Numbers have four digits, and no exponent where the whole part is longer.
+DESCRIBING = r"""
+    CREATE OR REPLACE MACRO brief(x) AS
+        if(abs(x) >= 1e4 AND abs(x) < 1e7, printf('%.0f', x), format('{:.4g}', x));
+    CREATE OR REPLACE MACRO percent(part, whole) AS printf('%.1f %%', 100 * part / nullif(whole, 0));
+    CREATE OR REPLACE VIEW messages AS
+    SELECT class, function, arg_min(text, place) AS text, count(*) AS count, min(step) AS first,
         max(step) AS last, arg_min(failed_id, place) AS sample, arg_min(stage, place) AS stage,
         arg_min(step, place) AS step, min(place) AS place
-    FROM (SELECT *, coalesce(failure->>'$.class', 'unknown') AS class,
+    FROM (SELECT *, rowid AS place, coalesce(failure->>'$.class', 'unknown') AS class,
             coalesce(failure->>'$.function', '') AS function,
             coalesce(nullif(trim(left(failure->>'$.message', 400)), ''), '(no message)') AS text,
             regexp_replace(text, '0x[0-9a-f]+|\d+(\.\d+)?', '#', 'gi') AS kind
         FROM samples_held WHERE status = 'failed')
-    GROUP BY class, function, kind ORDER BY count DESC, min(place)"""
+    GROUP BY class, function, kind ORDER BY count DESC, place"""
+OUTCOMES = """
+    SELECT stages.stage, stages.last AS ">steps",
+        printf('%.1f', sum(total) FILTER (name = 'time/step') / 60) AS ">minutes",
+        any_value(brief(totals.first) || ' → ' || brief(totals.last)) FILTER (name = 'reward/mean')
+            AS ">reward first → last",
+        any_value(brief(totals.first) || ' → ' || brief(totals.last)) FILTER (name = 'loss/total')
+            AS ">loss first → last",
+        (sum(total) FILTER (name LIKE 'groups/dropped/%'))::BIGINT AS ">groups dropped",
+        (sum(total) FILTER (name LIKE 'fail/%'))::BIGINT AS ">samples failed"
+    FROM stages LEFT JOIN totals USING (stage) GROUP BY ALL ORDER BY min(stages.rowid)"""
+DROPPED = """
+    SELECT 'groups that were not trained' AS title, name[16:] AS reason, sum(total)::BIGINT AS ">groups",
+        percent(sum(total), (SELECT sum(total) FROM totals WHERE name = 'groups/drawn')) AS ">of those drawn"
+    FROM totals WHERE name LIKE 'groups/dropped/%' GROUP BY name HAVING sum(total) > 0
+    ORDER BY sum(total) DESC"""
 
 
-def describe_stage(stage: Stage) -> dict[str, Any]:
-    """What a stage came to: steps, seconds in steps, reward and loss of the first and the last step, samples
-    that failed and groups that were dropped.
-    """
+def load_facts(record: Record, more: str = "") -> None:
+    """Loads samples_held, with `more` columns, and makes the macros and views of this page."""
+    record.load("samples", SAMPLE_FACTS + more)
+    record.connection.execute(DESCRIBING)
 
-    def find_ends(name: str) -> list[float] | None:
-        values = stage.series(name)[1]
-        return [float(values[0]), float(values[-1])] if len(values) else None
 
+def find_trouble(record: Record) -> list[tuple[str, float]]:
+    """What went wrong in steps, and how often."""
+    totals = {
+        row["name"]: row["total"]
+        for row in record.rows("SELECT name, sum(total) AS total FROM totals GROUP BY name")
+    }
+    return [(what, totals[name]) for name, what in TROUBLE.items() if totals.get(name)]
+
+
+def describe_step(row: Row) -> dict[str, str]:
+    """The main numbers that a row of metrics has, by heading."""
     return {
-        "name": stage.name,
-        "last": int(stage.columns["step"][-1]),
-        "seconds": float(stage.filled("time/step").sum()),
-        "reward": find_ends("reward/mean"),
-        "loss": find_ends("loss/total"),
-        "failed": round(sum(stage.sum_below(FAILED).values())),
-        "dropped": round(sum(stage.sum_below(DROPPED).values())),
+        heading: format(row[name], form)
+        for name, (heading, form) in STEP_FACTS.items()
+        if isinstance(row.get(name), int | float)
     }
 
 
-def sum_stages(record: Record, prefix: str) -> list[tuple[str, float]]:
-    """The sum over all stages of each metric whose name begins with `prefix`, without the prefix, the largest
-    first.
-    """
-    totals: dict[str, float] = {}
-    for stage in record.stages.values():
-        for name, total in stage.sum_below(prefix).items():
-            totals[name] = totals.get(name, 0.0) + total
-    return sorted(totals.items(), key=lambda item: -item[1])
-
-
-def split_phases(stage: Stage) -> dict[str, np.ndarray]:
-    """Seconds of each phase in every step, the longest first, and the rest of the step last: below 0 where
-    phases overlap. Empty where the stage has no phases.
-    """
-    sums = stage.sum_below("time/")
-    names = [name for name in sums if name not in NOT_PHASES][:PHASES]
-    phases = {name: stage.filled(f"time/{name}") for name in names}
-    if phases:
-        phases[REST] = stage.filled("time/step") - np.sum(list(phases.values()), axis=0)
-    return phases
-
-
-def find_failures(record: Record) -> dict[str, Any]:
-    """Samples that failed by class (of the metrics) and by message (of logged samples, in the table
-    samples_held), dropped groups by reason, and steps that went wrong.
-    """
-    stages = list(record.stages.values())
-    steps = np.concatenate([np.empty(0, np.int64), *(stage.columns["step"] for stage in stages)])
-    classes: list[dict[str, Any]] = []
-    for name, total in sum_stages(record, FAILED):
-        counts = np.concatenate([stage.filled(FAILED + name) for stage in stages])
-        places = np.flatnonzero(counts)
-        spread = np.bincount(places * PARTS // len(counts), weights=counts[places], minlength=PARTS)
-        found = {"first": int(steps[places].min()), "last": int(steps[places].max())}
-        classes.append(
-            {"name": name, "total": round(total), "steps": len(places), **found, "spread": spread.tolist()}
-        )
-    trouble = {what: sum(total for _, total in sum_stages(record, name)) for name, what in TROUBLE.items()}
-    return {
-        "classes": classes,
-        "messages": record.rows(MESSAGES),
-        "dropped": sum_stages(record, DROPPED),
-        "trouble": [(what, total) for what, total in trouble.items() if total],
-    }
-
-
-def find_accuracies(record: Record, stage: str | None = None) -> dict[str, list[float]]:
-    """`name stat` of each accuracy that was evaluated (of a stage), with its values in the order of the
-    run.
-    """
-    found: dict[str, list[float]] = {}
-    for row in record.evaluations:
-        for name, value in row.items() if stage in (None, row["stage"]) else ():
-            if match := ACCURACY.fullmatch(name):
-                found.setdefault(f"{match['name']} {match['stat']}", []).append(value)
-    return found
-
-
-def find_failure(row: Mapping[str, Any]) -> dict[str, Any]:
+def find_failure(row: Row) -> dict[str, Any]:
     """Why a sample failed, by its row; empty where that is not known."""
     metadata = row.get("metadata")
     failure = metadata.get("failure") if isinstance(metadata, dict) else None
@@ -132,20 +109,18 @@ def find_failure(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def describe_failure(failure: Mapping[str, Any]) -> str:
     """`function: message` of a failed sample on one line."""
-    texts = (str(failure[name]) for name in ("function", "message", "text") if failure.get(name))
+    texts = (str(failure[name]) for name in ("function", "message") if failure.get(name))
     return " ".join(": ".join(texts).split())
+
+
+def show_value(value: object) -> str:
+    """A number as tables have it, anything else as it is."""
+    return format_number(value) if isinstance(value, float) else str(value)
 
 
 def count_of(number: int, thing: str) -> str:
     """`1 attempt`, `2 attempts`."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
-
-
-def format_duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3.5 h`."""
-    if seconds < 100:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.3g} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def read_settings(run_dir: RunDir) -> dict[str, str]:

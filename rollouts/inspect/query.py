@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import duckdb
-import msgspec
 from rich.table import Table
 
-from rollouts.config.spelling import nearest
 from rollouts.errors import ConfigError
 from rollouts.inspect.facts import count_of
 from rollouts.inspect.record import KINDS, Record
@@ -20,7 +15,6 @@ from rollouts.inspect.terminal import make_safe, make_table
 
 SHOWN_ROWS = 200  # of a table
 SHOWN_CHARACTERS = 200  # of a cell of a table
-MISSING_COLUMN = re.compile(r'column "([^"]+)" (?:was )?not found|column named "([^"]+)"')
 
 
 class Answer(NamedTuple):
@@ -32,35 +26,22 @@ class Answer(NamedTuple):
 
 def run_sql(record: Record, sql: str) -> Answer:
     """The answer to a statement. Raises ConfigError for SQL that is wrong or does more than read."""
-    columns: list[str] = []
     try:
         statements = record.connection.extract_statements(sql)
         # no EXPLAIN: with ANALYZE it runs what it explains, and that may be a COPY onto the record
         if [statement.type for statement in statements] != [duckdb.StatementType.SELECT]:
             raise ConfigError("SQL: give one statement that reads, for example SELECT … FROM metrics")
-        for kind in KINDS:
-            if kind in sql.lower():
-                columns += record.add_views(kind)
-                record.note_damage(kind, f"{kind}_lines")
+        for kind in (kind for kind in KINDS if kind in sql.lower()):
+            record.add_views(kind)
+            record.note_damage(kind, f"{kind}_lines")
         result = record.connection.execute(sql)
         return Answer(tuple(str(column[0]) for column in result.description or ()), result.fetchall())
     except duckdb.Error as error:
-        raise explain_error(str(error).splitlines()[0], columns) from error
-
-
-def explain_error(text: str, columns: Sequence[str]) -> ConfigError:
-    """What to say of a statement that DuckDB refuses, with the nearest column where one is missing."""
-    match = MISSING_COLUMN.search(text)
-    if match is None:
-        views = f"; the views are {', '.join(KINDS)}, each with _all for every attempt"
-        return ConfigError(f"SQL: {text}{views if 'does not exist' in text else ''}")
-    name = match[1] or match[2]
-    parts = [f'"{column}"' for column in columns if name in column.split("/")][:4]
-    near = nearest(name, columns)
-    hint = f'did you mean "{near}"?' if near else f"the columns are {', '.join(columns)}"
-    if parts:
-        hint = f"a name with a slash stands in double quotes: {', '.join(parts)}"
-    return ConfigError(f"SQL: there is no column {name}; {hint}")
+        text = " ".join(str(error).partition("\n\nLINE")[0].split())
+        raise ConfigError(
+            f"SQL: {text}; the views are {', '.join(KINDS)}, each with _all for every attempt, and a name"
+            ' with a slash stands in double quotes: "reward/mean"'
+        ) from error
 
 
 def make_answer_table(answer: Answer) -> Table:
@@ -80,16 +61,3 @@ def format_cell(value: Any) -> str:
     text = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
     shown = make_safe(text[:SHOWN_CHARACTERS], one_line=True)
     return f"{shown}…" if len(text) > SHOWN_CHARACTERS else shown
-
-
-def format_csv(answer: Answer) -> str:
-    """All rows, after a line with the columns."""
-    held = io.StringIO()
-    csv.writer(held, lineterminator="\n").writerows([answer.columns, *answer.rows])
-    return held.getvalue()
-
-
-def format_json(answer: Answer) -> str:
-    """A line for each row."""
-    rows = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
-    return msgspec.json.Encoder(enc_hook=str).encode_lines(rows).decode()

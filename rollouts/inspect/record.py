@@ -1,6 +1,6 @@
 """The rows of a run directory, read through DuckDB.
 
-    RUN/*.jsonl ─► read_json with the schema below ─► views, tables ─► rows, numpy columns
+    RUN/*.jsonl ─► read_json with the schema below ─► views ─► tables of the newest rows ─► rows, curves
 
 Each kind of file has the views NAME_lines (a damaged line is NULL throughout), NAME_all (every attempt) and
 NAME (the newest attempt at each step). The connection opens these files only and loads no extension.
@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import duckdb
 import numpy as np
 
 from rollouts.errors import RunDirError
-from rollouts.metrics.jsonl import Row
+from rollouts.metrics.jsonl import Row, parse_row, read_backwards
 from rollouts.run_dir import RunDir, check_links, checkpoint_manifest, list_parts, parse_step
 
 HEAD = "schema BIGINT, stage VARCHAR, step BIGINT, policy_version BIGINT, attempt BIGINT, time_unix DOUBLE"
@@ -49,45 +48,36 @@ SETTINGS = (
     "autoinstall_known_extensions = false",
     "autoload_known_extensions = false",
 )
-TAIL_BYTES = 1 << 20  # of a file, in which its torn last line is looked for
+# `points`: a row for each finite value of a metric or an evaluation; `totals`: a row for each stage and
+# name; `stages`: those that have steps, in order of appearance. A place is the number of a line of its file.
+POINTS = """
+    CREATE VIEW points AS FROM (
+        UNPIVOT (SELECT *, rowid AS place, NULL::DOUBLE AS "no metric" FROM metrics_held)
+        ON COLUMNS(* EXCLUDE (schema, stage, step, policy_version, attempt, time_unix, place))
+        INTO NAME name VALUE value
+        UNION ALL BY NAME
+        UNPIVOT (SELECT * EXCLUDE (name), rowid AS place, NULL::DOUBLE AS "no metric" FROM evaluations_held)
+        ON COLUMNS(* EXCLUDE (schema, stage, step, policy_version, attempt, time_unix, place))
+        INTO NAME name VALUE value)
+    WHERE isfinite(value);
+    CREATE TABLE totals AS
+    SELECT stage, name, sum(value) AS total, min(value) AS low, max(value) AS high,
+        arg_min(value, step) AS first, arg_max(value, step) AS last,
+        max(step) FILTER (value != 0) AS last_step
+    FROM points GROUP BY stage, name;
+    CREATE TABLE stages AS
+    SELECT stage, count(*) AS rows, min(step) AS first, max(step) AS last, max(attempt) AS attempt
+    FROM metrics_held GROUP BY stage ORDER BY min(rowid)"""
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """The newest rows of metrics.jsonl of one stage, by step."""
+class Curve(NamedTuple):
+    """One metric of one stage of a run."""
 
+    stage: str
     name: str
-    columns: Mapping[str, np.ndarray]  # step and attempt int64; time_unix and metrics float64, NaN for none
-
-    def __len__(self) -> int:
-        return len(self.columns["step"])
-
-    @property
-    def metrics(self) -> list[str]:
-        """Metrics that have a value in some step, by name."""
-        known = list_fields("metrics")
-        return [name for name in self.columns if name not in known and len(self.series(name)[1])]
-
-    def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of a metric, of the rows that have it."""
-        values = self.columns.get(name, np.full(len(self), np.nan))
-        held = np.isfinite(values)
-        return self.columns["step"][held], values[held]
-
-    def filled(self, name: str) -> np.ndarray:
-        """The values of a metric in every row, 0 where a row has none."""
-        return np.nan_to_num(self.columns.get(name, np.zeros(len(self))))
-
-    def sum_below(self, prefix: str) -> dict[str, float]:
-        """The sum of each metric whose name begins with `prefix`, without the prefix, where it is not 0; the
-        largest first.
-        """
-        sums = {
-            name.removeprefix(prefix): float(self.filled(name).sum())
-            for name in self.columns
-            if name.startswith(prefix)
-        }
-        return {name: sums[name] for name in sorted(sums, key=lambda name: -sums[name]) if sums[name]}
+    steps: np.ndarray  # int64, ascending
+    values: np.ndarray  # float64, finite
+    run: str = ""
 
 
 class Record:
@@ -98,12 +88,15 @@ class Record:
         self.root = run_dir.root
         self.connection = connection
         self.notes: list[str] = []  # for a person: lines that were left out
+        self.stages: list[
+            Row
+        ] = []  # name, rows, first and last step of those that have steps, by load_points
 
-    def iterate_rows(self, sql: str, parameters: Sequence[object] = ()) -> Iterator[Row]:
+    def iterate_rows(self, sql: str, parameters: object = None) -> Iterator[Row]:
         """The rows of a statement without absent values, JSON decoded. No other statement may run until it
         has ended.
         """
-        result = self.connection.execute(sql, list(parameters))
+        result = self.connection.execute(sql, parameters)
         names = [(column[0], str(column[1]) == "JSON") for column in result.description or ()]
         while batch := result.fetchmany(1000):
             for row in batch:
@@ -113,27 +106,18 @@ class Record:
                     if value is not None and value == value
                 }
 
-    def rows(self, sql: str, parameters: Sequence[object] = ()) -> list[Row]:
+    def rows(self, sql: str, parameters: object = None) -> list[Row]:
         """All rows of a statement, as iterate_rows gives them."""
         return list(self.iterate_rows(sql, parameters))
 
-    def columns(self, sql: str, parameters: Sequence[object] = ()) -> dict[str, np.ndarray]:
-        """The columns of a statement; absent numbers are NaN, absent texts "", texts are objects."""
-        found: dict[str, Any] = self.connection.execute(sql, list(parameters)).fetchnumpy()
-        for name, values in found.items():
-            if np.ma.is_masked(values):
-                is_text = values.dtype == object
-                found[name] = values.filled("") if is_text else values.astype(np.float64).filled(np.nan)
-        return {name: np.ma.getdata(values) for name, values in found.items()}
-
-    def add_views(self, kind: str) -> list[str]:
-        """The columns of the views of a kind, which are made."""
-        columns = list_fields(kind)
-        files = ", ".join(quote_text(str(part)) for part in find_parts(self.run_dir, kind))
+    def add_views(self, kind: str) -> None:
+        """Makes the views of a kind."""
+        columns = dict(field.split() for field in FIELDS[kind].split(", "))
+        files = self.list_files(kind)
         if files and kind in ("metrics", "evaluations"):
             found = self.connection.execute(
-                f"SELECT DISTINCT unnest(json_keys(json)) FROM read_ndjson_objects([{files}], {JSON_OPTIONS})"
-                " WHERE json_type(json) = 'OBJECT'"
+                "SELECT DISTINCT unnest(names) FROM (SELECT DISTINCT json_keys(json) AS names"
+                f" FROM read_ndjson_objects([{files}], {JSON_OPTIONS}) WHERE json_type(json) = 'OBJECT')"
             ).fetchall()
             # DuckDB does not tell names apart by case: the first of equal ones stays
             names = {name.lower(): name for (name,) in sorted(found, reverse=True) if name}
@@ -147,76 +131,71 @@ class Record:
             (kind, f"FROM {kind}_all WHERE {is_newest(kind, f'{kind}_all')}"),
         ):
             self.connection.execute(f"CREATE OR REPLACE VIEW {name} AS {select}")
-        return list(columns)
 
     def load(self, kind: str, select: str = "*", parameters: Sequence[object] = ()) -> None:
-        """Makes the table NAME_held of what is selected of the newest rows, with `place`, the number of the
+        """Makes the table NAME_held of what is selected of the newest rows; its rowid is the number of the
         line. `select` must hold stage, step and attempt. Lines that are left out are noted.
         """
         self.add_views(kind)
         held = f"{kind}_held"
         self.connection.execute(
-            f"CREATE OR REPLACE TABLE {held} AS SELECT row_number() OVER () AS place, {select}"
-            f" FROM {kind}_lines",
-            list(parameters),
+            f"CREATE OR REPLACE TABLE {held} AS SELECT {select} FROM {kind}_lines", list(parameters)
         )
         self.note_damage(kind, held)
-        self.connection.execute(f"DELETE FROM {held} WHERE NOT {IS_ROW}")
-        self.connection.execute(f"DELETE FROM {held} WHERE NOT {is_newest(kind, held)}")
+        self.connection.execute(f"DELETE FROM {held} WHERE NOT {IS_ROW} OR NOT {is_newest(kind, held)}")
 
     def note_damage(self, kind: str, table: str) -> None:
         """Notes how many lines of a table are no rows, and a torn last line apart."""
-        torn = b""
-        for part in find_parts(self.run_dir, kind)[-1:]:
-            with part.open("rb") as file:
-                file.seek(max(0, part.stat().st_size - TAIL_BYTES))
-                torn = file.read().rpartition(b"\n")[2]
-        try:
-            json.loads(torn or b"0")
-            torn = b""
-        except ValueError:
-            self.notes.append(f"{kind}.jsonl: the torn last line ({len(torn)} bytes) is left out")
-        found = self.connection.execute(f"SELECT count(*) FROM {table} WHERE NOT {IS_ROW}").fetchall()
-        if damaged := found[0][0] - bool(torn):
+        parts = find_parts(self.run_dir, kind)
+        last = next(read_backwards(parts[-1])) if parts else b"\n"
+        if torn := not last.endswith(b"\n") and parse_row(last) is None:
+            self.notes.append(f"{kind}.jsonl: the torn last line ({len(last)} bytes) is left out")
+        (damaged,) = self.connection.execute(f"SELECT count(*) FROM {table} WHERE NOT {IS_ROW}").fetchall()[0]
+        if damaged := damaged - torn:
             self.notes.append(f"{kind}.jsonl: {damaged} damaged line{'' if damaged == 1 else 's'} left out")
 
     def read_places(self, kind: str, places: Sequence[int]) -> list[Row]:
         """The rows at these places, in their order."""
-        if not len(places):
+        if not places:
             return []
+        schema = json.dumps(dict(field.split() for field in FIELDS[kind].split(", ")))
         found = self.rows(
-            f"FROM (SELECT row_number() OVER () AS place, * FROM {kind}_lines)"
+            "SELECT place, unnest(json_transform(json, ?)) FROM (SELECT json, row_number() OVER () - 1 AS"
+            f" place FROM read_ndjson_objects([{self.list_files(kind)}], {JSON_OPTIONS}))"
             " WHERE place IN (SELECT unnest(?::BIGINT[]))",
-            [list(map(int, places))],
+            [schema, list(places)],
         )
         by_place = {row.pop("place"): row for row in found}
         return [by_place[place] for place in places]
 
-    @cached_property
-    def stages(self) -> dict[str, Stage]:
-        """Stages that have steps, in order of appearance."""
-        self.load("metrics")
-        found = self.columns("SELECT * EXCLUDE (schema) FROM metrics_held ORDER BY place")
-        names = found.pop("stage")
-        del found["place"]
-        stages: dict[str, Stage] = {}
-        for stage in dict.fromkeys(names.tolist()):
-            own = np.flatnonzero(names == stage)
-            own = own[np.argsort(found["step"][own], kind="stable")]
-            stages[stage] = Stage(stage, {name: values[own] for name, values in found.items()})
-        return stages
+    def list_files(self, kind: str) -> str:
+        """The files of a kind as SQL has them."""
+        return ", ".join(quote_text(str(part)) for part in find_parts(self.run_dir, kind))
 
-    @cached_property
-    def evaluations(self) -> list[Row]:
-        """The newest evaluation of each stage, step and name, in the order of the file."""
-        self.load("evaluations")
-        return self.rows("SELECT * EXCLUDE (place) FROM evaluations_held ORDER BY place")
+    def load_points(self) -> None:
+        """Loads metrics and evaluations, and makes the tables of POINTS."""
+        for kind in ("metrics", "evaluations"):
+            self.load(kind)
+        self.connection.execute(POINTS)
+        self.stages = self.rows("FROM stages")
+
+    def read_curve(self, stage: str, name: str, run: str = "") -> Curve:
+        """A metric of `totals`: its finite values by step."""
+        table = "evaluations" if name.startswith("eval/") else "metrics"
+        found = self.connection.execute(
+            f"SELECT step, {quote_name(name)} AS value FROM {table}_held"
+            " WHERE stage = ? AND isfinite(value) ORDER BY step, rowid",
+            [stage],
+        ).fetchnumpy()
+        return Curve(stage, name, *map(np.ma.getdata, found.values()), run=run)
 
     @property
     def attempts(self) -> int:
         """How often the run was started, as far as rows tell."""
-        newest = [int(stage.columns["attempt"].max()) for stage in self.stages.values()]
-        return max([*newest, *(row["attempt"] for row in self.evaluations)], default=0)
+        return self.rows(
+            "SELECT coalesce(max(attempt), 0) AS found FROM (SELECT attempt FROM stages UNION ALL"
+            " SELECT attempt FROM evaluations_held)"
+        )[0]["found"]
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -233,19 +212,41 @@ class Record:
 
 
 @contextmanager
-def open_record(root: Path) -> Iterator[Record]:
-    """The record of the run at `root`. Raises RunDirError if it is not a run directory, or cannot be read."""
+def open_record(root: Path, *, points: bool = False) -> Iterator[Record]:
+    """The record of the run at `root`, with the tables of POINTS if they are wanted.
+
+    Raises RunDirError if it is not a run directory, or cannot be read.
+    """
     run_dir = open_run_dir(root)
     check_links(run_dir)
-    paths = ", ".join(quote_text(str(part)) for kind in KINDS for part in find_parts(run_dir, kind))
     with duckdb.connect(":memory:") as connection:
+        record = Record(run_dir, connection)
+        paths = ", ".join(filter(None, map(record.list_files, KINDS)))
         closing = f"allowed_paths = [{paths}]", "enable_external_access = false", "lock_configuration = true"
         for setting in (*SETTINGS, *closing):
             connection.execute(f"SET {setting}")
         try:
-            yield Record(run_dir, connection)
+            if points:
+                record.load_points()
+            yield record
         except duckdb.Error as error:
             raise RunDirError(f"{root}: {str(error).splitlines()[0]}") from error
+
+
+@contextmanager
+def open_records(roots: Sequence[Path]) -> Iterator[dict[str, Record]]:
+    """The records of runs with their points, each by its directory's name with as many directories above it
+    as tell the runs apart. Raises RunDirError.
+    """
+    found = {root.resolve(): root for root in reversed(roots)}
+    depth = 1
+    while len({root.parts[-depth:] for root in found}) < len(found):
+        depth += 1
+    with ExitStack() as stack:
+        yield {
+            "/".join(root.parts[-depth:]): stack.enter_context(open_record(found[root], points=True))
+            for root in reversed(found)
+        }
 
 
 def open_run_dir(root: Path) -> RunDir:
@@ -266,11 +267,6 @@ def find_checkpoints(run_dir: RunDir) -> list[tuple[str, int]]:
         if step is not None and manifest.exists():
             found.append((manifest.stat().st_mtime, path.parent.name, step))
     return [(stage, step) for _, stage, step in sorted(found)]
-
-
-def list_fields(kind: str) -> dict[str, str]:
-    """The fields of a kind's rows with their SQL types."""
-    return dict(field.split() for field in FIELDS[kind].split(", "))
 
 
 def find_parts(run_dir: RunDir, kind: str) -> list[Path]:

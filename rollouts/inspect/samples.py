@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -21,18 +21,15 @@ from rollouts.metrics.jsonl import Row
 from rollouts.metrics.token_shards import read_token_arrays
 
 SORT_KEYS = {
-    "step": "step",
-    "reward": "reward",
     "length": "response_length",
-    "tokens": "tokens",
     "lag": "policy_version - weight_version_min",
     "group": "group_index",
-    None: "NULL",
 }
-MEANINGS = {  # of what tokens are coloured by
-    "advantage": "advantage of the token",
-    "logprob_diff": "log-prob of the trainer minus the engine's, nats, from 0.001",
-    "mask": "tokens that train",
+# of what tokens are coloured by: the meaning, and the arrays; of two the difference
+COLORS = {
+    "advantage": ("advantage of the token", ["advantage"]),
+    "logprob_diff": ("log-prob of the trainer minus the engine's, nats, from 0.001", ["log_prob", "mu"]),
+    "mask": ("tokens that train", ["mask"]),
 }
 # prompt (of a chat what each message says), response and failure message as one text
 SEARCHED = """concat_ws(chr(0), response, metadata->>'$.failure.message',
@@ -49,114 +46,103 @@ STYLES = {  # of a level: blue below 0, orange above, told apart by colour-blind
 ROUNDING = 0.001  # nats; engine and trainer differ by less where they compute the same in another order
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleQuery:
-    """Which samples, and how many of them in which order."""
+class FoundSamples(NamedTuple):
+    """What was found."""
 
-    step: int | None = None
-    last: bool = False  # only the last step that has samples which match otherwise
-    stage: str | None = None
-    status: str | None = None
-    group: int | None = None
-    grep: str = ""
-    sort: str | None = None  # a name of SORT_KEYS; None: the last ones in the order of the file
-    reverse: bool = False
-    limit: int = 10
-
-
-@dataclass(frozen=True, slots=True)
-class FoundSamples:
-    """What a query found."""
-
-    rows: Sequence[Row]  # in the order asked for, at most `limit`
+    rows: list[Row]  # in the order asked for, at most `limit`
     matching: int
     total: int  # logged samples, of the newest attempt at each step
 
 
-def find_samples(record: Record, query: SampleQuery) -> FoundSamples:
-    """The samples that the query asks for.
+def find_samples(
+    record: Record,
+    *,
+    step: int | None = None,
+    last: bool = False,
+    stage: str | None = None,
+    status: str | None = None,
+    group: int | None = None,
+    grep: str = "",
+    sort: str | None = None,
+    reverse: bool = False,
+    limit: int = 10,
+) -> FoundSamples:
+    """The samples that are asked for. `last`: only of the last step that has samples which match otherwise;
+    `sort`: of --sort, None for the last ones in the order of the file.
 
     Raises ConfigError for a limit below 1, RunDirError for a step or stage without samples.
     """
-    if query.limit < 1:
-        raise ConfigError(f"--limit {query.limit}: at least 1")
-    hit = f"contains(lower({SEARCHED}), lower(?))" if query.grep else "? = ''"
-    facts = f"stage, step, attempt, status, group_index, {SORT_KEYS[query.sort]} AS key, {hit} AS hit"
-    record.load("samples", facts, [query.grep])
-    wanted = {"stage": query.stage, "step": query.step, "status": query.status, "group_index": query.group}
+    if limit < 1:
+        raise ConfigError(f"--limit {limit}: at least 1")
+    key = SORT_KEYS.get(sort, sort) if sort else "NULL"
+    hit = f"contains(lower({SEARCHED}), lower(?))" if grep else "? = ''"
+    record.load("samples", f"stage, step, attempt, status, group_index, {key} AS key, {hit} AS hit", [grep])
+    wanted = {"stage": stage, "step": step, "status": status, "group_index": group}
     wanted = {column: value for column, value in wanted.items() if value is not None}
     for column in wanted.keys() & {"stage", "step"}:
-        known = record.connection.execute(f"SELECT DISTINCT {column} FROM samples_held ORDER BY 1").fetchall()
-        if known and (wanted[column],) not in known:
-            names = [str(name) for (name,) in known]
-            there = ", ".join(names) if column == "stage" else f"steps {names[0]} to {names[-1]}"
+        known = [row[column] for row in record.rows(f"SELECT DISTINCT {column} FROM samples_held ORDER BY 1")]
+        if known and wanted[column] not in known:
+            there = ", ".join(known) if column == "stage" else f"steps {known[0]} to {known[-1]}"
             raise RunDirError(
                 f"--{column} {wanted[column]}: no samples of it were logged; there are samples of {there}"
             )
     conditions = " AND ".join(["hit", *(f"{column} = ?" for column in wanted)])
     # the newest ones next to the prompt of the terminal
-    order = f"key {'DESC' if query.reverse else 'ASC'} NULLS LAST, place" if query.sort else "place DESC"
-    newest = "QUALIFY (stage, step) = first_value((stage, step)) OVER (ORDER BY place DESC)"
+    order = f"key {'DESC' if reverse else 'ASC'} NULLS LAST, place" if sort else "place DESC"
+    newest = "QUALIFY (stage, step) = first_value((stage, step)) OVER (ORDER BY place DESC)" if last else ""
     (found,) = record.rows(
-        f"""WITH matching AS (FROM samples_held WHERE {conditions} {newest if query.last else ""})
-        SELECT (SELECT count(*) FROM samples_held) AS total, (SELECT count(*) FROM matching) AS matching,
-            (SELECT list(place ORDER BY {order}) FROM matching)[:{query.limit}] AS places
-        """,
+        f"""WITH matching AS (SELECT *, rowid AS place FROM samples_held WHERE {conditions} {newest})
+        SELECT (SELECT count(*) FROM samples_held) AS total, count(*) AS matching,
+            coalesce(list(place ORDER BY {order})[:{limit}], []) AS places FROM matching""",
         list(wanted.values()),
     )
-    places = found.get("places", [])
-    backwards = not query.sort and not query.reverse
-    rows = record.read_places("samples", places[::-1] if backwards else places)
-    return FoundSamples(rows, found["matching"], found["total"])
+    places = found["places"] if sort or reverse else found["places"][::-1]
+    return FoundSamples(record.read_places("samples", places), found["matching"], found["total"])
 
 
 def print_samples(console: Console, record: Record, found: FoundSamples, *, color: str | None = None) -> None:
-    """Each sample with a headline, and how many match. `color`: a name of MEANINGS; why tokens have none is
+    """Each sample with a headline, and how many match. `color`: a name of COLORS; why tokens have none is
     said once.
     """
-    reasons: dict[str, int] = {}
+    reasons: Counter[str] = Counter()
     plain = console.color_system not in ("256", "truecolor")
     for row in found.rows:
         marked: Text | None = None
         try:
             marked = mark_tokens(record, row, color, plain=plain) if color else None
         except RecordError as error:
-            reasons[str(error)] = reasons.get(str(error), 0) + 1
+            reasons[str(error)] += 1
         print_sample(console, row, marked)
-    for reason, count in reasons.items():
-        console.print(f"not marked, {count_of(count, 'sample')}: {reason}", soft_wrap=True)
-    for note in record.notes:
-        console.print(note, soft_wrap=True)
     shown = f"{len(found.rows)} of {found.total} logged samples"
     if found.matching > len(found.rows):
         shown = f"{len(found.rows)} of {found.matching} that match, of {found.total} logged samples;"
         shown += " --limit shows more"
-    console.print(shown, soft_wrap=True)
+    why = [f"not marked, {count_of(count, 'sample')}: {reason}" for reason, count in reasons.items()]
+    for line in [*why, *record.notes, shown]:
+        console.print(line, soft_wrap=True)
 
 
 def print_sample(console: Console, row: Row, marked: Text | None = None) -> None:
     """One sample: a headline, prompt and response or the marked tokens of both, parts of the reward, what
     failed.
     """
-    console.print(Text(make_safe(describe_sample(row), one_line=True), style="bold"), soft_wrap=True)
+    lines = [Text(make_safe(describe_sample(row), one_line=True), style="bold")]
     prompt = row.get("prompt") or ""
     turns = prompt if isinstance(prompt, list) else [{"role": "prompt", "content": prompt}]
-    lines = [marked] if marked is not None else []
-    for turn in [*turns, {"role": "→", "content": row.get("response", "")}] if marked is None else ():
-        turn = turn if isinstance(turn, dict) else {"content": turn}
-        content = turn.get("content") or ""
-        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-        role = make_safe(str(turn.get("role", "")), one_line=True)
-        if text or role == "→":
-            lines.append(Text.assemble((f"{role} " if role == "→" else f"[{role}] ", "bold cyan"), text))
+    for turn in turns if marked is None else ():
+        content = turn.get("content") if isinstance(turn, dict) else turn
+        role = turn.get("role", "") if isinstance(turn, dict) else ""
+        if content:
+            text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+            lines.append(Text.assemble((f"[{make_safe(str(role), one_line=True)}] ", "bold cyan"), text))
+    lines.append(marked or Text.assemble(("→ ", "bold cyan"), row.get("response", "")))
     if len(rewards := row.get("rewards") or {}) > 1:
         parts = ", ".join(f"{name} {value}" for name, value in rewards.items())
         lines.append(Text(f"rewards: {parts}", style="dim"))
     if failure := find_failure(row):
         lines.append(Text(f"failed: {failure.get('class')} in {describe_failure(failure)}", style="dim"))
-    for line in lines:
+    for line in [*lines, ""]:
         console.print(line, soft_wrap=True)
-    console.print()
 
 
 def describe_sample(row: Row) -> str:
@@ -171,10 +157,7 @@ def describe_sample(row: Row) -> str:
         count_of(row.get("response_length", 0), "token"),
         f"{count_of(lag, 'version')} behind" if lag > 0 else "",
     ]
-    return "── " + " · ".join(fact for fact in facts if fact)
-
-
-# --- tokens -------------------------------------------------------------------------------------------------
+    return "── " + " · ".join(filter(None, facts))
 
 
 def mark_tokens(record: Record, row: Row, color: str, *, plain: bool) -> Text:
@@ -196,7 +179,10 @@ def mark_tokens(record: Record, row: Row, color: str, *, plain: bool) -> Text:
             " kept no contributions"
         )
     arrays = read_token_arrays(record.run_dir, found[0])
-    values = compute_values(arrays, color)
+    meaning, needed = COLORS[color]
+    if missing := [name for name in needed if name not in arrays]:
+        raise RecordError(f"the run kept no {' and '.join(missing)} per token")
+    values = compute_values(arrays, needed)
     largest = float(np.abs(values).max(initial=0.0)) or 1.0
     levels = np.sign(values) * np.ceil(np.abs(values) / largest * 3)
     text = Text()
@@ -208,20 +194,17 @@ def mark_tokens(record: Record, row: Row, color: str, *, plain: bool) -> Text:
     pieces = [(int(levels[begin]), word) for begin, _, word in split_text(arrays["tokens"].tolist(), decode)]
     for level, run in groupby(pieces, key=lambda piece: piece[0]):
         add(level, "".join(word for _, word in run))
-    text.append(f"\n{MEANINGS[color]}:", "dim")
+    text.append(f"\n{meaning}:", "dim")
     for level in STYLES if values.any() and color != "mask" else ():
         text.append(" ")
         add(level, f"to {level / 3 * largest:+.2g}")
     return text
 
 
-def compute_values(arrays: Mapping[str, Any], color: str) -> np.ndarray:
-    """[T] float64 of what is asked for, 0 for tokens that do not train. Raises RecordError naming a missing
-    array.
+def compute_values(arrays: Mapping[str, Any], names: list[str]) -> np.ndarray:
+    """[T] float64 of an array, or of the difference of two where it is ROUNDING or more; 0 for tokens that do
+    not train.
     """
-    needed = {"advantage": ["advantage"], "logprob_diff": ["log_prob", "mu"], "mask": ["mask"]}[color]
-    if missing := [name for name in needed if name not in arrays]:
-        raise RecordError(f"the run kept no {' and '.join(missing)} per token")
-    first, *others = (np.asarray(arrays[name], dtype=np.float64) for name in needed)
+    first, *others = (np.asarray(arrays[name], dtype=np.float64) for name in names)
     values = first - others[0] if others else first
     return np.where((arrays["mask"] > 0) & (np.abs(values) >= (ROUNDING if others else 0)), values, 0.0)

@@ -8,8 +8,7 @@ Rows are taken when they are whole. A long file is followed from its last START_
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,17 +21,9 @@ from rich.live import Live
 from rich.text import Text
 
 from rollouts.inspect.chart import draw_sparkline
-from rollouts.inspect.facts import (
-    FAILED,
-    NOT_PHASES,
-    TROUBLE,
-    describe_failure,
-    find_failure,
-    format_duration,
-    read_settings,
-)
+from rollouts.inspect.facts import TROUBLE, describe_failure, describe_step, find_failure, read_settings
 from rollouts.inspect.record import open_run_dir
-from rollouts.inspect.terminal import format_number, make_safe
+from rollouts.inspect.terminal import format_duration, format_number, make_safe
 from rollouts.metrics.jsonl import Row, has_place, parse_row
 from rollouts.run_dir import Activity, describe_activity, find_activity, list_parts
 
@@ -40,16 +31,6 @@ START_BYTES = 8 << 20  # of a file's end that is read at first
 PACE_ROWS = 20  # rows whose times tell how long a step takes
 PRINTED_ROWS = 20  # lines for one look: the first look finds the whole run
 HELD_ROWS = 2000  # steps that the sparkline shows
-FACTS = {
-    "reward": "reward/mean",
-    "loss": "loss/total",
-    "grad norm": "optim/grad_norm",
-    "length": "response_length/mean",
-    "cut": "truncated/frac",
-    "lag": "off_policy/max",
-    "tok/s": "perf/generated_tokens_per_s",
-    "s/step": "time/step",
-}
 COURSES = ("reward/mean", "rewards/accuracies", "loss/total")  # the first that a stage has is drawn
 
 
@@ -77,7 +58,7 @@ class FileCursor:
                 file.seek(self.offset)
                 lines, newline, _ = file.read().rpartition(b"\n")
             self.offset += len(lines) + len(newline)
-            found = (parse_row(line) for line in lines.split(b"\n"))
+            found = map(parse_row, lines.split(b"\n"))
             rows += [row for row in found if row and has_place(row) and isinstance(row.get("stage"), str)]
         return rows
 
@@ -92,20 +73,21 @@ class RunView:
     evaluation: Row | None = None
     samples: deque[Row] = field(default_factory=lambda: deque(maxlen=5))
     warnings: deque[str] = field(default_factory=lambda: deque(maxlen=4))
-    failures: dict[str, float] = field(default_factory=dict)  # of the rows that were read, by class
-    engines: dict[str, list[int]] = field(default_factory=dict)  # tokens of each request of the newest step
-    engine_step: tuple[str, int] = ("", 0)
+    requests: list[Row] = field(default_factory=list)  # spans of the newest step that has any
 
     @property
-    def last(self) -> Row | None:
-        """The newest row of metrics."""
-        return next(reversed(self.rows.values()), None)
+    def last(self) -> Row:
+        """The newest row of metrics, empty before any."""
+        return next(reversed(self.rows.values()), {})
 
     def take(self, kind: str, row: Row) -> None:
         """Takes a row of a kind of file in."""
         place = f"{row['stage']} step {row['step']}"
         if kind == "metrics":
-            self.take_metrics(row, place)
+            self.take_step({k: of for k, of in row.items() if "/" not in k or type(of) in (int, float)})
+            for name in TROUBLE.keys() & self.last.keys():
+                if self.last[name]:
+                    self.warnings.append(f"{place}: {self.last[name]:g} {TROUBLE[name]}")
         elif kind == "evaluations":
             self.evaluation = row
         elif kind == "samples":
@@ -113,36 +95,33 @@ class RunView:
             if row.get("status") == "failed":
                 self.warnings.append(f"{place}: {row.get('id', '')}: {describe_failure(find_failure(row))}")
         elif row.get("name") == "generate" and isinstance(row.get("tokens"), int):
-            if self.engine_step != (row["stage"], row["step"]):
-                self.engine_step, self.engines = (row["stage"], row["step"]), {}
-            self.engines.setdefault(str(row.get("track")), []).append(row["tokens"])
+            same = [
+                old
+                for old in self.requests[-1:]
+                if (old["stage"], old["step"]) == (row["stage"], row["step"])
+            ]
+            self.requests = [*(self.requests if same else ()), row]
 
-    def take_metrics(self, row: Row, place: str) -> None:
+    def take_step(self, row: Row) -> None:
         """Takes a step in; an attempt that goes on from an earlier step replaces what came after it."""
-        row = {name: value for name, value in row.items() if "/" not in name or type(value) in (int, float)}
+        stage, step, attempt = (row[name] for name in ("stage", "step", "attempt"))
         again = [
             key
             for key, old in self.rows.items()
-            if key[0] == row["stage"] and key[1] >= row["step"] and old["attempt"] < row["attempt"]
+            if key >= (stage, step) and key[0] == stage and old["attempt"] < attempt
         ]
         for key in again:
             del self.rows[key]
         if again:
-            self.warnings.append(f"{row['stage']}: attempt {row['attempt']} goes on from step {row['step']}")
-        self.rows[row["stage"], row["step"]] = row
+            self.warnings.append(f"{stage}: attempt {attempt} goes on from step {step}")
+        self.rows[stage, step] = row
         if len(self.rows) > HELD_ROWS:
             del self.rows[next(iter(self.rows))]
-        for name, value in row.items():
-            if name.startswith(FAILED) and value:
-                kind = name.removeprefix(FAILED)
-                self.failures[kind] = self.failures.get(kind, 0.0) + value
-            if name in TROUBLE and value:
-                self.warnings.append(f"{place}: {value:g} {TROUBLE[name]}")
 
 
 def estimate_left_s(view: RunView) -> float | None:
     """Seconds that the rest of the stage takes at the pace of its last rows; None where that is not known."""
-    last = view.last or {}
+    last = view.last
     own = [row for row in view.rows.values() if all(row[name] == last[name] for name in ("stage", "attempt"))]
     times = [row["time_unix"] for row in own[-PACE_ROWS:] if "time_unix" in row]
     if len(times) < 2 or last["stage"] not in view.steps:
@@ -153,32 +132,38 @@ def estimate_left_s(view: RunView) -> float | None:
 def describe_row(view: RunView, row: Row) -> str:
     """A row of metrics on one line."""
     total = view.steps.get(row["stage"])
-    return f"{row['stage']} {row['step']}{f'/{total}' if total else ''}  {'  '.join(list_facts(row))}"
-
-
-def list_facts(row: Row) -> list[str]:
-    """`reward 0.5`, …: the main numbers that a step has."""
-    return [f"{heading} {format_number(row[name])}" for heading, name in FACTS.items() if name in row]
+    facts = "  ".join(map(" ".join, describe_step(row).items()))
+    return f"{row['stage']} {row['step']}{f'/{total}' if total else ''}  {facts}"
 
 
 def draw_screen(view: RunView, activity: Activity, *, width: int, now_unix: float) -> Text:
     """What is known of the run, at most about 25 lines of `width` characters."""
     lines = [f"{view.root}: {describe_activity(activity)}"]
-    if view.last is None:
-        lines.append("no step has ended yet")
-    else:
-        lines += draw_step(view, view.last, activity, width=width, now_unix=now_unix)
+    lines += (
+        draw_step(view, activity, width=width, now_unix=now_unix) if view.rows else ["no step has ended yet"]
+    )
+    engines: dict[str, list[int]] = {}
+    for row in view.requests:
+        engines.setdefault(str(row.get("track")), []).append(row["tokens"])
+    lines += [
+        f"engine    {name}: {len(tokens)} requests, {sum(tokens)} tokens in step {view.requests[-1]['step']}"
+        for name, tokens in engines.items()
+    ]
     if view.evaluation is not None:
-        shown = [
-            f"{name} {format_number(value)}"
-            for name, value in view.evaluation.items()
-            if name.startswith("eval/") and isinstance(value, float)
+        values = [
+            item
+            for item in view.evaluation.items()
+            if item[0].startswith("eval/") and isinstance(item[1], float)
         ]
-        place = f"{view.evaluation['stage']} step {view.evaluation['step']}"
-        lines.append(f"evaluated {place}: {', '.join(shown[:4])}")
-    if view.failures:
-        ordered = sorted(view.failures.items(), key=lambda item: -item[1])
-        lines.append(f"failed    {', '.join(f'{kind} {count:.0f}' for kind, count in ordered)}")
+        shown = ", ".join(f"{name} {format_number(value)}" for name, value in values[:4])
+        lines.append(f"evaluated {view.evaluation['stage']} step {view.evaluation['step']}: {shown}")
+    failures: Counter[str] = Counter()
+    for row in view.rows.values():
+        failures.update({name[5:]: value for name, value in row.items() if name.startswith("fail/")})
+    if +failures:
+        lines.append(
+            f"failed    {', '.join(f'{kind} {count:.0f}' for kind, count in (+failures).most_common())}"
+        )
     for row in view.samples:
         reward = f"{row['reward']:.3g}" if isinstance(row.get("reward"), int | float) else "none"
         place = f"{row['stage']} {row['step']} {row.get('id', '')} {row.get('status', '')}"
@@ -187,32 +172,30 @@ def draw_screen(view: RunView, activity: Activity, *, width: int, now_unix: floa
     return Text("\n".join(clip(line, width) for line in lines))
 
 
-def draw_step(view: RunView, last: Row, activity: Activity, *, width: int, now_unix: float) -> list[str]:
+def draw_step(view: RunView, activity: Activity, *, width: int, now_unix: float) -> list[str]:
     """Where the run is, and what its newest row says."""
-    total, left = view.steps.get(last["stage"]), estimate_left_s(view)
+    last, left = view.last, estimate_left_s(view)
+    total = view.steps.get(last["stage"])
     place = f"{last['stage']} step {last['step']}{f' of {total}' if total else ''}, attempt {last['attempt']}"
     if "time_unix" in last:
         place += f", {format_duration(max(0.0, now_unix - last['time_unix']))} ago"
     if left is not None and activity.may_go_on:
         place += f", {format_duration(left)} left"
     lines = [place]
+    own = [row for row in view.rows.values() if row["stage"] == last["stage"]]
     for name in COURSES:
-        held = {key: row[name] for key, row in view.rows.items() if key[0] == last["stage"] and name in row}
+        held = [(row["step"], float(row[name])) for row in own if name in row]
         if len(held) > 1:
-            steps, values = np.array([step for _, step in held]), np.array(list(held.values()), np.float64)
+            steps, values = (np.array(column) for column in zip(*held, strict=True))
             room = max(10, min(60, width - len(name) - 30))
-            course = draw_sparkline(steps, values, first=int(steps.min()), last=int(steps.max()), width=room)
+            course = draw_sparkline(steps, values, first=steps.min(), last=steps.max(), width=room)
             lines.append(f"{name} {format_number(values[0])} {course} {format_number(values[-1])}")
             break
-    lines.append("   ".join(list_facts(last)))
-    phases = {name.removeprefix("time/"): value for name, value in last.items() if name.startswith("time/")}
+    lines.append("   ".join(map(" ".join, describe_step(last).items())))
+    phases = {name[5:]: last[name] for name in last if name.startswith("time/")}
     ordered = sorted(phases.items(), key=lambda item: -item[1])
-    shown = [f"{name} {value:.2f} s" for name, value in ordered if name not in NOT_PHASES]
-    lines += [f"phases    {'  '.join(shown)}"] if shown else []
-    for name, tokens in view.engines.items():
-        step = view.engine_step[1]
-        lines.append(f"engine    {name}: {len(tokens)} requests, {sum(tokens)} tokens in step {step}")
-    return lines
+    shown = [f"{name} {value:.2f} s" for name, value in ordered if name not in ("step", "weight_sync_pause")]
+    return [*lines, f"phases    {'  '.join(shown)}"] if shown else lines
 
 
 def clip(line: str, width: int) -> str:
@@ -221,19 +204,11 @@ def clip(line: str, width: int) -> str:
     return shown if cell_len(shown) <= width else f"{set_cell_size(shown, width - 1)}…"
 
 
-async def follow(
-    root: Path,
-    *,
-    every_s: float,
-    once: bool,
-    find: Callable[[], Activity],
-    show: Callable[[RunView, list[Row], Activity], None],
-) -> None:
-    """Calls `show` with the view, the new rows of metrics, and whether the run goes on, after each look with
-    news.
+async def follow(root: Path, console: Console, every_s: float, once: bool) -> None:
+    """Follows a run on a terminal, or where there is none with one line for each step.
 
-    `find` tells whether the run is at work. Returns after a look that began when it was not, so that no row
-    is missed. Raises RunDirError for a directory that is no run.
+    Ends after a look that began when the run was not at work, so that no row is missed. Raises RunDirError
+    for a directory that is no run.
     """
     run_dir = open_run_dir(root)
     settings = read_settings(run_dir)
@@ -241,38 +216,24 @@ async def follow(
     view = RunView(root, {stage: int(text) for stage, text in asked.items() if text.isdecimal()})
     cursors = {path.stem: FileCursor(path) for path in run_dir.row_files if path != run_dir.contributions}
     shown: Activity | None = None
-    while True:
-        activity = find()
-        found = {kind: cursor.read_new() for kind, cursor in cursors.items()}
-        for kind, rows in found.items():
-            for row in rows:
-                view.take(kind, row)
-        if any(found.values()) or activity != shown:
-            show(view, found["metrics"], activity)
-            shown = activity
-        if once or not activity.may_go_on:
-            return
-        await trio.sleep(every_s)
-
-
-async def follow_on_console(root: Path, console: Console, every_s: float, once: bool) -> None:
-    """Follows a run on a terminal, or where there is none with one line for each step. Raises RunDirError."""
-    run_dir = open_run_dir(root)
-
-    with (
-        Live(console=console, auto_refresh=False)
-        if console.is_terminal and not once
-        else nullcontext() as live
-    ):
-
-        def show(view: RunView, fresh: list[Row], activity: Activity) -> None:
-            screen = draw_screen(view, activity, width=console.width, now_unix=time.time())
-            if live is not None:
-                live.update(screen, refresh=True)
-            elif once or not activity.may_go_on:
-                console.print(screen, soft_wrap=True)
-            else:
-                for row in fresh[-PRINTED_ROWS:]:
-                    console.print(clip(describe_row(view, row), console.width), soft_wrap=True)
-
-        await follow(root, every_s=every_s, once=once, find=lambda: find_activity(run_dir), show=show)
+    lively = console.is_terminal and not once
+    with Live(console=console, auto_refresh=False) if lively else nullcontext() as live:
+        while True:
+            activity = find_activity(run_dir)
+            found = {kind: cursor.read_new() for kind, cursor in cursors.items()}
+            for kind, rows in found.items():
+                for row in rows:
+                    view.take(kind, row)
+            if any(found.values()) or activity != shown:
+                shown = activity
+                screen = draw_screen(view, activity, width=console.width, now_unix=time.time())
+                if live is not None:
+                    live.update(screen, refresh=True)
+                elif once or not activity.may_go_on:
+                    console.print(screen, soft_wrap=True)
+                else:
+                    for row in found["metrics"][-PRINTED_ROWS:]:
+                        console.print(clip(describe_row(view, row), console.width), soft_wrap=True)
+            if once or not activity.may_go_on:
+                return
+            await trio.sleep(every_s)

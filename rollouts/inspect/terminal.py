@@ -87,6 +87,13 @@ def tabulate(
     return make_table(title, headings[:fit], cells, lines=lines)
 
 
+def format_duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `3.5 h`."""
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
 def format_number(value: float, digits: int = 4) -> str:
     """A number with so many significant digits: 12.35, 0.0012, 12346 where the whole part is longer."""
     return f"{value:.0f}" if 10**digits <= abs(value) < 10**7 else f"{value:.{digits}g}"

@@ -95,6 +95,40 @@ async def test_it_opens_with_every_section_and_draws(page: Page) -> None:
     assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+async def test_it_tells_a_run_in_numbers(page: Page) -> None:
+    texts: list[str] = await page.evaluate(
+        "[...document.querySelectorAll('.tile')].map((node) => node.innerText.replaceAll('\\n', ' '))"
+    )
+    assert texts[0] == "Heldout avg@1 40 % at first 2 %"
+    assert "Reward, rl 0.195 at first 0.015" in texts
+    assert "Time in steps 43 s 1.7 s a step" in texts
+    phases = await page.evaluate("document.querySelector('#time tbody').innerText")
+    assert [line.split("\t")[:3] for line in phases.split("\n")] == [
+        ["generate", "25 s", "62.5 %"],
+        ["train", "10 s", "25 %"],
+        ["rest of the step", "5 s", "12.5 %"],
+    ]
+    state = await page.evaluate("document.querySelector('#overview dl').innerText")
+    assert "finished, 1 attempt" in state
+
+
+async def test_lines_of_the_audit_log_are_columns_and_one_that_cannot_be_read_spoils_no_other(
+    tmp_path: Path,
+) -> None:
+    run = write_run(tmp_path / "written")
+    lines = (run / "updates.log").read_text().splitlines(keepends=True)
+    damaged = [*lines[:3], lines[3][:40] + lines[4], "\0\0\n", *lines[5:], lines[0][:-9]]
+    (run / "updates.log").write_text("".join(damaged))
+    async with open_report(tmp_path, run) as page:
+        said = await page.evaluate("document.querySelector('#updates p').textContent")
+        assert "3 more lines are torn or of another form" in said
+        heads = await page.evaluate("document.querySelector('#updates thead').innerText")
+        assert heads.split("\t")[3:9] == ["step", "update", "version", "loss", "gradient norm", "clipped"]
+        rows: str = await page.evaluate("document.querySelector('#updates tbody').innerText")
+        assert len(rows.strip().split("\n")) == 18
+        assert "skipped: the loss is not finite" in rows
+
+
 async def test_samples_are_filtered_by_status_reward_and_text(page: Page) -> None:
     assert await page.evaluate(SHOWN) == 80
     await choose(page, "Status", "failed")

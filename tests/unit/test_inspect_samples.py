@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 from rollouts.cli import main
 from rollouts.errors import RunDirError
 from rollouts.inspect.record import open_record
-from rollouts.inspect.samples import SampleQuery, find_samples, print_samples
+from rollouts.inspect.samples import find_samples, print_samples
 from rollouts.inspect.token_texts import split_text
 from tests.unit.run_rows import write_block, write_rows
 
@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> Path:
 
 def find_ids(root: Path, **query: Any) -> str:
     with open_record(root) as record:
-        return " ".join(row["id"] for row in find_samples(record, SampleQuery(**query)).rows)
+        return " ".join(row["id"] for row in find_samples(record, **query).rows)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +146,6 @@ def test_tokens_are_marked_by_arrays_and_tokenizer(tmp_path: Path, capsys: pytes
     )
     console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=200)
     with open_record(tmp_path) as record:
-        print_samples(console, record, find_samples(record, SampleQuery()), color="advantage")
+        print_samples(console, record, find_samples(record), color="advantage")
     assert isinstance(console.file, io.StringIO)
     assert "\x1b[37;48;2;160;82;15m two" in console.file.getvalue(), "white on the darkest orange"

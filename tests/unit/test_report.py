@@ -18,10 +18,10 @@ import pytest
 
 from rollouts.cli import main
 from rollouts.errors import StorageError
-from rollouts.inspect.report.gather import gather_run, read_updates
+from rollouts.inspect.record import open_record
+from rollouts.inspect.report.gather import RunReport, gather_run
 from rollouts.inspect.report.page import write_report
 from rollouts.inspect.report.samples import round_numbers
-from rollouts.run_dir import RunDir
 from tests.browser.written_run import NASTY, head, write_rows, write_run
 from tests.unit.run_rows import write_block
 
@@ -49,6 +49,11 @@ def parse_page(path: Path) -> Elements:
     page.feed(path.read_text(encoding="utf-8"))
     page.close()
     return page
+
+
+def gather(root: Path, *, sample_bytes: int = 10**6, **options: int) -> RunReport:
+    with open_record(root, points=True) as record:
+        return gather_run(record, sample_bytes=sample_bytes, **options)
 
 
 def script_of(page: Elements, name: str) -> Any:
@@ -118,16 +123,13 @@ def test_the_policy_allows_the_styles_and_scripts_of_the_page_and_nothing_else(p
 def test_a_run_is_told_in_numbers(page: Elements) -> None:
     run = script_of(page, "report-data")["runs"][0]
     assert (run["name"], run["state"]) == ("written", "finished")
-    assert [(stage["name"], stage["last"], stage["reward"]) for stage in run["stages"]] == [
-        ("sft", 5, None),
-        ("rl", 20, [0.01, 0.2]),
-    ]
-    assert run["stages"][1]["seconds"] == 20 * 2.0
-    assert run["stages"][1]["failed"] == 4
-    assert run["stages"][1]["dropped"] == 8
+    assert run["outcomes"][1] == {
+        "stage": "rl", ">steps": 20, ">minutes": "0.7", ">reward first → last": "0.01 → 0.2",
+        ">loss first → last": "1 → 0.05", ">groups dropped": 8, ">samples failed": 4,
+    }  # fmt: skip
+    assert [(stage["stage"], stage["rows"]) for stage in run["stages"]] == [("sft", 5), ("rl", 20)]
     assert run["samples"] == {"total": 80, "shown": 80, "how": ""}
-    assert [row["metrics"]["eval/heldout/avg@1"] for row in run["evaluations"]] == [0.02, 0.4]
-    assert {tile["name"]: tile["value"] for tile in run["tiles"]}["Heldout avg@1"] == "40.0 %"
+    assert [row["eval/heldout/avg@1"] for row in run["evaluations"]] == [0.02, 0.4]
 
 
 def test_secrets_of_the_settings_are_hidden(tmp_path: Path, page: Elements) -> None:
@@ -157,39 +159,34 @@ def test_a_run_that_has_begun_only_has_a_report(tmp_path: Path) -> None:
     root = tmp_path / "begun"
     root.mkdir()
     (root / "config.toml").write_text('name = "begun"\n')
-    facts = gather_run(root, sample_bytes=1000).facts
+    facts = gather(root).facts
     assert facts["state"] == "stopped"
-    assert (facts["stages"], facts["curves"], facts["samples"]["total"]) == ([], {}, 0)
+    assert (facts["stages"], facts["means"], facts["samples"]["total"]) == ([], [], 0)
     (root / "run.lock").write_text('{"pid": 7, "host": "node3"}')
-    (root / "metrics.jsonl").write_text(
-        '{"schema": 1, "stage": "rl", "step": 1, "policy_version": 0, "attempt": 1, "time_unix": 86400.0}\n'
-    )
-    facts = gather_run(root, sample_bytes=1000).facts
-    assert facts["state"] == "perhaps running"
-    assert (
-        dict(facts["facts"])["state"]
-        == "perhaps running on node3, whose lock may not be seen here; last row 1970-01-02 00:00 UTC, 1"
-        " attempt"
-    )
+    (root / "metrics.jsonl").write_text(json.dumps(head("rl", 1)) + "\n")
+    facts = gather(root).facts
+    assert facts["activity"] == "perhaps running on node3, whose lock may not be seen here"
+    assert (facts["certain"], facts["times"][0]["newest"]) == (False, head("rl", 1)["time_unix"])
     assert write_report([root], root / "report.html") > 1000
 
 
 def test_rows_of_an_earlier_attempt_are_left_out(run: Path) -> None:
     with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(head("rl", 20, attempt=2) | {"reward/mean": 0.9}) + "\n")
-    curves = gather_run(run, sample_bytes=10**6).facts["curves"]["rl"]
-    assert curves["metrics"]["reward/mean"]["mean"][-2:] == [0.19, 0.9]
-    assert curves["resumed"] == [19]
+    facts = gather(run).facts
+    assert [row["reward/mean"][-2:] for row in facts["means"] if row["stage"] == "rl"] == [[0.19, 0.9]]
+    assert [row["resumed"] for row in facts["axes"] if row["stage"] == "rl"] == [[19]]
 
 
 def test_phases_failures_and_messages_are_counted(page: Elements) -> None:
     run = script_of(page, "report-data")["runs"][0]
-    assert run["phases"]["rl"]["total"] == {"generate": 25.0, "train": 10.0, "rest of the step": 5.0}
-    (found,) = run["failures"]["classes"]
-    spread = [int(place % 5 == 4) for place in range(len(found["spread"]))]
+    (phases,) = (row for row in run["phases"] if row["stage"] == "rl")
+    assert (phases["time/generate"], phases["time/step"]) == ([1.25] * 20, [2] * 20)
+    (found,) = run["failed"]
     assert (found["name"], found["total"], found["first"], found["last"]) == ("reward", 4, 5, 20)
-    assert sum(found["spread"]) == sum(spread)
-    (message,) = run["failures"]["messages"]
+    parts = {place * 20 // 25 for place in (9, 14, 19, 24)}  # of 25 rows, after 5 of sft
+    assert {part["part"]: part["samples"] for part in found["spread"]} == dict.fromkeys(parts, 1)
+    (message,) = run["messages"]
     assert message == {
         "class": "reward",
         "function": "tasks:judge",
@@ -208,11 +205,11 @@ def test_phases_failures_and_messages_are_counted(page: Elements) -> None:
 
 def test_a_report_stays_within_its_bytes_and_says_how_many_samples_it_shows(tmp_path: Path) -> None:
     root = write_run(tmp_path / "many", steps=150, per_step=8)
-    facts, samples = gather_run(root, sample_bytes=200_000)
+    facts, samples = gather(root, sample_bytes=200_000)
     assert sum(len(text.encode()) for text in samples) <= 200_000
     assert facts["samples"]["total"] == 1200
     assert facts["samples"]["shown"] == len(samples) > 50
-    assert any(json.loads(text)["id"] == facts["failures"]["messages"][0]["sample"] for text in samples)
+    assert any(json.loads(text)["id"] == facts["messages"][0]["sample"] for text in samples)
 
 
 def test_samples_that_trained_have_their_advantage_share_and_tokens(run: Path) -> None:
@@ -220,7 +217,7 @@ def test_samples_that_trained_have_their_advantage_share_and_tokens(run: Path) -
     row = head("rl", 20) | {"update": 0, "id": "s20-1", "row": 1, "advantage": -0.5, "share": 0.25}
     here, gone = write_block(run, "s20-1", **arrays), {"shard": "rl-1-000007.bin", "offset": 0}
     write_rows(run / "contributions.jsonl", [row | here, row | {"id": "s20-2"} | gone, row | {"id": "none"}])
-    facts, texts = gather_run(run, sample_bytes=10**6)
+    facts, texts = gather(run)
     samples = {sample["id"]: sample for sample in map(json.loads, texts)}
     assert (samples["s20-1"]["advantage"], samples["s20-1"]["share"]) == (-0.5, 0.25)
     shown = {"pieces": ["72 ", "105 ", "33 "], "mask": [0, 1, 1], "cut": 0, "difference": [None, 0.5, 0]}
@@ -240,7 +237,7 @@ def test_values_are_counted_by_step_range_and_bin(tmp_path: Path) -> None:
     ]
     tmp_path.joinpath("config.toml").touch()
     write_rows(tmp_path / "samples.jsonl", rows)
-    spreads = gather_run(tmp_path, sample_bytes=10**6).facts["spreads"]["rl"]
+    spreads = {row["name"]: row for row in gather(tmp_path).facts["spreads"]}
     assert spreads["lag"]["steps"] == [[1, 1], [2, 2], [9, 9]]
     assert [row[:3] + row[-1:] for row in spreads["lag"]["counts"]] == [
         [1, 0, 1, 0],
@@ -254,39 +251,13 @@ def test_values_are_counted_by_step_range_and_bin(tmp_path: Path) -> None:
 
 
 def test_a_curve_of_many_steps_has_few_points_and_an_envelope(tmp_path: Path) -> None:
-    run = gather_run(write_run(tmp_path / "long", steps=1000), points=100, sample_bytes=10**6).facts
-    curves = run["curves"]["rl"]
-    assert (curves["rows"], len(curves["step"]), curves["step"][:2]) == (1000, 100, [1, 11])
-    reward = curves["metrics"]["reward/mean"]
-    assert (reward["mean"][0], reward["low"][0], reward["high"][0]) == (0.055, 0.01, 0.1)
+    run = gather(write_run(tmp_path / "long", steps=1000), points=100).facts
+    tables = {
+        name: next(row for row in run[name] if row["stage"] == "rl")
+        for name in ("axes", "means", "lows", "highs")
+    }
+    assert (len(tables["axes"]["step"]), tables["axes"]["step"][:2]) == (100, [1, 11])
+    assert [tables[name]["reward/mean"][0] for name in ("means", "lows", "highs")] == [0.055, 0.01, 0.1]
     assert round_numbers([1.23456789, 2.0, math.nan, math.inf, 1e-9]) == [1.2346, 2, None, None, 1e-9]
-    lengths = run["spreads"]["rl"]["length"]
+    (lengths,) = (row for row in run["spreads"] if row["name"] == "length")
     assert (len(lengths["counts"]), np.sum(lengths["counts"]), lengths["edges"][-1]) == (24, 4000, 7.5)
-
-
-# --- updates ------------------------------------------------------------------------------------------------
-
-
-def test_lines_of_the_audit_log_are_columns(run: Path) -> None:
-    updates = read_updates(RunDir(run))
-    assert updates["columns"] == [
-        "time", "attempt", "stage", "step", "update", "version", "loss", "gradient norm", "clipped",
-        "learning rate", "samples", "of these zero advantage", "tokens", "note",
-    ]  # fmt: skip
-    assert updates["total"] == 20
-    assert updates["lines"][6][-1] == "skipped: the loss is not finite"
-    assert updates["unread"] == 0
-
-
-def test_a_line_that_cannot_be_read_spoils_no_other(run: Path) -> None:
-    path = run / "updates.log"
-    lines = path.read_text().splitlines(keepends=True)
-    whole = read_updates(RunDir(run))
-    path.write_text("".join([*lines[:3], lines[3][:40] + lines[4], "\x00\x00\n", *lines[5:], lines[0][:-9]]))
-    updates = read_updates(RunDir(run))
-    assert updates["columns"] == whole["columns"]
-    assert updates["lines"] == whole["lines"][:3] + whole["lines"][5:]
-    assert (updates["total"], updates["unread"]) == (
-        18,
-        3,
-    )  # two lines that were joined, one of zeros, one without its end

@@ -14,13 +14,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from rollouts.cli import main
 from rollouts.inspect import tail
-from rollouts.inspect.tail import (
-    FileCursor,
-    RunView,
-    draw_screen,
-    estimate_left_s,
-    follow_on_console,
-)
+from rollouts.inspect.tail import FileCursor, RunView, draw_screen, estimate_left_s, follow
 from rollouts.metrics.jsonl import Row
 from rollouts.run_dir import Activity
 
@@ -133,7 +127,7 @@ def test_a_run_of_another_machine_is_followed_until_it_has_a_summary(
 
     async def finish() -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(follow_on_console, run, Console(width=200), 0.5, False)
+            nursery.start_soon(follow, run, Console(width=200), 0.5, False)
             await wait_all_tasks_blocked()
             assert "rl 1/12" in capsys.readouterr().out
             (run / "summary.json").write_text("{}")
@@ -145,7 +139,7 @@ def test_a_run_of_another_machine_is_followed_until_it_has_a_summary(
 def test_on_a_terminal_the_screen_is_drawn_again(run: Path):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=80, height=30)
-    trio.run(follow_on_console, run, console, 0.5, False)
+    trio.run(follow, run, console, 0.5, False)
     assert "rl step 1 of 12" in out.getvalue()
 
 

@@ -27,7 +27,7 @@ def write(root: Path, *parts: list[dict[str, Any]]) -> Path:
 
 
 def export(root: Path, **options: Any) -> dict[str, Any]:
-    with open_record(root) as record:
+    with open_record(root, points=True) as record:
         export_trace(record, root / "trace.json", **options)
     return json.loads((root / "trace.json").read_text())
 

@@ -29,11 +29,11 @@ function tileRows() {
   })]);
 }
 
+// A row for each stage; the name of a column of numbers begins with ">".
 function stageTable(run) {
-  const columns = [["stage", ""], ["steps", "number"], ["time", "number"], ["reward first → last", "number"], ["loss first → last", "number"], ["samples failed", "number"], ["groups dropped", "number"]];
-  const pair = (values) => (values ? `${number(values[0])} → ${number(values[1])}` : "");
-  const rows = run.stages.map((stage) => [stage.name, count(stage.last), duration(stage.seconds), pair(stage.reward), pair(stage.loss), count(stage.failed), count(stage.dropped)]);
-  return table(columns, rows, { caption: "Stages" });
+  const names = [...new Set(run.outcomes.flatMap(Object.keys))];
+  const columns = names.map((name) => [name.replace(">", ""), name.startsWith(">") ? "number" : ""]);
+  return table(columns, run.outcomes.map((row) => names.map((name) => (typeof row[name] === "number" ? count(row[name]) : row[name]))), { caption: "Stages" });
 }
 
 function addDifferences() {

@@ -31,7 +31,8 @@ CHOSEN = """
                 sum(bytes) OVER (PARTITION BY reward IS NULL ORDER BY reward DESC, place DESC),
                 sum(bytes) OVER (PARTITION BY reward IS NULL ORDER BY reward, place DESC)) / 0.1 END,
             sum(bytes) OVER (ORDER BY hash(stage, step), place) / 0.3) AS rank
-        FROM (SELECT *, dense_rank() OVER (PARTITION BY stage ORDER BY step DESC) AS age FROM samples_held))
+        FROM (SELECT *, rowid AS place, dense_rank() OVER (PARTITION BY stage ORDER BY step DESC) AS age
+            FROM samples_held))
     SELECT place FROM ordered
     QUALIFY sum(bytes) OVER (ORDER BY rank, place) <= ? ORDER BY rank, place"""
 LEFT_OUT = frozenset({"schema", "attempt", "time_unix"})  # of a row, in the page
@@ -42,7 +43,7 @@ SAMPLE_TOKENS = 4_000  # of one sample; the rest is cut
 class ShownSamples(NamedTuple):
     """What the page shows of a run's samples."""
 
-    texts: list[str]  # JSON of each, by stage, step and place in the file
+    texts: list[str]  # JSON of each, in the order of the file
     total: int  # logged samples
     how: str  # in words how they were chosen, "" if all are there
     remark: str  # on their tokens, for a person
@@ -51,26 +52,22 @@ class ShownSamples(NamedTuple):
 def gather_samples(record: Record, limit_bytes: int, examples: Sequence[int]) -> ShownSamples:
     """The samples for the page, by the table samples_held. `examples`: places that are wanted first."""
     (counts,) = record.rows("SELECT count(*) AS total FROM samples_held")
-    stages = {
-        row["stage"]: row["first"]
-        for row in record.rows("SELECT stage, min(place) AS first FROM samples_held GROUP BY stage")
-    }
     record.add_views("contributions")
     has_arrays = bool(record.rows("FROM contributions LIMIT 1"))
     for_tokens = min(ARRAY_BYTES, limit_bytes // 3) if has_arrays else 0
     room = limit_bytes - for_tokens
     chosen = [row["place"] for row in record.rows(CHOSEN, [list(examples), room])]
-    shown: list[tuple[tuple[int, int, int], Row]] = []
+    shown: dict[int, Row] = {}
     for place, row in zip(chosen, record.read_places("samples", chosen), strict=True):
         short = {name: shorten(value) for name, value in row.items() if name not in LEFT_OUT}
         room -= count_bytes(short)
         if room < 0:
             break
-        shown.append(((stages[row["stage"]], row["step"], place), short))
-    rows = [row for _, row in sorted(shown, key=lambda found: found[0])]
+        shown[place] = short
+    rows = [shown[place] for place in sorted(shown)]
     remark = add_token_values(record, rows, limit_bytes=for_tokens)
     how = HOW if len(rows) < counts["total"] else ""
-    return ShownSamples([encode_json(row) for row in rows], counts["total"], how, remark)
+    return ShownSamples(list(map(encode_json, rows)), counts["total"], how, remark)
 
 
 def shorten(value: Any) -> Any:
