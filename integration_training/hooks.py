@@ -47,7 +47,7 @@ def make_hooks(
     training.
     """
     from rollouts.checkpoints.writer import write_in_turn
-    from rollouts.reference.moving import REFERENCE, FollowingReference
+    from rollouts.reference.moving import REFERENCE, MovingReference
     from rollouts.weight_sync.engine_weights import hold_engine_weights
 
     section = stage_config(run.config, stage)
@@ -57,7 +57,7 @@ def make_hooks(
         if isinstance(section, RLTrainingConfig) and step % section.sync_every != 0:
             assert opened.engine is not None
             write_more = await hold_engine_weights(opened.engine, step)
-        if isinstance(reference, FollowingReference):
+        if isinstance(reference, MovingReference):
             write_reference = await reference.hold()
 
             async def write(path: Path) -> None:

@@ -364,14 +364,15 @@ async def open_scorer(
         return
     import torch
 
-    from rollouts.reference.moving import REFERENCE, FollowingReference, UpdateRule, open_moving_reference
+    from rollouts.reference.moving import REFERENCE, UpdateRule, open_moving_reference
 
     saved = newest / REFERENCE if newest is not None and (newest / REFERENCE).is_dir() else start
     share, every = rule
     async with open_moving_reference(
         saved, rule=UpdateRule(share, 1.0 - share, every), dtype=getattr(torch, config.dtype), **common
     ) as moving:
-        yield FollowingReference(moving, backend, completed_steps)
+        moving.follow(backend, completed_steps)
+        yield moving
 
 
 async def find_server_kind(url: str) -> Literal["vllm", "sglang"]:

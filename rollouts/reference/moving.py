@@ -14,13 +14,13 @@ dtype, the scoring model's weights are the accumulators.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
+import msgspec
 import torch
 import trio
 from torch import Tensor
@@ -28,10 +28,9 @@ from torch import Tensor
 from rollouts.device_thread import DeviceThread
 from rollouts.errors import BackendError, CheckpointError, ConfigError
 from rollouts.models.export import write_hf_stream
-from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model
 from rollouts.protocols import TrainingBackend
-from rollouts.reference.score import FrozenModel, FrozenReference
+from rollouts.reference.score import FrozenReference
 from rollouts.types import FloatArray, RolloutBatch
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 REFERENCE = "reference"  # the directory in a checkpoint
 STATE_FILE = "moving_reference.json"
-STATE_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +80,12 @@ def compute_update(reference: Tensor, policy: Tensor, rule: UpdateRule) -> Tenso
     return mixed.to(reference.dtype)
 
 
-@dataclass(slots=True)
-class _Counters:
-    updates: int = 0
-    step: int = 0  # completed steps at the last call of update()
+class _Counters(msgspec.Struct, frozen=True):
+    """What moving_reference.json holds."""
+
+    format: Literal[1] = 1
+    updates: Annotated[int, msgspec.Meta(ge=0)] = 0
+    step: Annotated[int, msgspec.Meta(ge=0)] = 0  # completed steps at the last call of update()
 
 
 class MovingReference:
@@ -107,11 +107,23 @@ class MovingReference:
         self._device_thread = device_thread
         self._counters = counters
         self._is_whole = True  # False after an update that broke off in the middle
+        self._followed: tuple[TrainingBackend, Callable[[], int]] | None = None
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """reference/updates: how often the reference moved since its run began, across resumes."""
         return {"reference/updates": float(self._counters.updates)}
+
+    def follow(self, backend: TrainingBackend, completed_steps: Callable[[], int]) -> None:
+        """From here on the reference updates itself: before it scores and before it is held, up to the
+        completed steps.
+        """
+        self._followed = backend, completed_steps
+
+    async def _catch_up(self) -> None:
+        if self._followed is not None:
+            backend, completed_steps = self._followed
+            await self.update(backend, step=completed_steps())
 
     async def score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
         """[T_i] per row at batch.temperature; 0.0 where the loss mask is 0. Sees all earlier updates."""
@@ -120,6 +132,7 @@ class MovingReference:
             self._check_whole()
             return self._scorer.score_now(batch)
 
+        await self._catch_up()
         return await self._device_thread.submit(work)
 
     async def update(self, backend: TrainingBackend, *, step: int) -> bool:
@@ -133,33 +146,46 @@ class MovingReference:
         if step <= self._counters.step:
             return False
         if step % self.rule.every:
-            self._counters.step = step
+            self._counters = msgspec.structs.replace(self._counters, step=step)
             return False
         self._check_whole()
-        move = _Move(self._accumulators, self.rule)
-        streamed = backend.stream_weights(move.take)
-        finished = self._device_thread.submit(lambda: self._finish(move, step))  # queued before any score
+        seen: set[str] = set()
+        problem = ""
+
+        def take(bucket: Sequence[tuple[str, Tensor]]) -> None:
+            nonlocal problem  # a sink must not raise: other ranks would wait in a collective
+            for name, policy in bucket:
+                held = self._accumulators.get(name)
+                if held is None or name in seen or held.shape != policy.shape:
+                    what = f"the policy's weight {name!r} {list(policy.shape)} came twice or is none of the"
+                    problem = problem or f"{what} reference's; both must be of one architecture"
+                if held is None or problem:
+                    return
+                seen.add(name)
+                with torch.no_grad():
+                    held.copy_(compute_update(held, policy, self.rule))
+
+        def finish() -> None:
+            nonlocal problem
+            missing = self._accumulators.keys() - seen
+            if missing:
+                what = f"{len(missing)} weights of the reference never came, {min(missing)!r} for one"
+                problem = problem or f"{what}; stream all of the policy's"
+            if problem:
+                self._is_whole = self._is_whole and not seen
+            else:
+                self._copy_to_model()
+                self._counters = _Counters(updates=self._counters.updates + 1, step=step)
+
+        streamed = backend.stream_weights(take)
+        finished = self._device_thread.submit(finish)  # queued before any score
         try:
             await streamed
         finally:
-            failure = await finished
-        if failure is not None:
-            raise failure
+            await finished
+        if problem:
+            raise BackendError(problem)
         return True
-
-    def _finish(self, move: _Move, step: int) -> BackendError | None:
-        missing = self._accumulators.keys() - move.seen
-        if move.failure is None and missing:
-            move.failure = BackendError(
-                f"{len(missing)} weights of the reference never came, {min(missing)!r} for one; stream all of"
-                " the policy's"
-            )
-        if move.failure is not None:
-            self._is_whole = self._is_whole and not move.seen
-            return move.failure
-        self._copy_to_model()
-        self._counters = _Counters(self._counters.updates + 1, step)
-        return None
 
     def _copy_to_model(self) -> None:
         with torch.no_grad():
@@ -179,19 +205,16 @@ class MovingReference:
             self._check_whole()
             return {name: held.to("cpu", copy=True) for name, held in self._accumulators.items()}
 
-        held, counters = await self._device_thread.submit(copy), replace(self._counters)
+        await self._catch_up()
+        held, counters = await self._device_thread.submit(copy), self._counters
 
         def write(path: Path) -> None:
             path.mkdir(parents=True, exist_ok=True)
             with write_hf_stream(self._model, path, dtype=next(iter(held.values())).dtype) as sink:
                 sink(list(held.items()))
-            record = {"format": STATE_FORMAT, **asdict(counters)}
-            (path / STATE_FILE).write_text(json.dumps(record) + "\n", "utf-8")
+            (path / STATE_FILE).write_bytes(msgspec.json.encode(counters))
 
-        async def write_in_thread(path: Path) -> None:
-            await trio.to_thread.run_sync(write, path)
-
-        return write_in_thread
+        return lambda path: trio.to_thread.run_sync(write, path)
 
     async def save(self, path: Path) -> None:
         """Writes what hold() holds at once."""
@@ -201,94 +224,40 @@ class MovingReference:
         """Goes on from what save() wrote, bit for bit. Raises ModelError and CheckpointError, with the
         reference as it was.
         """
-        await self._device_thread.submit(lambda: self._load(path))
 
-    def _load(self, path: Path) -> None:
-        counters = _read_counters(path)
-        if counters is None:
-            raise CheckpointError(f"{path} has no {STATE_FILE}; give the directory that save() wrote")
-        dtype = next(iter(self._accumulators.values())).dtype
-        weights = dict(load_hf_model(path, dtype=dtype).named_parameters())
-        shapes = {name: weight.shape for name, weight in weights.items()}
-        if shapes != {name: held.shape for name, held in self._accumulators.items()}:
-            raise CheckpointError(f"the reference in {path} is of another model; give this run's own")
-        with torch.no_grad():
-            for name, held in self._accumulators.items():
-                held.copy_(weights[name])
-        self._copy_to_model()
-        self._counters = counters
-        self._is_whole = True
+        def work() -> None:
+            if not (path / STATE_FILE).is_file():
+                raise CheckpointError(f"{path} has no {STATE_FILE}; give the directory that save() wrote")
+            counters = _read_counters(path)
+            dtype = next(iter(self._accumulators.values())).dtype
+            weights = dict(load_hf_model(path, dtype=dtype).named_parameters())
+            shapes = [
+                {name: weight.shape for name, weight in of.items()} for of in (weights, self._accumulators)
+            ]
+            if shapes[0] != shapes[1]:
+                raise CheckpointError(f"the reference in {path} is of another model; give this run's own")
+            with torch.no_grad():
+                for name, held in self._accumulators.items():
+                    held.copy_(weights[name])
+            self._copy_to_model()
+            self._counters, self._is_whole = counters, True
+
+        await self._device_thread.submit(work)
 
     def _check_whole(self) -> None:
         if not self._is_whole:
             raise BackendError("the last update of this reference broke off; load() a saved one")
 
 
-class FollowingReference:
-    """A MovingReference that updates itself: before it scores and before it is held, it follows the policy up
-    to the completed steps.
-    """
-
-    def __init__(
-        self, moving: MovingReference, backend: TrainingBackend, completed_steps: Callable[[], int]
-    ) -> None:
-        self._moving = moving
-        self._backend = backend
-        self._completed_steps = completed_steps
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """As MovingReference.metrics."""
-        return self._moving.metrics
-
-    async def score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
-        """[T_i] per row at batch.temperature; 0.0 where the loss mask is 0."""
-        await self._moving.update(self._backend, step=self._completed_steps())
-        return await self._moving.score(batch)
-
-    async def hold(self) -> Callable[[Path], Awaitable[None]]:
-        """As MovingReference.hold, of the reference after the completed steps."""
-        await self._moving.update(self._backend, step=self._completed_steps())
-        return await self._moving.hold()
-
-
-class _Move:
-    """One update while the weights come in. A sink must not raise: other ranks would wait in a collective."""
-
-    def __init__(self, accumulators: dict[str, Tensor], rule: UpdateRule) -> None:
-        self.seen: set[str] = set()
-        self.failure: BackendError | None = None
-        self._accumulators = accumulators
-        self._rule = rule
-
-    def take(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        for name, policy in bucket:
-            held = self._accumulators.get(name)
-            if held is None or name in self.seen or held.shape != policy.shape:
-                self.failure = self.failure or BackendError(
-                    f"the policy's weight {name!r} {list(policy.shape)} came twice or is none of the"
-                    " reference's; both must be of one architecture"
-                )
-            if self.failure is not None or held is None:
-                return
-            self.seen.add(name)
-            with torch.no_grad():
-                held.copy_(compute_update(held, policy, self._rule))
-
-
-def _read_counters(path: Path) -> _Counters | None:
-    """The counters that hold() wrote; None for a directory that is only a model. Raises CheckpointError."""
+def _read_counters(path: Path) -> _Counters:
+    """The counters that hold() wrote, 0 for a directory that is only a model. Raises CheckpointError."""
     file = path / STATE_FILE
-    if not file.is_file():
-        return None
     try:
-        record = json.loads(file.read_text("utf-8"))
-        counters = _Counters(updates=int(record["updates"]), step=int(record["step"]))
-        if record["format"] != STATE_FORMAT or min(counters.updates, counters.step) < 0:
-            raise ValueError(f"format {record['format']!r}; this version reads {STATE_FORMAT}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return msgspec.json.decode(file.read_bytes(), type=_Counters)
+    except FileNotFoundError:
+        return _Counters()
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); copy the directory again") from error
-    return counters
 
 
 @asynccontextmanager
@@ -319,11 +288,9 @@ async def open_moving_reference(
         return model.requires_grad_(False)
 
     def load() -> MovingReference:
-        counters = _read_counters(model_path) or _Counters()
-        averaged = load_frozen(accumulator_dtype)
+        counters, averaged = _read_counters(model_path), load_frozen(accumulator_dtype)
         model = averaged if dtype == accumulator_dtype else load_frozen(dtype)
-        frozen = FrozenModel(model, plan_forward(model), {})
-        scorer = FrozenReference(frozen, device_thread, micro_batch_tokens)
+        scorer = FrozenReference(model, device_thread, micro_batch_tokens)
         accumulators: dict[str, Tensor] = dict(averaged.named_parameters())
         return MovingReference(model, accumulators, scorer, device_thread, rule, counters)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -24,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rollouts.errors import ConfigError, DataError, ModelError
-from rollouts.models.directories import WEIGHT_INDEX, check_model_directory, read_shard_names
+from rollouts.models.directories import check_model_directory, list_weight_files
 from rollouts.protocols import LogProbScorer
 from rollouts.types import FloatArray, RolloutBatch
 
@@ -54,17 +53,22 @@ class PackedWeight(nn.Module):
     def __init__(self, weight: Tensor, bits: Bits) -> None:
         """Raises ConfigError if torchao is not installed; ModelError for a weight that is not finite."""
         super().__init__()
-        quantise = load_torchao()
+        torchao = load_torchao()
         self.shape = weight.shape
-        self.bits = bits
         self.block = choose_block(weight.shape[-1], bits)
         rows = weight.detach().float().reshape(-1, self.block)
         if not bool(torch.isfinite(rows).all()):
             raise ModelError("a weight of the reference model is not finite; copy the model directory again")
-        codes, scale, zero = quantise(rows, bits)
+        kind = torchao.MappingType.SYMMETRIC if bits == 8 else torchao.MappingType.ASYMMETRIC
+        low, high, dtype = (-127, 127, torch.int8) if bits == 8 else (0, 15, torch.uint8)
+        smallest = torch.finfo(torch.float32).tiny  # a block of zeros has a scale all the same
+        scale, zero = torchao.choose_qparams_affine(
+            rows, kind, (1, self.block), dtype, low, high, eps=smallest, scale_dtype=torch.float32
+        )
+        codes = torchao.quantize_affine(rows, (1, self.block), scale, zero, dtype, low, high)
         self.register_buffer("codes", codes if bits == 8 else codes[:, 0::2] | codes[:, 1::2] << 4)
-        self.register_buffer("scale", scale[:, None])
-        self.register_buffer("zero", zero[:, None].to(torch.uint8) if bits == 4 else None)
+        self.register_buffer("scale", scale.reshape(-1, 1))
+        self.register_buffer("zero", zero.reshape(-1, 1).to(torch.uint8) if bits == 4 else None)
 
     def unpack(self) -> Tensor:
         """The whole weight, float32: (code − zero) · scale."""
@@ -73,9 +77,8 @@ class PackedWeight(nn.Module):
     def unpack_rows(self, index: Tensor) -> Tensor:
         """[*index.shape, columns] the rows of a matrix, without making the others."""
         blocks = torch.arange(self.shape[-1] // self.block, device=index.device)
-        return self._unpack((index.reshape(-1, 1) * len(blocks) + blocks).flatten()).view(
-            *index.shape, self.shape[-1]
-        )
+        rows = (index.reshape(-1, 1) * len(blocks) + blocks).flatten()
+        return self._unpack(rows).view(*index.shape, self.shape[-1])
 
     def _unpack(self, rows: Any) -> Tensor:
         codes, scale = self.codes[rows], self.scale[rows]
@@ -85,22 +88,12 @@ class PackedWeight(nn.Module):
         return wide.float().sub_(self.zero[rows]).mul_(scale)
 
 
-Quantise = Callable[[Tensor, Bits], tuple[Tensor, Tensor, Tensor]]
-
-
-def load_torchao() -> Quantise:
-    """A function of blocks [N, block] in float32 that returns codes [N, block], scales [N], zero points [N].
-
-    Raises ConfigError if torchao is not installed.
-    """
+def load_torchao() -> Any:
+    """The module torchao.quantization. Raises ConfigError if it is not installed."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)  # importing torchao warns of kernels that are not used here
     try:
-        from torchao.quantization import (  # pyright: ignore[reportMissingImports]
-            MappingType,
-            choose_qparams_affine,
-            quantize_affine,
-        )
+        import torchao.quantization  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(
             f"a reference in 8bit or 4bit needs torchao ({error}); install rollouts-rl[reference-quant], or"
@@ -108,25 +101,7 @@ def load_torchao() -> Quantise:
         ) from error
     finally:
         logging.disable(before)
-
-    def quantise(blocks: Tensor, bits: Bits) -> tuple[Tensor, Tensor, Tensor]:
-        kind, dtype, low, high = (
-            (MappingType.SYMMETRIC, torch.int8, -127, 127)
-            if bits == 8
-            else (MappingType.ASYMMETRIC, torch.uint8, 0, 15)
-        )
-        size: Any = (1, blocks.shape[-1])
-        smallest = torch.finfo(torch.float32).tiny  # a block of zeros has a scale all the same
-        scale, zero = choose_qparams_affine(
-            blocks, kind, size, dtype, low, high, eps=smallest, scale_dtype=torch.float32
-        )
-        return (
-            quantize_affine(blocks, size, scale, zero, dtype, low, high),
-            scale.reshape(-1),
-            zero.reshape(-1),
-        )
-
-    return quantise
+    return torchao.quantization
 
 
 def choose_block(columns: int, bits: Bits) -> int:
@@ -142,39 +117,29 @@ def choose_block(columns: int, bits: Bits) -> int:
 
 def quantize_model(model: PreTrainedModel, bits: Bits) -> None:
     """Replaces the model's matrices by codes, in place; it has no gradients afterwards and cannot be saved. A
-    tied weight stays tied.
+    tied weight stays tied. Codes replace the matrices of linear layers and embeddings, and the stacked ones
+    of a mixture's experts.
 
     Raises ConfigError if torchao is not installed, ModelError for weights that are not finite.
     """
     model.requires_grad_(False)
-    ends = {
-        id(getattr(module, "weight", None))
+    ends = [
+        getattr(module, "weight", None)
         for module in (model.get_input_embeddings(), model.get_output_embeddings())
-    }
-    done: dict[int, PackedWeight] = {}
-    kept: list[Tensor] = []  # an id stays its own while the tensor lives
+    ]
+    done: dict[Tensor, PackedWeight] = {}
     for module in list(model.modules()):
         for name, weight in list(module._parameters.items()):
-            if weight is None or not (id(weight) in done or is_quantised(module, weight)):
+            if weight is None:
                 continue
-            if id(weight) not in done:
-                done[id(weight)] = PackedWeight(
-                    weight, 8 if id(weight) in ends or weight.shape[-1] % 2 else bits
-                )
-                weight.data = weight.data.new_empty(
-                    0
-                )  # of both modules that have it; its memory goes now, not at the end
-                kept.append(weight)
-            _replace(module, name, done[id(weight)])
-
-
-def is_quantised(module: nn.Module, weight: Tensor) -> bool:
-    """Whether a parameter is stored in codes: matrices of linear layers and embeddings, and the stacked ones
-    of a mixture's experts.
-    """
-    return (
-        weight.ndim >= 3 or (weight.ndim == 2 and isinstance(module, nn.Linear | nn.Embedding))
-    ) and weight.shape[-1] >= BLOCK[4]
+            is_matrix = weight.ndim == 2 and isinstance(module, nn.Linear | nn.Embedding)
+            if weight not in done and (is_matrix or weight.ndim >= 3) and weight.shape[-1] >= BLOCK[4]:
+                is_end = any(weight is end for end in ends) or weight.shape[-1] % 2
+                done[weight] = PackedWeight(weight, 8 if is_end else bits)
+                # of both modules that have it; its memory goes now, not at the end
+                weight.data = weight.data.new_empty(0)
+            if weight in done:
+                _replace(module, name, done[weight])
 
 
 def _replace(module: nn.Module, name: str, packed: PackedWeight) -> None:
@@ -186,11 +151,6 @@ def _replace(module: nn.Module, name: str, packed: PackedWeight) -> None:
         changes["forward"] = lambda self, ids: getattr(self, PACKED + name).unpack_rows(ids)
     changed: Any = type(type(module).__name__, (type(module),), changes)
     module.__class__ = changed
-
-
-def count_weight_bytes(model: nn.Module) -> int:
-    """Bytes of parameters and buffers in memory; what several modules share counts once."""
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 class WeightBytes(NamedTuple):
@@ -209,7 +169,7 @@ def count_bytes_by_headers(path: Path, dtype: str) -> WeightBytes:
     """
     check_model_directory(path)
     held, exact = BUFFER_BYTES, BUFFER_BYTES
-    for file_name in read_shard_names(path) if (path / WEIGHT_INDEX).is_file() else ["model.safetensors"]:
+    for file_name in list_weight_files(path):
         try:
             with safe_open(path / file_name, framework="pt") as file:
                 shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
@@ -226,9 +186,9 @@ def count_bytes_by_headers(path: Path, dtype: str) -> WeightBytes:
 
 def _count_bits(name: str, shape: tuple[int, ...], dtype: str) -> float:
     """Bits a weight, its share of scales and zero points included."""
-    if dtype in ("float32", "bfloat16"):
-        return {"float32": 32, "bfloat16": 16}[dtype]
-    if len(shape) < 2 or shape[-1] < BLOCK[4] or name.endswith(ROUTERS):
+    if dtype == "bfloat16":
+        return 16
+    if dtype == "float32" or len(shape) < 2 or shape[-1] < BLOCK[4] or name.endswith(ROUTERS):
         return 32
     if dtype == "8bit" or shape[-1] % 2 or any(part in name for part in ENDS):
         return 8 + 32 / choose_block(shape[-1], 8)
@@ -248,19 +208,17 @@ def compare_log_probs(
     large by. On tokens that the exact model sampled it estimates KL(exact || approximate). Raises DataError
     for a batch that trains no token.
     """
-    pairs = zip(exact, approximate, batch.loss_masks, strict=True)
-    parts = [one[mask].astype(np.float64) - other[mask].astype(np.float64) for one, other, mask in pairs]
-    differences = np.concatenate([np.zeros(0), *parts])
-    if not len(differences):
+    if not batch.response_lengths.any():
         raise DataError(
             "the probe batch of a quantised reference trains no token; give one with a loss mask that is not"
             " 0 everywhere"
         )
-    sizes = np.abs(differences)
+    mask = np.concatenate(batch.loss_masks)
+    one, other = (np.concatenate(values)[mask].astype(np.float64) for values in (exact, approximate))
     return {
-        "reference/kl_bias": float(differences.mean()),
-        "reference/log_prob_error/mean": float(sizes.mean()),
-        "reference/log_prob_error/max": float(sizes.max()),
+        "reference/kl_bias": float((one - other).mean()),
+        "reference/log_prob_error/mean": float(np.abs(one - other).mean()),
+        "reference/log_prob_error/max": float(np.abs(one - other).max()),
     }
 
 
@@ -273,32 +231,19 @@ async def measure_kl_bias(
     return compare_log_probs(await scorer.score(batch), await exact_scorer.score(batch), batch)
 
 
-def describe_kl_bias(metrics: Mapping[str, float], dtype: str) -> str:
-    """One sentence on how wrong the quantised model is."""
-    return (
-        f"the reference's {dtype} weights change log-probs by {metrics['reference/log_prob_error/mean']:.3g}"
-        f" nats a token on average and by at most {metrics['reference/log_prob_error/max']:.3g}; a k1 KL"
-        f" against it is {metrics['reference/kl_bias']:+.3g} nats a token off"
-    )
-
-
-def sample_probe(
-    model: PreTrainedModel, *, rows: int = PROBE_ROWS, tokens: int = PROBE_TOKENS, seed: int = 0
-) -> RolloutBatch:
-    """Rows of `tokens` tokens that the model itself samples at temperature 1 after its start token: what a
-    policy near it would say.
+def sample_probe(model: PreTrainedModel) -> RolloutBatch:
+    """Rows of tokens that the model itself samples at temperature 1 after its start token: what a policy near
+    it would say.
 
     Deterministic for one model and machine. Leaves torch's random state as it was.
     """
     config: Any = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None) or tokens + 1
+    limit: int = getattr(config, "max_position_embeddings", None) or PROBE_TOKENS + 1
     start = config.bos_token_id if isinstance(config.bos_token_id, int) else 0
-    device = next(tensor for tensor in (*model.parameters(), *model.buffers())).device
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.full((rows, 1), start, dtype=torch.int64)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.full((PROBE_ROWS, 1), start, dtype=torch.int64)
     with torch.no_grad():
-        for _ in range(min(tokens, int(limit) - 1)):
-            logits = model(input_ids=ids.to(device), use_cache=False).logits[:, -1].double().cpu()
+        for _ in range(min(PROBE_TOKENS, limit - 1)):
+            logits = model(input_ids=ids.to(model.device), use_cache=False).logits[:, -1].double().cpu()
             ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
-    found = tuple(ids.numpy())
-    return RolloutBatch(tokens=found, loss_masks=tuple(np.arange(len(row)) > 0 for row in found))
+    return RolloutBatch(tokens=tuple(ids.numpy()), loss_masks=(np.arange(ids.shape[1]) > 0,) * PROBE_ROWS)

@@ -6,9 +6,10 @@ import gc
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import trio
 
 from rollouts.data.packing import make_micro_batches, spread_to_rows
 from rollouts.device_thread import DeviceThread
@@ -17,13 +18,7 @@ from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import ModelHead, load_hf_model
 from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
 from rollouts.models.scalar_head import load_scalar_model
-from rollouts.reference.quantize import (
-    compare_log_probs,
-    describe_kl_bias,
-    load_torchao,
-    quantize_model,
-    sample_probe,
-)
+from rollouts.reference.quantize import compare_log_probs, load_torchao, quantize_model, sample_probe
 from rollouts.types import FloatArray, RolloutBatch
 
 if TYPE_CHECKING:
@@ -33,20 +28,15 @@ ReferenceDtype = Literal["float32", "bfloat16", "8bit", "4bit"]
 Say = Callable[[str], None]
 
 
-class FrozenModel(NamedTuple):
-    """A model without gradients, and how its rows are run."""
-
-    model: PreTrainedModel
-    plan: ForwardPlan
-    metrics: Mapping[str, float]  # reference/… of a quantised model, see compare_log_probs; empty of others
-
-
 class FrozenReference:
     """A LogProbScorer over a model that does not change. Made by open_frozen_reference and the cache."""
 
-    def __init__(self, frozen: FrozenModel, device_thread: DeviceThread, micro_batch_tokens: int) -> None:
-        self.metrics = frozen.metrics
-        self._frozen: FrozenModel | None = frozen
+    metrics: Mapping[str, float] = {}  # reference/… of a quantised model, see compare_log_probs
+
+    def __init__(self, model: PreTrainedModel, device_thread: DeviceThread, micro_batch_tokens: int) -> None:
+        """In a job of the device thread: how rows run is found out by running some."""
+        self._model: PreTrainedModel | None = model
+        self._plan = plan_forward(model)
         self._device_thread = device_thread
         self._micro_batch_tokens = micro_batch_tokens
 
@@ -58,12 +48,12 @@ class FrozenReference:
 
     def score_now(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
         """`score`, for jobs of the device thread."""
-        if self._frozen is None:
+        if self._model is None:
             raise BackendClosed("this reference was released; score inside the `async with` of its lease")
         return score_batch(
-            self._frozen.model,
+            self._model,
             batch,
-            plan=self._frozen.plan,
+            plan=self._plan,
             micro_batch_tokens=self._micro_batch_tokens,
             on_boundary=self._device_thread.check_open,
         )
@@ -73,7 +63,7 @@ class FrozenReference:
         await self._device_thread.submit(self._release)
 
     def _release(self) -> None:
-        self._frozen = None
+        self._model = None
         gc.collect()  # modules refer to each other in circles
         if torch.cuda.is_initialized():  # pragma: gpu
             torch.cuda.empty_cache()
@@ -111,45 +101,6 @@ def score_batch(
     return spread_to_rows(micro_batches, [flat.log_probs.cpu().numpy() for flat in flats], batch.tokens)
 
 
-def load_frozen(
-    path: Path,
-    *,
-    dtype: ReferenceDtype = "float32",
-    device: str = "cpu",
-    head: ModelHead = "tokens",
-    micro_batch_tokens: int = 8192,
-    say: Say = lambda _: None,
-) -> FrozenModel:
-    """The model in a directory on `device`, without gradients. Blocks.
-
-    8bit and 4bit: the model is loaded in float32 on the CPU and scores rows that it samples itself, before
-    and after it is quantised; the difference goes into the metrics and, as a sentence, to `say`. Raises
-    ModelError; ConfigError for a dtype whose library is not installed.
-    """
-    quantised = dtype in ("8bit", "4bit")
-    if quantised:
-        load_torchao()  # before the minutes that a large model takes
-    model: Any
-    if head == "scalar":
-        model = load_scalar_model(path)
-    else:
-        model = load_hf_model(path, dtype=torch.float32 if quantised else getattr(torch, dtype))
-    model = model.to("cpu" if quantised else device)  # pyright: ignore[reportArgumentType]
-    model.requires_grad_(False)
-    plan = plan_forward(model)
-    if not quantised:
-        return FrozenModel(model, plan, {})
-    probe = sample_probe(model)
-    exact = score_batch(model, probe, plan=plan, micro_batch_tokens=micro_batch_tokens)
-    quantize_model(model, 8 if dtype == "8bit" else 4)
-    model = model.to(device)
-    plan = plan_forward(model)
-    found = score_batch(model, probe, plan=plan, micro_batch_tokens=micro_batch_tokens)
-    metrics = compare_log_probs(found, exact, probe)
-    say(describe_kl_bias(metrics, dtype))
-    return FrozenModel(model, plan, metrics)
-
-
 @asynccontextmanager
 async def open_frozen_reference(
     path: Path,
@@ -163,11 +114,41 @@ async def open_frozen_reference(
 ) -> AsyncIterator[FrozenReference]:
     """The model at `path` as a LogProbScorer on `device_thread`, which somebody else owns.
 
-    head="scalar" loads a reward model, whose scores a batch of make_score_batch gets. Raises as load_frozen.
+    head="scalar" loads a reward model, whose scores a batch of make_score_batch gets. 8bit and 4bit: the
+    model is loaded in float32 on the CPU and scores rows that it samples itself, before and after it is
+    quantised; the difference goes into the metrics and, as a sentence, to `say`. Raises ModelError;
+    ConfigError for a dtype whose library is not installed.
     """
-    frozen = await device_thread.submit(
-        lambda: load_frozen(
-            path, dtype=dtype, device=device, head=head, micro_batch_tokens=micro_batch_tokens, say=say
+
+    def load() -> FrozenReference:
+        quantised = dtype in ("8bit", "4bit")
+        if quantised:
+            load_torchao()  # before the minutes that a large model takes
+        model: Any = (
+            load_scalar_model(path)
+            if head == "scalar"
+            else load_hf_model(path, dtype=torch.float32 if quantised else getattr(torch, dtype))
         )
-    )
-    yield FrozenReference(frozen, device_thread, micro_batch_tokens)
+        model = model.to("cpu" if quantised else device).requires_grad_(False)
+        reference = FrozenReference(model, device_thread, micro_batch_tokens)
+        if not quantised:
+            return reference
+        probe = sample_probe(model)
+        exact = reference.score_now(probe)
+        quantize_model(model, 8 if dtype == "8bit" else 4)
+        reference = FrozenReference(model.to(device), device_thread, micro_batch_tokens)
+        reference.metrics = compare_log_probs(reference.score_now(probe), exact, probe)
+        return reference
+
+    reference: FrozenReference | None = None
+    with trio.CancelScope(shield=True):  # a job that has begun goes on, and its model would have no owner
+        reference = await device_thread.submit(load)
+    assert reference is not None
+    if metrics := reference.metrics:
+        say(
+            f"the reference's {dtype} weights change log-probs by"
+            f" {metrics['reference/log_prob_error/mean']:.3g} nats a token on average and by at most"
+            f" {metrics['reference/log_prob_error/max']:.3g}; a k1 KL against it is"
+            f" {metrics['reference/kl_bias']:+.3g} nats a token off"
+        )
+    yield reference

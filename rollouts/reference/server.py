@@ -10,8 +10,8 @@ SGLang 0.5.23.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Literal
 
 import msgspec
@@ -20,7 +20,6 @@ import trio
 
 from rollouts.engines.calls import check_status
 from rollouts.engines.http import HttpClient, open_http_client
-from rollouts.engines.wire import decode_reply
 from rollouts.errors import (
     ConfigError,
     DataError,
@@ -30,7 +29,7 @@ from rollouts.errors import (
     InfrastructureError,
     ReplyError,
 )
-from rollouts.types import BoolArray, FloatArray, IntArray, RolloutBatch
+from rollouts.types import FloatArray, IntArray, RolloutBatch
 
 ServerKind = Literal["vllm", "sglang"]
 NO_LOG_PROB = -9999.0  # what vLLM writes for NaN and −infinity
@@ -41,70 +40,13 @@ IN_FLIGHT = 32  # requests at once
 SILENCE_S = 600.0  # without a byte, after which an answer is given up
 
 
-class _PromptLogProb(msgspec.Struct, frozen=True):
-    logprob: float
-
-
-class _Choice(msgspec.Struct, frozen=True):
-    prompt_logprobs: list[dict[str, _PromptLogProb] | None]
-
-
-class _Completions(msgspec.Struct, frozen=True):
-    choices: list[_Choice]
-
-
-class _Meta(msgspec.Struct, frozen=True):
-    input_token_logprobs: list[tuple[float | None, int, str | None]]
-
-
-class _Generated(msgspec.Struct, frozen=True):
-    meta_info: _Meta
-
-
-class _Served(msgspec.Struct, frozen=True):
-    id: str
-    max_model_len: int | None = None
-
-
-class _Models(msgspec.Struct, frozen=True):
-    data: list[_Served]
-
-
-def make_request(kind: ServerKind, tokens: IntArray, *, model: str) -> tuple[str, dict[str, Any]]:
-    """The path and the body that ask for the log-probs of `tokens`."""
-    ids = tokens.tolist()
-    if kind == "vllm":  # it generates one token at least
-        options = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        return "/v1/completions", {"model": model, "prompt": ids, **options}
-    options = {"return_logprob": True, "logprob_start_len": 0}
-    sampling = {"max_new_tokens": 0, "temperature": 1.0}
-    return "/generate", {"input_ids": ids, "sampling_params": sampling, **options}
-
-
-def parse_log_probs(kind: ServerKind, body: bytes, tokens: IntArray, *, where: str) -> FloatArray:
-    """[T] of `tokens`, 0.0 for the first, which nothing predicts. Raises ReplyError for an answer that is not
-    about them, or has a number that is no log-prob.
-    """
-    by_token: list[dict[int, float | None]]  # of each position
-    if kind == "vllm":
-        choices = decode_reply(body, _Completions, where=where).choices
-        entries = choices[0].prompt_logprobs if len(choices) == 1 else []
-        by_token = [{int(token): one.logprob for token, one in (entry or {}).items()} for entry in entries]
-    else:
-        triples = decode_reply(body, _Generated, where=where).meta_info.input_token_logprobs
-        by_token = [{token: value} for value, token, _ in triples]
-    if len(by_token) != len(tokens):
-        raise ReplyError(f"{where}: {len(by_token)} log-probs for {len(tokens)} tokens")
-    log_probs = np.zeros(len(tokens), np.float32)
-    for index, token in enumerate(tokens[1:].tolist(), 1):
-        value = by_token[index].get(token)
-        if value is None or not NO_LOG_PROB < value <= LARGEST:
-            raise ReplyError(
-                f"{where}: position {index} has {by_token[index]} for token {token}; its log-prob must be"
-                " there, finite and at most 0"
-            )
-        log_probs[index] = value
-    return log_probs
+@contextmanager
+def _reading(body: bytes, rule: str) -> Iterator[Any]:
+    """The JSON of an answer. Raises ReplyError if it is none, or if reading it inside fails."""
+    try:
+        yield msgspec.json.decode(body)
+    except (LookupError, TypeError, ValueError, msgspec.DecodeError) as error:
+        raise ReplyError(f"{rule}, and the answer is {body[:200]!r} ({error!r})") from error
 
 
 class ServerReference:
@@ -112,15 +54,11 @@ class ServerReference:
 
     metrics: Mapping[str, float] = {}
 
-    def __init__(
-        self, client: HttpClient, kind: ServerKind, model: str, *, vocab_size: int, longest: int | None
-    ) -> None:
-        """`longest`: tokens that the server takes, prompt and answer; None: it does not say."""
+    def __init__(self, client: HttpClient, kind: ServerKind, model: str, vocab_size: int) -> None:
         self._client = client
         self._kind: ServerKind = kind
         self._model = model
         self._vocab_size = vocab_size
-        self._longest = longest
         self._limit = trio.CapacityLimiter(IN_FLIGHT)
 
     async def score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
@@ -135,47 +73,59 @@ class ServerReference:
                 f" {batch.temperature}; sample at rollout.temperature = 1, or set reference.where = 'trainer'"
             )
         needed = [int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0 for mask in batch.loss_masks]
-        for row, count in enumerate(needed):
-            self._check_row(row, batch.tokens[row][:count], batch.loss_masks[row])
+        for row, (tokens, mask) in enumerate(zip(batch.tokens, batch.loss_masks, strict=True)):
+            if mask[:1].any():
+                rule = "which nothing predicts: mask it out"
+                raise DataError(f"loss_masks[{row}] trains the first token, {rule}")
+            outside = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
+            if len(outside):
+                vocabulary = f"the reference's vocabulary of {self._vocab_size}"
+                raise DataError(f"tokens[{row}] has the id {outside[0]}, outside {vocabulary}")
         rows = [np.zeros(len(tokens), np.float32) for tokens in batch.tokens]
 
-        async def fill(row: int) -> None:
-            mask = batch.loss_masks[row][: needed[row]]
-            rows[row][: needed[row]] = np.where(mask, await self._ask(batch.tokens[row][: len(mask)], row), 0)
+        async def fill(row: int, count: int) -> None:
+            found = await self._ask(batch.tokens[row][:count], row)
+            rows[row][:count] = np.where(batch.loss_masks[row][:count], found, 0)
 
         try:
             async with trio.open_nursery() as nursery:
-                for row in np.flatnonzero(needed).tolist():
-                    nursery.start_soon(fill, row)
+                for row, count in enumerate(needed):
+                    if count:
+                        nursery.start_soon(fill, row, count)
         except* EngineError as failures:
-            raise first_leaf(failures) from None
+            raise _first_leaf(failures) from None
         return tuple(rows)
 
-    def _check_row(self, row: int, tokens: IntArray, mask: BoolArray) -> None:
-        if len(tokens) and mask[0]:
-            raise DataError(f"loss_masks[{row}] trains the first token, which nothing predicts: mask it out")
-        outside = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
-        if len(outside):
-            raise DataError(
-                f"tokens[{row}] has the id {outside[0]}, outside the reference's vocabulary of"
-                f" {self._vocab_size}"
-            )
-        if self._longest is not None and len(tokens) >= self._longest:  # vLLM generates one token
-            raise EngineSetupError(
-                f"row {row} has {len(tokens)} tokens, and the reference at {self._client.url} takes at most"
-                f" {self._longest - 1}; start it with a longer context"
-            )
-
     async def _ask(self, tokens: IntArray, row: int) -> FloatArray:
-        path, body = make_request(self._kind, tokens, model=self._model)
+        ids: list[int] = tokens.tolist()
+        path, body = (
+            "/v1/completions",
+            {  # vLLM generates one token at least
+                "model": self._model,
+                "prompt": ids,
+                "max_tokens": 1,
+                "temperature": 1.0,
+                "prompt_logprobs": 0,
+            },
+        )
+        if self._kind == "sglang":
+            path, body = (
+                "/generate",
+                {
+                    "input_ids": ids,
+                    "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+                    "return_logprob": True,
+                    "logprob_start_len": 0,
+                },
+            )
         where = f"{self._client.url}{path}, row {row}"
-        encoded = msgspec.json.encode(body)
         for left in reversed(range(TRIES)):
             try:
                 async with self._limit:
-                    reply = await self._client.request("POST", path, body=encoded, silence_s=SILENCE_S)
+                    sent = msgspec.json.encode(body)
+                    reply = await self._client.request("POST", path, body=sent, silence_s=SILENCE_S)
                 check_status(reply, where=where)
-                return parse_log_probs(self._kind, reply.content, tokens, where=where)
+                return self._read_log_probs(reply.content, ids, where)
             except InfrastructureError as error:
                 if not left:
                     raise
@@ -183,11 +133,30 @@ class ServerReference:
             await trio.sleep(RETRY_S if wait_s is None else wait_s)
         raise AssertionError("the last try returns or raises")
 
+    def _read_log_probs(self, body: bytes, ids: list[int], where: str) -> FloatArray:
+        """[T] of the tokens, 0.0 for the first, which nothing predicts. Raises ReplyError for an answer that
+        is not about them, or has a number that is no log-prob.
+        """
+        rule = f"{where}: each of {len(ids)} tokens must have its log-prob, finite and at most 0"
+        with _reading(body, rule) as answer:
+            if self._kind == "vllm":
+                (choice,) = answer["choices"]
+                entries = [
+                    {key: one["logprob"] for key, one in (of or {}).items()}
+                    for of in choice["prompt_logprobs"]
+                ]
+            else:
+                entries = [{str(of): value} for value, of, _ in answer["meta_info"]["input_token_logprobs"]]
+            found = [float(of[str(token)]) for of, token in zip(entries[1:], ids[1:], strict=True)]
+            if not all(NO_LOG_PROB < value <= LARGEST for value in found):
+                raise ValueError("one is not")
+            return np.asarray([0.0, *found], np.float32)
 
-def first_leaf(group: BaseExceptionGroup) -> BaseException:
+
+def _first_leaf(group: BaseExceptionGroup) -> BaseException:
     """The first error in a group of groups."""
     error = group.exceptions[0]
-    return first_leaf(error) if isinstance(error, BaseExceptionGroup) else error
+    return _first_leaf(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 @asynccontextmanager
@@ -203,11 +172,10 @@ async def open_server_reference(
         where = f"{client.url}/v1/models"
         reply = await client.request("GET", "/v1/models", silence_s=SILENCE_S)
         check_status(reply, where=where)
-        served = decode_reply(reply.content, _Models, where=where).data
+        with _reading(reply.content, f"{where} must list the models") as answer:
+            served = [str(model["id"]) for model in answer["data"]]
         if len(served) != 1:
             raise EngineSetupError(
-                f"the server at {client.url} serves {[model.id for model in served]}; a reference's server"
-                " serves one model"
+                f"the server at {client.url} serves {served}; a reference's server serves one model"
             )
-        longest = served[0].max_model_len
-        yield ServerReference(client, kind, served[0].id, vocab_size=vocab_size, longest=longest)
+        yield ServerReference(client, kind, served[0], vocab_size)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLED_BY_LIBRARIES = {"before_task_step", "after_task_step"}  # trio.abc.Instrument
-ONLY_TESTS_CALL = {"wait_written", "count_weight_bytes"}
+ONLY_TESTS_CALL = {"wait_written"}
 
 
 def count_names(node: ast.AST) -> Counter[str]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model
 from rollouts.models.tiny import make_tiny
 from rollouts.reference.cache import ModelSize, ReferenceCache, open_model_cache, open_reference_cache
-from rollouts.reference.quantize import count_bytes_by_headers, count_weight_bytes
+from rollouts.reference.quantize import count_bytes_by_headers
 from rollouts.reference.score import score_batch
 from rollouts.testing.torch_contracts import make_batch
 
@@ -48,7 +50,8 @@ class Memory:
         await trio.lowlevel.checkpoint()
         return self.sizes[name]
 
-    async def load(self, name: str) -> str:
+    @asynccontextmanager
+    async def open_model(self, name: str) -> AsyncIterator[str]:
         self.loads[name] += 1
         self._set(name, self.sizes[name].loading)
         try:
@@ -60,16 +63,12 @@ class Memory:
             self._set(name, 0)
             raise
         self._set(name, self.sizes[name].held)
-        return name
-
-    async def unload(self, name: str) -> None:
+        yield name
         await trio.lowlevel.checkpoint()
         self._set(name, 0)
 
     def open(self):
-        return open_model_cache(
-            budget_bytes=self.budget, measure=self.measure, load=self.load, unload=self.unload
-        )
+        return open_model_cache(budget_bytes=self.budget, measure=self.measure, open_model=self.open_model)
 
 
 def same(*names: str, size: int = 4) -> dict[str, ModelSize]:
@@ -271,5 +270,6 @@ def test_headers_say_how_large_a_model_will_be(kind: str, dtype: str, tmp_path: 
     import torch
 
     path = make_tiny(kind, 0, tmp_path)
-    size = count_weight_bytes(load_hf_model(path, dtype=getattr(torch, dtype)))
+    model = load_hf_model(path, dtype=getattr(torch, dtype))
+    size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     assert size <= count_bytes_by_headers(path, dtype).held <= size + 64 * 1024
