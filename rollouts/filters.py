@@ -29,10 +29,8 @@ def check_reward_nonzero_std(group: SampleGroup, *, min_std: float = 1e-6) -> Fi
     """
     rewards = _rewards_of(group)
     std = float(rewards.std())
-    if std > min_std:
-        return KEEP
-    return FilterDecision(
-        False,
+    return _decide(
+        std > min_std,
         "zero_variance",
         f"standard deviation {std:.3g} of {len(rewards)} rewards around {rewards.mean():.4g} is not above"
         f" {min_std:.3g}",
@@ -43,11 +41,8 @@ def check_min_reward(group: SampleGroup, *, min_reward: float = 0.0) -> FilterDe
     """Drops a group whose mean reward is below `min_reward` ("low_reward")."""
     rewards = _rewards_of(group)
     mean = float(rewards.mean())
-    if mean >= min_reward:
-        return KEEP
-    return FilterDecision(
-        False, "low_reward", f"mean reward {mean:.4g} of {len(rewards)} samples is below {min_reward:.4g}"
-    )
+    detail = f"mean reward {mean:.4g} of {len(rewards)} samples is below {min_reward:.4g}"
+    return _decide(mean >= min_reward, "low_reward", detail)
 
 
 def check_mixed_accuracy(
@@ -69,13 +64,11 @@ def check_mixed_accuracy(
             " with part=, or use check_reward_nonzero_std"
         )
     accuracy = float(values.mean())
-    if low < accuracy < high:
-        return KEEP
-    reason, rule = (
-        ("too_hard", f"not above {low:.4g}") if accuracy <= low else ("too_easy", f"not below {high:.4g}")
-    )
-    return FilterDecision(
-        False, reason, f"accuracy {accuracy:.4g} of {len(values)} samples ({part or 'the reward'}) is {rule}"
+    rule = f"not above {low:.4g}" if accuracy <= low else f"not below {high:.4g}"
+    return _decide(
+        low < accuracy < high,
+        "too_hard" if accuracy <= low else "too_easy",
+        f"accuracy {accuracy:.4g} of {len(values)} samples ({part or 'the reward'}) is {rule}",
     )
 
 
@@ -85,16 +78,14 @@ def check_consensus(group: SampleGroup, *, min_ratio: float = 0.0) -> FilterDeci
     Reads the parts has_label and vote_ratio of rollouts.rewards.consensus. Raises ValueError if a sample
     lacks them.
     """
-    has_label, ratio = (
-        float(_part_of(group, "has_label", "check_consensus")[0]),
-        float(_part_of(group, "vote_ratio", "check_consensus")[0]),
-    )
-    if has_label and ratio >= min_ratio:
-        return KEEP
+    has_label, ratio = (_part_of(group, part, "check_consensus")[0] for part in ("has_label", "vote_ratio"))
     rule = f"below {min_ratio:.4g}" if has_label else "no label"
-    return FilterDecision(
-        False, "no_consensus", f"vote ratio {ratio:.4g} of {len(group.samples)} samples: {rule}"
-    )
+    detail = f"vote ratio {ratio:.4g} of {len(group.samples)} samples: {rule}"
+    return _decide(bool(has_label) and ratio >= min_ratio, "no_consensus", detail)
+
+
+def _decide(keep: bool, reason: str, detail: str) -> FilterDecision:
+    return KEEP if keep else FilterDecision(False, reason, detail)
 
 
 def _part_of(group: SampleGroup, part: str, name: str) -> NDArray[np.float64]:
@@ -116,15 +107,13 @@ def check_response_diversity(group: SampleGroup, *, min_unique_fraction: float =
     """Drops a group in which too few responses differ ("low_diversity"). Responses are compared as text
     without white space around it.
     """
-    unique = len({sample.response.strip() for sample in group.samples})
-    fraction = unique / len(group.samples)
-    if fraction >= min_unique_fraction:
-        return KEEP
-    detail = (
-        f"{unique} of {len(group.samples)} responses are distinct, a share of {fraction:.3g}, below"
-        f" {min_unique_fraction:.3g}"
+    count, unique = len(group.samples), len({sample.response.strip() for sample in group.samples})
+    return _decide(
+        unique / count >= min_unique_fraction,
+        "low_diversity",
+        f"{unique} of {count} responses are distinct, a share of {unique / count:.3g}, below"
+        f" {min_unique_fraction:.3g}",
     )
-    return FilterDecision(False, "low_diversity", detail)
 
 
 def check_reasonable_length(
@@ -136,14 +125,13 @@ def check_reasonable_length(
     lengths = [sample.response_length for sample in group.samples]
     outside = sum(not min_tokens <= length <= max_tokens for length in lengths)
     fraction = outside / len(lengths)
-    if fraction <= max_outside_fraction:
-        return KEEP
-    detail = (
+    return _decide(
+        fraction <= max_outside_fraction,
+        "unreasonable_length",
         f"{outside} of {len(lengths)} responses have a length outside {min_tokens} to {max_tokens} tokens"
         f" (shortest {min(lengths)}, longest {max(lengths)}), a share of {fraction:.3g}, above"
-        f" {max_outside_fraction:.3g}"
+        f" {max_outside_fraction:.3g}",
     )
-    return FilterDecision(False, "unreasonable_length", detail)
 
 
 def check_quality_and_diversity(
@@ -161,13 +149,16 @@ def check_quality_and_diversity(
 
 
 FILTERS: Mapping[str, GroupFilter] = {
-    "check_reward_nonzero_std": check_reward_nonzero_std,
-    "check_min_reward": check_min_reward,
-    "check_mixed_accuracy": check_mixed_accuracy,
-    "check_consensus": check_consensus,
-    "check_response_diversity": check_response_diversity,
-    "check_reasonable_length": check_reasonable_length,
-    "check_quality_and_diversity": check_quality_and_diversity,
+    function.__name__: function
+    for function in (
+        check_reward_nonzero_std,
+        check_min_reward,
+        check_mixed_accuracy,
+        check_consensus,
+        check_response_diversity,
+        check_reasonable_length,
+        check_quality_and_diversity,
+    )
 }
 
 

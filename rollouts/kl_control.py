@@ -4,6 +4,7 @@ caller keeps the coefficient.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -35,19 +36,10 @@ def compute_adaptive_kl_coef(
     return kl_coef * max(0.0, 1.0 + error * num_samples / horizon)
 
 
-def make_adaptive_kl_control(*, target: float, horizon: int, limit: float = 0.2) -> KLControl:
-    """The proportional controller with its settings bound; see `compute_adaptive_kl_coef`."""
-    compute_adaptive_kl_coef(0.0, target, 0, target=target, horizon=horizon, limit=limit)
-
-    def adapt(kl_coef: float, kl: float, num_samples: int) -> float:
-        return compute_adaptive_kl_coef(kl_coef, kl, num_samples, target=target, horizon=horizon, limit=limit)
-
-    return adapt
-
-
 def compute_two_sided_kl_coef(
     kl_coef: float,
     kl: float,
+    num_samples: int = 0,
     *,
     target: float,
     tolerance: float,
@@ -74,41 +66,30 @@ def compute_two_sided_kl_coef(
         raise ValueError(f"lowest={lowest}, highest={highest}; the rule is 0 <= lowest <= highest")
     if not math.isfinite(kl):
         return kl_coef
-    moved = (
-        kl_coef * factor
-        if kl > target + tolerance
-        else kl_coef / factor
-        if kl < target - tolerance
-        else kl_coef
-    )
-    return min(max(moved, lowest), highest)
+    if kl > target + tolerance:
+        kl_coef *= factor
+    elif kl < target - tolerance:
+        kl_coef /= factor
+    return min(max(kl_coef, lowest), highest)
 
 
-def make_two_sided_kl_control(
-    *, target: float, tolerance: float, factor: float = 1.5, lowest: float = 0.0, highest: float = math.inf
-) -> KLControl:
-    """The multiplicative controller with its settings bound; see `compute_two_sided_kl_coef`."""
-    compute_two_sided_kl_coef(
-        0.0, target, target=target, tolerance=tolerance, factor=factor, lowest=lowest, highest=highest
-    )
+def _bind(control: Callable[..., float]) -> Callable[..., KLControl]:
+    """The function from settings to the controller that has them. It raises ValueError for settings out of
+    their range, TypeError for those that the controller lacks or does not know.
+    """
 
-    def adapt(kl_coef: float, kl: float, num_samples: int) -> float:
-        return compute_two_sided_kl_coef(
-            kl_coef, kl, target=target, tolerance=tolerance, factor=factor, lowest=lowest, highest=highest
-        )
+    def make(**settings: float) -> KLControl:
+        bound = functools.partial(control, **settings)
+        bound(0.0, 1.0, 0)
+        return bound
 
-    return adapt
-
-
-def make_fixed_kl_control() -> KLControl:
-    """`keep_kl_coef`, which has no settings."""
-    return keep_kl_coef
+    return make
 
 
 KL_CONTROLS: dict[str, Callable[..., KLControl]] = {
-    "fixed": make_fixed_kl_control,
-    "proportional": make_adaptive_kl_control,
-    "two_sided": make_two_sided_kl_control,
+    "fixed": _bind(keep_kl_coef),
+    "proportional": _bind(compute_adaptive_kl_coef),
+    "two_sided": _bind(compute_two_sided_kl_coef),
 }
 """Name -> the function that binds a controller's settings."""
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollouts.advantages.inputs import scatter_trained, take_trained
+from rollouts.advantages.inputs import require, scatter_trained, take_trained
 from rollouts.types import BoolArray, FloatArray
 
 
@@ -36,20 +36,16 @@ def compute_distillation_advantages(
     Distillation". Raises ValueError unless coef > 0 and clip > 0, on lengths that differ, and naming the row
     and token that is not finite.
     """
-    if not (coef > 0 and (clip is None or clip > 0)):
-        raise ValueError(
-            f"distillation: coef={coef}, clip={clip}; both must be above 0, or clip None: no clip"
-        )
+    rule = f"distillation: coef={coef}, clip={clip}; both must be above 0, or clip None: no clip"
+    require(coef > 0 and (clip is None or clip > 0), rule)
+    students = take_trained("log_probs", log_probs, loss_masks)
     advantages: list[FloatArray] = []
-    for row, (teacher, student, mask) in enumerate(
-        zip(teacher_log_probs, log_probs, loss_masks, strict=True)
-    ):
-        if teacher.shape != mask.shape:
-            raise ValueError(f"teacher_log_probs[{row}] has shape {teacher.shape} and its mask {mask.shape}")
-        gap = coef * (np.float64(teacher[mask]) - take_trained("log_probs", row, student, mask))
-        values = scatter_trained(gap if clip is None else np.clip(gap, -clip, clip), mask)
-        take_trained("advantages", row, values, mask)  # an impossible token needs a clip
-        advantages.append(values)
+    for row, (teacher, student, mask) in enumerate(zip(teacher_log_probs, students, loss_masks, strict=True)):
+        shapes = f"teacher_log_probs[{row}] has shape {teacher.shape} and its mask {mask.shape}"
+        require(teacher.shape == mask.shape, shapes)
+        gap = coef * (np.float64(teacher[mask]) - student)
+        advantages.append(scatter_trained(gap if clip is None else np.clip(gap, -clip, clip), mask))
+    take_trained("advantages", advantages, loss_masks)  # an impossible token needs a clip
     return tuple(advantages)
 
 
@@ -67,10 +63,8 @@ def align_rows(
     for row, (values, teacher_mask, mask) in enumerate(
         zip(teacher_values, teacher_masks, loss_masks, strict=True)
     ):
-        counts = int(teacher_mask.sum()), int(mask.sum())
-        if counts[0] != counts[1]:
-            raise ValueError(
-                f"row {row}: the teacher's mask selects {counts[0]} tokens, the student's {counts[1]}"
-            )
+        theirs, ours = int(teacher_mask.sum()), int(mask.sum())
+        counts = f"row {row}: the teacher's mask selects {theirs} tokens, the student's {ours}"
+        require(theirs == ours, counts)
         aligned.append(scatter_trained(values[teacher_mask], mask))
     return tuple(aligned)

@@ -8,7 +8,6 @@ happened in between belongs on the trained token before it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rollouts.advantages.group import whiten_over_tokens
-from rollouts.advantages.inputs import AdvantageInputs, Floats, scatter_trained, take_trained
+from rollouts.advantages.inputs import AdvantageInputs, Floats, require, scatter_trained, take_trained
 from rollouts.errors import ConfigError
 from rollouts.types import BoolArray, FloatArray
 
@@ -49,28 +48,40 @@ def compute_gae(
     gamma or lam outside 0 to 1, and naming the row with a trained value that is not finite.
     """
     rows = len(loss_masks)
-    per_row = {"lam": lam, "bootstrap_values": 0.0 if bootstrap_values is None else bootstrap_values}
+    given = lam, 0.0 if bootstrap_values is None else bootstrap_values
     try:
-        lams, bootstrap = (np.broadcast_to(np.asarray(each, np.float64), rows) for each in per_row.values())
+        lams, bootstrap = (np.broadcast_to(np.asarray(each, np.float64), rows) for each in given)
     except ValueError as error:
         raise ValueError(
             f"lam and bootstrap_values: {error}; give one number, or one per row of {rows}"
         ) from error
-    for name, numbers in (
-        ("gamma", np.asarray([gamma])),
-        ("lam", lams),
-        ("critic_lam", np.asarray([critic_lam or 0.0])),
-    ):
-        for number in numbers[~((numbers >= 0) & (numbers <= 1))]:
-            raise ValueError(f"{name}={number}; it must be from 0 to 1")
-    if not np.isfinite(bootstrap).all():
-        raise ValueError("bootstrap_values must be one finite number per row, 0 where it ended")
-    kept_rewards = _pad_trained("rewards", rewards, loss_masks)
-    kept_values = _pad_trained("values", values, loss_masks)
-    sweep = functools.partial(_sweep, kept_rewards, kept_values, _count_trained(loss_masks), bootstrap, gamma)
+    for name, numbers in {"gamma": gamma, "lam": lams, "critic_lam": critic_lam or 0.0}.items():
+        for number in np.ravel(numbers):
+            require(0 <= number <= 1, f"{name}={number}; it must be from 0 to 1")
+    finite = "bootstrap_values must be one finite number per row, 0 where it ended"
+    require(np.isfinite(bootstrap).all(), finite)
+    kept_rewards = _pad(take_trained("rewards", rewards, loss_masks))
+    kept_values = _pad(take_trained("values", values, loss_masks))
+    lengths = _count_trained(loss_masks)
+
+    def sweep(lams: Floats) -> Floats:
+        """[B, L] advantages, backwards over the tokens of all rows at once."""
+        advantages, next_advantage, next_value = np.zeros_like(kept_rewards), np.zeros(rows), bootstrap
+        for token in range(kept_rewards.shape[1] - 1, -1, -1):
+            here, value = token < lengths, kept_values[:, token]
+            delta = kept_rewards[:, token] + gamma * next_value - value
+            next_advantage = np.where(here, delta + gamma * lams * next_advantage, next_advantage)
+            next_value = np.where(here, value, next_value)
+            advantages[:, token] = np.where(here, next_advantage, 0.0)
+        return advantages
+
     advantages = sweep(lams)
     for_critic = advantages if critic_lam is None else sweep(np.full(rows, critic_lam))
-    return GAEResult(_scatter(advantages, loss_masks), _scatter(for_critic + kept_values, loss_masks))
+    results = (
+        [row[:length] for row, length in zip(each, lengths, strict=True)]
+        for each in (advantages, for_critic + kept_values)
+    )
+    return GAEResult(*(tuple(map(scatter_trained, each, loss_masks)) for each in results))
 
 
 def compute_gae_advantages(
@@ -103,9 +114,8 @@ def compute_gae_advantages(
     lams = lam
     if alpha is not None:
         lams = compute_length_adaptive_lambda(_count_trained(inputs.loss_masks), alpha=alpha)
-    result = compute_gae(
-        inputs.token_rewards, inputs.values, inputs.loss_masks, gamma=gamma, lam=lams, critic_lam=critic_lam
-    )
+    rows = inputs.token_rewards, inputs.values, inputs.loss_masks
+    result = compute_gae(*rows, gamma=gamma, lam=lams, critic_lam=critic_lam)
     if whiten:
         return result._replace(advantages=whiten_advantages(result.advantages, inputs.loss_masks))
     return result
@@ -117,8 +127,7 @@ def compute_length_adaptive_lambda(lengths: ArrayLike, *, alpha: float = 0.05) -
 
     At alpha = 0.05 a row of 20 tokens or fewer gets 0 and one of 100 gets 0.8.
     """
-    if not alpha > 0:
-        raise ValueError(f"alpha={alpha}; it must be above 0, 0.05 is usual")
+    require(alpha > 0, f"alpha={alpha}; it must be above 0, 0.05 is usual")
     return np.maximum(0.0, 1.0 - 1.0 / (alpha * np.maximum(np.asarray(lengths, np.float64), 1.0)))
 
 
@@ -144,10 +153,11 @@ def whiten_advantages(
     Whiten the advantages only, not the returns. Raises ValueError on lengths that differ, and naming the row
     with a trained value that is not finite.
     """
-    kept, counts = _pad_trained("advantages", advantages, loss_masks), _count_trained(loss_masks)
-    trained = np.arange(kept.shape[1]) < counts[:, None]
-    kept[trained] = whiten_over_tokens(kept[trained], np.ones(counts.sum(), np.int64), ddof=ddof)
-    return _scatter(kept, loss_masks)
+    kept = take_trained("advantages", advantages, loss_masks)
+    values = np.concatenate([np.zeros(0), *kept])
+    whitened = whiten_over_tokens(values, np.ones(len(values), np.int64), ddof=ddof)
+    parts = np.split(whitened, np.cumsum([len(row) for row in kept])[:-1])
+    return tuple(map(scatter_trained, parts, loss_masks))
 
 
 def compute_explained_variance(
@@ -159,48 +169,22 @@ def compute_explained_variance(
     None where the returns do not vary, or fewer than two tokens train. Raises ValueError on lengths that
     differ.
     """
-    errors, actual = [np.zeros(0)], [np.zeros(0)]
-    for row, (predicted, wanted, mask) in enumerate(zip(values, returns, loss_masks, strict=True)):
-        actual.append(take_trained("returns", row, wanted, mask))
-        errors.append(actual[-1] - take_trained("values", row, predicted, mask))
-    error, target = np.concatenate(errors), np.concatenate(actual)
+    target, predicted = (
+        np.concatenate([np.zeros(0), *take_trained(name, rows, loss_masks)])
+        for name, rows in (("returns", returns), ("values", values))
+    )
     if len(target) < 2 or np.ptp(target) == 0:
         return None
-    return float(1.0 - error.var() / target.var())
+    return float(1.0 - (target - predicted).var() / target.var())
 
 
 def _count_trained(loss_masks: Sequence[BoolArray]) -> NDArray[np.int64]:
     return np.asarray([np.count_nonzero(mask) for mask in loss_masks], np.int64)
 
 
-def _pad_trained(name: str, rows: Sequence[ArrayLike], loss_masks: Sequence[BoolArray]) -> Floats:
-    """[B, L] the trained values of each row, moved together and padded with 0 on the right."""
-    if len(rows) != len(loss_masks):
-        raise ValueError(f"there are {len(rows)} rows of {name} for {len(loss_masks)} loss masks")
-    kept = np.zeros((len(rows), _count_trained(loss_masks).max(initial=0)))
-    for index, (row, mask) in enumerate(zip(rows, loss_masks, strict=True)):
-        trained = take_trained(name, index, row, mask)
-        kept[index, : len(trained)] = trained
-    return kept
-
-
-def _sweep(
-    rewards: Floats, values: Floats, lengths: NDArray[np.int64], bootstrap: Floats, gamma: float, lams: Floats
-) -> Floats:
-    """[B, L] advantages, backwards over the tokens of all rows at once."""
-    advantages = np.zeros_like(rewards)
-    next_value, next_advantage = bootstrap.copy(), np.zeros(len(lengths))
-    for token in range(rewards.shape[1] - 1, -1, -1):
-        here = token < lengths
-        delta = rewards[:, token] + gamma * next_value - values[:, token]
-        next_advantage = np.where(here, delta + gamma * lams * next_advantage, next_advantage)
-        next_value = np.where(here, values[:, token], next_value)
-        advantages[:, token] = np.where(here, next_advantage, 0.0)
-    return advantages
-
-
-def _scatter(kept: Floats, loss_masks: Sequence[BoolArray]) -> tuple[FloatArray, ...]:
-    return tuple(
-        scatter_trained(row[: np.count_nonzero(mask)], mask)
-        for row, mask in zip(kept, loss_masks, strict=True)
-    )
+def _pad(rows: list[Floats]) -> Floats:
+    """[B, L] the rows, padded with 0 on the right."""
+    padded = np.zeros((len(rows), max(map(len, rows), default=0)))
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    return padded

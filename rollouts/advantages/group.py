@@ -13,47 +13,55 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Concatenate, ParamSpec
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollouts.advantages.inputs import AdvantageInputs, Floats, merge_segments, need_lengths
+from rollouts.advantages.inputs import (
+    AdvantageFn,
+    AdvantageInputs,
+    Floats,
+    merge_segments,
+    need_lengths,
+    require,
+)
 
 STD_EPSILON = 1e-6  # of 2402.03300; keeps a nearly constant group from dividing by nothing
 VARIANCE_EPSILON = 1e-8  # inside the root when a batch is whitened
-P = ParamSpec("P")
 
 
-def per_trajectory(
-    function: Callable[Concatenate[AdvantageInputs, P], Floats],
-) -> Callable[Concatenate[AdvantageInputs, P], Floats]:
+def per_trajectory(function: AdvantageFn) -> Callable[..., Floats]:
     """The function applied to one row per trajectory, its answers spread over the rows [B] of the
     segments.
     """
 
     @functools.wraps(function)
-    def of_rows(inputs: AdvantageInputs, /, *args: P.args, **kwargs: P.kwargs) -> Floats:
+    def of_rows(inputs: AdvantageInputs, **params: Any) -> Floats:
         merged, places = merge_segments(inputs)
-        return function(merged, *args, **kwargs)[places]
+        return function(merged, **params)[places]
 
     return of_rows
 
 
-def per_group(
-    function: Callable[Concatenate[Floats, P], Floats],
-) -> Callable[Concatenate[AdvantageInputs, P], Floats]:
+def per_group(function: Callable[..., Floats]) -> Callable[..., Floats]:
     """The function of a group's rewards [G] applied to every group with spread, once per trajectory; other
     rows get 0.
     """
 
-    def of_groups(inputs: AdvantageInputs, /, *args: P.args, **kwargs: P.kwargs) -> Floats:
+    @functools.wraps(function)
+    def of_groups(inputs: AdvantageInputs, **params: Any) -> Floats:
         advantages = np.zeros_like(inputs.rewards)
         for rows in groups_with_spread(inputs.rewards, inputs.group_indices):
-            advantages[rows] = function(inputs.rewards[rows], *args, **kwargs)
+            advantages[rows] = function(inputs.rewards[rows], **params)
         return advantages
 
-    return per_trajectory(functools.wraps(function)(of_groups))
+    return per_trajectory(of_groups)
+
+
+def standardise(values: Floats, std_epsilon: float) -> Floats:
+    """(value − mean) / (std + std_epsilon), std with the number − 1 in its denominator."""
+    return (values - values.mean()) / (values.std(ddof=1) + std_epsilon)
 
 
 @per_group
@@ -68,7 +76,7 @@ def compute_grpo_advantages(
     Filter on the std of the whole group in any case.
     """
     if not leave_one_out:
-        return (rewards - rewards.mean()) / (rewards.std(ddof=1) + std_epsilon)
+        return standardise(rewards, std_epsilon)
     advantages = np.empty_like(rewards)
     for row, reward in enumerate(rewards):
         others = np.delete(rewards, row)
@@ -130,8 +138,8 @@ def compute_pass_at_k_advantages(
     divides by the group's std + std_epsilon. Paper: 2503.19595. Raises ValueError on k = 1, which is `rloo`,
     and below 0.
     """
-    if k < 0 or k == 1:
-        raise ValueError(f"k={k}; it must be at least 2, or 0 for the whole group (for k = 1 use 'rloo')")
+    rule = f"k={k}; it must be at least 2, or 0 for the whole group (for k = 1 use 'rloo')"
+    require(k == 0 or k > 1, rule)
     size = len(rewards)
     chosen = size if k == 0 else min(k, size)
     order = np.argsort(rewards, kind="stable")
@@ -177,17 +185,22 @@ def compute_gdpo_advantages(inputs: AdvantageInputs, *, std_epsilon: float = STD
     (`exact.exact` beside `exact`) count only when they have a weight. Raises ValueError without named
     rewards, and for a weight whose reward is not there.
     """
-    weights = _gdpo_weights(inputs)
+    named = inputs.named_rewards
+    require(
+        named,
+        "advantage 'gdpo' needs named rewards in every row; let the reward function return a mapping, or use"
+        " 'grpo'",
+    )
     total = np.zeros_like(inputs.rewards)
-    for name, weight in weights.items():
-        values = inputs.named_rewards[name]
-        for rows in groups_with_spread(values, inputs.group_indices):
-            total[rows] += (
-                weight * (values[rows] - values[rows].mean()) / (values[rows].std(ddof=1) + std_epsilon)
-            )
+    every = {name: 1.0 for name in named if name.rpartition(".")[0] not in named}
+    for name, weight in (inputs.reward_weights or every).items():
+        known = f"reward_weights has {name!r} and there is no such named reward; there are {', '.join(named)}"
+        require(name in named, known)
+        for rows in groups_with_spread(named[name], inputs.group_indices):
+            total[rows] += weight * standardise(named[name][rows], std_epsilon)
     if len(total) < 2 or np.ptp(total) == 0:
         return np.zeros_like(total)
-    return (total - total.mean()) / (total.std(ddof=1) + std_epsilon)
+    return standardise(total, std_epsilon)
 
 
 def compute_remax_advantages(inputs: AdvantageInputs, *, baseline: str = "greedy_reward") -> Floats:
@@ -198,12 +211,12 @@ def compute_remax_advantages(inputs: AdvantageInputs, *, baseline: str = "greedy
     RewardResult(reward, parts), or give the part the weight 0 in reward_weights. No group is needed; equal
     rewards do not give 0. Raises ValueError when a row has no such part.
     """
-    if baseline not in inputs.named_rewards:
-        known = ", ".join(inputs.named_rewards) or "none"
-        raise ValueError(
-            f"advantage 'remax' needs the named reward {baseline!r} in every row; there are: {known}. Report"
-            " it as a part of the reward"
-        )
+    known = ", ".join(inputs.named_rewards) or "none"
+    require(
+        baseline in inputs.named_rewards,
+        f"advantage 'remax' needs the named reward {baseline!r} in every row; there are: {known}. Report it"
+        " as a part of the reward",
+    )
     return inputs.rewards - inputs.named_rewards[baseline]
 
 
@@ -237,19 +250,16 @@ def groups_with_spread(values: Floats, group_indices: NDArray[np.int64]) -> Iter
             yield rows
 
 
-def _gdpo_weights(inputs: AdvantageInputs) -> dict[str, float]:
-    named = inputs.named_rewards
-    if not named:
-        raise ValueError(
-            "advantage 'gdpo' needs named rewards in every row; let the reward function return a mapping, or"
-            " use 'grpo'"
-        )
-    missing = [name for name in inputs.reward_weights if name not in named]
-    if missing:
-        raise ValueError(
-            f"reward_weights has {missing[0]!r} and there is no such named reward; there are"
-            f" {', '.join(named)}"
-        )
-    return dict(inputs.reward_weights) or {
-        name: 1.0 for name in named if name.rpartition(".")[0] not in named
-    }
+GROUP_ADVANTAGES: dict[str, AdvantageFn] = {
+    "grpo": compute_grpo_advantages,
+    "centred": compute_centred_advantages,
+    "rloo": compute_rloo_advantages,
+    "reinforce_pp": compute_reinforce_pp_advantages,
+    "reinforce_pp_baseline": compute_reinforce_pp_baseline_advantages,
+    "maxrl": compute_maxrl_advantages,
+    "opo": compute_opo_advantages,
+    "pass_at_k": compute_pass_at_k_advantages,
+    "gdpo": compute_gdpo_advantages,
+    "remax": compute_remax_advantages,
+    "raw": use_raw_rewards,
+}

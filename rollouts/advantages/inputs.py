@@ -5,7 +5,7 @@ group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,9 +38,8 @@ class AdvantageInputs:
     # parts of the reward that every row has, each [B], and their weights; no weights: 1 each
     named_rewards: Mapping[str, Floats] = field(default_factory=dict)
     reward_weights: Mapping[str, float] = field(default_factory=dict)
-    samples: tuple[
-        Sample, ...
-    ] = ()  # [B] the records behind the rows, or empty; for functions that need more
+    # [B] the records behind the rows, or empty; for functions that need more
+    samples: tuple[Sample, ...] = ()
     # [B] segments of one trajectory share a number, and their reward; None: each row is one
     trajectories: NDArray[np.int64] | None = None
     values: tuple[FloatArray, ...] = ()  # [T_i] per row: the critic's, before each token; empty: no critic
@@ -49,44 +48,40 @@ class AdvantageInputs:
     loss_masks: tuple[BoolArray, ...] = ()  # [T_i] per row, beside `values`: the tokens that train
 
     def __post_init__(self) -> None:
-        rewards = np.asarray(self.rewards, np.float64)
-        groups = np.asarray(self.group_indices)
+        shared = {
+            "rewards": np.asarray(self.rewards, np.float64),
+            "group_indices": np.asarray(self.group_indices),
+        }
         named = {name: np.asarray(values, np.float64) for name, values in self.named_rewards.items()}
-        lengths, trajectories = (
-            None if values is None else np.asarray(values, np.int64)
-            for values in (self.lengths, self.trajectories)
-        )
-        floats = {"rewards": rewards} | {f"named_rewards[{name!r}]": part for name, part in named.items()}
-        shared = {"group_indices": groups, **floats}
-        for name, values in {**shared, "lengths": lengths, "trajectories": trajectories}.items():
-            if values is not None and (values.ndim != 1 or len(values) != rewards.size):
-                raise ValueError(
-                    f"{name} has shape {values.shape}; there must be one per row of {rewards.shape}"
-                )
-        for name, values in floats.items():
+        given = {"lengths": self.lengths, "trajectories": self.trajectories}
+        own = {name: np.asarray(values, np.int64) for name, values in given.items() if values is not None}
+        for name, values in {**shared, **own, "named_rewards": named}.items():
+            object.__setattr__(self, name, values)
+        shared |= {f"named_rewards[{name!r}]": values for name, values in named.items()}
+        count = self.rewards.size
+        for name, values in {**shared, **own}.items():
+            shapes = f"{name} has shape {values.shape}; there must be one per row of {self.rewards.shape}"
+            require(values.shape == (count,), shapes)
             check_finite(values, name)
-        if lengths is not None and lengths.min(initial=0) < 0:
-            raise ValueError(f"lengths has {lengths.min()}; a number of tokens is at least 0")
+        lengths = own.get("lengths", np.zeros(0))
+        require(
+            (lengths >= 0).all(), f"lengths has {lengths.min(initial=0)}; a number of tokens is at least 0"
+        )
         for name in ("samples", "values", "token_rewards", "loss_masks"):
-            count = len(getattr(self, name))
-            if count not in (0 if name == "samples" else len(self.values), len(rewards)):
-                raise ValueError(
-                    f"{name} has {count} rows for {len(rewards)} rewards; there must be one per row"
-                )
+            rows, none = len(getattr(self, name)), 0 if name == "samples" else len(self.values)
+            missing = f"{name} has {rows} rows for {count} rewards; there must be one per row"
+            require(rows in (none, count), missing)
         for name, weight in self.reward_weights.items():
-            if not math.isfinite(weight):
-                raise ValueError(f"reward_weights[{name!r}] is {weight}; a weight is a finite number")
-        if trajectories is not None:
-            _, first, places = np.unique(trajectories, return_index=True, return_inverse=True)
+            rule = f"reward_weights[{name!r}] is {weight}; a weight is a finite number"
+            require(math.isfinite(weight), rule)
+        if self.trajectories is not None:
+            _, first, places = np.unique(self.trajectories, return_index=True, return_inverse=True)
             for name, values in shared.items():
                 for row in np.flatnonzero(values != values[first][places]):
                     raise ValueError(
                         f"{name}[{row}] is {values[row]}, and {values[first][places][row]} in another"
                         " segment of its trajectory; segments share it"
                     )
-        found = {"rewards": rewards, "group_indices": groups, "named_rewards": named}
-        for name, values in {**found, "lengths": lengths, "trajectories": trajectories}.items():
-            object.__setattr__(self, name, values)
 
 
 def merge_segments(inputs: AdvantageInputs) -> tuple[AdvantageInputs, NDArray[np.intp]]:
@@ -113,37 +108,42 @@ def merge_segments(inputs: AdvantageInputs) -> tuple[AdvantageInputs, NDArray[np
     return merged, places
 
 
+def require(condition: object, message: str) -> None:
+    """Raises ValueError with the message unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
 def need_lengths(inputs: AdvantageInputs, kind: str) -> NDArray[np.int64]:
     """Tokens that train [B]. Raises ValueError when the inputs do not say."""
     if inputs.lengths is None:
         raise ValueError(
-            f"advantage {kind!r} needs lengths, the number of tokens that train in each row; pass lengths="
+            f"advantage {kind!r} needs lengths, the tokens that train in each row; pass lengths="
         )
     return inputs.lengths
 
 
-def check_finite(values: Floats, name: str) -> None:
+def check_finite(values: NDArray[Any], name: str) -> None:
     """Raises ValueError naming the first row that is not finite."""
     for row in np.flatnonzero(~np.isfinite(values)):
-        raise ValueError(
-            f"{name}[{row}] is {values[row]}; a reward must be finite, or it spoils its whole group"
-        )
+        raise ValueError(f"{name}[{row}] is {values[row]}; it must be finite, or it spoils its whole group")
 
 
-def take_trained(name: str, row: int, values: ArrayLike, mask: BoolArray) -> Floats:
-    """The values of a row's trained tokens. Raises ValueError unless there is one value per token, and each
-    of these is finite.
+def take_trained(name: str, rows: Sequence[ArrayLike], masks: Sequence[BoolArray]) -> list[Floats]:
+    """The values of each row's trained tokens. Raises ValueError unless there is one value per token, and
+    each of these is finite.
     """
-    wide = np.asarray(values, np.float64)
-    if wide.shape != mask.shape:
-        raise ValueError(
-            f"{name}[{row}] has shape {wide.shape} and its loss mask {mask.shape}; one per token"
-        )
-    for token in np.flatnonzero(mask & ~np.isfinite(wide)):
-        raise ValueError(
-            f"{name}[{row}], token {token} is {wide[token]}; it must be finite where a token trains"
-        )
-    return wide[mask]
+    require(len(rows) == len(masks), f"there are {len(rows)} rows of {name} for {len(masks)} loss masks")
+    taken: list[Floats] = []
+    for row, (values, mask) in enumerate(zip(rows, masks, strict=True)):
+        wide = np.asarray(values, np.float64)
+        shapes = f"{name}[{row}] has shape {wide.shape} and its loss mask {mask.shape}; one per token"
+        require(wide.shape == mask.shape, shapes)
+        for token in np.flatnonzero(mask & ~np.isfinite(wide)):
+            rule = "it must be finite where a token trains"
+            raise ValueError(f"{name}[{row}], token {token} is {wide[token]}; {rule}")
+        taken.append(wide[mask])
+    return taken
 
 
 def scatter_trained(trained: ArrayLike, mask: BoolArray) -> FloatArray:

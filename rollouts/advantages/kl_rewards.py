@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from rollouts.advantages.inputs import Floats, check_finite, scatter_trained, take_trained
+from rollouts.advantages.inputs import Floats, check_finite, require, scatter_trained, take_trained
 from rollouts.types import BoolArray, FloatArray
 
 
@@ -38,8 +38,8 @@ def subtract_kl(
     kl = np.asarray([row.sum() for row in kls], np.float64)
     if trajectories is not None:
         numbers = np.asarray(trajectories, np.int64)
-        if numbers.shape != kl.shape:
-            raise ValueError(f"trajectories have shape {numbers.shape} for {len(kl)} rows; one per row")
+        shapes = f"trajectories have shape {numbers.shape} for {len(kl)} rows; one per row"
+        require(numbers.shape == kl.shape, shapes)
         _, places = np.unique(numbers, return_inverse=True)
         kl = np.bincount(places, weights=kl)[places]
     return (values - beta * kl).astype(np.float32), kl.astype(np.float32)
@@ -75,13 +75,9 @@ def _token_kl(
 ) -> tuple[Floats, list[Floats]]:
     """The rewards [B], and log_prob − ref_log_prob of the trained tokens of each row."""
     values = np.asarray(rewards, np.float64)
-    if values.shape != (len(log_probs),):
-        raise ValueError(
-            f"rewards have shape {values.shape} for {len(log_probs)} rows; there must be one per row"
-        )
+    shapes = f"rewards have shape {values.shape} for {len(log_probs)} rows; there must be one per row"
+    require(values.shape == (len(log_probs),), shapes)
     check_finite(values, "rewards")
-    rows = enumerate(zip(log_probs, ref_log_probs, loss_masks, strict=True))
-    return values, [
-        take_trained("log_probs", row, policy, mask) - take_trained("ref_log_probs", row, reference, mask)
-        for row, (policy, reference, mask) in rows
-    ]
+    policy = take_trained("log_probs", log_probs, loss_masks)
+    reference = take_trained("ref_log_probs", ref_log_probs, loss_masks)
+    return values, [ours - theirs for ours, theirs in zip(policy, reference, strict=True)]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from rollouts.advantages.inputs import check_finite
+from rollouts.advantages.inputs import check_finite, require
 from rollouts.types import FloatArray
 
 
@@ -34,17 +34,13 @@ def compute_role_advantages(
     lengths that differ, a decay outside 0 to 1 (1 excluded), a reward or baseline not finite.
     """
     values = np.asarray(rewards, np.float64)
-    if values.shape != (len(roles),):
-        raise ValueError(
-            f"rewards have shape {values.shape} for {len(roles)} roles; there must be one per row"
-        )
-    if not 0 <= decay < 1:
-        raise ValueError(f"decay={decay}; it must be at least 0 and below 1, 0.95 is usual")
+    shapes = f"rewards have shape {values.shape} for {len(roles)} roles; there must be one per row"
+    require(values.shape == (len(roles),), shapes)
+    require(0 <= decay < 1, f"decay={decay}; it must be at least 0 and below 1, 0.95 is usual")
     check_finite(values, "rewards")
     means = {role: float(mean) for role, mean in baselines.items()}
     for role, mean in means.items():
-        if not math.isfinite(mean):
-            raise ValueError(f"baselines[{role!r}] is {mean}; it must be finite")
+        require(math.isfinite(mean), f"baselines[{role!r}] is {mean}; it must be finite")
     advantages = np.zeros(len(values))
     for row, (role, reward) in enumerate(zip(roles, values.tolist(), strict=True)):
         mean = means.get(role, 0.0)
