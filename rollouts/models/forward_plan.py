@@ -34,7 +34,7 @@ from rollouts.models.log_probs import (
     widen,
 )
 from rollouts.models.packed_attention import SMALL_TILE
-from rollouts.models.quiet import quiet_transformers
+from rollouts.models.quiet import describe_error, quiet_transformers
 from rollouts.models.scalar_head import HEAD, has_scalar_head, make_probing_directions
 from rollouts.types import IntArray
 
@@ -107,12 +107,10 @@ class _Probe:
         self._on_error = on_error
         embeddings: Any = model.get_input_embeddings()
         self._vocab_size = int(embeddings.num_embeddings)
-        row = rng.integers(0, self._vocab_size, LENGTH)
-        self._rows: list[IntArray] = [row]
-        for kept in (3, LENGTH - 1, 0):  # tokens that another row has in common with the first
-            other = rng.integers(0, self._vocab_size, OTHER_LENGTH)
-            other[:kept], other[kept] = row[:kept], (row[kept] + 1) % self._vocab_size
-            self._rows.append(other)
+        first, *others = rng.integers(0, self._vocab_size, (4, OTHER_LENGTH))
+        for kept, other in zip((3, LENGTH - 1, 0), others, strict=True):  # tokens in common with the first
+            other[:kept], other[kept] = first[:kept], (first[kept] + 1) % self._vocab_size
+        self._rows: list[IntArray] = [first[:LENGTH], *others]
         self._directions: Tensor | None = None  # [D, H] of a scalar head
         self._tolerance = 0.0
 
@@ -289,8 +287,7 @@ class _Probe:
                 differences.append(float((found - expected).abs().max()))
         except PROBE_ERRORS as error:
             self._on_error(error)
-            message = (str(error).strip() or "no message").splitlines()[0][:100]
-            return f"the model raised {type(error).__name__} ({message})"
+            return f"the model raised {describe_error(error)[:120]}"
         if all(one <= self._tolerance for one in differences):
             return ""
         what, unit = ("hidden states", "of their size") if self.scalar else ("log-probs", "nats")

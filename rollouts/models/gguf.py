@@ -16,7 +16,7 @@ from typing import Any
 
 from rollouts.errors import ModelError
 from rollouts.models.directories import build_directory_once
-from rollouts.models.quiet import quiet_transformers
+from rollouts.models.quiet import describe_error, quiet_transformers
 
 MAGIC = b"GGUF"
 GGUF_FORMAT = 1  # in the directory's name; raise it when what convert_gguf writes changes
@@ -109,8 +109,7 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
             )
     except Exception as error:  # whatever transformers and gguf raise on files that are damaged or unknown
         raise ModelError(
-            f"{gguf_file} cannot be converted ({type(error).__name__}:"
-            f" {str(error).strip().splitlines()[0][:300] if str(error) else 'no message'}); it is cut short,"
+            f"{gguf_file} cannot be converted ({describe_error(error)}); it is cut short,"
             " damaged, or of an architecture that transformers does not read from GGUF: download it again,"
             " or use the model's safetensors directory"
         ) from error

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from rollouts.errors import ModelError
 from rollouts.models.directories import check_model_directory, choose_model_cache
 from rollouts.models.gguf import make_bundled_model, make_gguf_model
-from rollouts.models.quiet import quiet_transformers
+from rollouts.models.quiet import describe_error, quiet_transformers
 from rollouts.models.tiny import make_tiny
 from rollouts.models.tokenizers import (
     check_chat_template_compiles,
@@ -100,11 +100,6 @@ def _asking_hub(name: str) -> Iterator[None]:
             f"model.name={name!r} is not here, and the hub did not give it ({describe_error(error)}); check"
             " the spelling, HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT, or give a directory or file"
         ) from error
-
-
-def describe_error(error: BaseException) -> str:
-    """The error's type and the first line of what it says."""
-    return f"{type(error).__name__}: {str(error).strip().split(chr(10), 1)[0][:300] or 'no message'}"
 
 
 # --- classes ------------------------------------------------------------------------------------------------

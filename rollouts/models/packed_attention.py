@@ -164,11 +164,10 @@ def make_masked_pieces(row: PackedRow, window: int | None, dtype: torch.dtype) -
     pieces = find_pieces(row.subtree_end, row.tile)
     if window is not None:
         pieces = narrow_pieces(pieces, row.depths, window, row.tile)
-    shown, hidden = torch.zeros((), dtype=dtype), torch.tensor(HIDDEN, dtype=dtype)
-    seen = [None if piece.visible is None else torch.from_numpy(piece.visible) for piece in pieces]
     return [
-        (piece, None if mask is None else torch.where(mask, shown, hidden))
-        for piece, mask in zip(pieces, seen, strict=True)
+        (piece, None if seen is None else torch.from_numpy(np.where(seen, 0.0, HIDDEN)).to(dtype))
+        for piece in pieces
+        for seen in (piece.visible,)
     ]
 
 
@@ -278,15 +277,14 @@ def attend_packed(
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    on_cpu = device.type == "cpu"
-    if window not in row.made:
-        make = make_masked_pieces if on_cpu else make_block_mask
-        row.made[window] = make(row, window, query.dtype if on_cpu else device)  # pyright: ignore[reportArgumentType]
-    if on_cpu:
+    if device.type == "cpu":
+        if window not in row.made:
+            row.made[window] = make_masked_pieces(row, window, query.dtype)
         found = attend_in_pieces(query, key, value, row.made[window], scale)
     else:  # pragma: gpu
-        grouped = query.shape[1] != key.shape[1]
-        options = {"block_mask": row.made[window], "scale": scale, "enable_gqa": grouped}
+        if window not in row.made:
+            row.made[window] = make_block_mask(row, window, device)
+        options = {"block_mask": row.made[window], "scale": scale, "enable_gqa": query.shape != key.shape}
         found = _compile_flex()(query, key, value, **options)
     return found.transpose(1, 2).contiguous()
 

@@ -1,4 +1,4 @@
-"""Transformers without its warnings and progress bars, which would draw over ours."""
+"""Transformers without its warnings and progress bars, which would draw over ours; its errors in one line."""
 
 from __future__ import annotations
 
@@ -29,3 +29,8 @@ def quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+def describe_error(error: BaseException) -> str:
+    """The error's type and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).strip().split(chr(10), 1)[0][:300] or 'no message'}"

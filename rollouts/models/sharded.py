@@ -35,10 +35,9 @@ from rollouts.models.load import (
     LOCAL,
     ModelHead,
     choose_auto,
-    describe_error,
     has_own_scalar_head,
 )
-from rollouts.models.quiet import quiet_transformers
+from rollouts.models.quiet import describe_error, quiet_transformers
 from rollouts.models.scalar_head import HEAD_WEIGHT, check_scalar_head, has_scalar_head
 
 if TYPE_CHECKING:
