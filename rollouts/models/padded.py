@@ -14,11 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollouts.errors import ModelError
+from rollouts.data.packing import make_micro_batches
 from rollouts.losses.inputs import LossInputs
 from rollouts.models.limits import find_rotary_limit
-from rollouts.models.log_probs import ForwardPlan, score_states
-from rollouts.models.sampling import without_cache
+from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_outputs
 from rollouts.types import RolloutBatch
 
 if TYPE_CHECKING:
@@ -63,48 +62,31 @@ def compute_token_log_probs(
     positions that predict alone and never held together. The model is used in the mode it is in: call
     model.eval() for log-probs without dropout. entropy_gradient is for losses with an entropy_coef. Raises
     ValueError if shapes differ, or if a first token is masked in, which nothing predicts; ModelError if T is
-    beyond the length up to which rotary frequencies are fixed, so that padding, or the rows before, would
-    change the log-probs.
+    beyond the length up to which the model is exact.
     """
     if input_ids.shape != mask.shape or input_ids.ndim != 2:
         raise ValueError(
             f"input_ids have shape {tuple(input_ids.shape)} and mask {tuple(mask.shape)}; both must be [B, T]"
         )
-    first = mask[:, :1].flatten().nonzero()
-    if len(first):
-        raise ValueError(
-            f"mask[{int(first[0])}] trains the first token; nothing comes before it to predict it from: mask"
-            " it out"
-        )
-    limit, width = find_rotary_limit(model.config), input_ids.shape[1]
-    # frequencies of a longrope row are its own
-    if limit and width > limit.tokens and (limit.kind != "longrope" or len(input_ids) > 1):
-        way_out = ", or give them one at a time, unpadded" if limit.kind == "longrope" else ""
-        raise ModelError(
-            f"rows of {width} tokens, padding included: {limit}, so a row's log-probs would depend on other"
-            f" rows; make them shorter{way_out}"
-        )
+    plan = plan or ForwardPlan(head="whole", layout="rows", rotary=find_rotary_limit(model.config))
+    layout = plan.choose_layout(input_ids.shape[1])
+    micro_batches = make_micro_batches(
+        [*input_ids.cpu().numpy()],
+        [*mask.cpu().numpy()],
+        micro_batch_tokens=1 if layout == "single" else input_ids.numel(),
+        share_prefix=False,
+    )
     log_probs, entropy = input_ids.new_zeros((2, *input_ids.shape), dtype=torch.float32)
-    rows, positions = mask.nonzero(as_tuple=True)
-    if len(rows) == 0:
-        return TokenLogProbs(log_probs, entropy)
-    plan = plan or ForwardPlan(head="whole")
-    # no attention mask: padding comes last, so no token sees it
-    run: Any = model if plan.head == "whole" else model.get_decoder()
-    output: Any = run(input_ids=input_ids, **without_cache(model))
-    states = (output.logits if plan.head == "whole" else output.last_hidden_state)[rows, positions - 1]
-    values = score_states(
-        model,
-        states,
-        input_ids[rows, positions],
-        plan=plan,
-        temperature=temperature,
-        entropy_gradient=entropy_gradient,
-    )
-    return TokenLogProbs(
-        log_probs.index_put((rows, positions), values.log_probs.float()),
-        entropy.index_put((rows, positions), values.entropy.float()),
-    )
+    for one in micro_batches:
+        found = compute_micro_batch_outputs(
+            model, one, plan=plan, temperature=temperature, entropy_gradient=entropy_gradient
+        )
+        assert found.entropy is not None, "a scalar head has no log-probs"
+        indices = (one.rows[one.token_rows], one.token_positions, one.token_pairs)
+        rows, positions, pairs = (torch.from_numpy(index).to(mask.device) for index in indices)
+        log_probs = log_probs.index_put((rows, positions), found.log_probs[pairs].float())
+        entropy = entropy.index_put((rows, positions), found.entropy[pairs].float())
+    return TokenLogProbs(log_probs, entropy)
 
 
 def make_loss_inputs(

@@ -120,10 +120,9 @@ def _step(
     rows = [torch.from_numpy(np.asarray(one.prompt_ids, np.int64)).to(model.device) for one in requests]
     pad = torch.nn.utils.rnn.pad_sequence
     if not cached:
-        options = without_cache(model)
         while True:
             ends = torch.tensor([len(row) - 1 for row in rows], device=model.device)
-            logits = model(input_ids=pad(rows, batch_first=True), **options).logits
+            logits = model(input_ids=pad(rows, batch_first=True), use_cache=False).logits
             drawn = yield logits[torch.arange(len(rows), device=model.device), ends]
             rows = [torch.cat([row, token[None]]) for row, token in zip(rows, drawn, strict=True)]
     ids = pad(rows, batch_first=True, padding_side="left")
@@ -149,11 +148,6 @@ def _has_cache(model: PreTrainedModel) -> bool:
     needed = {"past_key_values", "use_cache", "attention_mask"}
     stateful = bool(getattr(model, "_is_stateful", False))
     return not stateful and kinds <= ATTENTION and needed <= _accepted_inputs(model)
-
-
-def without_cache(model: PreTrainedModel) -> dict[str, Any]:
-    """The argument that keeps a forward pass from making a cache, for a model that takes it."""
-    return {"use_cache": False} if "use_cache" in _accepted_inputs(model) else {}
 
 
 def _accepted_inputs(model: PreTrainedModel) -> frozenset[str]:

@@ -6,16 +6,13 @@ from __future__ import annotations
 
 import re
 import socket
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed
 import trio
 
-from integration_training import opening
 from rollouts.backends.open import choose_autocast_dtype
 from rollouts.config.schema import RunConfig
 from rollouts.config.tables import ModelConfig
@@ -23,12 +20,6 @@ from rollouts.errors import ConfigError
 from rollouts.models.devices import DeviceMemory, choose_device, look_at_device
 from rollouts.ranks.launch import Launch
 from rollouts.ranks.meet import connect
-
-RUN = """
-model = { name = "tiny:byte", threads = 1 }
-sft = { steps = 1, data = { kind = "jsonl", path = "rows.jsonl" } }
-"""
-ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
 
 def have_gpus(patch: pytest.MonkeyPatch, count: int, *, free: tuple[int, ...] = ()) -> None:
@@ -58,36 +49,31 @@ def test_a_gpu_is_taken_where_there_is_one_but_not_in_deterministic_mode(
     assert choose_device(wanted, deterministic=deterministic, local_ranks=2) == chosen
 
 
-def test_a_gpu_that_torch_does_not_find_is_refused_with_the_reason_and_the_way_out(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    have_gpus(monkeypatch, 0)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(
-        ConfigError,
-        match=r"model\.device='cuda', but torch \S+ is a build for CPUs; .*set model\.device='auto' or 'cpu'",
-    ):
-        choose_device("cuda")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(
-        ConfigError,
-        match=r"model\.device='cuda', but torch \S+ finds no GPU \(nvidia-smi, CUDA_VISIBLE_DEVICES\)",
-    ):
-        choose_device("cuda")
-
-
-@pytest.mark.parametrize("wanted", ["auto", "cuda"])
-def test_more_ranks_on_a_machine_than_gpus_are_refused_with_both_numbers(
-    monkeypatch: pytest.MonkeyPatch, wanted: Any
-):
-    have_gpus(monkeypatch, 2)
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"distributed\.ranks=3 with model\.device=.*torch finds 2; use at most 2, .*set"
-            r" model\.device='cpu'"
+@pytest.mark.parametrize(
+    ("gpus", "cuda", "wanted", "message"),
+    [
+        (0, None, "cuda", r"torch \S+ is a build for CPUs; .*set model\.device='auto' or 'cpu'"),
+        (0, "13.0", "cuda", r"torch \S+ finds no GPU \(nvidia-smi, CUDA_VISIBLE_DEVICES\)"),
+        (
+            2,
+            "13.0",
+            "cuda",
+            r"ranks=3 with model\.device=.*finds 2; use at most 2, .*model\.device='cpu'",
         ),
-    ):
+        (
+            2,
+            "13.0",
+            "auto",
+            r"ranks=3 with model\.device=.*finds 2; use at most 2, .*model\.device='cpu'",
+        ),
+    ],
+)
+def test_gpus_that_torch_does_not_find_are_refused_with_the_reason_and_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, cuda: str | None, wanted: Any, message: str
+):
+    have_gpus(monkeypatch, gpus)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(ConfigError, match=message):
         choose_device(wanted, local_ranks=3)
 
 
@@ -155,23 +141,3 @@ def test_the_fullest_gpu_of_the_ranks_counts(monkeypatch: pytest.MonkeyPatch):
     have_gpus(monkeypatch, 3, free=(5 << 30, 3 << 30, 1 << 30))
     assert look_at_device("auto", local_ranks=2) == DeviceMemory("cuda", 3 << 30)
     assert look_at_device("cpu").kind == "cpu"
-
-
-# --- train.py -----------------------------------------------------------------------------------------------
-
-
-def test_ranks_train_on_the_device_on_which_they_have_met(monkeypatch: pytest.MonkeyPatch):
-    opened: dict[str, Any] = {}
-    monkeypatch.setattr(
-        "rollouts.backends.fsdp.open_fsdp_backend", lambda path, **options: opened.update(options)
-    )
-    config = RunConfig.model_validate(
-        {"sft": {"steps": 1, "data": {"kind": "jsonl", "path": "x"}}, "distributed": {"cpu_offload": True}}
-    )
-    ranks = SimpleNamespace(channel=None, ranks=SimpleNamespace(device=torch.device("cuda:0")))
-    opening.open_backend(
-        cast(Any, SimpleNamespace(config=config, ranks=ranks, tokenizer=None, device="cuda:0")), "sft", Path()
-    )
-    assert opened["ranks"] is ranks.ranks
-    assert opened["cpu_offload"] is True
-    assert "device" not in opened

@@ -93,14 +93,12 @@ def test_greedy_takes_the_first_largest_and_reports_temperature_one():
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0], [5.0, 0.0, 0.0, 0.0]])
     sampled = sample_tokens(logits, make_draws(2, temperature=0.0, top_p=0.1, top_k=1))
     assert sampled.token_ids.tolist() == [1, 0]
-    np.testing.assert_allclose(
-        sampled.log_probs, torch.log_softmax(logits, -1)[[0, 1], [1, 0]].numpy(), atol=1e-6
-    )
+    expected = torch.log_softmax(logits, -1)[[0, 1], [1, 0]]
+    np.testing.assert_allclose(sampled.log_probs, expected.numpy(), atol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_show_in_the_log_prob(bad: float):
     logits = torch.zeros(2, 30)
     logits[1, 3] = bad
-    log_probs = sample_tokens(logits, make_draws(2)).log_probs
-    assert np.isfinite(log_probs).tolist() == [True, False]
+    assert np.isfinite(sample_tokens(logits, make_draws(2)).log_probs).tolist() == [True, False]

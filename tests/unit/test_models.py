@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from rollouts.config.tables import OptimConfig
 from rollouts.errors import ModelError
-from rollouts.models.export import save_hf_model
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model, stop_token_ids
 from rollouts.models.optim import compute_lr, create_adamw_optimizer
 from rollouts.models.tokenizers import make_byte_tokenizer
@@ -211,25 +210,6 @@ def test_a_tokenizer_without_chat_template_is_refused_with_the_way_out(copied):
 def test_stop_ids_are_those_of_the_tokenizer_and_of_the_generation_config(copied, eos, expected):
     edit_json(copied / "generation_config.json", eos_token_id=eos)
     assert stop_token_ids(load_tokenizer(copied), copied) == expected
-
-
-# --- export -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_saved_model_comes_back_bit_for_bit(tiny, tmp_path, dtype, capfd):
-    model, tokenizer = load_hf_model(tiny, dtype=dtype), load_tokenizer(tiny)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) / 3)
-    save_hf_model(model, tmp_path / "a" / "saved", tokenizer)
-    again = load_hf_model(tmp_path / "a" / "saved", dtype=dtype)
-    state, state_again = model.state_dict(), again.state_dict()
-    assert state.keys() == state_again.keys()
-    assert all(torch.equal(state[name], state_again[name]) for name in state)
-    assert load_tokenizer(tmp_path / "a" / "saved").encode("hé") == tokenizer.encode("hé")
-    assert "lm_head.weight" not in load_file(tmp_path / "a" / "saved" / "model.safetensors")
-    assert capfd.readouterr() == ("", "")
 
 
 # --- optimizer ----------------------------------------------------------------------------------------------

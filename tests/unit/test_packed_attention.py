@@ -64,13 +64,13 @@ def attend_densely(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, s
     return scores.masked_fill(~visible, float("-inf")).softmax(-1) @ value.repeat_interleave(groups, 1)
 
 
-def draw_heads(count: int, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """query [1, 4, S, 8], key and value [1, 2, S, 8]."""
+def draw_heads(
+    count: int, *, seed: int = 0, size: int = 8, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    """query [1, 4, S, size], key and value [1, 2, S, size]."""
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(1, heads, count, 8, generator=generator, dtype=dtype).requires_grad_()
-        for heads in (4, 2, 2)
-    ]
+    shapes = [(1, heads, count, size) for heads in (4, 2, 2)]
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
 
 @pytest.mark.parametrize("tile", [SMALL_TILE, 11, TILE])
@@ -131,35 +131,26 @@ def test_flex_attention_with_our_blocks_is_the_dense_mask(window: int | None):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_of_an_accelerator_are_the_dense_mask(dtype: torch.dtype, shared: bool):
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def test_the_kernel_of_an_accelerator_is_the_dense_mask(
+    dtype: torch.dtype, allowed: float, window: int | None
+):
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    ends, depths = put_side_by_side(
-        [make_tree(np.random.default_rng(seed), int(shared), 150) for seed in range(3)]
+    ends, depths = put_side_by_side([make_tree(np.random.default_rng(seed), 1, 150) for seed in range(3)])
+    exact = [tensor.detach().cuda().requires_grad_() for tensor in draw_heads(len(ends), size=64)]
+    tensors = query, key, value = [tensor.detach().to(dtype).requires_grad_() for tensor in exact]
+    row = PackedRow(ends, depths)
+    output = attend_packed(query, key, value, row, window=window, scale=0.125).transpose(1, 2)
+    expected = attend_densely(*exact, see_densely(ends, depths, window).cuda(), 0.125)
+    weights = torch.randn_like(expected)
+    grads = (
+        torch.autograd.grad(output, tensors, weights.to(dtype)),
+        torch.autograd.grad(expected, exact, weights),
     )
-    for window in (None, 40):
-        generator = torch.Generator().manual_seed(0)
-        tensors = [
-            torch.randn(1, heads, len(ends), 64, generator=generator).cuda().to(dtype).requires_grad_()
-            for heads in (4, 2, 2)
-        ]
-        exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-        row, (query, key, value) = PackedRow(ends, depths), tensors
-        output = attend_packed(query, key, value, row, window=window, scale=0.125).transpose(1, 2)
-        expected = attend_densely(
-            exact[0], exact[1], exact[2], see_densely(ends, depths, window).cuda(), 0.125
-        )
-        allowed = 2e-2 if dtype == torch.bfloat16 else 1e-4
-        assert float((output.double() - expected).norm() / expected.norm()) < allowed
-        weights = torch.randn_like(output)
-        grads = (
-            torch.autograd.grad(output, tensors, weights),
-            torch.autograd.grad(expected, exact, weights.double()),
-        )
-        for found, wanted in zip(*grads, strict=True):
-            assert float((found.double() - wanted).norm() / wanted.norm()) < allowed
+    for found, wanted in zip((output, *grads[0]), (expected, *grads[1]), strict=True):
+        assert float((found.double() - wanted).norm() / wanted.norm()) < allowed
 
 
 # --- in a model ---------------------------------------------------------------------------------------------
@@ -170,37 +161,29 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-def draw_group(rng: np.random.Generator, prompt: int, answers: list[int]) -> list[IntArray]:
-    start = rng.integers(0, 250, prompt)
-    return [np.concatenate([start, rng.integers(0, 250, length)]) for length in answers]
-
-
 @pytest.mark.parametrize("share_prefix", [True, False])
 def test_another_sequence_changes_no_bit(share_prefix: bool, cache: Path):
     model = load_hf_model(make_tiny("llama", 0, cache))
-    plan = plan_forward(model)
-    rng = np.random.default_rng(0)
-    rows = [*draw_group(rng, 150, [40, 60, 8]), *draw_group(rng, 9, [5, 5, 7]), rng.integers(0, 250, 30)]
-    rows[6][0] = 255  # nothing shared with the others, before or after the change
+    plan, rng = plan_forward(model), np.random.default_rng(0)
+    rows = [rng.integers(0, 250, 30)]
+    for prompt, answers in ((150, (40, 60, 8)), (9, (5, 5, 7))):
+        start = rng.integers(0, 250, prompt)
+        rows += [np.concatenate([start, rng.integers(0, 250, length)]) for length in answers]
+    rows[0][0] = 255  # nothing shared with the others, before or after the change
     masks = [np.arange(len(row)) > 0 for row in rows]
     found: list[dict[tuple[int, int], float]] = []
-    for changed in (False, True):
-        if changed:
-            rows[6] = np.concatenate([rows[6][:1], rng.integers(0, 250, 29)])
-        (micro,) = make_micro_batches(
-            rows, masks, micro_batch_tokens=8192, share_prefix=share_prefix, padding_free=True
-        )
-        assert len(micro.input_ids) == 1
-        assert micro.computed_tokens == sum(map(len, rows)) - len(rows) - (
-            2 * 150 + 2 * 9 if share_prefix else 0
-        )  # last tokens predict nothing
+    for _ in range(2):
+        options: dict[str, Any] = {"micro_batch_tokens": 8192, "padding_free": True}
+        (micro,) = make_micro_batches(rows, masks, share_prefix=share_prefix, **options)
+        computed = sum(map(len, rows)) - len(rows)  # last tokens predict nothing
+        assert micro.input_ids.shape == (1, computed - (2 * 150 + 2 * 9 if share_prefix else 0))
         log_probs = compute_micro_batch_outputs(model, micro, plan=plan, temperature=1.0).log_probs.detach()
         places = zip(micro.rows[micro.token_rows].tolist(), micro.token_positions.tolist(), strict=True)
         found.append(dict(zip(places, log_probs[torch.from_numpy(micro.token_pairs)].tolist(), strict=True)))
+        rows[0] = np.concatenate([rows[0][:1], rng.integers(0, 250, 29)])
     before, after = found
-    assert {place for place in before if before[place] != after[place]} == {
-        (6, position) for position in range(1, 30)
-    }
+    changed = {place for place in before if before[place] != after[place]}
+    assert changed == {(0, position) for position in range(1, 30)}
 
 
 def test_a_model_attends_as_before_where_no_packed_row_is_given(cache: Path):
@@ -238,11 +221,13 @@ def test_a_plan_whose_attention_forgets_the_packed_row_falls_back(cache: Path):
     rows take its place.
     """
     model = load_hf_model(make_tiny("llama", 0, cache))
-    assert plan_forward(model).choose_layout(100) == "packed"
+    proved = plan_forward(model)
+    assert proved.choose_layout(100) == "packed"
     decoder: Any = model.get_decoder()
-    forward = decoder.forward
 
-    def forget(*inputs: Any, packed_row: object = None, **options: Any) -> Any:
+    def forget(
+        *inputs: Any, forward: Any = decoder.forward, packed_row: object = None, **options: Any
+    ) -> Any:
         return forward(*inputs, **options)
 
     decoder.forward = forget
@@ -250,18 +235,8 @@ def test_a_plan_whose_attention_forgets_the_packed_row_falls_back(cache: Path):
     assert plan.choose_layout(100) == "rows"
     assert "packed rows are not exact" in plan.reason
     assert "did not take the packed row" in plan.reason
-    decoder.forward = forward
-    found = plan_forward(model)
-    decoder.forward = forget
     rows = [np.arange(2, 9), np.asarray([2, 3, 4, 9, 8])]
-    (micro,) = make_micro_batches(
-        rows,
-        [np.arange(len(row)) > 2 for row in rows],
-        micro_batch_tokens=64,
-        share_prefix=True,
-        padding_free=True,
-    )
-    with pytest.raises(
-        ModelError, match="something has replaced transformers' 'sdpa'"
-    ):  # after it was proved
-        compute_micro_batch_outputs(model, micro, plan=found, temperature=1.0)
+    options: dict[str, Any] = {"micro_batch_tokens": 64, "share_prefix": True, "padding_free": True}
+    (micro,) = make_micro_batches(rows, [np.arange(len(row)) > 2 for row in rows], **options)
+    with pytest.raises(ModelError, match="something has replaced transformers' 'sdpa'"):
+        compute_micro_batch_outputs(model, micro, plan=proved, temperature=1.0)

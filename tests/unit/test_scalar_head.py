@@ -32,6 +32,7 @@ from rollouts.models.export import save_hf_model
 from rollouts.models.forward_plan import describe_plan, plan_forward
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.optim import create_adamw_optimizer
+from rollouts.models.padded import pad_rows
 from rollouts.models.scalar_head import (
     get_scalar_weight,
     has_scalar_head,
@@ -45,9 +46,6 @@ from rollouts.types import LossSpec, RolloutBatch
 
 torch.set_num_threads(1)
 OPTIM = OptimConfig(lr=1e-2)
-IGNORE_COMPILER = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor"
-)  # torch hides it while it compiles, where it is no error
 KINDS = ("llama", "qwen3", "gemma", "moe")
 
 
@@ -55,17 +53,10 @@ KINDS = ("llama", "qwen3", "gemma", "moe")
 def causal(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories of random causal models, by kind."""
     cache = tmp_path_factory.mktemp("causal")
-    sizes = {
-        "vocab_size": 259,
-        "n_positions": 256,
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 4,
-        "initializer_range": 0.1,
-    }
+    sizes = {"vocab_size": 259, "n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 4}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        gpt2 = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=256, eos_token_id=257))
+        gpt2 = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.1, bos_token_id=256, eos_token_id=257))
     found = {kind: resolve_model(f"tiny:{kind}", cache_dir=cache) for kind in ("byte", *KINDS)}
     save_hf_model(gpt2, cache / "gpt2", load_tokenizer(found["byte"]))
     return {**found, "gpt2": cache / "gpt2"}
@@ -79,9 +70,7 @@ def scalar(causal: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         model = load_scalar_model(causal[kind])
         set_padding_token(model, load_tokenizer(causal[kind]))
         with torch.no_grad():
-            get_scalar_weight(model).copy_(
-                torch.randn((1, 64), generator=torch.Generator().manual_seed(1)) * 0.1
-            )
+            get_scalar_weight(model).normal_(0.0, 0.1, generator=torch.Generator().manual_seed(1))
         save_hf_model(model, folder / kind, load_tokenizer(causal[kind]))
     return {kind: folder / kind for kind in causal}
 
@@ -136,23 +125,12 @@ def relative_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> 
 @pytest.mark.parametrize("kind", ["byte", *KINDS])
 def test_a_causal_model_gets_a_head_of_zero_and_keeps_its_decoder(kind: str, causal: dict[str, Path]):
     model, original = load_scalar_model(causal[kind]), load_hf_model(causal[kind])
-    assert (
-        type(model).__name__.endswith("ForSequenceClassification")
-        and has_scalar_head(model)
-        and not has_scalar_head(original)
-    )
-    assert (
-        get_scalar_weight(model).shape == (1, 64)
-        and not get_scalar_weight(model).any()
-        and model.config.num_labels == 1
-    )
+    head, weights = get_scalar_weight(model), dict(model.named_parameters())
     theirs = dict(original.named_parameters())
-    assert all(
-        torch.equal(parameter, theirs[name])
-        for name, parameter in model.named_parameters()
-        if name != "score.weight"
-    )
-    assert not [name for name, _ in model.named_parameters() if "lm_head" in name] and not model.training
+    assert (has_scalar_head(model), has_scalar_head(original), model.training) == (True, False, False)
+    assert head.shape == (1, 64) and not head.any() and model.config.num_labels == 1
+    assert weights.keys() == {*theirs.keys() - {"lm_head.weight"}, "score.weight"}
+    assert all(torch.equal(weights[name], theirs[name]) for name in weights if name != "score.weight")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -162,23 +140,13 @@ def test_a_saved_scalar_model_is_itself_again_here_and_in_transformers(
     ours = load_scalar_model(scalar[kind])
     theirs = AutoModelForSequenceClassification.from_pretrained(str(scalar[kind]))
     config = json.loads((scalar[kind] / "config.json").read_text())
+    assert (config["architectures"], config["pad_token_id"]) == ([type(theirs).__name__], 256)
+    assert get_scalar_weight(ours).any()
+    contract.assert_weights_equal(dict(ours.named_parameters()), dict(theirs.named_parameters()))
     named = Path(shutil.copytree(scalar[kind], tmp_path / "named"))
     edit_json(named / "config.json", id2label={"0": "helpful"}, label2id={"helpful": 0})
-    assert (
-        load_scalar_model(named).config.id2label
-        == make_meta_model(named, head="scalar").config.id2label
-        == {0: "helpful"}
-    )
-    assert (
-        config["architectures"] == [type(theirs).__name__]
-        and len(config["id2label"]) == 1
-        and config["pad_token_id"] == 256
-    )
-    weights = dict(theirs.named_parameters())
-    assert get_scalar_weight(ours).any()
-    assert {
-        name for name, parameter in ours.named_parameters() if torch.equal(parameter, weights[name])
-    } == set(weights)
+    for model in (load_scalar_model(named), make_meta_model(named, head="scalar")):
+        assert model.config.id2label == {0: "helpful"}
 
 
 def test_a_scalar_model_is_resolved_as_one_and_refused_as_a_causal_one(
@@ -199,53 +167,48 @@ def test_a_model_filled_by_slices_is_the_loaded_one(
     made, loaded = make_meta_model(path, head="scalar"), load_scalar_model(path)
     assert all(parameter.is_meta for parameter in made.parameters())
     load_sharded_weights(made, path, new_head=True)
-    wanted = dict(loaded.named_parameters())
-    found = {
-        name: parameter for name, parameter in made.named_parameters() if torch.equal(parameter, wanted[name])
-    }
-    assert found.keys() == wanted.keys() and type(made) is type(loaded) and made.config.num_labels == 1
+    contract.assert_weights_equal(dict(made.named_parameters()), dict(loaded.named_parameters()))
+    assert type(made) is type(loaded) and made.config.num_labels == 1
     ids = torch.arange(7)[None]
-    torch.testing.assert_close(
-        made(input_ids=ids).logits, loaded(input_ids=ids).logits, atol=1e-6, rtol=0
-    )  # memory aligned otherwise rounds so
+    # memory aligned otherwise rounds so
+    torch.testing.assert_close(made(ids).logits, loaded(ids).logits, atol=1e-6, rtol=0)
 
 
 # --- scores and values --------------------------------------------------------------------------------------
 
 
-def test_what_is_no_score_is_refused():
-    batch = make_score_batch([np.array([5, 6])])
-    with pytest.raises(DataError, match=r"sequences\[1\] has no token"):
-        make_score_batch([np.array([5]), np.array([], np.int64)])
-    with pytest.raises(DataError, match="2 rows and the batch has 1"):
-        read_scores([np.zeros(3, np.float32), np.zeros(3, np.float32)], batch)
-    with pytest.raises(DataError, match=r"loss_masks\[0\] trains 2 tokens.*make_score_batch"):
-        read_scores(
-            [np.zeros(3, np.float32)],
-            RolloutBatch(tokens=(np.arange(3),), loss_masks=(np.array([False, True, True]),)),
-        )
-    with pytest.raises(DataError, match="2 scores for 1 rows"):
-        spread_scores(np.zeros(2), batch)
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (lambda _: make_score_batch([np.array([5]), np.array([], np.int64)]), r"sequences\[1\] has no token"),
+        (lambda batch: read_scores([np.zeros(3, np.float32)] * 2, batch), "2 rows and the batch has 1"),
+        (
+            lambda batch: read_scores(
+                [np.zeros(2, np.float32)], dataclasses.replace(batch, loss_masks=(np.array([True, True]),))
+            ),
+            r"loss_masks\[0\] trains 2 tokens.*make_score_batch",
+        ),
+        (lambda batch: spread_scores(np.zeros(2), batch), "2 scores for 1 rows"),
+    ],
+)
+def test_what_is_no_score_is_refused(work: Callable[[RolloutBatch], object], message: str):
+    with pytest.raises(DataError, match=message):
+        work(make_score_batch([np.array([5])]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_scores_are_the_logits_of_transformers_for_each_sequence(kind: str, scalar: dict[str, Path]):
     rng = np.random.default_rng(3)
     start = rng.integers(0, 256, 6)
-    sequences = [np.concatenate([start, rng.integers(0, 256, length)]) for length in (1, 4, 20, 4)] + [
-        rng.integers(0, 256, 3)
-    ]
+    sequences = [np.concatenate([start, rng.integers(0, 256, length)]) for length in (1, 4, 20, 4)]
+    sequences.append(rng.integers(0, 256, 3))
     theirs = AutoModelForSequenceClassification.from_pretrained(str(scalar[kind])).eval()
-    padded = torch.full((len(sequences), 26), theirs.config.pad_token_id)
-    for row, sequence in enumerate(sequences):
-        padded[row, : len(sequence)] = torch.from_numpy(sequence)
+    padded = pad_rows(sequences)
+    mask = pad_rows([np.ones_like(row) for row in sequences])
+    padded[mask == 0] = theirs.config.pad_token_id
     with torch.no_grad():
-        alone = [float(theirs(input_ids=torch.from_numpy(sequence)[None]).logits) for sequence in sequences]
-        together = (
-            theirs(input_ids=padded, attention_mask=(padded != theirs.config.pad_token_id).long())
-            .logits[:, 0]
-            .numpy()
-        )
+        alone = [float(theirs(input_ids=torch.from_numpy(row)[None]).logits) for row in sequences]
+        together = theirs(input_ids=padded, attention_mask=mask).logits[:, 0].numpy()
     batch = make_score_batch(sequences)
     async with open_backend(scalar[kind]) as backend:
         found = read_scores(await backend.forward(batch), batch)
@@ -308,31 +271,6 @@ async def test_every_split_has_the_gradient_of_a_plain_forward_of_each_row(
         assert result.loss == pytest.approx(float(wanted_loss.detach()), rel=tolerance), form
         assert relative_difference(found, wanted) < tolerance, form
         assert not [name for name in result.metrics if name.startswith("entropy")]
-
-
-async def test_scores_give_the_gradient_of_a_loss_over_pairs(scalar: dict[str, Path]):
-    """−log σ(s₀ − s₁) − log σ(s₂ − s₃), by its derivatives, and by autograd on transformers' own logits."""
-    sequences = [np.arange(3, 9 + 2 * index) for index in range(4)]
-    theirs = AutoModelForSequenceClassification.from_pretrained(
-        str(scalar["qwen3"]), dtype=torch.float64
-    ).eval()
-    scores = torch.cat(
-        [theirs(input_ids=torch.from_numpy(sequence)[None]).logits[0] for sequence in sequences]
-    )
-    (-torch.nn.functional.logsigmoid(scores[::2] - scores[1::2]).sum()).backward()
-    wanted = gradients(theirs)
-    batch = make_score_batch(sequences)
-    async with open_backend(scalar["qwen3"], dtype=torch.float64, micro_batch_tokens=20) as backend:
-        found = read_scores(await backend.forward(batch), batch).astype(np.float64)
-        slopes = 1 / (1 + np.exp(found[::2] - found[1::2]))  # −dL/ds of the better one
-        advantages = spread_scores(np.stack([slopes, -slopes], -1).ravel(), batch)
-        await backend.forward_backward(
-            dataclasses.replace(batch, advantages=advantages),
-            LossSpec("linear", unit="constant", constant=1.0),
-        )
-        assert (
-            relative_difference(gradients(backend.model), wanted) < 1e-6
-        )  # scores and advantages cross in float32
 
 
 # --- losses -------------------------------------------------------------------------------------------------
@@ -421,24 +359,17 @@ async def test_a_scalar_backend_keeps_the_contract(check: str, scalar: dict[str,
 async def test_a_checkpoint_is_a_reward_model_for_transformers_and_resumes_exactly(
     kind: str, causal: dict[str, Path], tmp_path: Path
 ):
-    tokenizer, batch = load_tokenizer(causal[kind]), make_critic_batch()
-    options: dict[str, Any] = {
-        "optim": OPTIM,
-        "total_steps": 10,
-        "tokenizer": tokenizer,
-        "threads": 1,
-        "autocast": "off",
-        "head": "scalar",
-    }
+    batch = make_critic_batch()
+    scored = make_score_batch(batch.tokens)
+    options: dict[str, Any] = {"optim": OPTIM, "total_steps": 10, "threads": 1, "autocast": "off"}
+    options |= {"tokenizer": load_tokenizer(causal[kind]), "head": "scalar"}
     async with open_pytorch_backend(causal[kind], **options) as backend:
         for _ in range(2):
             await contract.train(backend, batch, LossSpec("value"))
         await backend.save(tmp_path / "saved")
         write = await backend.capture()
         (tmp_path / "beside").mkdir()
-        scores = read_scores(
-            await backend.forward(make_score_batch(batch.tokens)), make_score_batch(batch.tokens)
-        )
+        scores = read_scores(await backend.forward(scored), scored)
         await contract.train(backend, batch, LossSpec("value"))
         wanted = await backend.get_weights()
         await write(tmp_path / "beside")
@@ -449,13 +380,9 @@ async def test_a_checkpoint_is_a_reward_model_for_transformers_and_resumes_exact
     for folder in ("saved", "beside"):
         async with open_pytorch_backend(causal[kind], **options) as backend:
             await backend.load(tmp_path / folder)
+            np.testing.assert_array_equal(read_scores(await backend.forward(scored), scored), scores)
             await contract.train(backend, batch, LossSpec("value"))
             contract.assert_weights_equal(wanted, await backend.get_weights())
-    async with open_pytorch_backend(tmp_path / "saved", **options) as backend:
-        again = read_scores(
-            await backend.forward(make_score_batch(batch.tokens)), make_score_batch(batch.tokens)
-        )
-    np.testing.assert_array_equal(again, scores)
 
 
 async def test_a_loss_that_needs_entropy_says_that_there_is_none(scalar: dict[str, Path]):

