@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollouts.errors import ModelError
+from rollouts.models.quiet import naming_errors
 
 WEIGHT_INDEX = "model.safetensors.index.json"
 WHOLE_FILE = "model.safetensors"
@@ -57,13 +58,9 @@ def read_shard_names(path: Path) -> list[str]:
     """Sorted file names of the shards in the directory's weight index. Raises ModelError if the index cannot
     be read, or names a file elsewhere.
     """
-    try:
+    with naming_errors(f"{path / WEIGHT_INDEX} cannot be read"):
         weight_map = json.loads((path / WEIGHT_INDEX).read_text("utf-8"))["weight_map"]
         names = sorted({str(name) for name in weight_map.values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(
-            f"{path / WEIGHT_INDEX} cannot be read ({error}); copy the model directory again"
-        ) from error
     for name in names:
         if Path(name).name != name:
             raise ModelError(f"{path / WEIGHT_INDEX} names the file {name!r}; shards lie beside their index")
@@ -88,13 +85,9 @@ def compute_model_digests(path: Path) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for name in (*CONFIG_FILES, WEIGHT_INDEX, *list_weight_files(path)):
-        try:
+        with naming_errors(f"{path / name} cannot be read"):
             if (path / name).is_file():
                 found[name] = _hash_file(path / name)
-        except OSError as error:
-            raise ModelError(
-                f"{path / name} cannot be read ({error}); copy the model directory again"
-            ) from error
     return found
 
 

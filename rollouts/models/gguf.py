@@ -16,7 +16,7 @@ from typing import Any
 
 from rollouts.errors import ModelError
 from rollouts.models.directories import build_directory_once
-from rollouts.models.quiet import describe_error, quiet_transformers
+from rollouts.models.quiet import describe_error, naming_errors, quiet_transformers
 
 MAGIC = b"GGUF"
 GGUF_FORMAT = 1  # in the directory's name; raise it when what convert_gguf writes changes
@@ -59,13 +59,10 @@ def make_gguf_model(gguf_file: Path, cache: Path) -> Path:
     converted. Reads the whole file each time (about 1 s per GB), so that a file that was replaced is never
     mistaken for the one before.
     """
-    try:
-        with gguf_file.open("rb") as file:
-            start = file.read(len(MAGIC))
-            file.seek(0)
-            digest = hashlib.file_digest(file, "sha256").hexdigest()[:DIGEST_LENGTH]
-    except OSError as error:
-        raise ModelError(f"{gguf_file} cannot be read ({error})") from error
+    with naming_errors(f"{gguf_file} cannot be read", "download it again"), gguf_file.open("rb") as file:
+        start = file.read(len(MAGIC))
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:DIGEST_LENGTH]
     if start != MAGIC:
         raise ModelError(
             f"{gguf_file} is not a GGUF file (it begins with {start!r}, not {MAGIC!r}); download it again, or"

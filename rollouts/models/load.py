@@ -5,18 +5,15 @@ and unpickles nothing from disk.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from safetensors import SafetensorError
 
 from rollouts.errors import ModelError
 from rollouts.models.directories import check_model_directory, choose_model_cache
 from rollouts.models.gguf import make_bundled_model, make_gguf_model
-from rollouts.models.quiet import describe_error, quiet_transformers
+from rollouts.models.quiet import naming_errors, quiet_transformers
 from rollouts.models.tiny import make_tiny
 from rollouts.models.tokenizers import (
     check_chat_template_compiles,
@@ -37,10 +34,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 HUB_IGNORED = ["original/*", "consolidated*"]  # the same weights in the format of their authors
 # ends of names of what is not a causal model
 OTHER_HEADS = ("Model", "ForMaskedLM", "ForPreTraining", "Classification", "ForQuestionAnswering")
-# what transformers raises on directories that it cannot use
-LOAD_ERRORS = (
-    OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, SafetensorError,
-)  # fmt: skip
+HUB_WAY_OUT = "check the spelling, HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT, or give a directory or file"
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -60,6 +54,7 @@ def resolve_model(
 
     kind, _, rest = name.partition(":")
     cache, path = choose_model_cache(cache_dir), Path(name).expanduser()
+    missing = f"model.name={name!r} is not here, and the hub did not give it"
     unlike_hub = not name or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     if kind == "bundled":
         path = make_bundled_model(rest, cache)
@@ -72,7 +67,7 @@ def resolve_model(
                     f"model.name={name!r} is not a file here; give the path of a .gguf file, or"
                     " 'org/model:file.gguf' for one on the hub"
                 )
-            with _asking_hub(name):
+            with naming_errors(missing, HUB_WAY_OUT), quiet_transformers():
                 path = Path(hf_hub_download(kind, rest))
         path = make_gguf_model(path, cache)
     elif not name or not path.is_dir():
@@ -81,25 +76,13 @@ def resolve_model(
                 f"model.name={name!r} is not a directory; give a directory, a .gguf file, a hub name like"
                 " 'org/model', 'bundled:…' or 'tiny:byte'"
             )
-        with _asking_hub(name):
+        with naming_errors(missing, HUB_WAY_OUT), quiet_transformers():
             # gigabytes of a model that cannot be used are not asked for
             _find_class(Path(hf_hub_download(name, "config.json")).parent, head)
             path = Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
     check_model_directory(path)
     _find_class(path, head)
     return path
-
-
-@contextmanager
-def _asking_hub(name: str) -> Iterator[None]:
-    try:
-        with quiet_transformers():
-            yield
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"model.name={name!r} is not here, and the hub did not give it ({describe_error(error)}); check"
-            " the spelling, HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT, or give a directory or file"
-        ) from error
 
 
 # --- classes ------------------------------------------------------------------------------------------------
@@ -122,13 +105,9 @@ def _find_class(path: Path, head: ModelHead) -> tuple[str, dict[str, Any]]:
     """
     from transformers.models.auto import modeling_auto
 
-    try:
+    with naming_errors(f"{path / 'config.json'} cannot be read"):
         config = json.loads((path / "config.json").read_text("utf-8"))
         written = config["architectures"] = [str(name) for name in config.get("architectures") or []]
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ModelError(
-            f"{path / 'config.json'} cannot be read ({error}); copy the model directory again"
-        ) from error
     kind, packed = str(config.get("model_type")), config.get("quantization_config")
     causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "")
     scalar = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind, "")
@@ -185,11 +164,8 @@ def load_pretrained(path: Path, dtype: torch.dtype, head: ModelHead) -> tuple[Pr
     """
     auto, attention, labels = choose_auto(path, head)
     options = {"output_loading_info": True, "use_safetensors": True, "attn_implementation": attention}
-    try:
-        with quiet_transformers():
-            model, loading = auto.from_pretrained(str(path), dtype=dtype, **options, **LOCAL, **labels)
-    except LOAD_ERRORS as error:
-        raise ModelError(f"the model in {path} cannot be loaded ({describe_error(error)})") from error
+    with naming_errors(f"the model in {path} cannot be loaded"), quiet_transformers():
+        model, loading = auto.from_pretrained(str(path), dtype=dtype, **options, **LOCAL, **labels)
     return model, set(loading["missing_keys"])
 
 
@@ -235,11 +211,8 @@ def load_tokenizer(path: Path, *, chat_template: Path | None = None) -> PreTrain
     """
     from transformers import AutoTokenizer
 
-    try:
-        with quiet_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(str(path), **LOCAL)
-    except LOAD_ERRORS as error:
-        raise ModelError(f"the tokenizer in {path} cannot be loaded ({describe_error(error)})") from error
+    with naming_errors(f"the tokenizer in {path} cannot be loaded"), quiet_transformers():
+        tokenizer = AutoTokenizer.from_pretrained(str(path), **LOCAL)
     if chat_template is not None:
         tokenizer.chat_template = read_chat_template(chat_template)
     if not tokenizer.chat_template:
@@ -268,11 +241,8 @@ def read_text_config(path: Path) -> dict[str, Any]:
     """
     from transformers import AutoConfig
 
-    try:
-        with quiet_transformers():
-            config = AutoConfig.from_pretrained(str(path), **LOCAL)
-    except LOAD_ERRORS as error:
-        raise ModelError(f"{path / 'config.json'} cannot be read ({describe_error(error)})") from error
+    with naming_errors(f"{path / 'config.json'} cannot be read"), quiet_transformers():
+        config = AutoConfig.from_pretrained(str(path), **LOCAL)
     return config.get_text_config(decoder=True).to_dict()
 
 
@@ -286,10 +256,8 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, path: Path) -> tuple[int,
     ids: set[Any] = {*find_turn_end_ids(tokenizer), own_id} - {None}
     file = path / "generation_config.json"
     if file.is_file():
-        try:
+        with naming_errors(f"{file} cannot be read"):
             more = json.loads(file.read_text("utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise ModelError(f"{file} cannot be read ({error})") from error
         ids.update(more if isinstance(more, list) else [] if more is None else [more])
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
         raise ModelError(f"{file} has eos_token_id={sorted(map(str, ids))}; the ids must be integers")

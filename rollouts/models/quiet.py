@@ -6,6 +6,15 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from safetensors import SafetensorError
+
+from rollouts.errors import ModelError
+
+# what transformers and the hub raise on directories and names that they cannot use
+LOAD_ERRORS = (
+    OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, SafetensorError,
+)  # fmt: skip
+
 for _name in (
     "torchao",
     "torch.utils._pytree",
@@ -29,6 +38,17 @@ def quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def naming_errors(what: str, way_out: str = "copy the model directory again") -> Iterator[None]:
+    """Inside, what transformers, a hub or a file raises is a ModelError: `what`, its own words, the way
+    out.
+    """
+    try:
+        yield
+    except LOAD_ERRORS as error:
+        raise ModelError(f"{what} ({describe_error(error)}); {way_out}") from error
 
 
 def describe_error(error: BaseException) -> str:

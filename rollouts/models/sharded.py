@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -31,13 +30,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from rollouts.errors import ModelError
 from rollouts.models.directories import check_model_directory, list_weight_files
 from rollouts.models.load import (
-    LOAD_ERRORS,
     LOCAL,
     ModelHead,
     choose_auto,
     has_own_scalar_head,
 )
-from rollouts.models.quiet import describe_error, quiet_transformers
+from rollouts.models.quiet import describe_error, naming_errors, quiet_transformers
 from rollouts.models.scalar_head import HEAD_WEIGHT, check_scalar_head, has_scalar_head
 
 if TYPE_CHECKING:
@@ -63,17 +61,14 @@ def make_meta_model(
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     auto, attention, labels = choose_auto(path, head)
-    try:
-        with quiet_transformers():
-            config = AutoConfig.from_pretrained(str(path), **LOCAL, **labels)
-            options = {"attn_implementation": attention, "trust_remote_code": False}
-            with torch.device("meta"):
-                model = auto.from_config(config, dtype=dtype, **options)
-            if model.can_generate() and (path / "generation_config.json").is_file():
-                model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
-            _compute_buffers(model)
-    except LOAD_ERRORS as error:
-        raise ModelError(f"the model in {path} cannot be made ({describe_error(error)})") from error
+    with naming_errors(f"the model in {path} cannot be made"), quiet_transformers():
+        config = AutoConfig.from_pretrained(str(path), **LOCAL, **labels)
+        options = {"attn_implementation": attention, "trust_remote_code": False}
+        with torch.device("meta"):
+            model = auto.from_config(config, dtype=dtype, **options)
+        if model.can_generate() and (path / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
+        _compute_buffers(model)
     if head == "scalar":
         check_scalar_head(model, path)
     # before sharding gives the classes other names, by which it looks them up
@@ -339,33 +334,25 @@ def convert_group(model: PreTrainedModel, group: WeightGroup, tensors: Sequence[
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
-@contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    """A safetensors file. Opened for one reading alone: what was read through a mapping counts as this
-    process's memory until it is closed.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); copy the model directory again") from error
-
-
 def _read_headers(path: Path) -> list[FileTensor]:
     """Every tensor of the files that transformers would read."""
     found: list[FileTensor] = []
     for file in (path / name for name in list_weight_files(path)):
-        with _open(file) as opened:
+        with naming_errors(f"{file} cannot be read"), safe_open(file, framework="pt") as opened:
             names = opened.keys()
             found += [FileTensor(name, file, tuple(opened.get_slice(name).get_shape())) for name in names]
     return found
 
 
 def read_tensors(sources: Sequence[FileTensor], slices: tuple[slice, ...] | None = None) -> list[Tensor]:
-    """The tensors, or the same slices of each. Raises ModelError."""
+    """The tensors, or the same slices of each. Raises ModelError.
+
+    Each file is opened for this reading alone: what was read through a mapping counts as this process's
+    memory until it is closed.
+    """
     found: dict[FileTensor, Tensor] = {}
     for path in {source.file for source in sources}:
-        with _open(path) as file:
+        with naming_errors(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
             for source in sources:
                 if source.file == path:
                     name = source.name

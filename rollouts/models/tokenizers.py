@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from rollouts.errors import ModelError
+from rollouts.models.quiet import naming_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -70,15 +71,11 @@ def byte_characters() -> list[str]:
 
 def read_chat_template(path: Path) -> str:
     """The text of a Jinja file. Raises ModelError if it cannot be read or is empty."""
-    try:
+    way_out = "give the path of a Jinja file"
+    with naming_errors(f"the chat template {path} cannot be read", way_out):
         text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(
-            f"the chat template {path} cannot be read ({type(error).__name__}: {error}); give the path of a"
-            " Jinja file"
-        ) from error
     if not text.strip():
-        raise ModelError(f"the chat template {path} is empty; give the path of a Jinja file")
+        raise ModelError(f"the chat template {path} is empty; {way_out}")
     return text
 
 
