@@ -161,7 +161,6 @@ class ShardWriter:
         self._dtype, self._shard_bytes, self._on_shard = dtype, shard_bytes, on_shard
         # one of each dtype, so that every tensor is aligned to its elements
         self._open: dict[torch.dtype, TensorFile] = {}
-        self._begun = 0  # files
         self._stopped = False
         self.failure: Exception | None = None
         self.shards: list[tuple[str, list[str]]] = []  # complete: file name, names of its tensors
@@ -214,8 +213,8 @@ class ShardWriter:
             if shard and (shard.size + own.nbytes > self._shard_bytes or not shard.has_room(name)):
                 self._finish(dtype)
             if dtype not in self._open:
-                self._begun += 1
-                path = self._folder / name_shard(self._prefix, self._begun)
+                number = len(self.shards) + len(self._open) + 1
+                path = self._folder / name_shard(self._prefix, number)
                 room = min(max(HEADER_BYTES[0], self._shard_bytes // 16), HEADER_BYTES[1])
                 self._open[dtype] = TensorFile(path, header_bytes=room, metadata={"format": "pt"})
             self._open[dtype].append(name, own)
@@ -262,9 +261,7 @@ def deal_weights(model: PreTrainedModel, rank: int, ranks: int) -> Deal:
         mine[taker] += unit
         loads[taker] += sizes[unit]
     names.expect_only(mine[rank])
-    held = [
-        [(name, parameters[name]) for name in weights if name in parameters.keys() & {*part}] for part in mine
-    ]
+    held = [[(name, parameters[name]) for name in part if name in parameters] for part in mine]
     return Deal(held, names, loads[rank])
 
 
