@@ -6,10 +6,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +16,16 @@ import torch
 import transformers
 from torch import Tensor
 
-from rollouts.backends.pytorch import PyTorchTrainingBackend
-from rollouts.config.tables import OptimConfig
-from rollouts.device_thread import open_device_thread
 from rollouts.errors import ModelError
 from rollouts.models.forward_plan import describe_plan, plan_forward
 from rollouts.models.layers import checkpoint_layers
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
-from rollouts.models.optim import create_adamw_optimizer
 from rollouts.models.tiny import TINY_KINDS
-from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import LossSpec, RolloutBatch
+from tests.support.plain_backend import assert_gradients_close, open_backend, take_gradients
 
 torch.set_num_threads(1)
-OPTIM = OptimConfig(lr=1e-2)
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -122,13 +114,6 @@ def new_model(name: str, cache: Path) -> Any:
     return copy.deepcopy(load_once(name, cache) if name in TINY_KINDS else make_other(name))
 
 
-@asynccontextmanager
-async def open_backend(model: Any, **options: Any) -> AsyncIterator[Any]:
-    async with open_device_thread(name="trainer", torch_threads=1) as device_thread:
-        optimizer = create_adamw_optimizer(model, OPTIM)
-        yield PyTorchTrainingBackend(model, optimizer, device_thread, optim=OPTIM, total_steps=10, **options)
-
-
 def score_slowly(model: Any, batch: RolloutBatch) -> list[Tensor]:
     """[T_i - 1] of every row by itself, from the logits that the model itself gives."""
     rows = []
@@ -151,22 +136,6 @@ def differentiate_slowly(model: Any, batch: RolloutBatch) -> tuple[float, dict[s
     loss = -torch.cat(parts).mean()
     loss.backward()
     return float(loss.detach()), take_gradients(model)
-
-
-def take_gradients(model: Any) -> dict[str, Tensor]:
-    """Zeros where no row reached a parameter."""
-    every = model.named_parameters()
-    return {name: torch.zeros_like(one) if one.grad is None else one.grad.clone() for name, one in every}
-
-
-def assert_gradients_close(
-    found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5
-) -> None:
-    """To `tolerance` of the largest gradient."""
-    scale = max(1.0, *(float(gradient.abs().max()) for gradient in wanted.values()))
-    assert found.keys() == wanted.keys()
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient, wanted[name], atol=tolerance * scale, rtol=0, msg=name)
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -433,16 +402,6 @@ def test_a_model_without_layers_to_compute_twice_is_refused():
 
 
 # --- the contract, and files --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("check", [name for name in vars(contract) if name.startswith("check_")])
-@pytest.mark.parametrize("kind", TINY_KINDS)
-async def test_contract(kind: str, check: str, cache: Path, tmp_path: Path):
-    promise = getattr(contract, check)
-    await promise(
-        lambda: open_backend(new_model(kind, cache)),
-        *([tmp_path] if "folder" in inspect.signature(promise).parameters else []),
-    )
 
 
 @pytest.mark.parametrize("kind", TINY_KINDS)
