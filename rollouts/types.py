@@ -493,11 +493,11 @@ class EngineFeatures:
 
     vocab_size: int
     context_length: int  # prompt and response together
-    in_memory_update: bool  # begin_update, receive_bucket, finish_update
-    update_from_checkpoint: bool
-    shares_weights: bool  # generates with the trainer's own parameters
-    keep_pause: bool  # pause("keep") freezes requests in flight, which go on after resume
-    deterministic: bool
+    in_memory_update: bool = False  # begin_update, receive_bucket, finish_update
+    update_from_checkpoint: bool = True
+    shares_weights: bool = False  # generates with the trainer's own parameters
+    keep_pause: bool = True  # pause("keep") freezes requests in flight, which go on after resume
+    deterministic: bool = False
     name: str = "local"  # what errors and metrics call it; unique in a fleet
     seeds: bool = True  # sampling.seed fixes the random stream of a request
     version_spans: bool = (

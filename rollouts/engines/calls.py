@@ -11,7 +11,7 @@ import msgspec
 import trio
 
 from rollouts.engines.http import HttpClient
-from rollouts.engines.wire import decode_reply, show
+from rollouts.engines.wire import decode_field, decode_reply, show
 from rollouts.errors import EngineError, EngineOverloaded, EngineSilent, InfrastructureError, RequestRefused
 from rollouts.processes.nurseries import run_all
 
@@ -40,10 +40,13 @@ class Server:
         check_status(reply, where=f"{self.name}: {method} {path}")
         return reply.content
 
-    async def read(self, path: str, kind: type[ResultT], *, show_body: bool = True) -> ResultT:
+    async def read(self, path: str, kind: type[ResultT]) -> ResultT:
         """The record in the answer to GET `path`. Raises as call, and ReplyError."""
-        where = f"{self.name}: GET {path}"
-        return decode_reply(await self.call("GET", path), kind, where=where, show_body=show_body)
+        return decode_reply(await self.call("GET", path), kind, where=f"{self.name}: GET {path}")
+
+    async def read_field(self, path: str, name: str, kind: type[ResultT]) -> ResultT:
+        """One field of the answer to GET `path`. Raises as call, and ReplyError."""
+        return decode_field(await self.call("GET", path), name, kind, where=f"{self.name}: GET {path}")
 
     async def control(self, path: str, body: Any = None) -> bytes:
         """The body of a 2xx answer to a POST that may take long, awaited for as long as the server is well. A
@@ -109,9 +112,7 @@ def check_status(reply: httpx.Response, *, where: str) -> None:
         value = reply.headers.get("retry-after", "").strip()  # seconds; dates are ignored
         seconds = float(value) if value.isascii() and value.isdecimal() else None
         raise EngineOverloaded(text, retry_after_s=seconds)
-    if (
-        status >= 500 or status == 408
-    ):  # 408: it waited for the request in vain; a proxy says so for its server
+    if status >= 500 or status == 408:  # it waited for the request in vain; a proxy says so for its server
         raise InfrastructureError(text)
     if status in (401, 403, 404) or status < 400:
         raise EngineError(text)

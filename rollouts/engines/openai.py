@@ -25,7 +25,7 @@ from rollouts.engines.server import (
     refuse_settings,
     setup_errors,
 )
-from rollouts.engines.wire import UNKNOWN_VERSION, Record, decode_reply
+from rollouts.engines.wire import UNKNOWN_VERSION, Record, decode_field
 from rollouts.errors import ReplyError, RequestRefused
 from rollouts.types import Completion, EngineFeatures, GenerateRequest
 
@@ -59,12 +59,10 @@ class _Choice(Record, frozen=True):
     token_ids: list[int] | None = None
 
 
-class _Completions(Record, frozen=True):
-    choices: list[_Choice]
-
-
 class OpenAIServer(Dialect):
     """The Dialect of an endpoint that nobody controls."""
+
+    abort_grace_s = 0.0
 
     def __init__(
         self, server: Server, *, model: str, vocab_size: int, tokenizer: TextTokenizer | None
@@ -128,7 +126,7 @@ def parse_completions(
     a filter withheld the answer.
     """
     who = f"{where}, request {request.request_id!r}"
-    choices = decode_reply(body, _Completions, where=where).choices
+    choices = decode_field(body, "choices", list[_Choice], where=where)
     if len(choices) != 1:
         raise ReplyError(f"{who}: {len(choices)} choices instead of one")
     choice, limit = choices[0], request.sampling.max_new_tokens
@@ -177,18 +175,15 @@ def open_openai_engine(
     used and for a key or a model that the endpoint does not know; EngineUnreachable, EngineSilent.
     """
 
-    async def shake_hands(server: Server) -> ServerEngine:
+    async def shake_hands(server: Server) -> tuple[EngineFeatures, OpenAIServer]:
         with setup_errors("check url and api_key"):
-            served = [one.id for one in (await server.read("/v1/models", _Models)).data]
+            served = [one.id for one in await server.read_field("/v1/models", "data", list[_Served])]
         refuse_settings(server.name, {f"does not serve {model!r}; it has {served[:10]}": model not in served})
         features = EngineFeatures(
             vocab_size=vocab_size,
             context_length=context_length,
-            in_memory_update=False,
             update_from_checkpoint=False,
-            shares_weights=False,
             keep_pause=False,
-            deterministic=False,
             name=server.name,
             seeds=False,
             version_spans=False,
@@ -197,7 +192,7 @@ def open_openai_engine(
             gaps=GAPS if tokenizer is None else GAPS + TEXT_GAPS,
         )
         dialect = OpenAIServer(server, model=model, vocab_size=vocab_size, tokenizer=tokenizer)
-        return ServerEngine(server, features, dialect)
+        return features, dialect
 
     return open_server_engine(
         url,
@@ -213,7 +208,3 @@ def open_openai_engine(
 
 class _Served(Record, frozen=True):
     id: str
-
-
-class _Models(Record, frozen=True):
-    data: list[_Served]

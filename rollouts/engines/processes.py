@@ -16,16 +16,17 @@ import os
 import secrets
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import trio
 
 from rollouts.engines.http import open_http_client
-from rollouts.errors import ConfigError, EngineError, EngineSetupError, InfrastructureError
+from rollouts.errors import ConfigError, EngineSetupError, InfrastructureError
+from rollouts.processes.nurseries import run_all
 from rollouts.processes.process import Process, open_process
 
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
@@ -35,6 +36,8 @@ SERVED_NAME = "policy"
 HOST = "127.0.0.1"
 ASK_S = (0.05, 0.5)  # between two questions whether a server is up: at first, and later
 ANSWER_S = 10.0  # for one such answer
+START_S = 600.0  # for a server to be ready
+STOP_S = 10.0  # for one to end by itself
 TAIL_LINES = 20  # of a server's log in messages
 # The trainer's own: a server that finds torchrun's variables believes to be one of its ranks, and another
 # environment's modules break it.
@@ -43,6 +46,7 @@ NOT_INHERITED = (
     *("ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_API_KEY"),
 )
+Flags = dict[str, str | None]  # names and values; None for a switch
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,97 +57,73 @@ class EngineCommand:
     python: Path  # the Python that has vLLM or SGLang installed
     model: Path  # a Hugging Face model directory
     args: tuple[str, ...] = ()  # the user's own flags, appended last
-    context_length: int | None = None  # tokens of prompt and response; None: as long as the model allows
-    dtype: str | None = None  # None: as in the model's config.json
-    env: Mapping[str, str] = field(
-        default_factory=dict
-    )  # wins over what is inherited and over what is set here
 
 
-@dataclass(slots=True, eq=False)
 class EngineProcess:
     """One server: its address, and what happens to its process. Made by open_engine_processes."""
 
-    name: str
-    log_path: Path
-    port: int
-    api_key: str = field(default_factory=lambda: secrets.token_hex(32))
-    starts: int = 0
-    process: Process | None = None  # the one that was started last
-    _: KW_ONLY
-    _command: EngineCommand
-    _env: Mapping[str, str]
-    _key_file: Path
-    _start_s: float
-    _stop_s: float
-    _life: AsyncExitStack = field(default_factory=AsyncExitStack)  # ends the process
-    _turn: trio.Lock = field(default_factory=trio.Lock)  # one start, restart or stop at a time
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        """Of the server process that was started last; its workers are below it."""
-        return self.process.pid if self.process is not None else 0
+    def __init__(
+        self, name: str, command: EngineCommand, env: Mapping[str, str], log_path: Path, key_file: Path
+    ) -> None:
+        self.name = name
+        self.log_path = log_path
+        self.port = find_free_port()
+        self.url = f"http://{HOST}:{self.port}"
+        self.api_key = secrets.token_hex(32)
+        self.starts = 0
+        self.pid = 0  # of the server process that was started last; its workers are below it
+        self._command = command
+        self._env = env
+        self._key_file = key_file
+        self._process: Process | None = None  # the one that was started last
+        self._life = AsyncExitStack()  # ends it
 
     async def wait_exited(self) -> str:
         """Why the server ended, with the last lines of its log; waits until nothing of it is left."""
-        assert self.process is not None, "not started"
-        process = self.process
+        assert self._process is not None, "not started"
+        process = self._process
         await process.wait_ended()
         return f"{self._describe_end(process)}\n{self._read_tail(process)}"
-
-    async def restart(self) -> None:
-        """Stops what is left and starts the server again on the same port with the same key; returns when it
-        is ready. Raises EngineSetupError if it does not become ready.
-        """
-        async with self._turn:
-            await self._stop()
-            await self._launch()
 
     async def stop(self) -> None:
         """Ends the server: SIGTERM, and after the grace SIGKILL for its whole tree. Not to be interrupted.
         Raises EngineError if it stays.
         """
         with trio.CancelScope(shield=True):
-            async with self._turn:
-                await self._stop()
-
-    async def _stop(self) -> None:
-        with trio.CancelScope(shield=True):
-            if self.process is not None:
-                self.process.terminate()
-                with trio.move_on_after(self._stop_s + 1.0):
-                    await self.process.wait_ended()
+            if self._process is not None:
+                self._process.terminate()
+                with trio.move_on_after(STOP_S + 1.0):
+                    await self._process.wait_ended()
             await self._life.aclose()
 
-    async def _launch(self) -> None:
-        """A new process, ready. Raises EngineSetupError."""
+    async def restart(self) -> None:
+        """Stops what is left and starts the server again on the same port with the same key; returns when it
+        is ready. Raises EngineSetupError if it does not become ready.
+        """
+        await self.stop()
         env = dict(self._env)
         if self._command.kind == "vllm":
             env["VLLM_API_KEY"] = self.api_key
         else:
-            write_private(self._key_file, f'api-key: "{self.api_key}"\n')
+            self._key_file.touch(mode=0o600)
+            self._key_file.write_text(f'api-key: "{self.api_key}"\n')
         self.starts += 1
+        opening = open_process(
+            make_arguments(self._command, port=self.port, key_file=self._key_file),
+            env=env,
+            log=self.log_path,
+            headline=f"start {self.starts} of {self.name}",
+            grace_s=STOP_S,
+        )
         try:
-            process = self.process = await self._life.enter_async_context(
-                open_process(
-                    make_arguments(self._command, port=self.port, key_file=self._key_file),
-                    env=env,
-                    log=self.log_path,
-                    headline=f"start {self.starts} of {self.name}",
-                    grace_s=self._stop_s,
-                )
-            )
+            process = self._process = await self._life.enter_async_context(opening)
             await self._wait_ready(process)
         finally:
             self._key_file.unlink(missing_ok=True)
 
     async def _wait_ready(self, process: Process) -> None:
         state = "starting"
-        with trio.move_on_after(self._start_s):
+        with trio.move_on_after(START_S):
             async with trio.open_nursery() as nursery:
 
                 async def notice_end() -> None:
@@ -152,6 +132,7 @@ class EngineProcess:
 
                 nursery.start_soon(notice_end)
                 await process.wait_started()
+                self.pid = process.pid
                 # Nothing tells when a server is up, so it is asked again and again.
                 pause_s, longest_s = ASK_S
                 path = HEALTH_PATHS[self._command.kind]
@@ -161,7 +142,7 @@ class EngineProcess:
                 nursery.cancel_scope.cancel()
         if state == "ready" and not process.has_ended:
             return
-        what = f"{self.name} was not ready after start_s={self._start_s:g}"
+        what = f"{self.name} was not ready after {START_S:g} s"
         if state == "foreign":
             what = f"another server answers at {self.url}; start again"
         elif process.has_ended:
@@ -176,68 +157,37 @@ class EngineProcess:
 
     def _read_tail(self, process: Process) -> str:
         """The last lines of this start's log and where it is, without the key."""
-        lines = process.read_tail().replace(self.api_key or "<key>", "<key>").splitlines()[-TAIL_LINES:]
+        lines = process.read_tail().replace(self.api_key, "<key>").splitlines()[-TAIL_LINES:]
         return "\n".join([f"last lines of {self.log_path}:", *lines])
 
 
 @asynccontextmanager
 async def open_engine_processes(
-    command: EngineCommand,
-    *,
-    count: int,
-    log_dir: Path,
-    start_s: float = 600.0,
-    stop_s: float = 10.0,
+    command: EngineCommand, *, count: int, log_dir: Path
 ) -> AsyncIterator[tuple[EngineProcess, ...]]:
     """`count` servers that answer, each with a port, a key and a log (`log_dir/vllm-0.log`, appended to) of
     its own.
 
-    All start at once and share the processor's cores. On leaving each has `stop_s` to end by itself. Raises
+    All start at once and share the processor's cores. On leaving each has STOP_S to end by itself. Raises
     ConfigError for arguments that contradict what training needs, EngineSetupError with the end of the log
-    when one does not get ready: the others are stopped then.
+    when one does not get ready in START_S: the others are stopped then.
     """
     check_command(command)
     log_dir.mkdir(parents=True, exist_ok=True)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = None if runs_on_gpu(command) else max(1, cores // count)
+    env = make_environment(command, os.environ, threads=threads)
     with tempfile.TemporaryDirectory(prefix="rollouts-engines-") as secret_dir:
         processes = [
-            EngineProcess(
-                name := f"{command.kind}-{index}",
-                log_dir / f"{name}.log",
-                find_free_port(),
-                _command=command,
-                _env=make_environment(command, os.environ, threads=threads),
-                _key_file=Path(secret_dir) / f"{name}.yaml",
-                _start_s=start_s,
-                _stop_s=stop_s,
-            )
-            for index in range(count)
+            EngineProcess(name, command, env, log_dir / f"{name}.log", Path(secret_dir) / f"{name}.yaml")
+            for name in (f"{command.kind}-{index}" for index in range(count))
         ]
         try:
-            await _call_all([process.restart for process in processes])
+            await run_all(*(process.restart for process in processes))
             yield tuple(processes)
         finally:
             with trio.CancelScope(shield=True):
-                await _call_all([process.stop for process in processes])
-
-
-async def _call_all(calls: Sequence[Callable[[], Awaitable[None]]]) -> None:
-    """Calls all at once. Raises the first EngineError, which cancels the others."""
-    errors: list[EngineError] = []
-    async with trio.open_nursery() as nursery:
-
-        async def call(function: Callable[[], Awaitable[None]]) -> None:
-            try:
-                await function()
-            except EngineError as error:
-                errors.append(error)
-                nursery.cancel_scope.cancel()
-
-        for function in calls:
-            nursery.start_soon(call, function)
-    if errors:
-        raise errors[0]
+                await run_all(*(process.stop for process in processes))
 
 
 async def ask_ready(url: str, api_key: str, *, health_path: str) -> Literal["ready", "starting", "foreign"]:
@@ -261,62 +211,40 @@ async def ask_ready(url: str, api_key: str, *, health_path: str) -> Literal["rea
 
 def make_arguments(command: EngineCommand, *, port: int, key_file: Path) -> tuple[str, ...]:
     """The server's whole command line, without a secret in it."""
-    fixed = {**_fixed_flags(command), "--port": str(port)}
+    fixed, defaults = list_flags(command)
+    fixed["--port"] = str(port)
     if command.kind == "sglang":
         fixed["--config"] = str(key_file)
-    own = {name for name, _ in split_flags(command.args)}
-    flags = {**fixed, **{name: value for name, value in _default_flags(command).items() if name not in own}}
+    own = dict(split_flags(command.args))
+    flags = fixed | {name: value for name, value in defaults.items() if name not in own}
     words = [str(command.python), "-m", MODULES[command.kind]]
     for name, value in flags.items():
         words += [name] if value is None else [name, value]
     return (*words, *command.args)
 
 
-def _fixed_flags(command: EngineCommand) -> dict[str, str | None]:
-    """What a user may not change, but for port and key: names and values; None for a switch."""
-    model, length = (
-        ("--model", "--max-model-len") if command.kind == "vllm" else ("--model-path", "--context-length")
-    )
-    flags: dict[str, str | None] = {
-        model: str(command.model),
-        "--host": HOST,
-        "--served-model-name": SERVED_NAME,
-    }
-    if command.context_length is not None:
-        flags[length] = str(command.context_length)
-    if command.dtype is not None:
-        flags["--dtype"] = command.dtype
+def list_flags(command: EngineCommand) -> tuple[Flags, Flags]:
+    """What a user may not change, but for port and key, and what a user's own flag replaces."""
+    on_cpu = not runs_on_gpu(command)
     if command.kind == "vllm":
-        flags["--logprobs-mode"] = (
-            "processed_logprobs"  # of the distribution sampled from: after temperature and top-p
-        )
-        flags["--enable-scale-out"] = None  # opens the endpoint for token ids
-    elif not runs_on_gpu(command):
-        flags["--device"] = "cpu"
-        flags["--sleep-on-idle"] = None  # otherwise the scheduler spins on a core that others need
-    return flags
-
-
-def _default_flags(command: EngineCommand) -> dict[str, str | None]:
-    """What a user's own flag replaces."""
-    if command.kind == "vllm":
-        defaults: dict[str, str | None] = {
-            "--disable-uvicorn-access-log": None
-        }  # a line for every request otherwise
-        if not runs_on_gpu(command):
-            defaults["--no-enable-chunked-prefill"] = (
-                None  # with it, a request's seed ends a server on a CPU: see vllm.rewinds_generators
-            )
-            defaults["--enforce-eager"] = None  # compiling takes minutes on a few cores
-        return defaults
-    flags: dict[str, str | None] = {"--log-level-http": "warning"}
-    if not runs_on_gpu(command):
-        # Without a limit the cache is sized by all of the machine's memory.
-        flags |= {
-            "--attention-backend": "torch_native",
-            "--max-total-tokens": str(max(16384, 8 * (command.context_length or 0))),
+        fixed: Flags = {
+            "--model": str(command.model),
+            # of the distribution sampled from: after temperature and top-p
+            "--logprobs-mode": "processed_logprobs",
+            "--enable-scale-out": None,  # opens the endpoint for token ids
         }
-    return flags
+        defaults: Flags = {"--disable-uvicorn-access-log": None}  # a line for every request otherwise
+        if on_cpu:
+            # with it, a request's seed ends a server on a CPU: see vllm.rewinds_generators
+            defaults["--no-enable-chunked-prefill"] = None
+            defaults["--enforce-eager"] = None  # compiling takes minutes on a few cores
+    else:
+        fixed, defaults = {"--model-path": str(command.model)}, {"--log-level-http": "warning"}
+        if on_cpu:
+            # it would spin on a core that others need, and size its cache by all of the machine's memory
+            fixed |= {"--device": "cpu", "--sleep-on-idle": None}
+            defaults |= {"--attention-backend": "torch_native", "--max-total-tokens": "16384"}
+    return fixed | {"--host": HOST, "--served-model-name": SERVED_NAME}, defaults
 
 
 def check_command(command: EngineCommand) -> None:
@@ -330,7 +258,7 @@ def check_command(command: EngineCommand) -> None:
             " CPU, or name another"
         )
     ours = ("--port", "--api-key", *(("--config", "--admin-api-key") if command.kind == "sglang" else ()))
-    fixed: dict[str, str | None] = {**dict.fromkeys(ours, "chosen for each run"), **_fixed_flags(command)}
+    fixed: Flags = {**dict.fromkeys(ours, "chosen for each run"), **list_flags(command)[0]}
     if command.kind == "sglang":
         fixed["--model"] = str(command.model)
     for name, value in split_flags(command.args):
@@ -377,27 +305,20 @@ def make_environment(
         for name, value in inherited.items()
         if name not in NOT_INHERITED and not name.startswith("TORCHELASTIC_")
     }
-    env["PATH"] = (
-        # compilers and ninja of its own environment
-        f"{command.python.parent.absolute()}{os.pathsep}{env.get('PATH', os.defpath)}"
-    )
-    env["PYTHONDONTWRITEBYTECODE"] = (
-        ""  # thousands of modules: compiled anew at each start, in each of its processes, they take minutes
-    )
+    # compilers and ninja of its own environment
+    env["PATH"] = f"{command.python.parent.absolute()}{os.pathsep}{env.get('PATH', os.defpath)}"
+    # thousands of modules: compiled anew at each start, in each of its processes, they take minutes
+    env["PYTHONDONTWRITEBYTECODE"] = ""
     env["PYTHONUNBUFFERED"] = "1"  # so that the log of a server that is killed is whole
-    if command.kind == "vllm":
-        env["VLLM_SERVER_DEV_MODE"] = "1"  # opens pausing and weight updates
-        env["VLLM_HOST_IP"] = (
-            HOST  # its processes talk to each other through the network address of the machine otherwise
-        )
-        env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
-        if command.kind == "vllm":
-            env.setdefault(
-                "VLLM_CPU_OMP_THREADS_BIND", "nobind"
-            )  # bound, all servers would take the same cores, and the trainer's too
-    return {**env, **command.env}
+    if command.kind == "vllm":
+        env["VLLM_SERVER_DEV_MODE"] = "1"  # opens pausing and weight updates
+        env["VLLM_HOST_IP"] = HOST  # its processes would talk through the machine's network address
+        env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        if threads is not None:  # bound, all servers would take the same cores, and the trainer's too
+            env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return env
 
 
 def find_free_port() -> int:
@@ -405,10 +326,3 @@ def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
-
-
-def write_private(path: Path, text: str) -> None:
-    """A new file that only its owner can read, also while it is written."""
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterat
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol
 
 import trio
 
@@ -41,15 +41,11 @@ from rollouts.models.limits import check_request
 from rollouts.protocols import PauseMode
 from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
 
-if TYPE_CHECKING:
-    import torch
-
 # for a server to answer what it was told to abort; after it the connection is closed, which aborts too
 ABORT_GRACE_S = 5.0
 ABORT_AGAIN_S = 1.0  # an abort that overtook its request on the way names nobody; it is said again
 LOADING = "loading"  # the version's name while weights are exchanged: no number, so it is read as −1
 NEVER_NAMED = "default"  # the version's name in a server that was started and not updated since
-ResultT = TypeVar("ResultT")
 
 
 class Dialect(Protocol):
@@ -57,7 +53,7 @@ class Dialect(Protocol):
     Everything raises EngineError.
     """
 
-    abort_grace_s: float = 0.0  # ABORT_GRACE_S; 0: requests are aborted by closing their connections
+    abort_grace_s: float = ABORT_GRACE_S  # 0: requests are aborted by closing their connections
     shapes: Mapping[str, tuple[int, ...]] | None = None  # of the server's model; None: unknown here
 
     async def ask(self, request: GenerateRequest, server_id: str) -> Completion: ...
@@ -119,9 +115,9 @@ class ServerEngine:
         self._frozen = False  # what is at the server stands still: its silence says nothing
         self._released = False  # its memory
         self._closed = False
-        self._changed = trio.Event()
+        self._changed = trio.lowlevel.ParkingLot()
         self._work: tuple[float, Hashable] = (-math.inf, None)  # when it was asked for, and the answer
-        self._finished = self._updates = 0
+        self._finished = 0
 
     # --- requests
 
@@ -140,7 +136,7 @@ class ServerEngine:
         try:
             with entry.scope:
                 while self._paused and not entry.aborted:
-                    await self._changed.wait()
+                    await self._changed.park()
                 if not entry.aborted:
                     entry.asked = True
                     completion = await ask_watched(
@@ -183,7 +179,7 @@ class ServerEngine:
         self._check_open()
         for entry in self._in_flight.values():
             entry.aborted = True
-        self._notify()
+        self._changed.unpark_all()
         failure: EngineError | None = None
         sent = left = self._sent()
         with trio.move_on_after(self.dialect.abort_grace_s):
@@ -238,7 +234,7 @@ class ServerEngine:
     def _set_gate(self, *, paused: bool, frozen: bool) -> None:
         self._paused, self._frozen = paused, frozen
         self._work = (-math.inf, None)  # what stood still while it was paused may begin anew
-        self._notify()
+        self._changed.unpark_all()
 
     def _sent(self) -> list[_InFlight]:
         return [entry for entry in self._in_flight.values() if entry.asked]
@@ -275,23 +271,15 @@ class ServerEngine:
         except SnapshotError as error:
             raise EngineError(f"{self.features.name} was sent nothing: {error}") from error
         await self.dialect.load_weights(path, version)
-        self._updates += 1
         return {"version": version, "tensors": len(shapes)}
 
-    async def begin_update(self) -> NoReturn:
-        self._refuse_update()
-
-    def receive_bucket(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> NoReturn:
-        self._refuse_update()
-
-    async def finish_update(self, version: int) -> NoReturn:
-        self._refuse_update()
-
-    def _refuse_update(self) -> NoReturn:
+    def _refuse_update(self, *args: object, **options: object) -> NoReturn:
         way_out = "update it from a checkpoint, or by weight_sync.broadcast"
         if not self.features.update_from_checkpoint:
             way_out = "train with engine.kind local, vllm or sglang"
         raise EngineError(f"{self.features.name} takes no such update; {way_out}")
+
+    begin_update = receive_bucket = finish_update = _refuse_update
 
     # --- the rest
 
@@ -323,19 +311,10 @@ class ServerEngine:
 
     def statistics(self) -> Mapping[str, float]:
         sent = len(self._sent())
-        counts = {
-            "running": sent,
-            "waiting": len(self._in_flight) - sent,
-            "requests_finished": self._finished,
-            "updates": self._updates,
-        }
-        return {name: float(count) for name, count in counts.items()}
+        waiting = float(len(self._in_flight) - sent)
+        return {"running": float(sent), "waiting": waiting, "requests_finished": float(self._finished)}
 
     # --- life
-
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, trio.Event()
-        changed.set()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -359,7 +338,7 @@ async def _wait_done(entries: Sequence[_InFlight]) -> None:
 @asynccontextmanager
 async def open_server_engine(
     url: str,
-    shake_hands: Callable[[Server], Awaitable[ServerEngine]],
+    shake_hands: Callable[[Server], Awaitable[tuple[EngineFeatures, Dialect]]],
     *,
     kind: str,
     name: str,
@@ -368,12 +347,13 @@ async def open_server_engine(
     silence_s: float,
     transport: Transport | None,
 ) -> AsyncIterator[ServerEngine]:
-    """The engine that `shake_hands` makes of the server behind `url`, until the block ends. Raises what it
-    raises, and EngineSetupError for a url or a key that cannot be used.
+    """The engine of the server behind `url`, as `shake_hands` describes it, until the block ends. Raises what
+    it raises, and EngineSetupError for a url or a key that cannot be used.
     """
     name = name or f"{kind}-{split_url(url).netloc}"
     async with open_http_client(url, api_key=api_key, transport=transport) as client:
-        engine = await shake_hands(Server(client, name=name, silence_s=silence_s, health_path=health_path))
+        server = Server(client, name=name, silence_s=silence_s, health_path=health_path)
+        engine = ServerEngine(server, *await shake_hands(server))
         try:
             yield engine
         finally:

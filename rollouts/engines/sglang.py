@@ -22,7 +22,6 @@ import trio
 from rollouts.engines.calls import Server
 from rollouts.engines.http import Transport
 from rollouts.engines.server import (
-    ABORT_GRACE_S,
     LOADING,
     NEVER_NAMED,
     Dialect,
@@ -34,9 +33,8 @@ from rollouts.engines.server import (
 )
 from rollouts.engines.sglang_wire import (
     Checksums,
-    Loads,
+    Model,
     ModelInfo,
-    Models,
     RankLoad,
     ServerInfo,
     Update,
@@ -59,13 +57,11 @@ COLD = 1e-3  # a temperature at which the likeliest token is as good as certain
 class SGLangServer(Dialect):
     """The Dialect of one SGLang server, and its own calls for transfers of weights in memory."""
 
-    abort_grace_s = ABORT_GRACE_S
-
     def __init__(
         self,
         server: Server,
+        features: EngineFeatures,
         *,
-        vocab_size: int,
         info: ServerInfo,
         shapes: Mapping[str, tuple[int, ...]] | None,
         ends_at: int | None,
@@ -81,7 +77,7 @@ class SGLangServer(Dialect):
         # the weights too where the server keeps a copy of them
         self._tags = {"tags": ["kv_cache", "weights"] if info.enable_weights_cpu_backup else ["kv_cache"]}
         self._server = server
-        self._vocab_size = vocab_size
+        self._vocab_size = features.vocab_size
         self._ends_at = ends_at
         # what an earlier run cached under the same version was computed by other weights
         self._own = uuid.uuid4().hex[:16]
@@ -126,7 +122,7 @@ class SGLangServer(Dialect):
         )
 
     async def _read_loads(self) -> tuple[RankLoad, ...]:
-        return (await self._server.read("/v1/loads", Loads)).loads
+        return await self._server.read_field("/v1/loads", "loads", tuple[RankLoad, ...])
 
     # --- weights
 
@@ -140,7 +136,7 @@ class SGLangServer(Dialect):
     async def _check_info_again(self) -> None:
         """A server whose weights were never named has just been started, perhaps by somebody else."""
         if await self.read_version_name() == NEVER_NAMED:
-            check_server_info(await read_server_info(self._server), self.name)
+            await read_server_info(self._server)
 
     async def read_version_name(self) -> str:
         return (await self._server.read("/model_info", ModelInfo)).weight_version
@@ -258,13 +254,9 @@ def open_sglang_engine(
     if None. Raises EngineSetupError, naming what to set, for a server whose answers would falsify training or
     that refuses the key; InfrastructureError if it does not answer.
     """
-
-    async def shake_hands(server: Server) -> SGLangEngine:
-        return await _shake_hands(server, vocab_size, context_length)
-
     return open_server_engine(
         url,
-        shake_hands,
+        lambda server: _shake_hands(server, vocab_size, context_length),
         kind="sglang",
         name=name,
         health_path="/ready",  # /health would generate a token, which takes a second and a row
@@ -274,14 +266,15 @@ def open_sglang_engine(
     )
 
 
-async def _shake_hands(server: Server, vocab_size: int, context_length: int | None) -> SGLangEngine:
+async def _shake_hands(
+    server: Server, vocab_size: int, context_length: int | None
+) -> tuple[EngineFeatures, SGLangServer]:
     who = server.name
     with setup_errors("is it SGLang 0.5.20 or later, and api_key its --api-key, without an --admin-api-key?"):
         model = await server.read("/model_info", ModelInfo)
         await server.control("/continue_generation", {"torch_empty_cache": False})
-        models = (await server.read("/v1/models", Models)).data
+        models = await server.read_field("/v1/models", "data", list[Model])
     info = await read_server_info(server)
-    check_server_info(info, who)
     served = read_vocab_size(Path(model.model_path))
     longest = models[0].max_model_len if models else 0
     needed = context_length or longest
@@ -300,10 +293,6 @@ async def _shake_hands(server: Server, vocab_size: int, context_length: int | No
     features = EngineFeatures(
         vocab_size=vocab_size,
         context_length=needed,
-        in_memory_update=False,
-        update_from_checkpoint=True,
-        shares_weights=False,
-        keep_pause=True,
         deterministic=info.enable_deterministic_inference,
         name=who,
         seeds=info.enable_deterministic_inference,
@@ -314,14 +303,14 @@ async def _shake_hands(server: Server, vocab_size: int, context_length: int | No
     least = info.max_req_input_len
     dialect = SGLangServer(
         server,
-        vocab_size=vocab_size,
+        features,
         info=info,
         shapes=await trio.to_thread.run_sync(find_shapes, Path(model.model_path)),
         ends_at=longest - RESERVED if least is None else least + LEAST_ANSWER,
         version=model.weight_version,
     )
     await _check_temperature(dialect)
-    return ServerEngine(server, features, dialect)
+    return features, dialect
 
 
 async def _check_temperature(dialect: SGLangServer) -> None:
@@ -342,16 +331,12 @@ async def _check_temperature(dialect: SGLangServer) -> None:
 
 
 async def read_server_info(server: Server) -> ServerInfo:
-    """The server's settings. Its keys are among them: they are never shown."""
-    return await server.read("/server_info", ServerInfo, show_body=False)
-
-
-def check_server_info(info: ServerInfo, who: str) -> None:
-    """Raises EngineSetupError for settings that would falsify training."""
+    """The server's settings. Raises EngineSetupError for those that would falsify training."""
+    info = await server.read("/server_info", ServerInfo)
     numbers = tuple(int(part) for part in re.findall(r"\d+", info.version)[:3])
     lowest = min(info.speculative_accept_threshold_single, info.speculative_accept_threshold_acc)
     refuse_settings(
-        who,
+        server.name,
         {
             f"runs SGLang {info.version}, which does not say which weights produced which token; install"
             f" {'.'.join(map(str, OLDEST_VERSION))} or later": numbers < OLDEST_VERSION,
@@ -362,6 +347,7 @@ def check_server_info(info: ServerInfo, who: str) -> None:
             " --speculative-accept-threshold-acc 1.0": (info.speculative_algorithm and lowest < 1.0),
         },
     )
+    return info
 
 
 def list_gaps(info: ServerInfo, *, knows_vocab: bool) -> tuple[str, ...]:

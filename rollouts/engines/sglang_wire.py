@@ -61,10 +61,6 @@ class Model(Record, frozen=True):
     max_model_len: int
 
 
-class Models(Record, frozen=True):
-    data: tuple[Model, ...]
-
-
 class RankLoad(Record, frozen=True):
     num_running_reqs: int
     num_waiting_reqs: int
@@ -72,10 +68,6 @@ class RankLoad(Record, frozen=True):
     total_prefill_uncached_tokens: int = 0
     decode_moments: tuple[float, ...] = ()  # sums over decode steps: they grow with every one
     token_usage: float | None = None
-
-
-class Loads(Record, frozen=True):
-    loads: tuple[RankLoad, ...]
 
 
 class Update(Record, frozen=True):

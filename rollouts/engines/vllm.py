@@ -25,7 +25,6 @@ import trio
 from rollouts.engines.calls import Server
 from rollouts.engines.http import Transport
 from rollouts.engines.server import (
-    ABORT_GRACE_S,
     LOADING,
     NEVER_NAMED,
     Dialect,
@@ -37,20 +36,14 @@ from rollouts.engines.server import (
 )
 from rollouts.engines.vllm_wire import (
     SERVER_PREFIX,
-    Checksums,
     Config,
     Generated,
-    IsPaused,
-    Models,
-    ServerInfo,
-    Success,
-    WeightInfo,
-    WorldSize,
+    Served,
     make_generate_body,
     parse_generated,
     parse_metrics,
 )
-from rollouts.engines.wire import decode_reply, parse_version
+from rollouts.engines.wire import decode_field, decode_reply, parse_version
 from rollouts.errors import EngineError, EngineSetupError, RequestRefused, WeightVersionError
 from rollouts.protocols import PauseMode
 from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
@@ -65,8 +58,6 @@ WORK = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:iterat
 
 class VLLMServer(Dialect):
     """The Dialect of one vLLM server, and its own calls for transfers of weights in memory."""
-
-    abort_grace_s = ABORT_GRACE_S
 
     def __init__(
         self,
@@ -120,14 +111,14 @@ class VLLMServer(Dialect):
     # --- weights
 
     async def read_version_name(self) -> str:
-        return (await self._server.read("/weight_info", WeightInfo)).weight_version
+        return await self._server.read_field("/weight_info", "weight_version", str)
 
     async def checksum(self) -> str | None:
         """A sha256 over those of all parameters that the server can read; those it keeps packed, on a CPU,
         are left out.
         """
         body = await self._server.control("/weight_checker", {"action": "checksum"})
-        sums = decode_reply(body, Checksums, where=self.name).checksums
+        sums = decode_field(body, "checksums", dict[str, str], where=self.name)
         seen = sorted((name, digest) for name, digest in sums.items() if digest != HASH_OF_NOTHING)
         if not seen:
             raise EngineError(
@@ -151,10 +142,10 @@ class VLLMServer(Dialect):
         """From now on its weights have no version. A server whose weights were never named has just been
         started, perhaps by somebody else, so its settings are checked again.
         """
-        if not (await self._server.read("/is_paused", IsPaused)).is_paused:
+        if not await self._server.read_field("/is_paused", "is_paused", bool):
             raise EngineError(f"{self.name} generates; call pause() before its weights are exchanged")
         if await self.read_version_name() == NEVER_NAMED:
-            check_config(await read_config(self._server), self.name, self._features.context_length)
+            await read_config(self._server, self._features.context_length)
         await self._name_weights(LOADING)
 
     async def _commit(self, version: int) -> None:
@@ -162,7 +153,7 @@ class VLLMServer(Dialect):
         reply = await self._server.control(
             "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
         )
-        if not decode_reply(reply, Success, where=self.name).success:
+        if not decode_field(reply, "success", bool, where=self.name):
             raise EngineError(
                 f"{self.name} did not reset its prefix cache: keys and values of older weights would be used"
             )
@@ -207,7 +198,7 @@ class VLLMServer(Dialect):
 
     async def get_world_size(self) -> int:
         """Number of the server's workers, each a rank of the process group."""
-        return (await self._server.read("/get_world_size", WorldSize)).world_size
+        return await self._server.read_field("/get_world_size", "world_size", int)
 
     # --- memory
 
@@ -242,13 +233,9 @@ def open_vllm_engine(
     server has. Raises EngineSetupError naming the flag for settings that would falsify training;
     EngineUnreachable, EngineSilent.
     """
-
-    async def shake_hands(server: Server) -> VLLMEngine:
-        return await _shake_hands(server, vocab_size, context_length)
-
     return open_server_engine(
         url,
-        shake_hands,
+        lambda server: _shake_hands(server, vocab_size, context_length),
         kind="vllm",
         name=name,
         health_path="/health",
@@ -258,12 +245,13 @@ def open_vllm_engine(
     )
 
 
-async def _shake_hands(server: Server, vocab_size: int, context_length: int | None) -> VLLMEngine:
+async def _shake_hands(
+    server: Server, vocab_size: int, context_length: int | None
+) -> tuple[EngineFeatures, VLLMServer]:
     with setup_errors("is the API key the one of --api-key or VLLM_API_KEY?"):
-        models = (await server.read("/v1/models", Models)).data
+        models = await server.read_field("/v1/models", "data", list[Served])
     refuse_settings(server.name, {"serves no model": not models})
-    config = await read_config(server)
-    check_config(config, server.name, context_length)
+    config = await read_config(server, context_length)
     metrics = parse_metrics(await server.call("GET", "/metrics"), where=server.name)
     missing = [metric for metric in (*WORK[:2], RUNNING, WAITING) if metric not in metrics]
     refuse_settings(server.name, {f"does not count {missing}; start it without --disable-log-stats": missing})
@@ -271,11 +259,6 @@ async def _shake_hands(server: Server, vocab_size: int, context_length: int | No
     features = EngineFeatures(
         vocab_size=vocab_size,
         context_length=context_length or min(models[0].max_model_len, config.model_config.max_model_len),
-        in_memory_update=False,
-        update_from_checkpoint=True,
-        shares_weights=False,
-        keep_pause=True,
-        deterministic=False,
         name=server.name,
         seeds=rewinds_generators(config),
         checksum=True,
@@ -293,23 +276,18 @@ async def _shake_hands(server: Server, vocab_size: int, context_length: int | No
         shapes=None if is_packed else await trio.to_thread.run_sync(find_shapes, model),
         transfer_backend=config.weight_transfer_config.backend if config.weight_transfer_config else None,
     )
-    return ServerEngine(server, features, dialect)
+    return features, dialect
 
 
-async def read_config(server: Server) -> Config:
-    """The server's settings. Raises EngineSetupError, without showing them: its key is among them."""
+async def read_config(server: Server, context_length: int | None) -> Config:
+    """The server's settings. Raises EngineSetupError naming the flag to set."""
     with setup_errors("start vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1 in its environment"):
         silence_s = max(server.silence_s, INFO_S)
         body = await server.call("GET", "/server_info?config_format=json", silence_s=silence_s)
-        where = f"{server.name}: GET /server_info"
-        return decode_reply(body, ServerInfo, where=where, show_body=False).vllm_config
-
-
-def check_config(config: Config, name: str, context_length: int | None) -> None:
-    """Raises EngineSetupError naming the flag to set."""
+        config = decode_field(body, "vllm_config", Config, where=f"{server.name}: GET /server_info")
     model, processes = config.model_config, config.parallel_config.api_processes
     refuse_settings(
-        name,
+        server.name,
         {
             f"has --logprobs-mode {model.logprobs_mode}: log-probs that leave temperature and top-p out"
             " falsify every ratio; start it with --logprobs-mode processed_logprobs": (
@@ -321,6 +299,7 @@ def check_config(config: Config, name: str, context_length: int | None) -> None:
             " --api-server-count 1": processes > 1,
         },
     )
+    return config
 
 
 def rewinds_generators(config: Config) -> bool:

@@ -46,10 +46,6 @@ class Served(Record, frozen=True):
     max_model_len: int
 
 
-class Models(Record, frozen=True):
-    data: list[Served]
-
-
 class ModelConfig(Record, frozen=True):
     model: str
     max_model_len: int
@@ -80,30 +76,6 @@ class Config(Record, frozen=True):
     parallel_config: ParallelConfig = ParallelConfig()
     scheduler_config: SchedulerConfig = SchedulerConfig()
     weight_transfer_config: TransferConfig | None = None
-
-
-class ServerInfo(Record, frozen=True):
-    vllm_config: Config
-
-
-class IsPaused(Record, frozen=True):
-    is_paused: bool
-
-
-class WeightInfo(Record, frozen=True):
-    weight_version: str
-
-
-class Success(Record, frozen=True):
-    success: bool
-
-
-class Checksums(Record, frozen=True):
-    checksums: dict[str, str]
-
-
-class WorldSize(Record, frozen=True):
-    world_size: int
 
 
 def make_generate_body(

@@ -35,15 +35,20 @@ class VersionSpan(Record, frozen=True):
     end: int
 
 
-def decode_reply(body: bytes, kind: type[RecordT], *, where: str, show_body: bool = True) -> RecordT:
-    """The record in a JSON body. Raises ReplyError naming `where`, the rule that was broken and, with
-    `show_body`, the beginning of the body.
+def decode_reply(body: bytes, kind: type[RecordT], *, where: str) -> RecordT:
+    """The record in a JSON body. Raises ReplyError naming `where`, the rule that was broken and the beginning
+    of the body; not of a server's settings, among which are its keys.
     """
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a validation error is a DecodeError
-        shown = show(body) if show_body else f"{len(body)} bytes"
+        shown = f"{len(body)} bytes" if "/server_info" in where else show(body)
         raise ReplyError(f"{where} answered {shown}: {error}") from error
+
+
+def decode_field(body: bytes, name: str, kind: type[RecordT], *, where: str) -> RecordT:
+    """The field `name` of a JSON object. Raises ReplyError as decode_reply does."""
+    return getattr(decode_reply(body, msgspec.defstruct("Reply", [(name, kind)]), where=where), name)
 
 
 def make_completion(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib
 import socket
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from rollouts.engines.sglang import SGLangServer
 from rollouts.engines.vllm import VLLMServer
 from rollouts.errors import EngineError, WeightSyncError
+from rollouts.processes.nurseries import run_all
 from rollouts.protocols import InferenceEngine
 from rollouts.weight_sync.broadcast import BUCKET_BYTES, PROGRESS_S, Broadcast, Peer
 from rollouts.weight_sync.flat_buckets import FlatBucket
@@ -29,24 +30,6 @@ Wire = Literal["gloo", "nccl"]
 POLL_S = 0.002
 # vLLM's own trainer side: a group of rank 0 out of an address, a port and a size
 VLLM_ENDPOINT = "vllm.distributed.weight_transfer.nccl_common"
-
-
-async def run_both(one: Callable[[], Awaitable[None]], other: Callable[[], Awaitable[None]]) -> None:
-    """Both at once; the first that fails cancels the other, and its error is raised as it is."""
-    errors: list[Exception] = []
-    async with trio.open_nursery() as nursery:
-
-        async def guard(work: Callable[[], Awaitable[None]]) -> None:
-            try:
-                await work()
-            except Exception as error:
-                errors.append(error)
-                nursery.cancel_scope.cancel()
-
-        nursery.start_soon(guard, one)
-        nursery.start_soon(guard, other)
-    if errors:
-        raise errors[0]
 
 
 async def run_on(device: torch.device, work: Callable[[], Any]) -> Any:
@@ -112,7 +95,7 @@ class SGLangPeer:
             group_name=name,
             backend=self._wire,
         )
-        await run_both(ask, meet)
+        await run_all(ask, meet)
 
     async def send(self, bucket: FlatBucket, *, version: int, last: bool) -> None:
         ask = partial(
@@ -122,7 +105,7 @@ class SGLangPeer:
             version=version,
             last=last,
         )
-        await run_both(ask, lambda: self._broadcast(bucket.flat))
+        await run_all(ask, lambda: self._broadcast(bucket.flat))
 
     async def _broadcast(self, flat: torch.Tensor) -> None:
         options = torch.distributed.BroadcastOptions()
@@ -207,7 +190,7 @@ class VLLMPeer:
             self._group = await run_on(self.device, lambda: import_vllm_endpoint().trainer_init(meeting))
 
         options = {"rank_offset": 1, "packed": False}
-        await run_both(lambda: self._server.init_weight_transfer(meeting | options), meet)
+        await run_all(lambda: self._server.init_weight_transfer(meeting | options), meet)
 
     async def send(self, bucket: FlatBucket, *, version: int, last: bool) -> None:
         def start() -> Any:
@@ -222,7 +205,7 @@ class VLLMPeer:
 
         names, dtype_names, shapes = bucket.describe()
         described = {"names": names, "dtype_names": dtype_names, "shapes": shapes}
-        await run_both(lambda: self._server.update_weights(described), broadcast)
+        await run_all(lambda: self._server.update_weights(described), broadcast)
 
     async def end(self, version: int) -> None:
         await self._server.finish_weight_update(version)

@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, TypeVar
 import trio
 
 from rollouts.crash_points import reach
-from rollouts.errors import BackendError, EngineError, EngineSilent, WeightSyncError
+from rollouts.engines.calls import ask_watched
+from rollouts.errors import BackendError, EngineError, WeightSyncError
+from rollouts.processes.nurseries import run_all
 from rollouts.protocols import InferenceEngine
 from rollouts.types import FloatArray
 from rollouts.weight_sync.probe import Probe, Proof, check_agreement, check_change, score_by_engine
@@ -103,27 +105,14 @@ async def sync_weights_to_engines(
             raise WeightSyncError(f"{count} engines are named {name!r}; give each a `name` of its own")
     together = None if plan.load_together is None else _Together(engines, plan.load_together)
     updates = [EngineUpdate(engine, plan, together) for engine in engines]
-    trainer_failures: list[BackendError] = []
     try:
-        async with trio.open_nursery() as nursery:
-
-            async def run(update: EngineUpdate) -> None:
-                try:
-                    await update.run()
-                except BackendError as error:
-                    trainer_failures.append(error)
-                    nursery.cancel_scope.cancel()
-
-            for update in updates:
-                nursery.start_soon(run, update)
+        await run_all(*(update.run for update in updates))
     finally:
         if publish and any(update.committed for update in updates):
             if plan.fleet is not None:
                 plan.fleet.publish(plan.version)
             on_publish()
             reach("sync.published")
-    if trainer_failures:
-        raise trainer_failures[0]
     if not any(update.committed for update in updates):
         listed = describe_failures(updates) or "  there is no engine that could be reached"
         raise WeightSyncError(
@@ -325,14 +314,19 @@ class EngineUpdate:
         return None
 
     async def _watch(self, phase: str, work: Callable[[], Awaitable[T]]) -> T:
-        """What `work` returns, under the silence limit of the phase."""
+        """What `work` returns, under the phase's limit on the silence of the engine's statistics."""
         self.phase = phase
-        return await watch_progress(
-            work,
-            silence_s=getattr(self.plan.limits, phase),
-            read_progress=lambda: read_progress(self.engine),
-            what=f"engine {self.name}: phase {phase}",
-        )
+        seen = read_progress(self.engine)
+
+        async def moved() -> bool:
+            nonlocal seen
+            await trio.lowlevel.checkpoint()
+            before, seen = seen, read_progress(self.engine)
+            return seen != before
+
+        limit_s: float = getattr(self.plan.limits, phase)
+        where = f"engine {self.name}: phase {phase}"
+        return await ask_watched(work, moved, silence_s=limit_s, where=where)
 
     @contextmanager
     def _recording(self, phase: str) -> Iterator[None]:
@@ -350,37 +344,5 @@ class EngineUpdate:
 
 
 def read_progress(engine: InferenceEngine) -> Hashable:
-    """An engine's statistics, which move while it makes progress; those of its connections are left out,
-    because health checks move them too.
-    """
-    return tuple(sorted(entry for entry in engine.statistics().items() if not entry[0].startswith("http/")))
-
-
-async def watch_progress(
-    work: Callable[[], Awaitable[T]], *, silence_s: float, read_progress: Callable[[], Hashable], what: str
-) -> T:
-    """What `work` returns or raises. Raises EngineSilent when `read_progress` gives the same value twice,
-    `silence_s` seconds apart.
-    """
-    results: list[T] = []
-    failures: list[Exception] = []
-
-    async def work_and_end() -> None:
-        try:
-            results.append(await work())
-        except Exception as error:  # kept from the nursery, which would put it into a group
-            failures.append(error)
-        nursery.cancel_scope.cancel()
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(work_and_end)
-        seen = None
-        while (now := read_progress()) != seen:
-            seen = now
-            await trio.sleep(silence_s)
-        nursery.cancel_scope.cancel()
-    if failures:
-        raise failures[0]
-    if not results:
-        raise EngineSilent(f"{what} took more than {silence_s:g} s without any progress")
-    return results[0]
+    """An engine's statistics, which move while it makes progress."""
+    return tuple(sorted(engine.statistics().items()))

@@ -25,7 +25,19 @@ MODELS = {
     "vllm": "bundled:smollm2-135m-instruct",
     "sglang": "tiny:llama",
 }  # vLLM's attention for CPUs takes no heads as small as the tiny one's
-ARGS = {"vllm": ("--enforce-eager",), "sglang": ("--device", "cpu", "--max-total-tokens", "4096")}
+ARGS = {
+    "vllm": ("--enforce-eager", "--max-model-len", "256", "--dtype", "float32"),
+    "sglang": (
+        "--device",
+        "cpu",
+        "--max-total-tokens",
+        "4096",
+        "--context-length",
+        "256",
+        "--dtype",
+        "float32",
+    ),
+}
 Kind = Literal["vllm", "sglang"]
 
 
@@ -36,9 +48,7 @@ def command(kind: Kind) -> EngineCommand:
     )
     if not python.exists():
         pytest.skip(f"{python} is not there: python -m rollouts engines install-{kind}-cpu")
-    return EngineCommand(
-        kind, python, resolve_model(MODELS[kind], seed=0), ARGS[kind], context_length=256, dtype="float32"
-    )
+    return EngineCommand(kind, python, resolve_model(MODELS[kind], seed=0), ARGS[kind])
 
 
 def descendants_of(pid: int) -> set[int]:
@@ -80,7 +90,7 @@ async def test_a_real_server_starts_answers_comes_back_and_leaves_nothing(
     command: EngineCommand, kind: Kind, tmp_path: Path
 ):
     began = trio.current_time()
-    async with open_engine_processes(command, count=1, log_dir=tmp_path, start_s=400.0) as (process,):
+    async with open_engine_processes(command, count=1, log_dir=tmp_path) as (process,):
         print(f"{kind}: ready on {process.url} after {trio.current_time() - began:.1f} s")
         tree = descendants_of(process.pid)
         assert process.api_key not in command_lines(tree)
@@ -101,8 +111,8 @@ async def test_a_real_server_starts_answers_comes_back_and_leaves_nothing(
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 async def test_a_real_server_that_cannot_start_says_why(command: EngineCommand, kind: Kind, tmp_path: Path):
-    wrong = EngineCommand(kind, command.python, tmp_path / "no-model", ARGS[kind], context_length=256)
+    wrong = EngineCommand(kind, command.python, tmp_path / "no-model", ARGS[kind])
     with pytest.raises(EngineSetupError, match=f"{kind}-0.*before it was ready") as raised:
-        async with open_engine_processes(wrong, count=1, log_dir=tmp_path, start_s=300.0):
+        async with open_engine_processes(wrong, count=1, log_dir=tmp_path):
             pytest.fail("it has no model")
     assert "no-model" in str(raised.value)

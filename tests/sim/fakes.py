@@ -44,11 +44,6 @@ class SimulatedEngine(ServerEngine):
         features = EngineFeatures(
             vocab_size=process.vocab_size,
             context_length=process.context_length,
-            in_memory_update=False,
-            update_from_checkpoint=True,
-            shares_weights=False,
-            keep_pause=True,
-            deterministic=False,
             name=process.name,
             checksum=True,
         )
@@ -56,9 +51,7 @@ class SimulatedEngine(ServerEngine):
             spoken = VLLMServer(server, features, model="m", shapes=None, transfer_backend=None)
         else:
             info = ServerInfo(version="0.5.23")
-            spoken = SGLangServer(
-                server, vocab_size=process.vocab_size, info=info, shapes=None, ends_at=None, version="default"
-            )
+            spoken = SGLangServer(server, features, info=info, shapes=None, ends_at=None, version="default")
         super().__init__(server, features, spoken)
 
     async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
