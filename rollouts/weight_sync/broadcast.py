@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import trio
@@ -58,78 +59,68 @@ class Peer(Protocol):
         ...
 
 
-class _Options(NamedTuple):
-    bucket_bytes: int
-    dtype: torch.dtype | None
-    progress_s: float
-
-
+@dataclass(slots=True, eq=False)
 class _Update:
     """One update of several engines. The sink runs on the device thread and never raises: that would fail the
     backend.
     """
 
-    def __init__(
-        self,
-        peers: Sequence[Peer],
-        version: int,
-        names: FileNames,
-        options: _Options,
-    ) -> None:
-        self.outcomes: dict[str, Exception | None] = {peer.name: None for peer in peers}
-        self._live = list(peers)
-        self._version = version
-        self._names = names
-        self._options = options
-        self._token = trio.lowlevel.current_trio_token()
-        self._nursery: trio.Nursery | None = None  # None: nobody waits for this update any more
-        self._held: FlatBucket | None = None  # the newest bucket, which may turn out to be the last
-        self._failure: Exception | None = None  # of the trainer's half, which fails all engines
+    live: list[Peer]
+    version: int
+    names: FileNames
+    bucket_bytes: int
+    dtype: torch.dtype | None
+    progress_s: float
+    outcomes: dict[str, Exception | None] = field(default_factory=dict)
+    token: trio.lowlevel.TrioToken = field(default_factory=trio.lowlevel.current_trio_token)
+    nursery: trio.Nursery | None = None  # None: nobody waits for this update any more
+    held: FlatBucket | None = None  # the newest bucket, which may turn out to be the last
+    failure: Exception | None = None  # of the trainer's half, which fails all engines
 
     async def run(self, backend: TrainingBackend) -> None:
         """Raises WeightSyncError if the trainer's half fails; what engines do wrong is in `outcomes`."""
         await self._ask_each("joining its process group", lambda peer: peer.begin())
-        if not self._live:
+        if not self.live:
             return
-        async with trio.open_nursery() as self._nursery:
+        async with trio.open_nursery() as self.nursery:
             try:
-                await backend.stream_weights(self.take).result()
-                await trio.to_thread.run_sync(self._guarded, lambda: self._pass_on(self._names.rest()))
-                if self._held is not None:
-                    await self._send(self._held, last=True)
+                await backend.stream_weights(self.take)
+                await trio.to_thread.run_sync(self._guarded, lambda: self._pass_on(self.names.rest()))
+                if self.held is not None:
+                    await self._send(self.held, last=True)
             finally:
-                self._nursery = None
-        if self._held is None and self._live and self._failure is None:
-            self._failure = WeightSyncError("the backend streamed no weights")
-        if self._failure is not None:
+                self.nursery = None
+        if self.held is None and self.live and self.failure is None:
+            self.failure = WeightSyncError("the backend streamed no weights")
+        if self.failure is not None:
             raise WeightSyncError(
-                f"weights of version {self._version} could not be sent: {self._failure}"
-            ) from self._failure
-        await self._ask_each("ending the update", lambda peer: peer.end(self._version))
+                f"weights of version {self.version} could not be sent: {self.failure}"
+            ) from self.failure
+        await self._ask_each("ending the update", lambda peer: peer.end(self.version))
 
     def take(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         """A WeightSink."""
-        self._guarded(lambda: self._pass_on(self._names.translate(bucket)))
+        self._guarded(lambda: self._pass_on(self.names.translate(bucket)))
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        if self._failure is not None or self._nursery is None or not self._live:
+        if self.failure is not None or self.nursery is None or not self.live:
             return
         try:
             work()
         except Exception as error:  # raised where the update is awaited
-            self._failure = error
+            self.failure = error
 
     def _pass_on(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Flattens the tensors and sends all buckets but the newest. In a thread."""
         plain = [(name, torch.as_tensor(tensor)) for name, tensor in tensors]
-        for part in split_buckets(plain, self._options.bucket_bytes):
-            if self._held is not None:
+        for part in split_buckets(plain, self.bucket_bytes):
+            if self.held is not None:
                 sent = threading.Event()
-                trio.from_thread.run_sync(self._start_sending, self._held, sent, trio_token=self._token)
+                trio.from_thread.run_sync(self._start_sending, self.held, sent, trio_token=self.token)
                 sent.wait()
-            if not self._live:
+            if not self.live:
                 return
-            self._held = flatten_tensors(part, dtype=self._options.dtype, device=self._live[0].device)
+            self.held = flatten_tensors(part, dtype=self.dtype, device=self.live[0].device)
 
     def _start_sending(self, bucket: FlatBucket, sent: threading.Event) -> None:
         async def send() -> None:
@@ -138,21 +129,21 @@ class _Update:
             finally:
                 sent.set()
 
-        if self._nursery is None:
+        if self.nursery is None:
             sent.set()
         else:
-            self._nursery.start_soon(send)
+            self.nursery.start_soon(send)
 
     async def _send(self, bucket: FlatBucket, *, last: bool) -> None:
         await self._ask_each(
-            "taking a bucket", lambda peer: peer.send(bucket, version=self._version, last=last)
+            "taking a bucket", lambda peer: peer.send(bucket, version=self.version, last=last)
         )
 
     async def _ask_each(self, doing: str, work: Callable[[Peer], Awaitable[None]]) -> None:
         """Awaits `work` of every engine that is still in the update; one that fails, or is late, is out."""
 
         async def ask(peer: Peer) -> None:
-            limit_s = self._options.progress_s
+            limit_s = self.progress_s
             try:
                 with trio.fail_after(limit_s):
                     await work(peer)
@@ -164,9 +155,9 @@ class _Update:
                 self.outcomes[peer.name] = error
 
         async with trio.open_nursery() as nursery:
-            for peer in self._live:
+            for peer in self.live:
                 nursery.start_soon(ask, peer)
-        self._live = [peer for peer in self._live if self.outcomes[peer.name] is None]
+        self.live = [peer for peer in self.live if self.outcomes[peer.name] is None]
 
 
 class Broadcast:
@@ -181,7 +172,7 @@ class Broadcast:
         progress_s: float = PROGRESS_S,
     ) -> None:
         self._make_peer = make_peer
-        self._options = _Options(bucket_bytes, dtype, progress_s)
+        self._options = (bucket_bytes, dtype, progress_s)
         # by identity: an engine that was replaced is another
         self._peers: dict[int, tuple[InferenceEngine, Peer]] = {}
         self._lock = trio.Lock()
@@ -202,8 +193,9 @@ class Broadcast:
                 [self._peers[id(engine)][1] for engine in engines],
                 version,
                 FileNames(getattr(backend, "model", None)),
-                self._options,
+                *self._options,
             )
+            update.outcomes = dict.fromkeys((peer.name for peer in update.live), None)
             finished = False
             try:
                 await update.run(backend)

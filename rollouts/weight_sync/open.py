@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from rollouts.engines.fleet import Fleet
 from rollouts.engines.open import DOWN_LIMIT_S, open_server_fleet
 from rollouts.engines.processes import split_flags
 from rollouts.metrics.spans import SpanRecorder
+from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import InferenceEngine, SyncWeights, TrainingBackend
 from rollouts.weight_sync.broadcast_servers import open_broadcast
 from rollouts.weight_sync.probe import make_probe
@@ -69,11 +71,7 @@ async def open_synced_fleet(
     opening = open_server_fleet(
         config, model_path, vocab_size=vocab_size, log_dir=log_dir, seed=seed, warn=warn
     )
-    async with (
-        opening as fleet,
-        open_transport as transport,
-        trio.open_nursery() as nursery,
-    ):
+    async with opening as fleet, open_transport as transport, open_plain_nursery() as nursery:
         sync = WeightSync(
             probe,
             keeper=keeper,
@@ -83,21 +81,23 @@ async def open_synced_fleet(
             warn=warn,
             spans=spans,
         )
-
-        async def sync_weights(
-            backend: TrainingBackend,
-            engines: Sequence[InferenceEngine],
-            version: int,
-            *,
-            released: trio.Event | None = None,
-        ) -> Mapping[str, float]:
-            await fleet.wait_members_for_update()
-            metrics = await sync(backend, engines, version, released=released)
-            return {**metrics, **{make_metric_name(key): value for key, value in fleet.statistics().items()}}
-
         nursery.start_soon(sync.keep_engines_current)
-        yield fleet, sync_weights
-        nursery.cancel_scope.cancel()
+        yield fleet, partial(_sync_members, sync, fleet)
+
+
+async def _sync_members(
+    sync: WeightSync,
+    fleet: Fleet,
+    backend: TrainingBackend,
+    engines: Sequence[InferenceEngine],
+    version: int,
+    *,
+    released: trio.Event | None = None,
+) -> Mapping[str, float]:
+    """A SyncWeights: waits for a member that can be updated, and has the fleet's statistics as metrics."""
+    await fleet.wait_members_for_update()
+    metrics = await sync(backend, engines, version, released=released)
+    return {**metrics, **{make_metric_name(key): value for key, value in fleet.statistics().items()}}
 
 
 def make_metric_name(name: str) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,8 +28,6 @@ from rollouts.weight_sync.probe import Probe, score_by_trainer
 from rollouts.weight_sync.snapshots import DiskSnapshots, Snapshot, WeightSource, stream_guarded
 from rollouts.weight_sync.update import (
     EngineUpdate,
-    LoadTogether,
-    LoadWeights,
     ProvenVersions,
     SilenceLimits,
     UpdatePlan,
@@ -57,6 +56,10 @@ class Published:
     version: int
     expected: FloatArray  # [T] the trainer's log-probs of the probe
     snapshot: Snapshot | None = None  # None: the weights went in memory, and no engine needs them from disk
+
+    @property
+    def digest(self) -> str | None:
+        return None if self.snapshot is None else self.snapshot.digest
 
 
 @dataclass(slots=True)
@@ -96,15 +99,21 @@ class WeightSync:
         """
         self.published: Published | None = None
         self._probe = probe
-        self._proven = ProvenVersions()
         self._keeper = keeper
         self._fleet = fleet
         self._transport = transport
-        self._limits = limits or SilenceLimits()
+        self._make_plan = partial(
+            UpdatePlan,
+            probe=probe,
+            proven=ProvenVersions(),
+            fleet=fleet,
+            limits=limits or SilenceLimits(),
+            warn=warn,
+            spans=spans,
+        )
         self._max_revivals = max_revivals
         self._patience_s = patience_s
         self._warn = warn
-        self._spans = spans
         self._lock = trio.Lock()
         self._failed_revivals: Counter[str] = Counter()
         self._keeping = 0  # tasks in keep_engines_current
@@ -224,7 +233,13 @@ class WeightSync:
             assert self._transport is not None
             return await self._transport(step.backend, paused, target.version)
 
-        plan = self._plan(target, load, None if self._transport is None else send)
+        plan = self._make_plan(
+            version=target.version,
+            expected=target.expected,
+            load=load,
+            load_together=None if self._transport is None else send,
+            digest=target.digest,
+        )
         updates = await sync_weights_to_engines(engines, plan, on_publish=note_publication)
         failures = describe_failures(updates)
         if failures and self._fleet is None:
@@ -233,23 +248,6 @@ class WeightSync:
                 f" would keep requests from the others:\n{failures}"
             ) from next(update.error for update in updates if not update.committed)
         return updates
-
-    def _plan(
-        self, target: Published, load: LoadWeights, load_together: LoadTogether | None = None
-    ) -> UpdatePlan:
-        return UpdatePlan(
-            version=target.version,
-            probe=self._probe,
-            expected=target.expected,
-            load=load,
-            load_together=load_together,
-            digest=None if target.snapshot is None else target.snapshot.digest,
-            proven=self._proven,
-            fleet=self._fleet,
-            limits=self._limits,
-            warn=self._warn,
-            spans=self._spans,
-        )
 
     # --- engines that come back
 
@@ -282,7 +280,12 @@ class WeightSync:
         name, published = engine.features.name, self.published
         if published is None or self._failed_revivals[name] >= self._max_revivals:
             return
-        plan = self._plan(published, lambda engine: _load_snapshot(published, engine))
+        plan = self._make_plan(
+            version=published.version,
+            expected=published.expected,
+            load=lambda engine: _load_snapshot(published, engine),
+            digest=published.digest,
+        )
         try:
             with trio.CancelScope() as self._reviving:
                 await sync_weights_to_engines([engine], plan, publish=False)
