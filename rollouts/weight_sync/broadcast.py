@@ -84,7 +84,7 @@ class _Update:
             return
         async with trio.open_nursery() as self.nursery:
             try:
-                await backend.stream_weights(self.take)
+                await backend.stream_weights(self.take).result()
                 await trio.to_thread.run_sync(self._guarded, lambda: self._pass_on(self.names.rest()))
                 if self.held is not None:
                     await self._send(self.held, last=True)

@@ -16,7 +16,7 @@ import json
 import re
 import shutil
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +66,7 @@ class Snapshot:
 class WeightSource(Protocol):
     """A TrainingBackend, or a copy of its weights."""
 
-    def stream_weights(self, sink: WeightSink) -> Awaitable[object]: ...
+    def stream_weights(self, sink: WeightSink) -> Any: ...
 
 
 class DiskSnapshots:
@@ -145,14 +145,17 @@ class HeldWeights:
     model: PreTrainedModel | None  # for the names of weights in files; its own weights have changed
     buckets: list[list[tuple[str, Tensor]]]
 
-    async def stream_weights(self, sink: WeightSink) -> None:
+    def stream_weights(self, sink: WeightSink) -> _Streaming:
         """Hands the buckets to `sink`, in a thread."""
+        return _Streaming(lambda: [sink(bucket) for bucket in self.buckets])
 
-        def work() -> None:
-            for bucket in self.buckets:
-                sink(bucket)
 
-        await trio.to_thread.run_sync(work, abandon_on_cancel=True)  # sinks ignore what comes later
+@dataclass(frozen=True, slots=True)
+class _Streaming:
+    work: Callable[[], object]
+
+    async def result(self) -> None:
+        await trio.to_thread.run_sync(self.work, abandon_on_cancel=True)  # sinks ignore what comes later
 
 
 async def stream_guarded(source: WeightSource, take: Callable[[Sequence[tuple[str, Any]]], object]) -> None:
@@ -168,7 +171,7 @@ async def stream_guarded(source: WeightSource, take: Callable[[Sequence[tuple[st
             except Exception as error:
                 failures.append(error)
 
-    await source.stream_weights(sink)
+    await source.stream_weights(sink).result()
     if failures:
         raise failures[0]
 
@@ -268,7 +271,7 @@ async def _stream_shards(
     left = False
     async with trio.open_nursery() as nursery:
         try:
-            await source.stream_weights(writer.take)
+            await source.stream_weights(writer.take).result()
             await trio.to_thread.run_sync(writer.close)
         except Exception as error:
             failures.append(error)
