@@ -104,19 +104,16 @@ async def check_completion_is_whole(open_engine: OpenEngine) -> None:
     """
     async with open_engine() as engine:
         completion = await engine.generate(make_request())
-        count = len(completion.token_ids)
+        ids, log_probs, versions = completion.token_ids, completion.log_probs, completion.weight_versions
         assert completion.request_id == "a"
-        assert 1 <= count <= 4
-        assert len(completion.log_probs) == len(completion.weight_versions) == count
-        assert completion.token_ids.dtype == np.int64
-        assert completion.log_probs.dtype == np.float32
-        assert ((completion.token_ids >= 0) & (completion.token_ids < engine.features.vocab_size)).all()
+        assert 1 <= len(ids) == len(log_probs) == len(versions) <= 4
+        assert (ids.dtype, log_probs.dtype) == (np.int64, np.float32)
+        assert 0 <= ids.min() <= ids.max() < engine.features.vocab_size
         if engine.features.log_probs:
-            assert np.isfinite(completion.log_probs).all()
-            assert (completion.log_probs <= 1e-6).all()
+            assert np.isfinite(log_probs).all() and log_probs.max() <= 1e-6
         else:
-            assert np.isnan(completion.log_probs).all(), "what is not known is no number"
-        assert (completion.weight_versions == await engine.weight_version()).all()
+            assert np.isnan(log_probs).all(), "what is not known is no number"
+        assert (versions == await engine.weight_version()).all()
         assert completion.finish_reason in ("stop", "length")
         assert await engine.health()
 
@@ -127,9 +124,7 @@ async def check_many_requests_are_all_answered(open_engine: OpenEngine) -> None:
         names = [f"request-{index}" for index in range(40)]
         async with asked(engine, *map(make_request, names)) as answers:
             pass
-        assert {name: answer.request_id for name, answer in answers.items()} == dict(
-            zip(names, names, strict=True)
-        )
+        assert {name: answer.request_id for name, answer in answers.items()} == {name: name for name in names}
         assert engine.statistics()["running"] == 0
 
 

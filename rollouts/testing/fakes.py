@@ -99,7 +99,6 @@ class ScriptedReply:
     token_s: float = 0.0  # seconds per token
     finish: FinishReason = "stop"
     error: Exception | None = None  # raised after the tokens
-    first_token_s: float = 0.0  # seconds before the first token
 
 
 Script = Callable[[GenerateRequest], ScriptedReply]
@@ -140,7 +139,6 @@ class ScriptedEngine:
             in_memory_update=not shares_weights,
             update_from_checkpoint=not shares_weights,
             shares_weights=shares_weights,
-            keep_pause=True,
             deterministic=deterministic,
             name="scripted",
             checksum=True,
@@ -149,10 +147,9 @@ class ScriptedEngine:
         self._paused: PauseMode | None = None
         self._updating = False
         self._closed = False
-        self._changed = trio.Event()
+        self._changed = trio.lowlevel.ParkingLot()
         self.requests: list[GenerateRequest] = []  # every request that was taken, in order of arrival
         self.received: list[str] = []  # names of the tensors of the last update
-        self.most_in_flight = 0
 
     @property
     def in_flight(self) -> int:
@@ -165,12 +162,11 @@ class ScriptedEngine:
         reply = self._script(request)
         running = self._running[request.request_id] = _Running(request)
         self.requests.append(request)
-        self.most_in_flight = max(self.most_in_flight, len(self._running))
         try:
             return await self._generate_tokens(running, reply)
         finally:
             del self._running[request.request_id]
-            self._notify()
+            self._changed.unpark_all()
 
     async def weight_version(self) -> int:
         await trio.lowlevel.checkpoint()
@@ -197,21 +193,21 @@ class ScriptedEngine:
         self._paused = mode
         if mode == "abort":
             self._abort_running()
-        self._notify()
+        self._changed.unpark_all()
         if mode != "keep":
             await self._wait_until(lambda: not any(running.started for running in self._running.values()))
 
     async def resume(self) -> None:
         self._check_open()
         self._paused = None
-        self._notify()
+        self._changed.unpark_all()
         await trio.lowlevel.checkpoint()
 
     async def abort_all(self) -> None:
         self._check_open()
         waiting = list(self._running.values())
         self._abort_running()
-        await self._wait_until(lambda: not any(running in waiting for running in self._running.values()))
+        await self._wait_until(lambda: not {*waiting} & {*self._running.values()})
 
     async def health(self) -> bool:
         await trio.lowlevel.checkpoint()
@@ -256,17 +252,17 @@ class ScriptedEngine:
     def close(self) -> None:
         """Every request in flight and every later call raises EngineClosed."""
         self._closed = True
-        self._notify()
+        self._changed.unpark_all()
 
     async def _generate_tokens(self, running: _Running, reply: ScriptedReply) -> Completion:
         await self._wait_until(lambda: self._paused is None or running.aborted)
         running.started = True
-        await self._spend(reply.first_token_s)
         stop = running.request.sampling.stop_token_ids[:1] if reply.finish == "stop" else ()
         planned = [*reply.text.encode(), *stop]
         limit = running.request.sampling.max_new_tokens
         for token in planned[:limit]:
-            await self._spend(reply.token_s)
+            await trio.sleep(reply.token_s)  # a checkpoint if 0
+            self._check_open()
             await self._wait_until(lambda: self._paused in (None, "wait") or running.aborted)
             if running.aborted:
                 return self._complete(running, "abort")
@@ -275,10 +271,6 @@ class ScriptedEngine:
         if reply.error is not None:
             raise reply.error
         return self._complete(running, "length" if len(planned) > limit else reply.finish)
-
-    async def _spend(self, seconds: float) -> None:
-        await trio.sleep(seconds)  # a checkpoint if 0
-        self._check_open()
 
     def _complete(self, running: _Running, finish: FinishReason) -> Completion:
         seed = running.request.sampling.seed
@@ -307,19 +299,15 @@ class ScriptedEngine:
     def _abort_running(self) -> None:
         for running in self._running.values():
             running.aborted = True
-        self._notify()
+        self._changed.unpark_all()
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosed("the engine is closed")
 
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, trio.Event()
-        changed.set()
-
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
-            await self._changed.wait()
+            await self._changed.park()
             self._check_open()
 
 
@@ -337,39 +325,29 @@ def fake_uniform(*key: object) -> float:
 # --- backend ------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class FakeFuture(Generic[ResultT]):
-    """A TrainFuture whose work is done at a point in time. It was decided when the work was queued; waiting
-    changes nothing.
-    """
+    """A TrainFuture whose work is done at a point in time; its result is known when it is queued."""
 
-    def __init__(self, result: ResultT | None, failure: RolloutsError | None, done_at: float) -> None:
-        self._result = result
-        self._done_at = done_at
-        self.failure = failure
-        self.awaited = False
-        self.before: tuple[int, int, int] = (
-            0,
-            0,
-            0,
-        )  # the backend's steps, version and batches when it was queued
-        self.has_pieces = False  # an interrupt can end it
+    value: ResultT | None
+    failure: RolloutsError | None
+    done_at: float
+    before: tuple[int, int, int]  # the backend's steps, version and batches when it was queued
+    has_pieces: bool  # an interrupt can end it
+    awaited: bool = False
 
     async def result(self) -> ResultT:
         self.awaited = True
-        await trio.sleep_until(self._done_at)
+        await trio.sleep_until(self.done_at)
         if self.failure is not None:
             raise self.failure
-        return self._result  # pyright: ignore[reportReturnType]  (None only where ResultT is None)
+        return self.value  # pyright: ignore[reportReturnType]  (None only where ResultT is None)
 
     def __await__(self) -> Generator[Any, Any, ResultT]:
         return self.result().__await__()
 
     def done(self) -> bool:
-        return trio.current_time() >= self._done_at
-
-    def fail(self, failure: RolloutsError, done_at: float) -> None:
-        """Takes the decision back. Who waits already is told at the time it expected."""
-        self.failure, self._done_at = failure, done_at
+        return trio.current_time() >= self.done_at
 
 
 @asynccontextmanager
@@ -404,8 +382,7 @@ class FakeBackend:
         self._free_at = 0.0  # when the last piece of work is done
         self._failed: RolloutsError | None = None
         self._closed = False
-        self._version = 0
-        self._steps = 0
+        self._version = self._steps = 0
         self.batches: list[RolloutBatch] = []  # of every forward_backward that did not fail
         self.losses: list[LossSpec] = []
 
@@ -430,33 +407,23 @@ class FakeBackend:
     def optim_step(self, params: OptimParams | None = None) -> FakeFuture[OptimStepResult]:
         def run() -> OptimStepResult:
             self._steps += 1
-            return OptimStepResult(
-                step=self._steps, lr=params.lr if params else 1e-3, grad_norm=1.0, clipped=False
-            )
+            lr = params.lr if params else 1e-3
+            return OptimStepResult(step=self._steps, lr=lr, grad_norm=1.0, clipped=False)
 
         return self._submit(run)
 
     def forward(self, batch: RolloutBatch) -> FakeFuture[tuple[FloatArray, ...]]:
-        return self._submit(
-            lambda: tuple(np.where(mask, NAT, ZERO) for mask in batch.loss_masks),
-            has_pieces=True,
-        )
+        rows = tuple(np.where(mask, NAT, ZERO) for mask in batch.loss_masks)
+        return self._submit(lambda: rows, has_pieces=True)
 
     def stream_weights(self, sink: WeightSink) -> FakeFuture[None]:
-        def send() -> Any:
-            arrays: Any = self._weights()  # in place of tensors
-            return sink(list(arrays.items()))
-
-        return self._submit(send)
+        return self._submit(lambda: sink([*self._weights().items()]))
 
     def get_weights(self) -> FakeFuture[dict[str, Any]]:
         return self._submit(self._weights)
 
     def load_weights(self, weights: Mapping[str, Any]) -> FakeFuture[None]:
-        def run() -> None:
-            self._steps = int(weights["weight"][0])
-
-        return self._submit(run)
+        return self._submit(lambda: self._set(steps=int(weights["weight"][0])))
 
     def save(self, path: Path) -> FakeFuture[None]:
         def run() -> None:
@@ -468,75 +435,72 @@ class FakeBackend:
     def load(self, path: Path) -> FakeFuture[None]:
         def run() -> None:
             try:
-                state = json.loads((path / "fake.json").read_text())
+                self._set(**json.loads((path / "fake.json").read_text()))
             except FileNotFoundError as error:
                 raise CheckpointError(f"{error}; it is written by FakeBackend.save") from error
-            self._version, self._steps = state["version"], state["steps"]
 
         return self._submit(run)
 
     def interrupt(self) -> None:
-        def is_pending(future: FakeFuture[Any]) -> bool:
-            return future.has_pieces and future.failure is None and not future.done()
-
-        place = next((place for place, future in enumerate(self._futures) if is_pending(future)), None)
-        if place is None:
+        places = [
+            place
+            for place, future in enumerate(self._futures)
+            if future.has_pieces and future.failure is None and not future.done()
+        ]
+        if not places:
             return
-        first = self._futures[place]
-        self._steps, self._version, num_batches = first.before
+        self._steps, self._version, num_batches = self._futures[places[0]].before
         del self.batches[num_batches:], self.losses[num_batches:]
-        self._failed = StepInterrupted("the step was interrupted between two micro-batches")
+        failure = self._failed = StepInterrupted("the step was interrupted between two micro-batches")
         self._free_at = trio.current_time() + self._micro_batch_s
-        first.fail(self._failed, self._free_at)
-        for future in self._futures[place + 1 :]:
-            future.fail(EarlierStepFailed("an earlier step was interrupted; call reset()"), self._free_at)
+        for future in self._futures[places[0] :]:  # who waits already is told at the time it expected
+            future.failure, future.done_at = failure, self._free_at
+            failure = EarlierStepFailed("an earlier step was interrupted; call reset()")
 
     def reset(self) -> FakeFuture[None]:
         self._failed = None
         return self._submit(lambda: None, takes_s=0.0)
 
     def set_weight_version(self, version: int) -> FakeFuture[None]:
-        def run() -> None:
-            self._version = version
-
-        return self._submit(run)
+        return self._submit(lambda: self._set(version=version))
 
     def statistics(self) -> Mapping[str, float]:
         return {"submitted": float(len(self._futures)), "steps": float(self._steps)}
 
     def close(self) -> RolloutsError | None:
-        """The first failure that nobody awaited, but for what an interrupt or an earlier failure left
-        undone.
-        """
+        """The first failure that nobody awaited; what it or an interrupt left undone is none."""
         self._closed = True
         for future in self._futures:
             if not (future.awaited or isinstance(future.failure, EarlierStepFailed | StepInterrupted | None)):
                 return future.failure
         return None
 
-    def _weights(self) -> dict[str, Any]:
+    def _weights(self) -> dict[str, Any]:  # arrays in place of tensors
         return {"weight": np.full(2, self._steps, np.float32)}
+
+    def _set(self, *, version: int | None = None, steps: int | None = None) -> None:
+        if version is not None:
+            self._version = version
+        if steps is not None:
+            self._steps = steps
 
     def _submit(
         self, run: Callable[[], ResultT], *, has_pieces: bool = False, takes_s: float | None = None
     ) -> FakeFuture[ResultT]:
         if self._closed:
             raise BackendClosed("the backend is closed; use it inside its `async with open_fake_backend(…)`")
-        failure: RolloutsError | None = None
-        result: ResultT | None = None
-        before = self._steps, self._version, len(self.batches)
+        result, before = None, (self._steps, self._version, len(self.batches))
+        failure = self._failures.get(len(self._futures))
         if self._failed is not None:
             failure = EarlierStepFailed(f"a step before this one failed ({self._failed}); call reset()")
-        elif len(self._futures) in self._failures:
-            self._failed = failure = self._failures[len(self._futures)]
-        else:
+        elif failure is None:
             try:
                 result = run()
             except RolloutsError as error:
-                self._failed = failure = error
+                failure = error
+        self._failed = self._failed or failure
         duration_s = self._step_s if takes_s is None else takes_s
         self._free_at = max(self._free_at, trio.current_time()) + duration_s
-        future = FakeFuture(result, failure, self._free_at)
-        future.before, future.has_pieces = before, has_pieces
+        future = FakeFuture(result, failure, self._free_at, before, has_pieces)
         self._futures.append(future)
         return future
