@@ -1,8 +1,7 @@
 """Fakes at the protocols, in numpy and virtual time: an engine that follows a script, a backend that only
 counts, a tokenizer of bytes.
 
-They keep every promise of their protocol (order of futures, pause modes, versions per token, failures) and
-run no model.
+They keep every promise of their protocol (order of futures, pause modes, versions per token, failures).
 """
 
 from __future__ import annotations
@@ -114,8 +113,7 @@ class _Running:
 
 
 class ScriptedEngine:
-    """An InferenceEngine that answers as its script says, one token at a time, so that pauses and updates
-    fall between tokens.
+    """An InferenceEngine that answers as its script says, one token at a time; pauses fall between tokens.
 
     A token's log-prob depends on the request's seed, the token's position and the weight version, and is
     between −2 and 0. Updates take any bucket and remember the names.
@@ -355,9 +353,7 @@ async def open_fake_backend(
     *, step_s: float = 0.0, micro_batch_s: float = 0.0, failures: Mapping[int, RolloutsError] | None = None
 ) -> AsyncIterator[FakeBackend]:
     """A backend whose pieces of work take `step_s` each; the i-th piece submitted (from 0) fails with
-    failures[i].
-
-    An interrupt is felt `micro_batch_s` later. Leaving raises the first failure that nobody awaited.
+    failures[i]. An interrupt is felt `micro_batch_s` later. Leaving raises the first failure nobody awaited.
     """
     backend = FakeBackend(step_s=step_s, micro_batch_s=micro_batch_s, failures=failures or {})
     yield backend
@@ -368,9 +364,7 @@ async def open_fake_backend(
 
 
 class FakeBackend:
-    """A TrainingBackend without a model: its weights are one number, the optimizer steps that were done. Made
-    by open_fake_backend.
-    """
+    """A TrainingBackend whose weights are the number of optimizer steps done. Made by open_fake_backend."""
 
     def __init__(
         self, *, step_s: float, failures: Mapping[int, RolloutsError], micro_batch_s: float = 0.0
