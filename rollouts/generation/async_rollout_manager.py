@@ -44,6 +44,7 @@ from rollouts.generation.group import Group, GroupPlan, decode_group, encode_gro
 from rollouts.generation.pacing import Pace
 from rollouts.generation.samples import PromptSource as RowSource
 from rollouts.metrics.spans import SpanRecorder
+from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
 from rollouts.types import JSONValue, Metric, RolloutBatch, Sample, SamplingParams
 
@@ -277,22 +278,15 @@ class AsyncRolloutManager:
     @asynccontextmanager
     async def _open_collecting(self) -> AsyncIterator[None]:
         """A nursery for the collector, which ends with the block."""
-        failure: Exception | None = None
         try:
-            async with trio.open_nursery() as self._nursery:
-                try:
-                    yield
-                    if self._collector is not None:
-                        await self._collector.stop()
-                except Exception as error:  # raised outside the nursery, which would wrap it in a group
-                    failure = error
-                self._nursery.cancel_scope.cancel()
+            async with open_plain_nursery() as self._nursery:
+                yield
+                if self._collector is not None:
+                    await self._collector.stop()
         finally:
             if self._collector is not None:
                 self._collector.put_back(ABORTED)
             self._nursery = self._collector = None
-        if failure is not None:
-            raise failure
 
     async def _take_batch(self, plan: GroupPlan) -> RolloutBatch:
         """The next batch, once the collector has it."""

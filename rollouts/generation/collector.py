@@ -109,7 +109,7 @@ class Collector:
         self._is_stopping = False
         self.failure: RolloutsError | None = None  # that ended it
         self._scope = trio.CancelScope()  # of its tasks
-        self._changed = trio.Event()  # set and replaced after each change
+        self._changed = trio.lowlevel.ParkingLot()  # woken by each change
         self._ended = trio.Event()  # every task has ended
 
     def _begin_batch(self) -> None:
@@ -118,20 +118,16 @@ class Collector:
         self._drawn = 0
         self._dropped: Counter[str] = Counter()  # groups by reason
 
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, trio.Event()
-        changed.set()
-
     def _note_generated(self) -> None:
         self.generating -= 1
-        self._notify()
+        self._changed.unpark_all()
 
     def note_engine_version(self, version: int) -> None:
         """Every engine that serves has the weights of `version`, or newer ones."""
         if self._pace is not None:
             newest = min(version, self._pace.policy_version)
             self._pace.engine_version = max(self._pace.engine_version, newest)
-            self._notify()
+            self._changed.unpark_all()
 
     def move_to(self, version: int, engine_version: int) -> None:
         """The batch in the making will be consumed at `version`. Finished groups are too old for it only if
@@ -149,7 +145,7 @@ class Collector:
     async def wait_full(self) -> None:
         """Returns when a batch can be delivered, or the collector has failed."""
         while self.failure is None and not self._is_full():
-            await self._changed.wait()
+            await self._changed.park()
         if self._pace is None or self.failure is not None:
             await self._ended.wait()
 
@@ -158,14 +154,14 @@ class Collector:
         are cancelled.
         """
         self._is_stopping = True
-        self._notify()
+        self._changed.unpark_all()
         with trio.move_on_after(STOP_S):
             if self.generating:
                 # an engine that cannot be told: its requests end by cancellation
                 with suppress(InfrastructureError):
                     await self._plan.engine.abort_all()
             while self.generating and self.failure is None:
-                await self._changed.wait()
+                await self._changed.park()
         if self.failure is None:
             self._scope.cancel()
         await self._ended.wait()
@@ -181,20 +177,7 @@ class Collector:
             async with trio.open_nursery() as nursery:
                 self._scope = nursery.cancel_scope
                 try:
-                    self._take_held()
-                    self._launch(nursery, list(self._undecided.values()))
-                    while self._pace is not None or not self._is_full():
-                        if self._is_full() and not self._goes_on:
-                            self._is_stopping = True
-                        self._launch_more(nursery)
-                        self._check_budget()  # the limit may have left fewer than are needed
-                        self._notify()
-                        await self._changed.wait()
-                        while (ready := self._next_ready()) is not None:
-                            # replaced at once, even if the batch is full in a moment: else ids would depend
-                            # on who finishes first
-                            if not self._decide(ready) and self._pace is None:
-                                self._launch_more(nursery)
+                    await self._work(nursery)
                 except RolloutsError as error:
                     self.failure = error
                 nursery.cancel_scope.cancel()
@@ -203,7 +186,23 @@ class Collector:
             if self.failure is not None:
                 self.put_back(ABORTED)
             self._ended.set()
-            self._notify()
+            self._changed.unpark_all()
+
+    async def _work(self, nursery: trio.Nursery) -> None:
+        self._take_held()
+        self._launch(nursery, list(self._undecided.values()))
+        while self._pace is not None or not self._is_full():
+            if self._is_full() and not self._goes_on:
+                self._is_stopping = True
+            self._launch_more(nursery)
+            self._check_budget()  # the limit may have left fewer than are needed
+            self._changed.unpark_all()
+            await self._changed.park()
+            while (ready := self._next_ready()) is not None:
+                # replaced at once, even if the batch is full in a moment: else ids would depend on who
+                # finishes first
+                if not self._decide(ready) and self._pace is None:
+                    self._launch_more(nursery)
 
     def _launch(self, nursery: trio.Nursery, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -213,7 +212,7 @@ class Collector:
     async def _run(self, group: Group) -> None:
         if await run_group(self._plan, group):
             self._closed[group.index] = group
-            self._notify()
+            self._changed.unpark_all()
 
     def _launch_more(self, nursery: trio.Nursery) -> None:
         """Launches new attempts, as many as the window has room for and the draw limit leaves."""
@@ -373,7 +372,7 @@ class Collector:
                 self._pace.close(index)
             if self._goes_on:  # the next batch is consumed when the trainer is done with this one
                 self._pace.policy_version += 1
-                self._notify()
+                self._changed.unpark_all()
         return batch
 
     def _take_held(self) -> None:

@@ -327,7 +327,7 @@ def fake_uniform(*key: object) -> float:
 class FakeFuture(Generic[ResultT]):
     """A TrainFuture whose work is done at a point in time; its result is known when it is queued."""
 
-    value: ResultT | None
+    _result: ResultT | None
     failure: RolloutsError | None
     done_at: float
     before: tuple[int, int, int]  # the backend's steps, version and batches when it was queued
@@ -339,7 +339,7 @@ class FakeFuture(Generic[ResultT]):
         await trio.sleep_until(self.done_at)
         if self.failure is not None:
             raise self.failure
-        return self.value  # pyright: ignore[reportReturnType]  (None only where ResultT is None)
+        return self._result  # pyright: ignore[reportReturnType]  (None only where ResultT is None)
 
     def __await__(self) -> Generator[Any, Any, ResultT]:
         return self.result().__await__()
