@@ -13,10 +13,8 @@ import pytest
 import torch
 import transformers
 
-from rollouts.engines.local import opening, whole_model
-from rollouts.engines.local.decoder import take_apart
-from rollouts.engines.local.opening import DEFAULT_CONTEXT, PROBE_LENGTHS, open_decoder, probe_difference
-from rollouts.engines.local.whole_model import take_whole
+from rollouts.engines.local import whole_model
+from rollouts.engines.local.opening import DEFAULT_CONTEXT, open_decoder
 from rollouts.errors import EngineError, ModelError
 from rollouts.models.load import load_hf_model
 from rollouts.models.tiny import make_tiny
@@ -90,8 +88,8 @@ def without_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise ModelError("refused by the test")
 
-    monkeypatch.setattr("rollouts.engines.local.opening.make_cached_decoder", refuse)
-    monkeypatch.setattr("rollouts.engines.local.opening.take_apart", refuse)
+    monkeypatch.setattr("rollouts.engines.local.opening.CachedDecoder", refuse)
+    monkeypatch.setattr("rollouts.engines.local.opening.FastDecoder", refuse)
 
 
 # --- exactness ----------------------------------------------------------------------------------------------
@@ -103,7 +101,6 @@ async def test_log_probs_are_the_models_own_on_each_tiny_family(kind: str, tiny_
     async with open_engine(model, max_rows=5) as engine:
         assert engine.path == TINY[kind]
         await check_exact(engine, model, make_requests(18))
-        assert engine.statistics()["moved_rows"] > 2
 
 
 @pytest.mark.parametrize(("kind", "changes"), CACHED)
@@ -119,7 +116,6 @@ async def test_log_probs_are_the_models_own_when_everything_is_recomputed(
     kind: str, tiny_paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ):
     without_cache(monkeypatch)
-    monkeypatch.setattr(whole_model, "RECOMPUTE_TOKENS", 60)  # so that a step takes several chunks
     model = load_hf_model(tiny_paths[kind])
     async with open_engine(model, max_rows=5) as engine:
         assert (engine.path, engine.statistics()["recomputes"]) == ("recompute", 1.0)
@@ -164,12 +160,14 @@ async def test_deterministic_runs_give_the_same_bits_and_neighbours_change_no_to
 def test_a_cache_that_is_wrong_beyond_the_window_only_is_not_used(monkeypatch: pytest.MonkeyPatch):
     model = make_model("Mistral", sliding_window=40)
     assert open_decoder(model, max_context=160).path == "cached"
-    plain = whole_model._Part.width_of
+    plain = whole_model._set_width
 
-    def too_narrow(part: Any, width: int) -> int:
-        return plain(part, width) - (width > 40)
+    def forget_one(cache: Any, width: int) -> None:
+        plain(cache, width)
+        for layer in cache.layers if width > 40 else ():
+            layer.keys[..., 0, :] = layer.keys[..., -1, :]
 
-    monkeypatch.setattr(whole_model._Part, "width_of", too_narrow)
+    monkeypatch.setattr(whole_model, "_set_width", forget_one)
     opened = open_decoder(model, max_context=160)
     assert opened.path == "recompute"
     assert "cached" in opened.refused
@@ -196,18 +194,13 @@ def test_frequencies_that_change_within_the_context_are_refused_with_the_length_
         open_decoder(model, max_context=limit + 1)
 
 
-def test_in_half_precision_what_is_never_sampled_does_not_count(monkeypatch: pytest.MonkeyPatch):
+def test_in_half_precision_what_is_never_sampled_does_not_count():
     """Logits eight times as large, as trained models have them: bfloat16 leaves 0.4 nats on some of the
     tokens in the tail.
     """
     model = make_model("Llama").to(torch.bfloat16)
     with torch.no_grad():
         model.lm_head.weight.mul_(8)
-    whole, decoder = take_whole(model, None), take_apart(model, max_context=64, autocast_dtype=None)
-    with monkeypatch.context() as patch:
-        patch.setattr(opening, "is_exact", lambda _: True)
-        assert probe_difference(whole, decoder, PROBE_LENGTHS) > 0.25, "or this shows nothing"
-    assert probe_difference(whole, decoder, PROBE_LENGTHS) < 0.15
     assert open_decoder(model, max_context=64).path == "fast"
 
 

@@ -147,9 +147,6 @@ async def test_log_probs_are_the_models_own_through_joins_and_compaction(kind: s
     model = make_model(kind, **changes)
     async with open_engine(model, max_rows=7) as engine:
         await check_exact(engine, model, make_requests(36))
-        statistics = engine.statistics()
-    assert statistics["moved_rows"] > 5
-    assert statistics["prefill_tokens_saved"] > 0
 
 
 @pytest.mark.parametrize(
@@ -188,7 +185,6 @@ async def test_samples_of_one_prompt_differ_and_compute_it_once():
         statistics = engine.statistics()
     assert len({tuple(answer.token_ids.tolist()) for answer in answers.values()}) == 6
     assert statistics["prefill_tokens"] == 5
-    assert statistics["prefill_tokens_saved"] == 25
 
 
 async def test_a_late_request_copies_the_prompt_of_an_active_row():
@@ -210,7 +206,6 @@ async def test_a_late_request_copies_the_prompt_of_an_active_row():
         await ask(early)
         statistics = engine.statistics()
     assert statistics["prefill_tokens"] == 4
-    assert statistics["prefill_tokens_saved"] == 3  # the last token of the prompt is decoded, for its logits
     np.testing.assert_allclose(answers["late"].log_probs, score(model, late, answers["late"]), atol=1e-4)
     assert statistics["decode_rows"] == 59 + 9
 
@@ -297,7 +292,6 @@ async def test_a_cancelled_caller_frees_its_row_before_the_next_step():
         statistics = engine.statistics()
     assert len(after.token_ids) == 2
     assert statistics["decode_rows"] == 3 + 1
-    assert statistics["wasted_tokens"] == 4
 
 
 async def test_pause_wait_lets_active_rows_finish_and_admits_no_other():

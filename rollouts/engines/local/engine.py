@@ -1,18 +1,17 @@
 """LocalEngine: generation in this process, on the device thread that the trainer uses too.
 
-    generate() ──► waiting ──► active ──► finished.set() ──► its caller
-                      └───────────┴──── the scheduler task: one device job at a time
+    generate() ──► waiting ──► listed ──► active ──► answered.set() ──► its caller
+                      └───────────┴──────────┴──── the scheduler task: one device job at a time
     pause, resume, abort_all, updates ──► change the state and wake it
 
 Every wait is for `_changed`, an event that is set and replaced whenever the state changes. Nobody polls.
-While a job runs, the rows belong to the device thread; between jobs they belong to the scheduler.
+While a job runs, the active rows belong to the device thread; between jobs they belong to the scheduler.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -23,11 +22,10 @@ import trio.testing
 from torch import Tensor
 
 from rollouts.engines.local.batch import DecodeBatch, Row
-from rollouts.engines.local.interface import ForwardPath
-from rollouts.engines.local.opening import DEFAULT_CONTEXT, OpenedDecoder, open_decoder
+from rollouts.engines.local.opening import DEFAULT_CONTEXT, ForwardPath, OpenedDecoder, open_decoder
 from rollouts.engines.local.weights import StagedWeights, copy_model, read_checkpoint
 from rollouts.errors import EngineClosed, EngineError, RequestRefused, WeightVersionError
-from rollouts.models.draws import stream_key
+from rollouts.models.draws import make_draw, stream_key
 from rollouts.models.limits import check_request, find_context_limit
 from rollouts.protocols import PauseMode
 from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
@@ -39,16 +37,6 @@ if TYPE_CHECKING:
 
 ResultT = TypeVar("ResultT")
 CLOSED = "the engine is closed; generate inside its `async with open_local_engine(…)`"
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One caller of generate()."""
-
-    row: Row
-    finished: trio.Event = field(default_factory=trio.Event)
-    completion: Completion | None = None
-    failure: EngineError | None = None
 
 
 @asynccontextmanager
@@ -66,7 +54,7 @@ async def open_local_engine(
     seed: int = 0,
 ) -> AsyncIterator[LocalEngine]:
     """An engine on a causal language model of transformers, run the fastest way that agrees with it (see
-    opening.py, `path`).
+    opening.py).
 
     Requests wait in memory without limit; `max_rows` are decoded at once.
 
@@ -85,36 +73,43 @@ async def open_local_engine(
     not fit together.
     """
     limit = find_context_limit(model.config)
-    max_context = (limit or DEFAULT_CONTEXT) if max_context is None else max_context
-    if max_context <= 1 or (limit is not None and max_context > limit):
-        at_most = "" if limit is None else f" and at most the model's max_position_embeddings={limit}"
-        raise EngineError(f"max_context={max_context}; it must be above 1{at_most}")
-    if max_rows < 1:
-        raise EngineError(f"max_rows={max_rows}; it must be at least 1")
-    if mode == "shared" and trainer_version is None:
-        raise EngineError(
-            "mode='shared' needs trainer_version: a shared engine has the trainer's weights, so it reports"
-            " the trainer's version"
-        )
-    if mode != "copied" and copy_dtype is not None:
-        raise EngineError(
-            f"copy_dtype={copy_dtype} with mode={mode!r}; such an engine makes no copy: use mode='copied' or"
-            " autocast_dtype"
-        )
+    context = (limit or DEFAULT_CONTEXT) if max_context is None else max_context
+    at_most = "" if limit is None else f" and at most the model's max_position_embeddings={limit}"
+    for wrong, message in (
+        (not 1 < context <= (limit or context), f"max_context={context}; it must be above 1{at_most}"),
+        (max_rows < 1, f"max_rows={max_rows}; it must be at least 1"),
+        (
+            mode == "shared" and trainer_version is None,
+            "mode='shared' needs trainer_version: a shared engine reports the trainer's version",
+        ),
+        (
+            mode != "copied" and copy_dtype is not None,
+            f"copy_dtype={copy_dtype} with mode={mode!r}, which makes no copy; use mode='copied'",
+        ),
+    ):
+        if wrong:
+            raise EngineError(message)
 
-    def open_on_device() -> tuple[PreTrainedModel, OpenedDecoder]:
+    def open_on_device() -> OpenedDecoder:
         own = copy_model(model, copy_dtype) if mode == "copied" else model
-        return own, open_decoder(own, max_context=max_context, autocast_dtype=autocast_dtype)
+        return open_decoder(own, max_context=context, max_rows=max_rows, autocast_dtype=autocast_dtype)
 
-    own_model, opened = await device_thread.submit(open_on_device)
+    opened, has_own = await device_thread.submit(open_on_device), mode != "shared"
+    features = EngineFeatures(
+        vocab_size=opened.whole.vocab_size,
+        context_length=context,
+        in_memory_update=has_own,
+        update_from_checkpoint=has_own,
+        shares_weights=not has_own,
+        keep_pause=True,
+        deterministic=deterministic,
+    )
     engine = LocalEngine(
         opened,
+        features,
         device_thread=device_thread,
-        own_model=None if mode == "shared" else own_model,
         trainer_version=trainer_version or (lambda: 0),
         max_rows=max_rows,
-        max_context=max_context,
-        deterministic=deterministic,
         seed=seed,
     )
     failure: Exception | None = None
@@ -137,62 +132,36 @@ class LocalEngine:
     def __init__(
         self,
         opened: OpenedDecoder,
+        features: EngineFeatures,
         *,
         device_thread: DeviceThread,
-        own_model: PreTrainedModel | None,
         trainer_version: Callable[[], int],
         max_rows: int,
-        max_context: int,
-        deterministic: bool,
         seed: int,
     ) -> None:
-        self._batch = DecodeBatch(opened.decoder, max_rows=max_rows, max_context=max_context)
-        self._opened = opened
+        self.features = features
+        self.path: ForwardPath = opened.path  # how the model is run; see opening.py
+        self.describe = opened.describe
+        self._batch = DecodeBatch(opened.whole, opened.decoder)
         self._device_thread = device_thread
-        self._own_model = own_model
+        self._model = opened.whole.model
+        self._weights = None if features.shares_weights else StagedWeights(self._model)
         self._trainer_version = trainer_version
+        self._version = trainer_version()  # of the copy; a shared engine asks the trainer every time
         self._max_rows = max_rows
         self._seed = seed
-        self._version = trainer_version()  # of the copy; a shared engine asks the trainer every time
-        self._features = EngineFeatures(
-            vocab_size=opened.decoder.vocab_size,
-            context_length=max_context,
-            in_memory_update=own_model is not None,
-            update_from_checkpoint=own_model is not None,
-            shares_weights=own_model is None,
-            keep_pause=True,
-            deterministic=deterministic,
-        )
-        self._waiting: dict[str, _Call] = {}
-        self._active: dict[str, _Call] = {}
-        self._listed: list[str] = []  # deterministic mode: ids of the current list not admitted yet
-        self._leaving: list[Row] = []  # rows to take out before the next decode step
+        self._in_flight: dict[str, Row] = {}  # whose callers wait
+        self._waiting: list[Row] = []
+        self._listed: list[Row] = []  # may be admitted, in this order
+        self._active: list[Row] = []  # those in the batch
         self._paused: PauseMode | None = None
-        self._weights = None if own_model is None else StagedWeights(own_model)
         self._resume_after_update = False
         self._job_running = False
         self._interrupt = False  # read by the device thread between steps
         self._closed = False
         self._changed = trio.Event()
-        self._requests_finished = 0
-        self._requests_aborted = 0
 
     # --- what callers see -----------------------------------------------------------------------------------
-
-    @property
-    def features(self) -> EngineFeatures:
-        return self._features
-
-    @property
-    def path(self) -> ForwardPath:
-        """How the model is run; see opening.py."""
-        return self._opened.path
-
-    def describe(self) -> str:
-        """How the model is run, for people: what it costs, and why no faster way does. Print it where `path`
-        is not "fast".
-        """
-        return self._opened.describe()
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """One completion; "abort" with what there is after pause("abort") or abort_all(). Waits while the
@@ -202,28 +171,28 @@ class LocalEngine:
         and EngineError when the device failed, with the cause.
         """
         self._check_open()
-        check_request(
-            request, vocab_size=self._features.vocab_size, max_context=self._features.context_length
-        )
-        request_id = request.request_id
-        if request_id in self._waiting or request_id in self._active:
+        features = self.features
+        check_request(request, vocab_size=features.vocab_size, max_context=features.context_length)
+        name = request.request_id
+        if name in self._in_flight:
             raise RequestRefused(
-                f"request {request_id!r}: request_id is in flight already; ids are unique in a run"
+                f"request {name!r}: request_id is in flight already; ids are unique in a run"
             )
-        call = _Call(Row(request, stream_key(self._seed, request_id, request.sampling.seed)))
-        self._waiting[request_id] = call
-        if not self._features.deterministic and self._paused is None and len(self._active) < self._max_rows:
+        row = Row(request, make_draw(stream_key(self._seed, name, request.sampling.seed), request.sampling))
+        self._in_flight[name] = row
+        self._waiting.append(row)
+        if not features.deterministic and self._paused is None and len(self._active) < self._max_rows:
             self._interrupt = True
         self._notify()
         try:
-            await call.finished.wait()
+            await row.answered.wait()
         finally:
-            if not call.finished.is_set():
-                self._withdraw(call)
-        if call.failure is not None:
-            raise call.failure
-        assert call.completion is not None
-        return call.completion
+            del self._in_flight[name]
+            if not row.answered.is_set():
+                self._end_early(row)
+        if row.failure is not None:
+            raise row.failure
+        return row.completion()
 
     async def pause(self, mode: PauseMode) -> None:
         """Closes admission. "abort": everything in flight or queued ends as it is; "wait": what is active
@@ -235,12 +204,10 @@ class LocalEngine:
         self._paused = mode
         self._resume_after_update = False
         if mode == "abort":
-            self._abort_calls()
+            await self.abort_all()
         self._interrupt = True
         self._notify()
-        await self._wait_until(
-            lambda: not self._job_running and not self._leaving and (mode == "keep" or not self._active)
-        )
+        await self._wait_until(lambda: self._is_still() and (mode == "keep" or not self._active))
 
     async def resume(self) -> None:
         """Opens admission; frozen requests go on. An update that was begun and not finished is given up."""
@@ -252,8 +219,9 @@ class LocalEngine:
     async def abort_all(self) -> None:
         """Everything in flight or queued ends as it is. Returns when the rows are free."""
         self._check_open()
-        self._abort_calls()
-        await self._wait_until(lambda: not self._job_running and not self._leaving)
+        for row in list(self._in_flight.values()):
+            self._end_early(row)
+        await self._wait_until(self._is_still)
 
     async def weight_version(self) -> int:
         await trio.lowlevel.checkpoint()
@@ -278,7 +246,7 @@ class LocalEngine:
                 f"release_memory with {len(self._active)} active requests; await pause('wait') or"
                 " pause('abort') first"
             )
-        await self._device_thread.submit(self._batch.kv.drop)
+        await self._device_thread.submit(self._batch.reset)
 
     async def restore_memory(self) -> None:
         """Nothing to do: keys and values are allocated with the next request."""
@@ -287,7 +255,8 @@ class LocalEngine:
 
     async def load(self) -> EngineLoad:
         await trio.lowlevel.checkpoint()
-        return EngineLoad(running=len(self._active), waiting=len(self._waiting))
+        statistics = self.statistics()
+        return EngineLoad(running=int(statistics["running"]), waiting=int(statistics["waiting"]))
 
     async def checksum(self) -> str | None:
         """None: the weights are this process's own, and the probe reads them directly."""
@@ -295,17 +264,13 @@ class LocalEngine:
         return None
 
     def statistics(self) -> Mapping[str, float]:
-        """Totals since the engine opened, and what is in flight now."""
-        counters = {name: float(value) for name, value in asdict(self._batch.counters).items()}
+        """What is in flight now, how the model is run, and totals since the engine opened."""
         return {
-            "running": float(len(self._active)),
-            "waiting": float(len(self._waiting)),
-            "requests_finished": float(self._requests_finished),
-            "requests_aborted": float(self._requests_aborted),
-            "kv_bytes": float(self._batch.kv.num_bytes),
-            "fast_path": float(self.path in ("compiled", "fast")),
-            "recomputes": float(self.path == "recompute"),
-            **counters,
+            "running": sum(not row.leaving for row in self._active),
+            "waiting": len(self._waiting) + len(self._listed),
+            "fast_path": int(self.path in ("compiled", "fast")),
+            "recomputes": int(self.path == "recompute"),
+            **self._batch.totals,
         }
 
     # --- weights --------------------------------------------------------------------------------------------
@@ -334,7 +299,8 @@ class LocalEngine:
 
         def apply() -> None:
             weights.apply()
-            self._batch.weights_epoch += 1
+            for row in self._batch.rows:
+                row.prompt_version = None  # computed by weights that are gone; versions may repeat
 
         try:
             await self._run_to_end(apply)  # else weights and version could part
@@ -349,10 +315,9 @@ class LocalEngine:
         Raises EngineError for an engine that shares the trainer's.
         """
         self._updatable()
-        assert self._own_model is not None
-        parameters = dict(self._own_model.named_parameters())
+        parameters = self._model.named_parameters()
         return await self._run_to_end(
-            lambda: {name: weight.detach().to("cpu", copy=True) for name, weight in parameters.items()}
+            lambda: {name: weight.detach().to("cpu", copy=True) for name, weight in parameters}
         )
 
     async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
@@ -361,7 +326,7 @@ class LocalEngine:
         A shared engine has nothing to load. Raises WeightVersionError if `version` is not the trainer's;
         EngineError, with the old weights in place, for files that are missing, damaged or of another model.
         """
-        if self._own_model is None:
+        if self._weights is None:
             self._check_open()
             if version != self._current_version():
                 raise WeightVersionError(
@@ -369,20 +334,20 @@ class LocalEngine:
                     f" at version {self._current_version()}; advance the trainer by set_weight_version, or"
                     " open the engine with mode='copied'"
                 )
-            return {"version": version, "tensors": 0}
-        model = self._own_model
+            return {"version": version}
 
-        def stage() -> int:
-            return sum(self.receive_bucket(bucket) or len(bucket) for bucket in read_checkpoint(path, model))
+        def stage() -> None:
+            for bucket in read_checkpoint(path, self._model):
+                self.receive_bucket(bucket)
 
         await self.begin_update()
         try:
-            tensors = await self._run_to_end(stage)
+            await self._run_to_end(stage)
         except EngineError:
             self._end_update()
             raise
         await self.finish_update(version)
-        return {"version": version, "tensors": tensors}
+        return {"version": version}
 
     def _end_update(self) -> None:
         if self._weights is not None:
@@ -401,7 +366,7 @@ class LocalEngine:
         return self._weights
 
     def _current_version(self) -> int:
-        return self._trainer_version() if self._own_model is None else self._version
+        return self._trainer_version() if self._weights is None else self._version
 
     # --- the scheduler --------------------------------------------------------------------------------------
 
@@ -410,126 +375,87 @@ class LocalEngine:
             if not self._has_work():
                 await self._changed.wait()
                 continue
-            await self._settle()
-            await self._run_job()
+            # requests that are about to come are let in: all of them in deterministic mode, where a list must
+            # be whole
+            if self.features.deterministic and not self._active and not self._listed:
+                await trio.testing.wait_all_tasks_blocked()
+            else:
+                await trio.lowlevel.checkpoint()
+            if self._has_work():
+                await self._run_job()
 
     def _has_work(self) -> bool:
-        if self._leaving:
+        if any(row.leaving for row in self._active) or (self._paused == "wait" and self._active):
             return True
-        if self._paused is None:
-            return bool(self._active or self._waiting)
-        return self._paused == "wait" and bool(self._active)
+        return self._paused is None and bool(self._active or self._listed or self._waiting)
 
-    async def _settle(self) -> None:
-        """Lets the tasks that are about to submit requests do so: all of them in deterministic mode, where a
-        list must be whole.
-        """
-        if self._features.deterministic and not self._active and not self._listed:
-            await trio.testing.wait_all_tasks_blocked()
-        else:
-            await trio.lowlevel.checkpoint()
-
-    def _take_admissible(self) -> list[_Call]:
-        """The waiting calls that get a row now, moved to the active ones."""
+    def _take_admissible(self) -> list[Row]:
+        """The rows that become active now."""
         if self._paused is not None:
             return []
-        if self._features.deterministic:
-            self._listed = [request_id for request_id in self._listed if request_id in self._waiting]
-            if not self._active and not self._listed:
-                self._listed = sorted(self._waiting)
-            order: Iterable[str] = self._listed
-        else:
-            order = self._waiting
-        admitted = list(order)[: self._max_rows - len(self._active)]
-        self._listed = [request_id for request_id in self._listed if request_id not in set(admitted)]
-        calls = [self._waiting.pop(request_id) for request_id in admitted]
-        self._active.update(zip(admitted, calls, strict=True))
-        return calls
+        if not self.features.deterministic:
+            self._listed += self._waiting
+            self._waiting.clear()
+        elif not self._active and not self._listed:
+            self._listed = sorted(self._waiting, key=lambda row: row.request.request_id)
+            self._waiting.clear()
+        count = self._max_rows - len(self._active)
+        admitted, self._listed = self._listed[:count], self._listed[count:]
+        return admitted
 
     async def _run_job(self) -> None:
-        """One device job, and the completions it brought."""
-        leaving, self._leaving = self._leaving, []
+        """One device job, and the answers it brought."""
         admitted = self._take_admissible()
-        decode = bool(self._active) and self._paused in (None, "wait")
-        if not leaving and not admitted and not decode:
-            return
+        self._active += admitted
         self._interrupt = False
         self._job_running = True
         job = partial(
             self._batch.run,
-            admit=[call.row for call in admitted],
-            remove=leaving,
+            admit=admitted,
             version=self._current_version(),
-            decode=decode,
+            decode=self._paused in (None, "wait"),
             interrupted=lambda: self._interrupt,
             others_wait=self._device_thread.has_queued,
         )
         try:
-            finished = await self._run_to_end(job)  # ends within a step of an interrupt
+            ended = await self._run_to_end(job)  # within a step of an interrupt
+            self._active = [row for row in self._active if row not in ended]
+            for row in ended:
+                row.answered.set()
         except Exception as error:  # whatever the device raised goes to every caller
-            await self._fail_calls(error)
-            return
+            self._fail_calls(EngineError, f" failed on the device: {error}", error)
+            with suppress(Exception):  # its state is unknown; a device thread that is closed keeps nothing
+                await self._run_to_end(self._batch.reset)
         finally:
             self._job_running = False
             self._notify()
-        for row in (*finished, *leaving):
-            self._finish(row)
 
-    def _finish(self, row: Row) -> None:
-        """Answers the caller of a row that has left the batch, unless the caller has gone."""
-        call = self._active.get(row.request.request_id)
-        if call is None or call.row is not row:
-            return
-        del self._active[row.request.request_id]
-        self._answer(call)
-
-    def _answer(self, call: _Call) -> None:
-        call.completion = call.row.completion()
-        self._requests_finished += 1
-        self._requests_aborted += call.row.finish_reason is None
-        call.finished.set()
-
-    def _abort_calls(self) -> None:
-        """Queued calls are answered now, active ones when the scheduler has taken their rows out."""
-        for call in self._waiting.values():
-            self._answer(call)
-        self._waiting.clear()
-        self._listed.clear()
-        self._leaving.extend(call.row for call in self._active.values() if call.row not in self._leaving)
+    def _end_early(self, row: Row) -> None:
+        """A row that waits is answered as it is now, an active one when the scheduler has taken it out."""
+        row.leaving = True
+        for queue in (self._waiting, self._listed):
+            if row in queue:
+                queue.remove(row)
+                row.answered.set()
         self._interrupt = True
         self._notify()
 
-    def _withdraw(self, call: _Call) -> None:
-        """A caller went away: its place in the queue is free now, its row before the next decode step."""
-        request_id = call.row.request.request_id
-        if self._waiting.get(request_id) is call:
-            del self._waiting[request_id]
-        elif self._active.get(request_id) is call:
-            del self._active[request_id]
-            self._leaving.append(call.row)
-            self._interrupt = True
-        self._notify()
-
-    async def _fail_calls(self, cause: Exception) -> None:
-        """Every caller gets an EngineError; the batch starts afresh, for its state is unknown."""
-        self._end_calls(lambda who: EngineError(f"{who} failed on the device: {cause}"), cause)
-        with suppress(Exception):  # a device thread that is closed keeps nothing
-            await self._run_to_end(self._batch.reset)
+    def _is_still(self) -> bool:
+        return not self._job_running and not any(row.leaving for row in self._active)
 
     def _close(self) -> None:
         self._closed = True
         self._interrupt = True
-        self._end_calls(lambda who: EngineClosed(f"{who}: {CLOSED}"))
+        self._fail_calls(EngineClosed, f": {CLOSED}")
         self._notify()
 
-    def _end_calls(self, describe: Callable[[str], EngineError], cause: Exception | None = None) -> None:
-        calls = [*self._active.values(), *self._waiting.values()]
-        for held in (self._active, self._waiting, self._listed, self._leaving):
-            held.clear()
-        for call in calls:
-            call.failure = describe(f"request {call.row.request.request_id!r}")
-            call.failure.__cause__ = cause
-            call.finished.set()
+    def _fail_calls(self, kind: type[EngineError], why: str, cause: Exception | None = None) -> None:
+        for rows in (self._active, self._listed, self._waiting):
+            for row in rows:
+                row.failure = kind(f"request {row.request.request_id!r}{why}")
+                row.failure.__cause__ = cause
+                row.answered.set()
+            rows.clear()
 
     async def _run_to_end(self, work: Callable[[], ResultT]) -> ResultT:
         """What a device job returns. A job that was queued is never abandoned, whoever is cancelled."""

@@ -9,110 +9,111 @@ recompute   the model's own forward without a cache       any causal model; a to
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from rollouts.engines.local.decoder import take_apart
-from rollouts.engines.local.interface import Decoder, ForwardPath, evaluating, is_exact, tolerance_of
-from rollouts.engines.local.whole_model import RecomputeDecoder, WholeModel, make_cached_decoder, take_whole
+from rollouts.engines.local.batch import DecodeBatch, Decoder, Row
+from rollouts.engines.local.decoder import FastDecoder
+from rollouts.engines.local.whole_model import CachedDecoder, RecomputeDecoder, WholeModel
 from rollouts.errors import ModelError
+from rollouts.models.draws import make_draw
 from rollouts.models.limits import find_rotary_limit
+from rollouts.types import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PROBE_LENGTHS = (
-    13,
-    8,
-    11,
-    5,
-    9,
-    2,
-    12,
-    7,
-    10,
-)  # unlike, so that padding and positions are tried too; as many as a CPU's way with many rows needs
-PROBE_STEPS = 5
+ForwardPath = Literal["compiled", "fast", "cached", "recompute"]
+# Unlike, so that padding and positions are tried; more than a CPU's way with many rows needs; and equal ones,
+# which are one prompt: computed once for two rows, and taken over by the first row, which comes late.
+PROBE_LENGTHS = (13, 8, 11, 5, 9, 2, 12, 7, 10, 8, 13)
+PROBE_STEPS = (6, 7, 8)  # tokens of the rows, by turns, so that rows leave while others are decoded
 LONGEST_PROBED_WINDOW = 4096  # positions; a longer prompt would take too long to open with
 DEFAULT_CONTEXT = 8192  # tokens, for a config that sets no limit
 WINDOW_NAMES = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
+# nats by which two ways of one computation may differ by rounding: in float32 and float64 for every token;
+# in half precision in the mean over a row, for bfloat16 keeps 8 bits: some tokens differ by several tenths
+TOLERANCE, HALF_TOLERANCE = 1e-4, 0.25
+COSTS = {
+    "cached": "by the model's own forward pass and cache, which is somewhat slower than the fast path",
+    "recompute": "without a cache: a token costs a forward pass over its whole sequence, which is very slow",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedDecoder:
+class OpenedDecoder(NamedTuple):
     """A decoder that agrees with its model, and why no faster one runs."""
 
-    decoder: Decoder[Any]
+    whole: WholeModel
+    decoder: Decoder
     path: ForwardPath
     refused: Mapping[ForwardPath, str]  # the faster paths, and what was in their way
 
     def describe(self) -> str:
         """One line for people."""
-        if self.path in ("compiled", "fast"):
-            return "the embedded engine runs this model by its fast path"
-        ways = {
-            "cached": (
-                "by the model's own forward pass and cache, which is somewhat slower than the fast path"
-            ),
-            "recompute": (
-                "without a cache: every token costs a forward pass over its whole sequence, so generation"
-                " will be very slow"
-            ),
-        }
-        return (
-            f"the embedded engine runs this model {ways[self.path]}"
-            f" ({'; '.join(f'{path}: {why}' for path, why in self.refused.items())})"
-        )
+        reasons = "; ".join(f"{path}: {why}" for path, why in self.refused.items())
+        how = f"{COSTS[self.path]} ({reasons})" if self.path in COSTS else "by its fast path"
+        return f"the embedded engine runs this model {how}"
 
 
 def open_decoder(
-    model: PreTrainedModel, *, max_context: int, autocast_dtype: torch.dtype | None = None
+    model: PreTrainedModel,
+    *,
+    max_context: int,
+    max_rows: int = 128,
+    autocast_dtype: torch.dtype | None = None,
 ) -> OpenedDecoder:
-    """The fastest decoder that agrees with the model's own forward to 1e-4 nats (0.25 in half precision) on a
-    probe.
+    """The fastest decoder whose log-probs agree with the model's own forward on a probe (see TOLERANCE).
 
     Raises ModelError naming what was in the way of each; and for rotary frequencies that change with the
     length within `max_context`, for there is then no one log-prob to agree with.
     """
-    _check_rotary(model.config, max_context=max_context)
-    whole = take_whole(model, autocast_dtype)
-    ways: dict[ForwardPath, Callable[[], Decoder[Any]]] = {}
-    if whole.device.type == "cuda":  # pragma: gpu
-        ways["compiled"] = lambda: take_apart(
-            model, max_context=max_context, autocast_dtype=autocast_dtype, compiled=True
+    limit = find_rotary_limit(model.config)
+    if limit is not None and max_context > limit.tokens:
+        raise ModelError(
+            f"config.rope_parameters: {limit}, so a token's log-prob would depend on what comes after it; set"
+            f" max_context to {limit.tokens} or less"
         )
-    ways |= {
-        "fast": lambda: take_apart(model, max_context=max_context, autocast_dtype=autocast_dtype),
-        "cached": lambda: _open_cached(whole, max_context=max_context),
+    whole = WholeModel(model, autocast_dtype)
+    config: Any = model.config.get_text_config()
+    sizes = {"max_rows": max(max_rows, len(PROBE_LENGTHS)), "max_context": max_context}
+    ways: dict[ForwardPath, Callable[[], Decoder]] = {
+        "compiled": lambda: FastDecoder(whole, **sizes, compiled=True),
+        "fast": lambda: FastDecoder(whole, **sizes),
+        "cached": lambda: CachedDecoder(whole),
         "recompute": lambda: RecomputeDecoder(whole),
     }
     refused: dict[ForwardPath, str] = {}
+    if whole.device.type != "cuda":
+        del ways["compiled"]
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None and LONGEST_PROBED_WINDOW < chunk < max_context:
+        del ways["cached"]  # padding moves the borders of chunks, which only a probe can show to be harmless
+        refused["cached"] = (
+            f"config.attention_chunk_size={chunk} is more than the {LONGEST_PROBED_WINDOW} positions that are"
+            f" probed and less than the context of {max_context}; lower max_context to {chunk}"
+        )
+    tolerance = TOLERANCE if whole.is_exact else HALF_TOLERANCE
+    windows = {getattr(config, name, None) for name in WINDOW_NAMES}  # a prompt leaves each
+    longest = min(LONGEST_PROBED_WINDOW + 1, max_context)
+    beyond = [window + 2 for window in windows if isinstance(window, int) and 8 < window < longest]
     for path, make in ways.items():
         try:
             decoder = make()
-            lengths = (
-                (*PROBE_LENGTHS, *_probed_windows(model.config, max_context))
-                if path == "cached"
-                else PROBE_LENGTHS
-            )
+            lengths = (*PROBE_LENGTHS, *sorted(beyond)) if path == "cached" else PROBE_LENGTHS
             difference = probe_difference(whole, decoder, lengths)
         except ModelError as error:
             refused[path] = str(error)
-            continue
         except Exception as error:  # whatever a model raises that is run in a way it was not written for
             refused[path] = f"it does not run: {type(error).__name__}: {error}"
-            continue
-        tolerance = tolerance_of(decoder.dtype)
-        if difference <= tolerance:
-            return OpenedDecoder(decoder, path, MappingProxyType(refused))
-        refused[path] = (
-            f"its log-probs differ from the model's own by {difference:.3g} nats on a probe; the limit is"
-            f" {tolerance:g}"
-        )
+        else:
+            if difference <= tolerance:
+                return OpenedDecoder(whole, decoder, path, refused)
+            refused[path] = (
+                f"its log-probs differ from the model's own by {difference:.3g} nats on a probe; the limit is"
+                f" {tolerance:g}"
+            )
     found = "; ".join(f"{path}: {why}" for path, why in refused.items())
     raise ModelError(
         f"{type(model).__name__} cannot be run exactly by the embedded engine ({found}); use an engine that"
@@ -120,113 +121,32 @@ def open_decoder(
     )
 
 
-def _open_cached(whole: WholeModel, *, max_context: int) -> Decoder[Any]:
-    """Raises ModelError for chunks of attention too long for a probe: padding moves their borders, which only
-    a probe can show to be harmless.
+def probe_difference(whole: WholeModel, decoder: Decoder, lengths: Sequence[int]) -> float:
+    """Largest |engine - model| log-prob in nats of the tokens that the decoder generates after prompts of
+    these lengths; in half precision the largest mean of a row.
+
+    Rows join one after the other and leave, as they do while generating; the model scores each by itself.
     """
-    chunk = getattr(whole.model.config.get_text_config(), "attention_chunk_size", None)
-    if chunk is not None and LONGEST_PROBED_WINDOW < chunk < max_context:
-        raise ModelError(
-            f"config.attention_chunk_size={chunk} is more than the {LONGEST_PROBED_WINDOW} positions that are"
-            f" probed and less than the context of {max_context}; lower max_context to {chunk} to use the"
-            " cache"
-        )
-    return make_cached_decoder(whole)
-
-
-def _probed_windows(config: Any, max_context: int) -> list[int]:
-    """Lengths of prompts that leave each kind of window that a row can leave."""
-    config = config.get_text_config()
-    windows = {getattr(config, name, None) for name in WINDOW_NAMES}
-    return sorted(
-        window + 2
-        for window in windows
-        if isinstance(window, int) and 8 < window < min(LONGEST_PROBED_WINDOW + 1, max_context)
-    )
-
-
-def _check_rotary(config: Any, *, max_context: int) -> None:
-    limit = find_rotary_limit(config)
-    if limit is not None and max_context > limit.tokens:
-        raise ModelError(
-            f"config.rope_parameters: {limit}, so a token's log-prob would depend on what comes after it; set"
-            f" max_context to {limit.tokens} or less"
-        )
-
-
-# --- the probe ----------------------------------------------------------------------------------------------
-
-
-def probe_difference(whole: WholeModel, decoder: Decoder[Any], lengths: Sequence[int]) -> float:
-    """Largest |engine - model| log-prob in nats, over prompts of these lengths and some decoded tokens.
-
-    Of every token of the vocabulary; in half precision of one that the model samples, the mean over its
-    distribution: two ways of the same computation differ there by several tenths for some of the tokens that
-    are never sampled. Rows join one after the other and one leaves, as they do while generating.
-    """
-    count, exact = len(lengths), is_exact(decoder.dtype)
-    rows = [_probe_ids(length + PROBE_STEPS, row, decoder) for row, length in enumerate(lengths)]
-    with evaluating(whole.model), decoder.computing():
-        wanted = [_own_log_probs(whole, ids, length) for ids, length in zip(rows, lengths, strict=True)]
-        kv = decoder.make_slots(max_rows=count, max_length=max(lengths) + PROBE_STEPS)
-        in_slots: list[int] = []  # which row is in each slot
-        steps = [0] * count  # tokens of each row that were decoded
-        worst: list[Tensor] = []
-
-        def compare(logits: Tensor, members: Sequence[int]) -> None:
-            own = torch.stack([wanted[row][steps[row]] for row in members])
-            differences = (logits.float().log_softmax(-1) - own).abs()
-            worst.append((differences if exact else (own.exp() * differences).sum(-1)).max())
-
-        def join(members: list[int]) -> None:
-            longest = max(lengths[row] for row in members)
-            kv.reserve(len(in_slots) + len(members), longest)
-            ids = torch.stack(
-                [
-                    torch.nn.functional.pad(rows[row][: lengths[row]], (0, longest - lengths[row]))
-                    for row in members
-                ]
-            )
-            slots = torch.arange(len(in_slots), len(in_slots) + len(members), device=ids.device)
-            compare(
-                decoder.prefill(
-                    ids, torch.tensor([lengths[row] for row in members], device=ids.device), slots, kv
-                ),
-                members,
-            )
-            in_slots.extend(members)
-
-        def step() -> None:
-            positions = torch.tensor([lengths[row] + steps[row] for row in in_slots], device=decoder.device)
-            length = int(positions.max()) + 1
-            kv.reserve(len(in_slots), length)
-            ids = torch.stack([rows[row][lengths[row] + steps[row]] for row in in_slots])
-            logits = decoder.decode(ids, positions, kv, length=length)
-            for row in in_slots:
-                steps[row] += 1
-            compare(logits, in_slots)
-
-        join(list(range(1, count)))
-        step()
-        join([0])
-        step()
-        step()
-        last = in_slots.pop()
-        kv.move(len(in_slots), 0, lengths[last] + steps[last])
-        in_slots[0] = last
-        step()
-        return float(torch.stack(worst).max())
-
-
-def _probe_ids(length: int, row: int, decoder: Decoder[Any]) -> Tensor:
-    """Tokens from all over the vocabulary, another order in each row."""
-    places = torch.arange(length, device=decoder.device)
-    return (places * 7919 + (places * places) % 31 * 131 + row * 613) % decoder.vocab_size
-
-
-def _own_log_probs(whole: WholeModel, ids: Tensor, length: int) -> Tensor:
-    """[PROBE_STEPS + 1, V] after the prompt and after each later token, by the model's plain forward over the
-    whole row.
-    """
-    logits = whole.forward(ids[None], use_cache=False, logits_to_keep=PROBE_STEPS + 1).logits[0]
-    return logits[-(PROBE_STEPS + 1) :].float().log_softmax(-1)
+    rows: list[Row] = []
+    for index, length in enumerate(lengths):
+        places = np.arange(length)
+        prompt = (places * 7919 + (places * places) % 31 * 131 + length * 613) % whole.vocab_size
+        sampling = SamplingParams(max_new_tokens=PROBE_STEPS[index % len(PROBE_STEPS)])
+        request = GenerateRequest(request_id=str(index), prompt_ids=prompt, sampling=sampling)
+        rows.append(Row(request, make_draw((0, index), sampling)))
+    batch = DecodeBatch(whole, decoder)
+    worst: list[float] = []
+    with whole.computing():
+        batch.admit(rows[1:], 0)
+        batch.step(0)
+        batch.admit(rows[:1], 0)
+        while batch.rows:
+            batch.step(0)
+            batch.take_ended()
+        for row in rows:
+            prompt = row.request.prompt_ids
+            own = whole.score(np.concatenate([prompt, row.token_ids]))[len(prompt) :]
+            differences = np.abs(own - row.log_probs)
+            worst.append(differences.max() if whole.is_exact else differences.mean())
+    batch.reset()
+    return float(np.max(worst))  # NaN if one is

@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rollouts.errors import EngineError, ModelError
-from rollouts.models.directories import WEIGHT_INDEX, read_shard_names
-from rollouts.models.load import load_hf_model
+from rollouts.models.weight_files import convert_group, plan_weights, read_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,14 +24,13 @@ class StagedWeights:
     them will do.
 
     On a CPU an update swaps its memory with the model's, and the next update writes there: new memory costs
-    five times the copy, because its pages are cleared first. The model's first memory is never written to.
+    five times the copy, because its pages are cleared first.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
         self._staged: dict[int, Tensor] = {}  # by identity of the target, which tied names share
         self._spare: dict[int, Tensor] = {}
-        self._owned: set[int] = set()  # targets whose memory an update made
         self.is_open = False
 
     def begin(self) -> None:
@@ -55,20 +51,16 @@ class StagedWeights:
             raise EngineError("receive_bucket outside an update; await begin_update() first")
         for name, tensor in bucket:
             target = self._targets.get(name)
-            if target is None:
+            if target is None or target.shape != tensor.shape:
+                has = "does not have" if target is None else f"has of shape {list(target.shape)}"
                 raise EngineError(
-                    f"weight update has {name!r}, which the engine's model does not have; trainer and engine"
-                    " must be one model"
-                )
-            if target.shape != tensor.shape:
-                raise EngineError(
-                    f"weight update has {name!r} of shape {list(tensor.shape)}; the engine's is"
-                    f" {list(target.shape)}"
+                    f"weight update has {name!r} of shape {list(tensor.shape)}, which the engine's model"
+                    f" {has}; trainer and engine must be one model"
                 )
         for name, tensor in bucket:
             target = self._targets[name]
             room = self._spare.pop(id(target), None)
-            if room is None or room.dtype != target.dtype or room.is_inference():
+            if room is None or room.is_inference():
                 room = torch.empty_like(target, requires_grad=False)
             self._staged[id(target)] = room.copy_(tensor.detach())
 
@@ -82,60 +74,35 @@ class StagedWeights:
                 f"weight update lacks {len(missing)} of {len(self._targets)} tensors, among them"
                 f" {missing[:3]}; nothing was changed"
             )
-        for target in {id(target): target for target in self._targets.values()}.values():
-            staged = self._staged.pop(id(target))
+        for key, target in {id(target): target for target in self._targets.values()}.items():
+            staged = self._staged.pop(key)
             if target.is_cuda:  # pragma: gpu
                 target.data.copy_(staged)  # in place, for recorded steps read it where it is
-                self._spare[id(target)] = staged
-                continue
-            if id(target) in self._owned:
-                self._spare[id(target)] = target.data
-            self._owned.add(id(target))
-            target.data = staged
+            else:
+                staged, target.data = target.data, staged
+            self._spare[key] = staged
         self.is_open = False
 
 
 def read_checkpoint(path: Path, model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]:
-    """The tensors of a Hugging Face directory of safetensors by the names of `model`, one list per file.
+    """The weights of `model` in a Hugging Face directory of safetensors, a few at a time. Where the files
+    hold them otherwise (experts one by one), transformers converts them.
 
-    Where the files name them otherwise (experts are written one by one and held in one tensor), transformers
-    translates: one list, and memory for a second model meanwhile. Raises EngineError naming what is missing
-    or damaged.
+    Raises EngineError naming what is missing, damaged or of another model.
     """
-    file = path
     try:
-        indexed = (path / WEIGHT_INDEX).is_file()
-        files = (
-            [path / name for name in read_shard_names(path)]
-            if indexed
-            else sorted(path.glob("*.safetensors"))
-        )
-        if not files:
-            raise EngineError(f"{path} holds no *.safetensors file; give a Hugging Face model directory")
-        names: set[str] = set()
-        for file in files:
-            with safe_open(file, framework="pt") as opened:
-                names.update(opened.keys())
-        if (path / "config.json").is_file() and not names <= set(model.state_dict()):
-            yield list(load_hf_model(path, dtype=model.dtype).state_dict().items())
-            return
-        for file in files:
-            yield list(load_file(file).items())
+        for group in plan_weights(model, path).groups:
+            tensors = read_tensors([source for _, source in group.sources])
+            yield list(convert_group(model, group, tensors).items())
     except ModelError as error:
         raise EngineError(f"{path} cannot be loaded as weights of {type(model).__name__}: {error}") from error
-    except (OSError, SafetensorError) as error:
-        raise EngineError(
-            f"{file} cannot be read as safetensors: {error}; export the weights again"
-        ) from error
 
 
 def copy_model(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
     """The engine's own copy, for inference only."""
     own = copy.deepcopy(model)
-    if dtype is not None:
-        for weight in own.state_dict(
-            keep_vars=True
-        ).values():  # not rotary frequencies, which a loaded model has in float32
-            if weight.is_floating_point():
-                weight.data = weight.data.to(dtype)
+    # not the rotary frequencies, which a loaded model has in float32
+    for weight in own.state_dict(keep_vars=True).values() if dtype is not None else ():
+        if weight.is_floating_point():
+            weight.data = weight.data.to(dtype)
     return own.eval().requires_grad_(False)
