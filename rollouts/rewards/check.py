@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rollouts.errors import UserFunctionError
+from rollouts.errors import ConfigError, UserFunctionError
 from rollouts.types import FilterDecision, RewardResult, Sample
 
 NOTE_CHARS = 10_000  # of a note; the rest is cut
@@ -88,6 +88,12 @@ def check_decision(answer: object, filter_name: str, where: str) -> FilterDecisi
     _check_text(given.reason + given.detail, where, "reason or detail")
     keep = bool(given.keep)
     return FilterDecision(keep, given.reason or ("" if keep else filter_name), given.detail)
+
+
+def require(holds: bool, message: str) -> None:
+    """Raises ConfigError with the message unless an option holds to its rule."""
+    if not holds:
+        raise ConfigError(message)
 
 
 def apply_reward(sample: Sample, result: RewardResult) -> Sample:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollouts.errors import ConfigError, UserFunctionError
-from rollouts.rewards.check import RAISED, add_up, check_reward, describe, function_name, is_async
+from rollouts.errors import UserFunctionError
+from rollouts.rewards.check import RAISED, add_up, check_reward, describe, function_name, is_async, require
 from rollouts.types import RewardResult, Sample
 
 SyncReward = Callable[[Sample], Any]
@@ -27,19 +27,21 @@ def combine_rewards(
     components, a name twice, a name that is empty or has a dot, a component that is no function or async, and
     weights that do not name every component once.
     """
-    pairs = list(rewards.items()) if isinstance(rewards, Mapping) else list(rewards)
+    pairs = list(rewards.items() if isinstance(rewards, Mapping) else rewards)
     names = [name for name, _ in pairs]
-    if not pairs or len(set(names)) < len(names):
-        raise ConfigError(f"combine_rewards has the components {names}; name at least one, and each once")
+    once = f"combine_rewards has the components {names}; name at least one, and each once"
+    require(bool(pairs) and len(set(names)) == len(names), once)
     for name, reward in pairs:
-        if not isinstance(name, str) or not name or "." in name or not callable(reward) or is_async(reward):
-            raise ConfigError(
-                f"combine_rewards: component {name!r} is {reward!r}; a name is text without a dot, a"
-                " component a function that is not async (await those in an async reward of your own)"
-            )
-    factors = dict.fromkeys(names, 1.0) if weights is None else dict(weights)
-    check_weights(factors)
-    _check_names(factors, names, needed=names, what="combine_rewards has the components")
+        require(
+            isinstance(name, str)
+            and name != ""
+            and "." not in name
+            and callable(reward)
+            and not is_async(reward),
+            f"combine_rewards: component {name!r} is {reward!r}; a name is text without a dot, a component a"
+            " function that is not async (await those in an async reward of your own)",
+        )
+    factors = check_weights(dict.fromkeys(names, 1.0) if weights is None else weights, names, names)
 
     def combined_reward(sample: Sample) -> RewardResult:
         parts: dict[str, float] = {}
@@ -47,9 +49,7 @@ def combine_rewards(
         for name, reward in pairs:
             where = f"reward function {function_name(reward)} (component {name!r}) on sample {sample.id}"
             result = check_reward(reward(sample), where)
-            parts |= {name: result.reward} | {
-                f"{name}.{part}": number for part, number in result.parts.items()
-            }
+            parts |= {name: result.reward, **{f"{name}.{part}": one for part, one in result.parts.items()}}
             notes += [f"{name}: {result.note}"] if result.note is not None else []
         total = math.fsum(factors[name] * parts[name] for name in names)
         return RewardResult(total, parts, "; ".join(notes) or None)
@@ -64,9 +64,9 @@ def apply_weights(result: RewardResult, weights: Mapping[str, float]) -> RewardR
     there is `exact`) need none. Raises ConfigError naming a weight without its part, a part without weight,
     or a weight that is no finite number; UserFunctionError if the sum is not finite.
     """
-    check_weights(weights)
-    needed = [name for name in result.parts if not _is_detail(name, result.parts)]
-    _check_names(weights, result.parts, needed=needed, what="the reward has the parts")
+    check_weights(
+        weights, result.parts, [name for name in result.parts if not _is_detail(name, result.parts)]
+    )
     products = (weight * result.parts[name] for name, weight in weights.items())
     return replace(result, reward=add_up(products, "the weights and the reward function"))
 
@@ -86,27 +86,24 @@ def apply_combine(result: RewardResult, combine: CombineFn) -> RewardResult:
     return replace(result, reward=check_reward(answer, where).reward)
 
 
-def check_weights(weights: Mapping[str, float]) -> None:
-    """Raises ConfigError naming a weight that is no finite number."""
+def check_weights(
+    weights: Mapping[str, float], parts: Collection[str] | None = None, needed: Collection[str] = ()
+) -> Mapping[str, float]:
+    """The weights. Raises ConfigError naming one that is no finite number, one whose part is not among
+    `parts` (None: not known yet), and a needed part without weight.
+    """
     for name, weight in weights.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise ConfigError(f"weights: {name!r} is {weight!r}; a weight is a finite number")
+        number = isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight)
+        require(number, f"weights: {name!r} is {weight!r}; a weight is a finite number")
+    known = f"there are the parts {', '.join(parts or ()) or '(none)'}"
+    for name in weights if parts is not None else ():
+        require(name in parts, f"weights: {name!r} is weighted but not there; {known}")
+    for name in needed:
+        rule = "give it one, 0 if it shall not count"
+        require(name in weights, f"weights: {name!r} has no weight; {known}; {rule}")
+    return weights
 
 
 def _is_detail(name: str, parts: Mapping[str, float]) -> bool:
     above = name.rpartition(".")[0]
     return bool(above) and (above in parts or _is_detail(above, parts))
-
-
-def _check_names(
-    weights: Mapping[str, float], present: Collection[str], *, needed: Sequence[str], what: str
-) -> None:
-    known = f"{what} {', '.join(present) or '(none)'}"
-    for name in weights:
-        if name not in present:
-            raise ConfigError(f"weights: {name!r} is weighted but not there; {known}")
-    for name in needed:
-        if name not in weights:
-            raise ConfigError(
-                f"weights: {name!r} has no weight; {known}; give it one, 0 if it shall not count"
-            )

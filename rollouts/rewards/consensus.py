@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from rollouts.errors import ConfigError
+from rollouts.rewards.check import require
 from rollouts.types import RewardResult, Sample
 
 TieRule = Literal["none", "first"]
@@ -49,17 +49,14 @@ def compute_consensus(
     """
     _check_rules(min_ratio, ties, of)
     counts = Counter(answer for answer in answers if answer is not None)
-    if not counts:
-        return Consensus(None, (0.0,) * len(answers), 0, 0, 0.0)
-    (label, votes), *others = (
-        counts.most_common()
-    )  # equal counts stand in the order in which they were first met
     num_valid = counts.total()
-    tied = bool(others) and others[0][1] == votes
-    ratio = votes / (num_valid if of == "valid" else len(answers))
-    agreed = label if ratio >= min_ratio and not (tied and ties == "none") else None
-    rewards = tuple(float(agreed is not None and answer == agreed) for answer in answers)
-    return Consensus(agreed, rewards, votes, num_valid, ratio)
+    # equal counts stand in the order in which they were first met
+    (label, votes), (_, next_votes) = [*counts.most_common(2), (None, 0), (None, 0)][:2]
+    ratio = votes / max(1, num_valid if of == "valid" else len(answers))
+    if ratio < min_ratio or (votes == next_votes and ties == "none"):
+        label = None
+    rewards = tuple(float(label is not None and answer == label) for answer in answers)
+    return Consensus(label, rewards, votes, num_valid, ratio)
 
 
 def make_consensus_reward(
@@ -91,9 +88,6 @@ def make_consensus_reward(
 
 
 def _check_rules(min_ratio: float, ties: str, of: str) -> None:
-    if not 0 <= min_ratio <= 1:
-        raise ConfigError(f"min_ratio={min_ratio}; it must be from 0 to 1, 0 takes every majority")
-    if ties not in get_args(TieRule):
-        raise ConfigError(f"ties={ties!r}; it must be one of {', '.join(get_args(TieRule))}")
-    if of not in get_args(RatioOf):
-        raise ConfigError(f"of={of!r}; it must be one of {', '.join(get_args(RatioOf))}")
+    require(0 <= min_ratio <= 1, f"min_ratio={min_ratio}; it must be from 0 to 1, 0 takes every majority")
+    for name, value, known in (("ties", ties, get_args(TieRule)), ("of", of, get_args(RatioOf))):
+        require(value in known, f"{name}={value!r}; it must be one of {', '.join(known)}")

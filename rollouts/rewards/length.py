@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from rollouts.errors import ConfigError
+from rollouts.rewards.check import require
 from rollouts.types import RewardResult, Sample
 
 LengthUnit = Literal["tokens", "words", "characters"]
@@ -30,17 +30,16 @@ def make_soft_overlong_punishment(
     Learning System at Scale", arXiv:2503.14476, equation 13, with max_tokens = L_max and buffer_tokens =
     L_cache. Raises ConfigError unless 0 < buffer_tokens <= max_tokens and weight is a number above 0.
     """
-    if not 0 < buffer_tokens <= max_tokens:
-        raise ConfigError(
-            f"buffer_tokens={buffer_tokens} and max_tokens={max_tokens}; the buffer is part of the maximum: 0"
-            " < buffer <= max"
-        )
-    _check("weight", weight, above=0)
-    free_tokens = max_tokens - buffer_tokens
+    require(
+        0 < buffer_tokens <= max_tokens,
+        f"buffer_tokens={buffer_tokens} and max_tokens={max_tokens}; the buffer is part of the maximum: 0 <"
+        " buffer <= max",
+    )
+    require(0 < weight < math.inf, f"weight={weight}; it must be a number above 0")
 
     def soft_overlong_punishment(sample: Sample) -> RewardResult:
-        over = max(0, sample.response_length - free_tokens)
-        punishment = 0.0 if over == 0 else -weight * min(1.0, over / buffer_tokens)
+        over = sample.response_length - (max_tokens - buffer_tokens)
+        punishment = -weight * min(1.0, over / buffer_tokens) if over > 0 else 0.0
         return RewardResult(punishment, {"overlong": punishment})
 
     return soft_overlong_punishment
@@ -55,8 +54,8 @@ def make_length_target(
     Raises ConfigError if target is negative, width is not above 0, or the unit is unknown.
     """
     _check_unit(unit)
-    _check("target", target, above=-1)
-    _check("width", width, above=0)
+    require(0 <= target < math.inf, f"target={target}; it must be a number of at least 0")
+    require(0 < width < math.inf, f"width={width}; it must be a number above 0")
 
     def length_target(sample: Sample) -> RewardResult:
         closeness = max(0.0, 1.0 - abs(measure_length(sample, unit) - target) / width)
@@ -73,8 +72,7 @@ def make_length_cutoff(
     Raises ConfigError unless 0 <= least <= most, or if the unit is unknown.
     """
     _check_unit(unit)
-    if not 0 <= least <= most:
-        raise ConfigError(f"least={least} and most={most}; they must be 0 <= least <= most")
+    require(0 <= least <= most, f"least={least} and most={most}; they must be 0 <= least <= most")
 
     def length_cutoff(sample: Sample) -> RewardResult:
         within = float(least <= measure_length(sample, unit) <= most)
@@ -84,10 +82,5 @@ def make_length_cutoff(
 
 
 def _check_unit(unit: str) -> None:
-    if unit not in get_args(LengthUnit):
-        raise ConfigError(f"unit={unit!r}; it must be one of {', '.join(get_args(LengthUnit))}")
-
-
-def _check(name: str, value: float, *, above: float) -> None:
-    if not (math.isfinite(value) and value > above):
-        raise ConfigError(f"{name}={value}; it must be a number above {above}")
+    units = get_args(LengthUnit)
+    require(unit in units, f"unit={unit!r}; it must be one of {', '.join(units)}")
