@@ -96,8 +96,8 @@ def check_weights(
         number = isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight)
         require(number, f"weights: {name!r} is {weight!r}; a weight is a finite number")
     known = f"there are the parts {', '.join(parts or ()) or '(none)'}"
-    for name in weights if parts is not None else ():
-        require(name in parts, f"weights: {name!r} is weighted but not there; {known}")
+    for name in weights:
+        require(parts is None or name in parts, f"weights: {name!r} is weighted but not there; {known}")
     for name in needed:
         rule = "give it one, 0 if it shall not count"
         require(name in weights, f"weights: {name!r} has no weight; {known}; {rule}")

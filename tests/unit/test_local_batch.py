@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 import trio
 
 from rollouts.device_thread import open_device_thread
-from rollouts.engines.local import decoder as decoder_file
-from rollouts.engines.local import open_local_engine
+from rollouts.engines.local import decoder, open_local_engine
 from rollouts.engines.local.batch import DecodeBatch, Row
-from rollouts.engines.local.decoder import FastDecoder
 from rollouts.engines.local.weights import StagedWeights
 from rollouts.engines.local.whole_model import WholeModel
 from rollouts.models.draws import make_draw
 from rollouts.testing.engine_contracts import make_request
 from tests.unit.test_local_engine import generate_all, make_model, make_requests, open_engine, score
-
-
-def make_batch() -> DecodeBatch:
-    whole = WholeModel(make_model(), None)
-    return DecodeBatch(whole, FastDecoder(whole, max_rows=12, max_context=160))
 
 
 @pytest.mark.gpu
@@ -41,22 +32,15 @@ async def test_compiled_steps_answer_as_the_model_does_and_see_updates():  # pra
             model.cuda()
 
 
-# --- arithmetic on a CPU ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("by_columns", [False, True])
 def test_a_product_by_columns_is_the_layers_own(bias: bool, by_columns: bool):
-    layer = torch.nn.Linear(24, 40, bias=bias)
-    states = torch.randn(9, 24)
+    layer, states = torch.nn.Linear(24, 40, bias=bias), torch.randn(9, 24)
     states = states.t().contiguous().t() if by_columns else states
     with torch.inference_mode():
-        found = decoder_file._linear_by_columns(layer, states)
+        found = decoder._linear_by_columns(layer, states)
         torch.testing.assert_close(found, layer(states), rtol=1e-5, atol=1e-6)
     assert found.t().is_contiguous()
-
-
-# --- turns on the device thread -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -67,8 +51,8 @@ def test_a_job_is_shorter_while_others_wait_and_makes_a_step_in_any_case(
 ):
     monkeypatch.setattr("rollouts.engines.local.batch.ALONE", (32, seconds))
     monkeypatch.setattr("rollouts.engines.local.batch.SHARED", (4, seconds))
-    batch = make_batch()
-    request = make_request("r", max_new_tokens=100)
+    whole, request = WholeModel(make_model(), None), make_request(max_new_tokens=100)
+    batch = DecodeBatch(whole, decoder.FastDecoder(whole, max_rows=12, max_context=160))
     batch.run(
         admit=[Row(request, make_draw((0, 0), request.sampling))],
         version=0,
@@ -86,41 +70,29 @@ async def test_work_of_others_runs_between_the_steps_of_a_long_generation():
         open_local_engine(
             make_model(), device_thread=thread, mode="shared", trainer_version=lambda: 0, max_rows=2
         ) as engine,
+        trio.open_nursery() as nursery,
     ):
         steps: list[float] = []
-
-        def look() -> None:
-            steps.append(engine._batch.totals["decode_steps"])
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(engine.generate, make_request("long", max_new_tokens=100))
-            while engine.statistics()["decode_steps"] == 0:
-                await thread.submit(lambda: None)
-            for _ in range(5):
-                await thread.submit(look)
-        waited = np.diff(steps)
-        assert waited.max() <= 32
+        nursery.start_soon(engine.generate, make_request("long", max_new_tokens=100))
+        while engine.statistics()["decode_steps"] == 0:
+            await thread.submit(lambda: None)
+        for _ in range(5):
+            await thread.submit(lambda: steps.append(engine.statistics()["decode_steps"]))
+        assert np.diff(steps).max() <= 32
         assert steps[-1] < 99, "the others were not served before the generation had ended"
-
-
-# --- staged weights -----------------------------------------------------------------------------------------
-
-
-def stage(staged: StagedWeights, number: float, dtype: torch.dtype = torch.float32) -> None:
-    staged.begin()
-    staged.add(
-        [("weight", torch.full((3, 2), number, dtype=dtype)), ("bias", torch.full((3,), number, dtype=dtype))]
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_updates_take_turns_in_two_memories(dtype: torch.dtype):
     model = torch.nn.Linear(2, 3)
     staged, seen = StagedWeights(model), list[int]()
-    for number in (1.0, 2.0, 3.0, 4.0):
-        stage(staged, 9.0)  # is given up, and changes nothing
-        stage(staged, number, dtype)
-        staged.apply()
-        assert bool((model.weight == number).all()) and model.weight.dtype == torch.float32
-        seen.append(model.weight.data_ptr())
-    assert seen[0] == seen[2] != seen[1] == seen[3]
+    for number in (9.0, 1.0, 9.0, 2.0, 9.0, 3.0):
+        staged.begin()
+        staged.add(
+            [(name, torch.full_like(one, number, dtype=dtype)) for name, one in model.named_parameters()]
+        )
+        if number != 9.0:  # that one is given up, and changes nothing
+            staged.apply()
+            assert bool((model.weight == number).all()) and model.weight.dtype == torch.float32
+            seen.append(model.weight.data_ptr())
+    assert seen[0] == seen[2] != seen[1]

@@ -239,10 +239,6 @@ def odd_forward(model: Any) -> None:
     model.model.forward = forward
 
 
-def no_linear_head(model: Any) -> None:
-    model.lm_head = torch.nn.Sequential(model.lm_head)
-
-
 def broken(model: Any) -> None:
     model.model.layers[1].self_attn.v_proj = torch.nn.Linear(32, 7)
 
@@ -265,7 +261,6 @@ def sees_the_future(model: Any) -> None:
         ("Llama", {"final_logit_softcapping": 30.0}, None, "final_logit_softcapping=30.0"),
         ("Olmo2", {}, None, "parts"),
         ("Llama", {}, odd_forward, "differ from the model's own by"),
-        ("Llama", {}, no_linear_head, "lm_head is a Sequential"),
     ],
 )
 async def test_a_model_that_is_not_llama_like_runs_by_its_own_forward(

@@ -281,7 +281,7 @@ async def asynchronous(sample: Sample) -> float:
         ),
         (partial(apply_weights, RewardResult(0, {"a": 1.0, "b": 1.0}), {"a": 1}), "'b' has no weight"),
         (partial(apply_weights, RewardResult(0, {"a.b": 1.0}), {}), "'a.b' has no weight"),
-        (partial(apply_weights, RewardResult(0), {"a": 1.0}), r"the reward has the parts \(none\)"),
+        (partial(apply_weights, RewardResult(0), {"a": 1.0}), r"there are the parts \(none\)"),
         (partial(apply_weights, RewardResult(0, {"a": 1.0}), {"a": "1"}), "a weight is a finite number"),
     ],
 )

@@ -9,6 +9,7 @@ recompute   the model's own forward without a cache       any causal model; a to
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -77,12 +78,12 @@ def open_decoder(
         )
     whole = WholeModel(model, autocast_dtype)
     config: Any = model.config.get_text_config()
-    sizes = {"max_rows": max(max_rows, len(PROBE_LENGTHS)), "max_context": max_context}
+    fast = partial(FastDecoder, whole, max_rows=max(max_rows, len(PROBE_LENGTHS)), max_context=max_context)
     ways: dict[ForwardPath, Callable[[], Decoder]] = {
-        "compiled": lambda: FastDecoder(whole, **sizes, compiled=True),
-        "fast": lambda: FastDecoder(whole, **sizes),
-        "cached": lambda: CachedDecoder(whole),
-        "recompute": lambda: RecomputeDecoder(whole),
+        "compiled": partial(fast, compiled=True),
+        "fast": fast,
+        "cached": partial(CachedDecoder, whole),
+        "recompute": partial(RecomputeDecoder, whole),
     }
     refused: dict[ForwardPath, str] = {}
     if whole.device.type != "cuda":

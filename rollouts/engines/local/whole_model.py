@@ -52,7 +52,7 @@ class WholeModel:
             yield
 
     def to_device(self, values: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+        return torch.from_numpy(np.array(values)).to(self.device)  # a copy: it may be read-only
 
     def forward(self, ids: IntArray, **arguments: Any) -> Any:
         """The model's output for ids [N, S], with those of the arguments that its forward has."""
