@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rollouts.errors import EngineError, ModelError
-from rollouts.models.weight_files import convert_group, plan_weights, read_tensors
+from rollouts.models.sharded import convert_group, plan_weights, read_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
