@@ -91,9 +91,9 @@ def read_checkpoint(path: Path, model: PreTrainedModel) -> Iterator[list[tuple[s
     Raises EngineError naming what is missing, damaged or of another model.
     """
     try:
-        for group in plan_weights(model, path).groups:
-            tensors = read_tensors([source for _, source in group.sources])
-            yield list(convert_group(model, group, tensors).items())
+        groups, _ = plan_weights(model, path)
+        for group in groups:
+            yield list(convert_group(model, group, read_tensors(group.sources)).items())
     except ModelError as error:
         raise EngineError(f"{path} cannot be loaded as weights of {type(model).__name__}: {error}") from error
 
