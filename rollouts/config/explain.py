@@ -35,21 +35,13 @@ class ConfigKey(NamedTuple):
     """One setting, or one table of settings."""
 
     key: str  # dotted: rl.rollout.num_prompts
+    table: str  # the dotted name of the table that holds it; empty at the top
+    name: str  # the last part of the key
     field: FieldInfo
     schema: Mapping[str, Any]  # its values as JSON schema
     section: type[Section] | None  # what a table holds; None: not a table of the schema
     default: str  # as TOML, "required" or "unset"; of a table "required", "unset" (may be absent) or ""
     meaning: str  # one line
-
-    @property
-    def name(self) -> str:
-        """The last part of the key."""
-        return self.key.rpartition(".")[2]
-
-    @property
-    def table(self) -> str:
-        """The dotted name of the table that holds it; empty at the top."""
-        return self.key.rpartition(".")[0]
 
     @property
     def takes_any_key(self) -> bool:
@@ -63,21 +55,18 @@ def config_keys() -> Mapping[str, ConfigKey]:
     return {key.key: key for key in _walk(RunConfig, "", None)}
 
 
-def _walk(section: type[Section], prefix: str, defaults: Section | None) -> Iterator[ConfigKey]:
+def _walk(section: type[Section], table: str, defaults: Section | None) -> Iterator[ConfigKey]:
     schemas = section.model_json_schema()["properties"]
     for name, field in section.model_fields.items():
-        key, inner = f"{prefix}{name}", _find_section(field.annotation)
+        key, inner = f"{table}.{name}".strip("."), _find_section(field.annotation)
         value = getattr(defaults, name) if defaults else field.default
+        default = "" if inner else format_value(value)
+        if field.is_required() or value is None or (inner and value == []):
+            default = "required" if field.is_required() else "unset"
         text = (inspect.getdoc(inner) or "").partition("\n\n")[0] if inner else field.description or ""
-        if field.is_required():
-            default = "required"
-        elif value is None or (inner and value == []):
-            default = "unset"
-        else:
-            default = "" if inner else format_value(value)
-        yield ConfigKey(key, field, schemas[name], inner, default, " ".join(text.split()))
+        yield ConfigKey(key, table, name, field, schemas[name], inner, default, " ".join(text.split()))
         if inner:
-            yield from _walk(inner, f"{key}.", value if isinstance(value, Section) else None)
+            yield from _walk(inner, key, value if isinstance(value, Section) else None)
 
 
 def _find_section(annotation: Any) -> type[Section] | None:
@@ -141,25 +130,17 @@ def describe_unknown_key(dotted: str) -> str:
     plain = without_numbers(dotted)
     if removed := find_removed(plain):
         return f"{dotted} is no setting any more: {removed}"
-    meant, note = suggest_keys(plain)
-    if meant:
-        return f"unknown key {dotted}; did you mean {' or '.join(meant)}{f' ({note})' if note else ''}?"
-    wrong = next(name for name in reversed(list_around(plain)) if name not in config_keys())
+    keys, alias = config_keys(), find_alias(plain)
+    near = nearest_names(plain.rpartition(".")[2], {key.name for key in keys.values()}, count=1)
+    close = nearest_names(plain, [key.key for key in keys.values() if key.name in near], at_least=0)
+    if alias or close:
+        meant = list(dict.fromkeys([*(alias.keys if alias else ()), *close]))[:3]
+        note = f" ({alias.note})" if alias and alias.note else ""
+        return f"unknown key {dotted}; did you mean {' or '.join(meant)}{note}?"
+    wrong = next(name for name in reversed(list_around(plain)) if name not in keys)
     table = wrong.rpartition(".")[0]
-    valid = [key.name for key in config_keys().values() if key.table == table]
+    valid = [key.name for key in keys.values() if key.table == table]
     return f"unknown key {wrong}; valid {f'in [{table}]' if table else 'at the top'}: {', '.join(valid)}"
-
-
-def suggest_keys(dotted: str) -> tuple[list[str], str]:
-    """(at most three settings that a wrong name may mean, the likeliest first; what differs if the name is
-    another framework's).
-    """
-    keys, alias = config_keys().values(), find_alias(dotted)
-    near = nearest_names(dotted.rpartition(".")[2], {key.name for key in keys}, count=1)
-    close = nearest_names(dotted, [key.key for key in keys if key.name in near], at_least=0)
-    if alias is None:
-        return close, ""
-    return list(dict.fromkeys([*alias.keys, *close]))[:3], alias.note
 
 
 # --- as text ------------------------------------------------------------------------------------------------

@@ -312,8 +312,8 @@ def compute_pair_log_probs(inputs: LossInputs) -> PairLogProbs:
 
 def make_pairs(sums: Tensor, ref: Tensor | None, lengths: Tensor) -> PairLogProbs:
     """The pairs of rows [2P], chosen and rejected in turn."""
-    ref_chosen, ref_rejected = (None, None) if ref is None else (ref[0::2], ref[1::2])
-    return PairLogProbs(sums[0::2], sums[1::2], ref_chosen, ref_rejected, lengths[0::2], lengths[1::2])
+    rows: list[Any] = [sums, ref, lengths]
+    return PairLogProbs(*(None if row is None else row[side::2] for row in rows for side in (0, 1)))
 
 
 class LinearisedLoss(NamedTuple):

@@ -23,6 +23,7 @@ from rollouts.errors import ConfigError, ModelError
 from rollouts.losses.inputs import LossOutput, require
 from rollouts.losses.kto_loss import compute_kto_reference_point, compute_kto_weights, kto_loss
 from rollouts.losses.preference_losses import (
+    PREFERENCE_LOSSES,
     LinearisedLoss,
     PreferenceLoss,
     linearise_preference_loss,
@@ -160,16 +161,13 @@ def check_preference_loss(name: str, params: Params) -> None:
     """Raises ConfigError if there is no such loss, or it does not take these parameters; PlugInError for a
     function that cannot be imported. A function of the user is not called.
     """
-    rows: dict[str, Any]
-    if name == KTO:
-        loss = make_kto_loss({"reference_point": 0.0, **params}, num_desirable=1, num_undesirable=1)
-        rows = {"desirable": np.asarray([True, False]), "others": None, "ref_others": None}
-    else:
-        loss, rows = make_pair_loss(name, params), {"lengths": np.ones(2)}
-    if ":" in name:
-        return
+    pair = np.full(2, -1.0)
     try:
-        loss(np.full(2, -1.0), ref_log_probs=np.full(2, -1.0), **rows)
+        if name == KTO:
+            loss = make_kto_loss({"reference_point": 0.0, **params}, num_desirable=1, num_undesirable=1)
+            loss(pair, ref_log_probs=pair, desirable=pair < [0, -1], others=None, ref_others=None)
+        elif _resolve(name) in PREFERENCE_LOSSES.values():
+            make_pair_loss(name, params)(pair, ref_log_probs=pair, lengths=-pair)
     except TypeError as error:
         raise ConfigError(
             f"preference.loss_params={dict(params)} are not what the loss takes: {error}"

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.config.aliases import ALIASES
+from rollouts.config.aliases import ALIASES, find_removed
 from rollouts.config.explain import (
     config_keys,
     describe_unknown_key,
     explain_config,
     explain_markdown,
-    find_removed,
-    suggest_keys,
 )
 from rollouts.config.load import (
     check_same_run,
@@ -239,8 +237,9 @@ def test_a_file_that_is_no_toml_is_named(tmp_path, content):
     ],
 )
 def test_a_wrong_key_gets_the_right_one_suggested(wrong, right):
-    assert right in suggest_keys(wrong)[0]
-    assert "did you mean" in describe_unknown_key(wrong)
+    assert right in describe_unknown_key(wrong).partition("did you mean ")[2].split("?")[0].split(" (")[
+        0
+    ].split(" or ")
 
 
 def test_a_key_like_no_other_is_answered_with_the_valid_ones():
