@@ -26,6 +26,7 @@ from rollouts.config.plugins import load_function
 from rollouts.config.schema import RunConfig
 from rollouts.data.curriculum import SourceStatistics
 from rollouts.errors import ConfigError, RunDirError
+from tests.support.text_tables import read_cells
 
 RL = """
 [rl]
@@ -124,21 +125,21 @@ def test_every_alias_points_to_settings_that_exist():
     assert [name for name in ALIASES if name in config_keys()] == [], "a setting of ours is no foreign name"
 
 
-@pytest.mark.parametrize(
-    ("line", "rule"),
-    [
-        ('kl_coef = 0.1\nkl_estimator = "k3"', "rl: kl_estimator='k3' with kl_in='reward'"),
-        ('kl_coef = 0.1\nkl_in = "loss"', "rl: kl_estimator='k1' with kl_in='loss'"),
-        ("max_staleness = 1", "engine.mode='shared' with rl.sync_every=1, rl.max_staleness=1"),
-        ("sync_every = 3", "rl: max_staleness=0 is below sync_every - 1 = 2"),
-        ('loss = "gspo"\nclip_low = 0.1', "rl: clip_low=0.1 with loss='gspo'"),
-        ('advantage = "gae"', "rl: advantage='gae' without a critic"),
-        ('kl_control = "fixed("', "rl: 'fixed(' is not of the form name"),
-        ("changes = { from_step = 2 }", "rl: changes with from_step=2 changes nothing"),
-    ],
-)
+COMBINATIONS = """
+kl_coef = 0.1; kl_estimator = "k3" | rl: kl_estimator='k3' with kl_in='reward'
+kl_coef = 0.1; kl_in = "loss"      | rl: kl_estimator='k1' with kl_in='loss'
+max_staleness = 1                  | engine.mode='shared' with rl.sync_every=1, rl.max_staleness=1
+sync_every = 3                     | rl: max_staleness=0 is below sync_every - 1 = 2
+loss = "gspo"; clip_low = 0.1      | rl: clip_low=0.1 with loss='gspo'
+advantage = "gae"                  | rl: advantage='gae' without a critic
+kl_control = "fixed("              | rl: 'fixed(' is not of the form name
+changes = { from_step = 2 }        | rl: changes with from_step=2 changes nothing
+"""
+
+
+@pytest.mark.parametrize(("line", "rule"), read_cells(COMBINATIONS))
 def test_a_combination_that_cannot_work_is_refused(write, line, rule):
-    (problem,) = problems_of(write(RL.replace("steps = 4", f"steps = 4\n{line}")))
+    (problem,) = problems_of(write(RL.replace("steps = 4", f"steps = 4\n{line.replace(';', chr(10))}")))
     assert problem.startswith(rule)
 
 
@@ -218,24 +219,24 @@ def test_a_file_that_is_no_toml_is_named(tmp_path, content):
         load_config(path)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
-        ("rl.rollout.group_size", "rl.rollout.samples_per_prompt"),
-        ("rl.rollout.num-prompts", "rl.rollout.num_prompts"),
-        ("rl.optim.learning_rate", "rl.optim.lr"),
-        ("rl.lr", "rl.optim.lr"),
-        ("rl.temperture", "rl.rollout.temperature"),
-        ("rl.rolout.num_prompts", "rl.rollout.num_prompts"),
-        ("eval.data.pth", "eval.data.path"),
-        ("eval.rollout.temperature", "rl.rollout.temperature"),
-        ("actor_rollout_ref.rollout.n", "rl.rollout.samples_per_prompt"),
-        ("data.train_batch_size", "rl.rollout.num_prompts"),
-        ("algorithm.kl_ctrl.kl_coef", "rl.kl_coef"),
-        ("NUM_GENERATIONS", "rl.rollout.samples_per_prompt"),
-        ("trainer.save_freq", "output.checkpoint_every"),
-    ],
-)
+NEAREST = """
+rl.rollout.group_size       | rl.rollout.samples_per_prompt
+rl.rollout.num-prompts      | rl.rollout.num_prompts
+rl.optim.learning_rate      | rl.optim.lr
+rl.lr                       | rl.optim.lr
+rl.temperture               | rl.rollout.temperature
+rl.rolout.num_prompts       | rl.rollout.num_prompts
+eval.data.pth               | eval.data.path
+eval.rollout.temperature    | rl.rollout.temperature
+actor_rollout_ref.rollout.n | rl.rollout.samples_per_prompt
+data.train_batch_size       | rl.rollout.num_prompts
+algorithm.kl_ctrl.kl_coef   | rl.kl_coef
+NUM_GENERATIONS             | rl.rollout.samples_per_prompt
+trainer.save_freq           | output.checkpoint_every
+"""
+
+
+@pytest.mark.parametrize(("wrong", "right"), read_cells(NEAREST))
 def test_a_wrong_key_gets_the_right_one_suggested(wrong, right):
     assert right in describe_unknown_key(wrong).partition("did you mean ")[2].split("?")[0].split(" (")[
         0
@@ -330,21 +331,21 @@ def test_paths_in_the_file_are_relative_to_the_file(write, tmp_path, monkeypatch
     assert config.model.name == str(tmp_path / "model")
 
 
-@pytest.mark.parametrize(
-    ("name", "path"),
-    [
-        ("bundled:smollm2-135m-instruct", None),
-        ("tiny:byte", None),
-        ("org/model", None),
-        ("org:x.gguf", None),
-        ("models/x.gguf", "models/x.gguf"),
-        ("./gone", "gone"),
-        ("saved", "saved"),
-    ],
-)
+NAMES = """
+bundled:smollm2-135m-instruct |
+tiny:byte                     |
+org/model                     |
+org:x.gguf                    |
+models/x.gguf                 | models/x.gguf
+./gone                        | gone
+saved                         | saved
+"""
+
+
+@pytest.mark.parametrize(("name", "path"), read_cells(NAMES))
 def test_a_name_is_a_path_if_it_says_so_or_is_there(write, tmp_path, name, path):
     (tmp_path / "saved").mkdir()
-    expected = name if path is None else str(tmp_path / path)
+    expected = str(tmp_path / path) if path else name
     assert load_config(write(f'model = {{ name = "{name}" }}')).model.name == expected
     for kind, found in (("hf", expected), ("reasoning_gym", name)):
         source = f'"{kind}", size = 3, dataset = "{name}"'

@@ -11,6 +11,7 @@ import pytest
 from rollouts.errors import PlugInError
 from rollouts.filters import FILTERS, make_filter
 from rollouts.types import FilterDecision, Sample, SampleGroup
+from tests.support.text_tables import read_cells, read_params
 
 KEPT = FilterDecision(keep=True)
 
@@ -34,78 +35,35 @@ def make_group(
     return SampleGroup(0, "row-0", tuple(samples))
 
 
-LENGTHS = make_group([0] * 4, lengths=[1, 2, 9, 10])
+DECISIONS = """
+reward_nonzero_std    | .1 .1 .1    |           |                           | zero_variance       | 3 rewards around 0.1
+reward_nonzero_std    | 0 0 1       |           |                           |                     |
+min_reward            | 0 1         |           | min_reward = 0.5          |                     |
+min_reward            | 0 0 1       |           | min_reward = 0.5          | low_reward          | 0.3333 of 3 samples is below
+mixed_accuracy        | 0 1 1       |           |                           |                     |
+mixed_accuracy        | 1 1         |           |                           | too_easy            | 1 of 2 samples (the reward) is not below 1
+mixed_accuracy        | 0 0         |           | part = "r"                | too_hard            | (r) is not above 0
+mixed_accuracy        | 0 1 1 1     |           | high = 0.75               | too_easy            |
+mixed_accuracy        | 0 1.0000001 |           |                           |                     |
+response_diversity    | 0 0 0 0     | a,a~,a,b  | min_unique_fraction = 0.5 |                     |
+response_diversity    | 0 0 0 0     | a,a,~a,a~ | min_unique_fraction = 0.5 | low_diversity       | 1 of 4 responses are distinct
+reasonable_length     | 0 0 0 0     |           | min_tokens = 2, max_tokens = 9 |                     |
+reasonable_length     | 0 0 0 0     |           | min_tokens = 3, max_tokens = 9 | unreasonable_length | outside 3 to 9 tokens (shortest 1, longest 10)
+quality_and_diversity | 0 1         | a,a       | min_reward = 0.6          | low_reward          |
+quality_and_diversity | 1 1         | a,a       |                           | zero_variance       |
+quality_and_diversity | 0 1         | a,a       | min_unique_fraction = 0.6 | low_diversity       |
+quality_and_diversity | 0 1         |           |                           |                     |
+"""  # ~ is white space; 1.0000001: a sum of parts may miss 1 by its rounding
 
 
 @pytest.mark.parametrize(
-    ("name", "group", "thresholds", "reason", "detail"),
-    [
-        ("reward_nonzero_std", make_group([0.1] * 3), {}, "zero_variance", "3 rewards around 0.1"),
-        ("reward_nonzero_std", make_group([0, 0, 1]), {}, None, ""),
-        ("min_reward", make_group([0, 1]), {"min_reward": 0.5}, None, ""),
-        (
-            "min_reward",
-            make_group([0, 0, 1]),
-            {"min_reward": 0.5},
-            "low_reward",
-            "0.3333 of 3 samples is below",
-        ),
-        ("mixed_accuracy", make_group([0, 1, 1]), {}, None, ""),
-        (
-            "mixed_accuracy",
-            make_group([1, 1]),
-            {},
-            "too_easy",
-            "accuracy 1 of 2 samples (the reward) is not below 1",
-        ),
-        ("mixed_accuracy", make_group([0, 0]), {"part": "r"}, "too_hard", "(r) is not above 0"),
-        ("mixed_accuracy", make_group([0, 1, 1, 1]), {"high": 0.75}, "too_easy", ""),
-        (
-            "mixed_accuracy",
-            make_group([0, 1.0000001]),
-            {},
-            None,
-            "",
-        ),  # a sum of parts may miss 1 by its rounding
-        (
-            "response_diversity",
-            make_group([0] * 4, ["a", " a\n", "a", "b"]),
-            {"min_unique_fraction": 0.5},
-            None,
-            "",
-        ),
-        (
-            "response_diversity",
-            make_group([0] * 4, ["a", "a", " a\n", "a "]),
-            {"min_unique_fraction": 0.5},
-            "low_diversity",
-            "1 of 4 responses are distinct, a share of 0.25",
-        ),
-        ("reasonable_length", LENGTHS, {"min_tokens": 2, "max_tokens": 9}, None, ""),
-        (
-            "reasonable_length",
-            LENGTHS,
-            {"min_tokens": 3, "max_tokens": 9},
-            "unreasonable_length",
-            "3 of 4 responses have a length outside 3 to 9 tokens (shortest 1, longest 10)",
-        ),
-        ("quality_and_diversity", make_group([0, 1], "aa"), {"min_reward": 0.6}, "low_reward", ""),
-        ("quality_and_diversity", make_group([1, 1], "aa"), {}, "zero_variance", ""),
-        (
-            "quality_and_diversity",
-            make_group([0, 1], "aa"),
-            {"min_unique_fraction": 0.6},
-            "low_diversity",
-            "",
-        ),
-        ("quality_and_diversity", make_group([0, 1]), {}, None, ""),
-    ],
+    ("name", "rewards", "responses", "thresholds", "reason", "detail"), read_cells(DECISIONS)
 )
-def test_what_is_dropped_and_why(
-    name: str, group: SampleGroup, thresholds: dict[str, Any], reason: str | None, detail: str
-):
-    decision = make_filter(f"check_{name}", **thresholds)(group)
-    assert decision == KEPT if reason is None else (decision.keep, decision.reason) == (False, reason)
+def test_what_is_dropped_and_why(name, rewards, responses, thresholds, reason, detail):
+    texts = responses.replace("~", "\n ").split(",") if responses else "abcd"
+    group = make_group([float(reward) for reward in rewards.split()], texts, [1, 2, 9, 10])
+    decision = make_filter(f"check_{name}", **read_params(thresholds))(group)
+    assert (decision.keep, decision.reason) == (not reason, reason)
     assert detail in decision.detail
 
 

@@ -7,31 +7,35 @@ import math
 import pytest
 
 from rollouts.kl_control import KL_CONTROLS, compute_adaptive_entropy_coef, exceeds_kl_limit
+from tests.support.text_tables import read_cells, read_params
 
 PROPORTIONAL = {"target": 0.1, "horizon": 10_000}
 BAND = {"target": 2.0, "tolerance": 0.5, "factor": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "kl", "coefficient"),
-    [  # from 0.1, after 1,000 samples
-        ("fixed", {}, 100.0, 0.1),
-        ("proportional", PROPORTIONAL, 0.12, 0.102),  # error .2 · 1000/10000
-        ("proportional", PROPORTIONAL, 0.11, 0.101),
-        ("proportional", PROPORTIONAL, 100.0, 0.102),  # the error is clipped at .2
-        ("proportional", PROPORTIONAL, 0.0, 0.098),
-        ("proportional", PROPORTIONAL, math.nan, 0.1),
-        ("two_sided", BAND, 2.51, 0.2),
-        ("two_sided", BAND, 2.5, 0.1),
-        ("two_sided", BAND, 1.5, 0.1),
-        ("two_sided", BAND, 1.49, 0.05),
-        ("two_sided", BAND | {"highest": 0.15}, 9.0, 0.15),
-        ("two_sided", BAND | {"lowest": 0.08}, 0.0, 0.08),
-        ("two_sided", BAND | {"highest": 0.05}, math.inf, 0.1),
-    ],
-)
+# from 0.1, after 1,000 samples; the first error is .2 · 1000/10000, and it is clipped at .2
+MOVES = """
+fixed        |                | 100  | .1
+proportional |                | .12  | .102
+proportional |                | .11  | .101
+proportional |                | 100  | .102
+proportional |                | 0    | .098
+proportional |                | nan  | .1
+two_sided    |                | 2.51 | .2
+two_sided    |                | 2.5  | .1
+two_sided    |                | 1.5  | .1
+two_sided    |                | 1.49 | .05
+two_sided    | highest = 0.15 | 9    | .15
+two_sided    | lowest = 0.08  | 0    | .08
+two_sided    | highest = 0.05 | inf  | .1
+"""
+
+
+@pytest.mark.parametrize(("name", "settings", "kl", "coefficient"), read_cells(MOVES))
 def test_controllers_by_hand(name, settings, kl, coefficient):
-    assert KL_CONTROLS[name](**settings)(0.1, kl, 1000) == pytest.approx(coefficient, abs=1e-12)
+    usual = {"proportional": PROPORTIONAL, "two_sided": BAND}.get(name, {})
+    control = KL_CONTROLS[name](**usual | read_params(settings))
+    assert control(0.1, float(kl), 1000) == pytest.approx(float(coefficient), abs=1e-12)
 
 
 @pytest.mark.parametrize(

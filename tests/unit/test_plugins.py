@@ -11,6 +11,7 @@ import pytest
 
 from rollouts.config.plugins import Role, load_function
 from rollouts.errors import PlugInError
+from tests.support.text_tables import read_cells
 
 SCORE = "def score(sample):\n    return 1\n"
 
@@ -59,23 +60,24 @@ def test_the_same_file_is_executed_once_and_files_of_one_name_stay_apart(write, 
     assert counts == [2, 1]
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        *(
-            (name, "write module:function or path/file.py:function")
-            for name in ("score", "r.py", ":f", "r.py:", "")
-        ),
-        ("rr.py:score", "/rr.py; did you mean r.py?"),
-        ("gone/rr.py:score", "there is no file"),
-        ("tasks/r:score", "looks like a file"),
-        ("no_such_package.rewards:score", "there is no module no_such_package"),
-        ("r.py:scor", "r.py has no scor; did you mean score?"),
-        ("r.py:number", "it is of type int; it must be a function"),
-        ("neighbour.py:score", "helper lies beside it but is not installed"),
-        ("odd.py:score", "RuntimeError: no score"),
-    ],
-)
+NO_FUNCTIONS = """
+score                          | write module:function or path/file.py:function
+r.py                           | write module:function or path/file.py:function
+:f                             | write module:function or path/file.py:function
+r.py:                          | write module:function or path/file.py:function
+                               | write module:function or path/file.py:function
+rr.py:score                    | /rr.py; did you mean r.py?
+gone/rr.py:score               | there is no file
+tasks/r:score                  | looks like a file
+no_such_package.rewards:score  | there is no module no_such_package
+r.py:scor                      | r.py has no scor; did you mean score?
+r.py:number                    | it is of type int; it must be a function
+neighbour.py:score             | helper lies beside it but is not installed
+odd.py:score                   | RuntimeError: no score
+"""
+
+
+@pytest.mark.parametrize(("name", "said"), read_cells(NO_FUNCTIONS))
 def test_a_name_that_means_no_function_is_refused(write, tmp_path: Path, name: str, said: str):
     write(SCORE + "number = 3\n")
     write("import helper\n", "neighbour.py")
@@ -115,23 +117,23 @@ def test_whatever_an_import_raises_is_kept_as_the_cause_and_may_be_corrected(
     sys.modules.pop("raising_plugin", None)
 
 
-@pytest.mark.parametrize(
-    ("role", "parameters", "fits"),
-    [
-        ("reward", "sample", True),
-        ("reward", "sample, scale=2", True),
-        ("reward", "*samples", True),
-        ("reward", "", False),
-        ("reward", "sample, answer", False),
-        ("reward", "*, sample", False),
-        ("generate", "sample, engine, sampling", True),
-        ("generate", "sample, engine", False),
-        ("filter", "group, batch", False),
-        ("rows", "size, seed, digits", True),
-        ("rows", "size", False),
-        ("loss", "anything, at, all, goes", True),
-    ],
-)
+SIGNATURES = """
+reward   | sample                   | fits
+reward   | sample, scale=2          | fits
+reward   | *samples                 | fits
+reward   |                          |
+reward   | sample, answer           |
+reward   | *, sample                |
+generate | sample, engine, sampling | fits
+generate | sample, engine           |
+filter   | group, batch             |
+rows     | size, seed, digits       | fits
+rows     | size                     |
+loss     | anything, at, all, goes  | fits
+"""
+
+
+@pytest.mark.parametrize(("role", "parameters", "fits"), read_cells(SIGNATURES))
 def test_a_function_must_take_what_its_role_passes(write, tmp_path: Path, role, parameters, fits):
     write(f"def f({parameters}):\n    pass\n")
     if fits:

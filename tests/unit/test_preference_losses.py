@@ -30,6 +30,7 @@ from rollouts.losses.preference_losses import (
 )
 from rollouts.losses.reward_model_losses import bradley_terry_loss, compute_pair_calibration
 from rollouts.types import merge_metrics, metric_values
+from tests.support.text_tables import read_cells, read_params
 
 NAMES = list(PREFERENCE_LOSSES)
 WITHOUT_REFERENCE = ("simpo", "cpo", "orpo")
@@ -296,26 +297,26 @@ def test_a_function_of_ones_own_takes_the_fields_that_it_names():
     assert set(TRL_LOSS_TYPES.values()) <= set(NAMES)
 
 
-@pytest.mark.parametrize(
-    ("name", "params", "message"),
-    [
-        *[(name, {"beta": 0.0}, "beta=0.0") for name in [*NAMES, "kto"] if name != "orpo"],
-        ("orpo", {"beta": -0.1}, "beta=-0.1"),
-        ("dpo", {"label_smoothing": 0.5}, "label_smoothing=0.5"),
-        ("exo", {"label_smoothing": 0.0}, "label_smoothing=0.0"),
-        ("simpo", {"gamma": -1.0}, "gamma=-1.0"),
-        ("cpo", {"nll_weight": -1.0}, "nll_weight=-1.0"),
-        ("dpo", {"gamma": 1.0}, "no parameter 'gamma'; it takes beta, label_smoothing"),
-        ("sigmoid", {}, "did you mean 'dpo'"),
-        ("dppo", {}, "did you mean 'dpo'"),
-        ("kto", {"desirable_weight": -1.0}, "desirable_weight=-1.0"),
-        ("kto", {"desirable_weight": 0.0, "undesirable_weight": 0.0}, "both weights are 0"),
-        ("reward", {"centring": -1.0}, "centring=-1.0"),
-    ],
-)
-def test_bad_parameters_are_named(name: str, params: dict[str, float], message: str):
+REFUSED = """
+orpo   | beta = -0.1                                    | beta=-0.1
+dpo    | label_smoothing = 0.5                          | label_smoothing=0.5
+exo    | label_smoothing = 0.0                          | label_smoothing=0.0
+simpo  | gamma = -1.0                                   | gamma=-1.0
+cpo    | nll_weight = -1.0                              | nll_weight=-1.0
+dpo    | gamma = 1.0                                    | no parameter 'gamma'; it takes beta, label_smoothing
+sigmoid|                                                | did you mean 'dpo'
+dppo   |                                                | did you mean 'dpo'
+kto    | desirable_weight = -1.0                        | desirable_weight=-1.0
+kto    | desirable_weight = 0.0, undesirable_weight = 0.0 | both weights are 0
+reward | centring = -1.0                                | centring=-1.0
+"""
+NOT_ABOVE_0 = [[name, "beta = 0.0", "beta=0.0"] for name in [*NAMES, "kto"] if name != "orpo"]
+
+
+@pytest.mark.parametrize(("name", "params", "message"), [*read_cells(REFUSED), *NOT_ABOVE_0])
+def test_bad_parameters_are_named(name: str, params: str, message: str):
     with pytest.raises(ConfigError, match=message):
-        of_pairs(name, make_pairs(), **params)(tensor(-10.0), tensor(-12.0))
+        of_pairs(name, make_pairs(), **read_params(params))(tensor(-10.0), tensor(-12.0))
 
 
 @pytest.mark.parametrize("name", NAMES)
