@@ -94,8 +94,9 @@ def _absolute_name(name: str, info: ValidationInfo) -> str:
     if not info.context or (info.data or {}).get("kind", "hf") != "hf" or not name:
         return name
     is_path = name.startswith((".", "~", "/"))
-    may_be_path = ":" not in name and (name.endswith(".gguf") or os.path.exists(info.context / name))  # noqa: PTH110 - never raises
-    return _absolute_path(name, info) if is_path or may_be_path else name
+    if not is_path and ":" not in name:  # os.path.exists raises nothing, as Path.exists does for long names
+        is_path = name.endswith(".gguf") or os.path.exists(info.context / name)  # noqa: PTH110
+    return _absolute_path(name, info) if is_path else name
 
 
 PathText = Annotated[str, AfterValidator(_absolute_path)]

@@ -36,23 +36,23 @@ def make_group(
 
 
 DECISIONS = """
-reward_nonzero_std    | .1 .1 .1    |           |                           | zero_variance       | 3 rewards around 0.1
-reward_nonzero_std    | 0 0 1       |           |                           |                     |
-min_reward            | 0 1         |           | min_reward = 0.5          |                     |
-min_reward            | 0 0 1       |           | min_reward = 0.5          | low_reward          | 0.3333 of 3 samples is below
-mixed_accuracy        | 0 1 1       |           |                           |                     |
-mixed_accuracy        | 1 1         |           |                           | too_easy            | 1 of 2 samples (the reward) is not below 1
-mixed_accuracy        | 0 0         |           | part = "r"                | too_hard            | (r) is not above 0
-mixed_accuracy        | 0 1 1 1     |           | high = 0.75               | too_easy            |
-mixed_accuracy        | 0 1.0000001 |           |                           |                     |
-response_diversity    | 0 0 0 0     | a,a~,a,b  | min_unique_fraction = 0.5 |                     |
-response_diversity    | 0 0 0 0     | a,a,~a,a~ | min_unique_fraction = 0.5 | low_diversity       | 1 of 4 responses are distinct
-reasonable_length     | 0 0 0 0     |           | min_tokens = 2, max_tokens = 9 |                     |
-reasonable_length     | 0 0 0 0     |           | min_tokens = 3, max_tokens = 9 | unreasonable_length | outside 3 to 9 tokens (shortest 1, longest 10)
-quality_and_diversity | 0 1         | a,a       | min_reward = 0.6          | low_reward          |
-quality_and_diversity | 1 1         | a,a       |                           | zero_variance       |
-quality_and_diversity | 0 1         | a,a       | min_unique_fraction = 0.6 | low_diversity       |
-quality_and_diversity | 0 1         |           |                           |                     |
+reward_nonzero_std | .1 .1 .1 | | | zero_variance | 3 rewards around 0.1
+reward_nonzero_std | 0 0 1 | | | |
+min_reward | 0 1 | | min_reward = 0.5 | |
+min_reward | 0 0 1 | | min_reward = 0.5 | low_reward | 0.3333 of 3 samples is below
+mixed_accuracy | 0 1 1 | | | |
+mixed_accuracy | 1 1 | | | too_easy | 1 of 2 samples (the reward) is not below 1
+mixed_accuracy | 0 0 | | part = "r" | too_hard | (r) is not above 0
+mixed_accuracy | 0 1 1 1 | | high = 0.75 | too_easy |
+mixed_accuracy | 0 1.0000001 | | | |
+response_diversity | 0 0 0 0 | a,a~,a,b | min_unique_fraction = 0.5 | |
+response_diversity | 0 0 0 0 | a,a,~a,a~ | min_unique_fraction = 0.5 | low_diversity | 1 of 4 responses are distinct
+reasonable_length | 0 0 0 0 | | min_tokens = 2, max_tokens = 9 | |
+reasonable_length | 0 0 0 0 | | min_tokens = 3, max_tokens = 9 | unreasonable_length | outside 3 to 9 tokens (shortest 1, longest 10)
+quality_and_diversity | 0 1 | a,a | min_reward = 0.6 | low_reward |
+quality_and_diversity | 1 1 | a,a | | zero_variance |
+quality_and_diversity | 0 1 | a,a | min_unique_fraction = 0.6 | low_diversity |
+quality_and_diversity | 0 1 | | | |
 """  # ~ is white space; 1.0000001: a sum of parts may miss 1 by its rounding
 
 
