@@ -46,9 +46,9 @@ mixed_accuracy | 0 0 | | part = "r" | too_hard | (r) is not above 0
 mixed_accuracy | 0 1 1 1 | | high = 0.75 | too_easy |
 mixed_accuracy | 0 1.0000001 | | | |
 response_diversity | 0 0 0 0 | a,a~,a,b | min_unique_fraction = 0.5 | |
-response_diversity | 0 0 0 0 | a,a,~a,a~ | min_unique_fraction = 0.5 | low_diversity | 1 of 4 responses are distinct
+response_diversity | 0 0 0 0 | a,a,~a,a~ | min_unique_fraction = 0.5 | low_diversity | 1 of 4 responses
 reasonable_length | 0 0 0 0 | | min_tokens = 2, max_tokens = 9 | |
-reasonable_length | 0 0 0 0 | | min_tokens = 3, max_tokens = 9 | unreasonable_length | outside 3 to 9 tokens (shortest 1, longest 10)
+reasonable_length | 0 0 0 0 | | min_tokens = 3, max_tokens = 9 | unreasonable_length | shortest 1, longest 10
 quality_and_diversity | 0 1 | a,a | min_reward = 0.6 | low_reward |
 quality_and_diversity | 1 1 | a,a | | zero_variance |
 quality_and_diversity | 0 1 | a,a | min_unique_fraction = 0.6 | low_diversity |
