@@ -30,7 +30,7 @@ from rollouts.loops.algorithm import count_updates, needs_reference
 from rollouts.loops.stopping import Stop
 from rollouts.metrics.spans import SpanRecorder
 from rollouts.preflight.functions import Functions, weigh
-from rollouts.preflight.rows import PreparedLabels, PreparedPairs, Rows
+from rollouts.preflight.rows import PreparedPreferences, Rows
 from rollouts.protocols import (
     InferenceEngine,
     LogProbScorer,
@@ -65,7 +65,7 @@ class Run:
     run_dir: RunDir
     rows: Rows
     conversations: Mixture[SFTSample] | None  # tokenized, where there is an SFT stage
-    preferences: Mapping[str, PreparedPairs | PreparedLabels]  # of the stages that train on them
+    preferences: Mapping[str, PreparedPreferences]  # of the stages that train on them
     functions: Functions
     tokenizer: Any
     template: TemplateOptions

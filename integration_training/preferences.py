@@ -17,7 +17,8 @@ from integration_training.reports import (
     has_evaluation,
     sync_for_evaluation,
 )
-from rollouts.preflight.rows import PreparedLabels, PreparedPairs, describe_counts
+from rollouts.data.preference import count_labels
+from rollouts.preflight.rows import PreparedPreferences, describe_counts
 
 if TYPE_CHECKING:
     from integration_training.opening import Backend
@@ -48,19 +49,17 @@ async def log_pairs(run: Run, stage: str, step: int, version: int, measure: Meas
 # --- on the policy ------------------------------------------------------------------------------------------
 
 
-def make_loss(run: Run, backend: Backend, prepared: PreparedPairs | PreparedLabels) -> AsyncRowLoss:
+def make_loss(run: Run, backend: Backend, prepared: PreparedPreferences) -> AsyncRowLoss:
     """The loss that [preference] names, on the backend's thread. Raises ConfigError."""
     from rollouts.loops.linearised import on_thread
     from rollouts.losses.row_losses import make_kto_loss, make_pair_loss
 
     config = run.config.preference
     assert config is not None
-    if isinstance(prepared, PreparedPairs):
+    if config.loss != "kto":
         return on_thread(backend.device_thread.submit, make_pair_loss(config.loss, config.loss_params))
-    good = sum(sample.desirable for sample in prepared.training.samples)
-    loss = make_kto_loss(
-        config.loss_params, num_desirable=good, num_undesirable=len(prepared.training.samples) - good
-    )
+    good, bad = count_labels(prepared.training.samples)
+    loss = make_kto_loss(config.loss_params, num_desirable=good, num_undesirable=bad)
     return on_thread(backend.device_thread.submit, loss)
 
 
@@ -85,7 +84,7 @@ async def train_preference(run: Run, opened: Stage, newest: Path | None, start: 
     assert config is not None
     prepared: Any = run.preferences[stage]  # of pairs or of labels, which the functions below tell apart
     training, held_out = prepared.training, prepared.held_out
-    for line in describe_counts(stage, prepared, config.max_length):
+    for line in describe_counts(stage, prepared.training, config.max_length):
         say(line)
     loss = make_loss(run, backend, prepared)
     async with AsyncExitStack() as stack:
@@ -172,8 +171,8 @@ async def train_reward_model(run: Run, opened: Stage, newest: Path | None, start
 
     config, completed, stage = run.config.reward_model, completed_steps(newest), "reward_model"
     backend, prepared = opened.backend, run.preferences[stage]
-    assert config is not None and isinstance(prepared, PreparedPairs)
-    for line in describe_counts(stage, prepared, config.max_length):
+    assert config is not None
+    for line in describe_counts(stage, prepared.training, config.max_length):
         say(line)
     on_backend = partial(on_thread, backend.device_thread.submit)
     calibration = on_backend(measure_calibration)

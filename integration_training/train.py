@@ -62,7 +62,8 @@ from rollouts.preflight.run_directory import check_run_dir, choose_run_dir, lock
 from rollouts.protocols import MetricsLogger
 from rollouts.ranks.launch import Launch, read_launch
 from rollouts.run_dir import RunDir
-from rollouts.trackers.launch import check_trackers, open_trackers
+from rollouts.trackers.launch import open_trackers
+from rollouts.trackers.sinks import check_trackers
 
 if TYPE_CHECKING:
     from rollouts.metrics.progress import Progress

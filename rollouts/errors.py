@@ -11,7 +11,7 @@
     ├── StorageError                a disk that refuses a write or gives other bytes back
     ├── MetricError                 a metric name or value that may not be written
     ├── RecordError                 what is asked of a run's record is absent, removed or damaged (exit 2)
-    ├── TrackerError                a tracker that cannot be used: no package, wrong settings (exit 2)
+    ├── TrackerError                a tracker that does not take rows
     │   ├── SinkUnavailable         a tracker's service did not take rows now; they are sent again
     │   ├── SinkRefused             a tracker's service will not take rows until a person acts (a wrong key)
     │   └── RowsRefused             a tracker's service will never take these rows; they are left out
@@ -104,19 +104,11 @@ class RecordError(RolloutsError):
 
 
 class TrackerError(RolloutsError):
-    """A tracker cannot be used as it is set up. Raised before a run starts and in a follower's own process,
-    never in a run.
-    """
+    """A tracker does not take rows. Raised in a follower's own process, never in a run."""
 
 
 class SinkUnavailable(TrackerError):
     """A tracker's service did not take rows, but may later."""
-
-    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.retry_after_s = (
-            retry_after_s  # seconds that the service asks to be left alone; None: it does not say
-        )
 
 
 class SinkRefused(TrackerError):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,51 +16,47 @@ if TYPE_CHECKING:
     from rollouts.config.schema import RunConfig
     from rollouts.preflight.findings import Finding
 
-SETTINGS_HELP = "any setting: --section.key value"
+
+def add_command(
+    commands: Any, name: str, what: str, run: Callable[..., int], *, takes_settings: bool = False
+) -> Callable[..., Any]:
+    """Adds a command; returns what adds an argument to it."""
+    epilog = "any setting: --section.key value" if takes_settings else None
+    parser = commands.add_parser(name, help=what, description=what, epilog=epilog, allow_abbrev=False)
+    parser.set_defaults(run=run, takes_settings=takes_settings)
+    return parser.add_argument
 
 
 def add_init_parser(commands: Any) -> None:
     """Adds `init`."""
-    what = "write a config and a task that run as they are"
-    init = commands.add_parser("init", help=what, description=what, allow_abbrev=False)
-    init.add_argument(
-        "directory", type=Path, nargs="?", default=Path("task"), metavar="DIR", help="default task"
-    )
-    init.add_argument("--task", default="counting", metavar="NAME", help="which task (default counting)")
-    init.set_defaults(run=run_init)
+    add = add_command(commands, "init", "write a config and a task that run as they are", run_init)
+    add("directory", type=Path, nargs="?", default=Path("task"), metavar="DIR", help="default task")
+    add("--task", default="counting", metavar="NAME", help="which task (default counting)")
 
 
 def add_explain_parser(commands: Any) -> None:
     """Adds `explain`."""
     what = "every setting, or one: meaning, type, default, and its value in a config"
-    explain = commands.add_parser(
-        "explain", help=what, description=what, epilog=SETTINGS_HELP, allow_abbrev=False
-    )
+    add = add_command(commands, "explain", what, run_explain, takes_settings=True)
     for name, meaning in (
         ("config", "a TOML file; without it the defaults are shown"),
         ("key", "a setting or table, for example rl.rollout"),
     ):
-        explain.add_argument(name, nargs="?", default="", metavar=name.upper(), help=meaning)
-    explain.add_argument("--markdown", action="store_true", help="the page docs/config.md")
-    explain.set_defaults(run=run_explain, takes_settings=True)
+        add(name, nargs="?", default="", metavar=name.upper(), help=meaning)
+    add("--markdown", action="store_true", help="the page docs/config.md")
 
 
 def add_check_parser(commands: Any) -> None:
     """Adds `check`."""
     what = "what would stop a run and what it will need; of a run directory, whether its files are whole"
-    check = commands.add_parser(
-        "check", help=what, description=what, epilog=SETTINGS_HELP, allow_abbrev=False
-    )
-    check.add_argument("config", type=Path, metavar="CONFIG | RUN", help="a TOML file, or a run directory")
-    check.add_argument(
-        "--mode", metavar="STAGES", help="the stages, joined by + (default: those of the config)"
-    )
+    add = add_command(commands, "check", what, run_check, takes_settings=True)
+    add("config", type=Path, metavar="CONFIG | RUN", help="a TOML file, or a run directory")
+    add("--mode", metavar="STAGES", help="the stages, joined by + (default: those of the config)")
     for flag, meaning in (
         ("--deep", "of a run: read every byte of its checkpoints"),
         ("--call", "also call the reward, filters and curriculum once, on a made-up sample"),
     ):
-        check.add_argument(flag, action="store_true", help=meaning)
-    check.set_defaults(run=run_check, takes_settings=True)
+        add(flag, action="store_true", help=meaning)
 
 
 def run_init(arguments: argparse.Namespace) -> int:
@@ -140,7 +136,7 @@ def check_run(root: Path, *, deep: bool) -> list[Finding]:
     from rollouts.preflight.findings import note, reporting
     from rollouts.run_dir import RunDir
     from rollouts.trackers.commands import check_followable
-    from rollouts.trackers.launch import is_behind, read_left_out
+    from rollouts.trackers.launch import read_state
     from rollouts.trackers.position import position_path
     from rollouts.trackers.sinks import SINKS
 
@@ -149,7 +145,7 @@ def check_run(root: Path, *, deep: bool) -> list[Finding]:
     for name in SINKS:
         if position_path(root, name).exists():
             with reporting(findings, f"tracker {name}"):
-                left_out, behind = read_left_out(root, name), is_behind(root, name)
+                left_out, behind = read_state(root, name)
                 state = left_out or ("it does not have all rows yet" if behind else "it has all rows")
                 note(findings, "warning" if left_out or behind else "ok", f"tracker {name}", state)
     return findings
@@ -161,7 +157,7 @@ def check_output(config: RunConfig) -> list[Finding]:
     """
     from rollouts.preflight.findings import note, reporting
     from rollouts.preflight.run_directory import check_run_dir, choose_run_dir
-    from rollouts.trackers.launch import check_trackers
+    from rollouts.trackers.sinks import check_trackers
 
     run_dir = choose_run_dir(config)
     findings: list[Finding] = []

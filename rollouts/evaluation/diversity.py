@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
-SMOOTHING = (
-    0.1  # of a precision without a match; method 1 of Chen & Cherry 2014, which self-BLEU's authors use
-)
+Gram = tuple[Hashable, ...]
+# of a precision without a match; method 1 of Chen & Cherry 2014, which self-BLEU's authors use
+SMOOTHING = 0.1
 
 
 def compute_distinct_n(responses: Sequence[Sequence[Hashable]], n: int) -> float | None:
@@ -39,15 +39,9 @@ def compute_bleu(
     one of two. An empty hypothesis has 0. Papers: Papineni et al. 2002; Chen & Cherry 2014. Raises ValueError
     unless there is a reference, max_n >= 1 and smoothing >= 0.
     """
-    if not references or max_n < 1 or not smoothing >= 0:
-        raise ValueError(
-            f"{len(references)} references, max_n={max_n}, smoothing={smoothing}; the rule is: at least 1, at"
-            " least 1, not negative"
-        )
-    if not hypothesis:
-        return 0.0
-    counts = [[Counter(_n_grams(reference, n)) for reference in references] for n in range(1, max_n + 1)]
-    highest = [_highest(of_order) for of_order in counts]
+    _check(len(references), 1, "references", max_n, smoothing)
+    tops = [_two_highest(references, n) for n in range(1, max_n + 1)]
+    highest = [{gram: first for gram, (first, _, _) in top.items()} for top in tops]
     return _bleu(hypothesis, highest, [len(reference) for reference in references], smoothing)
 
 
@@ -60,52 +54,38 @@ def compute_self_bleu(
     Time grows with the number of different n-grams, not with the square of the number of responses.
     Raises ValueError for fewer than two responses, which have nothing to be compared with.
     """
-    if len(responses) < 2 or max_n < 1 or not smoothing >= 0:
-        raise ValueError(
-            f"{len(responses)} responses, max_n={max_n}, smoothing={smoothing}; the rule is: at least 2, at"
-            " least 1, not negative"
-        )
-    grams = [[Counter(_n_grams(response, n)) for response in responses] for n in range(1, max_n + 1)]
-    tops = [_two_highest(of_order) for of_order in grams]
+    _check(len(responses), 2, "responses", max_n, smoothing)
+    tops = [_two_highest(responses, n) for n in range(1, max_n + 1)]
     lengths = [len(response) for response in responses]
     scores: list[float] = []
     for index, response in enumerate(responses):
-        if not response:
-            scores.append(0.0)
-            continue
-        others = [
-            {
-                gram: second if owner == index else first
-                for gram in grams[order][index]
-                for first, owner, second in [tops[order][gram]]
-            }
-            for order in range(max_n)
-        ]
+        others: list[dict[Gram, int]] = []
+        for n, top in enumerate(tops, start=1):
+            found = {gram: top[gram] for gram in _n_grams(response, n)}
+            others.append(
+                {gram: second if owner == index else first for gram, (first, owner, second) in found.items()}
+            )
         scores.append(_bleu(response, others, lengths[:index] + lengths[index + 1 :], smoothing))
     return math.fsum(scores) / len(scores)
 
 
-def _n_grams(tokens: Sequence[Hashable], n: int) -> list[tuple[Hashable, ...]]:
+def _check(count: int, least: int, what: str, max_n: int, smoothing: float) -> None:
+    if count < least or max_n < 1 or not smoothing >= 0:
+        raise ValueError(
+            f"{count} {what}, max_n={max_n}, smoothing={smoothing}; the rule is: at least {least}, at least"
+            " 1, not negative"
+        )
+
+
+def _n_grams(tokens: Sequence[Hashable], n: int) -> list[Gram]:
     return [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
 
 
-def _highest(counts: list[Counter[tuple[Hashable, ...]]]) -> dict[tuple[Hashable, ...], int]:
-    """The largest count of each n-gram in any one reference."""
-    highest: Counter[tuple[Hashable, ...]] = Counter()
-    for count in counts:
-        highest |= count
-    return highest
-
-
-def _two_highest(
-    counts: list[Counter[tuple[Hashable, ...]]],
-) -> dict[tuple[Hashable, ...], tuple[int, int, int]]:
-    """Per n-gram: its largest count, the response that has it, and the largest count in any other
-    response.
-    """
-    tops: dict[tuple[Hashable, ...], tuple[int, int, int]] = {}
-    for owner, count in enumerate(counts):
-        for gram, times in count.items():
+def _two_highest(texts: Sequence[Sequence[Hashable]], n: int) -> dict[Gram, tuple[int, int, int]]:
+    """Per n-gram: its largest count in one text, which text has it, and the largest count in any other."""
+    tops: dict[Gram, tuple[int, int, int]] = {}
+    for owner, text in enumerate(texts):
+        for gram, times in Counter(_n_grams(text, n)).items():
             first, holder, second = tops.get(gram, (0, -1, 0))
             tops[gram] = (times, owner, first) if times > first else (first, holder, max(second, times))
     return tops
@@ -113,21 +93,18 @@ def _two_highest(
 
 def _bleu(
     hypothesis: Sequence[Hashable],
-    highest: Sequence[dict[tuple[Hashable, ...], int]],
+    highest: Sequence[dict[Gram, int]],
     reference_lengths: Sequence[int],
     smoothing: float,
 ) -> float:
     logs: list[float] = []
     for n, allowed in enumerate(highest, start=1):
         counts = Counter(_n_grams(hypothesis, n))
-        if not counts:
-            break
-        matches: float = sum(min(times, allowed.get(gram, 0)) for gram, times in counts.items())
-        if matches == 0:
-            matches = smoothing
-        if matches == 0:
+        matches = sum(min(times, allowed.get(gram, 0)) for gram, times in counts.items()) or smoothing
+        if matches and counts:
+            logs.append(math.log(matches / counts.total()))
+        elif counts or n == 1:  # no match, or an empty hypothesis
             return 0.0
-        logs.append(math.log(matches / counts.total()))
     closest = min(reference_lengths, key=lambda length: (abs(length - len(hypothesis)), length))
     brevity = min(0.0, 1.0 - closest / len(hypothesis))
     return math.exp(brevity + math.fsum(logs) / len(logs))

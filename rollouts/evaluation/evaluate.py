@@ -34,8 +34,7 @@ class EvaluationResult:
     @property
     def mean_reward(self) -> float:
         """Mean reward over the scored samples: the accuracy where rewards are 0 and 1."""
-        rewards = [sample.reward for sample in self.scored if sample.reward is not None]
-        return math.fsum(rewards) / len(rewards)
+        return math.fsum(sample.reward or 0.0 for sample in self.scored) / len(self.scored)
 
     def compute_pass_at(self, k: int) -> float | None:
         """pass@k over the prompts of which k samples were scored; None if there is none, or if rewards are
@@ -45,34 +44,26 @@ class EvaluationResult:
         """
         if any(sample.reward not in (0.0, 1.0) for sample in self.scored):
             return None
-        prompts = [
-            self.samples[start : start + self.samples_per_prompt]
-            for start in range(0, len(self.samples), self.samples_per_prompt)
-        ]
-        outcomes = [
-            [sample.reward == 1.0 for sample in prompt if sample.reward is not None] for prompt in prompts
-        ]
+        size, rewards = self.samples_per_prompt, [sample.reward for sample in self.samples]
+        prompts = [rewards[start : start + size] for start in range(0, len(rewards), size)]
+        outcomes = [[reward == 1.0 for reward in prompt if reward is not None] for prompt in prompts]
         enough = [answers for answers in outcomes if len(answers) >= k]
         return compute_mean_pass_at_k(enough, k) if enough else None
 
     def metrics(self, name: str) -> dict[str, float]:
         """Values for evaluations.jsonl. pass@k is there for k = 2, 4, 8, … up to `samples_per_prompt`."""
         scored = self.scored
-        truncated = sum(sample.status is Status.TRUNCATED for sample in scored)
-        passes = {
-            k: self.compute_pass_at(k)
-            for k in (2**power for power in range(1, self.samples_per_prompt.bit_length()))
+        values = {f"avg@{self.samples_per_prompt}": self.mean_reward}
+        for power in range(1, self.samples_per_prompt.bit_length()):
+            passed = self.compute_pass_at(2**power)
+            values |= {} if passed is None else {f"pass@{2**power}": passed}
+        values |= {
+            "prompts": float(self.num_prompts),
+            "failed": float(len(self.samples) - len(scored)),
+            "truncated/frac": sum(sample.status is Status.TRUNCATED for sample in scored) / len(scored),
+            "response_length/mean": math.fsum(sample.response_length for sample in scored) / len(scored),
         }
-        return {
-            f"eval/{name}/avg@{self.samples_per_prompt}": self.mean_reward,
-            **{f"eval/{name}/pass@{k}": value for k, value in passes.items() if value is not None},
-            f"eval/{name}/prompts": float(self.num_prompts),
-            f"eval/{name}/failed": float(len(self.samples) - len(scored)),
-            f"eval/{name}/truncated/frac": truncated / len(scored),
-            f"eval/{name}/response_length/mean": (
-                math.fsum(sample.response_length for sample in scored) / len(scored)
-            ),
-        }
+        return {f"eval/{name}/{key}": value for key, value in values.items()}
 
 
 async def evaluate(

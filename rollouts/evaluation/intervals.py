@@ -44,8 +44,7 @@ def compute_bootstrap_interval(
     ValueError if there is no value, one is not finite, confidence is not inside (0, 1), or num_resamples < 1.
     """
     numbers = _check(values, confidence, num_resamples)
-    means = _resample_means(numbers[None], seed, num_resamples)[0]
-    return _interval(numbers, means, confidence)
+    return _resample(numbers[None], seed, confidence, num_resamples)[0][0]
 
 
 def compare_policies(
@@ -64,14 +63,10 @@ def compare_policies(
             f"{len(one)} values of the first policy, {len(other)} of the second; both must be on the same"
             " prompts, in the same order"
         )
-    means = _resample_means(np.stack([one, other, other - one]), seed, num_resamples)
-    return PolicyComparison(
-        first=_interval(one, means[0], confidence),
-        second=_interval(other, means[1], confidence),
-        difference=_interval(other - one, means[2], confidence),
-        second_is_better=float((means[2] > 0).mean() + 0.5 * (means[2] == 0).mean()),
-        num_prompts=len(one),
-    )
+    rows = np.stack([one, other, other - one])
+    intervals, means = _resample(rows, seed, confidence, num_resamples)
+    is_better = float((means[2] > 0).mean() + 0.5 * (means[2] == 0).mean())
+    return PolicyComparison(*intervals, second_is_better=is_better, num_prompts=len(one))
 
 
 def _check(values: ArrayLike, confidence: float, num_resamples: int) -> NDArray[np.float64]:
@@ -92,20 +87,20 @@ def _check(values: ArrayLike, confidence: float, num_resamples: int) -> NDArray[
     return numbers
 
 
-def _resample_means(rows: NDArray[np.float64], seed: int, num_resamples: int) -> NDArray[np.float64]:
-    """[R, num_resamples] means of rows [R, P], each over P columns drawn with replacement, the same ones for
-    all rows.
+def _resample(
+    rows: NDArray[np.float64], seed: int, confidence: float, num_resamples: int
+) -> tuple[list[Interval], NDArray[np.float64]]:
+    """The interval of each row of rows [R, P], and the means [R, num_resamples] that it is of, each over P
+    columns drawn with replacement, the same ones for all rows.
     """
-    generator = np.random.default_rng(seed)
-    count = rows.shape[1]
+    generator, count = np.random.default_rng(seed), rows.shape[1]
     step = max(CHUNK // count, 1)
     parts = [
         rows[:, generator.integers(0, count, (min(step, num_resamples - start), count))].mean(axis=-1)
         for start in range(0, num_resamples, step)
     ]
-    return np.concatenate(parts, axis=1)
-
-
-def _interval(values: NDArray[np.float64], means: NDArray[np.float64], confidence: float) -> Interval:
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Interval(float(values.mean()), float(low), float(high), confidence)
+    means = np.concatenate(parts, axis=1)
+    bounds = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2], axis=1).T.tolist()
+    middles = rows.mean(axis=1).tolist()
+    pairs = zip(middles, bounds, strict=True)
+    return [Interval(at, low, high, confidence) for at, (low, high) in pairs], means

@@ -12,19 +12,13 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
-from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from rollouts.metrics.record import encode_rows
 from rollouts.types import FloatArray, ForwardBackwardResult, IntArray, OptimStepResult, RolloutBatch, Sample
-
-LACKING = repeat(UNSET)  # a column that an update does not have
-NONE = "-"  # in a line: what the update does not have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,22 +40,6 @@ class Place(NamedTuple):
     shard: str  # file name
     offset: int  # bytes
     length: int  # T
-
-
-class _Row(msgspec.Struct, omit_defaults=True):
-    """What one row says for itself; what it lacks is left out."""
-
-    id: str | UnsetType = UNSET
-    group_index: int | UnsetType = UNSET
-    row: int | UnsetType = UNSET
-    advantage: float | UnsetType = UNSET
-    weight: float | UnsetType = UNSET
-    share: float | UnsetType = UNSET
-    tokens: int | UnsetType = UNSET
-    reward: float | UnsetType = UNSET
-    shard: str | UnsetType = UNSET
-    offset: int | UnsetType = UNSET
-    length: int | UnsetType = UNSET
 
 
 def encode_contributions(
@@ -86,34 +64,33 @@ def encode_contributions(
         shares = np.zeros(count)
     elif traced is not None:
         weights, shares = _compute_means(traced.weights, lengths), _compute_shares(traced.slopes)
-    columns: Iterable[Iterable[Any]] = (  # made at once: a large batch has thousands of rows
-        [sample.id for sample in batch.samples] if batch.samples else LACKING,
-        LACKING if batch.group_indices is None else batch.group_indices.tolist(),
-        range(count),
-        _list(_find_advantages(batch, lengths)),
-        _list(weights),
-        _list(shares),
-        lengths.tolist(),
-        LACKING if batch.rewards is None else _list_rewards(batch.rewards, batch.samples),
-        *(zip(*places, strict=True) if places else (LACKING, LACKING, LACKING)),
-    )
+    advantages = batch.mean_advantages
+    if advantages is None and batch.advantages is not None:
+        advantages = _compute_means(batch.advantages, lengths)
+    columns: dict[str, Iterable[Any] | None] = {
+        "id": [sample.id for sample in batch.samples] or None,
+        "group_index": None if batch.group_indices is None else batch.group_indices.tolist(),
+        "row": range(count),
+        "advantage": _list_finite(advantages),
+        "weight": _list_finite(weights),
+        "share": _list_finite(shares),
+        "tokens": lengths.tolist(),
+        "reward": None if batch.rewards is None else _list_rewards(batch.rewards, batch.samples),
+        **(dict(zip(Place._fields, zip(*places, strict=True), strict=True)) if places else {}),
+    }
+    known = {name: column for name, column in columns.items() if column is not None}
+    rows = [
+        {name: value for name, value in zip(known, values, strict=True) if value is not None}
+        for values in zip(*known.values(), strict=True)
+    ]
     shared = {
         "update": update.update,
         "loss": forward.loss,
         "denominator": forward.denominator,
         "skipped": skipped,
     }
-    known = {name: value for name, value in shared.items() if value is not None}
-    rows = list(map(_Row, *columns))
-    assert len(rows) == count, (len(rows), count)
-    return encode_rows(rows, head={**head, **known})
-
-
-def _find_advantages(batch: RolloutBatch, lengths: IntArray) -> NDArray[Any] | None:
-    """[B] the mean of each row; nothing where the batch has no advantages."""
-    if batch.mean_advantages is not None:
-        return batch.mean_advantages
-    return None if batch.advantages is None else _compute_means(batch.advantages, lengths)
+    shared = {name: value for name, value in shared.items() if value is not None}
+    return encode_rows(rows, head={**head, **shared})
 
 
 def _compute_shares(slopes: Sequence[FloatArray]) -> NDArray[np.float64]:
@@ -144,15 +121,11 @@ def _list_rewards(rewards: FloatArray, samples: Sequence[Sample]) -> list[float 
     return own if np.array_equal(np.asarray(own, np.float32), rewards) else rewards.tolist()
 
 
-def _list(values: NDArray[Any] | None) -> Iterable[Any]:
-    """A column; UNSET for a number that is not finite, which JSON cannot say."""
+def _list_finite(values: NDArray[Any] | None) -> list[float | None] | None:
+    """A column; None for a number that is not finite, which JSON cannot say."""
     if values is None:
-        return LACKING
-    return (
-        values.tolist()
-        if np.isfinite(values).all()
-        else [value if math.isfinite(value) else UNSET for value in values.tolist()]
-    )
+        return None
+    return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
 # --- the audit log ------------------------------------------------------------------------------------------
@@ -166,39 +139,30 @@ def format_update(head: Mapping[str, Any], update: UpdateRecord, lengths: IntArr
     not have is "-".
     """
     forward, optim = update.forward, update.optim
-    kl, left_out = (
-        metric.value if (metric := forward.metrics.get(name)) else None
-        for name in ("kl/ref", "advantage/skipped_rows")
-    )
-    written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(head["time_unix"]))
-    stage = f"{head['stage']}{'.' if update.part else ''}{update.part}"
+    metrics = {name: metric.value for name, metric in forward.metrics.items()}
     skipped = forward.skipped or optim.skipped
+    clipping = "-"  # there was no step to clip
+    if optim.skipped is None and optim.grad_norm is not None:
+        clipping = "clipped" if optim.clipped else "whole"
+
+    def show(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
     fields = [
-        written,
+        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(head["time_unix"])),
         f"attempt {head['attempt']:<2d}",
-        f"{stage:<12s}",
+        f"{head['stage'] + ('.' + update.part if update.part else ''):<12s}",
         f"step {head['step']:>6d}",
         f"update {update.update:>3d}",
         f"version {head['policy_version'] + 1:>6d}",
-        f"loss {_format(forward.loss, '+.6e'):>13s}",
-        f"kl {_format(kl, '+.3e'):>10s}",
-        f"beta {_format(update.kl_coef, '.3e'):>9s}",
-        f"grad_norm {_format(optim.grad_norm, '.3e'):>9s} {describe_clipping(optim):<7s}",
+        f"loss {show(forward.loss, '+.6e'):>13s}",
+        f"kl {show(metrics.get('kl/ref'), '+.3e'):>10s}",
+        f"beta {show(update.kl_coef, '.3e'):>9s}",
+        f"grad_norm {show(optim.grad_norm, '.3e'):>9s} {clipping:<7s}",
         f"lr {optim.lr:.3e}",
         f"samples {len(update.batch):>5d}",
-        f"zero_advantage {int(left_out or 0):>5d}",
+        f"zero_advantage {int(metrics.get('advantage/skipped_rows') or 0):>5d}",
         f"tokens {int(lengths.sum()):>8d}",
     ]
     line = "  ".join(fields)
     return line if skipped is None else f"{line}  skipped: {' '.join(skipped.split())}"
-
-
-def describe_clipping(optim: OptimStepResult) -> str:
-    """One word; "-" where there was no step to clip."""
-    if optim.skipped is not None or optim.grad_norm is None:
-        return NONE
-    return "clipped" if optim.clipped else "whole"
-
-
-def _format(value: float | None, form: str) -> str:
-    return NONE if value is None else format(value, form)

@@ -46,25 +46,28 @@ def read_rows(path: Path, *, report: Callable[[str], None] | None = None) -> lis
     `report` is called with a sentence when a line was left out. Raises RunDirError naming file and line for
     anything else that is not a JSON object.
     """
+    return list(iterate_rows(path, report=report or (lambda text: None)))
+
+
+def iterate_rows(path: Path, *, report: Callable[[str], None]) -> Iterator[Row]:
+    """The rows of read_rows one by one, for files that are larger than memory."""
     parts = list_parts(path)
-    rows: list[Row] = []
     for part in parts:
         with part.open("rb") as file:
             for number, line in enumerate(file, 1):
                 row = parse_row(line)
                 if row is not None:
-                    rows.append(row)
+                    yield row
                 elif line.endswith(b"\n") or part is not parts[-1]:
                     raise RunDirError(
                         f"{part}:{number} is not a JSON object ({line[:40]!r}…); the file is damaged:"
                         " restore it, or delete that line"
                     )
-                elif report is not None:
+                else:
                     report(
                         f"{part}: the last line is torn ({len(line)} bytes) and left out; its writer was"
                         " killed, or is writing it"
                     )
-    return rows
 
 
 def newest_attempts(rows: Iterable[Row]) -> list[Row]:

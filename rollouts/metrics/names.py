@@ -29,26 +29,14 @@ METRICS = tuple(
 
 def find_metric(name: str) -> MetricName | None:
     """The metric that a name falls under, the one with the fewest braces; None for a name not ours."""
-    found = [(len(pattern.groupindex), metric) for pattern, metric in _patterns() if pattern.fullmatch(name)]
-    return min(found, key=lambda pair: pair[0])[1] if found else None
+    return next((metric for pattern, metric in _patterns() if pattern.fullmatch(name)), None)
 
 
 @cache
-def _patterns() -> tuple[tuple[re.Pattern[str], MetricName], ...]:
-    """What each name matches; its parts in braces are groups."""
+def _patterns() -> list[tuple[re.Pattern[str], MetricName]]:
+    """What each name matches, those with the fewest braces first."""
     patterns: list[tuple[re.Pattern[str], MetricName]] = []
     for metric in METRICS:
-        pieces = re.split(r"\{([a-z]+)\}", metric.name)
-        pieces[::2] = [re.escape(piece) for piece in pieces[::2]]
-        pieces[1::2] = [f"(?P<{part}_>{'[0-9]+' if part == 'k' else '[a-z0-9_]+'})" for part in pieces[1::2]]
-        patterns.append((re.compile("".join(pieces)), metric))
-    return tuple(patterns)
-
-
-def make_table() -> str:
-    """The table as Markdown, one line a metric."""
-    lines = [
-        f"| `{metric.name}` | {metric.unit or '–'} | {metric.stages} | {metric.meaning} |"
-        for metric in METRICS
-    ]
-    return "\n".join(["| metric | unit | stage | meaning |", "|---|---|---|---|", *lines]) + "\n"
+        pattern = re.escape(metric.name).replace(r"\{k\}", "([0-9]+)")
+        patterns.append((re.compile(re.sub(r"\\\{[a-z]+\\\}", "([a-z0-9_]+)", pattern)), metric))
+    return sorted(patterns, key=lambda pair: pair[0].groups)

@@ -48,23 +48,20 @@ class Progress:
         now, total = self._clock(), self._total_steps.get(stage)
         is_first = stage not in self._began
         first_step, first_time = self._began.setdefault(stage, (step, now))
-        eta_s = compute_eta_s(step, total, first_step, now - first_time, metrics.get("time/step"))
+        # the pace since the first step was reported, or of this step if it is the first
+        pace_s = (now - first_time) / (step - first_step) if step > first_step else metrics.get("time/step")
         texts = {"stage": stage, "step": str(step) if total is None else f"{step}/{total}"}
         for label, names, form in SHOWN:
             texts[label] = next((form.format(metrics[name]) for name in names if name in metrics), "")
-        texts["eta"] = "" if eta_s is None else format_duration(eta_s)
+        texts["eta"] = "" if total is None or pace_s is None else format_duration((total - step) * pace_s)
         self._shown[stage] = texts
-        if self._live is not None:
-            live = self._live
+        if live := self._live:
             self._show(lambda: live.update(self._table(), refresh=True))
         elif is_first or step == total or now - self._last_line >= self._every_s:
             self._last_line = now
             values = [f"{label} {text}" for label, text in list(texts.items())[2:] if text]
-            self.note("  ".join([f"{stage} {texts['step']}", *values]))
-
-    def note(self, text: str) -> None:
-        """Prints a line of its own, above the live display if there is one."""
-        self._show(lambda: self._console.print(text, markup=False, highlight=False, soft_wrap=True))
+            line = "  ".join([f"{stage} {texts['step']}", *values])
+            self._show(lambda: self._console.print(line, markup=False, highlight=False, soft_wrap=True))
 
     def _show(self, draw: Callable[[], None]) -> None:
         """Draws, unless nobody can read it any more: a terminal that is gone or a full disk under a log ends
@@ -103,24 +100,9 @@ def open_progress(
         yield Progress(console, live, total_steps or {}, every_s=every_s, clock=clock)
 
 
-def compute_eta_s(
-    step: int, total: int | None, first_step: int, elapsed_s: float, step_s: float | None
-) -> float | None:
-    """Seconds until step `total`, at the pace since `first_step` was reported, or of this step if it is the
-    first. None if unknown.
-    """
-    if total is None:
-        return None
-    if step > first_step:
-        return (total - step) * elapsed_s / (step - first_step)
-    return None if step_s is None else (total - step) * step_s
-
-
 def format_duration(seconds: float) -> str:
     """`42s`, `3m05s`, `2h07m`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60}h{minutes % 60:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

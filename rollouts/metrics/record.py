@@ -36,10 +36,10 @@ def check_metric(name: str, value: object) -> float:
             " @k; for example reward/format/mean"
         )
     try:
-        number = float(value)  # pyright: ignore[reportArgumentType]  (refused below)
+        number = math.nan if isinstance(value, str) else float(value)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError):
         number = math.nan
-    if isinstance(value, str) or not math.isfinite(number):
+    if not math.isfinite(number):
         raise MetricError(
             f"metric {name} = {value!r}: a value is a finite number; leave out a metric that has none in this"
             " step"
@@ -69,11 +69,6 @@ def make_row(head: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str,
     return {**head, **{metric: check_metric(metric, value) for metric, value in metrics.items()}}
 
 
-def encode_row(row: Mapping[str, Any]) -> bytes:
-    """The row as one line of JSON, without its newline. Raises MetricError like encode_rows."""
-    return encode_rows([row])[:-1]
-
-
 def encode_rows(rows: Sequence[Any], *, head: Mapping[str, Any] | None = None) -> bytes:
     """The rows as lines, each with its newline and beginning with the fields of `head`; one call of the
     encoder for all.
@@ -90,12 +85,28 @@ def encode_rows(rows: Sequence[Any], *, head: Mapping[str, Any] | None = None) -
         if b"null" not in lines:  # what the encoder makes of such a number, and also a None or a text
             return lines
     except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 cannot hold: a question mark instead
-        lines = b""
+        pass
     whole = [{**(head or {}), **msgspec.to_builtins(row, enc_hook=_convert)} for row in rows]
-    for row in whole:
-        _check_finite("", row)
-    dumped = (json.dumps(row, separators=(",", ":"), ensure_ascii=False) for row in whole)
-    return lines or b"".join(f"{text}\n".encode(errors="replace") for text in dumped)
+    return b"".join(_encode_slowly(row) for row in whole)
+
+
+def encode_row(row: Mapping[str, Any]) -> bytes:
+    """The row as one line of JSON, without its newline. Raises MetricError like encode_rows."""
+    return encode_rows([row])[:-1]
+
+
+def _encode_slowly(row: Mapping[str, Any]) -> bytes:
+    """The row as a line, by an encoder that refuses numbers that are not finite."""
+    texts: list[str] = []
+    for name, value in row.items():
+        try:
+            text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        except ValueError as error:
+            raise MetricError(
+                f"field {name} = {value}: a number in a row is finite; leave out a field that has none"
+            ) from error
+        texts.append(f"{json.dumps(name)}:{text}")
+    return f"{{{','.join(texts)}}}\n".encode(errors="replace")
 
 
 def _convert(value: object) -> Any:
@@ -108,16 +119,3 @@ def _convert(value: object) -> Any:
 
 
 _encoder = msgspec.json.Encoder(enc_hook=_convert)
-
-
-def _check_finite(name: str, value: object) -> None:
-    if isinstance(value, float | np.floating) and not math.isfinite(value):
-        raise MetricError(
-            f"field {name} = {value}: a number in a row is finite; leave out a field that has none"
-        )
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            _check_finite(f"{name}.{key}" if name else str(key), inner)
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for index, inner in enumerate(value):
-            _check_finite(f"{name}[{index}]", inner)

@@ -45,29 +45,21 @@ def make_sample_row(sample: Sample, *, room: int) -> dict[str, Any]:
     }
     row = {name: value for name, value in row.items() if value is not None}
     room -= len(encode_row(row))
-    rewards, room = keep_what_fits(sample.rewards, room)
+    row |= {"prompt": sample.prompt, "response": sample.response}
     others = {key: value for key, value in sample.metadata.items() if key != "failure"}
-    metadata, room = keep_what_fits(others, room)
-    cut = {"rewards_cut": len(sample.rewards) - len(rewards), "metadata_cut": len(others) - len(metadata)}
-    if "failure" in sample.metadata:
-        metadata["failure"] = shorten_failure(sample.metadata["failure"])
-    parts = {"rewards": rewards, "metadata": metadata, **cut}
-    texts = {"prompt": sample.prompt, "response": sample.response}
-    return row | texts | {name: value for name, value in parts.items() if value}
-
-
-def keep_what_fits(values: Mapping[str, JSONValue], room: int) -> tuple[dict[str, JSONValue], int]:
-    """The entries that fit into `room` bytes of JSON, in order, and the bytes that are left. Long values are
-    shortened first.
-    """
-    kept: dict[str, JSONValue] = {}
-    for key, value in values.items():
-        short = shorten_json(value, VALUE_CHARS)
-        size = len(encode_row({key: short})) - 1  # the braces less a comma
-        if size <= room:
-            kept[key] = short
-            room -= size
-    return kept, room
+    for name, values in (("rewards", sample.rewards), ("metadata", others)):
+        kept: dict[str, JSONValue] = {}
+        for key, value in values.items():
+            short = shorten_json(value, VALUE_CHARS)
+            size = len(encode_row({key: short})) - 1  # the braces less a comma
+            if size <= room:
+                kept[key] = short
+                room -= size
+        cut = len(values) - len(kept)
+        if name == "metadata" and "failure" in sample.metadata:
+            kept["failure"] = shorten_failure(sample.metadata["failure"])
+        row |= ({name: kept} if kept else {}) | ({f"{name}_cut": cut} if cut else {})
+    return row
 
 
 def shorten_json(value: JSONValue, chars: int) -> JSONValue:

@@ -16,15 +16,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 PHASE_NAME = re.compile(r"[a-z][a-z0-9_]*")
-TRAINER, REWARDS, CHECKPOINTS = (
-    "trainer",
-    "rewards",
-    "checkpoints",
-)  # tracks; the others are called as their engines
+# tracks; the others are called as their engines
+TRAINER, REWARDS, CHECKPOINTS = "trainer", "rewards", "checkpoints"
 HELD_IDS = 1 << 16  # samples whose spans are held until their batch is known; the oldest make room
 HELD_SPANS = 1 << 16  # other spans held until the next row is written
 
@@ -34,9 +31,8 @@ class Span:
     """One timed piece of work."""
 
     name: str  # lower_snake: generate, reward, train, …
-    track: (
-        str  # who did it: trainer, rewards, checkpoints (written beside training), or the name of an engine
-    )
+    # who did it: trainer, rewards, checkpoints (written beside training), or the name of an engine
+    track: str
     start_unix: float  # seconds since 1970, of this machine's wall clock
     duration_s: float  # of a clock that no one sets
     id: str | None = None  # of the sample it was done for; None: of none
@@ -44,14 +40,8 @@ class Span:
 
     def fields(self) -> dict[str, Any]:
         """What its row says after the head; times to the microsecond."""
-        optional = {"id": self.id, "tokens": self.tokens}
-        return {
-            "name": self.name,
-            "track": self.track,
-            "start_unix": round(self.start_unix, 6),
-            "duration_s": round(self.duration_s, 6),
-            **{name: value for name, value in optional.items() if value is not None},
-        }
+        times = {"start_unix": round(self.start_unix, 6), "duration_s": round(self.duration_s, 6)}
+        return {name: value for name, value in {**asdict(self), **times}.items() if value is not None}
 
 
 class PhaseTimer:
@@ -79,13 +69,8 @@ class PhaseTimer:
             yield
         finally:
             seconds = self._clock() - start
-            self.add(name, seconds)
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
             self._spans.append(Span(name, TRAINER, start_unix, seconds))
-
-    def add(self, name: str, seconds: float) -> None:
-        """Counts seconds that were measured elsewhere; they have no span."""
-        assert seconds >= 0, (name, seconds)
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def seconds(self, name: str) -> float:
         """Seconds of a phase that was entered. Raises KeyError for one that was not."""
@@ -95,10 +80,8 @@ class PhaseTimer:
         """`time/{phase}` in order of first entry, and `time/step`: seconds since construction. A phase not
         entered is absent.
         """
-        return {
-            **{f"time/{name}": seconds for name, seconds in self._seconds.items()},
-            "time/step": self._clock() - self._start,
-        }
+        whole = {**self._seconds, "step": self._clock() - self._start}
+        return {f"time/{name}": seconds for name, seconds in whole.items()}
 
     def spans(self) -> list[Span]:
         """Each time a phase was entered and left, in the order in which they ended."""
@@ -120,10 +103,6 @@ class SpanRecorder:
         self._spans: list[Span] = []
         self._of_samples: OrderedDict[str, list[Span]] = OrderedDict()
 
-    def now_unix(self) -> float:
-        """The wall clock's time, for several spans that begin relative to one moment."""
-        return self._time_unix()
-
     def add(
         self,
         name: str,
@@ -133,19 +112,14 @@ class SpanRecorder:
         *,
         id: str | None = None,  # noqa: A002
         tokens: int | None = None,
-        now_unix: float | None = None,
     ) -> None:
-        """Work that began `ago_s` seconds before now, or before `now_unix`. Of a sample if it has an `id`."""
+        """Work that began `ago_s` seconds before now. Of a sample if it has an `id`."""
         assert PHASE_NAME.fullmatch(name) and duration_s >= 0, (name, duration_s)
-        span = Span(
-            name, track, (self._time_unix() if now_unix is None else now_unix) - ago_s, duration_s, id, tokens
-        )
-        if id is not None:
-            self._of_samples.setdefault(id, []).append(span)
-            if len(self._of_samples) > HELD_IDS:
-                self._of_samples.popitem(last=False)
-        elif len(self._spans) < HELD_SPANS:
-            self._spans.append(span)
+        held = self._spans if id is None else self._of_samples.setdefault(id, [])
+        held.append(Span(name, track, self._time_unix() - ago_s, duration_s, id, tokens))
+        if len(self._of_samples) > HELD_IDS:
+            self._of_samples.popitem(last=False)
+        del self._spans[:-HELD_SPANS]
 
     @contextmanager
     def measure(self, name: str, track: str = TRAINER) -> Iterator[None]:

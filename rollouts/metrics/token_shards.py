@@ -16,13 +16,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
-from struct import Struct
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,37 +38,23 @@ SHARD_BYTES = 64 << 20
 SHARDS_AT_LEAST = 8  # that the limit holds, so that the removal of the oldest takes a small part
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*-([1-9][0-9]*)-([0-9]{6,})\.bin")  # attempt, number
 MAGIC = b"tok1"
-PREFIX = Struct("<4sIII")
+PREFIX = struct.Struct("<4sIII")
 BLOCK_BYTES_MAX = 1 << 30  # more is damage: a row of a hundred million tokens
 TYPES = {"tokens": "<i4", "mask": "|u1", "version": "<i4"}  # of columns; the others are <f4
-LEVELLED = (
-    "version",
-    "slope",
-    "weight",
-    "advantage",
-)  # columns that mostly have one value where the mask is 1 and one where it is 0
+# columns that mostly have one value where the mask is 1 and one where it is 0
+LEVELLED = ("version", "slope", "weight", "advantage")
 CHUNK_TOKENS = 1 << 16  # that numpy is given at once
-KNOWN_TYPES = ("<i4", "|u1", "<f4")
 
 
 # --- blocks -------------------------------------------------------------------------------------------------
 
 
-class Block(NamedTuple):
-    """The arrays of one row, encoded."""
-
-    data: bytes
-    length: int  # T
-
-
-def encode_blocks(update: UpdateRecord) -> list[Block]:
+def encode_blocks(update: UpdateRecord) -> Iterator[bytes]:
     """The block of each row of the update's batch."""
     columns, samples = collect_columns(update), update.batch.samples
     ids = [sample.id for sample in samples] if samples else [""] * len(update.batch)
-    blocks: list[Block] = []
     for rows in chunk_rows(update.batch.tokens):
-        blocks += _encode_rows(ids[rows], {name: values[rows] for name, values in columns.items()})
-    return blocks
+        yield from _encode_rows(ids[rows], {name: values[rows] for name, values in columns.items()})
 
 
 def chunk_rows(rows: Sequence[Array]) -> Iterator[slice]:
@@ -81,54 +69,46 @@ def chunk_rows(rows: Sequence[Array]) -> Iterator[slice]:
             begin, total = end, 0
 
 
-def _encode_rows(ids: Sequence[str], columns: Mapping[str, Sequence[Array]]) -> Iterator[Block]:
+def _encode_rows(ids: Sequence[str], columns: Mapping[str, Sequence[Array]]) -> Iterator[bytes]:
     """A block for each of some neighbouring rows."""
     lengths = [len(row) for row in columns["tokens"]]
     flat = {
         name: np.concatenate(values, dtype=TYPES.get(name, "<f4"), casting="unsafe")
         for name, values in columns.items()
     }
-    levels = _find_levels(
-        {name: flat[name] for name in LEVELLED if name in flat}, flat["mask"].astype(bool), lengths
-    )
-    raw = {name: f'["{name}","{values.dtype.str}"]' for name, values in flat.items()}
+    levels = _find_levels(flat, np.asarray(lengths))
     begin = 0
     for row, (id_, length) in enumerate(zip(ids, lengths, strict=True)):
-        end = begin + length
         described, payload = [], []
         for name, values in flat.items():
             found = levels[name][row] if name in levels else None
-            described.append(raw[name] if found is None else f"{raw[name][:-1]},{found[0]!r},{found[1]!r}]")
+            described.append([name, values.dtype.str, *(found or ())])
             if found is None:
-                payload.append(values[begin:end].data)
-        header = f'{{"id":{json.dumps(id_)},"length":{length},"columns":[{",".join(described)}]}}'.encode()
+                payload.append(values[begin : begin + length].data)
+        header = msgspec.json.encode({"id": id_, "length": length, "columns": described})
         body = b"".join((header, *payload))
-        yield Block(PREFIX.pack(MAGIC, len(header), len(body) - len(header), zlib.crc32(body)) + body, length)
-        begin = end
+        yield PREFIX.pack(MAGIC, len(header), len(body) - len(header), zlib.crc32(body)) + body
+        begin += length
 
 
-def _find_levels(
-    columns: Mapping[str, Array], mask: Array, lengths: Sequence[int]
-) -> dict[str, list[tuple[float, float] | None]]:
-    """Of each column, for each row: (value where the mask is 1, value where it is 0), or None where there are
-    others. Equal are equal bits.
+def _find_levels(flat: Mapping[str, Array], lengths: Array) -> dict[str, list[Sequence[float] | None]]:
+    """Of each LEVELLED column, for each row: (value where the mask is 1, value where it is 0), or None where
+    there are others. Equal are equal bits.
     """
-    levels: dict[str, list[tuple[float, float] | None]] = {name: [None] * len(lengths) for name in columns}
-    filled = np.flatnonzero(lengths)
-    if not len(filled):
-        return levels
-    sizes = np.asarray(lengths)[filled]
+    mask, filled = flat["mask"].astype(bool), np.flatnonzero(lengths)
+    sizes = lengths[filled]
     starts = np.cumsum(sizes) - sizes
-    inside, outside = (_find_first(side, starts, starts + sizes - 1) for side in (mask, ~mask))
-    for name, values in columns.items():
-        bits = values.view("<i4")
+    levels: dict[str, list[Sequence[float] | None]] = {}
+    for name in [name for name in LEVELLED if name in flat and len(filled)]:
+        values, bits = flat[name], flat[name].view("<i4")
+        inside, outside = (_find_first(side, starts, starts + sizes - 1) for side in (mask, ~mask))
         same = np.where(mask, np.repeat(bits[inside], sizes), np.repeat(bits[outside], sizes)) == bits
-        one = (
-            np.logical_and.reduceat(same, starts) & np.isfinite(values[inside]) & np.isfinite(values[outside])
-        )  # JSON has no word for the others
-        pairs = list(zip(values[inside].tolist(), values[outside].tolist(), strict=True))
-        for row in np.flatnonzero(one).tolist():
-            levels[name][filled[row]] = pairs[row]
+        pairs = np.stack([values[inside], values[outside]], axis=1)
+        # JSON has no word for numbers that are not finite
+        one = np.logical_and.reduceat(same, starts) & np.isfinite(pairs).all(1)
+        levels[name] = [None] * len(lengths)
+        for row, pair in zip(filled[one].tolist(), pairs[one].tolist(), strict=True):
+            levels[name][row] = pair
     return levels
 
 
@@ -143,15 +123,14 @@ def _find_first(side: Array, starts: Array, ends: Array) -> Array:
 def collect_columns(update: UpdateRecord) -> dict[str, Sequence[Array]]:
     """[T_i] per row of each column that the update has."""
     batch, traced = update.batch, update.forward.per_token
-    versions = batch.weight_versions or [np.full(len(row), -1) for row in batch.tokens]
     columns: dict[str, Sequence[Array] | None] = {
         "tokens": batch.tokens,
         "mask": batch.loss_masks,
-        "version": versions,
+        "version": batch.weight_versions or [np.full(len(row), -1) for row in batch.tokens],
         "mu": batch.rollout_log_probs,
-        "log_prob": None if traced is None else traced.log_probs,
-        "slope": None if traced is None else traced.slopes,
-        "weight": None if traced is None else traced.weights,
+        "log_prob": traced and traced.log_probs,
+        "slope": traced and traced.slopes,
+        "weight": traced and traced.weights,
         "advantage": batch.advantages,
         "old": batch.old_log_probs,
         "ref": batch.ref_log_probs,
@@ -159,33 +138,6 @@ def collect_columns(update: UpdateRecord) -> dict[str, Sequence[Array]]:
         "return": batch.returns,
     }
     return {name: values for name, values in columns.items() if values is not None}
-
-
-def decode_block(data: bytes, *, where: str) -> tuple[str, dict[str, Array]]:
-    """The sample's id and its columns [T]. Raises RecordError, beginning with `where`, for bytes that are not
-    a whole block as it was written.
-    """
-    damaged = f"{where} is damaged"
-    if len(data) < PREFIX.size:
-        raise RecordError(f"{damaged}: it ends after {len(data)} bytes of a block")
-    magic, header_bytes, payload_bytes, crc = PREFIX.unpack_from(data)
-    end = PREFIX.size + header_bytes + payload_bytes
-    if magic != MAGIC or len(data) < end:
-        raise RecordError(f"{damaged}: no block begins there, or it is cut")
-    body = memoryview(data)[PREFIX.size : end]
-    if zlib.crc32(body) != crc:
-        raise RecordError(f"{damaged}: its checksum is not the one that was written")
-    header, at = json.loads(bytes(body[:header_bytes])), header_bytes
-    columns: dict[str, Array] = {}
-    for name, kind, *levels in header["columns"]:
-        if kind not in KNOWN_TYPES:
-            raise RecordError(f"{where}: a later version has written column {name!r} of type {kind!r}")
-        if levels:
-            columns[name] = np.where(columns["mask"], *levels).astype(kind)
-        else:
-            columns[name] = np.frombuffer(body, kind, header["length"], at).copy()
-            at += columns[name].nbytes
-    return header["id"], columns
 
 
 # --- reading ------------------------------------------------------------------------------------------------
@@ -207,22 +159,40 @@ def read_token_arrays(run_dir: RunDir, row: Mapping[str, Any]) -> Mapping[str, A
     try:
         with path.open("rb") as file:
             file.seek(offset)
-            prefix = file.read(PREFIX.size)
-            sizes = PREFIX.unpack(prefix)[1:3] if len(prefix) == PREFIX.size else (0, 0)
-            data = prefix + file.read(min(sum(sizes), BLOCK_BYTES_MAX))
+            sample_id, columns = read_block(file)
     except FileNotFoundError as error:
         raise RecordError(
             f"{path} of {what} was removed: arrays of the newest steps are kept; ask for a later step"
         ) from error
-    except OSError as error:
-        raise RecordError(f"{path} of {what} cannot be read ({error})") from error
-    where = f"{path} at {offset}"
-    sample_id, columns = decode_block(data, where=where)
+    except (OSError, ValueError, struct.error) as error:
+        raise RecordError(f"{path} at {offset} is damaged, or cannot be read ({error})") from error
     if sample_id != row.get("id", ""):
         raise RecordError(
-            f"{where} is of the sample {sample_id!r}, not {row.get('id')!r}: the shard or the row is damaged"
+            f"{path} at {offset} is of the sample {sample_id!r}, not {row.get('id')!r}: the shard or the row"
+            " is damaged"
         )
     return columns
+
+
+def read_block(file: BinaryIO) -> tuple[str, dict[str, Array]]:
+    """The sample's id and its columns [T]. Raises OSError, and ValueError or struct.error for bytes that are
+    not a whole block as it was written.
+    """
+    magic, header_bytes, payload_bytes, crc = PREFIX.unpack(file.read(PREFIX.size))
+    if magic != MAGIC:
+        raise ValueError("no block begins there")
+    body = memoryview(file.read(min(header_bytes + payload_bytes, BLOCK_BYTES_MAX)))
+    if zlib.crc32(body) != crc:
+        raise ValueError("its checksum is not the one that was written")
+    header, at = json.loads(bytes(body[:header_bytes])), header_bytes
+    columns: dict[str, Array] = {}
+    for name, kind, *levels in header["columns"]:
+        if levels:
+            columns[name] = np.where(columns["mask"], *levels).astype(kind)
+        else:
+            columns[name] = np.frombuffer(body, kind, header["length"], at).copy()
+            at += columns[name].nbytes
+    return header["id"], columns
 
 
 # --- writing ------------------------------------------------------------------------------------------------
@@ -237,66 +207,63 @@ class TokenShards:
         """limit_bytes: of all shards together, those of earlier attempts included; an update's own may go
         beyond until it is written.
         """
-        self._folder = run_dir.tokens
-        self._attempt = attempt
-        self._limit = limit_bytes
+        self._folder, self._attempt, self._limit = run_dir.tokens, attempt, limit_bytes
         self._shard_bytes = max(1, min(SHARD_BYTES, limit_bytes // SHARDS_AT_LEAST))
-        self._open: dict[str, tuple[int, Path]] = {}  # by stage: the shard that grows
-        self._next = 0
+        self._file, self._path, self._next = -1, run_dir.tokens, 0  # the shard that grows
 
-    def write(self, stage: str, blocks: Sequence[Block]) -> list[Place]:
-        """Appends the blocks and says where each lies; then removes the oldest shards beyond the limit.
+    def write(self, stage: str, update: UpdateRecord) -> list[Place]:
+        """Appends the arrays of an update and says where those of each row lie; then removes the oldest
+        shards beyond the limit.
 
         Raises StorageError where the disk refuses; what had been appended of the blocks is cut off again.
         """
-        places: list[Place] = []
+        blocks = list(encode_blocks(update))
         try:
-            file, path = self._choose_shard(stage)
-            begin = end = os.lseek(file, 0, os.SEEK_END)
-            for block in blocks:
-                places.append(Place(path.name, end, block.length))
-                end += len(block.data)
+            begin = self._open_shard(stage)
             try:
-                write_whole(file, b"".join(block.data for block in blocks))
+                write_whole(self._file, b"".join(blocks))
             except OSError:
                 with suppress(OSError):
-                    os.ftruncate(file, begin)
-                os.close(self._open.pop(stage)[0])  # nothing is appended to what may be left
+                    os.ftruncate(self._file, begin)
+                self.close()  # nothing is appended to what may be left
                 raise
             self._make_room()
         except OSError as error:
             raise StorageError(
                 f"per-token arrays are refused by {self._folder} ({error}); free space"
             ) from error
-        return places
+        offsets, lengths = accumulate(map(len, blocks), initial=begin), map(len, update.batch.tokens)
+        return [Place(self._path.name, *place) for place in zip(offsets, lengths)]  # noqa: B905
 
     def close(self) -> None:
-        """Flushes the shards to the device; one that refuses shows its damage to who reads it."""
-        for file, _ in self._open.values():
+        """Flushes the shard to the device; one that refuses shows its damage to who reads it."""
+        if self._file >= 0:
             with suppress(OSError):
-                os.fsync(file)
-            os.close(file)
-        self._open.clear()
+                os.fsync(self._file)
+            os.close(self._file)
+        self._file = -1
 
-    def _choose_shard(self, stage: str) -> tuple[int, Path]:
-        """The stage's shard, or the next where it is full, or somebody has removed it."""
-        if held := self._open.get(stage):
-            state = os.fstat(held[0])
-            if state.st_nlink > 0 and state.st_size < self._shard_bytes:
-                return held
-            os.close(self._open.pop(stage)[0])
+    def _open_shard(self, stage: str) -> int:
+        """Where the stage's shard ends: the one that is open, or the next where it is full or of another
+        stage, or somebody has removed it.
+        """
+        if self._file >= 0:
+            state = os.fstat(self._file)
+            is_ours = self._path.name.startswith(f"{stage}-{self._attempt}-")
+            if is_ours and state.st_nlink > 0 and state.st_size < self._shard_bytes:
+                return state.st_size
+        self.close()
         self._folder.mkdir(exist_ok=True)
         while (path := self._folder / f"{stage}-{self._attempt}-{self._next:06d}.bin").exists():
             self._next += 1
-        self._open[stage] = os.open(path, FLAGS | os.O_EXCL | os.O_NOFOLLOW, 0o644), path
-        return self._open[stage]
+        self._file, self._path = os.open(path, FLAGS | os.O_EXCL | os.O_NOFOLLOW, 0o644), path
+        return 0
 
     def _make_room(self) -> None:
-        growing = [path for _, path in self._open.values()]
         sizes = {path: path.stat().st_size for path in list_shards(self._folder)}
         total = sum(sizes.values())
         for path, size in sizes.items():
-            if total > self._limit and path not in growing:
+            if total > self._limit and path != self._path:
                 path.unlink()
                 total -= size
 

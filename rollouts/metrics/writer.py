@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import trio
 
@@ -30,15 +30,21 @@ from rollouts.errors import StorageError
 from rollouts.metrics.contributions import Place, UpdateRecord, encode_contributions, format_update
 from rollouts.metrics.progress import Progress
 from rollouts.metrics.record import encode_rows, make_head, make_row
-from rollouts.metrics.record_files import PART_BYTES, UPDATES, RecordFiles
+from rollouts.metrics.record_files import PART_BYTES, RecordFile
 from rollouts.metrics.sample_rows import encode_sample_rows, select_evenly
 from rollouts.metrics.spans import Span
-from rollouts.metrics.token_shards import TokenShards, encode_blocks
+from rollouts.metrics.token_shards import TokenShards
 from rollouts.run_dir import RunDir
 from rollouts.types import Sample
 
 Row = dict[str, Any]
-TakeTurn = Callable[[Callable[[], object]], Awaitable[None]]
+Result = TypeVar("Result")
+
+
+class TakeTurn(Protocol):
+    """Does what blocks on a disk, one call after the other, to its end though the caller is cancelled."""
+
+    def __call__(self, work: Callable[[], Result], /) -> Awaitable[Result]: ...
 
 
 class JsonlLogger:
@@ -48,24 +54,18 @@ class JsonlLogger:
 
     def __init__(
         self,
-        files: RecordFiles,
+        files: Mapping[str, RecordFile],
         take_turn: TakeTurn,
+        make_head: Callable[[str, int, int], Row],
         *,
-        attempt: int,
         samples_per_step: int,
         shards: TokenShards | None,
         progress: Progress | None,
-        time_unix: Callable[[], float],
     ) -> None:
-        self._files = files
-        self._take_turn = take_turn
-        self._attempt = attempt
-        self._samples_per_step = samples_per_step
-        self._shards = shards
-        self._progress = progress
-        self._time_unix = time_unix
+        """files: by the stem of their name. make_head: of stage, step and policy version."""
+        self._files, self._take_turn, self._make_head = files, take_turn, make_head
+        self._samples_per_step, self._shards, self._progress = samples_per_step, shards, progress
         self._refused_arrays = False  # whether that was said
-        self._counts: Counter[str] = Counter()  # rows written, by file
 
     async def log_step(
         self,
@@ -87,21 +87,16 @@ class JsonlLogger:
         row = make_row(head, metrics)
 
         def write() -> None:
-            lengths = [update.batch.response_lengths for update in updates]
-            for update, own in zip(updates, lengths, strict=True):
-                places = self._write_arrays(stage, update)
-                self._append("contributions", encode_contributions(head, update, own, places))
-            lines = (format_update(head, *pair) for pair in zip(updates, lengths, strict=True))
-            self._files.append(UPDATES, "".join(f"{line}\n" for line in lines).encode())
-            self._append("metrics", encode_rows([row]))
+            for update in updates:
+                lengths, places = update.batch.response_lengths, self._write_arrays(stage, update)
+                self._files["contributions"].append(encode_contributions(head, update, lengths, places))
+                self._files["updates"].append(f"{format_update(head, update, lengths)}\n".encode())
+            self._files["metrics"].append(encode_rows([row]))
             self._append_spans(head, spans)
 
-        reach("metrics.before_row")
-        await self._take_turn(write)
-        reach("metrics.after_row")
+        await self._append("row", write)
         if self._progress is not None:
             self._progress.update(stage, step, metrics)
-        await trio.lowlevel.checkpoint_if_cancelled()
 
     async def log_samples(
         self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]
@@ -111,20 +106,15 @@ class JsonlLogger:
         """
         chosen = [samples[index] for index in select_evenly(len(samples), self._samples_per_step)]
         head = self._make_head(stage, step, policy_version)
-        reach("metrics.before_samples")
-        await self._take_turn(lambda: self._append("samples", encode_sample_rows(head, chosen)))
-        reach("metrics.after_samples")
-        await trio.lowlevel.checkpoint_if_cancelled()
+        lines = partial(encode_sample_rows, head, chosen)
+        await self._append("samples", lambda: self._files["samples"].append(lines()))
 
     async def log_evaluation(
         self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]
     ) -> None:
         """Appends the row of an evaluation called `name`. Raises MetricError like log_step."""
         row = make_row({**self._make_head(stage, step, policy_version), "name": name}, metrics)
-        reach("metrics.before_evaluation")
-        await self._take_turn(lambda: self._append("evaluations", encode_rows([row])))
-        reach("metrics.after_evaluation")
-        await trio.lowlevel.checkpoint_if_cancelled()
+        await self._append("evaluation", lambda: self._files["evaluations"].append(encode_rows([row])))
 
     async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None:
         """Appends a row for each span."""
@@ -132,37 +122,28 @@ class JsonlLogger:
         await self._take_turn(lambda: self._append_spans(head, spans))
         await trio.lowlevel.checkpoint_if_cancelled()
 
-    def statistics(self) -> Mapping[str, float]:
-        """Rows written by this attempt, by file, and how many bytes of torn lines were cut off when the files
-        were opened.
-        """
-        return {**self._counts, "repaired_bytes": self._files.repaired_bytes}
-
-    def _make_head(self, stage: str, step: int, policy_version: int) -> Row:
-        return make_head(stage, step, policy_version, self._attempt, self._time_unix())
-
-    def _append(self, name: str, lines: bytes) -> None:
-        self._files.append(name, lines)
-        self._counts[name] += lines.count(b"\n")
+    async def _append(self, what: str, write: Callable[[], None]) -> None:
+        reach(f"metrics.before_{what}")
+        await self._take_turn(write)
+        reach(f"metrics.after_{what}")
+        await trio.lowlevel.checkpoint_if_cancelled()
 
     def _append_spans(self, head: Row, spans: Sequence[Span]) -> None:
         if spans:
-            self._append("spans", encode_rows([span.fields() for span in spans], head=head))
+            self._files["spans"].append(encode_rows([span.fields() for span in spans], head=head))
 
     def _write_arrays(self, stage: str, update: UpdateRecord) -> Sequence[Place]:
         """Where the arrays of each row of the update lie; empty where none are kept."""
-        if self._shards is None or not update.contributes:
-            return ()
+        places: Sequence[Place] = ()
         try:
-            places = self._shards.write(stage, encode_blocks(update))
+            if self._shards is not None and update.contributes:
+                places = self._shards.write(stage, update)
+                self._refused_arrays = False
         except StorageError as error:
             if not self._refused_arrays:
-                logging.getLogger("rollouts").warning(
-                    "warning: %s; the arrays of these steps are left out", error
-                )
+                text = "warning: %s; the arrays of these steps are left out"
+                logging.getLogger("rollouts").warning(text, error)
             self._refused_arrays = True
-            return ()
-        self._refused_arrays = False
         return places
 
 
@@ -188,29 +169,34 @@ async def open_jsonl_logger(
     assert attempt >= 1 and min(limits) >= 0, (attempt, limits)
     limiter = trio.CapacityLimiter(1)  # its queue is first come, first served
 
-    async def take_turn(work: Callable[[], object]) -> None:
-        """Does what blocks on a disk, one call after the other, to its end though the caller is cancelled."""
+    async def take_turn(work: Callable[[], Result], /) -> Result:
         with trio.CancelScope(shield=True):
-            if in_thread:
-                await trio.to_thread.run_sync(work, limiter=limiter)
-            else:
+            if not in_thread:
                 await trio.lowlevel.checkpoint()
-                work()
+            return await trio.to_thread.run_sync(work, limiter=limiter) if in_thread else work()
+        raise AssertionError("a shielded scope is not cancelled")
 
+    def head(stage: str, step: int, policy_version: int) -> Row:
+        return make_head(stage, step, policy_version, attempt, time_unix())
+
+    shards: TokenShards | None = None
     async with AsyncExitStack() as stack:
-        opened: list[RecordFiles] = []
-        await take_turn(lambda: opened.append(RecordFiles(run_dir, part_bytes=part_bytes)))
-        stack.push_async_callback(take_turn, opened[0].close)
-        shards: TokenShards | None = None
+        files = await take_turn(lambda: open_files(run_dir, part_bytes))
+        for file in files.values():
+            stack.push_async_callback(take_turn, file.close)
         if token_arrays_bytes:
             shards = TokenShards(run_dir, attempt=attempt, limit_bytes=token_arrays_bytes)
             stack.push_async_callback(take_turn, shards.close)
-        yield JsonlLogger(
-            opened[0],
-            take_turn,
-            attempt=attempt,
-            samples_per_step=samples_per_step,
-            shards=shards,
-            progress=progress,
-            time_unix=time_unix,
-        )
+        options = {"samples_per_step": samples_per_step, "shards": shards, "progress": progress}
+        yield JsonlLogger(files, take_turn, head, **options)
+
+
+def open_files(run_dir: RunDir, part_bytes: int = PART_BYTES) -> dict[str, RecordFile]:
+    """The files of a run by the stem of their name; the first three are made at once, the others with their
+    first row. Raises OSError where the directory or a file cannot be made.
+    """
+    run_dir.root.mkdir(parents=True, exist_ok=True)
+    return {
+        path.stem: RecordFile(path, part_bytes=part_bytes, make=number < 3)
+        for number, path in enumerate((*run_dir.row_files, run_dir.updates_log))
+    }

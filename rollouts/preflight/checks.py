@@ -4,23 +4,23 @@ raised, so that one look shows all that is wrong. What loads torch is imported w
 
 from __future__ import annotations
 
-import ipaddress
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 
-from rollouts.checkpoints.manifest import compute_sha256, read_manifest
+from rollouts.checkpoints.load import check_checkpoint
 from rollouts.config.schema import PreferenceTrainingConfig, RLTrainingConfig, RunConfig
 from rollouts.config.tables import EngineConfig
 from rollouts.engines.open import check_engine_config, read_api_key
-from rollouts.errors import CheckpointError, ModelError
+from rollouts.errors import ModelError
 from rollouts.loops.algorithm import check_algorithms, needs_reference
-from rollouts.metrics.jsonl import parse_row
+from rollouts.metrics.jsonl import iterate_rows
 from rollouts.preflight.estimate import Lengths, estimate_memory, estimate_work, read_model_size
-from rollouts.preflight.findings import Finding, Findings, note, reporting
+from rollouts.preflight.findings import Findings, note, reporting
 from rollouts.preflight.functions import load_functions
 from rollouts.preflight.reward_models import check_reward_models
 from rollouts.preflight.rows import Rows, load_all_rows, prepare_rows
@@ -33,7 +33,6 @@ ANSWER_S = 10.0  # for each question to a server
 # read-only paths; /is_paused and /server_info are guarded as control calls are
 VERSION_PATHS = {"vllm": "/version", "sglang": "/server_info"}
 CONTROL_PATHS = {"vllm": "/is_paused", "sglang": "/server_info"}
-SHOWN_LINES = 5  # damaged ones that are named
 
 
 class CheckedRun(NamedTuple):
@@ -136,44 +135,30 @@ def check_servers(config: EngineConfig, *, transport: httpx.BaseTransport | None
     findings: Findings = []
     if config.kind == "local" or not config.urls:
         return findings
-    key = read_api_key(config.kind)
+    kind, key = config.kind, read_api_key(config.kind)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     for url in config.urls:
         try:
             with httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False, transport=transport) as client:
-                problem = _ask_server(client, config.kind, key, findings)
+                for path in ("/health", VERSION_PATHS[kind]):
+                    answer = client.get(path, headers=headers)
+                    if not answer.is_success:
+                        raise httpx.HTTPError(f"GET {path}: {answer.status_code}")
+                version = re.search(r'"version": *"([ !#-~]{1,40})', answer.text)
+                named = version.group(1) if version else "of unknown version"
+                note(findings, "ok", url, f"{kind} {named}, healthy")
+                host, control = client.base_url.host, CONTROL_PATHS[kind]
+                is_local = host in ("localhost", "::1") or host.startswith("127.")
+                if not is_local and client.get(control).is_success:
+                    problem = f"whoever reaches it controls it: {control} needs no key"
+                    way_out = "bind it to 127.0.0.1, or put it behind a firewall"
+                    note(findings, "warning", url, f"{problem}; {way_out}")
         except httpx.HTTPError as error:
-            problem = f"{type(error).__name__}: {error}"
-        if problem:
-            note(findings, "error", url, f"{problem}; start the server, or take it out of engine.urls")
+            way_out = (
+                f"start the server, export its key as {kind.upper()}_API_KEY, or take it out of engine.urls"
+            )
+            note(findings, "error", url, f"{type(error).__name__}: {error}; {way_out}")
     return findings
-
-
-def _ask_server(client: httpx.Client, kind: str, key: str | None, findings: Findings) -> str:
-    """What is wrong with a server; "" if it is healthy. Raises httpx.HTTPError."""
-    url = str(client.base_url).rstrip("/")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    health = client.get("/health", headers=headers).status_code
-    if health != 200:
-        return f"GET /health: {health}"
-    answer = client.get(VERSION_PATHS[kind], headers=headers)
-    if answer.status_code in (401, 403):
-        return f"GET {VERSION_PATHS[kind]}: {answer.status_code}; export its key as {kind.upper()}_API_KEY"
-    try:
-        version = str(answer.json()["version"])[:40].encode("ascii", "replace").decode()
-    except (ValueError, KeyError, TypeError):
-        version = "of unknown version"
-    note(findings, "ok", url, f"{kind} {version}, healthy")
-    if not _is_loopback(client.base_url.host) and client.get(CONTROL_PATHS[kind]).is_success:
-        open_to_all = f"whoever reaches it controls it: {CONTROL_PATHS[kind]} needs no key"
-        note(findings, "warning", url, f"{open_to_all}; bind it to 127.0.0.1, or put it behind a firewall")
-    return ""
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 # --- a written run ------------------------------------------------------------------------------------------
@@ -183,62 +168,27 @@ def check_written_run(run_dir: RunDir, *, deep: bool) -> Findings:
     """All findings about the files of a run. `deep`: every byte of its checkpoints is read."""
     findings: Findings = []
     running = find_activity(run_dir).may_go_on
-    for parts in map(list_parts, run_dir.row_files):
-        if parts:
-            findings.append(check_rows(parts, running=running))
+    for path in run_dir.row_files:
+        torn: list[str] = []
+        with reporting(findings, path.name):
+            if list_parts(path):
+                count = sum(1 for _ in iterate_rows(path, report=torn.append))
+                if torn and not running:
+                    note(findings, "warning", path.name, f"{count} rows; {torn[0]}; --resume repairs it")
+                else:
+                    note(findings, "ok", path.name, f"{count} rows")
     whole = 0
     for path in sorted(path for path in run_dir.checkpoints.glob("*/*") if path.is_dir()):
         subject = str(path.relative_to(run_dir.root))
         if path.name.startswith("damaged-"):
             note(findings, "warning", subject, "was damaged and set aside")
         elif parse_step(path.name) is not None:
-            damage = find_damage(path, deep=deep)
-            whole += not damage
-            if damage:
-                way_out = "--resume takes the one before it; restore or remove it"
-                note(findings, "error", subject, f"{damage}; {way_out}")
+            with reporting(findings, subject):
+                check_checkpoint(path, hashes=deep)
+                whole += 1
     looked = "every byte read and hashed" if deep else "sizes as in the manifest; --deep reads every byte"
     if whole:
         note(findings, "ok", "checkpoints", f"{whole} complete ({looked})")
     else:
         note(findings, "warning", "checkpoints", "none: a run that dies now begins anew")
     return findings
-
-
-def check_rows(parts: Sequence[Path], *, running: bool) -> Finding:
-    """Whether every line of a file is a row. The last line of a running writer may be incomplete."""
-    rows, torn, damaged = 0, 0, list[str]()
-    for part in parts:
-        with part.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if parse_row(line) is not None:
-                    rows += 1
-                elif part == parts[-1] and not line.endswith(b"\n"):
-                    torn = len(line)
-                else:
-                    damaged.append(f"{part.name}:{number}")
-    name = parts[0].name
-    if damaged:
-        named = ", ".join(damaged[:SHOWN_LINES]) + (" and more" if len(damaged) > SHOWN_LINES else "")
-        problem = f"{len(damaged)} lines are no JSON object ({named}); restore the file, or delete them"
-        return Finding("error", name, problem)
-    if torn and not running:
-        torn_line = f"the last line is torn ({torn} bytes): its writer was killed; --resume repairs it"
-        return Finding("warning", name, f"{rows} rows; {torn_line}")
-    return Finding("ok", name, f"{rows} rows")
-
-
-def find_damage(checkpoint: Path, *, deep: bool) -> str:
-    """What is wrong with a checkpoint, "" if nothing is."""
-    try:
-        for record in read_manifest(checkpoint).files:
-            file = checkpoint / record.path
-            if file.is_symlink() or not file.is_file():
-                return f"{record.path} is missing, or no plain file"
-            if file.stat().st_size != record.size:
-                return f"{record.path} has {file.stat().st_size} bytes, not {record.size}"
-            if deep and compute_sha256(file) != record.sha256:
-                return f"{record.path} is not as it was written: its SHA-256 differs"
-    except (CheckpointError, OSError) as error:
-        return str(error)
-    return ""

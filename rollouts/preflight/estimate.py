@@ -1,4 +1,4 @@
-"""What a run will need and do, by arithmetic: memory, disk, samples and steps. No weights are read, only the
+"""What a run will need and do, by arithmetic: memory, samples and steps. No weights are read, only the
 headers of their files.
 
 Memory is an estimate: fixed parts are exact (float32 weights, gradients, two AdamW moments), activations are
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -86,7 +85,7 @@ def estimate_memory(
     *,
     device: DeviceMemory | None = None,
 ) -> list[Finding]:
-    """A finding per stage about its peak against what is free, and one about checkpoints against the disk.
+    """A finding per stage about its peak against what is free.
 
     On a GPU it is the peak of rank 0's, which has the embedded engine and the reference too; with
     distributed.cpu_offload another finding says what this machine holds. `device` None: on the CPU.
@@ -95,29 +94,27 @@ def estimate_memory(
         unknown = "not estimated: config.json or the weight files do not say how large the model is"
         return [Finding("ok", "memory", unknown)]
     findings: list[Finding] = []
-    ranks = config.distributed.ranks
-    shards = config.distributed.shard_size or max(ranks, 1)
+    ranks, offload = config.distributed.ranks, config.distributed.cpu_offload
+    shards, on_cpu = config.distributed.shard_size or max(ranks, 1), device is None or device.kind == "cpu"
     for stage in stages:
-        others = _other_parts(config, stage, lengths, size, shards)
-        if device is None or device.kind == "cpu":
-            findings.append(_compare(f"{stage}: memory", _trained_parts(size) | others, read_free_memory()))
-            continue
-        offload = config.distributed.cpu_offload
-        on_gpu = others if offload else _trained_parts(size, shards) | others
-        findings.append(_compare(f"{stage}: memory of a GPU", on_gpu, device.free_bytes))
-        if offload:
+        parts = _other_parts(config, stage, lengths, size, shards)
+        if on_cpu or not offload:
+            parts = _trained_parts(size, 1 if on_cpu else shards) | parts
+        free = read_free_memory() if device is None or on_cpu else device.free_bytes
+        findings.append(_compare(f"{stage}: memory{'' if on_cpu else ' of a GPU'}", parts, free))
+        if offload and not on_cpu:
             copies = ranks // shards
             held = {f"{copies} x {what}": copies * count for what, count in _trained_parts(size).items()}
             findings.append(_compare(f"{stage}: host memory", held, read_free_memory()))
-    return [*findings, estimate_disk(config, stages, size)]
+    return findings
 
 
 def _trained_parts(size: ModelSize, shards: int = 1) -> dict[str, int]:
     """Bytes of what AdamW trains with, divided among `shards` ranks."""
     weights = FLOAT_BYTES * size.parameters // shards
     share = f" / {shards} ranks" if shards > 1 else ""
-    names = (f"weights 4 x {size.parameters / 1e6:.4g}M{share}", "gradients as much", "AdamW twice that")
-    return dict(zip(names, (weights, weights, 2 * weights), strict=True))
+    named = f"weights 4 x {size.parameters / 1e6:.4g}M{share}"
+    return {named: weights, "gradients as much": weights, "AdamW twice that": 2 * weights}
 
 
 def _other_parts(
@@ -180,30 +177,6 @@ def _compare(subject: str, parts: Mapping[str, int], free: int | None) -> Findin
     return Finding("warning", subject, f"{text}: {advice}")
 
 
-def estimate_disk(config: RunConfig, stages: Sequence[str], size: ModelSize) -> Finding:
-    """Checkpoints that stay, and the room for them."""
-    one = 3 * FLOAT_BYTES * size.parameters
-    every, keep = config.output.checkpoint_every, config.output.keep_checkpoints
-    written = kept = needed = largest = 0
-    for stage in stages:
-        count = math.ceil(getattr(config, stage).steps / every) if every else 1
-        stay = min(count, keep) if keep else count
-        bytes_each = 2 * one if stage == "rl" and config.rl and config.rl.critic else one
-        written, kept, needed = written + count, kept + stay, needed + stay * bytes_each
-        largest = max(largest, bytes_each)
-    needed += largest  # the next one is written before one goes
-    root = Path(config.output.dir or f"runs/{config.name}").absolute()
-    free = shutil.disk_usage(next(folder for folder in (root, *root.parents) if folder.exists())).free
-    beside = ", twice that with a critic" if largest > one else ""
-    text = (
-        f"{written} written, {kept} kept, {_gib(one)} each (weights and AdamW's moments{beside}),"
-        f" {_gib(needed)} at most; {_gib(free)} are free on disk"
-    )
-    if needed <= free:
-        return Finding("ok", "checkpoints", text)
-    return Finding("warning", "checkpoints", f"{text}; set output.keep_checkpoints, or another output.dir")
-
-
 # --- work ---------------------------------------------------------------------------------------------------
 
 
@@ -229,9 +202,9 @@ def estimate_work(config: RunConfig, stages: Sequence[str], row_counts: Mapping[
             evaluations += 1 + ((section.steps - 1) // section.eval_every if section.eval_every else 0)
     if config.eval and stages:
         rows, samples = row_counts.get("eval", 0), config.eval.samples_per_prompt
-        tokens = rows * samples * config.eval.max_new_tokens
-        text = f"{evaluations} evaluations of {rows} prompts x {samples} samples"
-        findings.append(Finding("ok", "eval: work", f"{text}, at most {tokens} tokens each"))
+        text = f"{evaluations} evaluations of {rows} prompts x {samples} samples, at most"
+        text += f" {rows * samples * config.eval.max_new_tokens} tokens each"
+        findings.append(Finding("ok", "eval: work", text))
     return findings
 
 

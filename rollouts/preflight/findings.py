@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,19 +57,15 @@ def print_findings(
     """The exit code: 0 without an error, else 2. Prints the findings and the verdict, in colour where the
     console has it.
     """
-    count = {"ok": 0, "warning": 0, "error": 0}
+    levels: Counter[str] = Counter()
     for finding in findings:
-        count[finding.level] += 1
+        levels[finding.level] += 1
         text = Text(f"{finding.level:<8} ", STYLES[finding.level])
         text.append(f"{finding.subject}: ", "bold")
         text.append(finding.message.replace("\n", "\n" + " " * 9), "")
         console.print(text, soft_wrap=True)
-    things, warnings = _count(count["error"], "thing"), _count(count["warning"], "warning")
-    verdict = f"{things} {bad}" if count["error"] else good
-    noted = f" ({warnings})" if count["warning"] else ""
-    console.print(Text(f"{verdict}{noted}{end}", STYLES["error" if count["error"] else "ok"]), soft_wrap=True)
-    return 2 if count["error"] else 0
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number > 1 else ''}"
+    errors, warnings = levels["error"], levels["warning"]
+    verdict = f"{errors} thing{'s' if errors > 1 else ''} {bad}" if errors else good
+    noted = f" ({warnings} warning{'s' if warnings > 1 else ''})" if warnings else ""
+    console.print(Text(f"{verdict}{noted}{end}", STYLES["error" if errors else "ok"]), soft_wrap=True)
+    return 2 if errors else 0

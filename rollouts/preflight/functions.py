@@ -118,19 +118,22 @@ def load_advantages(config: RLTrainingConfig, *, base_dir: Path) -> dict[str, Ad
 
 def check_reward_settings(rollout: RolloutConfig, *, needed: bool) -> None:
     """Raises ConfigError unless the settings name one way to score; none is enough unless one is `needed`."""
-    rules = {
-        "reward is empty; name a function as module:function or file.py:function (or rl.rollout.group_reward"
-        " or reward_model)": needed and not (rollout.reward or rollout.group_reward or rollout.reward_model),
-        "reward_model scores samples one by one and is added to rl.rollout.reward; leave group_reward out,"
-        " weigh the parts with reward_weights": rollout.reward_model and rollout.group_reward,
-        "reward and rl.rollout.group_reward are both given; score samples one by one or by group: keep"
-        " one": rollout.reward and rollout.group_reward,
-        "reward_weights weighs the parts of rl.rollout.reward; a group_reward weighs its"
-        " own": rollout.group_reward and rollout.reward_weights,
-    }
-    for rule, broken in rules.items():
-        if broken:
-            raise ConfigError(f"rl.rollout.{rule}")
+    reward, group_reward, model = rollout.reward, rollout.group_reward, rollout.reward_model
+    problem = ""
+    if needed and not (reward or group_reward or model):
+        problem = (
+            "reward is empty; name a function as module:function or file.py:function (or"
+            " rl.rollout.group_reward or reward_model)"
+        )
+    elif group_reward and (model or reward):
+        problem = (
+            f"{'reward_model' if model else 'reward'} and rl.rollout.group_reward are both given; score"
+            " samples one by one or by group: keep one"
+        )
+    elif group_reward and rollout.reward_weights:
+        problem = "reward_weights weighs the parts of rl.rollout.reward; a group_reward weighs its own"
+    if problem:
+        raise ConfigError(f"rl.rollout.{problem}")
     check_weights(rollout.reward_weights)
 
 
@@ -151,30 +154,27 @@ async def open_functions(
     """
     rollout = config.rl.rollout if config.rl else RolloutConfig()
     reward, group_reward, eval_reward = functions.reward, functions.group_reward, functions.eval_reward
+    in_workers = [one and not is_async(one) for one in (reward, group_reward, eval_reward)]
     async with AsyncExitStack() as stack:
         stack.enter_context(watch_blocking(warn))
-        if any(function and not is_async(function) for function in (reward, group_reward, eval_reward)):
+        if any(in_workers):
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
             workers = await stack.enter_async_context(
                 open_reward_workers(
-                    count=num_workers or count_cores(),
+                    count=num_workers or cores or 1,
                     timeout_s=rollout.reward_timeout_s,
                     memory_bytes=REWARD_MEMORY,
                 )
             )
-            if reward and not is_async(reward):
+            if in_workers[0]:
                 reward = workers.reward(rollout.reward, base_dir)
-            if group_reward and not is_async(group_reward):
+            if in_workers[1]:
                 group_reward = workers.group_reward(rollout.group_reward, base_dir)
-            if eval_reward and config.eval and not is_async(eval_reward):
+            if in_workers[2] and config.eval:
                 eval_reward = workers.reward(config.eval.reward, base_dir)
         if not rollout.reward_model:
             reward = weigh(reward, rollout)
         yield replace(functions, reward=reward, group_reward=group_reward, eval_reward=eval_reward or reward)
-
-
-def count_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def weigh(reward: RewardFn | None, rollout: RolloutConfig) -> RewardFn | None:
@@ -232,8 +232,6 @@ async def _call_each(config: RunConfig, functions: Functions, rows: Rows, findin
             results = [await call_reward(functions.reward, sample, timeout_s=timeout_s) for sample in samples]
         if results:
             note(findings, "ok", key, _describe(samples, results))
-    if functions.generate:
-        note(findings, "ok", "rl.rollout.generate", "not called: it needs a model")
     for filter_ in functions.filters if results else ():
         with reporting(findings, "rl.rollout.filters"):
             group = SampleGroup(0, "row-0", tuple(map(apply_reward, samples, results)))
@@ -248,10 +246,8 @@ async def _call_each(config: RunConfig, functions: Functions, rows: Rows, findin
             note(findings, "ok", "eval.reward", _describe(held_out, [result]))
     with reporting(findings, "rl.curriculum"):
         if functions.curriculum and config.rl:
-            names = name_sources(config.rl.data)
-            weights = call_curriculum(
-                functions.curriculum, 1, start_statistics(names), function=config.rl.curriculum
-            )
+            began = start_statistics(name_sources(config.rl.data))
+            weights = call_curriculum(functions.curriculum, 1, began, function=config.rl.curriculum)
             shown = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
             note(findings, "ok", "rl.curriculum", f"step 1: {shown}")
 
@@ -261,33 +257,27 @@ def make_trial_samples(rows: Sequence[Row]) -> list[Sample]:
     there is no row.
     """
     samples: list[Sample] = []
-    for row in rows[:1]:
-        answer = row.get("answer")
-        right = str(answer) if isinstance(answer, str | int | float) else WRONG_ANSWER
-        for index, response in enumerate((right, WRONG_ANSWER)):
-            # a copy, as in a run: what a function changes in one sample is not in the other
-            metadata = {**copy.deepcopy(row), "prompt_id": "row-0", "epoch": 0}
-            prompt = metadata.pop("prompt")
-            sample = Sample(
-                id=f"trial-s{index:03d}",
-                prompt=prompt,
-                response=response,
-                group_index=0,
-                status=Status.COMPLETED,
-                metadata=metadata,
-            )
-            samples.append(sample)
+    answer = rows[0].get("answer") if rows else None
+    right = str(answer) if isinstance(answer, str | int | float) else WRONG_ANSWER
+    for index, response in enumerate((right, WRONG_ANSWER) if rows else ()):
+        # a copy, as in a run: what a function changes in one sample is not in the other
+        metadata = {**copy.deepcopy(rows[0]), "prompt_id": "row-0", "epoch": 0}
+        sample = Sample(
+            id=f"trial-s{index:03d}",
+            prompt=metadata.pop("prompt"),
+            response=response,
+            group_index=0,
+            status=Status.COMPLETED,
+            metadata=metadata,
+        )
+        samples.append(sample)
     return samples
 
 
 def _describe(samples: Sequence[Sample], results: Sequence[RewardResult]) -> str:
-    texts = (text if len(text) <= 40 else text[:37] + "..." for text in (s.response for s in samples))
-    rewards = (
-        f"{result.reward:g}"
-        + (
-            f" ({', '.join(f'{name} {value:g}' for name, value in result.parts.items())})"
-            * bool(result.parts)
-        )
-        for result in results
-    )
-    return f"called with {' and '.join(f'the response {text!r}' for text in texts)}: {', '.join(rewards)}"
+    """What each response was rewarded with, whole and in parts."""
+    texts: list[str] = []
+    for sample, result in zip(samples, results, strict=True):
+        parts = ", ".join(f"{name} {value:g}" for name, value in result.parts.items())
+        texts.append(f"{sample.response[:40]!r} {result.reward:g}{f' ({parts})' if parts else ''}")
+    return f"called with the response {', the response '.join(texts)}"

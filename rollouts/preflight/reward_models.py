@@ -24,20 +24,16 @@ def check_reward_models(
 
     Raises as find_scalar_model and check_tokens do.
     """
-    rl = config.rl if "rl" in stages else None
-    named = {
-        REWARD: rl.rollout.reward_model if rl else "",
-        CRITIC: rl.critic.model if rl and rl.critic else "",
-    }
-    found: dict[str, Path | None] = {}
-    for setting, name in named.items():
-        if name:
-            trained_before = name == STAGE and "reward_model" in stages
-            path = found[setting] = (
-                None if trained_before else find_scalar_model(config, run_dir, setting, name)
-            )
-            if path is not None:
-                check_tokens(path, setting, tokenizer)
+    rl, found = config.rl if "rl" in stages else None, dict[str, Path | None]()
+    for setting, name in (
+        (REWARD, rl and rl.rollout.reward_model),
+        (CRITIC, rl and rl.critic and rl.critic.model),
+    ):
+        if name == STAGE and "reward_model" in stages:
+            found[setting] = None
+        elif name:
+            found[setting] = path = find_scalar_model(config, run_dir, setting, name)
+            check_tokens(path, setting, tokenizer)
     return found
 
 

@@ -13,16 +13,14 @@ from itertools import pairwise
 from typing import Any
 
 from rollouts.config.modes import stage_config
-from rollouts.config.schema import PreferenceTrainingConfig, RewardModelTrainingConfig, RunConfig
+from rollouts.config.schema import RunConfig
 from rollouts.data.chat import ChatTokenizer, TemplateOptions, render_prompt, tokenize_prompt
 from rollouts.data.datasets import load_sources
 from rollouts.data.held_out import exclude_prompts, unique_prompts
 from rollouts.data.messages import naming, parse_tools
 from rollouts.data.mixture import Mixture
 from rollouts.data.preference import (
-    LabelledSample,
     PairSample,
-    count_labels,
     prepare_labelled_mixture,
     prepare_pair_mixture,
     split_held_out,
@@ -32,7 +30,6 @@ from rollouts.data.sft import SFTSample, prepare_sft_mixture
 from rollouts.errors import ConfigError
 from rollouts.preflight.findings import Findings, note, reporting
 
-PREFERENCE_STAGES = ("preference", "reward_model")
 LOOKED_AT = 20_000  # rows that a check tokenizes: seconds; half of them the longest, the others evenly spaced
 SHOWN_BAD_ROWS = 5
 SHOWN_CHARACTERS = 600  # of a conversation whose trained parts are shown
@@ -54,19 +51,11 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedPairs:
-    """Pairs of a stage."""
+class PreparedPreferences:
+    """Pairs of a stage, or labelled responses for KTO."""
 
-    training: Mixture[PairSample]
-    held_out: tuple[PairSample, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedLabels:
-    """Labelled responses of a stage."""
-
-    training: Mixture[LabelledSample]
-    held_out: tuple[LabelledSample, ...]
+    training: Mixture[Any]
+    held_out: tuple[Any, ...]
 
 
 @dataclass(slots=True)
@@ -74,7 +63,7 @@ class PreparedRows:
     """What the stages train on, tokenized."""
 
     conversations: Mixture[SFTSample] | None = None
-    preferences: dict[str, PreparedPairs | PreparedLabels] = field(default_factory=dict)  # by stage
+    preferences: dict[str, PreparedPreferences] = field(default_factory=dict)  # by stage
     longest_prompt: int = 0  # in tokens, of those that were looked at; 0: unknown
     longest_conversation: int = 0
 
@@ -148,48 +137,54 @@ def prepare_rows(
     """
     prepared = PreparedRows()
     options = TemplateOptions(config.model.template_params)
-    for stage, setting, new_tokens in (
-        ("rl", "rl.rollout.max_new_tokens", config.rl and config.rl.rollout.max_new_tokens),
-        ("eval", "eval.max_new_tokens", config.eval and config.eval.max_new_tokens),
+
+    def check_fit(setting: str, tokens: int, what: str) -> None:
+        with reporting(findings, setting):
+            if context_length is not None and tokens > context_length:
+                raise ConfigError(
+                    f"{setting}: {what} {tokens}, more than the context of {context_length}; lower it"
+                )
+            of = "" if context_length is None else f" of {context_length}"
+            note(findings, "ok", setting, f"{what} {tokens}{of}")
+
+    for stage, section, setting in (
+        ("rl", config.rl and config.rl.rollout, "rl.rollout.max_new_tokens"),
+        ("eval", config.eval, "eval.max_new_tokens"),
     ):
-        if (found := rows.list_rows(stage)) and new_tokens is not None:
+        if section and (found := rows.list_rows(stage)):
             with reporting(findings, f"{stage}.data"):
                 tools = parse_tools(found[0].get("tools"), where="tools")
                 first = render_prompt(found[0]["prompt"], tokenizer, options=options, tools=tools)
                 note(findings, "ok", f"{stage}.data", f"the first prompt reads {first!r}")
                 longest = max(_measure_prompt(found, at, tokenizer, options) for at in _choose_rows(found))
                 prepared.longest_prompt = max(prepared.longest_prompt, longest)
+                new_tokens = section.max_new_tokens
                 what = f"the longest prompt has {longest} tokens, with max_new_tokens={new_tokens} that is"
-                _check_fit(findings, setting, longest + new_tokens, context_length, what)
+                check_fit(setting, longest + new_tokens, what)
     for stage, mixture in rows.training.items():
+        if stage == "rl":
+            continue
+        section: Any = stage_config(config, stage)
         looked_at = mixture if findings is None else _thin(mixture)
         with reporting(findings, f"{stage}.data"):
             if stage == "sft":
-                prepared.conversations = _prepare_sft(config, looked_at, tokenizer, findings)
-                tokens = max(len(sample.token_ids) for sample in prepared.conversations.samples)
-            elif stage in PREFERENCE_STAGES:
-                pairs = prepare_preferences(config, stage, looked_at, tokenizer)
-                prepared.preferences[stage] = pairs
-                samples = (*pairs.training.samples, *pairs.held_out)
-                tokens = max(len(row.token_ids) for sample in samples for row in sample.rows)
-                _describe_preferences(config, stage, pairs, looked_at, tokens, tokenizer, findings)
+                how = {"max_length": section.max_length, "train_on": section.train_on, "options": options}
+                training = prepared.conversations = prepare_sft_mixture(looked_at, tokenizer, **how)
+                trained = training.samples
             else:
-                continue
-            prepared.longest_conversation = max(prepared.longest_conversation, tokens)
-            _check_fit(findings, f"{stage}.max_length", tokens, context_length, "the longest row, in tokens:")
+                made = prepared.preferences[stage] = prepare_preferences(config, stage, looked_at, tokenizer)
+                training, held_out = made.training, made.held_out
+                trained = [row for one in (*training.samples, *held_out) for row in one.rows]
+                counts = f"{len(training.samples)} train and {len(held_out)} are held out"
+                note(findings, "ok", f"{stage}.data", f"of {len(looked_at.samples)} rows {counts}")
+            if findings is not None:
+                _describe_first(findings, f"{stage}.data", training.samples[0], tokenizer)
+                for line in describe_counts(stage, training, section.max_length):
+                    note(findings, "warning", f"{stage}.data", line.partition(": ")[2])
+            longest = max(len(row.token_ids) for row in trained)
+            prepared.longest_conversation = max(prepared.longest_conversation, longest)
+            check_fit(f"{stage}.max_length", longest, "the longest row, in tokens:")
     return prepared
-
-
-def _check_fit(
-    findings: Findings | None, setting: str, tokens: int, context_length: int | None, what: str
-) -> None:
-    with reporting(findings, setting):
-        if context_length is not None and tokens > context_length:
-            raise ConfigError(
-                f"{setting}: {what} {tokens}, more than the context of {context_length}; lower it"
-            )
-        of = "" if context_length is None else f" of {context_length}"
-        note(findings, "ok", setting, f"{what} {tokens}{of}")
 
 
 def _measure_prompt(rows: Sequence[Row], at: int, tokenizer: ChatTokenizer, options: TemplateOptions) -> int:
@@ -217,40 +212,26 @@ def _thin(mixture: Mixture[Row]) -> Mixture[Row]:
     return Mixture(tuple(sources))
 
 
-def _prepare_sft(
-    config: RunConfig, mixture: Mixture[Row], tokenizer: ChatTokenizer, findings: Findings | None
-) -> Mixture[SFTSample]:
-    section = config.sft
-    assert section is not None
-    prepared = prepare_sft_mixture(
-        mixture,
-        tokenizer,
-        max_length=section.max_length,
-        train_on=section.train_on,
-        options=TemplateOptions(config.model.template_params),
-    )
-    if findings is not None:
-        trained = _mark_trained(prepared.samples[0], tokenizer)
-        note(findings, "ok", "sft.data", f"of the first conversation this trains: {trained}")
-        dropped = sum(prepared.dropped.values())
-        if prepared.truncated or dropped:
-            counts = f"of {len(mixture.samples)} rows {prepared.truncated} are cut and {dropped} dropped"
-            note(findings, "warning", "sft.max_length", f"{counts}; raise it if they matter")
-    return prepared
-
-
-def _mark_trained(sample: SFTSample, tokenizer: Any) -> str:
-    """The conversation as the model reads it, what trains within ⟦ ⟧; cut in the middle when it is long."""
-    mask = sample.loss_mask
-    edges = [0, *(at for at in range(1, len(mask)) if mask[at] != mask[at - 1]), len(mask)]
-    pieces = [
-        f"⟦{text}⟧" if mask[begin] else text
-        for begin, end in pairwise(edges)
-        for text in [tokenizer.decode(sample.token_ids[begin:end].tolist())]
-    ]
-    text, half = repr("".join(pieces)), SHOWN_CHARACTERS // 2
-    shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]} … {text[-half:]}"
-    return f"{int(mask.sum())} of {len(mask)} tokens, within ⟦ ⟧: {shown}"
+def _describe_first(findings: Findings, subject: str, sample: Any, tokenizer: Any) -> None:
+    """Notes each text of the sample as the model reads it, what trains within ⟦ ⟧; cut in the middle when it
+    is long.
+    """
+    texts = {"conversation": sample}
+    if not isinstance(sample, SFTSample):
+        names = ("chosen", "rejected") if isinstance(sample, PairSample) else ("labelled",)
+        texts = {f"{name} response": row for name, row in zip(names, sample.rows, strict=False)}
+    for what, row in texts.items():
+        mask = row.loss_mask
+        edges = [0, *(at for at in range(1, len(mask)) if mask[at] != mask[at - 1]), len(mask)]
+        pieces = [
+            f"⟦{text}⟧" if mask[begin] else text
+            for begin, end in pairwise(edges)
+            for text in [tokenizer.decode(row.token_ids[begin:end].tolist())]
+        ]
+        text, half = repr("".join(pieces)), SHOWN_CHARACTERS // 2
+        shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]} … {text[-half:]}"
+        counts = f"{int(mask.sum())} of {len(mask)} tokens, within ⟦ ⟧"
+        note(findings, "ok", subject, f"of the first {what} this trains: {counts}: {shown}")
 
 
 # --- preferences --------------------------------------------------------------------------------------------
@@ -258,65 +239,26 @@ def _mark_trained(sample: SFTSample, tokenizer: Any) -> str:
 
 def prepare_preferences(
     config: RunConfig, stage: str, mixture: Mixture[Row], tokenizer: ChatTokenizer
-) -> PreparedPairs | PreparedLabels:
+) -> PreparedPreferences:
     """What the stage "preference" or "reward_model" trains on and what it is evaluated on. Raises DataError
     and ModelError as prepare_pair_mixture and split_held_out do.
     """
-    section = read_preference_section(config, stage)
-    name = f"{stage}.data"
-    how: dict[str, Any] = {
-        "max_length": section.max_length,
-        "options": TemplateOptions(config.model.template_params),
-        "name": name,
-    }
-    if choose_use(config, stage) == "labelled":
-        labels = prepare_labelled_mixture(mixture, tokenizer, **how)
-        return PreparedLabels(*split_held_out(labels, section.held_out, name=stage))
-    pairs = prepare_pair_mixture(mixture, tokenizer, **how)
-    return PreparedPairs(*split_held_out(pairs, section.held_out, name=stage))
+    section: Any = stage_config(config, stage)
+    labelled = choose_use(config, stage) == "labelled"
+    samples: Mixture[Any] = (prepare_labelled_mixture if labelled else prepare_pair_mixture)(
+        mixture,
+        tokenizer,
+        max_length=section.max_length,
+        options=TemplateOptions(config.model.template_params),
+        name=f"{stage}.data",
+    )
+    return PreparedPreferences(*split_held_out(samples, section.held_out, name=stage))
 
 
-def read_preference_section(
-    config: RunConfig, stage: str
-) -> PreferenceTrainingConfig | RewardModelTrainingConfig:
-    """The settings of the stage "preference" or "reward_model". Raises ConfigError if the config has none."""
-    section = stage_config(config, stage)
-    assert isinstance(section, PreferenceTrainingConfig | RewardModelTrainingConfig), stage
-    return section
-
-
-def describe_counts(stage: str, prepared: PreparedPairs | PreparedLabels, max_length: int) -> Iterator[str]:
+def describe_counts(stage: str, training: Mixture[Any], max_length: int) -> Iterator[str]:
     """What was cut or left out, a line each."""
-    if prepared.training.truncated:
-        yield f"{stage}.data: {prepared.training.truncated} responses are cut at max_length={max_length}"
-    for reason, count in prepared.training.dropped.items():
+    if training.truncated:
+        yield f"{stage}.data: {training.truncated} responses are cut at max_length={max_length}"
+    for reason, count in training.dropped.items():
         if count:
             yield f"{stage}.data: {count} samples left out: {reason.replace('_', ' ')}"
-
-
-def _describe_preferences(
-    config: RunConfig,
-    stage: str,
-    prepared: PreparedPairs | PreparedLabels,
-    mixture: Mixture[Row],
-    longest: int,
-    tokenizer: Any,
-    findings: Findings | None,
-) -> None:
-    if findings is None:
-        return
-    name, max_length = f"{stage}.data", read_preference_section(config, stage).max_length
-    first = prepared.training.samples[0]
-    kinds = ("chosen", "rejected") if isinstance(first, PairSample) else ("completion",)
-    for kind, row in zip(kinds, first.rows, strict=False):
-        text = repr(tokenizer.decode(row.token_ids[row.loss_mask].tolist()))[: SHOWN_CHARACTERS // 2]
-        counts = f"{int(row.loss_mask.sum())} of {len(row.token_ids)} tokens"
-        note(findings, "ok", name, f"{kind} of the first sample trains {counts}: {text}")
-    counts = f"{len(prepared.training.samples)} train and {len(prepared.held_out)} are held out"
-    looked = f"of {len(mixture.samples)} rows that were looked at {counts}"
-    note(findings, "ok", name, f"{looked}; the longest has {longest} tokens of max_length={max_length}")
-    for line in describe_counts(stage, prepared, max_length):
-        note(findings, "warning", name, line.partition(": ")[2])
-    if isinstance(prepared, PreparedLabels):
-        good, bad = count_labels(prepared.training.samples)
-        note(findings, "ok", name, f"{good} responses are desirable and {bad} undesirable")

@@ -26,7 +26,7 @@ PARTIAL_CONFIG = ".tmp-config.toml"
 LOCK_TRIES = 10_000  # each some microseconds
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # what flock says on a file system that knows none
 
-_held: dict[int, tuple[int, int]] = {}  # descriptor of a lock → device and inode of its file
+_held: dict[int, os.stat_result] = {}  # descriptor of a lock → its file
 
 
 def choose_run_dir(config: RunConfig) -> RunDir:
@@ -83,13 +83,11 @@ def lock_run_dir(run_dir: RunDir) -> int:
         ) from error
     try:
         take_lock(descriptor)
-    except BlockingIOError as error:
-        held = describe_holder(run_dir)
-        os.close(descriptor)
-        raise RunDirError(held) from error
     except OSError as error:
         if error.errno not in NO_LOCKS:
             os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                raise RunDirError(describe_holder(run_dir)) from error
             raise RunDirError(
                 f"{run_dir.lock} cannot be locked ({error}); name a directory on another file system with"
                 " --output.dir DIR"
@@ -101,8 +99,7 @@ def lock_run_dir(run_dir: RunDir) -> int:
             error,
         )
     write_holder(descriptor, read_holder(run_dir).get("launch"))
-    made = os.fstat(descriptor)
-    _held[descriptor] = (made.st_dev, made.st_ino)
+    _held[descriptor] = os.fstat(descriptor)
     return descriptor
 
 
@@ -129,25 +126,18 @@ def write_holder(descriptor: int, launch: Mapping[str, Any] | None) -> None:
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
     holder |= {} if launch is None else {"launch": launch}
-    try:
+    with suppress(OSError):  # a full disk, say: the lock holds without it, and who is refused is told less
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)
-    except OSError:  # a full disk, say: the lock holds without it, and who is refused is told less
-        pass
 
 
 def _drop_in_child() -> None:
     """A forked child that outlives the run would hold its lock on."""
     for descriptor, file in _held.items():
-        try:
-            here = os.fstat(descriptor)
-            if (
-                here.st_dev,
-                here.st_ino,
-            ) == file:  # else whoever locked has closed it, and the number is another file's now
+        with suppress(OSError):  # closed already
+            # else whoever locked has closed it, and the number is another file's now
+            if os.path.samestat(os.fstat(descriptor), file):
                 os.close(descriptor)
-        except OSError:  # closed already
-            continue
     _held.clear()
 
 
@@ -162,11 +152,10 @@ def check_unlocked(run_dir: RunDir) -> None:
 
 def describe_holder(run_dir: RunDir) -> str:
     """Who holds the lock, as far as the file says."""
-    try:
-        holder = read_holder(run_dir)
+    holder = read_holder(run_dir)
+    who = f"a process that {run_dir.lock} does not name"
+    if {"pid", "host", "started"} <= holder.keys():
         who = f"process {holder['pid']} on {holder['host']}, since {holder['started']}"
-    except KeyError:
-        who = f"a process that {run_dir.lock} does not name"
     return (
         f"output.dir={run_dir.root} is in use by {who}; wait for it or stop it, or name another directory"
         " with --output.dir DIR"

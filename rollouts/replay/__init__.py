@@ -24,24 +24,14 @@ if TYPE_CHECKING:
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     """The subcommand."""
     what = "compute a step's loss again from the record alone, and compare it with what was logged"
-    parser = commands.add_parser(
-        "replay",
-        help=what,
-        description=f"{what}.",
-        epilog="Exit codes: 0 the same within 1e-5; 1 not; 2 the record lacks what it takes.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/demo")
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="which step of the stage")
-    parser.add_argument(
-        "--stage",
-        default="rl",
-        metavar="STAGE",
-        help="which stage (default rl, the only one whose samples have contributions)",
-    )
-    parser.add_argument(
-        "--update", type=int, metavar="K", help="one optimizer update of the step, from 0 (default all)"
-    )
+    codes = "Exit codes: 0 the same within 1e-5; 1 not; 2 the record lacks what it takes."
+    parser = commands.add_parser("replay", help=what, description=what, epilog=codes, allow_abbrev=False)
+    add = parser.add_argument
+    add("run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/demo")
+    add("--step", type=int, required=True, metavar="N", help="which step of the stage")
+    what = "which stage (default rl, the only one whose samples have contributions)"
+    add("--stage", default="rl", metavar="STAGE", help=what)
+    add("--update", type=int, metavar="K", help="one optimizer update of the step, from 0 (default all)")
     parser.set_defaults(run=run_replay)
 
 

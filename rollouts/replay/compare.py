@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from rollouts.config.load import load_recorded
 from rollouts.config.schema import RLTrainingConfig
 from rollouts.errors import RecordError
-from rollouts.loops.algorithm import Algorithm, LoopState, choose_algorithm, describe_algorithm
+from rollouts.loops.algorithm import LoopState, choose_algorithm, describe_algorithm
 from rollouts.loops.updates import begin_last_pass
 from rollouts.metrics.token_shards import read_token_arrays
 from rollouts.replay.recompute import Columns, check_replayable, recompute
@@ -69,11 +69,8 @@ class StepReplay:
     step: int
     algorithm: str  # in words
     updates: Sequence[UpdateReplay]
-    total: (
-        LossPair | None
-        # of loss/total; None where not all updates were asked for, or it was not logged because all were
-        # skipped
-    )
+    # of loss/total; None where not all updates were asked for, or it was not logged because all were skipped
+    total: LossPair | None
     problems: Sequence[str] = field(default_factory=list)
 
     @property
@@ -99,7 +96,14 @@ def replay_step(root: Path, *, stage: str, step: int, update: int | None = None)
     config = load_recorded(run_dir.config).rl
     if config is None:
         raise RecordError(f"{run_dir.config} has no [rl]; it is not of the run that wrote the record")
-    algorithm = find_algorithm(config, step, record)
+    logged = record.metrics.get("kl/coef")
+    if config.kl_control != "fixed" and logged is None:
+        raise RecordError(
+            f"step {step} has no kl/coef, to which rl.kl_control={config.kl_control!r} had come; it cannot be"
+            " computed again"
+        )
+    state = LoopState(kl_coef=config.kl_coef if logged is None else float(logged))
+    algorithm = choose_algorithm(config, step, state)
     check_replayable(algorithm.loss)
     chosen = [one for one in record.updates if update in (None, one.update)]
     if not chosen:
@@ -108,21 +112,6 @@ def replay_step(root: Path, *, stage: str, step: int, update: int | None = None)
     replays = [replay_update(run_dir, config, algorithm.loss, record, one, problems) for one in chosen]
     total = compare_total(config, record, replays) if len(replays) == len(record.updates) else None
     return StepReplay(stage, step, describe_algorithm(algorithm), replays, total, problems)
-
-
-def find_algorithm(config: RLTrainingConfig, step: int, record: StepRecord) -> Algorithm:
-    """What held in the step, with the KL coefficient that was logged. Raises RecordError where a controller's
-    was not.
-    """
-    logged = record.metrics.get("kl/coef")
-    if config.kl_control != "fixed" and logged is None:
-        raise RecordError(
-            f"step {step} has no kl/coef, to which rl.kl_control={config.kl_control!r} had come; it cannot be"
-            " computed again"
-        )
-    return choose_algorithm(
-        config, step, LoopState(kl_coef=config.kl_coef if logged is None else float(logged))
-    )
 
 
 def replay_update(
@@ -145,21 +134,19 @@ def replay_update(
             f"step {one.rows[0]['step']}, update {one.update}: the backend gave no per-token arrays, which a"
             " replay needs"
         )
-    spec = replace(loss, constant=find_constant(config, loss, record, one))
-    found = recompute(spec, rows)
-    denominator = found.counted if spec.constant is None else spec.constant
+    found = recompute(loss, rows)
+    denominator = find_constant(config, loss, record, one) or found.counted
     if abs(denominator - one.denominator) > DENOMINATOR_TOLERANCE * one.denominator:
         problems.append(
             f"update {one.update} was divided by {one.denominator:g}; by the record it should be"
-            f" {denominator:g} {spec.unit}"
+            f" {denominator:g} {loss.unit}"
         )
     logged = [row.get("share") for row in one.rows]
-    difference = None
+    difference, whole = None, float(found.slopes.sum())
     if None not in logged and not one.is_skipped:
-        whole = found.slopes.sum()
         shares = found.slopes / whole if 0 < whole < np.inf else np.zeros(len(rows))
         difference = float(np.abs(shares - np.asarray(logged, np.float64)).max())
-    pair = LossPair(one.loss, found.total / denominator, ROUNDING * float(found.slopes.sum()) / denominator)
+    pair = LossPair(one.loss, found.total / denominator, ROUNDING * whole / denominator)
     return UpdateReplay(one.update, len(rows), tokens, denominator, pair, difference)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,33 +59,30 @@ def read_step(run_dir: RunDir, stage: str, step: int) -> StepRecord:
         )
     metrics = steps[-1]
     attempt = metrics["attempt"]
-    rows = [
-        row for row in find_rows(run_dir, run_dir.contributions, stage, step) if row.get("attempt") == attempt
-    ]
-    if not rows:
+    found = find_rows(run_dir, run_dir.contributions, stage, step)
+    by_update: dict[int, list[Row]] = {}
+    for row in found:
+        if row.get("attempt") == attempt:
+            by_update.setdefault(int(row["update"]), []).append(row)
+    if not by_update:
         raise RecordError(
             f"{run_dir.contributions} has no row of {stage} step {step}, attempt {attempt}: only samples that"
             " RL trains on have any, and only in runs of a version that writes them"
         )
-    return StepRecord(metrics, list(group_updates(rows, f"{stage} step {step}")))
-
-
-def group_updates(rows: Sequence[Row], what: str) -> Iterator[UpdateRows]:
-    """Each update with its rows. Raises RecordError where rows are missing."""
-    by_update: dict[int, list[Row]] = {}
-    for row in rows:
-        by_update.setdefault(int(row["update"]), []).append(row)
-    if sorted(by_update) != list(range(len(by_update))):
-        raise RecordError(
-            f"{what} has rows of the updates {', '.join(map(str, sorted(by_update)))}; some are missing"
-        )
-    for update, found in sorted(by_update.items()):
-        found.sort(key=lambda row: row["row"])
-        if [row["row"] for row in found] != list(range(len(found))):
+    updates = [
+        UpdateRows(update, sorted(rows, key=lambda row: row["row"])) for update, rows in by_update.items()
+    ]
+    updates.sort(key=lambda one: one.update)
+    numbers = [one.update for one in updates]
+    if numbers != list(range(len(updates))):
+        raise RecordError(f"{stage} step {step} has rows of the updates {numbers}; some are missing")
+    for one in updates:
+        if [row["row"] for row in one.rows] != list(range(len(one.rows))):
             raise RecordError(
-                f"{what}, update {update}: rows are missing or stand twice in contributions.jsonl"
+                f"{stage} step {step}, update {one.update}: rows are missing or stand twice in"
+                " contributions.jsonl"
             )
-        yield UpdateRows(update, found)
+    return StepRecord(metrics, updates)
 
 
 def find_rows(run_dir: RunDir, path: Path, stage: str, step: int) -> list[Row]:

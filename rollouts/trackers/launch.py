@@ -13,27 +13,18 @@ from pathlib import Path
 
 import trio
 
-from rollouts.errors import ConfigError, InfrastructureError, RunDirError, TrackerError
+from rollouts.errors import InfrastructureError, RunDirError
 from rollouts.processes.process import open_process
 from rollouts.run_dir import RunDir
-from rollouts.trackers.follower import HUNG, choose_wait
-from rollouts.trackers.position import Position, position_path, read_batch, read_position
-from rollouts.trackers.sinks import SINKS, check_sink
+from rollouts.trackers.follower import choose_wait
+from rollouts.trackers.position import position_path, read_batch, read_position
+from rollouts.trackers.sinks import SINKS
 
 END_S = 2.0  # most that a run waits at its end for its follower to have sent everything
 DRAIN_S = 30.0  # that the follower has after the end of the run
 FOLLOWER = (sys.executable, "-m", "rollouts.trackers.follower")
 
 Say = Callable[[str], None]
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raises ConfigError, with the command that installs it, if a tracker's package is missing."""
-    for name in names:
-        try:
-            check_sink(name)
-        except TrackerError as error:
-            raise ConfigError(f"output.trackers: {error}") from error
 
 
 @asynccontextmanager
@@ -54,11 +45,9 @@ async def open_trackers(
     if not names:
         yield
         return
-    over, ended = trio.Event(), trio.Event()
+    root, over, ended = run_dir.root, trio.Event(), trio.Event()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(
-            keep_follower, run_dir.root, [*command, str(run_dir.root), *names], over, ended, say
-        )
+        nursery.start_soon(keep_follower, root, [*command, str(root), *names], over, ended, say)
         try:
             yield
         finally:
@@ -67,13 +56,12 @@ async def open_trackers(
                 await ended.wait()
             left = "the follower has ended" if ended.is_set() else f"they have {DRAIN_S:.0f} s more"
             nursery.cancel_scope.cancel()
-    behind = [name for name in names if is_behind(run_dir.root, name)]
-    if behind:
-        rest = describe_catching_up(run_dir.root, behind)
-        say(f"not everything was sent to {', '.join(behind)}, {left}; {rest}")
-    for name in names:
-        if left_out := read_left_out(run_dir.root, name):
-            log = run_dir.root / "trackers" / f"{name}.log"
+    states = {name: read_state(root, name) for name in names}
+    if behind := [name for name, (_, is_behind) in states.items() if is_behind]:
+        say(f"not everything was sent to {', '.join(behind)}, {left}; {describe_catching_up(root, behind)}")
+    for name, (left_out, _) in states.items():
+        if left_out:
+            log = root / "trackers" / f"{name}.log"
             say(f"warning: {name} does not have all rows: {left_out}; {log} says why")
 
 
@@ -82,54 +70,47 @@ async def keep_follower(
 ) -> None:
     """Runs the follower, and again when it dies, until the run is over. Then `ended` is set."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    failures = 0
+    log, failures = Path(os.devnull), 0  # what libraries print may have secrets in it
+
+    async def end_stdin(channel: trio.SocketStream | None) -> None:
+        assert channel is not None
+        await over.wait()
+        await channel.send_eof()
+
     while True:
         try:
             (root / "trackers").mkdir(exist_ok=True)
-            log = root / "trackers" / "followers.log"
-            async with open_process(
-                command, env=environment, log=log, with_channel=True, linger_s=DRAIN_S
-            ) as process:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(close_stdin_when_over, process.channel, over)
-                    code = await process.wait_ended()
-                    nursery.cancel_scope.cancel()
-                problem = "hung" if code == HUNG else process.describe_end()
+            async with (
+                open_process(
+                    command, env=environment, log=log, with_channel=True, linger_s=DRAIN_S
+                ) as process,
+                trio.open_nursery() as nursery,
+            ):
+                nursery.start_soon(end_stdin, process.channel)
+                await process.wait_ended()
+                nursery.cancel_scope.cancel()
+            problem = process.describe_end()
         except (OSError, InfrastructureError) as error:
-            code, problem = None, f"cannot start ({error})"
+            problem = f"cannot start ({error})"
         if over.is_set():
-            ended.set()
-            return
-        failures += 1
-        if failures == 1:
+            return ended.set()
+        if not failures:
             say(f"warning: the follower of output.trackers {problem}; it is started again")
-        with trio.move_on_after(choose_wait(failures, None)):
+        with trio.move_on_after(choose_wait(failures)):
             await over.wait()
+        failures += 1
 
 
-async def close_stdin_when_over(channel: trio.SocketStream | None, over: trio.Event) -> None:
-    """Tells the follower that the run is over."""
-    assert channel is not None
-    await over.wait()
-    await channel.send_eof()
-
-
-def is_behind(root: Path, name: str) -> bool:
-    """Whether rows are there that the tracker has not taken, as far as its position tells."""
-    try:
-        position = read_position(position_path(root, name)) or Position("")
-        return bool(read_batch(root, SINKS[name].files, position, limit=1, say=lambda text: None).rows)
-    except (OSError, RunDirError):
-        return True
-
-
-def read_left_out(root: Path, name: str) -> str:
-    """What the tracker's service refused for good, as far as its position tells; empty for nothing."""
+def read_state(root: Path, name: str) -> tuple[str, bool]:
+    """(what the tracker's service refused for good, empty for nothing; whether rows are there that it has not
+    taken), as far as its position tells.
+    """
     try:
         position = read_position(position_path(root, name))
+        batch = read_batch(root, SINKS[name].files, position, limit=1, say=lambda text: None)
     except (OSError, RunDirError):
-        return ""
-    return "" if position is None else position.describe_left_out()
+        return "", True
+    return position.describe_left_out(), bool(batch.rows)
 
 
 def describe_catching_up(root: Path, names: Sequence[str]) -> str:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import heapq
-import json
+import io
 import math
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from rollouts.errors import RunDirError
+from rollouts.run_dir import part_path
 from rollouts.trackers.sinks import NonNegative, Place, TrackedRow
 
-SCHEMA = 1
+LINE_BYTES = 1 << 16  # of a row, at most, where a file has lost its end
 
 
 class LeftOut(msgspec.Struct, frozen=True):
@@ -34,7 +36,7 @@ class Position(msgspec.Struct, frozen=True):
     number: NonNegative = 0  # rows taken so far, or left out
     mark: dict[str, Any] | None = None  # what the sink said of them
     left_out: LeftOut = LeftOut()
-    schema: int = SCHEMA
+    schema: Literal[1] = 1
 
     def describe_left_out(self) -> str:
         """What the tracker will never have, empty where that is nothing."""
@@ -55,20 +57,19 @@ def position_path(root: Path, name: str) -> Path:
     return root / "trackers" / f"{name}.json"
 
 
-def read_position(path: Path) -> Position | None:
-    """None where there is none yet. Raises RunDirError for a file that says something else."""
+def read_position(path: Path) -> Position:
+    """The stored position, of an empty id where there is none. Raises RunDirError for a file that says
+    something else.
+    """
     try:
-        position = msgspec.json.decode(path.read_bytes(), type=Position)
-        if position.schema != SCHEMA:
-            raise ValueError(f"schema {position.schema}, not {SCHEMA}")
+        return msgspec.json.decode(path.read_bytes(), type=Position)
     except FileNotFoundError:
-        return None
+        return Position("")
     except ValueError as error:
         raise RunDirError(
             f"{path} does not say how far the tracker is ({error}); remove it to send the whole run again,"
             " as a new one"
         ) from error
-    return position
 
 
 def write_position(path: Path, position: Position) -> None:
@@ -86,14 +87,22 @@ def open_position(path: Path) -> Position:
     OSError, RunDirError.
     """
     position = read_position(path)
-    if position is None:
-        path.parent.mkdir(exist_ok=True)
+    if not position.id:
         position = Position(uuid.uuid4().hex)
         write_position(path, position)
     return position
 
 
 # --- the rows after a position ------------------------------------------------------------------------------
+
+
+class Head(msgspec.Struct):
+    """What every row has."""
+
+    stage: str
+    step: int
+    attempt: int
+    time_unix: float
 
 
 def read_batch(
@@ -104,48 +113,40 @@ def read_batch(
     Within a file rows keep their order. A line that is no row is passed over and said; one without its
     newline is waited for. Raises OSError.
     """
+    rows: list[TrackedRow] = []
+    ends: dict[str, Place] = {}
     sources = [read_lines(root, file, position.files.get(file, Place()), say) for file in files]
-    batch = Batch([], {})
-    for _, file, row, end in heapq.merge(*sources, key=lambda line: line[0]):
+    for _, file, row, end in heapq.merge(*sources, key=itemgetter(0)):
         if row is not None:
-            if len(batch.rows) == limit:
+            if len(rows) == limit:
                 break
-            batch.rows.append(TrackedRow(file, row, position.number + len(batch.rows), end))
-        batch.ends[file] = end
-    return batch
+            rows.append(TrackedRow(file, row, position.number + len(rows), end))
+        ends[file] = end
+    return Batch(rows, ends)
 
 
 def read_lines(
     root: Path, file: str, place: Place, say: Callable[[str], None]
 ) -> Iterator[tuple[float, str, Mapping[str, Any] | None, Place]]:
-    """(time, file, row, where the next row begins) of each whole line; row None: it is none."""
+    """(time, file, row, where the next line begins) of each whole line; row None: it is none."""
     part, offset, has_next = place.part, place.offset, True
     while has_next:
-        path = root / (f"{file}.{part}.jsonl" if part else f"{file}.jsonl")
+        path, following = (part_path(root / f"{file}.jsonl", number) for number in (part, part + 1))
         # looked at before the part is read: a part begins when the last row of the one before is written
-        has_next = (root / f"{file}.{part + 1}.jsonl").exists()
-        if path.exists():
-            with path.open("rb") as opened:
-                offset = min(offset, os.fstat(opened.fileno()).st_size)
-                while offset > 0 and os.pread(opened.fileno(), 1, offset - 1) != b"\n":
-                    offset -= 1  # a power cut has taken the file's end, and rows were added
-                opened.seek(offset)
-                for line in opened:
-                    if not line.endswith(b"\n") and not has_next:
-                        return
-                    row, end = parse_row(line), Place(part, opened.tell())
-                    if row is None:
-                        say(f"{path.name}: no row ends at byte {end.offset} ({line[:40]!r}…): passed over")
-                    yield -math.inf if row is None else float(row["time_unix"]), file, row, end
+        has_next = following.exists()
+        with path.open("rb") if path.exists() else io.BytesIO() as opened:
+            # at the beginning of a line also where a power cut has taken the file's end, and rows were added
+            begin = opened.seek(max(0, offset - LINE_BYTES))
+            opened.seek(begin + opened.read(offset - begin).rfind(b"\n") + 1)
+            for line in iter(opened.readline, b""):
+                if not line.endswith(b"\n"):
+                    break
+                end, row = Place(part, opened.tell()), None
+                try:
+                    row = msgspec.json.decode(line)
+                    time_unix = msgspec.convert(row, Head).time_unix
+                except (ValueError, RecursionError):
+                    say(f"{path.name}: no row ends at byte {end.offset} ({line[:40]!r}…): passed over")
+                    row, time_unix = None, -math.inf
+                yield time_unix, file, row, end
         part, offset = part + 1, 0
-
-
-def parse_row(line: bytes) -> Mapping[str, Any] | None:
-    """A row with the fields that every row has; None for another line."""
-    try:
-        row = json.loads(line)
-        kinds = {"stage": str, "step": int, "attempt": int, "time_unix": int | float}
-        whole = all(isinstance(row[name], kind) for name, kind in kinds.items())
-        return row if whole and math.isfinite(row["time_unix"]) else None
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return None

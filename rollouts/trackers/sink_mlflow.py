@@ -9,15 +9,16 @@ ones: rows that are sent again change nothing there. Steps that a resumed run re
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rollouts.config.secrets import flatten_settings
-from rollouts.errors import RowsRefused, SinkRefused, SinkUnavailable, TrackerError
+from rollouts.errors import RowsRefused, SinkRefused, SinkUnavailable
 from rollouts.trackers.sinks import RunInfo, TrackedRow, clean_name
 
 TAG = "rollouts.run_id"
-METRICS_PER_CALL, PARAMS_PER_CALL, PARAM_CHARS = 1000, 100, 500  # what every server takes
+METRICS_PER_CALL, PARAM_CHARS = 1000, 500  # what every server takes
 WORDS = 300  # characters of a server's words that are worth a line
 # A server that does not answer is asked again by the follower, not for minutes by the client; a user's own
 # values stay.
@@ -28,48 +29,30 @@ PATIENCE = {
 }
 
 
-def open_sink(run: RunInfo) -> MlflowSink:
-    """The sink of a run, made in MLflow if it is not there. Raises SinkRefused or SinkUnavailable."""
-    for name, value in PATIENCE.items():
-        os.environ.setdefault(name, value)
-    from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
-    from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
-
-    try:
-        client = MlflowClient()
-        return MlflowSink(client, find_run(client, run), MlflowException)
-    except MlflowException as error:
-        raise translate(error) from error
-
-
-def find_run(client: Any, run: RunInfo) -> str:
-    """MLflow's id of the run; makes it, with the settings as parameters, if there is none."""
-    experiment = run.environment.get("MLFLOW_EXPERIMENT_NAME") or "rollouts"
-    found = client.get_experiment_by_name(experiment)
-    experiment_id = client.create_experiment(experiment) if found is None else found.experiment_id
-    runs = client.search_runs([experiment_id], filter_string=f"tags.`{TAG}` = '{run.id}'", max_results=1)
-    if runs:
-        return runs[0].info.run_id
-    from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
-
-    made = client.create_run(experiment_id, run_name=run.name).info.run_id
-    params = [
-        Param(clean_name(name, "/"), value[:PARAM_CHARS])
-        for name, value in flatten_settings(run.config).items()
-    ]
-    for start in range(0, len(params), PARAMS_PER_CALL):
-        client.log_batch(made, params=params[start : start + PARAMS_PER_CALL])
-    client.set_tag(made, TAG, run.id)  # last: a run without it is not found, and made again whole
-    return made
-
-
 class MlflowSink:
-    """One run of an MLflow experiment."""
+    """One run of an MLflow experiment, made if it is not there. Raises SinkRefused or SinkUnavailable."""
 
-    def __init__(self, client: Any, run_id: str, failure: type[Exception]) -> None:
-        self._client = client
-        self._run_id = run_id
-        self._failure = failure
+    def __init__(self, run: RunInfo) -> None:
+        for name, value in PATIENCE.items():
+            os.environ.setdefault(name, value)
+        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+
+        with translating():
+            self._client: Any = MlflowClient()
+            self._run_id = self._find_run(run)
+
+    def _find_run(self, run: RunInfo) -> str:
+        """MLflow's id of the run; makes it, with the settings as parameters, if there is none."""
+        client, name = self._client, run.environment.get("MLFLOW_EXPERIMENT_NAME") or "rollouts"
+        found = client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else client.create_experiment(name)
+        if runs := client.search_runs([experiment], f"tags.`{TAG}` = '{run.id}'", max_results=1):
+            return runs[0].info.run_id
+        made = client.create_run(experiment, run_name=run.name).info.run_id
+        for key, value in flatten_settings(run.config).items():
+            client.log_param(made, clean_name(key, "/"), value[:PARAM_CHARS])
+        client.set_tag(made, TAG, run.id)  # last: a run without it is not found, and made again whole
+        return made
 
     def send(self, rows: Sequence[TrackedRow]) -> None:
         """One call for each thousand metrics. Raises SinkRefused, SinkUnavailable or RowsRefused."""
@@ -80,26 +63,39 @@ class MlflowSink:
             for row in rows
             for name, value in row.staged_metrics().items()
         ]
-        try:
-            for start in range(0, len(metrics), METRICS_PER_CALL):
-                self._client.log_batch(
-                    self._run_id, metrics=metrics[start : start + METRICS_PER_CALL], synchronous=True
-                )
-        except self._failure as error:
-            failure: Any = error
-            # A row for a run that was deleted is refused in the same way as a bad row.
-            if (
-                failure.get_http_status_code() == 400
-                and self._client.get_run(self._run_id).info.lifecycle_stage == "active"
-            ):
-                raise RowsRefused(" ".join(str(error).split())[:WORDS]) from error
-            raise translate(error) from error
+        with translating():
+            try:
+                for start in range(0, len(metrics), METRICS_PER_CALL):
+                    part = metrics[start : start + METRICS_PER_CALL]
+                    self._client.log_batch(self._run_id, metrics=part, synchronous=True)
+            except Exception as error:
+                # A row for a run that was deleted is refused in the same way as a bad row.
+                active = self._client.get_run(self._run_id).info.lifecycle_stage == "active"
+                if read_status(error) == 400 and active:
+                    raise RowsRefused(" ".join(str(error).split())[:WORDS]) from error
+                raise
 
     def close(self) -> None:
         """The run stays as it is: a resumed run goes on with it."""
 
 
-def translate(error: Any) -> TrackerError:
-    """Whether a person has to act: the server knows us not, or finds the request wrong."""
-    status = error.get_http_status_code()
-    return SinkRefused(str(error)) if status in (400, 401, 403, 404) else SinkUnavailable(str(error))
+open_sink = MlflowSink
+
+
+def read_status(error: Any) -> int:
+    """The HTTP status that MLflow gives an error of its own; 0 for another error."""
+    return error.get_http_status_code() if hasattr(error, "get_http_status_code") else 0
+
+
+@contextmanager
+def translating() -> Iterator[None]:
+    """MLflow's errors become SinkRefused where the server knows us not or finds the request wrong, otherwise
+    SinkUnavailable.
+    """
+    try:
+        yield
+    except RowsRefused:
+        raise
+    except Exception as error:
+        refused = read_status(error) in (400, 401, 403, 404)
+        raise (SinkRefused if refused else SinkUnavailable)(str(error)) from error

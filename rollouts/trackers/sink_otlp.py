@@ -14,22 +14,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import requests
 from google.protobuf.message import DecodeError
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
-from opentelemetry.sdk.metrics.export import (
-    Gauge,
-    Metric,
-    MetricsData,
-    NumberDataPoint,
-    ResourceMetrics,
-    ScopeMetrics,
-)
+from opentelemetry.sdk.metrics import export as sdk
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
@@ -40,15 +32,10 @@ from rollouts.errors import RowsRefused, SinkRefused, SinkUnavailable
 from rollouts.metrics.names import find_metric
 from rollouts.trackers.sinks import Mark, RunInfo, TrackedRow, clean_name
 
-ROWS_AT_FAULT = frozenset({400, 413, 422})
 WORDS = 300  # characters of a collector's words that are worth a line
 UNITS = {"": "1", "share": "1", "s": "s", "bytes": "By"}  # as OpenTelemetry writes them; others in braces
-Signal = Literal["metrics", "traces"]
-
-
-def open_sink(run: RunInfo) -> OtlpSink:
-    """The sink of a run."""
-    return OtlpSink(run)
+SPAN_FIELDS = ("track", "stage", "step", "policy_version", "attempt", "id", "tokens")
+SCOPE = InstrumentationScope("rollouts", __version__)
 
 
 class OtlpSink:
@@ -56,39 +43,35 @@ class OtlpSink:
 
     def __init__(self, run: RunInfo) -> None:
         self._run = run
-        self._answers: list[requests.Response] = []  # of the request under way
         self._left_out = int((run.mark or {}).get("left_out", 0))  # values that the collector left out
+        self._answers: list[requests.Response] = []  # of the request under way
         session = requests.Session()
         session.hooks["response"].append(lambda answer, **_: self._answers.append(answer))
         session.max_redirects = 0
-        self._exporters = {
-            "metrics": OTLPMetricExporter(session=session),
-            "traces": OTLPSpanExporter(session=session),
-        }
+        self._metrics, self._traces = OTLPMetricExporter(session=session), OTLPSpanExporter(session=session)
         given = Resource.create().attributes
-        unnamed = str(given["service.name"]).startswith("unknown_service")
-        own = {"service.instance.id": run.id, "rollouts.run": run.name}
-        self._resource = Resource({**given, **({"service.name": "rollouts"} if unnamed else {}), **own})
-        self._scope = InstrumentationScope("rollouts", __version__)
+        named = {} if not str(given["service.name"]).startswith("unknown") else {"service.name": "rollouts"}
+        self._resource = Resource({**given, **named, "service.instance.id": run.id, "rollouts.run": run.name})
 
     def send(self, rows: Sequence[TrackedRow]) -> Mark | None:
         """Returns when the collector has taken the batch."""
-        empty = {"metrics": MetricsData([]), "traces": ()}
-        for signal in ("metrics", "traces"):
+        for signal, exporter, make in (
+            ("metrics", self._metrics, self._make_metrics),
+            ("traces", self._traces, self._make_spans),
+        ):
             own = [row for row in rows if (row.file == "spans") == (signal == "traces")]
             if not own:
                 continue
             try:
-                message = self._make_spans(own) if signal == "traces" else self._make_metrics(own)
+                message = make(own)
             except (KeyError, TypeError, ValueError, OverflowError) as error:  # another program wrote the row
                 raise RowsRefused(f"it cannot be told as OTLP ({error!r})") from error
             try:
-                self._post(signal, message)
+                self._post(signal, exporter, message)
             except RowsRefused as error:
-                if len(rows) > 1:
-                    raise
                 try:
-                    self._post(signal, empty[signal])
+                    if len(rows) == 1:
+                        self._post(signal, exporter, make([]))
                 except RowsRefused:
                     hint = "even without rows; check OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_RESOURCE_ATTRIBUTES"
                     raise SinkRefused(f"{error}, {hint}") from error
@@ -97,79 +80,69 @@ class OtlpSink:
 
     def close(self) -> None:
         """Closes the connection."""
-        for exporter in self._exporters.values():
-            exporter.shutdown()
+        self._metrics.shutdown()
+        self._traces.shutdown()
 
-    def _post(self, signal: Signal, message: Any) -> None:
+    def _post(self, signal: str, exporter: Any, message: Any) -> None:
         self._answers.clear()
-        self._exporters[signal].export(message)
+        exporter.export(message)
         if not self._answers:
             raise SinkUnavailable("the collector does not answer")
         answer = self._answers[-1]
-        status = answer.status_code
-        if 200 <= status < 300:
-            self._left_out += count_rejected(signal, answer.content)
-            return
-        told = f"the collector answered {status} to {signal}"
+        status, told = answer.status_code, f"the collector answered {answer.status_code} to {signal}"
         if status in (408, 429) or status >= 500:
-            retry_after = answer.headers.get("retry-after", "")
-            raise SinkUnavailable(told, retry_after_s=float(retry_after) if retry_after.isdecimal() else None)
-        if status in ROWS_AT_FAULT:
+            raise SinkUnavailable(told)
+        if status in (400, 413, 422):
             words = "".join(letter if letter.isprintable() else " " for letter in answer.text)
             raise RowsRefused(f"{told}: {' '.join(words.split())[:WORDS]}")
-        raise SinkRefused(f"{told}; check OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_EXPORTER_OTLP_HEADERS")
+        if status >= 300:
+            raise SinkRefused(f"{told}; check OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_EXPORTER_OTLP_HEADERS")
+        with contextlib.suppress(DecodeError):  # the answer to traces has its number in the same field
+            taken = ExportMetricsServiceResponse.FromString(answer.content)
+            self._left_out += taken.partial_success.rejected_data_points
 
-    def _make_metrics(self, rows: Sequence[TrackedRow]) -> MetricsData:
+    def _make_metrics(self, rows: Sequence[TrackedRow]) -> sdk.MetricsData:
         """A gauge per metric with a point per row, at the row's time."""
-        points: dict[str, list[NumberDataPoint]] = {}
+        points: dict[str, list[sdk.NumberDataPoint]] = {}
         for tracked in rows:
-            row = tracked.row
-            time_ns = round(row["time_unix"] * 1000) * 1_000_000
-            head = {"step": row["step"], "policy_version": row.get("policy_version", 0)}
-            for name, value in {**head, **tracked.metrics()}.items():
-                point = NumberDataPoint(tracked.labels(), 0, time_ns, float(value))
+            time_ns = round(tracked.row["time_unix"] * 1000) * 1_000_000
+            for name, value in tracked.metrics("step", "policy_version").items():
+                point = sdk.NumberDataPoint(tracked.labels(), 0, time_ns, float(value))
                 points.setdefault(name, []).append(point)
-        metrics: list[Metric] = []
+        metrics: list[sdk.Metric] = []
         for name, held in points.items():
             known = find_metric(name)
-            unit = UNITS.get(known.unit, f"{{{known.unit}}}") if known else "1"
-            meaning = known.meaning if known else ""
-            metrics.append(Metric(f"rollouts.{clean_name(name, '.')}", meaning, unit, Gauge(held)))
-        return MetricsData([ResourceMetrics(self._resource, [ScopeMetrics(self._scope, metrics, "")], "")])
+            unit, meaning = (known.unit, known.meaning) if known else ("", "")
+            unit = UNITS.get(unit, f"{{{unit}}}")
+            metrics.append(sdk.Metric(f"rollouts.{clean_name(name, '.')}", meaning, unit, sdk.Gauge(held)))
+        scopes = [sdk.ScopeMetrics(SCOPE, metrics, "")] if metrics else []
+        return sdk.MetricsData([sdk.ResourceMetrics(self._resource, scopes, "")] if scopes else [])
 
     def _make_spans(self, rows: Sequence[TrackedRow]) -> list[ReadableSpan]:
         """The span of each row; those of one step of one attempt are a trace. Ids follow from run and row."""
         spans: list[ReadableSpan] = []
         for tracked in rows:
             row = tracked.row
-            names = ("track", "stage", "step", "policy_version", "attempt", "id", "tokens")
             start_ns = round(row["start_unix"] * 1e6) * 1000
             trace_id = make_id(16, self._run.id, row["stage"], row["step"], row["attempt"])
             span_id = make_id(8, self._run.id, "span", tracked.key)
-            spans.append(
-                ReadableSpan(
-                    row["name"],
-                    SpanContext(trace_id, span_id, is_remote=False),
-                    resource=self._resource,
-                    attributes={name: row[name] for name in names if name in row},
-                    kind=SpanKind.INTERNAL,
-                    instrumentation_scope=self._scope,
-                    start_time=start_ns,
-                    end_time=start_ns + round(row["duration_s"] * 1e6) * 1000,
-                )
+            span = ReadableSpan(
+                row["name"],
+                SpanContext(trace_id, span_id, is_remote=False),
+                resource=self._resource,
+                attributes={name: row[name] for name in SPAN_FIELDS if name in row},
+                kind=SpanKind.INTERNAL,
+                instrumentation_scope=SCOPE,
+                start_time=start_ns,
+                end_time=start_ns + round(row["duration_s"] * 1e6) * 1000,
             )
+            spans.append(span)
         return spans
+
+
+open_sink = OtlpSink
 
 
 def make_id(size: int, *parts: object) -> int:
     """A number of so many bytes that follows from the parts."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:size], "big")
-
-
-def count_rejected(signal: Signal, content: bytes) -> int:
-    """How many values a collector took a batch without; 0 for an answer that is no OTLP message."""
-    with contextlib.suppress(DecodeError):
-        if signal == "metrics":
-            return ExportMetricsServiceResponse.FromString(content).partial_success.rejected_data_points
-        return ExportTraceServiceResponse.FromString(content).partial_success.rejected_spans
-    return 0

@@ -9,62 +9,45 @@ last: a follower that starts again shows it at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-from rollouts.errors import SinkRefused, TrackerError
+from rollouts.errors import SinkRefused
 from rollouts.metrics.names import find_metric
 from rollouts.trackers.sinks import Mark, RunInfo, TrackedRow, clean_name
 
-
-def open_sink(run: RunInfo) -> PrometheusSink:
-    """The endpoint of a run. Raises TrackerError for a bad port, SinkRefused for one that is taken."""
-    text = run.environment.get("OTEL_EXPORTER_PROMETHEUS_PORT") or "9464"
-    if not text.isdecimal() or int(text) > 65535:
-        raise TrackerError(f"OTEL_EXPORTER_PROMETHEUS_PORT={text!r} is no port; give a number up to 65535")
-    return PrometheusSink(run, int(text))
+PORT = "OTEL_EXPORTER_PROMETHEUS_PORT"
 
 
-class PrometheusSink(Collector):
-    """Holds the newest values: by metric, by stage."""
+class PrometheusSink:
+    """The endpoint of a run, with a gauge of each metric and its values by stage. Raises SinkRefused for a
+    port that is none, or is taken.
+    """
 
-    def __init__(self, run: RunInfo, port: int) -> None:
-        self._run = run
-        shown = (run.mark or {}).get("shown", {})
-        assert isinstance(shown, Mapping)
-        self._shown: dict[str, dict[str, float]] = {name: dict(values) for name, values in shown.items()}
-        registry = CollectorRegistry()
-        registry.register(self)
+    def __init__(self, run: RunInfo) -> None:
+        self._run, self._registry = run, CollectorRegistry()
+        self._gauges: dict[str, Gauge] = {}  # by the name that Prometheus reads
+        self._shown: dict[str, dict[str, float]] = {}  # by metric: by stage
+        mark: Any = run.mark or {}
+        for name, values in mark.get("shown", {}).items():
+            for stage, value in values.items():
+                self._show(name, stage, value)
+        port = run.read_port(PORT, "9464")
         try:
-            self._server, self._thread = start_http_server(port, "127.0.0.1", registry)
+            self._server, self._thread = start_http_server(port, "127.0.0.1", self._registry)
         except OSError as error:
             raise SinkRefused(
-                f"port {port} of this machine cannot be had ({error}); set OTEL_EXPORTER_PROMETHEUS_PORT to a"
-                " free one"
+                f"port {port} of this machine cannot be had ({error}); set {PORT} to a free one"
             ) from error
-        self.port = self._server.server_port
-
-    def collect(self) -> Iterator[Metric]:
-        """A gauge for each metric, with the labels run and stage."""
-        for name, values in list(self._shown.items()):
-            known = find_metric(name)
-            meaning = f"{known.meaning}{f' ({known.unit})' if known.unit else ''}" if known else name
-            exposed = f"rollouts_{clean_name(name, '_').replace('.', '_')}"
-            gauge = GaugeMetricFamily(exposed, meaning, labels=["run", "stage"])
-            for stage, value in list(values.items()):
-                gauge.add_metric([self._run.name, stage], value)
-            yield gauge
 
     def send(self, rows: Sequence[TrackedRow]) -> Mark:
         """Returns when the values are shown."""
         for tracked in rows:
-            row = tracked.row
-            place = {"step": row["step"], "attempt": row["attempt"]} if tracked.file == "metrics" else {}
-            for name, value in {**place, **tracked.metrics()}.items():
-                self._shown.setdefault(name, {})[row["stage"]] = float(value)
+            head = ("step", "attempt") if tracked.file == "metrics" else ()
+            for name, value in tracked.metrics(*head).items():
+                self._show(name, tracked.row["stage"], float(value))
         return {"shown": {name: dict(values) for name, values in self._shown.items()}}
 
     def close(self) -> None:
@@ -72,3 +55,15 @@ class PrometheusSink(Collector):
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+    def _show(self, name: str, stage: str, value: float) -> None:
+        exposed = f"rollouts_{clean_name(name, '_').replace('.', '_')}"
+        if exposed not in self._gauges:
+            known = find_metric(name)
+            meaning = f"{known.meaning}{f' ({known.unit})' if known.unit else ''}" if known else name
+            self._gauges[exposed] = Gauge(exposed, meaning, ["run", "stage"], registry=self._registry)
+        self._gauges[exposed].labels(self._run.name, stage).set(value)
+        self._shown.setdefault(name, {})[stage] = value
+
+
+open_sink = PrometheusSink

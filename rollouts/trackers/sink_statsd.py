@@ -12,34 +12,29 @@ across a network what is lost is lost.
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from datadog.dogstatsd.base import DogStatsd
 
-from rollouts.errors import SinkUnavailable, TrackerError
+from rollouts.errors import SinkUnavailable
 from rollouts.trackers.sinks import RunInfo, TrackedRow, clean_name
 
 DATADOG = ("DD_DOGSTATSD_URL", "DD_AGENT_HOST", "DD_DOGSTATSD_PORT")  # the client reads them itself
 VALUES_PER_FLUSH = 10
-
-
-def open_sink(run: RunInfo) -> StatsdSink:
-    """The sink of a run. Raises TrackerError for a port that is none."""
-    return StatsdSink(run)
+Send = partial[object]
 
 
 class StatsdSink:
-    """Sends gauges in datagrams of a few values."""
+    """Sends gauges in datagrams of a few values. Raises SinkRefused for a port that is none."""
 
     def __init__(self, run: RunInfo) -> None:
         self._run = run
         self._is_datadog = any(run.environment.get(name) for name in DATADOG)
         address = {}
         if not self._is_datadog:
-            port = run.environment.get("STATSD_PORT") or "8125"
-            if not port.isdecimal() or not 0 < int(port) < 65536:
-                raise TrackerError(f"STATSD_PORT={port!r} is no port; give a number from 1 to 65535")
-            address = {"host": run.environment.get("STATSD_HOST") or "localhost", "port": int(port)}
+            host = run.environment.get("STATSD_HOST") or "localhost"
+            address = {"host": host, "port": run.read_port("STATSD_PORT", "8125")}
         self._client = DogStatsd(
             **address,
             disable_buffering=False,
@@ -48,47 +43,42 @@ class StatsdSink:
             origin_detection_enabled=False,
             socket_timeout=5.0,
         )
-        self._waiting = 0
 
     def send(self, rows: Sequence[TrackedRow]) -> None:
         """Returns when the system has taken the datagrams. Raises SinkUnavailable where nothing listens."""
-        if self._is_datadog:
-            for tracked in rows:
-                tags = [
-                    f"{key}:{value}" for key, value in {"run": self._run.name, **tracked.labels()}.items()
-                ]
-                for name, value in {"step": tracked.row["step"], **tracked.metrics()}.items():
-                    metric = f"rollouts.{clean_name(name, '.')}"
-                    self._client.gauge_with_timestamp(metric, value, int(tracked.row["time_unix"]), tags)
-                    self._flush(VALUES_PER_FLUSH)
-        else:
-            newest = {
-                (tracked.row["stage"], name): value
-                for tracked in rows
-                for name, value in {"step": tracked.row["step"], **tracked.metrics()}.items()
-            }
-            for (stage, name), value in newest.items():
-                parts = (self._run.name, stage, name)
-                metric = ".".join(["rollouts", *(clean_name(part, ".") for part in parts)])
-                if value < 0:  # a sign means a change of a gauge, so a negative value follows a zero
-                    self._client.gauge(metric, 0)
-                self._client.gauge(metric, value)
-                self._flush(VALUES_PER_FLUSH)
-        self._flush(1)
+        calls = [*(self._list_values(rows) if self._is_datadog else self._list_newest(rows))]
+        for start in range(0, len(calls), VALUES_PER_FLUSH):
+            for call in calls[start : start + VALUES_PER_FLUSH]:
+                call()
+            sent, connection = self._client.flush_buffered_metrics(), self._client.socket
+            if not sent or (connection and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
+                self._client.close_socket()
+                place = self._client.socket_path or f"{self._client.host}:{self._client.port}"
+                raise SinkUnavailable(f"nothing takes datagrams at {place}")
 
     def close(self) -> None:
         """Closes the socket."""
         self._client.close_socket()
 
-    def _flush(self, least: int) -> None:
-        """Sends what waits where that is at least so many values."""
-        self._waiting += 1
-        if self._waiting < least:
-            return
-        self._waiting = 0
-        sent = self._client.flush_buffered_metrics()
-        connection = self._client.socket
-        if not sent or (connection and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
-            self._client.close_socket()
-            place = self._client.socket_path or f"{self._client.host}:{self._client.port}"
-            raise SinkUnavailable(f"nothing takes datagrams at {place}")
+    def _list_values(self, rows: Sequence[TrackedRow]) -> Iterator[Send]:
+        for tracked in rows:
+            labels = {"run": self._run.name, **tracked.labels()}
+            tags = [f"{key}:{value}" for key, value in labels.items()]
+            for name, value in tracked.metrics("step").items():
+                metric, time_s = f"rollouts.{clean_name(name, '.')}", int(tracked.row["time_unix"])
+                yield partial(self._client.gauge_with_timestamp, metric, value, time_s, tags)
+
+    def _list_newest(self, rows: Sequence[TrackedRow]) -> Iterator[Send]:
+        newest = {
+            ("rollouts", self._run.name, tracked.row["stage"], name): value
+            for tracked in rows
+            for name, value in tracked.metrics("step").items()
+        }
+        for parts, value in newest.items():
+            metric = ".".join(clean_name(part, ".") for part in parts)
+            # a sign means a change of a gauge, so a negative value follows a zero
+            for number in (0, value) if value < 0 else (value,):
+                yield partial(self._client.gauge, metric, number)
+
+
+open_sink = StatsdSink

@@ -8,64 +8,49 @@ steps that it has. Steps that a resumed run repeats are shown twice, with their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rollouts.errors import SinkRefused, SinkUnavailable
 from rollouts.trackers.sinks import RunInfo, TrackedRow
 
 
-def open_sink(run: RunInfo) -> WandbSink:
-    """The sink of a run. Raises SinkRefused for a key that is missing or wrong, SinkUnavailable where the
-    service does not answer.
-    """
-    import wandb  # pyright: ignore[reportMissingImports]
-
-    folder = run.root / "trackers" / "wandb"
-    folder.mkdir(exist_ok=True)
-    # Nothing of this process is worth recording: it is not the one that trains.
-    settings = wandb.Settings(
-        console="off",
-        silent=True,
-        x_disable_stats=True,
-        disable_git=True,
-        disable_code=True,
-        disable_job_creation=True,
-    )
-    try:
-        opened = wandb.init(
-            project=run.environment.get("WANDB_PROJECT") or "rollouts",
-            id=run.id,
-            name=run.environment.get("WANDB_NAME") or run.name,
-            resume="allow",
-            dir=str(folder),
-            config=dict(run.config),
-            settings=settings,
-        )
-    except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
-        raise SinkRefused(f"{error}; set WANDB_API_KEY, or WANDB_MODE=offline") from error
-    except (wandb.errors.Error, OSError) as error:
-        raise SinkUnavailable(str(error)) from error
-    return WandbSink(opened, wandb.teardown)
-
-
 class WandbSink:
-    """One run of a wandb project."""
+    """One run of a wandb project. Raises SinkRefused for a key that is missing or wrong, SinkUnavailable
+    where the service does not answer.
+    """
 
-    def __init__(self, opened: Any, teardown: Callable[[], None]) -> None:
-        self._run = opened
-        self._teardown = teardown
-        self._stages: set[str] = set()  # whose axis is defined
+    def __init__(self, run: RunInfo) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        folder, environment = run.root / "trackers" / "wandb", run.environment
+        folder.mkdir(exist_ok=True)
+        quiet = ("silent", "x_disable_stats", "disable_git", "disable_code", "disable_job_creation")
+        try:
+            self._run = wandb.init(
+                project=environment.get("WANDB_PROJECT") or "rollouts",
+                id=run.id,
+                name=environment.get("WANDB_NAME") or run.name,
+                resume="allow",
+                dir=str(folder),
+                config=dict(run.config),
+                # nothing of this process is worth recording: it is not the one that trains
+                settings=wandb.Settings(console="off", **dict.fromkeys(quiet, True)),
+            )
+        except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
+            raise SinkRefused(f"{error}; set WANDB_API_KEY, or WANDB_MODE=offline") from error
+        except (wandb.errors.Error, OSError) as error:
+            raise SinkUnavailable(str(error)) from error
+        self._teardown = wandb.teardown
+        self._axes: set[str] = set()  # whose axis is defined
 
     def send(self, rows: Sequence[TrackedRow]) -> None:
         """Hands the rows to wandb's own process."""
         for tracked in rows:
-            stage = tracked.row["stage"]
-            if stage not in self._stages:
-                self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
-                self._stages.add(stage)
-            values = {**tracked.staged_metrics(), f"{stage}/step": tracked.row["step"]}
-            self._run.log(values, step=tracked.number)
+            axis = f"{tracked.row['stage']}/step"
+            if axis not in self._axes:
+                self._run.define_metric(f"{tracked.row['stage']}/*", step_metric=axis)
+                self._axes.add(axis)
+            self._run.log({**tracked.staged_metrics(), axis: tracked.row["step"]}, step=tracked.number)
 
     def close(self) -> None:
         """Returns when the service has everything, or the file of a run that is offline."""
@@ -73,3 +58,6 @@ class WandbSink:
         # finish may return before wandb's own process has written the end of its file, and that is killed
         # after this one
         self._teardown()
+
+
+open_sink = WandbSink

@@ -9,13 +9,14 @@ import importlib
 import importlib.util
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import msgspec
 
-from rollouts.errors import TrackerError
+from rollouts.errors import ConfigError, SinkRefused
 
 HEAD_FIELDS = frozenset({"schema", "stage", "step", "policy_version", "attempt", "time_unix", "name"})
 Mark = Mapping[str, Any]  # JSON values
@@ -46,20 +47,17 @@ class TrackedRow:
         """Tells the row from all others of the run, also when it is sent again."""
         return f"{self.file}-{self.end.part}-{self.end.offset}"
 
-    def metrics(self) -> dict[str, float]:
-        """The numbers of the row beside its head, by name."""
-        return {
-            name: value
-            for name, value in self.row.items()
-            if name not in HEAD_FIELDS and isinstance(value, int | float) and not isinstance(value, bool)
-        }
+    def metrics(self, *head: str) -> dict[str, float]:
+        """The numbers of the row by name: these of its head, then those beside its head."""
+        shown = {name: self.row.get(name, 0) for name in head}
+        shown |= {name: value for name, value in self.row.items() if name not in HEAD_FIELDS}
+        return {name: value for name, value in shown.items() if type(value) in (int, float)}
 
     def staged_metrics(self) -> dict[str, float]:
-        """metrics() as `STAGE/name`, and `STAGE/attempt`, for a service without stages: steps begin again
+        """The numbers as `STAGE/name`, and `STAGE/attempt`, for a service without stages: steps begin again
         with each stage.
         """
-        values = {**self.metrics(), "attempt": self.row["attempt"]}
-        return {f"{self.row['stage']}/{name}": value for name, value in values.items()}
+        return {f"{self.row['stage']}/{name}": value for name, value in self.metrics("attempt").items()}
 
     def labels(self) -> dict[str, Any]:
         """Stage and attempt, and the name of an evaluation, for a service with labels."""
@@ -77,6 +75,13 @@ class RunInfo:
     config: Mapping[str, Any]  # as resolved, without secrets
     environment: Mapping[str, str]  # where keys and addresses come from
     mark: Mark | None = None  # what `send` returned last before the position was stored
+
+    def read_port(self, variable: str, default: str) -> int:
+        """The port that a variable names. Raises SinkRefused for one that is none."""
+        text = self.environment.get(variable) or default
+        if not text.isdecimal() or not 0 < int(text) < 65536:
+            raise SinkRefused(f"{variable}={text!r} is no port; give a number from 1 to 65535")
+        return int(text)
 
 
 class Sink(Protocol):
@@ -119,23 +124,21 @@ SINKS: Mapping[str, SinkKind] = {
 }
 
 
-def check_sink(name: str) -> None:
-    """Raises TrackerError, with the command that installs it, if the tracker's package is missing."""
-    package = SINKS[name].package
-    try:
-        found = importlib.util.find_spec(package)
-    except ModuleNotFoundError:  # of the parent package
-        found = None
-    if found is None:
-        raise TrackerError(
-            f"tracker {name} needs the package {package}, which is not installed: pip install"
+def check_trackers(names: Sequence[str], *, setting: str = "output.trackers") -> None:
+    """Raises ConfigError, with the command that installs it, if a tracker's package is missing."""
+    for name in names:
+        package = SINKS[name].package
+        with suppress(ModuleNotFoundError):  # of the parent package
+            if importlib.util.find_spec(package):
+                continue
+        raise ConfigError(
+            f"{setting}: {name} needs the package {package}, which is not installed: pip install"
             f" 'rollouts-rl[{name}]'"
         )
 
 
 def open_sink(name: str, run: RunInfo) -> Sink:
-    """The sink of a kind. Raises TrackerError for a missing package, and as the sink's own open_sink."""
-    check_sink(name)
+    """The sink of a kind. Raises as the sink's own open_sink."""
     return importlib.import_module(f"rollouts.trackers.sink_{name}").open_sink(run)
 
 

@@ -20,6 +20,10 @@ EVERYTHING = (
     " --rl.kl_estimator k3 --rl.updates_per_batch 2 --rl.recompute_old true"
     " --rl.loss_params.dual_clip 3.0 --engine.mode copied --output.checkpoint_every 1"
 )
+LABELLED = (
+    "--preference.loss kto --preference.steps 2"
+    " --preference.data.function integration_training.tasks.letter_words:make_labels"
+)
 SHORT = ("--rl.steps", "2", "--rl.eval_every", "0", "--eval.data.size", "4")
 
 
@@ -31,45 +35,16 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 def logged_names(out: Path, config: Path, mode: str, *arguments: str) -> set[str]:
     assert main(["--config", str(config), "--mode", mode, "--output.dir", str(out), *SHORT, *arguments]) == 0
     rows = [*read_rows(out / "metrics.jsonl"), *read_rows(out / "evaluations.jsonl")]
-    return {name for row in rows for name in row if "/" in name or name in BARE_NAMES}
+    names = {name for row in rows for name in row if "/" in name or name in BARE_NAMES}
+    assert sorted(name for name in names if find_metric(name) is None) == []
+    return names
 
 
 def test_supervised_and_reinforced_with_everything_that_a_row_can_say(tmp_path: Path):
-    names = logged_names(
-        tmp_path / "run",
-        TINY,
-        "sft+rl",
-        *[
-            "--sft.steps",
-            "2",
-            "--rl.rollout.filters",
-            "[]",
-            "--rl.rollout.num_prompts",
-            "2",
-            "--rl.kl_coef",
-            "0.1",
-            "--rl.kl_in",
-            "loss",
-            "--rl.kl_estimator",
-            "k3",
-            "--rl.updates_per_batch",
-            "2",
-            "--rl.recompute_old",
-            "true",
-            "--rl.loss_params.dual_clip",
-            "3.0",
-            "--engine.mode",
-            "copied",
-            "--output.checkpoint_every",
-            "1",
-        ],
-    )
+    names = logged_names(tmp_path / "run", TINY, "sft+rl", *EVERYTHING.split())
     assert {"loss/nll", "kl/coef", "clip_ratio/dual", "weight_sync/bytes", "eval/heldout/avg@1"} <= names
-    assert sorted(name for name in names if find_metric(name) is None) == []
-
-    spans, samples = (
-        read_rows(tmp_path / "run" / "spans.jsonl"),
-        read_rows(tmp_path / "run" / "samples.jsonl"),
+    spans, samples, evaluations = (
+        read_rows(tmp_path / "run" / f"{name}.jsonl") for name in ("spans", "samples", "evaluations")
     )
     work = {
         "trainer": "generate log_probs train weight_sync evaluate checkpoint",
@@ -83,7 +58,7 @@ def test_supervised_and_reinforced_with_everything_that_a_row_can_say(tmp_path: 
     assert of_samples == {row["id"] for row in samples if row["stage"] == "rl"}, (
         "of each sample that is logged, and of no other"
     )
-    (evaluation,) = (row for row in read_rows(tmp_path / "run" / "evaluations.jsonl") if row["stage"] == "rl")
+    (evaluation,) = (row for row in evaluations if row["stage"] == "rl")
     last = max(row["start_unix"] + row["duration_s"] for row in spans if row["name"] == "evaluate")
     assert last == pytest.approx(evaluation["time_unix"], abs=5.0), (
         "what comes after the last step is in the file too"
@@ -110,17 +85,9 @@ def test_preferences_a_reward_model_and_a_critic(tmp_path: Path):
         "value/explained_variance",
         "critic/optim/lr",
     } <= names
-    assert sorted(name for name in names if find_metric(name) is None) == []
 
 
 @pytest.mark.slow
 def test_judgements_of_single_answers(tmp_path: Path):
-    arguments = (
-        "--preference.loss",
-        "kto",
-        "--preference.data.function",
-        "integration_training.tasks.letter_words:make_labels",
-    )
-    names = logged_names(tmp_path / "run", PREFERENCES, "preference", "--preference.steps", "2", *arguments)
+    names = logged_names(tmp_path / "run", PREFERENCES, "preference", *LABELLED.split())
     assert {"kto/reference_point", "kto/desirable/frac", "rewards/margins"} <= names
-    assert sorted(name for name in names if find_metric(name) is None) == []

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+Judge = Callable[[str, bytes], tuple[int, bytes, str]]
+
 
 def free_port(kind: int = socket.SOCK_STREAM) -> int:
     with socket.socket(socket.AF_INET, kind) as probe:
@@ -16,24 +18,22 @@ def free_port(kind: int = socket.SOCK_STREAM) -> int:
 
 
 class Collector(ThreadingHTTPServer):
-    """Stores what is posted to it, or does as the next of its faults says: a status, with or without headers,
-    or "hang". Without a fault it asks its judge, if it has one, for (status, body, content type).
+    """Stores what is posted to it, or answers with the next of its faults: a status and headers. Without a
+    fault it asks its judge for (status, body, content type).
     """
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), CollectorHandler)
-        self.faults: list[object] = []
+        self.faults: list[tuple[int, dict[str, str]]] = []
         self.judge: Callable[[str, bytes], tuple[int, bytes, str]] = lambda path, body: (
             200,
             b"",
-            "application/x-protobuf",
+            "text/plain",
         )
         self.bodies: dict[str, list[bytes]] = {"/v1/metrics": [], "/v1/traces": []}
         self.headers: list[dict[str, str]] = []
-        self.posts = 0
-        self.released = threading.Event()
 
     @property
     def url(self) -> str:
@@ -44,10 +44,6 @@ class Collector(ThreadingHTTPServer):
 
     def points(self) -> list[tuple[str, int, float, dict[str, object]]]:
         return [point for body in self.bodies["/v1/metrics"] for point in read_points(body)]
-
-    def steps(self) -> list[float]:
-        """Of the metrics that were taken, in their order."""
-        return [value for name, _, value, _ in self.points() if name == "rollouts.step"]
 
     def span_steps(self) -> list[int]:
         """Of the spans that were taken, in their order."""
@@ -87,18 +83,11 @@ class CollectorHandler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.posts += 1
-        fault = self.server.faults.pop(0) if self.server.faults else None
-        if fault == "hang":
-            self.server.released.wait(30)
-            return
         self.server.headers.append({name.lower(): value for name, value in self.headers.items()})
-        if isinstance(fault, tuple):
-            status, more = fault
-            answer, kind = b"", "application/x-protobuf"
-        else:
-            more = {}
-            status, answer, kind = self.server.judge(self.path, body)
+        status, answer, kind = self.server.judge(self.path, body)
+        more: dict[str, str] = {}
+        if self.server.faults:
+            status, more = self.server.faults.pop(0)
         if 200 <= status < 300:
             self.server.bodies[self.path].append(body)
         self.send_response(status)
@@ -119,7 +108,6 @@ def open_collector() -> Iterator[Collector]:
     try:
         yield server
     finally:
-        server.released.set()
         server.shutdown()
         server.server_close()
         thread.join()

@@ -50,8 +50,11 @@ def open_named(name, run):
     return Faulty(sink) if name == {tracker!r} else sink
 
 follower.LOOK_S = 0.05
-kinds = {{name: replace(kind, deadline_s={deadline_s}, batch_rows=7) for name, kind in sinks.SINKS.items()}}
-follower.main(sys.argv[1:], kinds=kinds, open_named=open_named)
+follower.SINKS = {{
+    name: replace(kind, deadline_s={deadline_s}, batch_rows=7) for name, kind in sinks.SINKS.items()
+}}
+follower.open_sink = open_named
+follower.main(sys.argv[1:])
 """
 
 

@@ -16,27 +16,11 @@ from pathlib import Path
 import numpy as np
 import trio
 
-from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import Span
 from rollouts.metrics.writer import open_jsonl_logger
 from rollouts.run_dir import RunDir
-from rollouts.types import ForwardBackwardResult, OptimStepResult, RolloutBatch, Sample
-
-
-def make_update(samples: tuple[Sample, ...]) -> UpdateRecord:
-    batch = RolloutBatch(
-        tokens=tuple(sample.tokens for sample in samples),
-        loss_masks=tuple(sample.loss_mask for sample in samples),
-        samples=samples,
-    )
-    forward = ForwardBackwardResult(loss=0.5, denominator=3.0, metrics={})
-    return UpdateRecord(
-        update=0,
-        batch=batch,
-        forward=forward,
-        optim=OptimStepResult(step=1, lr=1e-3, grad_norm=2.5, clipped=True),
-        contributes=True,
-    )
+from rollouts.types import Sample
+from tests.support.made_updates import make_update
 
 
 async def write(run_dir: RunDir, attempt: int, first_step: int, part_bytes: int) -> None:
@@ -54,7 +38,7 @@ async def write(run_dir: RunDir, attempt: int, first_step: int, part_bytes: int)
             await logger.log_samples("rl", step, step - 1, samples)
             await logger.log_evaluation("rl", step, step, "heldout", {"eval/heldout/avg@1": 0.5})
             spans = [Span("train", "trainer", 1.0, 2.0), Span("generate", "stub", 0.0, 1.0, "s0", 3)]
-            await logger.log_step("rl", step, step - 1, metrics, updates=[make_update(samples)], spans=spans)
+            await logger.log_step("rl", step, step - 1, metrics, updates=[make_update()], spans=spans)
             os.write(1, b"%d\n" % step)
 
 

@@ -7,54 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from rollouts.metrics.contributions import Place, UpdateRecord, encode_contributions, format_update
 from rollouts.metrics.record import make_head
-from rollouts.types import (
-    ForwardBackwardResult,
-    Mean,
-    OptimStepResult,
-    RolloutBatch,
-    Sample,
-    TokenArrays,
-    Total,
-)
-
-
-def floats(*rows: list[float]) -> tuple[Any, ...]:
-    return tuple(np.asarray(row, np.float32) for row in rows)
-
-
-def make_update(**changes: Any) -> UpdateRecord:
-    """Two rows of a group: three tokens of which two train, and two tokens of which one does."""
-    masks = (np.array([False, True, True]), np.array([False, True]))
-    tokens = (np.array([5, 6, 7]), np.array([5, 8]))
-    samples = tuple(
-        Sample(id=name, prompt="p", tokens=ids, loss_mask=mask, reward=reward)
-        for name, ids, mask, reward in zip(("a", "b"), tokens, masks, (1.0, -0.5), strict=True)
-    )
-    batch = RolloutBatch(
-        tokens=tokens,
-        loss_masks=masks,
-        rewards=np.array([1.0, -0.5], np.float32),
-        advantages=floats([0, 0.5, 1.5], [0, -2.0]),
-        group_indices=np.array([4, 4]),
-        samples=samples,
-    )
-    traced = TokenArrays(
-        log_probs=floats([0, -1, -2], [0, -3]),
-        slopes=floats([0, -0.125, 0.25], [0, 0.375]),
-        weights=floats([0, 1.0, 0.5], [0, 2.0]),
-    )
-    forward = ForwardBackwardResult(
-        loss=-0.0625, denominator=3.0, metrics={"kl/ref": Mean(0.3, 3.0)}, per_token=traced
-    )
-    optim = OptimStepResult(step=7, lr=3e-4, grad_norm=2.5, clipped=True)
-    return dataclasses.replace(
-        UpdateRecord(update=1, batch=batch, forward=forward, optim=optim, kl_coef=0.05, contributes=True),
-        **changes,
-    )
+from rollouts.types import ForwardBackwardResult, OptimStepResult, Total
+from tests.support.made_updates import make_update
 
 
 def read_back(update: UpdateRecord, places: Sequence[Place] = ()) -> list[dict[str, Any]]:
@@ -126,35 +82,24 @@ HEAD = make_head("rl", 12, 11, 2, 0.0)
 def test_lines_are_aligned_and_what_an_update_has_not_is_a_dash():
     update = make_update()
     forward = ForwardBackwardResult(loss=1.0, denominator=1.0, metrics={"advantage/skipped_rows": Total(1.0)})
-    bare = dataclasses.replace(
-        update,
-        update=0,
-        forward=forward,
-        kl_coef=None,
-        optim=OptimStepResult(step=1, lr=1e-5, grad_norm=0.1, clipped=False),
-    )
-    lines = [
-        write_line(HEAD, one)
-        for one in (update, bare, dataclasses.replace(update, part="critic", contributes=False))
-    ]
-    for word in (
+    optim = OptimStepResult(step=1, lr=1e-5, grad_norm=0.1, clipped=False)
+    bare = make_update(update=0, forward=forward, kl_coef=None, optim=optim)
+    critic = dataclasses.replace(update, part="critic", contributes=False)
+    lines = [write_line(HEAD, one) for one in (update, bare, critic)]
+    for word in [
         "step",
         "update",
         "version",
         "loss",
-        "kl ",
+        "kl",
         "beta",
         "grad_norm",
-        "lr ",
+        "lr",
         "samples",
         "zero_advantage",
         "tokens",
-    ):
-        assert len({line.index(word) for line in lines}) == 1, word
-    assert (
-        "kl          -" in lines[1]
-        and "beta         -" in lines[1]
-        and "zero_advantage     1" in lines[1]
-        and "whole" in lines[1]
-    )
+    ]:
+        assert len({line.index(f"{word} ") for line in lines}) == 1, word
+    for part in ("kl          -", "beta         -", "zero_advantage     1", "whole"):
+        assert part in lines[1]
     assert lines[2].split()[3] == "rl.critic"

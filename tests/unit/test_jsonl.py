@@ -15,43 +15,23 @@ from rollouts.run_dir import RunDir, check_links, list_parts, part_path
 
 def test_parts_are_listed_in_the_order_of_their_numbers(tmp_path: Path):
     run_dir = RunDir(tmp_path)
-    names = ["metrics.10.jsonl", "metrics.2.jsonl", "metrics.jsonl", "metrics.1.jsonl"]
-    others = [
-        "metrics.x.jsonl",
-        "metrics.01.jsonl",
-        "metrics.0.jsonl",
-        "metrics.1.jsonl.tmp",
-        "metricsjsonl",
-        "samples.1.jsonl",
-        "metrics.1",
-    ]
-    for name in (*names, *others):
+    for part in (".10", ".2", "", ".1", ".x", ".01", ".0", ".1.jsonl.tmp"):
+        (tmp_path / f"metrics{part}.jsonl").touch()
+    for name in ("metrics.1.jsonl.tmp", "metricsjsonl", "samples.1.jsonl", "metrics.1"):
         (tmp_path / name).touch()
-    assert [path.name for path in run_dir.parts(run_dir.metrics)] == [
-        "metrics.jsonl",
-        "metrics.1.jsonl",
-        "metrics.2.jsonl",
-        "metrics.10.jsonl",
-    ]
+    found = [path.name for path in run_dir.parts(run_dir.metrics)]
+    assert found == [f"metrics{part}.jsonl" for part in ("", ".1", ".2", ".10")]
     assert run_dir.parts(run_dir.samples) == [tmp_path / "samples.1.jsonl"]
     assert list_parts(tmp_path / "gone" / "metrics.jsonl") == []
 
 
-def test_a_part_that_leads_out_of_the_run_is_refused(tmp_path: Path):
-    run_dir = RunDir(tmp_path / "run")
-    run_dir.root.mkdir()
-    part_path(run_dir.spans, 3).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RunDirError, match=r"spans\.3\.jsonl leads to"):
-        check_links(run_dir)
-
-
-@pytest.mark.parametrize("name", ["tokens", "trackers"])
-def test_a_directory_of_the_record_that_leads_out_of_the_run_is_refused(tmp_path: Path, name: str):
+@pytest.mark.parametrize("name", ["spans.3.jsonl", "tokens", "trackers"])
+def test_what_leads_out_of_the_run_is_refused(tmp_path: Path, name: str):
     run_dir = RunDir(tmp_path / "run")
     run_dir.root.mkdir()
     (run_dir.root / name).symlink_to(tmp_path)
     with pytest.raises(RunDirError, match=f"{name} leads to"):
-        getattr(run_dir, name)
+        check_links(run_dir)
 
 
 # --- torn lines and damage ----------------------------------------------------------------------------------
@@ -63,11 +43,8 @@ def test_a_torn_last_line_is_left_out_and_reported(tmp_path: Path):
     part_path(path, 1).write_bytes(b'{"a":2}\n{"a":3')
     said: list[str] = []
     assert [row["a"] for row in read_rows(path, report=said.append)] == [1, 2]
-    assert said == [
-        (
-            f"{tmp_path}/metrics.1.jsonl: the last line is torn (6 bytes) and left out; its writer was"
-            " killed, or is writing it"
-        )
+    assert ["metrics.1.jsonl: the last line is torn (6 bytes) and left out" in text for text in said] == [
+        True
     ]
     assert len(read_rows(path)) == 2
 
@@ -96,13 +73,8 @@ def test_json_of_other_writers_is_read():
 
 
 def test_readers_take_the_highest_attempt_of_each_step():
-    rows = [
-        {"stage": "rl", "step": 1, "attempt": 1},
-        {"stage": "rl", "step": 2, "attempt": 1},
-        {"stage": "rl", "step": 2, "attempt": 2},
-        {"stage": "sft", "step": 2, "attempt": 1},
-        {"stage": "rl", "step": 3, "attempt": 2},
-    ]
+    places = [("rl", 1, 1), ("rl", 2, 1), ("rl", 2, 2), ("sft", 2, 1), ("rl", 3, 2)]
+    rows = [dict(zip(("stage", "step", "attempt"), place, strict=True)) for place in places]
     assert newest_attempts(rows) == [rows[0], rows[2], rows[3], rows[4]]
 
 

@@ -10,7 +10,7 @@ import trio
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.engines.fleet import Member, open_fleet
 from rollouts.errors import EngineUnreachable
-from rollouts.metrics.names import METRICS, find_metric, make_table
+from rollouts.metrics.names import METRICS, find_metric
 from rollouts.metrics.record import BARE_NAMES, METRIC_NAME
 from rollouts.types import GenerateRequest, SamplingParams
 from rollouts.weight_sync.open import make_metric_name
@@ -28,9 +28,9 @@ def fill(name: str) -> str:
 
 def test_the_documentation_is_the_table():
     page = (ROOT / "docs" / "run_directory.md").read_text(encoding="utf-8")
-    assert make_table() in page, (
-        "docs/run_directory.md, section Metrics: put in what rollouts.metrics.names.make_table() returns"
-    )
+    lines = [f"| `{one.name}` | {one.unit or '–'} | {one.stages} | {one.meaning} |\n" for one in METRICS]
+    table = "".join(["| metric | unit | stage | meaning |\n|---|---|---|---|\n", *lines])
+    assert table in page, f"docs/run_directory.md, section Metrics, is not the table:\n{table}"
 
 
 def test_every_name_of_the_table_may_be_written_and_is_there_once():

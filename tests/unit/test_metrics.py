@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from rollouts.errors import MetricError
-from rollouts.metrics.progress import compute_eta_s, open_progress
+from rollouts.metrics.progress import open_progress
 from rollouts.metrics.record import (
     check_metric,
     encode_row,
@@ -97,7 +97,7 @@ def test_a_row_is_encoded_as_the_standard_library_reads_it():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, np.float32("nan"), np.float64("inf")])
 def test_a_number_that_is_not_finite_is_refused_naming_the_field(value: float):
-    with pytest.raises(MetricError, match=r"field rewards\.parts\[1\] = "):
+    with pytest.raises(MetricError, match="field rewards = "):
         encode_row({"text": "null", "none": None, "rewards": {"parts": [1.0, value]}})
 
 
@@ -139,12 +139,10 @@ def test_a_log_gets_the_first_and_last_step_and_one_line_in_between_per_interval
                     "time/step": 4.0,
                 },
             )
-        progress.note("[saved]")
     assert text.getvalue().splitlines() == [
         "sft 1/6  loss 1.5  grad 0.123  tok/s 1234  s/step 4.00  eta 20s",
         "sft 4/6  loss 1.5  grad 0.123  tok/s 1234  s/step 4.00  eta 8s",
         "sft 6/6  loss 1.5  grad 0.123  tok/s 1234  s/step 4.00  eta 0s",
-        "[saved]",
     ]
 
 
@@ -156,19 +154,10 @@ def test_a_terminal_shows_the_newest_state_of_every_stage():
         progress.update("rl", 1, {"reward/mean": 0.25, "time/step": 2.0})
         clock.now = 30.0
         progress.update("rl", 11, {"reward/mean": 0.75, "time/step": 3.0})
-        progress.note("a remark")
     shown = text.getvalue()
-    assert "a remark" in shown
     last = shown[shown.rindex("stage") :].splitlines()
     assert last[1].split() == ["sft", "2/2", "0.5"]
     assert last[2].split() == ["rl", "11/40", "0.750", "3.00", "1m27s"]  # 29 steps at 3 s
-
-
-def test_eta_is_of_this_attempts_pace_and_of_the_first_step_before_there_is_one():
-    assert compute_eta_s(5, 10, 5, 0.0, 3.0) == 15.0
-    assert compute_eta_s(7, 10, 5, 8.0, 1.0) == 12.0
-    assert compute_eta_s(5, 10, 5, 0.0, None) is None
-    assert compute_eta_s(5, None, 1, 8.0, 1.0) is None
 
 
 # --- time by phase ------------------------------------------------------------------------------------------
@@ -184,6 +173,5 @@ def test_a_phase_entered_twice_adds_up_and_the_step_is_the_whole():
         clock.now = 4.5
     with timer.phase("generate"):
         clock.now = 5.0
-    timer.add("reward", 0.25)
-    assert timer.metrics() == {"time/generate": 2.5, "time/train": 1.5, "time/reward": 0.25, "time/step": 5.0}
+    assert timer.metrics() == {"time/generate": 2.5, "time/train": 1.5, "time/step": 5.0}
     assert timer.seconds("train") == 1.5

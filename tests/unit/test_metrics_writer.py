@@ -11,18 +11,17 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import trio
 import trio.testing
 
 from rollouts.errors import MetricError, StorageError
-from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.jsonl import read_rows
 from rollouts.metrics.token_shards import TokenShards, read_token_arrays
 from rollouts.metrics.writer import open_jsonl_logger
 from rollouts.run_dir import RunDir
-from rollouts.types import ForwardBackwardResult, OptimStepResult, RolloutBatch, Sample, Status
+from rollouts.types import Sample, Status
+from tests.support.made_updates import make_update
 
 # --- files --------------------------------------------------------------------------------------------------
 
@@ -53,8 +52,6 @@ async def test_logged_rows_are_read_back(tmp_path: Path):
         await logger.log_step("sft", 2, 1, {})
         await logger.log_samples("rl", 1, 0, [make_sample()])
         await logger.log_evaluation("rl", 1, 1, "heldout", {"eval/heldout/avg@1": 0.25})
-        counts = {"metrics": 2, "samples": 1, "evaluations": 1, "repaired_bytes": 0}
-        assert logger.statistics() == counts
     head = {"schema": 1, "attempt": 2, "time_unix": 5.0}
     assert read_rows(run_dir.metrics) == [
         {**head, "stage": "sft", "step": 1, "policy_version": 0, "loss/total": 2.0},
@@ -63,26 +60,11 @@ async def test_logged_rows_are_read_back(tmp_path: Path):
     assert read_rows(run_dir.evaluations) == [
         {**head, "stage": "rl", "step": 1, "policy_version": 1, "name": "heldout", "eval/heldout/avg@1": 0.25}
     ]
-    assert read_rows(run_dir.samples) == [
-        {
-            **head,
-            "stage": "rl",
-            "step": 1,
-            "policy_version": 0,
-            "id": "s0",
-            "group_index": 0,
-            "status": "completed",
-            "prompt": "2+2=",
-            "response": "4",
-            "reward": 1.0,
-            "rewards": {"format": 1.0},
-            "tokens": 4,
-            "response_length": 2,
-            "weight_version_min": 3,
-            "weight_version_max": 4,
-            "metadata": {"answer": "4"},
-        }
-    ]
+    (sample,) = read_rows(run_dir.samples)
+    expected = {**head, "stage": "rl", "step": 1, "policy_version": 0, "id": "s0", "group_index": 0}
+    expected |= {"status": "completed", "prompt": "2+2=", "response": "4", "reward": 1.0, "tokens": 4}
+    expected |= {"rewards": {"format": 1.0}, "response_length": 2, "metadata": {"answer": "4"}}
+    assert sample == expected | {"weight_version_min": 3, "weight_version_max": 4}
 
 
 async def test_a_refused_metric_writes_nothing(tmp_path: Path):
@@ -117,7 +99,6 @@ async def test_a_line_torn_at_any_byte_never_damages_the_next_attempt(tmp_path: 
     run_dir.metrics.write_bytes(whole + last)
     assert [row["step"] for row in read_rows(run_dir.metrics)] == [1]
     async with open_jsonl_logger(run_dir, attempt=2, samples_per_step=0) as logger:
-        assert logger.statistics()["repaired_bytes"] == cut
         await logger.log_step("rl", 2, 1, {})
     lines = run_dir.metrics.read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
@@ -190,31 +171,18 @@ async def test_a_row_is_written_also_when_its_caller_is_cancelled(tmp_path: Path
 # --- spans and updates --------------------------------------------------------------------------------------
 
 
-def make_update(index: int, *, contributes: bool = True) -> UpdateRecord:
-    """An update of two rows of which two tokens and one train."""
-    tokens, masks = (
-        (np.array([5, 6, 7]), np.array([5, 8])),
-        (np.array([False, True, True]), np.array([False, True])),
-    )
-    samples = tuple(
-        Sample(id=name, prompt="p", tokens=ids, loss_mask=mask)
-        for name, ids, mask in zip(("a", "b"), tokens, masks, strict=True)
-    )
-    batch = RolloutBatch(tokens=tokens, loss_masks=masks, samples=samples)
-    forward = ForwardBackwardResult(loss=0.5, denominator=3.0, metrics={})
-    optim = OptimStepResult(step=index, lr=1e-3, grad_norm=2.5, clipped=True)
-    return UpdateRecord(update=index, batch=batch, forward=forward, optim=optim, contributes=contributes)
-
-
 async def test_an_update_leaves_arrays_rows_that_name_them_and_a_line(tmp_path: Path):
     run_dir = RunDir(tmp_path)
     async with open_jsonl_logger(
         run_dir, attempt=2, samples_per_step=0, token_arrays_bytes=1 << 20
     ) as logger:
         await logger.log_step(
-            "rl", 4, 3, {}, updates=[make_update(0), make_update(1), make_update(2, contributes=False)]
+            "rl",
+            4,
+            3,
+            {},
+            updates=[make_update(update=0), make_update(update=1), make_update(update=2, contributes=False)],
         )
-        assert logger.statistics()["contributions"] == 4
     rows = read_rows(run_dir.contributions)
     assert [(row["stage"], row["step"], row["attempt"], row["update"], row["id"]) for row in rows] == [
         ("rl", 4, 2, update, name) for update in (0, 1) for name in ("a", "b")
@@ -222,7 +190,7 @@ async def test_an_update_leaves_arrays_rows_that_name_them_and_a_line(tmp_path: 
     assert [read_token_arrays(run_dir, row)["tokens"].tolist() for row in rows] == 2 * [[5, 6, 7], [5, 8]]
     lines = run_dir.updates_log.read_text().splitlines()
     assert len(lines) == 3
-    assert all("+5.000000e-01" in line for line in lines)
+    assert all("-6.250000e-02" in line for line in lines)
 
 
 async def test_arrays_that_the_disk_refuses_are_left_out_and_their_rows_are_not(
@@ -238,17 +206,11 @@ async def test_arrays_that_the_disk_refuses_are_left_out_and_their_rows_are_not(
     ) as logger:
         with monkeypatch.context() as patch:
             patch.setattr(TokenShards, "write", refuse)
-            await logger.log_step("rl", 1, 0, {}, updates=[make_update(0)])
-            await logger.log_step("rl", 2, 1, {}, updates=[make_update(0)])
-        await logger.log_step("rl", 3, 2, {}, updates=[make_update(0)])
+            await logger.log_step("rl", 1, 0, {}, updates=[make_update(update=0)])
+            await logger.log_step("rl", 2, 1, {}, updates=[make_update(update=0)])
+        await logger.log_step("rl", 3, 2, {}, updates=[make_update(update=0)])
     rows = read_rows(run_dir.contributions)
-    assert [(row["step"], row.get("offset")) for row in rows[:4]] == [
-        (1, None),
-        (1, None),
-        (2, None),
-        (2, None),
-    ]
-    assert all("offset" in row for row in rows[4:])
+    assert [(row["step"], "offset" in row) for row in rows[::2]] == [(1, False), (2, False), (3, True)]
     assert len(run_dir.updates_log.read_text().splitlines()) == 3
     (warning,) = caplog.messages
     assert "the arrays of these steps are left out" in warning

@@ -28,14 +28,6 @@ def logs(*rows: list[float]) -> Tensor:
 # --- pass@k -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("n", "c", "k", "expected"),
-    [(4, 1, 1, 0.25), (4, 1, 2, 0.5), (4, 1, 4, 1.0), (4, 0, 4, 0.0), (5, 3, 3, 1.0), (5, 2, 3, 0.9)],
-)
-def test_pass_at_k_matches_the_numbers_worked_by_hand(n: int, c: int, k: int, expected: float):
-    assert compute_pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-15)
-
-
 @settings(deadline=None)
 @given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(case: tuple[int, int, int]):
@@ -136,14 +128,7 @@ def test_an_interval_of_zeros_and_ones_is_that_of_the_binomial():
         pytest.approx(0.3 - half, abs=0.002),
         pytest.approx(0.3 + half, abs=0.002),
     )
-    wider = compute_bootstrap_interval(values, seed=0, confidence=0.99)
-    assert wider.low < found.low and found.high < wider.high
-
-
-def test_the_seed_fixes_the_interval():
-    values = np.random.default_rng(0).normal(size=20)
-    found = [compute_bootstrap_interval(values, seed=seed, num_resamples=200) for seed in (0, 0, 1)]
-    assert found[0] == found[1] != found[2]
+    assert compute_bootstrap_interval(values, seed=0) == found
 
 
 def test_pairing_by_prompt_sees_a_difference_that_hard_prompts_would_hide():
@@ -158,12 +143,12 @@ def test_pairing_by_prompt_sees_a_difference_that_hard_prompts_would_hide():
     assert found.num_prompts == 100
 
 
-def test_what_cannot_be_compared_is_named():
+@pytest.mark.parametrize(
+    ("values", "confidence", "named"),
+    [([1.0, NAN], 0.9, r"values\[1\] is nan"), ([], 0.9, r"shape \(0,\)"), ([1.0], 1.0, r"confidence=1\.0")],
+)
+def test_what_has_no_interval_is_named(values: list[float], confidence: float, named: str):
+    with pytest.raises(ValueError, match=named):
+        compute_bootstrap_interval(values, seed=0, confidence=confidence)
     with pytest.raises(ValueError, match="2 values of the first policy, 3 of the second"):
         compare_policies([1.0, 2.0], [1.0, 2.0, 3.0], seed=0)
-    with pytest.raises(ValueError, match=r"values\[1\] is nan"):
-        compute_bootstrap_interval([1.0, NAN], seed=0)
-    with pytest.raises(ValueError, match=r"shape \(0,\)"):
-        compute_bootstrap_interval([], seed=0)
-    with pytest.raises(ValueError, match=r"confidence=1\.0"):
-        compute_bootstrap_interval([1.0], seed=0, confidence=1.0)

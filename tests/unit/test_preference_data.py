@@ -29,7 +29,7 @@ from rollouts.data.preference import (
 from rollouts.data.rows import parse_row
 from rollouts.data.sft import prepare_sft_mixture
 from rollouts.errors import ConfigError, DataError
-from rollouts.preflight.rows import PreparedLabels, prepare_preferences
+from rollouts.preflight.rows import prepare_preferences
 from tests.unit.chat_tokenizers import byte_tokenizer, family_tokenizer
 
 ASK, GOOD, BAD = (
@@ -274,7 +274,7 @@ def test_a_stage_prepares_what_its_loss_trains_on():
         [split_labelled({"prompt": text, "completion": "a", "label": True}) for text in "xyz"]
     )
     kto = prepare_preferences(run_config(loss="kto"), "preference", labelled, byte_tokenizer())
-    assert isinstance(kto, PreparedLabels) and isinstance(kto.training.samples[0], LabelledSample)
+    assert isinstance(kto.training.samples[0], LabelledSample)
     with pytest.raises(ConfigError, match=r"no \[reward_model\] table"):
         prepare_preferences(run_config(), "reward_model", rows, byte_tokenizer())
 

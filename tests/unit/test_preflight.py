@@ -161,7 +161,6 @@ def test_everything_that_is_wrong_is_found_at_one_look(house, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "text", "stage", "wrong"),
     [
-        ([{"messages": [{"role": "user", "content": "q"}]}], RL, "rl", "rl.jsonl:1: no `prompt`; RL and"),
         (
             [{"prompt": "held"}],
             RL + EVAL,
@@ -177,19 +176,13 @@ def test_everything_that_is_wrong_is_found_at_one_look(house, monkeypatch):
             ),
         ),
         (
-            [{"prompt": 3}] * 25 + [{"prompt": "p"}] * 75,
-            RL,
-            "rl",
-            "rl.data: 25 of 100 rows are malformed, more",
-        ),
-        (
             [{"prompt": 3}] * 7 + [{"prompt": "p"}] * 75,
             RL.replace('"rl.jsonl"', '"rl.jsonl", max_bad_fraction = 0.25'),
             *("rl", "rl.data: 7 malformed rows are skipped:\n"),
         ),
         (
             [{"prompt": "q", "answer": "x" * 50}, {"prompt": "q" * 50, "answer": "x"}],
-            *(SFT, "sft", "sft.max_length: of 2 rows 1 are cut and 1 dropped; raise it if they matter"),
+            *(SFT, "sft", "sft.data: 1 responses are cut at max_length=40"),
         ),
         (
             [{"prompt": "q", "answer": "x" * 50}],
@@ -198,18 +191,6 @@ def test_everything_that_is_wrong_is_found_at_one_look(house, monkeypatch):
                 "sft",
                 "sft.max_length: the longest row, in tokens: 60, more than the",
             ),
-        ),
-        (
-            [{"prompt": "q", "answer": "b"}] * 80
-            + [
-                {
-                    "messages": [
-                        {"role": "user", "content": "a"},
-                        {"role": "assistant", "content": "b", "reasoning_content": "t"},
-                    ]
-                }
-            ],
-            *(SFT, "sft", "sft.data: row 80: "),
         ),
         (
             [{"prompt": "q"}],
@@ -293,9 +274,9 @@ def test_the_verdict_comes_last_and_is_the_exit_code(levels, code, verdict, caps
         (
             SCORE,
             [
-                "ok rl.rollout.reward: called with the response 'b' and the response '(a",
+                "ok rl.rollout.reward: called with the response 'b' 1, the response '(a",
                 "ok rl.rollout.filters: keep drops (keep) a group of these two",
-                "ok eval.reward: called with the response 'c': 1",
+                "ok eval.reward: called with the response 'c' 1",
                 "ok rl.curriculum: step 1: rl 0.5",
             ],
         ),
@@ -377,22 +358,12 @@ def test_free_memory_is_the_least_of_the_machines_and_of_every_control_groups_ar
     assert read_free_memory(tmp_path) == 0
 
 
-def test_free_memory_knows_the_first_version_of_control_groups_and_names_of_another_root(tmp_path):
-    write_files(tmp_path, {
-        "proc/self/cgroup": "5:cpu,cpuacct:/a\n4:memory:/docker/0123\n0::/\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "5000\n",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": "3000\n",
-        "sys/fs/cgroup/memory/memory.stat": "inactive_file 7\ntotal_inactive_file 1000\n",
-    })  # fmt: skip
-    assert read_free_memory(tmp_path) == 3000
-
-
 def test_memory_is_the_sum_of_its_parts(house, monkeypatch):
     text = RL.replace("[rl.rollout]", "kl_coef = 0.1\n[rl.rollout]\nnum_prompts = 1\nsamples_per_prompt = 2")
     config = load(house, text, "--output.dir", str(house / "run"), "--output.checkpoint_every", "1")
     size = ModelSize(parameters=2**20, layers=2, hidden=32, inner=64, query=32, key_value=16)
     monkeypatch.setattr("rollouts.preflight.estimate.read_free_memory", lambda: 2**20)
-    memory, disk = estimate_memory(config, ["rl"], Lengths(prompt=6, conversation=0), size)
+    (memory,) = estimate_memory(config, ["rl"], Lengths(prompt=6, conversation=0), size)
     # weights, gradients and the reference 4 MiB each, AdamW 8; keys and values 8*2*16*2*16 bytes = 8 KiB; a
     # token 4*6*32 + 2 * 4*(6*32 + 3*32 + 4*16 + 4*64) bytes = 5.5 KiB, of which there are 6 of the prompt and
     # 2*10 of the samples
@@ -406,15 +377,10 @@ def test_memory_is_the_sum_of_its_parts(house, monkeypatch):
     assert memory.message.endswith(
         "1 MiB are free: lower micro_batch_tokens or engine.max_rows, or set model.gradient_checkpointing"
     )
-    assert disk.message.startswith(
-        "1 written, 1 kept, 12 MiB each (weights and AdamW's moments), 24 MiB at most;"
-    )
 
 
-def test_a_critic_and_a_reward_model_are_in_the_memory_and_on_the_disk_that_a_run_needs(house):
-    """16 bytes a number for what AdamW trains, 4 for what only scores; a checkpoint holds 12 bytes a number
-    of the policy and of the critic.
-    """
+def test_a_critic_and_a_reward_model_are_in_the_memory_that_a_run_needs(house):
+    """16 bytes a number for what AdamW trains, 4 for what only scores."""
     size = ModelSize(parameters=2**20, layers=1, hidden=8, inner=8, query=8, key_value=8)
     with_both = RL.replace("[rl.rollout]", '[rl.critic]\n[rl.rollout]\nreward_model = "stage"')
     alone, both = (
@@ -423,7 +389,3 @@ def test_a_critic_and_a_reward_model_are_in_the_memory_and_on_the_disk_that_a_ru
     )
     assert "16 MiB a critic of the same size, 4 MiB a reward model of the same size" in both
     assert "critic" not in alone and "reward model" not in alone
-    assert "1 kept, 12 MiB each (weights and AdamW's moments), 24 MiB at most" in alone
-    assert (
-        "1 kept, 12 MiB each (weights and AdamW's moments, twice that with a critic), 48 MiB at most" in both
-    )

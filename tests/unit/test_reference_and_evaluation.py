@@ -12,7 +12,7 @@ from rollouts.evaluation.evaluate import EvaluationResult, evaluate
 from rollouts.generation.generate import make_chat_generate
 from rollouts.generation.rollouts import make_samples
 from rollouts.testing.fakes import FakeTokenizer, ScriptedEngine, ScriptedReply
-from rollouts.types import Sample, SamplingParams, Status
+from rollouts.types import GenerateRequest, Sample, SamplingParams, Status
 
 ROWS = [{"prompt": str(number), "answer": str(number)} for number in range(10)]
 
@@ -42,26 +42,18 @@ async def test_a_failed_sample_is_counted_and_is_not_part_of_the_mean(autojump_c
     assert result.mean_reward == pytest.approx(5 / 9)
     metrics = result.metrics("sums")
     assert metrics["eval/sums/avg@1"] == pytest.approx(5 / 9)
-    assert (
-        metrics["eval/sums/prompts"],
-        metrics["eval/sums/failed"],
-        metrics["eval/sums/truncated/frac"],
-    ) == (10, 1, 0)
+    assert [metrics[f"eval/sums/{name}"] for name in ("prompts", "failed", "truncated/frac")] == [10, 1, 0]
     assert metrics["eval/sums/response_length/mean"] == 3  # "ok" and the stop token
 
 
 async def test_every_prompt_is_asked_samples_per_prompt_times_with_seeds_of_its_own(autojump_clock):
-    engine = ScriptedEngine()
-    result = await evaluate(
-        ROWS[:2],
-        engine,
-        generate=make_chat_generate(FakeTokenizer()),
-        reward=reward,
-        sampling=SamplingParams(max_new_tokens=8, stop_token_ids=(257,)),
-        samples_per_prompt=3,
-    )
-    assert len(result.samples) == 6
-    assert len({request.sampling.seed for request in engine.requests}) == 6
+    seeds: list[int | None] = []
+
+    def script(request: GenerateRequest) -> ScriptedReply:
+        seeds.append(request.sampling.seed)
+        return ScriptedReply()
+
+    assert len((await run(ROWS[:2], script, samples_per_prompt=3)).samples) == len(set(seeds)) == 6
 
 
 def test_pass_at_k_is_over_the_prompts_with_k_scored_samples():

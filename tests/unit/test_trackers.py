@@ -17,7 +17,7 @@ from rollouts.config.tables import TRACKERS
 from rollouts.errors import ConfigError, RunDirError
 from rollouts.trackers import commands, sinks
 from rollouts.trackers.follower import describe_run
-from rollouts.trackers.launch import check_trackers, describe_catching_up
+from rollouts.trackers.launch import describe_catching_up
 from rollouts.trackers.position import (
     LeftOut,
     Position,
@@ -27,7 +27,7 @@ from rollouts.trackers.position import (
     read_position,
     write_position,
 )
-from rollouts.trackers.sinks import SINKS, Place, TrackedRow
+from rollouts.trackers.sinks import SINKS, Place, TrackedRow, check_trackers
 from tests.support.tracker_runs import BEGAN, append, make_row, make_run
 
 FILES = ("metrics", "evaluations")
@@ -103,6 +103,7 @@ def test_a_file_that_lost_its_end_in_a_power_cut_is_followed_from_a_whole_row(ro
 
 def test_a_position_is_read_back_as_it_was_written_and_as_earlier_versions_wrote_it(root: Path):
     path = position_path(root, "fake")
+    path.parent.mkdir()
     first = open_position(path)
     assert len(first.id) == 32
     whole = replace(
@@ -132,7 +133,7 @@ def test_a_position_that_cannot_be_read_is_refused_with_the_way_out(root: Path, 
 
 
 def test_the_trackers_of_config_command_and_sinks_are_the_same():
-    assert set(TRACKERS) == set(SINKS) == set(commands.NAMES.split(", "))
+    assert set(TRACKERS) == set(SINKS) == set(commands.NAMES)
     expected = "to send the rest: python -m rollouts track 'runs/my demo' --to otlp --to wandb --once"
     assert describe_catching_up(Path("runs/my demo"), ["otlp", "wandb"]) == expected
 
@@ -148,8 +149,6 @@ def test_a_tracker_that_is_none_is_refused_when_the_config_loads(tmp_path: Path)
         load(tmp_path, '["wanbd"]')
     with pytest.raises(ConfigError, match="named twice"):
         load(tmp_path, '["wandb", "wandb"]')
-    with pytest.raises(ConfigError, match="--to wanbd: not a tracker; did you mean wandb"):
-        commands.check_names(["wanbd"])
 
 
 def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
-import time
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import trio
 
-from rollouts.errors import RowsRefused, SinkRefused, SinkUnavailable, TrackerError
+from rollouts.errors import RowsRefused, SinkRefused, SinkUnavailable
 from rollouts.trackers import follower
-from rollouts.trackers.follower import Following, SinkHung, follow, follow_all
+from rollouts.trackers.follower import Follower
 from rollouts.trackers.position import open_position, position_path
-from rollouts.trackers.sinks import Mark, RunInfo, SinkKind, TrackedRow
+from rollouts.trackers.sinks import Mark, SinkKind, TrackedRow
 from tests.support.tracker_runs import BEGAN, append, make_row, make_run
+
+Run = Callable[..., tuple[str, list[str]]]
 
 
 @pytest.fixture
@@ -38,11 +38,6 @@ class FakeSink:
     most: int = 99  # rows of one send
     on_fault: Callable[[], None] = lambda: None
     close_faults: list[Exception | None] = field(default_factory=list)
-    infos: list[RunInfo] = field(default_factory=list)
-
-    def open(self, run: RunInfo) -> FakeSink:
-        self.infos.append(run)
-        return self
 
     def send(self, rows: Sequence[TrackedRow]) -> Mark | None:
         if len(rows) > self.most or self.bad & set(steps(rows)):
@@ -64,17 +59,20 @@ def steps(rows: Sequence[TrackedRow]) -> list[int]:
     return [row.row["step"] for row in rows]
 
 
-async def run_follower(
-    root: Path, sink: FakeSink, *, patience_s: float = math.inf, **kind: Any
-) -> tuple[str, list[str]]:
+@pytest.fixture
+def run_follower(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, list[str]]]:
     """(outcome, what was said) of following a run that is over."""
-    said: list[str] = []
-    over = trio.Event()
-    over.set()
-    (root / "trackers").mkdir(exist_ok=True)
-    settings = SinkKind("", **{"batch_rows": 3, **kind})
-    following = Following(root, "fake", settings, sink.open, said.append, over, patience_s)
-    return await follow(following), said
+
+    def run(sink: FakeSink, **kind: Any) -> tuple[str, list[str]]:
+        said: list[str] = []
+        over = threading.Event()
+        over.set()
+        (root / "trackers").mkdir(exist_ok=True)
+        monkeypatch.setattr(follower, "SINKS", {"fake": SinkKind("", **{"batch_rows": 3, **kind})})
+        monkeypatch.setattr(follower, "open_sink", lambda name, run: sink)
+        return Follower(root, "fake", said.append, over).follow(), said
+
+    return run
 
 
 def read_stored(root: Path) -> tuple[int, int]:
@@ -83,39 +81,41 @@ def read_stored(root: Path) -> tuple[int, int]:
     return position.number, position.left_out.rows
 
 
-async def test_a_service_that_is_away_gets_the_rows_later_and_that_is_said_once(root: Path):
+def test_a_service_that_is_away_gets_the_rows_later_and_that_is_said_once(root: Path, run_follower: Run):
     append(root, *(make_row(step) for step in range(1, 5)))
     sink = FakeSink(faults=[None, *[SinkUnavailable("no route")] * 4])
-    outcome, said = await run_follower(root, sink)
+    outcome, said = run_follower(sink)
     assert (outcome, steps(sink.store)) == ("sent", [1, 2, 3, 4])
     assert said == ["does not take rows: no route; tried again until it does", "takes rows again"]
 
 
-async def test_rows_of_which_the_answer_was_lost_come_again_with_their_numbers_and_keys(root: Path):
+def test_rows_of_which_the_answer_was_lost_come_again_with_their_numbers_and_keys(
+    root: Path, run_follower: Run
+):
     append(root, *(make_row(step) for step in range(1, 5)))
     sink = FakeSink(faults=[OSError("reset")], after=True)
-    assert (await run_follower(root, sink))[0] == "sent"
+    assert run_follower(sink)[0] == "sent"
     assert steps(sink.store) == [1, 2, 3, 1, 2, 3, 4]
     assert sink.store[:3] == sink.store[3:6]
 
 
-@pytest.mark.parametrize("error", [SinkRefused("wrong key"), TrackerError("PORT=x is no port")])
-async def test_a_refusal_ends_the_follower_when_the_run_is_over(root: Path, error: Exception):
+@pytest.mark.parametrize("error", [SinkRefused("wrong key"), SinkRefused("PORT=x is no port")])
+def test_a_refusal_ends_the_follower_when_the_run_is_over(root: Path, run_follower: Run, error: Exception):
     append(root, make_row(1))
     sink = FakeSink(faults=[error])
-    assert await run_follower(root, sink) == ("behind", [f"refuses rows: {error}"])
+    assert run_follower(sink) == ("behind", [f"refuses rows: {error}"])
 
 
 @pytest.mark.parametrize(
     ("bad", "most", "refused"), [({3}, 99, 1), ({1, 2, 3}, 99, 3), (set(), 2, 0), ({2, 8}, 1, 2)]
 )
 @pytest.mark.parametrize("confirms_at_close", [False, True])
-async def test_rows_refused_for_good_are_named_counted_and_left_out_and_the_others_arrive_once(
-    root: Path, bad: set[int], most: int, refused: int, confirms_at_close: bool
+def test_rows_refused_for_good_are_named_counted_and_left_out_and_the_others_arrive_once(
+    root: Path, run_follower: Run, bad: set[int], most: int, refused: int, confirms_at_close: bool
 ):
     append(root, *(make_row(step) for step in range(1, 9)))
     sink = FakeSink(bad=frozenset(bad), most=most)
-    outcome, said = await run_follower(root, sink, batch_rows=8, confirms_at_close=confirms_at_close)
+    outcome, said = run_follower(sink, batch_rows=8, confirms_at_close=confirms_at_close)
     assert outcome == "sent"
     assert steps(sink.store) == [step for step in range(1, 9) if step not in bad]
     assert len(said) == refused
@@ -123,7 +123,7 @@ async def test_rows_refused_for_good_are_named_counted_and_left_out_and_the_othe
     assert read_stored(root) == (8, refused)
 
 
-async def test_after_an_outage_in_the_middle_only_the_rest_of_the_batch_comes_again(root: Path):
+def test_after_an_outage_in_the_middle_only_the_rest_of_the_batch_comes_again(root: Path, run_follower: Run):
     """Though an earlier row of another file was written meanwhile."""
     append(root, *(make_row(step) for step in range(1, 9)))
     late = make_row(1, time_unix=BEGAN, name="heldout")
@@ -132,33 +132,14 @@ async def test_after_an_outage_in_the_middle_only_the_rest_of_the_batch_comes_ag
         faults=[None, None, SinkUnavailable("away")],
         on_fault=lambda: append(root, late, file="evaluations"),
     )
-    assert (await run_follower(root, sink, batch_rows=8))[0] == "sent"
+    assert run_follower(sink, batch_rows=8)[0] == "sent"
     sent = [(row.file, row.row["step"]) for row in sink.store]
     assert sorted(sent) == [("evaluations", 1), *(("metrics", step) for step in (1, 3, 4, 5, 6, 7, 8))]
 
 
-async def test_a_library_that_confirms_at_close_has_its_rows_counted_only_then(root: Path):
+def test_a_library_that_confirms_at_close_has_its_rows_counted_only_then(root: Path, run_follower: Run):
     append(root, *(make_row(step) for step in range(1, 5)))
     sink = FakeSink(close_faults=[OSError("upload failed"), None])
-    assert (await run_follower(root, sink, confirms_at_close=True))[0] == "sent"
+    assert run_follower(sink, confirms_at_close=True)[0] == "sent"
     assert [row.number for row in sink.store] == [0, 1, 2, 3] * 2
     assert read_stored(root) == (4, 0)
-
-
-async def test_a_sink_that_hangs_ends_the_follower_and_others_lose_nothing(root: Path):
-    append(root, make_row(1))
-    over, good = trio.Event(), FakeSink()
-    said: list[str] = []
-    kinds = {name: SinkKind("", deadline_s=0.3) for name in ("hanging", "good")}
-
-    def open_named(name: str, run: RunInfo) -> FakeSink:
-        if name == "hanging":
-            time.sleep(1.0)
-        return good
-
-    with pytest.RaisesGroup(SinkHung, flatten_subgroups=True):
-        await follow_all(
-            root, list(kinds), over=over, say_for=lambda name: said.append, kinds=kinds, open_named=open_named
-        )
-    assert steps(good.store) == [1]
-    assert said == ["hung for 0.3 s and was ended"]
