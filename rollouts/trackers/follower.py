@@ -41,7 +41,7 @@ from rollouts.trackers.sinks import SINKS, RunInfo, Sink, TrackedRow, open_sink
 
 LOOK_S = 0.5  # between two looks at the files
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0  # after a failure
-LAST_WAIT_S, LAST_TRIES = 5.0, 60  # the longest once the run is over, and how often
+LAST_WAIT_S, LAST_TRIES = 5.0, 40  # the longest once the run is over, and how often
 REFUSED_WAIT_S = 300.0  # after a refusal: a person has to act
 NICE = 10  # the run goes first
 
@@ -59,6 +59,7 @@ class Follower:
         self._open_sink = partial(open_sink, name)
         self._path = position_path(root, name)
         self._failures, self._trouble = 0, ""  # since rows were taken last, and what was said of them
+        self._last_tries = LAST_TRIES
 
     def follow(self) -> Outcome:
         """Sends rows until the run is over and all are sent, or the service refuses or stays away after
@@ -75,7 +76,8 @@ class Follower:
                 told = f"{error}" if isinstance(error, TrackerError) else repr(error)
                 problem = f"{'refuses' if refused else 'does not take'} rows: {told}"
             is_over = self._over.is_set()
-            if is_over and (refused or self._failures >= LAST_TRIES):
+            self._last_tries -= is_over
+            if is_over and (refused or self._last_tries < 0):
                 self._say(problem)
                 return "behind"
             if problem != self._trouble:
@@ -138,6 +140,7 @@ class Follower:
     def _call(self, function: Callable[..., Result], *args: object) -> Result:
         """The result of a call that may block. One that blocks for too long ends the process."""
         limit = threading.Timer(self._kind.deadline_s, self._end_process)
+        limit.daemon = True
         limit.start()
         try:
             return function(*args)
@@ -199,8 +202,8 @@ def follow_all(
                 except OSError:  # a file system without locks keeps nobody off
                     pass
                 outcomes[name] = Follower(root, name, tell, over).follow()
-        except (RunDirError, OSError) as error:
-            tell(f"cannot follow the run: {error}")
+        except Exception as error:  # nobody reads a traceback here
+            tell(f"cannot follow the run: {type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=follow_one, args=(name,), daemon=True) for name in names]
     threading.Thread(target=lambda: (wait_over(), over.set()), daemon=True).start()
