@@ -13,27 +13,9 @@ from rollouts.metrics.progress import open_progress
 from rollouts.metrics.record import (
     check_metric,
     encode_row,
-    make_head,
-    make_row,
 )
-from rollouts.metrics.spans import PhaseTimer
-from rollouts.types import Mean, Total, metric_values
 
 # --- rows ---------------------------------------------------------------------------------------------------
-
-
-def test_a_row_is_its_head_and_then_the_metrics_in_order():
-    row = make_row(make_head("rl", 3, 2, 1, 1700000000.12345), {"reward/mean": 0.5, "loss/total": 1})
-    assert list(row.items()) == [
-        ("schema", 1),
-        ("stage", "rl"),
-        ("step", 3),
-        ("policy_version", 2),
-        ("attempt", 1),
-        ("time_unix", 1700000000.123),
-        ("reward/mean", 0.5),
-        ("loss/total", 1.0),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -62,15 +44,6 @@ def test_a_name_out_of_form_is_refused_by_name(name: str):
 def test_a_value_that_is_not_a_finite_number_is_refused_naming_the_metric(value: object):
     with pytest.raises(MetricError, match=r"metric loss/total = .*finite"):
         check_metric("loss/total", value)
-
-
-def test_a_mean_of_nothing_is_absent_not_zero():
-    assert metric_values(
-        {"reward/mean": Mean(0.0, 0.0), "loss/total": Mean(3.0, 2.0), "fail/reward": Total(4.0)}
-    ) == {
-        "loss/total": 1.5,
-        "fail/reward": 4.0,
-    }
 
 
 def test_a_row_is_encoded_as_the_standard_library_reads_it():
@@ -158,20 +131,3 @@ def test_a_terminal_shows_the_newest_state_of_every_stage():
     last = shown[shown.rindex("stage") :].splitlines()
     assert last[1].split() == ["sft", "2/2", "0.5"]
     assert last[2].split() == ["rl", "11/40", "0.750", "3.00", "1m27s"]  # 29 steps at 3 s
-
-
-# --- time by phase ------------------------------------------------------------------------------------------
-
-
-def test_a_phase_entered_twice_adds_up_and_the_step_is_the_whole():
-    clock = Clock()
-    timer = PhaseTimer(clock=clock)
-    with timer.phase("generate"):
-        clock.now = 2.0
-    clock.now = 3.0
-    with timer.phase("train"):
-        clock.now = 4.5
-    with timer.phase("generate"):
-        clock.now = 5.0
-    assert timer.metrics() == {"time/generate": 2.5, "time/train": 1.5, "time/step": 5.0}
-    assert timer.seconds("train") == 1.5

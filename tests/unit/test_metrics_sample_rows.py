@@ -98,28 +98,6 @@ def test_a_row_is_at_most_700_bytes_beside_its_texts(
     assert ("failure" in row.get("metadata", {})) == ("failure" in metadata)
 
 
-def test_an_everyday_sample_is_kept_whole():
-    metadata = {
-        "question": "What is 17 * 23?",
-        "answer": "391",
-        "source": "arithmetic",
-        "prompt_id": 12345,
-        "level": {"digits": 2, "carry": True},
-    }
-    rewards = {"format": 1.0, "length": 0.25, "correct": 1.0}
-    [row] = make_rows(
-        [
-            Sample(
-                id="p00012345-3", prompt="?", response="391", reward=0.75, rewards=rewards, metadata=metadata
-            )
-        ]
-    )
-    assert row["metadata"] == metadata
-    assert row["rewards"] == rewards
-    assert "metadata_cut" not in row
-    assert "rewards_cut" not in row
-
-
 def test_a_failure_keeps_its_four_texts_each_cut():
     failure = {"class": "reward", "function": "f", "message": "m", "traceback": 3000 * "y", "more": "z"}
     assert shorten_failure(failure) == {

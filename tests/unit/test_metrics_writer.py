@@ -77,20 +77,6 @@ async def test_a_refused_metric_writes_nothing(tmp_path: Path):
         assert run_dir.samples.read_bytes() == b""
 
 
-async def test_the_files_are_closed_when_the_run_fails(tmp_path: Path):
-    async def fail() -> None:
-        async with open_jsonl_logger(RunDir(tmp_path), attempt=1, samples_per_step=0) as logger:
-            await logger.log_step("rl", 1, 0, {})
-            raise ZeroDivisionError
-
-    with (tmp_path / "probe").open("wb") as probe:
-        next_free = probe.fileno()  # the system hands out the lowest free number
-    with pytest.raises(ZeroDivisionError):
-        await fail()
-    with (tmp_path / "probe").open("wb") as probe:
-        assert probe.fileno() == next_free
-
-
 @pytest.mark.parametrize("cut", range(1, 40))
 async def test_a_line_torn_at_any_byte_never_damages_the_next_attempt(tmp_path: Path, cut: int):
     run_dir = RunDir(tmp_path)

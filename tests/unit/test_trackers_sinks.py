@@ -76,13 +76,6 @@ class TestTensorBoard:
         expected = [(1, -1.0), (2, -2.0), (3, -6.0), (4, -8.0), (5, -10.0)]
         assert read_events(tmp_path)["loss/total"] == expected
 
-    def test_a_file_that_lost_its_end_is_followed_by_another(self, tmp_path: Path):
-        mark = write_events(tmp_path, make_rows(1, 2, 3))
-        (path,) = tmp_path.rglob("events.*")
-        path.write_bytes(path.read_bytes()[:-5])
-        write_events(tmp_path, make_rows(4), mark=mark)
-        assert [step for step, _ in read_events(tmp_path)["loss/total"]] == [1, 2, 4]
-
 
 # --- OpenTelemetry ------------------------------------------------------------------------------------------
 
