@@ -1,134 +1,317 @@
-"""Rows: read, checked where they enter, and kept apart from held-out prompts."""
+"""Rows of every kind of source: read, renamed, made JSON, refused by name, and kept apart from held-out
+prompts.
+"""
 
 from __future__ import annotations
 
+import datetime as dt
+import decimal
+import gzip
 import json
+import tarfile
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollouts.config.tables import DataSourceConfig
-from rollouts.data.datasets import load_sources
+from rollouts.data.datasets import load_sources, read_source
 from rollouts.data.held_out import exclude_prompts, find_asked_prompts, unique_prompts
 from rollouts.data.mixture import make_mixture
-from rollouts.data.rows import Row, row_to_conversation
+from rollouts.data.rows import row_to_conversation
 from rollouts.errors import DataError
-from rollouts.types import check_json
+
+QUESTIONS = [
+    {"question": {"text": f"q {index}"}, "answers": [str(index), "other"], "id": index} for index in range(5)
+]
+COLUMNS = {"prompt": "question.text", "answer": "answers.0"}
 
 
-def jsonl(path: Path, **settings: Any) -> DataSourceConfig:
-    return DataSourceConfig(kind="jsonl", path=str(path), **settings)
+def load(kind: str = "jsonl", **settings: Any) -> list[dict[str, Any]]:
+    settings |= {key: str(settings[key]) for key in ("path", "dataset") if key in settings}
+    return load_sources([DataSourceConfig(kind=kind, **settings)], name="rl.data").samples  # type: ignore[arg-type]
 
 
-def gym(**settings: Any) -> DataSourceConfig:
-    return DataSourceConfig(**{"kind": "reasoning_gym", "dataset": "chain_sum", "size": 3, **settings})
-
-
-def load_rows(source: DataSourceConfig, *, name: str) -> list[Row]:
-    return load_sources([source], name=name).samples
-
-
-@pytest.fixture
-def write(tmp_path: Path):
-    def write_rows(*lines: object) -> Path:
-        path = tmp_path / "rows.jsonl"
-        parts = [
-            (
-                line
-                if isinstance(line, bytes)
-                else (line if isinstance(line, str) else json.dumps(line)).encode()
-            )
-            for line in lines
-        ]
-        path.write_bytes(b"".join(part + b"\n" for part in parts))
-        return path
-
-    return write_rows
-
-
-def message_of(source: DataSourceConfig) -> str:
+def message_of(**settings: Any) -> str:
     with pytest.raises(DataError) as caught:
-        load_rows(source, name="rl.data")
+        load(**settings)
     return str(caught.value)
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_bytes(
+        b"".join(row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows)
+    )
+    return path
+
+
+def prompts(rows: list[dict[str, Any]]) -> list[Any]:
+    return [row["prompt"] for row in rows]
 
 
 # --- files --------------------------------------------------------------------------------------------------
 
 
-def test_size_takes_the_first_rows(write):
-    path = write({"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})
-    assert [row["prompt"] for row in load_rows(jsonl(path, size=2), name="rl.data")] == ["a", "b"]
+def test_a_pattern_means_its_files_in_the_order_of_their_names(tmp_path: Path):
+    write(tmp_path / "part-b.jsonl", {"prompt": "3"})
+    (tmp_path / "part-a.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "1"}\n{"prompt": "2"}\n'))
+    (tmp_path / "part-dir.jsonl").mkdir()
+    write(tmp_path / "other.jsonl", {"prompt": "no"})
+    assert prompts(load(path=tmp_path / "part-*")) == ["1", "2", "3"]
+    assert prompts(load(path=tmp_path / "**/part-*", size=2)) == ["1", "2"]
 
 
-def test_only_a_newline_ends_a_line(write):
+def test_only_a_newline_ends_a_line_and_blank_lines_are_no_rows(tmp_path: Path):
     separators = "one\u2028two\u0085three\x0cfour"
-    path = write(json.dumps({"prompt": separators}, ensure_ascii=False))
-    assert load_rows(jsonl(path), name="rl.data") == [{"prompt": separators}]
+    line = json.dumps({"prompt": separators}, ensure_ascii=False).encode()
+    path = write(tmp_path / "rows.jsonl", b"\xef\xbb\xbf" + line + b"\n\n  \r\n", {"prompt": "b"})
+    assert prompts(load(path=path)) == [separators, "b"]
 
 
-def test_empty_lines_and_a_byte_order_mark_are_no_rows(write):
-    path = write(b"\xef\xbb\xbf" + json.dumps({"prompt": "a"}).encode(), "", "  \r", {"prompt": "b"})
-    assert [row["prompt"] for row in load_rows(jsonl(path), name="rl.data")] == ["a", "b"]
-
-
-def test_a_missing_file_is_named_with_the_place_looked_at(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_read_to_its_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    assert (
-        message_of(jsonl(Path("no.jsonl")))
-        == f"rl.data.path='no.jsonl': there is no such file (looked for {tmp_path / 'no.jsonl'})"
-    )
-    assert "cannot be read: Is a directory" in message_of(jsonl(tmp_path))
+    whole = gzip.compress(b"".join(b'{"prompt": "%d"}\n' % index**9 for index in range(500)))
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    write(tmp_path / "plain.jsonl.gz", {"prompt": "a"})
+    where = f"there is no such file (looked for {tmp_path / 'no.jsonl'})"
+    for path, problem in (
+        ("no.jsonl", where),
+        (".", "cannot be read: Is a directory"),
+        ("cut.jsonl.gz", "cannot be read: Compressed file ended before"),
+        ("plain.jsonl.gz", "cannot be read: Not a gzipped file"),
+    ):
+        message = message_of(path=path)
+        assert message.startswith(f"rl.data.path={path!r}") and problem in message
 
 
-# --- system prompts -----------------------------------------------------------------------------------------
-
-
-def test_a_system_prompt_goes_before_every_prompt_that_has_none(write):
+def test_a_system_prompt_goes_before_every_prompt_that_has_none(tmp_path: Path):
     user, own = {"role": "user", "content": "q"}, {"role": "system", "content": "own"}
-    path = write(
-        {"prompt": "q"},
-        {"prompt": [user]},
-        {"prompt": [own, user]},
-        {"messages": [user, {"role": "assistant", "content": "a"}]},
+    answer, brief = {"role": "assistant", "content": "a"}, {"role": "system", "content": "be brief"}
+    rows = {"prompt": "q"}, {"prompt": [user]}, {"prompt": [own, user]}, {"messages": [user, answer]}
+    found = load(path=write(tmp_path / "rows.jsonl", *rows), system_prompt="be brief")
+    turns = [row.get("prompt", row.get("messages")) for row in found]
+    assert turns == [[brief, user], [brief, user], [own, user], [brief, user, answer]]
+
+
+# --- columns ------------------------------------------------------------------------------------------------
+
+
+def test_a_renamed_field_loses_its_old_name_and_an_empty_name_leaves_one_out(tmp_path: Path):
+    path = write(tmp_path / "rows.jsonl", {"question": "q", "prompt": "never asked", "a.b": 1, "junk": 2})
+    columns = {"prompt": "question", "answer": "a.b", "junk": "", "absent": ""}
+    assert load(path=path, columns=columns) == [{"prompt": "q", "answer": 1}]
+
+
+@pytest.mark.parametrize(
+    ("column", "problem"),
+    [
+        ("qestion", "the row has question, answers, id; did you mean question?"),
+        ("question.txt", "question of the row has text; did you mean text?"),
+        ("question.text.x", "question.text of the row is 'q 0'"),
+        ("answers.2", "answers of the row is ['0', 'other']"),
+    ],
+)
+def test_a_missing_column_is_answered_with_what_there_is(tmp_path: Path, column: str, problem: str):
+    path = write(tmp_path / "rows.jsonl", QUESTIONS[0])
+    message = message_of(path=path, columns={"prompt": column})
+    assert message.endswith(f"rows.jsonl:1: there is no {column}: {problem}")
+
+
+# --- Parquet ------------------------------------------------------------------------------------------------
+
+
+def write_parquet(path: Path, table: Any) -> Path:
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pa.Table.from_pylist(table) if isinstance(table, list) else table, path)
+    return path
+
+
+def test_parquet_rows_are_the_rows_of_jsonl(tmp_path: Path):
+    write_parquet(tmp_path / "a.parquet", QUESTIONS[:3])
+    write_parquet(tmp_path / "b.parquet", QUESTIONS[3:])
+    settings: dict[str, Any] = {"columns": COLUMNS, "system_prompt": "be brief"}
+    by_line = load(path=write(tmp_path / "rows.jsonl", *QUESTIONS), **settings)
+    settings |= {"kind": "parquet", "path": tmp_path / "*.parquet"}
+    assert load(**settings) == by_line
+    assert load(**settings, size=4) == by_line[:4]
+
+
+def test_parquet_values_become_json(tmp_path: Path):
+    when = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
+    row = {
+        "prompt": "p",
+        "when": when,
+        "day": when.date(),
+        "price": decimal.Decimal("1.50"),
+        "list": [1.5, None],
+    }
+    (found,) = load(kind="parquet", path=write_parquet(tmp_path / "a.parquet", [row]))
+    assert found == {**row, "when": "2026-01-02T03:04:05+00:00", "day": "2026-01-02", "price": "1.50"}
+
+
+@pytest.mark.parametrize(
+    ("values", "storage", "seen_as"),
+    [([0, 2**60, 0], "int64", "timestamp[us]"), ([b"a", b"caf\xe9", b"c"], "binary", "string")],
+)
+def test_a_parquet_value_that_python_cannot_hold_spoils_its_own_row_alone(
+    tmp_path: Path, values: list[Any], storage: str, seen_as: str
+):
+    pa = pytest.importorskip("pyarrow")
+    plain = pa.array(values, getattr(pa, storage)())
+    odd = pa.Array.from_buffers(
+        pa.string() if storage == "binary" else pa.timestamp("us"), 3, plain.buffers()
     )
-    rows = load_rows(jsonl(path, system_prompt="be brief"), name="rl.data")
-    brief = {"role": "system", "content": "be brief"}
-    assert [row.get("prompt", row.get("messages")) for row in rows] == [
-        [brief, user],
-        [brief, user],
-        [own, user],
-        [brief, user, {"role": "assistant", "content": "a"}],
+    path = write_parquet(tmp_path / "a.parquet", pa.table({"prompt": ["p 0", "p 1", "p 2"], "odd": odd}))
+    found = read_source(DataSourceConfig(kind="parquet", path=str(path)), name="rl.data")
+    assert [row and row["prompt"] for row in found.rows] == ["p 0", None, "p 2"]
+    (bad,) = found.bad
+    assert (bad.number, bad.field) == (1, "odd")
+    assert str(bad).startswith(f"{path} row 1: odd is of type {seen_as} and cannot be read (")
+    assert str(bad).endswith('leave the field out with columns.odd = "", or convert it')
+    assert prompts(load(kind="parquet", path=path, columns={"odd": ""})) == ["p 0", "p 1", "p 2"]
+
+
+# --- the package datasets -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return datasets
+
+
+def test_what_save_to_disk_wrote_is_read_by_split(tmp_path: Path, hf: Any):
+    parts = {"train": QUESTIONS[:3], "test": QUESTIONS[3:]}
+    hf.DatasetDict({name: hf.Dataset.from_list(part) for name, part in parts.items()}).save_to_disk(
+        tmp_path / "saved"
+    )
+    source: dict[str, Any] = {"kind": "hf", "dataset": tmp_path / "saved", "columns": COLUMNS}
+    assert prompts(load(**source)) == ["q 0", "q 1", "q 2"]
+    assert prompts(load(**source, split="test", size=1)) == ["q 3"]
+    assert "it has no split tests; it has train, test; did you mean test?" in message_of(
+        **source, split="tests"
+    )
+
+
+def test_a_directory_of_data_files_is_read(tmp_path: Path, hf: Any):
+    before = set(threading.enumerate())
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder/train.jsonl", *QUESTIONS)
+    write(tmp_path / "folder/test.jsonl", QUESTIONS[0])
+    source: dict[str, Any] = {"kind": "hf", "dataset": tmp_path / "folder", "columns": COLUMNS, "size": 3}
+    assert load(**source) == [
+        {"prompt": f"q {index}", "answer": str(index), **QUESTIONS[index]} for index in range(3)
     ]
+    assert "plit" in message_of(**source, split="tran")
+    assert "the row has question, answers, id" in message_of(**source | {"columns": {"prompt": "qestion"}})
+    assert "rl.data.size=9 but" in message_of(**source | {"size": 9})
+    assert set(threading.enumerate()) <= before  # no event loop and no progress monitor was left running
 
 
-# --- reasoning-gym ------------------------------------------------------------------------------------------
+def test_formats_that_may_unpickle_are_refused_unread(tmp_path: Path, hf: Any):
+    (tmp_path / "rows.csv").write_text("prompt,answer\nq,1\n")
+    assert load(kind="hf", dataset=tmp_path / "rows.csv") == [{"prompt": "q", "answer": 1}]
+    pickle = write(tmp_path / "rows.pkl", b"cos\nsystem\n(S'false'\ntR.")
+    assert "is a file of an unknown kind" in message_of(kind="hf", dataset=pickle)
+    (tmp_path / "folder").mkdir()
+    with tarfile.open(tmp_path / "folder/train.tar", "w") as tar:
+        tar.add(pickle, "0.pickle")
+    assert "is in a format that is not read (webdataset)" in message_of(
+        kind="hf", dataset=tmp_path / "folder"
+    )
+
+
+# --- rows that are made -------------------------------------------------------------------------------------
+
+
+def gym(*datasets: Any, **changes: Any) -> dict[str, Any]:
+    composite = {"dataset": "composite", "seed": 3, "params": {"datasets": list(datasets)}}
+    return {"kind": "reasoning_gym", "size": 30, **composite, **changes}
 
 
 def test_reasoning_gym_rows_have_prompt_answer_and_plain_metadata():
-    rows = load_rows(
-        gym(seed=1, params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}), name="rl.data"
-    )
-    assert len(rows) == 3
+    params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    rows = load(**gym(dataset="chain_sum", size=3, params=params))
+    assert len(rows) == 3 and json.loads(json.dumps(rows)) == rows  # no tuples left
     for row in rows:
-        assert row["source_dataset"] == "chain_sum"
-        assert row["metadata"]["num_terms"] == 2
+        assert row["source_dataset"] == "chain_sum" and row["metadata"]["num_terms"] == 2
         left, sign, right = row["metadata"]["expression"].split()
         assert int(row["answer"]) == int(left) + (int(right) if sign == "+" else -int(right))
         assert row["metadata"]["expression"] in row["prompt"]
-        check_json("row", row)
-        assert json.loads(json.dumps(row)) == row  # no tuples left
 
 
-def test_an_unknown_reasoning_gym_parameter_is_named():
-    message = message_of(gym(params={"min_term": 2}))
-    assert message.startswith(
-        "rl.data.dataset='chain_sum' with rl.data.params={'min_term': 2} cannot be read"
-    )
-    assert "unexpected keyword argument 'min_term'" in message
+def test_composite_mixes_datasets_by_weight_and_says_which_one_made_a_row():
+    chain = {"name": "chain_sum", "weight": 3, "config": {"min_terms": 2, "max_terms": 2}}
+    rows = load(**gym(chain, {"name": "leg_counting"}))
+    made_by = [row["source_dataset"] for row in rows]
+    assert set(made_by) == {"chain_sum", "leg_counting"}
+    assert made_by.count("chain_sum") > made_by.count("leg_counting")
+    assert rows == load(**gym(chain, {"name": "leg_counting"}))
 
 
-# --- what each stage needs ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("dataset", "problem"),
+    [
+        ({"name": "chain_sums"}, "'chain_sums' is not one of reasoning-gym's"),
+        ({"weight": 1}, "None is not one of"),
+        ({"name": "chain_sum", "wieght": 1}, "unexpected keyword argument 'wieght'"),
+        ({"name": "chain_sum", "config": {"min_term": 1}}, "unexpected keyword argument 'min_term'"),
+        ({"name": "chain_sum", "config": 3}, "cannot be read"),
+        ("chain_sum", "cannot be read"),
+    ],
+)
+def test_what_is_wrong_in_composite_is_named(dataset: Any, problem: str):
+    message = message_of(**gym(dataset))
+    assert message.startswith("rl.data.dataset='composite' with rl.data.params=") and problem in message
+
+
+MAKERS = """
+import itertools
+
+def forever(size, seed, start=0):
+    for number in itertools.count(start):
+        yield {"prompt": f"{seed}: {number}"}
+
+def as_tuple(*, size, seed):
+    return tuple({"prompt": str(index), "pair": (index, index)} for index in range(size + 5))
+
+class Dataset:
+    def __getitem__(self, index):
+        if index == 3:
+            raise IndexError
+        return {"prompt": str(index)}
+
+def as_dataset(size, seed):
+    return Dataset()
+
+def breaks(size, seed):
+    yield {"prompt": "a"}
+    raise KeyError("boom")
+"""
+
+
+def test_a_function_may_give_a_generator_without_end_a_tuple_or_a_dataset(tmp_path: Path):
+    (tmp_path / "makers.py").write_text(MAKERS)
+
+    def make(function: str, **changes: Any) -> dict[str, Any]:
+        return {"kind": "python", "function": f"{tmp_path}/makers.py:{function}", "size": 3, **changes}
+
+    assert prompts(load(**make("forever", seed=7, params={"start": 2}))) == ["7: 2", "7: 3", "7: 4"]
+    assert load(**make("as_tuple"))[1] == {"prompt": "1", "pair": [1, 1]}
+    assert prompts(load(**make("as_dataset"))) == ["0", "1", "2"]
+    with pytest.raises(
+        DataError, match=r"makers\.py:breaks' raised KeyError after 1 rows: 'boom'$"
+    ) as caught:
+        load(**make("breaks"))
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert "raised TypeError after 0 rows" in message_of(**make("forever", params={"begin": 2}))
+
+
+# --- what rows are used for ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -140,55 +323,42 @@ def test_an_unknown_reasoning_gym_parameter_is_named():
         ({"prompt": "q", "answer": ""}, "answer is ''"),
     ],
 )
-def test_an_sft_row_without_something_to_train_on_is_refused(row, problem):
-    with pytest.raises(DataError) as caught:
+def test_an_sft_row_without_something_to_train_on_is_refused(row: dict[str, Any], problem: str):
+    with pytest.raises(DataError, match=f"^{problem}"):
         row_to_conversation(row)
-    assert str(caught.value).startswith(problem)
-
-
-# --- held-out prompts ---------------------------------------------------------------------------------------
 
 
 def turns(*contents: str) -> list[dict[str, str]]:
-    return [
-        {"role": "assistant" if index % 2 else "user", "content": content}
-        for index, content in enumerate(contents)
-    ]
+    roles = ("user", "assistant") * len(contents)
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
 
 
 def test_the_same_question_has_one_key_however_it_is_written():
-    forms = [
+    forms: list[dict[str, Any]] = [
         {"prompt": "What is 3+4?"},
         {"prompt": "  what is\n3+4? "},
-        {"prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "What is 3+4?"}]},
+        {"prompt": [{"role": "system", "content": "be brief"}, *turns("What is 3+4?")]},
         {"messages": turns("What is 3+4?", "7")},
         {"prompt": "What is \uff13+4?"},  # a full-width three
     ]
     assert len({next(find_asked_prompts(form)) for form in forms}) == 1
-    assert [*find_asked_prompts({"prompt": "What is 34?"})] != [*find_asked_prompts(forms[0])]
+    assert unique_prompts([{"prompt": "What is 34?"}, *forms]) == [{"prompt": "What is 34?"}, forms[0]]
 
 
-def test_held_out_prompts_leave_the_training_rows():
+@pytest.mark.parametrize(
+    ("held_out", "kept"),
+    [
+        ("a", [1, 3]),
+        (turns("c", "1", "d"), [0, 1, 2]),  # inside a longer conversation
+        ("d", [0, 1, 2, 3]),  # asked alone, it is another question
+    ],
+)
+def test_rows_that_train_on_a_held_out_prompt_leave(held_out: Any, kept: list[int]):
     rows = [
         {"prompt": "a", "answer": "1"},
         {"prompt": "b"},
         {"messages": turns("A", "1")},
         {"messages": turns("c", "1", "d", "2")},
     ]
-    kept, removed = exclude_prompts(make_mixture(rows), [{"prompt": "a"}], name="sft.data")
-    assert (kept.samples, removed) == ([rows[1], rows[3]], 2)
-
-
-def test_a_held_out_prompt_inside_a_longer_conversation_is_found():
-    rows = make_mixture([{"messages": turns("a", "1", "b", "2")}, {"prompt": "z"}])
-    for held_out, removed in (
-        ("a", 1),
-        (turns("a", "1", "b"), 1),
-        ("b", 0),  # asked alone, it is another question
-    ):
-        assert exclude_prompts(rows, [{"prompt": held_out}], name="sft.data")[1] == removed
-
-
-def test_of_rows_that_ask_the_same_the_first_stays():
-    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b"}, {"prompt": " A", "answer": "2"}]
-    assert unique_prompts(rows) == rows[:2]
+    found, removed = exclude_prompts(make_mixture(rows), [{"prompt": held_out}], name="sft.data")
+    assert (found.samples, removed) == ([rows[at] for at in kept], 4 - len(kept))

@@ -4,6 +4,8 @@ resume bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,14 @@ from rollouts.models.load import load_hf_model
 from rollouts.models.tiny import make_tiny
 from rollouts.reference.moving import (
     STATE_FILE,
+    MovingReference,
     UpdateRule,
     compute_update,
     open_moving_reference,
 )
 from rollouts.reference.score import score_batch
 from rollouts.testing.torch_contracts import make_batch
+from rollouts.types import LossSpec
 
 BATCH = make_batch(temperature=0.8)
 
@@ -38,8 +42,9 @@ def ema(decay: float) -> UpdateRule:
 class Policy:
     """Streams given weights on the reference's thread, as a backend does."""
 
-    def __init__(self, thread: DeviceThread, weights: dict[str, Tensor]) -> None:
-        self.thread, self.weights, self.fails = thread, weights, False
+    def __init__(self, thread: DeviceThread) -> None:
+        self.thread, self.fails = thread, False
+        self.weights: dict[str, Tensor] = {}
 
     def stream_weights(self, sink):
         def work() -> None:
@@ -51,46 +56,47 @@ class Policy:
         return self.thread.submit(work)
 
 
+@asynccontextmanager
+async def open_moving(path: Path, **options: Any) -> AsyncIterator[tuple[MovingReference, Any]]:
+    """(the reference, a policy that it can follow)."""
+    async with (
+        open_device_thread(name="moving", torch_threads=1) as thread,
+        open_moving_reference(path, device_thread=thread, **options) as reference,
+    ):
+        yield reference, Policy(thread)
+
+
 def random_weights(path: Path, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    weights = load_hf_model(path).named_parameters()
     return {
         name: parameter.detach() + 0.05 * torch.randn(parameter.shape, generator=generator)
-        for name, parameter in weights
+        for name, parameter in load_hf_model(path).named_parameters()
     }
 
 
-# --- rules --------------------------------------------------------------------------------------------------
+def assert_equal(one: Any, two: Any) -> None:
+    assert all(np.array_equal(mine, other) for mine, other in zip(one, two, strict=True))
 
 
 def test_known_values_of_the_rules():
     one, two = torch.tensor([1.0], dtype=torch.float64), torch.tensor([2.0], dtype=torch.float64)
-    assert compute_update(one, two, ema(0.99)).item() == pytest.approx(1.01, abs=1e-15)
-    assert compute_update(one, two, UpdateRule(0.6, 0.4)).item() == pytest.approx(1.6, abs=1e-15)
-    assert compute_update(one, two, UpdateRule(1.0, 0.0, 3)).item() == 2.0
-
-
-# --- the scorer ---------------------------------------------------------------------------------------------
+    for rule, expected in ((ema(0.99), 1.01), (UpdateRule(0.6, 0.4), 1.6), (UpdateRule(1.0, 0.0, 3), 2.0)):
+        assert compute_update(one, two, rule).item() == pytest.approx(expected, abs=1e-15)
 
 
 async def test_scores_are_those_of_a_model_with_the_mixed_weights(tmp_path: Path):
     path = make_tiny("llama", 0, tmp_path)
-    policy = random_weights(path, 1)
-    async with (
-        open_device_thread(name="moving", torch_threads=1) as thread,
-        open_moving_reference(path, rule=UpdateRule(0.25, 0.75, 2), device_thread=thread) as reference,
-    ):
-        backend = Policy(thread, policy)
+    async with open_moving(path, rule=UpdateRule(0.25, 0.75, 2)) as (reference, policy):
+        policy.weights = random_weights(path, 1)
         before = await reference.score(BATCH)
-        assert not await reference.update(backend, step=1)  # pyright: ignore[reportArgumentType]
-        assert await reference.update(backend, step=2)  # pyright: ignore[reportArgumentType]
-        assert not await reference.update(backend, step=2), "a step moves it once"  # pyright: ignore[reportArgumentType]
+        moved = [await reference.update(policy, step=step) for step in (1, 2, 2)]
+        assert moved == [False, True, False], "every second step, and a step moves it once"
         assert reference.metrics == {"reference/updates": 1.0}
         scores = await reference.score(BATCH)
     model = load_hf_model(path)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(0.75 * parameter + 0.25 * policy[name])
+            parameter.copy_(0.75 * parameter + 0.25 * policy.weights[name])
     expected = score_batch(model, BATCH, plan=plan_forward(model), micro_batch_tokens=8192)
     for row in range(len(BATCH)):
         np.testing.assert_allclose(scores[row], expected[row], atol=1e-5)
@@ -104,18 +110,12 @@ async def test_small_steps_do_not_vanish_in_a_bfloat16_model(tmp_path: Path):
     """
     path = make_tiny("llama", 0, tmp_path)
     start = dict(load_hf_model(path).named_parameters())
-    policy = {name: weight.detach() * 1.01 for name, weight in start.items()}
-    rule = ema(0.999)
-    options: dict[str, Any] = {"rule": rule, "dtype": torch.bfloat16}
-    async with (
-        open_device_thread(name="moving", torch_threads=1) as thread,
-        open_moving_reference(path, device_thread=thread, **options) as reference,
-    ):
+    async with open_moving(path, rule=ema(0.999), dtype=torch.bfloat16) as (reference, policy):
+        policy.weights = {name: weight.detach() * 1.01 for name, weight in start.items()}
         for step in range(1, 701):
-            await reference.update(Policy(thread, policy), step=step)  # pyright: ignore[reportArgumentType]
+            await reference.update(policy, step=step)
         await reference.save(tmp_path / "saved")
         shown = dict(reference._model.named_parameters())
-        assert all(weight.dtype == torch.bfloat16 for weight in shown.values())
     saved = dict(load_hf_model(tmp_path / "saved").named_parameters())
     for name, weight in start.items():
         if weight.ndim > 1:
@@ -128,51 +128,42 @@ async def test_small_steps_do_not_vanish_in_a_bfloat16_model(tmp_path: Path):
 async def test_a_resumed_reference_goes_on_bit_for_bit(tmp_path: Path, accumulator_dtype: torch.dtype):
     path = make_tiny("qwen3", 0, tmp_path)
     options: dict[str, Any] = {"rule": ema(0.9), "accumulator_dtype": accumulator_dtype}
-    policies = [random_weights(path, seed) for seed in range(4)]
-    async with open_device_thread(name="moving", torch_threads=1) as thread:
 
-        async def move(reference, steps: range) -> None:
-            for step in steps:
-                await reference.update(Policy(thread, policies[step - 1]), step=step)
+    async def move(reference: MovingReference, policy: Any, steps: range) -> Any:
+        for step in steps:
+            policy.weights = random_weights(path, step)
+            await reference.update(policy, step=step)
+        weights = {name: weight.clone() for name, weight in reference._accumulators.items()}
+        return weights, await reference.score(BATCH)
 
-        async with open_moving_reference(path, device_thread=thread, **options) as reference:
-            await move(reference, range(1, 3))
-            await reference.save(tmp_path / "saved")
-            await move(reference, range(3, 5))
-            whole, scores = (
-                {name: weight.clone() for name, weight in reference._accumulators.items()},
-                await reference.score(BATCH),
-            )
-            await reference.load(tmp_path / "saved")
-            assert reference.metrics == {"reference/updates": 2.0}
-            await move(reference, range(3, 5))
-            again = {name: weight.clone() for name, weight in reference._accumulators.items()}
-        async with open_moving_reference(tmp_path / "saved", device_thread=thread, **options) as reference:
-            assert reference.metrics == {"reference/updates": 2.0}
-            await move(reference, range(2, 5))  # step 2 was counted before the save
-            resumed, resumed_scores = dict(reference._accumulators), await reference.score(BATCH)
-    assert all(
-        torch.equal(whole[name], again[name]) and torch.equal(whole[name], resumed[name]) for name in whole
-    )
-    assert all(weight.dtype == accumulator_dtype for weight in resumed.values())
-    assert all(np.array_equal(one, two) for one, two in zip(scores, resumed_scores, strict=True))
+    async with open_moving(path, **options) as (reference, policy):
+        await move(reference, policy, range(1, 3))
+        await reference.save(tmp_path / "saved")
+        whole, scores = await move(reference, policy, range(3, 5))
+        await reference.load(tmp_path / "saved")
+        assert reference.metrics == {"reference/updates": 2.0}
+        again, _ = await move(reference, policy, range(3, 5))
+    async with open_moving(tmp_path / "saved", **options) as (reference, policy):
+        assert reference.metrics == {"reference/updates": 2.0}
+        resumed, resumed_scores = await move(reference, policy, range(2, 5))  # step 2 was counted before
+    for name, weight in whole.items():
+        assert torch.equal(weight, again[name]) and torch.equal(weight, resumed[name])
+        assert weight.dtype == accumulator_dtype
+    assert_equal(scores, resumed_scores)
 
 
-async def test_the_backends_own_weights_arrive(tmp_path: Path):
+async def test_a_reference_that_follows_has_the_backends_own_weights(tmp_path: Path):
     path = make_tiny("byte", 0, tmp_path)
+    options: dict[str, Any] = {"optim": OptimConfig(lr=1e-2), "total_steps": 4, "autocast": "off"}
     async with (
-        open_pytorch_backend(
-            path, optim=OptimConfig(lr=1e-2), total_steps=4, threads=1, autocast="off"
-        ) as backend,
+        open_pytorch_backend(path, threads=1, **options) as backend,
         open_moving_reference(
             path, rule=UpdateRule(1.0, 0.0, 1), device_thread=backend.device_thread
         ) as reference,
     ):
-        from rollouts.types import LossSpec
-
+        reference.follow(backend, lambda: 1)
         await backend.forward_backward(BATCH, LossSpec("sft")).result()
         await backend.optim_step().result()
-        assert await reference.update(backend, step=1)
         policy, scores = await backend.forward(BATCH).result(), await reference.score(BATCH)
     for one, two in zip(policy, scores, strict=True):
         np.testing.assert_allclose(one, two, atol=1e-6)
@@ -180,55 +171,41 @@ async def test_the_backends_own_weights_arrive(tmp_path: Path):
 
 async def test_an_update_that_breaks_off_leaves_no_silent_mixture(tmp_path: Path):
     path = make_tiny("byte", 0, tmp_path)
-    policy = random_weights(path, 1)
-    async with (
-        open_device_thread(name="moving", torch_threads=1) as thread,
-        open_moving_reference(path, rule=ema(0.5), device_thread=thread) as reference,
-    ):
+    weights = random_weights(path, 1)
+    first, *_, last = weights
+    async with open_moving(path, rule=ema(0.5)) as (reference, policy):
         await reference.save(tmp_path / "saved")
         before = await reference.score(BATCH)
-        backend = Policy(thread, policy)
-        backend.fails = True
+        policy.fails = True
         with pytest.raises(BackendError, match="an earlier step failed"):
-            await reference.update(backend, step=1)  # pyright: ignore[reportArgumentType]
-        assert all(
-            np.array_equal(one, two) for one, two in zip(before, await reference.score(BATCH), strict=True)
-        ), "nothing had come"
-        first, *_ = policy
-        for weights, message in (
-            ({first: policy[first]}, "never came"),
-            ({**policy, [*policy][-1]: policy[first]}, "is .*the reference's"),
+            await reference.update(policy, step=1)
+        assert_equal(before, await reference.score(BATCH))  # nothing had come
+        policy.fails = False
+        for policy.weights, message in (
+            ({first: weights[first]}, "never came"),
+            ({**weights, last: weights[first]}, "is .*the reference's"),
         ):
             with pytest.raises(BackendError, match=message):
-                await reference.update(Policy(thread, weights), step=1)  # pyright: ignore[reportArgumentType]
-            with pytest.raises(BackendError, match="load\\(\\) a saved one"):
-                await reference.score(BATCH)
-            with pytest.raises(BackendError, match="load\\(\\) a saved one"):
-                await reference.update(backend, step=1)  # pyright: ignore[reportArgumentType]
+                await reference.update(policy, step=1)
+            for use in (
+                lambda: reference.score(BATCH),
+                lambda: reference.update(policy, step=1),
+                lambda: reference.save(tmp_path / "broken"),
+            ):
+                with pytest.raises(BackendError, match=r"load\(\) a saved one"):
+                    await use()
             await reference.load(tmp_path / "saved")
-        with pytest.raises(BackendError, match="never came"):
-            await reference.update(Policy(thread, {first: policy[first]}), step=1)  # pyright: ignore[reportArgumentType]
-        with pytest.raises(BackendError, match="load\\(\\) a saved one"):
-            await reference.save(tmp_path / "broken")
-        await reference.load(tmp_path / "saved")
-        assert all(
-            np.array_equal(one, two) for one, two in zip(before, await reference.score(BATCH), strict=True)
-        )
+            assert_equal(before, await reference.score(BATCH))
 
 
 async def test_what_is_no_saved_reference_is_refused_and_changes_nothing(tmp_path: Path):
-    path = make_tiny("byte", 0, tmp_path)
-    async with (
-        open_device_thread(name="moving", torch_threads=1) as thread,
-        open_moving_reference(path, rule=ema(0.5), device_thread=thread) as reference,
-    ):
+    path, saved = make_tiny("byte", 0, tmp_path), tmp_path / "saved"
+    async with open_moving(path, rule=ema(0.5)) as (reference, _):
         with pytest.raises(CheckpointError, match=STATE_FILE):
             await reference.load(path)
-        await reference.save(tmp_path / "saved")
-        (tmp_path / "saved" / STATE_FILE).write_text('{"format": 99, "updates": 1, "step": 1}')
-        with pytest.raises(CheckpointError, match="99"):
-            await reference.load(tmp_path / "saved")
-        (tmp_path / "saved" / STATE_FILE).write_text("{")
-        with pytest.raises(CheckpointError, match="cannot be read"):
-            await reference.load(tmp_path / "saved")
+        await reference.save(saved)
+        for text in ('{"format": 99, "updates": 1, "step": 1}', "{"):
+            (saved / STATE_FILE).write_text(text)
+            with pytest.raises(CheckpointError, match="cannot be read"):
+                await reference.load(saved)
         assert len(await reference.score(BATCH)) == len(BATCH)
