@@ -52,7 +52,7 @@ class TokenizedConversation:
     spans: tuple[MessageSpan, ...]  # of the assistant turns asked for, in order
 
 
-TrainOn = Literal["all", "last"] | Sequence[int]
+TrainOn = Literal["all", "last"]
 
 
 def render_prompt(
@@ -93,16 +93,16 @@ def tokenize_conversation(
     options: TemplateOptions = DEFAULT_OPTIONS,
     tools: Tools | None = None,
 ) -> TokenizedConversation:
-    """The token ids of the whole conversation, and the spans of the assistant turns that `train_on` names:
-    content and end token.
+    """The token ids of the whole conversation, and the spans of the assistant turns that train, all or the
+    last: content and end token.
 
     A span is what the model is to write after the prompt that generation gives it: thinking, content and tool
     calls as the template writes them. The header of a turn and what the template writes after the end token
     (a newline) are in no span. Turns that do not train may be written as the template likes; some templates
     rewrite earlier turns, and then only the last can train. Raises ModelError if the template is missing,
     writes a turn that trains otherwise than it was generated, or ends it without a special token; DataError
-    if the template refuses the messages or leaves out a part of what trains, train_on names no assistant
-    turn, a turn that trains says nothing, or it begins or ends within a token.
+    if the template refuses the messages or leaves out a part of what trains, there is no assistant turn, a
+    turn that trains says nothing, or it begins or ends within a token.
     """
     if not messages:
         raise DataError("the conversation has no messages")
@@ -131,15 +131,7 @@ def _choose_turns(messages: Sequence[ChatMessage], train_on: TrainOn) -> list[in
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise DataError("the conversation has no assistant turn to train on")
-    if isinstance(train_on, str):
-        chosen = turns if train_on == "all" else turns[-1:]
-    else:
-        chosen = sorted(set(train_on))
-    if not chosen or not set(chosen) <= set(turns):
-        raise DataError(
-            f"train_on={chosen}; it must name assistant turns by their position in the conversation:"
-            f" {', '.join(map(str, turns))}"
-        )
+    chosen = turns if train_on == "all" else turns[-1:]
     for turn in chosen:
         if turn == 0:
             raise DataError(

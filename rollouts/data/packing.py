@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -86,17 +87,9 @@ def make_micro_batches(
     if not len(trained):
         return []
     rows = sort_rows(tokens, trained, lengths[trained], share=share_prefix and padding_free)
-    if padding_free:
-        plans = plan_one_row(
-            rows,
-            micro_batch_tokens,
-            ranks=ranks,
-            micro_batch_cost=micro_batch_cost,
-            attention_cost=attention_cost,
-        )
-    else:
-        plans = plan_padded(rows, micro_batch_tokens, ranks=ranks, micro_batch_cost=micro_batch_cost)
-    return [_make_micro_batch(rows, plan, tokens, loss_masks, packed=padding_free) for plan in plans]
+    plan = partial(plan_one_row, attention_cost=attention_cost) if padding_free else plan_padded
+    plans = plan(rows, micro_batch_tokens, ranks=ranks, micro_batch_cost=micro_batch_cost)
+    return [_make_micro_batch(rows, one, tokens, loss_masks, packed=padding_free) for one in plans]
 
 
 def _needed_length(row: int, mask: BoolArray) -> int:

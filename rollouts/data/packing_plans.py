@@ -14,12 +14,13 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollouts.data.tries import Placed, SortedRows, cut_rows, place_rows
+from rollouts.data.tries import SortedRows, cut_rows, place_rows
 from rollouts.types import IntArray
 
 # tokens; on a CPU mostly the head's and the embedding's gradients, which are as large as the vocabulary
@@ -66,59 +67,55 @@ def plan_one_row(
     whole = place_rows(rows, np.zeros(len(rows.numbers), np.int64))
     bound = (float(whole.nodes[0]) + attention_cost * float(whole.pairs[0])) / ranks
     bound += micro_batch_cost * -(-int(whole.nodes[0]) // (budget * ranks))
-    best, least = None, float("inf")
-    for placed in _find_bins(rows, budget, ranks, attention_cost):
+    best, least = whole, float("inf")
+    for labels in _find_bins(rows, budget, ranks, attention_cost):
+        placed = place_rows(rows, labels)
         cost = compute_round_cost(placed.nodes + attention_cost * placed.pairs + micro_batch_cost, ranks)
         if len(placed.starts) >= min(ranks, len(rows.numbers)) and cost < least:
             best, least = placed, cost
         if least <= GOOD * bound:
             break
-    assert best is not None, "single rows fit somewhere, and leave no rank without"
+    assert least < float("inf"), "single rows fit somewhere, and leave no rank without"
     ends = np.append(best.starts[1:], len(best.order))
     largest_first = np.lexsort((rows.numbers[best.order[best.starts]], -best.nodes))
     cuts = [slice(best.starts[one], ends[one]) for one in largest_first.tolist()]
     return [MicroBatchPlan(best.order[cut], best.common[cut]) for cut in cuts]
 
 
-def _find_bins(rows: SortedRows, budget: int, ranks: int, attention_cost: float) -> Iterator[Placed]:
-    """Ways to fill micro-batches: items of several sizes, single rows, neighbours in order."""
-    shared = int(rows.common[1:].min()) if len(rows.common) > 1 else 0
+def _find_bins(rows: SortedRows, budget: int, ranks: int, attention_cost: float) -> Iterator[IntArray]:
+    """[n] the bin of each row, in several ways: items of several sizes, single rows, neighbours in order."""
+    shared = rows.shared  # first tokens of all rows, which each bin has once
+    capacity = budget - shared
+    singles = np.arange(len(rows.numbers))
     sizes_tried: set[int] = set()
-    for parts in PARTS if rows.least else ():
-        labels = cut_rows(rows, shared + max(budget - shared, 0) // parts, apart=True)
-        if (count := int(labels[-1])) not in sizes_tried:
-            sizes_tried.add(count)
-            yield from _fill_one_row(rows, labels, budget, shared, ranks, attention_cost)
-    yield from _fill_one_row(rows, np.arange(len(rows.numbers)), budget, shared, ranks, attention_cost)
+    for parts in (*PARTS, 0) if rows.least else (0,):
+        items = cut_rows(rows, shared + max(capacity, 0) // parts, apart=True) if parts else singles
+        if parts and int(items[-1]) in sizes_tried:
+            continue
+        sizes_tried.add(int(items[-1]))
+        placed = place_rows(rows, items)
+        sizes = placed.nodes - shared
+        if capacity <= 0:
+            yield items
+            continue
+        filled = fill_bins(sizes, capacity)
+        if ranks == 1:
+            yield filled[items]
+            continue
+        # 1: equal rows, which cost nothing more, go round too
+        costs = 1 + sizes + attention_cost * (placed.pairs - shared * (shared + 1) / 2)
+        tried, step = 0, 1
+        rounds = max(-(-(int(filled.max()) + 1) // ranks), 1)  # what best fit needs; evenness may need more
+        while tried <= MORE_ROUNDS:
+            bins = spread_over_bins(sizes, costs, rounds * ranks, capacity)
+            if bins is None:
+                step *= 2
+            else:
+                yield bins[items]
+                tried, step = tried + 1, 1
+            rounds += step
     if rows.least:
-        yield place_rows(rows, cut_rows(rows, budget, apart=False))
-
-
-def _fill_one_row(
-    rows: SortedRows, labels: IntArray, budget: int, shared: int, ranks: int, attention_cost: float
-) -> Iterator[Placed]:
-    """Items in bins. `shared`: first tokens of all rows, which each bin has once."""
-    items = place_rows(rows, labels)
-    sizes, capacity = items.nodes - shared, budget - shared
-    if capacity <= 0:
-        yield items
-        return
-    filled = fill_bins(sizes, capacity)
-    if ranks == 1:
-        yield place_rows(rows, filled[labels])
-        return
-    # 1: equal rows, which cost nothing more, go round too
-    costs = 1 + sizes + attention_cost * (items.pairs - shared * (shared + 1) / 2)
-    tried, step = 0, 1
-    rounds = max(-(-(int(filled.max()) + 1) // ranks), 1)  # what best fit needs; evenness may need more
-    while tried <= MORE_ROUNDS:
-        bins = spread_over_bins(sizes, costs, rounds * ranks, capacity)
-        if bins is None:
-            step *= 2
-        else:
-            yield place_rows(rows, bins[labels])
-            tried, step = tried + 1, 1
-        rounds += step
+        yield cut_rows(rows, budget, apart=False)
 
 
 def fill_bins(sizes: IntArray, capacity: int) -> IntArray:
@@ -180,28 +177,26 @@ def plan_padded(rows: SortedRows, budget: int, *, ranks: int, micro_batch_cost: 
     """
     order = np.argsort(-rows.lengths, kind="stable")
     lengths = rows.lengths[order].tolist()
-    enough = min(ranks, len(lengths))
 
     def cut(tokens: int) -> list[tuple[int, int]]:
         starts = [0]
         for place in range(1, len(lengths)):
             if (place - starts[-1] + 1) * lengths[starts[-1]] > tokens:
                 starts.append(place)
-        return list(zip(starts, [*starts[1:], len(lengths)], strict=True))
+        return list(pairwise([*starts, len(lengths)]))
 
     found = [cut(budget)]
     if ranks > 1:
         rounds = -(-len(found[0]) // ranks)
-        tokens = [min(budget, sum(lengths) // (ranks * (rounds + more))) for more in range(MORE_ROUNDS + 1)]
-        found += [cut(each) for each in tokens]
-        while len(found[-1]) < enough:
-            tokens.append(tokens[-1] // 2)
-            found.append(cut(tokens[-1]))
+        tokens = min(budget, sum(lengths) // (ranks * (rounds + MORE_ROUNDS)))
+        found += [cut(min(budget, sum(lengths) // (ranks * rounds))), cut(tokens)]
+        while len(found[-1]) < min(ranks, len(lengths)):
+            tokens //= 2
+            found.append(cut(tokens))
 
     def cost(cuts: list[tuple[int, int]]) -> float:
-        return compute_round_cost(
-            [(last - first) * lengths[first] + micro_batch_cost for first, last in cuts], ranks
-        )
+        sizes = [(last - first) * lengths[first] + micro_batch_cost for first, last in cuts]
+        return compute_round_cost(sizes, ranks)
 
-    chosen = min((cuts for cuts in found if len(cuts) >= enough), key=cost)
+    chosen = min((cuts for cuts in found if len(cuts) >= min(ranks, len(lengths))), key=cost)
     return [MicroBatchPlan(order[first:last], np.zeros(last - first, np.int64)) for first, last in chosen]

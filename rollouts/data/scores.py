@@ -38,13 +38,8 @@ def make_score_batch(sequences: Sequence[IntArray]) -> RolloutBatch:
 
 def read_scores(values: Sequence[FloatArray], batch: RolloutBatch) -> FloatArray:
     """[B] the score of each row, from backend.forward's values [T_i]. Raises DataError if a row does not
-    train exactly one token.
+    train exactly one token, ValueError if there are not as many values as rows.
     """
-    if len(values) != len(batch):
-        raise DataError(
-            f"values have {len(values)} rows and the batch has {len(batch)}; give what forward() gave for"
-            " this batch"
-        )
     for row, length in enumerate(batch.response_lengths.tolist()):
         if length != 1:
             raise DataError(
@@ -60,13 +55,9 @@ def spread_scores(scores: NDArray[Any], batch: RolloutBatch) -> tuple[FloatArray
     read_scores.
 
     With g [B] = dL/dscore, `dataclasses.replace(batch, advantages=spread_scores(-g, batch))` and
-    LossSpec("linear", unit="constant", constant=1.0) give the gradient of L. Raises DataError unless there is
-    one for each row.
+    LossSpec("linear", unit="constant", constant=1.0) give the gradient of L. Raises ValueError unless there
+    is one for each row.
     """
-    if len(scores) != len(batch):
-        raise DataError(
-            f"there are {len(scores)} scores for {len(batch)} rows; give one for each row of the batch"
-        )
     return tuple(
         np.where(mask, np.float32(score), np.float32(0))
         for score, mask in zip(scores, batch.loss_masks, strict=True)

@@ -24,6 +24,11 @@ class SortedRows(NamedTuple):
     common: IntArray  # first tokens that a row has in common with the one before; 0 of the first
     least: tuple[IntArray, ...]  # least[k][i]: the least of common[i : i + 2**k]; empty if nothing is shared
 
+    @property
+    def shared(self) -> int:
+        """First tokens that all rows have in common."""
+        return int(self.common[1:].min()) if len(self.common) > 1 else 0
+
 
 class Placed(NamedTuple):
     """Rows in bins: those of one bin one after the other, in lexicographic order."""
@@ -86,7 +91,7 @@ def cut_rows(rows: SortedRows, capacity: int, *, apart: bool) -> IntArray:
     """[n] the item of each row: neighbours fill one item after the other, each of at most `capacity` nodes or
     one longer row. `apart`: rows that share little beside what all share are not kept together.
     """
-    shared = int(rows.common[1:].min()) if len(rows.common) > 1 else 0
+    shared = rows.shared
     labels = np.zeros(len(rows.numbers), np.int64)
     held = number = before = 0
     for place, (length, common) in enumerate(zip(rows.lengths.tolist(), rows.common.tolist(), strict=True)):

@@ -70,7 +70,7 @@ def test_an_assistant_turn_that_says_nothing_is_refused(content):
 
 @pytest.mark.parametrize(
     ("train_on", "text"),
-    [("last", "4<|im_end|>"), ([1], "It is 7.<|im_end|>"), ((3, 1, 3), "It is 7.<|im_end|>4<|im_end|>")],
+    [("last", "4<|im_end|>"), ("all", "It is 7.<|im_end|>4<|im_end|>")],
 )
 def test_only_the_chosen_turns_train(train_on, text):
     tokenizer = byte_tokenizer()

@@ -161,14 +161,12 @@ def test_a_model_filled_by_slices_is_the_loaded_one(
     ("work", "message"),
     [
         (lambda _: make_score_batch([np.array([5]), np.array([], np.int64)]), r"sequences\[1\] has no token"),
-        (lambda batch: read_scores([np.zeros(3, np.float32)] * 2, batch), "2 rows and the batch has 1"),
         (
             lambda batch: read_scores(
                 [np.zeros(2, np.float32)], dataclasses.replace(batch, loss_masks=(np.array([True, True]),))
             ),
             r"loss_masks\[0\] trains 2 tokens.*make_score_batch",
         ),
-        (lambda batch: spread_scores(np.zeros(2), batch), "2 scores for 1 rows"),
     ],
 )
 def test_what_is_no_score_is_refused(work: Callable[[RolloutBatch], object], message: str):
