@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from rollouts.backends.open import open_pytorch_backend
-from rollouts.data.scores import make_score_batch, read_scores, spread_scores
+from rollouts.data.scores import make_score_batch, read_scores
 from rollouts.errors import ConfigError, DataError, ModelError
 from rollouts.losses import LossInputs
 from rollouts.losses.token_losses import linear_loss
