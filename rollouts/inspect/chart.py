@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -70,10 +71,8 @@ def compute_means(places: np.ndarray, values: np.ndarray, count: int) -> np.ndar
     return np.divide(sums, held, out=np.full(count, np.nan), where=held > 0)
 
 
-def draw_sparkline(steps: np.ndarray, values: np.ndarray, *, first: int, last: int, width: int) -> str:
-    """`width` block characters: the height of each is the mean of its range of steps; a blank has no step."""
-    count = min(width, last - first + 1)
-    means = compute_means((steps - first) * count // (last - first + 1), values, count)
+def draw_sparkline(means: np.ndarray) -> str:
+    """Block characters: the height of each is that of a mean; a blank has none."""
     low, high = np.nanmin(means), np.nanmax(means)
     shares = (means - low) / (high - low) if high > low else means * 0 + 0.5
     return "".join(" " if np.isnan(share) else BLOCKS[min(7, int(share * 8))] for share in shares)
@@ -85,17 +84,15 @@ def draw_chart(
     """The curves over each other in braille, with highest and lowest value and the range of steps."""
     title = f"{panel[0].stage} {panel[0].name}{' (logarithmic)' if log else ''}"
     curves = [prepare_curve(curve, smooth=smooth, log=log) for curve in panel]
-    every = np.concatenate([curve.values for curve in curves])
-    if not len(every):
+    steps, values = (np.concatenate([curve[field] for curve in curves]) for field in (2, 3))
+    if not len(values):
         return Text(f"{title}: no value is above 0, so that none has a logarithm")
-    every_step = np.concatenate([curve.steps for curve in curves])
-    low, high, first, last = every.min(), every.max(), every_step.min(), every_step.max()
+    low, high, first, last = values.min(), values.max(), steps.min(), steps.max()
     cells, owners = np.zeros((2, height, width), np.int64)
     for number, curve in enumerate(curves):
         if len(curve.values):
-            columns = 2 * width - 1
-            places = np.rint((curve.steps - first) * columns / max(1, last - first)).astype(np.int64)
-            means = np.array([low, high, *compute_means(places, curve.values, columns + 1)])
+            places = np.rint((curve.steps - first) * (2 * width - 1) / max(1, last - first)).astype(np.int64)
+            means = np.append([low, high], compute_means(places, curve.values, 2 * width))
             dots = place_dots(np.log(means) if log else means, rows=4 * height)
             bits = (dots.reshape(height, 4, width, 2) * DOT_BITS[:, None, :]).sum(axis=(1, 3))
             cells |= bits
@@ -124,10 +121,9 @@ def place_dots(heights: np.ndarray, *, rows: int) -> np.ndarray:
     inside = np.arange(held[0], held[-1] + 1)
     shares = (np.interp(inside, held, means[held]) - low) / (high - low) if high > low else inside * 0 + 0.5
     lines = rows - 1 - np.rint(shares * (rows - 1))
-    halfway = (lines[:-1] + lines[1:]) / 2  # a dot's column reaches half the way to the dots beside it
-    sides = np.stack([lines, np.append(lines[:1], halfway), np.append(halfway, lines[-1:])])
+    before = np.append(lines[:1], lines[:-1])  # a column reaches to beside the dot before it
     dots, numbers = np.zeros((rows, len(means)), dtype=bool), np.arange(rows)[:, None]
-    dots[:, inside] = (numbers >= np.ceil(sides.min(axis=0))) & (numbers <= np.floor(sides.max(axis=0)))
+    dots[:, inside] = (numbers >= np.minimum(lines, before + 1)) & (numbers <= np.maximum(lines, before - 1))
     return dots
 
 
@@ -143,23 +139,23 @@ def save_png(panels: Sequence[Sequence[Curve]], path: Path, *, smooth: int = 1, 
         raise RunDirError(
             "a picture needs matplotlib; install it: pip install 'rollouts-rl[plot]'"
         ) from error
-    stages: dict[str, list[Sequence[Curve]]] = {}
-    for panel in panels:
-        stages.setdefault(panel[0].stage, []).append(panel)
-    height = max(map(len, stages.values()))
+    stages = list(dict.fromkeys(panel[0].stage for panel in panels))
+    rows = Counter[str]()
+    height = max(Counter(panel[0].stage for panel in panels).values())
     figure = Figure(figsize=(max(7.5, 5.5 * len(stages)), 2.2 * height + 0.6), layout="constrained")
-    for column, own in enumerate(stages.values()):
-        for row, panel in enumerate(own):
-            axes = figure.add_subplot(height, len(stages), row * len(stages) + column + 1)
-            axes.set_title(make_safe(f"{panel[0].stage}: {panel[0].name}"), fontsize=9)
-            axes.tick_params(labelsize=8)
-            axes.grid(alpha=0.3)
-            for curve in (prepare_curve(curve, smooth=smooth, log=log) for curve in panel):
-                marker = "." if len(curve.steps) < 30 else None
-                axes.plot(curve.steps, curve.values, linewidth=1.4, marker=marker, label=make_safe(curve.run))
-            axes.set_yscale("log" if log else "linear")
-            if len(panel) > 1:
-                axes.legend(fontsize=8)
+    for panel in panels:
+        stage = panel[0].stage
+        axes = figure.add_subplot(height, len(stages), rows[stage] * len(stages) + stages.index(stage) + 1)
+        rows[stage] += 1
+        axes.set_title(make_safe(f"{stage}: {panel[0].name}"), fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3)
+        for curve in (prepare_curve(curve, smooth=smooth, log=log) for curve in panel):
+            marker = "." if len(curve.steps) < 30 else None
+            axes.plot(curve.steps, curve.values, linewidth=1.4, marker=marker, label=make_safe(curve.run))
+        axes.set_yscale("log" if log else "linear")
+        if len(panel) > 1:
+            axes.legend(fontsize=8)
     try:
         with rc_context({"agg.path.chunksize": 10_000}):  # of long lines
             figure.savefig(path, dpi=110, format="png")

@@ -7,24 +7,27 @@ import csv
 import io
 import sys
 from pathlib import Path
+from typing import Any
 
+import duckdb
 import msgspec
 from rich.console import Console
 
 from rollouts.errors import ConfigError, RunDirError
 from rollouts.inspect.chart import NAMES, collect_panels, draw_chart, save_png
-from rollouts.inspect.facts import ACCURACY
+from rollouts.inspect.facts import ACCURACY, count_of
 from rollouts.inspect.overview import print_comparison, print_run
-from rollouts.inspect.query import make_answer_table, run_sql
-from rollouts.inspect.record import Curve, Record, find_parts, open_record, open_records
+from rollouts.inspect.record import KINDS, Record, find_parts, open_record, open_records
 from rollouts.inspect.samples import find_samples, print_sample, print_samples
-from rollouts.inspect.terminal import make_console, write_lines
+from rollouts.inspect.terminal import make_console, make_safe, make_table, write_lines
 from rollouts.inspect.trace import export_trace
 
 PICTURES = (  # panels of the PNG
     *("reward/mean", "loss/total", "response_length/mean", "entropy/mean", "rewards/margins"),
     *("value/explained_variance", "optim/grad_norm", "time/step"),
 )
+SHOWN_ROWS = 200  # of the table of a query
+SHOWN_CHARACTERS = 200  # of a cell of it
 SEARCH = ("step", "last", "stage", "status", "group", "grep", "sort", "reverse", "limit")  # of find_samples
 
 
@@ -47,35 +50,27 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
 
 def print_picture(console: Console, record: Record, png: Path | None) -> None:
-    """Draws the curves as a picture and says where. A RUN/curves.png newer than its rows is left alone."""
+    """Draws the curves that every run has, and accuracies, and says where. A RUN/curves.png that is newer
+    than its rows is left alone.
+    """
     path = png or record.root / "curves.png"
     rows = [part for kind in ("metrics", "evaluations") for part in find_parts(record.run_dir, kind)]
     changed = max((part.stat().st_mtime for part in rows), default=0.0)
+    known = dict.fromkeys(row["name"] for row in record.rows(NAMES))
+    names = [name for name in PICTURES if name in known] + list(filter(ACCURACY.fullmatch, known))
+    said = f"wrote {path}"
     try:
-        if png is None and path.exists() and path.stat().st_mtime > changed:
-            console.print(f"{path} is up to date", soft_wrap=True)
-            return
-        draw_picture(record, path)
-        console.print(f"wrote {path}", soft_wrap=True)
+        if not names:
+            said = f"no picture: {record.root} has no steps and no evaluations yet"
+        elif png is None and path.exists() and path.stat().st_mtime > changed:
+            said = f"{path} is up to date"
+        else:
+            save_png(collect_panels({"": record}, names), path)
     except RunDirError as error:
         if png is not None:
             raise
-        console.print(f"no picture: {error}", soft_wrap=True)
-
-
-def draw_picture(record: Record, path: Path) -> None:
-    """Draws the curves that every run has, and accuracies, as a PNG. Raises RunDirError."""
-    panels: dict[tuple[str, int], list[Curve]] = {}
-    for stage, name in ((row["stage"], row["name"]) for row in record.rows(NAMES)):
-        if match := ACCURACY.fullmatch(name):
-            curve = record.read_curve(stage, name, run=f"{match['name']} {match['stat']}")
-            shown = curve._replace(name="accuracy, %", values=100 * curve.values)
-            panels.setdefault((stage, len(PICTURES)), []).append(shown)
-        elif name in PICTURES:
-            panels[stage, PICTURES.index(name)] = [record.read_curve(stage, name)]
-    if not panels:
-        raise RunDirError(f"{record.root} has no steps and no evaluations yet; there is nothing to plot")
-    save_png([panels[key] for key in sorted(panels, key=lambda key: key[1])], path)
+        said = f"no picture: {error}"
+    console.print(said, soft_wrap=True)
 
 
 def run_samples(arguments: argparse.Namespace) -> int:
@@ -137,18 +132,54 @@ def run_tail(arguments: argparse.Namespace) -> int:
 def run_query(arguments: argparse.Namespace) -> int:
     """Prints what the statement answers. Raises ConfigError for SQL that cannot be run, RunDirError."""
     with open_record(arguments.run_dir) as record:
-        answer = run_sql(record, arguments.sql)
+        columns, rows = run_sql(record, arguments.sql)
     print(*record.notes, sep="\n", end="\n" * bool(record.notes), file=sys.stderr)
     if arguments.csv:
         lines = io.StringIO()
-        csv.writer(lines, lineterminator="\n").writerows([answer.columns, *answer.rows])
+        csv.writer(lines, lineterminator="\n").writerows([columns, *rows])
         write_lines(lines.getvalue())
     elif arguments.json:
-        rows = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
-        write_lines(msgspec.json.Encoder(enc_hook=str).encode_lines(rows).decode())
+        named = [dict(zip(columns, row, strict=True)) for row in rows]
+        write_lines(msgspec.json.Encoder(enc_hook=str).encode_lines(named).decode())
     else:
-        make_console().print(make_answer_table(answer))
+        numbers = [isinstance(value, int | float) for value in rows[0]] if rows else [False] * len(columns)
+        headings = [
+            ">" * number + make_safe(name, one_line=True)
+            for name, number in zip(columns, numbers, strict=True)
+        ]
+        table = make_table("", headings, (list(map(format_cell, row)) for row in rows[:SHOWN_ROWS]))
+        left_out = max(0, len(rows) - SHOWN_ROWS)
+        more = f", {left_out} of them not shown: --csv and --json print all" if left_out else ""
+        table.caption, table.caption_justify = count_of(len(rows), "row") + more, "left"
+        make_console().print(table)
     return 0
+
+
+def run_sql(record: Record, sql: str) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """Columns and rows of a statement. Raises ConfigError for SQL that is wrong or does more than read."""
+    try:
+        statements = record.connection.extract_statements(sql)
+        # no EXPLAIN: with ANALYZE it runs what it explains, and that may be a COPY onto the record
+        if [statement.type for statement in statements] != [duckdb.StatementType.SELECT]:
+            raise ConfigError("SQL: give one statement that reads, for example SELECT … FROM metrics")
+        for kind in (kind for kind in KINDS if kind in sql.lower()):
+            record.add_views(kind)
+            record.note_damage(kind, f"{kind}_lines")
+        result = record.connection.execute(sql)
+        return [str(column[0]) for column in result.description or ()], result.fetchall()
+    except duckdb.Error as error:
+        text = " ".join(str(error).partition("\n\nLINE")[0].split())
+        raise ConfigError(
+            f"SQL: {text}; the views are {', '.join(KINDS)}, each with _all for every attempt, and a name"
+            ' with a slash stands in double quotes: "reward/mean"'
+        ) from error
+
+
+def format_cell(value: Any) -> str:
+    """A value on one line; what would steer a terminal is written out."""
+    text = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    shown = make_safe(text[:SHOWN_CHARACTERS], one_line=True)
+    return f"{shown}…" if len(text) > SHOWN_CHARACTERS else shown
 
 
 def run_report(arguments: argparse.Namespace) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 from rollouts.config.secrets import flatten_settings, remove_secrets
 from rollouts.errors import RunDirError
 from rollouts.inspect.record import Record
-from rollouts.inspect.terminal import format_number
 from rollouts.metrics.jsonl import Row
 from rollouts.run_dir import RunDir
 
@@ -62,10 +61,10 @@ DESCRIBING = r"""
 OUTCOMES = """
     SELECT stages.stage, stages.last AS ">steps",
         printf('%.1f', sum(total) FILTER (name = 'time/step') / 60) AS ">minutes",
-        any_value(brief(totals.first) || ' → ' || brief(totals.last)) FILTER (name = 'reward/mean')
-            AS ">reward first → last",
-        any_value(brief(totals.first) || ' → ' || brief(totals.last)) FILTER (name = 'loss/total')
-            AS ">loss first → last",
+        coalesce(any_value(brief(totals.first) || ' → ' || brief(totals.last))
+            FILTER (name = 'reward/mean'), '') AS ">reward first → last",
+        coalesce(any_value(brief(totals.first) || ' → ' || brief(totals.last))
+            FILTER (name = 'loss/total'), '') AS ">loss first → last",
         (sum(total) FILTER (name LIKE 'groups/dropped/%'))::BIGINT AS ">groups dropped",
         (sum(total) FILTER (name LIKE 'fail/%'))::BIGINT AS ">samples failed"
     FROM stages LEFT JOIN totals USING (stage) GROUP BY ALL ORDER BY min(stages.rowid)"""
@@ -111,11 +110,6 @@ def describe_failure(failure: Mapping[str, Any]) -> str:
     """`function: message` of a failed sample on one line."""
     texts = (str(failure[name]) for name in ("function", "message") if failure.get(name))
     return " ".join(": ".join(texts).split())
-
-
-def show_value(value: object) -> str:
-    """A number as tables have it, anything else as it is."""
-    return format_number(value) if isinstance(value, float) else str(value)
 
 
 def count_of(number: int, thing: str) -> str:

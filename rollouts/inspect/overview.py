@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from rollouts.config.secrets import flatten
 from rollouts.inspect.chart import draw_chart, draw_sparkline
 from rollouts.inspect.facts import (
     ACCURACY,
@@ -20,21 +22,37 @@ from rollouts.inspect.facts import (
     find_trouble,
     load_facts,
     read_settings,
-    show_value,
 )
 from rollouts.inspect.record import Record, find_checkpoints
 from rollouts.inspect.terminal import format_number, tabulate
 from rollouts.metrics.jsonl import Row
 
-TELLING = (  # the first SHOWN that a stage has and that are not 0 throughout
+TELLING = (  # in this order, where a stage has them and they are not 0 throughout
     *("reward/mean", "loss/total", "rewards/accuracies", "rewards/margins", "loss/nll", "entropy/mean"),
     *("response_length/mean", "truncated/frac", "optim/grad_norm", "kl/ref", "mismatch_kl/mean"),
     *("clip_ratio", "off_policy/mean", "groups/zero_std_frac", "value/explained_variance"),
     *("importance_weight/ess", "perf/generated_tokens_per_s", "perf/trained_tokens_per_s"),
     *("time/step", "optim/lr"),
 )
-SHOWN = 12
 LEAST_WIDTH = 100  # of a terminal that shows four numbers of each course
+CHARTS = """
+    SELECT stage, name FROM totals JOIN stages USING (stage)
+    WHERE rows > 1 AND name IN ('reward/mean', 'loss/total') ORDER BY stages.rowid, name DESC"""
+# the first twelve telling metrics of each stage: means over equal ranges of its steps, and numbers
+COURSES = """
+    WITH ranges AS (
+        SELECT *, rowid AS place, last - first + 1 AS steps, least(?, steps) AS ranges
+        FROM stages WHERE rows > 1),
+    means AS (
+        SELECT stage, name, (step - first) * ranges // steps AS range, avg(value) AS mean
+        FROM points JOIN ranges USING (stage) WHERE list_contains(?, name) GROUP BY ALL),
+    courses AS (SELECT stage, name, map_from_entries(list((range, mean))) AS course FROM means GROUP BY ALL)
+    SELECT format('{}, steps {} to {}', stage, ranges.first, ranges.last) AS title, name AS metric,
+        [course[range] FOR range IN range(ranges.ranges)] AS "|course", totals.first AS ">first",
+        totals.last AS ">last", low AS ">min", high AS ">max"
+    FROM ranges JOIN courses USING (stage) JOIN totals USING (stage, name) WHERE low != 0 OR high != 0
+    QUALIFY row_number() OVER (PARTITION BY stage ORDER BY list_position(?, name)) <= 12
+    ORDER BY ranges.place, list_position(?, name)"""
 # A row for each phase of each stage: the six longest, the pause of the weight sync, the rest of the step,
 # which is below 0 where phases overlap: the title says so.
 PHASES = """
@@ -77,35 +95,31 @@ FAILED = r"""
     FROM totals WHERE name LIKE 'fail/%' GROUP BY name HAVING sum(total) > 0 ORDER BY sum(total) DESC"""
 
 
+PARTS = (PHASES, LAGS, DROPPED, FAILED)
+
+
 def print_run(console: Console, record: Record, *, last: int) -> None:
     """Prints everything about a run, the state and the outcome last. Parts that it has nothing for are left
     out.
     """
-    stages, width = record.stages, console.width
     load_facts(record)
+    width, telling = console.width, list(TELLING)
     room = max(4, min(50, width - 46))
     record.connection.execute(
         f"CREATE MACRO block(share) AS repeat('█', round(least(1, greatest(0, share)) * {room})::INT)"
     )
-    totals = {(row["stage"], row["name"]): row for row in record.rows("FROM totals")}
-    for stage in stages:
-        for name in ("reward/mean", "loss/total"):
-            if stage["rows"] > 1 and (stage["stage"], name) in totals:
-                curve = record.read_curve(stage["stage"], name)
-                console.print(
-                    draw_chart([curve], width=max(20, min(72, width - 14)), height=8), soft_wrap=True
-                )
-                console.print()
-    print_tables(console, (make_course_table(record, stage, totals, width=width) for stage in stages))
-    print_tables(console, [make_step_table(record, last=last, width=width), make_evaluation_table(record)])
-    for statement in (PHASES, LAGS, DROPPED, FAILED):
-        for title, rows in groupby(record.rows(statement), key=lambda row: row.pop("title")):
-            lines = statement in (DROPPED, FAILED)
-            print_tables(console, [tabulate(title, [show_row(row) for row in rows], lines=lines)])
+    for row in record.rows(CHARTS):
+        chart = draw_chart([record.read_curve(**row)], width=max(20, min(72, width - 14)), height=8)
+        console.print(chart, end="\n\n", soft_wrap=True)
+    ranges = max(4, min(60, width - (80 if width >= LEAST_WIDTH else 58)))
+    courses = make_tables(record, COURSES, [ranges, telling, telling, telling], width=width)
+    steps, evaluations = make_step_table(record, last=last, width=width), make_evaluation_table(record)
+    parts = [make_tables(record, statement, lines=statement in (DROPPED, FAILED)) for statement in PARTS]
+    print_tables(console, [*courses, steps, evaluations, *chain(*parts)])
     for what, total in find_trouble(record):
         console.print(f"{total:.0f} {what}\n", soft_wrap=True)
     console.print(f"{record.root}: {describe_state(record)}", soft_wrap=True)
-    print_tables(console, [tabulate("", [show_row(row) for row in record.rows(OUTCOMES)])])
+    print_tables(console, make_tables(record, OUTCOMES, lines=True))
     for line in [*list_summary(record), *record.notes]:
         console.print(line, soft_wrap=True)
 
@@ -118,31 +132,18 @@ def print_tables(console: Console, tables: Iterable[Table]) -> None:
             console.print()
 
 
+def make_tables(
+    record: Record, sql: str, parameters: Sequence[object] = (), *, width: int = 0, lines: bool = False
+) -> Iterator[Table]:
+    """A table for each title among the rows of a statement."""
+    for title, rows in groupby(record.rows(sql, parameters), key=lambda row: row.pop("title", "")):
+        yield tabulate(title, [show_row(row) for row in rows], lines=lines, width=width)
+
+
 def show_row(row: Row) -> dict[str, str]:
-    """A row of a statement as cells of a table."""
-    return {name: show_value(value) for name, value in row.items()}
-
-
-def make_course_table(
-    record: Record, stage: Row, totals: Mapping[tuple[str, str], Row], *, width: int
-) -> Table:
-    """The telling metrics of a stage: course, first, last, lowest and highest value; empty for one step."""
-    begin, end, wide = stage["first"], stage["last"], width >= LEAST_WIDTH
-    room = max(4, min(60, width - (80 if wide else 44)))
-    rows: list[dict[str, str]] = []
-    for name in TELLING:
-        found = totals.get((stage["stage"], name))
-        if stage["rows"] > 1 and found and (found["low"] or found["high"]) and len(rows) < SHOWN:
-            curve = record.read_curve(stage["stage"], name)
-            numbers = {">first": "first", ">last": "last"} | ({">min": "low", ">max": "high"} if wide else {})
-            cells = {
-                heading: format_number(found[key])
-                for heading, key in numbers.items()
-                if wide or key == "last"
-            }
-            course = draw_sparkline(curve.steps, curve.values, first=begin, last=end, width=room)
-            rows.append({"metric": name, "|course": course} | cells)
-    return tabulate(f"{stage['stage']}, steps {begin} to {end}", rows, lines=False)
+    """A row of a statement as cells of a table: numbers shortly, and lists as a course."""
+    forms = {float: format_number, list: lambda means: draw_sparkline(np.array(means, np.float64))}
+    return {name: forms.get(type(value), str)(value) for name, value in row.items()}
 
 
 def make_step_table(record: Record, *, last: int, width: int) -> Table:
@@ -191,17 +192,11 @@ def describe_state(record: Record) -> str:
 
 def list_summary(record: Record) -> list[str]:
     """What summary.json says beyond the tables. Empty until the run is finished."""
-    facts: list[str] = []
-    lines: list[str] = []
-    for name, value in record.summary.items():
-        if isinstance(value, dict):
-            form = "{} {:.1%}" if name.endswith("accuracy") else "{} {}"
-            parts = [form.format(key, of).replace("%", " %") for key, of in value.items() if of is not None]
-            joint = " → " if name == "accuracy" else ", "
-            lines += [f"{name.replace('_', ' ')}: {joint.join(parts)}"] if parts else []
-        elif value is not None:
-            facts.append(f"{name} {value}")
-    return [", ".join(facts), *lines] if facts else lines
+    known = {name: value for name, value in flatten(record.summary).items() if value is not None}
+    shares = {name: value for name, value in known.items() if "accuracy." in name}
+    facts = ", ".join(f"{name} {value}" for name, value in known.items() if name not in shares)
+    accuracy = " → ".join(f"{name.partition('.')[2]} {100 * value:.1f} %" for name, value in shares.items())
+    return list(filter(None, [facts, accuracy and f"accuracy: {accuracy}"]))
 
 
 # --- several runs -------------------------------------------------------------------------------------------
@@ -223,7 +218,7 @@ def print_comparison(console: Console, records: Mapping[str, Record]) -> None:
         found = {"state": describe_state(record)}
         for row in record.rows(OUTCOMES):
             stage = row.pop("stage")
-            found |= {f"{stage}: {name[1:]}": show_value(value) for name, value in row.items()}
+            found |= {f"{stage}: {name[1:]}": text for name, text in show_row(row).items()}
         for row in record.rows("FROM points WHERE starts_with(name, 'eval/') ORDER BY place"):
             if match := ACCURACY.fullmatch(row["name"]):
                 found[f"{row['stage']}: {match['name']} {match['stat']}"] = f"{100 * row['value']:.1f} %"

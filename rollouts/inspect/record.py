@@ -261,11 +261,11 @@ def open_run_dir(root: Path) -> RunDir:
 
 def find_checkpoints(run_dir: RunDir) -> list[tuple[str, int]]:
     """Stage and step of every complete checkpoint, the oldest first."""
-    found: list[tuple[float, str, int]] = []
-    for path in run_dir.checkpoints.glob("*/*"):
-        step, manifest = parse_step(path.name), checkpoint_manifest(path)
-        if step is not None and manifest.exists():
-            found.append((manifest.stat().st_mtime, path.parent.name, step))
+    found = [
+        (manifest.stat().st_mtime, manifest.parts[-3], step)
+        for manifest in run_dir.checkpoints.glob(str(checkpoint_manifest(Path("*/*"))))
+        if (step := parse_step(manifest.parent.name)) is not None
+    ]
     return [(stage, step) for _, stage, step in sorted(found)]
 
 

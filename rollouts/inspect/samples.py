@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -16,7 +15,7 @@ from rollouts.errors import ConfigError, RecordError, RunDirError
 from rollouts.inspect.facts import count_of, describe_failure, find_failure
 from rollouts.inspect.record import Record
 from rollouts.inspect.terminal import make_safe
-from rollouts.inspect.token_texts import load_decoder, split_text
+from rollouts.inspect.token_texts import load_tokenizer, split_text
 from rollouts.metrics.jsonl import Row
 from rollouts.metrics.token_shards import read_token_arrays
 
@@ -167,7 +166,7 @@ def mark_tokens(record: Record, row: Row, color: str, *, plain: bool) -> Text:
     Raises RecordError for a sample that no update had, or whose arrays are not kept, or lack what was asked
     for.
     """
-    decode = load_decoder(record.run_dir)
+    tokenizer = load_tokenizer(record.run_dir)
     record.add_views("contributions")
     found = record.rows(
         "FROM contributions WHERE stage = ? AND step = ? AND attempt = ? AND id = ? ORDER BY update LIMIT 1",
@@ -182,7 +181,10 @@ def mark_tokens(record: Record, row: Row, color: str, *, plain: bool) -> Text:
     meaning, needed = COLORS[color]
     if missing := [name for name in needed if name not in arrays]:
         raise RecordError(f"the run kept no {' and '.join(missing)} per token")
-    values = compute_values(arrays, needed)
+    first, *others = (np.asarray(arrays[name], dtype=np.float64) for name in needed)
+    values = first - sum(others)
+    trains = (arrays["mask"] > 0) & (np.abs(values) >= (ROUNDING if others else 0))
+    values = np.where(trains, values, 0.0)
     largest = float(np.abs(values).max(initial=0.0)) or 1.0
     levels = np.sign(values) * np.ceil(np.abs(values) / largest * 3)
     text = Text()
@@ -191,20 +193,11 @@ def mark_tokens(record: Record, row: Row, color: str, *, plain: bool) -> Text:
         bracketed = f"{{{'+' * level}{'-' * -level} {words}}}" if plain and level else words
         text.append(bracketed, None if plain else STYLES.get(level))
 
-    pieces = [(int(levels[begin]), word) for begin, _, word in split_text(arrays["tokens"].tolist(), decode)]
-    for level, run in groupby(pieces, key=lambda piece: piece[0]):
-        add(level, "".join(word for _, word in run))
+    pieces = zip(levels.tolist(), split_text(arrays["tokens"].tolist(), tokenizer), strict=True)
+    for level, run in groupby((piece for piece in pieces if piece[1]), key=lambda piece: piece[0]):
+        add(int(level), "".join(word for _, word in run))
     text.append(f"\n{meaning}:", "dim")
     for level in STYLES if values.any() and color != "mask" else ():
         text.append(" ")
         add(level, f"to {level / 3 * largest:+.2g}")
     return text
-
-
-def compute_values(arrays: Mapping[str, Any], names: list[str]) -> np.ndarray:
-    """[T] float64 of an array, or of the difference of two where it is ROUNDING or more; 0 for tokens that do
-    not train.
-    """
-    first, *others = (np.asarray(arrays[name], dtype=np.float64) for name in names)
-    values = first - others[0] if others else first
-    return np.where((arrays["mask"] > 0) & (np.abs(values) >= (ROUNDING if others else 0)), values, 0.0)

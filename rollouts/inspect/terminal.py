@@ -58,11 +58,10 @@ def make_table(
     from rich.box import HEAVY_HEAD
     from rich.table import Table
 
-    box, padding = (HEAVY_HEAD, (0, 1)) if lines else (None, (0, 2, 0, 0))
-    table = Table(title=title or None, title_justify="left", title_style="bold", box=box, pad_edge=lines)
-    table.padding = padding
+    table = Table(title=title or None, title_justify="left", title_style="bold", pad_edge=lines)
+    table.box, table.padding = (HEAVY_HEAD, (0, 1)) if lines else (None, (0, 2, 0, 0))
     for name in headings:
-        justify, style = "right" if name.startswith(">") else "left", "cyan" if name.startswith("|") else ""
+        justify, style = {">": ("right", ""), "|": ("left", "cyan")}.get(name[:1], ("left", ""))
         table.add_column(name.lstrip(">|"), justify=justify, style=style, overflow="fold")
     for row in rows:
         table.add_row(*row)
@@ -76,7 +75,8 @@ def tabulate(
 
     With `width`, columns that do not fit are left out, and the title says how many.
     """
-    headings = list(dict.fromkeys(name for row in rows for name, text in row.items() if text))
+    known = dict.fromkeys(name for row in rows for name in row)
+    headings = [name for name in known if any(row.get(name) for row in rows)]
     used, fit = 1, 0
     for name in headings:
         used += max(len(name.lstrip(">|")), *(len(row.get(name, "")) for row in rows)) + 3

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from rollouts.cli import main
 from rollouts.errors import ConfigError, RunDirError
-from rollouts.inspect.chart import draw_chart, draw_sparkline, smooth_values
-from rollouts.inspect.query import format_cell, run_sql
+from rollouts.inspect.chart import compute_means, draw_chart, draw_sparkline, smooth_values
+from rollouts.inspect.commands import format_cell, run_sql
 from rollouts.inspect.record import Curve, open_record
 from rollouts.metrics.jsonl import newest_attempts, read_rows
 from tests.unit.run_rows import write_rows, write_run
@@ -190,9 +190,8 @@ def test_runs_are_compared_at_equal_steps(tmp_path: Path, capsys: pytest.Capture
 
 def test_curves_of_a_line_have_no_gaps():
     np.testing.assert_allclose(smooth_values(np.array([1.0, 2.0, 6.0]), 2), [1.0, 1.5, 4.0])
-    steps = np.arange(1, 4)
-    assert draw_sparkline(steps, np.array([0.0, 1.0, 2.0]), first=1, last=3, width=9) == "▁▅█"
-    assert draw_sparkline(steps[::2], np.ones(2), first=1, last=3, width=3) == "▅ ▅"
+    assert draw_sparkline(np.array([0.0, 1.0, 2.0])) == "▁▅█"
+    assert draw_sparkline(compute_means(np.array([0, 2, 2]), np.ones(3), 3)) == "▅ ▅"
     text = draw_chart([Curve("rl", "x", np.array([1, 2]), np.array([0.0, 1.0]))], width=4, height=2).plain
     assert text == "   rl x\n1 ┤⠀⠀⡠⠊\n0 ┤⡠⠊⠀⠀\n   1step 2"
 
@@ -259,7 +258,7 @@ def queried(tmp_path: Path) -> Path:
 )
 def test_views_answer(queried: Path, sql: str, rows: list[tuple[object, ...]]):
     with open_record(queried) as record:
-        assert list(run_sql(record, sql).rows) == rows
+        assert run_sql(record, sql)[1] == rows
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,6 @@ def test_a_curve_of_many_steps_has_few_points_and_an_envelope(tmp_path: Path) ->
     }
     assert (len(tables["axes"]["step"]), tables["axes"]["step"][:2]) == (100, [1, 11])
     assert [tables[name]["reward/mean"][0] for name in ("means", "lows", "highs")] == [0.055, 0.01, 0.1]
-    assert round_numbers([1.23456789, 2.0, math.nan, math.inf, 1e-9]) == [1.2346, 2, None, None, 1e-9]
+    assert round_numbers([1.23456789, 2.0, math.nan, math.inf, 1e-9], 5) == [1.2346, 2, None, None, 1e-9]
     (lengths,) = (row for row in run["spreads"] if row["name"] == "length")
     assert (len(lengths["counts"]), np.sum(lengths["counts"]), lengths["edges"][-1]) == (24, 4000, 7.5)

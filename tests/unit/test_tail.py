@@ -14,7 +14,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from rollouts.cli import main
 from rollouts.inspect import tail
-from rollouts.inspect.tail import FileCursor, RunView, draw_screen, estimate_left_s, follow
+from rollouts.inspect.tail import HELD_ROWS, FileCursor, draw_screen, estimate_left_s, find_steps, follow
 from rollouts.metrics.jsonl import Row
 from rollouts.run_dir import Activity
 
@@ -46,7 +46,7 @@ def steps(rows: list[Row]) -> list[int]:
 
 
 def test_the_screen_says_where_the_run_is(run: Path):
-    view = RunView(run, {"rl": 12})
+    history, asked = {kind: [] for kind in HELD_ROWS}, {"rl": 12}
     odd = {"time/generate": 2.0, "optim/skipped_steps": 1, "fail/reward": 3}
     sample = {"id": "a", "status": "completed", "reward": 1, "response": "x\x1b[2Jy\nz"}
     rows = [("metrics", line(step)) for step in (1, 2, 3)] + [("metrics", line(2, attempt=2, **odd))]
@@ -55,10 +55,11 @@ def test_the_screen_says_where_the_run_is(run: Path):
     ]
     rows += [("metrics", line(3, attempt=2)), ("metrics", line(4, attempt=2, time_unix=900.0))]
     for kind, text in rows:
-        view.take(kind, json.loads(text))
-    assert [step for _, step in view.rows] == [1, 2, 3, 4], "attempt 2 began again at step 2"
-    assert estimate_left_s(view) == 8 * (10 + 770) / 2, "by the median of the two paces"
-    lines = draw_screen(view, HERE, width=200, now_unix=905.0).plain.splitlines()
+        history[kind].append(json.loads(text))
+    found, _ = find_steps(history["metrics"])
+    assert steps(found) == [1, 2, 3, 4], "attempt 2 began again at step 2"
+    assert estimate_left_s(found, asked) == 8 * (10 + 770) / 2, "by the median of the two paces"
+    lines = draw_screen(run, history, asked, HERE, width=200, now_unix=905.0).plain.splitlines()
     assert lines[:2] == [f"{run}: running", "rl step 4 of 12, attempt 2, 5 s ago, 52 min left"]
     text = "\n".join(lines)
     for part in (

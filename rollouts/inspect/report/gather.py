@@ -124,7 +124,7 @@ def gather_run(record: Record, name: str = "", *, points: int = POINTS, sample_b
         "attempts": record.attempts,
         "checkpoints": sorted(find_checkpoints(record.run_dir)),
         "summary": record.summary,
-        "notes": [*record.notes, *filter(None, [samples.remark])],
+        "notes": [*record.notes, *samples.remarks],
         "messages": tables["messages"][:MESSAGES],
         "more_messages": max(0, len(tables["messages"]) - MESSAGES),
         "trouble": find_trouble(record),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from rollouts.errors import RecordError
 from rollouts.inspect.record import Record
-from rollouts.inspect.token_texts import Decode, load_decoder, split_text
+from rollouts.inspect.token_texts import load_tokenizer, split_text
 from rollouts.metrics.jsonl import Row
 from rollouts.metrics.token_shards import read_token_arrays
 
@@ -46,28 +47,55 @@ class ShownSamples(NamedTuple):
     texts: list[str]  # JSON of each, in the order of the file
     total: int  # logged samples
     how: str  # in words how they were chosen, "" if all are there
-    remark: str  # on their tokens, for a person
+    remarks: list[str]  # on their tokens, for a person
 
 
 def gather_samples(record: Record, limit_bytes: int, examples: Sequence[int]) -> ShownSamples:
-    """The samples for the page, by the table samples_held. `examples`: places that are wanted first."""
+    """The samples for the page, by the table samples_held. `examples`: places that are wanted first.
+
+    A sample that was trained has advantage, weight and share of its first update, and `arrays` with values of
+    its tokens, the most wanted samples first, until those take ARRAY_BYTES or a third of all.
+    """
     (counts,) = record.rows("SELECT count(*) AS total FROM samples_held")
     record.add_views("contributions")
     has_arrays = bool(record.rows("FROM contributions LIMIT 1"))
     for_tokens = min(ARRAY_BYTES, limit_bytes // 3) if has_arrays else 0
     room = limit_bytes - for_tokens
     chosen = [row["place"] for row in record.rows(CHOSEN, [list(examples), room])]
-    shown: dict[int, Row] = {}
-    for place, row in zip(chosen, record.read_places("samples", chosen), strict=True):
-        short = {name: shorten(value) for name, value in row.items() if name not in LEFT_OUT}
-        room -= count_bytes(short)
+    rows = record.read_places("samples", chosen)
+    found = record.rows(
+        "FROM contributions WHERE update = 0 AND id IN (SELECT unnest(?::VARCHAR[]))",
+        [[row.get("id", "") for row in rows]],
+    )
+    trained = {(row["stage"], row["step"], row["id"]): row for row in found}
+    remarks: list[str] = []
+    tokenizer: Tokenizer | None = None
+    try:
+        tokenizer = load_tokenizer(record.run_dir) if trained else None
+    except RecordError as error:
+        remarks.append(f"Tokens are shown by number: {error}.")
+    texts: dict[int, str] = {}
+    missing = 0
+    for place, row in zip(chosen, rows, strict=True):
+        update = trained.get((row["stage"], row["step"], row.get("id")), {})
+        sample = {name: shorten(value) for name, value in row.items() if name not in LEFT_OUT}
+        sample |= {name: update[name] for name in ("advantage", "weight", "share") if name in update}
+        text = encode_json(sample)
+        room -= len(text.encode(errors="replace")) + 1
         if room < 0:
             break
-        shown[place] = short
-    rows = [shown[place] for place in sorted(shown)]
-    remark = add_token_values(record, rows, limit_bytes=for_tokens)
-    how = HOW if len(rows) < counts["total"] else ""
-    return ShownSamples(list(map(encode_json, rows)), counts["total"], how, remark)
+        try:
+            arrays = encode_arrays(record, update, tokenizer) if for_tokens > 0 and "shard" in update else ""
+        except RecordError:
+            arrays, missing = "", missing + 1
+        for_tokens -= len(arrays.encode())
+        texts[place] = text[:-1] + f',"arrays":{arrays}}}' if arrays and for_tokens >= 0 else text
+    if missing:
+        remarks.append(
+            f"Per-token arrays of {missing} shown samples were removed to make room, or are damaged."
+        )
+    how = HOW if len(texts) < counts["total"] else ""
+    return ShownSamples([texts[place] for place in sorted(texts)], counts["total"], how, remarks)
 
 
 def shorten(value: Any) -> Any:
@@ -87,68 +115,27 @@ def encode_json(value: Any) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def count_bytes(value: Any) -> int:
-    """Of a value's JSON in the page."""
-    return len(encode_json(value).encode(errors="replace")) + 1
-
-
-def round_numbers(values: Any, digits: int = 5) -> list[float | None]:
+def round_numbers(values: np.ndarray, digits: int) -> list[float | None]:
     """Plain numbers of a few digits, None for what is not finite."""
     short = (float(f"{value:.{digits}g}") for value in np.asarray(values, np.float64).tolist())
     return [None if not math.isfinite(one) else int(one) if one.is_integer() else one for one in short]
 
 
-def add_token_values(record: Record, samples: Sequence[Row], *, limit_bytes: int) -> str:
-    """Adds advantage, weight and share to samples that were trained, and `arrays` with values of their
-    tokens, the newest first, as long as they take no more than `limit_bytes`. All are of a sample's first
-    update.
+def encode_arrays(record: Record, update: Row, tokenizer: Tokenizer | None) -> str:
+    """JSON of what the page shows of a sample's tokens; `difference`: trainer − engine, where they train.
 
-    Returns a remark for a person, "" if there is none.
+    Raises RecordError for arrays that were removed or are damaged.
     """
-    first = "FROM contributions WHERE update = 0 AND id IN (SELECT unnest(?::VARCHAR[]))"
-    found = record.rows(first, [[row.get("id", "") for row in samples]])
-    trained = {(row["stage"], row["step"], row["id"]): row for row in found}
-    decode: Decode | None = None
-    remarks: list[str] = []
-    if any("shard" in row for row in found):
-        try:
-            decode = load_decoder(record.run_dir)
-        except RecordError as error:
-            remarks.append(f"Tokens are shown by number: {error}.")
-    missing = 0
-    for sample in sorted(samples, key=lambda row: -row["step"]):
-        row = trained.get((sample["stage"], sample["step"], sample.get("id")), {})
-        sample |= {name: row[name] for name in ("advantage", "weight", "share") if name in row}
-        if limit_bytes <= 0 or "shard" not in row:
-            continue
-        try:
-            values = make_token_values(read_token_arrays(record.run_dir, row), decode)
-        except RecordError:
-            missing += 1
-            continue
-        limit_bytes -= count_bytes(values)
-        if limit_bytes >= 0:
-            sample["arrays"] = values
-    if missing:
-        remarks.append(
-            f"Per-token arrays of {missing} shown samples were removed to make room, or are damaged."
-        )
-    return " ".join(remarks)
-
-
-def make_token_values(arrays: Mapping[str, Any], decode: Decode | None) -> dict[str, Any]:
-    """What the page shows of a sample's tokens. `difference` is trainer − engine, of tokens that train."""
+    arrays: dict[str, Any] = dict(read_token_arrays(record.run_dir, update))
     ids = arrays["tokens"][:SAMPLE_TOKENS].tolist()
     mask = np.asarray(arrays["mask"][: len(ids)]).astype(bool)
-    pieces = [f"{token} " for token in ids]
-    if decode is not None:
-        pieces = [""] * len(ids)  # of a character made of several tokens, the last has the text
-        for _, end, text in split_text(ids, decode):
-            pieces[end - 1] = text
-    values: dict[str, Any] = {"pieces": pieces, "mask": mask.astype(int).tolist()}
-    columns = dict(arrays)
-    if "log_prob" in columns and "mu" in columns:
-        columns["difference"] = np.asarray(columns["log_prob"], np.float64) - columns["mu"]
-    for name in columns.keys() & {"advantage", "difference"}:
-        values[name] = round_numbers(np.where(mask, columns[name][: len(ids)], np.nan), 3)
-    return values | {"cut": len(arrays["tokens"]) - len(ids)}
+    pieces = split_text(ids, tokenizer) if tokenizer else [f"{token} " for token in ids]
+    if "log_prob" in arrays and "mu" in arrays:
+        arrays["difference"] = np.asarray(arrays["log_prob"], np.float64) - arrays["mu"]
+    values = {
+        name: round_numbers(np.where(mask, arrays[name][: len(ids)], np.nan), 3)
+        for name in ("advantage", "difference")
+        if name in arrays
+    }
+    cut = len(arrays["tokens"]) - len(ids)
+    return encode_json({"pieces": pieces, "mask": mask.astype(int).tolist(), "cut": cut} | values)
