@@ -61,8 +61,9 @@ def make_table(
     table = Table(title=title or None, title_justify="left", title_style="bold", pad_edge=lines)
     table.box, table.padding = (HEAVY_HEAD, (0, 1)) if lines else (None, (0, 2, 0, 0))
     for name in headings:
-        justify, style = {">": ("right", ""), "|": ("left", "cyan")}.get(name[:1], ("left", ""))
-        table.add_column(name.lstrip(">|"), justify=justify, style=style, overflow="fold")
+        style = "cyan" if name.startswith("|") else ""
+        table.add_column(name.lstrip(">|"), justify="right" if name.startswith(">") else "left", style=style)
+        table.columns[-1].overflow = "fold"
     for row in rows:
         table.add_row(*row)
     return table
