@@ -14,7 +14,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,8 +75,7 @@ def write_hf_stream(
     rollouts.checkpoints.save.
     """
     write_description(model, path, tokenizer, dtype)
-    writer = ShardWriter(path, FileNames(model), dtype=dtype, shard_bytes=shard_bytes)
-    with writer.writing():
+    with ShardWriter(path, FileNames(model), dtype=dtype, shard_bytes=shard_bytes).writing() as writer:
         yield writer.take
     name_shards(path, writer.shards)
 
@@ -166,10 +165,10 @@ class ShardWriter:
         self.shards: list[tuple[str, list[str]]] = []  # complete: file name, names of its tensors
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """When the block is left its shards are complete. Raises what failed."""
+    def writing(self) -> Iterator[ShardWriter]:
+        """Itself; when the block is left its shards are complete. Raises what failed."""
         try:
-            yield
+            yield self
             self.close()
         finally:
             self.stop()
@@ -265,8 +264,7 @@ def deal_weights(model: PreTrainedModel, rank: int, ranks: int) -> Deal:
     return Deal(held, names, loads[rank])
 
 
-@contextmanager
-def write_part(path: Path, names: FileNames, rank: int) -> Iterator[ShardWriter]:
+def write_part(path: Path, names: FileNames, rank: int) -> AbstractContextManager[ShardWriter]:
     """A writer of one rank's part of the weights, which `names` expects; its files are complete when the
     context is left.
 
@@ -274,9 +272,7 @@ def write_part(path: Path, names: FileNames, rank: int) -> Iterator[ShardWriter]
     write_hf_stream.
     """
     on_shard = fsync_path if rank else lambda _: None
-    writer = ShardWriter(path, names, prefix=_name_part(rank), on_shard=on_shard)
-    with writer.writing():
-        yield writer
+    return ShardWriter(path, names, prefix=_name_part(rank), on_shard=on_shard).writing()
 
 
 def name_parts(path: Path, counts: Sequence[int]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rollouts.errors import ModelError, RequestRefused
 from rollouts.models.draws import make_draw, sample_tokens, stream_key
-from rollouts.models.limits import check_request, find_rotary_limit
+from rollouts.models.limits import check_request, find_context_limit, find_rotary_limit
 from rollouts.types import Completion, FinishReason, GenerateRequest
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def _accepted_inputs(model: PreTrainedModel) -> frozenset[str]:
 def _check_requests(model: PreTrainedModel, requests: Sequence[GenerateRequest]) -> None:
     config: Any = model.config.get_text_config()
     embeddings: Any = model.get_input_embeddings()
-    context = getattr(config, "max_position_embeddings", None) or UNLIMITED
+    context = find_context_limit(config) or UNLIMITED
     rotary, seen = find_rotary_limit(config), set[str]()
     for request in requests:
         check_request(request, vocab_size=len(embeddings.weight), max_context=context)

@@ -40,47 +40,33 @@ SIZES: dict[str, Any] = {
 }
 # what a model may do to its logits and its context, beside what the tiny models do
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "logits divided": ("Granite", {**SIZES, "logits_scaling": 3.0, "embedding_multiplier": 2.0}),
-    "logits multiplied, parallel layers": ("Cohere", {**SIZES, "logit_scale": 0.25}),
-    "head with a bias": ("Phi", {**SIZES, "tie_word_embeddings": False}),
-    "learned positions": (
-        "GPT2",
-        {"vocab_size": 64, "n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 4},
-    ),
-    "bias by distance in the row": (
-        "Bloom",
-        {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
-    ),
-    "a window in every layer": ("Mistral", {**SIZES, "sliding_window": 7}),
+    "logits divided": ("Granite", {"logits_scaling": 3.0, "embedding_multiplier": 2.0}),
+    "logits multiplied, parallel layers": ("Cohere", {"logit_scale": 0.25}),
+    "head with a bias": ("Phi", {"tie_word_embeddings": False}),
+    "learned positions": ("GPT2", {"n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "bias by distance in the row": ("Bloom", {"n_layer": 2, "n_head": 4}),
+    "a window in every layer": ("Mistral", {"sliding_window": 7}),
     "a window in some layers": (
         "Gemma3",
-        {**SIZES, "head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8, "num_hidden_layers": 6},
+        {"head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8, "num_hidden_layers": 6},
     ),
     "local layers of another name": (
         "GPTNeo",
         {
-            "vocab_size": 64,
-            "hidden_size": 32,
             "num_layers": 2,
             "num_heads": 4,
             "window_size": 7,
             "attention_types": [[["global", "local"], 1]],
-            "max_position_embeddings": 256,
+            "intermediate_size": None,
         },
     ),
     "another mixture of experts": (
         "Mixtral",
-        {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.1},
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.1},
     ),
     "recurrent and attending layers": (
         "RecurrentGemma",
-        {
-            **SIZES,
-            "num_hidden_layers": 3,
-            "lru_width": 32,
-            "attention_window_size": 8,
-            "logits_soft_cap": 3.0,
-        },
+        {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8, "logits_soft_cap": 3.0},
     ),
 }
 
@@ -88,6 +74,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 @functools.cache
 def make_other(name: str) -> Any:
     family, settings = OTHERS[name]
+    own = {"GPT2": {"vocab_size": 64}, "Bloom": {"vocab_size": 64, "hidden_size": 32}}
+    settings = {**own.get(family, SIZES), **settings}
     config_name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
     head = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     torch.manual_seed(0)
@@ -143,21 +131,16 @@ FORMS: dict[str, dict[str, Any]] = {
     "shared if exact": {"share_prefix": True, "micro_batch_tokens": 10_000},
     "shared if exact, in micro-batches": {"share_prefix": True, "micro_batch_tokens": 24},
 }
-TAKEN = {  # layout of long rows, head, scale of the logits
-    "llama": ("packed", "linear", 1.0),
-    "qwen3": ("packed", "linear", 1.0),
+# layout of long rows, head, scale of the logits, where they are not packed, linear and 1
+TAKEN: dict[str, tuple[str, str, float]] = {
+    **dict.fromkeys((*TINY_KINDS, *OTHERS), ("packed", "linear", 1.0)),
     "gemma": ("rows", "own", 1.0),
     "mamba": ("rows", "linear", 1.0),
-    "moe": ("packed", "linear", 1.0),
     "logits divided": ("packed", "linear", 1 / 3),
     "logits multiplied, parallel layers": ("packed", "linear", 0.25),
     "head with a bias": ("packed", "own", 1.0),
-    "learned positions": ("packed", "linear", 1.0),
     "bias by distance in the row": ("rows", "linear", 1.0),
-    "a window in every layer": ("packed", "linear", 1.0),
-    "a window in some layers": ("packed", "linear", 1.0),
     "local layers of another name": ("rows", "linear", 1.0),
-    "another mixture of experts": ("packed", "linear", 1.0),
     "recurrent and attending layers": ("rows", "own", 1.0),
 }
 

@@ -70,12 +70,11 @@ def write_parts(model: Any, path: Path, ranks: int) -> list[int]:
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """All tensors of a directory, each where the index says."""
-    index = path / "model.safetensors.index.json"
-    found = {file.name: load_file(file) for file in path.glob("*.safetensors")}
-    if index.exists():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        assert weight_map == {name: file for file, tensors in found.items() for name in tensors}
-    return {name: tensor for tensors in found.values() for name, tensor in tensors.items()}
+    files = {file.name: load_file(file) for file in path.glob("*.safetensors")}
+    if (index := path / "model.safetensors.index.json").exists():
+        where = {name: file for file, tensors in files.items() for name in tensors}
+        assert json.loads(index.read_text())["weight_map"] == where
+    return {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
 
 
 def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
@@ -178,9 +177,9 @@ def test_no_rank_has_more_than_an_equal_share_and_the_largest_weight(cache: Path
     deals = [deal_weights(model, rank, ranks) for rank in range(ranks)]
     assert sum(deal.nbytes for deal in deals) == sum(sizes.values())
     assert max(deal.nbytes for deal in deals) <= sum(sizes.values()) / ranks + max(sizes.values())
-    dealt = [[name for name, _ in mine] for mine in deals[0].parameters]
-    assert all([[name for name, _ in mine] for mine in deal.parameters] == dealt for deal in deals)
-    assert sorted(name for mine in dealt for name in mine) == sorted(sizes)
+    dealt = [[[name for name, _ in part] for part in deal.parameters] for deal in deals]
+    assert dealt[0] == dealt[1] == dealt[2]
+    assert sorted(name for part in dealt[0] for name in part) == sorted(sizes)
 
 
 def test_ranks_without_a_weight_write_nothing_and_old_files_go(cache: Path, tmp_path: Path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollouts.data.packing import make_micro_batches
+from rollouts.data.packing import make_micro_batches, spread_to_rows
 from rollouts.errors import ModelError
 from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model
@@ -171,19 +171,18 @@ def test_another_sequence_changes_no_bit(share_prefix: bool, cache: Path):
         rows += [np.concatenate([start, rng.integers(0, 250, length)]) for length in answers]
     rows[0][0] = 255  # nothing shared with the others, before or after the change
     masks = [np.arange(len(row)) > 0 for row in rows]
-    found: list[dict[tuple[int, int], float]] = []
+    found = []
     for _ in range(2):
         options: dict[str, Any] = {"micro_batch_tokens": 8192, "padding_free": True}
         (micro,) = make_micro_batches(rows, masks, share_prefix=share_prefix, **options)
         computed = sum(map(len, rows)) - len(rows)  # last tokens predict nothing
         assert micro.input_ids.shape == (1, computed - (2 * 150 + 2 * 9 if share_prefix else 0))
-        log_probs = compute_micro_batch_outputs(model, micro, plan=plan, temperature=1.0).log_probs.detach()
-        places = zip(micro.rows[micro.token_rows].tolist(), micro.token_positions.tolist(), strict=True)
-        found.append(dict(zip(places, log_probs[torch.from_numpy(micro.token_pairs)].tolist(), strict=True)))
+        log_probs = compute_micro_batch_outputs(model, micro, plan=plan, temperature=1.0).log_probs
+        found.append(spread_to_rows([micro], [log_probs.detach().numpy()], rows))
         rows[0] = np.concatenate([rows[0][:1], rng.integers(0, 250, 29)])
-    before, after = found
-    changed = {place for place in before if before[place] != after[place]}
-    assert changed == {(0, position) for position in range(1, 30)}
+    (own, *others), (own_after, *others_after) = found
+    assert (own[1:] != own_after[1:]).all()
+    assert all((one == two).all() for one, two in zip(others, others_after, strict=True))
 
 
 def test_a_model_attends_as_before_where_no_packed_row_is_given(cache: Path):
@@ -200,20 +199,24 @@ def test_a_model_attends_as_before_where_no_packed_row_is_given(cache: Path):
         torch.testing.assert_close(found, model(input_ids=ids, use_cache=False).logits, atol=1e-4, rtol=0)
 
 
-def test_a_layer_that_wants_what_packed_rows_have_not_is_refused():
+@pytest.mark.parametrize(
+    ("count", "options", "message"),
+    [
+        (6, {"softcap": 30.0}, "packed rows knows no softcap"),
+        (6, {"dropout": 0.1}, "packed rows knows no dropout"),
+        (5, {}, "not those of one packed row of 6 nodes"),
+    ],
+)
+def test_a_layer_that_wants_what_packed_rows_have_not_is_refused(
+    count: int, options: dict[str, float], message: str
+):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     register_packed_attention()
-    query, key, value = draw_heads(6)
     row = PackedRow(np.full(6, 6), np.arange(6))
-    mask = torch.zeros(1, 1, 1, 1)
-    for option in ({"softcap": 30.0}, {"dropout": 0.1}):
-        with pytest.raises(ValueError, match=f"packed rows knows no {next(iter(option))}"):
-            ALL_ATTENTION_FUNCTIONS["sdpa"](
-                torch.nn.Module(), query, key, value, mask, packed_row=row, **option
-            )
-    with pytest.raises(ValueError, match=r"not those of one packed row of 6 nodes"):
-        ALL_ATTENTION_FUNCTIONS["sdpa"](torch.nn.Module(), query[:, :, :5], key, value, mask, packed_row=row)
+    attend: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    with pytest.raises(ValueError, match=message):
+        attend(torch.nn.Module(), *draw_heads(count), None, packed_row=row, **options)
 
 
 def test_a_plan_whose_attention_forgets_the_packed_row_falls_back(cache: Path):
