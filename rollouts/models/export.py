@@ -15,9 +15,8 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -233,8 +232,7 @@ def name_shard(prefix: str, number: int) -> str:
 # --- parts of several ranks ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Deal:
+class Deal(NamedTuple):
     """Who writes which of a model's weights, and what one of the ranks needs for its part."""
 
     # of each rank, as the model holds them: sharded or whole

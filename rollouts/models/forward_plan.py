@@ -15,8 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from rollouts.data.packing import make_micro_batches
 from rollouts.errors import ModelError
+from rollouts.models.layers import evaluation_mode
 from rollouts.models.limits import find_rotary_limit
 from rollouts.models.log_probs import (
     ForwardPlan,
@@ -71,13 +71,8 @@ def plan_forward(
     is not causal), if logits are not finite, and if a scalar head is put on something else than the decoder's
     hidden states.
     """
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), quiet_transformers():
-            return _Probe(model, on_error).plan()
-    finally:
-        model.train(was_training)
+    with evaluation_mode(model), torch.no_grad(), quiet_transformers():
+        return _Probe(model, on_error).plan()
 
 
 def describe_plan(model: PreTrainedModel, plan: ForwardPlan) -> str:
@@ -235,34 +230,25 @@ class _Probe:
         for key, value in self.config.to_dict().items():
             if _is_distance(key, value):
                 return f"{key}={value} reaches beyond what a probe can see"
-        window = getattr(self.config, "sliding_window", None) or 0
-        reason = self._find_difference(expected, plan)
-        if reason or not window:
-            return reason
-        with self._smaller_window():
-            narrow = self._score_plainly()
-            used = getattr(self.config, "use_sliding_window", True) is not False
-            used = used and (not kinds or "sliding_attention" in kinds)
-            if used and window > PROBE_WINDOW and torch.equal(narrow, expected):
-                return f"sliding_window={window} does not rule what the model sees"
-            return self._find_difference(narrow, plan)
-
-    @contextmanager
-    def _smaller_window(self) -> Iterator[None]:
-        """Inside, the masks of a plain forward, which the config sizes, and the attention of packed rows,
-        which each layer sizes, have PROBE_WINDOW.
-        """
-        places: list[tuple[Any, int]] = [
+        windows: list[tuple[Any, int]] = [
             (place, size)
             for place in (self.config, *self.model.modules())
             if isinstance(size := getattr(place, "sliding_window", None), int) and size > PROBE_WINDOW
         ]
-        for place, _ in places:
+        reason = self._find_difference(expected, plan)
+        if reason or not windows:
+            return reason
+        # The config sizes the masks of a plain forward, and each layer its attention of packed rows.
+        for place, _ in windows:
             place.sliding_window = PROBE_WINDOW
         try:
-            yield
+            narrow = self._score_plainly()
+            used = getattr(self.config, "use_sliding_window", True) is not False
+            if used and (not kinds or "sliding_attention" in kinds) and torch.equal(narrow, expected):
+                return f"sliding_window={windows[0][1]} does not rule what the model sees"
+            return self._find_difference(narrow, plan)
         finally:
-            for place, size in places:
+            for place, size in windows:
                 place.sliding_window = size
 
     # --- comparing

@@ -127,18 +127,12 @@ def _drop_added_tokens(folder: Path, *, vocab_size: int) -> None:
     tokenizer: no embedding is theirs.
     """
     path, settings_path = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    if not path.is_file():
-        return
     saved, settings = (json.loads(file.read_text("utf-8")) for file in (path, settings_path))
-    added = saved.get("added_tokens") or []
-    foreign = [token["content"] for token in added if token["id"] >= vocab_size]
-    if not foreign:
-        return
-    saved["added_tokens"] = [token for token in added if token["content"] not in foreign]
+    foreign = [token["content"] for token in saved["added_tokens"] if token["id"] >= vocab_size]
+    saved["added_tokens"] = [token for token in saved["added_tokens"] if token["id"] < vocab_size]
     if saved["model"].get("unk_token") in foreign:
         saved["model"]["unk_token"] = None
-    # tokenizer.json says it of those that stay
-    settings.pop("added_tokens_decoder", None)
+    settings.pop("added_tokens_decoder", None)  # tokenizer.json has them
     kept = {name: value for name, value in settings.items() if value not in foreign}
     for file, content in ((path, saved), (settings_path, kept)):
         file.write_text(json.dumps(content, ensure_ascii=False), "utf-8")

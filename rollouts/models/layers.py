@@ -1,5 +1,5 @@
 """The layers that a decoder repeats: which they are, compiled in place, run uncompiled, and computed again
-for the gradient in place of being kept.
+for the gradient in place of being kept; and a model without its dropout.
 """
 
 from __future__ import annotations
@@ -75,6 +75,18 @@ def uncompiled(model: torch.nn.Module) -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+@contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """The model without dropout inside the block; afterwards the modules that were training train again."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def checkpoint_layers(model: PreTrainedModel) -> int:

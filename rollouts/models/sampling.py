@@ -6,9 +6,8 @@ requests ──► prompts in one padded forward pass ──► draw a token per
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from rollouts.errors import ModelError, RequestRefused
 from rollouts.models.draws import make_draw, sample_tokens, stream_key
+from rollouts.models.layers import evaluation_mode
 from rollouts.models.limits import check_request, find_context_limit, find_rotary_limit
 from rollouts.types import Completion, FinishReason, GenerateRequest
 
@@ -95,18 +95,6 @@ def _find_end(request: GenerateRequest, token_ids: list[int], log_prob: float) -
     if token_ids[-1] in request.sampling.stop_token_ids:
         return "stop"
     return "length" if len(token_ids) == request.sampling.max_new_tokens else None
-
-
-@contextlib.contextmanager
-def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """The model without dropout inside the block; afterwards the modules that were training train again."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _step(

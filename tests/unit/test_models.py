@@ -40,18 +40,16 @@ def edit_json(path: Path, **changes: object) -> None:
 
 def test_a_directory_without_config_or_with_a_lost_shard_is_refused(copied):
     index = copied / "model.safetensors.index.json"
-    index.write_text(
-        json.dumps(
-            {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors", "c": "model-3.safetensors"}}
-        )
-    )
-    with pytest.raises(ModelError, match=r"lacks model-2\.safetensors \(and 1 more\)"):
-        resolve_model(str(copied))
-    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    files = ["model.safetensors", "model-2.safetensors", "model-3.safetensors"]
+    for content, message in (
+        (json.dumps({"weight_map": dict(enumerate(files))}), r"lacks model-2\.safetensors \(and 1 more\)"),
+        ("{", r"index\.json cannot be read"),
+    ):
+        index.write_text(content)
+        with pytest.raises(ModelError, match=message):
+            resolve_model(str(copied))
+    index.write_text(json.dumps({"weight_map": {"a": files[0]}}))
     assert resolve_model(str(copied)) == copied
-    index.write_text("{")
-    with pytest.raises(ModelError, match=r"index\.json cannot be read"):
-        resolve_model(str(copied))
     (copied / "config.json").unlink()
     with pytest.raises(ModelError, match=r"has no config\.json"):
         resolve_model(str(copied))
@@ -131,48 +129,36 @@ def test_code_in_a_model_directory_is_never_run(copied):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("model_type", "architecture", "more", "message"),
     [
         (
-            {"model_type": "vit", "architectures": ["ViTForImageClassification"]},
-            "not a causal language model that transformers has.*decoder-only",
+            "vit",
+            "ViTForImageClassification",
+            {},
+            "not a causal language model that transformers has.*decoder-",
         ),
+        ("bert", "BertForMaskedLM", {}, "not trained to predict the next token"),
+        ("llama", "LlamaForSequenceClassification", {}, "not trained to predict the next token"),
+        ("llama", "LlamaModel", {}, "not trained to predict the next token"),
+        ("whisper", "WhisperForX", {"is_encoder_decoder": True}, "not trained to predict"),
+        ("gemma3", "Gemma3ForConditionalGeneration", {}, "images or sound as well; use its text-only model"),
         (
-            {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
-            "not trained to predict the next token",
-        ),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "not trained to predict the next token"),
-        ({"architectures": ["LlamaModel"]}, "not trained to predict the next token"),
-        (
-            {
-                "model_type": "whisper",
-                "architectures": ["WhisperForConditionalGeneration"],
-                "is_encoder_decoder": True,
-            },
-            "not trained to predict",
-        ),
-        (
-            {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]},
-            "images or sound as well; use its text-only model",
-        ),
-        (
+            "llama",
+            "LlamaForCausalLM",
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
             "packed by 'gptq'.*use the model it was made from",
         ),
-        (
-            {"model_type": "new", "auto_map": {"AutoModelForCausalLM": "code.New"}},
-            "needs code from its directory",
-        ),
-        ({"model_type": ["llama"]}, "cannot be read|not a causal language model"),
+        ("new", "New", {"auto_map": {"AutoModelForCausalLM": "code.New"}}, "needs code from its directory"),
+        (["llama"], "LlamaForCausalLM", {}, "cannot be read|not a causal language model"),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused_before_its_weights_are_read(
-    copied, monkeypatch, changes, message
+    copied, monkeypatch, model_type, architecture, more, message
 ):
     monkeypatch.setattr(
         "transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("read the weights")
     )
-    edit_json(copied / "config.json", **changes)
+    edit_json(copied / "config.json", model_type=model_type, architectures=[architecture], **more)
     for use in (lambda: resolve_model(str(copied)), lambda: load_hf_model(copied)):
         with pytest.raises(ModelError, match=message):
             use()

@@ -68,33 +68,20 @@ def test_a_base_model_takes_a_template_from_a_file(tmp_path):
 def test_a_template_from_a_file_takes_the_place_of_the_own_one(tmp_path):
     folder = save(byte_tokenizer(), tmp_path / "model")
     assert load_tokenizer(folder).chat_template == CHATML
-    assert load_tokenizer(folder, chat_template=TEMPLATES / "chatml.jinja").chat_template == read_template(
-        "chatml"
-    )
+    given = load_tokenizer(folder, chat_template=TEMPLATES / "chatml.jinja")
+    assert given.chat_template == read_template("chatml")
 
 
-def test_a_tokenizer_without_end_token_may_stop_at_what_the_generation_config_names(tmp_path):
-    template = CHATML.replace("<|im_end|>", "")
-    folder = save(
-        byte_tokenizer(template),
-        tmp_path / "named",
-        without=("eos_token",),
-        generation_config={"eos_token_id": [1]},
-    )
+def test_a_tokenizer_whose_answers_nothing_could_end_is_refused_unless_the_generation_config_names_a_stop(
+    tmp_path,
+):
+    endless = byte_tokenizer(CHATML.replace("<|im_end|>", ""))
+    named = {"eos_token_id": [1]}
+    folder = save(endless, tmp_path / "named", without=("eos_token",), generation_config=named)
     assert stop_token_ids(load_tokenizer(folder), folder) == (1,)
-
-
-def test_a_tokenizer_whose_answers_nothing_could_end_is_refused(tmp_path):
-    folder = save(
-        byte_tokenizer(CHATML.replace("<|im_end|>", "")), tmp_path / "endless", without=("eos_token",)
-    )
-    with pytest.raises(
-        ModelError,
-        match=(
-            r"has no end token, its chat template ends turns with text.*set eos_token in its"
-            r" tokenizer_config\.json"
-        ),
-    ):
+    (folder / "generation_config.json").unlink()
+    message = r"no end token, its chat template ends turns with text.*set eos_token in its tokenizer_config"
+    with pytest.raises(ModelError, match=message):
         load_tokenizer(folder)
 
 
