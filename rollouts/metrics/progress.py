@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.live import Live
@@ -19,64 +21,56 @@ SHOWN = (  # label, metrics of which the first present is shown, format
 )
 
 
+@dataclass(slots=True)
 class Progress:
     """Shows each step it is told about. Made by open_progress."""
 
-    def __init__(
-        self,
-        console: Console,
-        live: Live | None,
-        total_steps: Mapping[str, int],
-        *,
-        every_s: float,
-        clock: Callable[[], float],
-    ) -> None:
-        self._console = console
-        self._live = live  # None: plain lines
-        self._total_steps = total_steps
-        self._every_s = every_s
-        self._clock = clock
-        self._last_line = float("-inf")
-        self._blind = False  # what is shown cannot be written any more
-        self._began: dict[str, tuple[int, float]] = {}  # by stage: first step of this attempt, when it ended
-        self._shown: dict[str, dict[str, str]] = {}  # by stage: text by label
+    console: Console
+    live: Live | None  # None: plain lines
+    total_steps: Mapping[str, int]
+    every_s: float
+    clock: Callable[[], float]
+    last_line_s: float = -math.inf
+    blind: bool = False  # what is shown cannot be written any more
+    began: dict[str, tuple[int, float]] = field(default_factory=dict)  # by stage: first step, when it ended
+    shown: dict[str, dict[str, str]] = field(default_factory=dict)  # by stage: text by label
 
     def update(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         """Shows a completed step. On a terminal always; in a log at most every `every_s` seconds, and the
         first and last of a stage.
         """
-        now, total = self._clock(), self._total_steps.get(stage)
-        is_first = stage not in self._began
-        first_step, first_time = self._began.setdefault(stage, (step, now))
+        now, total = self.clock(), self.total_steps.get(stage)
+        is_first = stage not in self.began
+        first_step, first_time = self.began.setdefault(stage, (step, now))
         # the pace since the first step was reported, or of this step if it is the first
         pace_s = (now - first_time) / (step - first_step) if step > first_step else metrics.get("time/step")
         texts = {"stage": stage, "step": str(step) if total is None else f"{step}/{total}"}
         for label, names, form in SHOWN:
             texts[label] = next((form.format(metrics[name]) for name in names if name in metrics), "")
         texts["eta"] = "" if total is None or pace_s is None else format_duration((total - step) * pace_s)
-        self._shown[stage] = texts
-        if live := self._live:
+        self.shown[stage] = texts
+        if live := self.live:
             self._show(lambda: live.update(self._table(), refresh=True))
-        elif is_first or step == total or now - self._last_line >= self._every_s:
-            self._last_line = now
+        elif is_first or step == total or now - self.last_line_s >= self.every_s:
+            self.last_line_s = now
             values = [f"{label} {text}" for label, text in list(texts.items())[2:] if text]
             line = "  ".join([f"{stage} {texts['step']}", *values])
-            self._show(lambda: self._console.print(line, markup=False, highlight=False, soft_wrap=True))
+            self._show(lambda: self.console.print(line, markup=False, highlight=False, soft_wrap=True))
 
     def _show(self, draw: Callable[[], None]) -> None:
         """Draws, unless nobody can read it any more: a terminal that is gone or a full disk under a log ends
         no run.
         """
         try:
-            if not self._blind:
+            if not self.blind:
                 draw()
         except (OSError, ValueError, SystemExit):  # rich answers a broken pipe by SystemExit
-            self._blind = True
+            self.blind = True
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
-        table.add_row(*next(iter(self._shown.values())), style="dim")
-        for texts in self._shown.values():
+        table.add_row(*next(iter(self.shown.values())), style="dim")
+        for texts in self.shown.values():
             table.add_row(*texts.values())
         return table
 
@@ -97,7 +91,7 @@ def open_progress(
     """
     console = console or Console(stderr=True)
     with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
-        yield Progress(console, live, total_steps or {}, every_s=every_s, clock=clock)
+        yield Progress(console, live, total_steps or {}, every_s, clock)
 
 
 def format_duration(seconds: float) -> str:

@@ -20,6 +20,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -47,25 +48,19 @@ class TakeTurn(Protocol):
     def __call__(self, work: Callable[[], Result], /) -> Awaitable[Result]: ...
 
 
+@dataclass(slots=True)
 class JsonlLogger:
     """A MetricsLogger that writes a run's files and, when given one, tells a Progress about each step. Made
     by open_jsonl_logger.
     """
 
-    def __init__(
-        self,
-        files: Mapping[str, RecordFile],
-        take_turn: TakeTurn,
-        make_head: Callable[[str, int, int], Row],
-        *,
-        samples_per_step: int,
-        shards: TokenShards | None,
-        progress: Progress | None,
-    ) -> None:
-        """files: by the stem of their name. make_head: of stage, step and policy version."""
-        self._files, self._take_turn, self._make_head = files, take_turn, make_head
-        self._samples_per_step, self._shards, self._progress = samples_per_step, shards, progress
-        self._refused_arrays = False  # whether that was said
+    files: Mapping[str, RecordFile]  # by the stem of their name
+    take_turn: TakeTurn
+    make_head: Callable[[str, int, int], Row]  # of stage, step and policy version
+    samples_per_step: int
+    shards: TokenShards | None
+    progress: Progress | None
+    refused_arrays: bool = False  # whether that was said
 
     async def log_step(
         self,
@@ -83,20 +78,20 @@ class JsonlLogger:
         disk refuses are left out, which is said once; rows and lines wait. Raises MetricError, before
         anything is written, for a metric's name or value that may not be written.
         """
-        head = self._make_head(stage, step, policy_version)
+        head = self.make_head(stage, step, policy_version)
         row = make_row(head, metrics)
 
         def write() -> None:
             for update in updates:
                 lengths, places = update.batch.response_lengths, self._write_arrays(stage, update)
-                self._files["contributions"].append(encode_contributions(head, update, lengths, places))
-                self._files["updates"].append(f"{format_update(head, update, lengths)}\n".encode())
-            self._files["metrics"].append(encode_rows([row]))
+                self.files["contributions"].append(encode_contributions(head, update, lengths, places))
+                self.files["updates"].append(f"{format_update(head, update, lengths)}\n".encode())
+            self.files["metrics"].append(encode_rows([row]))
             self._append_spans(head, spans)
 
         await self._append("row", write)
-        if self._progress is not None:
-            self._progress.update(stage, step, metrics)
+        if self.progress is not None:
+            self.progress.update(stage, step, metrics)
 
     async def log_samples(
         self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]
@@ -104,46 +99,46 @@ class JsonlLogger:
         """Appends up to samples_per_step of the samples, evenly spaced, so that every group has a chance to
         be seen.
         """
-        chosen = [samples[index] for index in select_evenly(len(samples), self._samples_per_step)]
-        head = self._make_head(stage, step, policy_version)
+        chosen = [samples[index] for index in select_evenly(len(samples), self.samples_per_step)]
+        head = self.make_head(stage, step, policy_version)
         lines = partial(encode_sample_rows, head, chosen)
-        await self._append("samples", lambda: self._files["samples"].append(lines()))
+        await self._append("samples", lambda: self.files["samples"].append(lines()))
 
     async def log_evaluation(
         self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]
     ) -> None:
         """Appends the row of an evaluation called `name`. Raises MetricError like log_step."""
-        row = make_row({**self._make_head(stage, step, policy_version), "name": name}, metrics)
-        await self._append("evaluation", lambda: self._files["evaluations"].append(encode_rows([row])))
+        row = make_row({**self.make_head(stage, step, policy_version), "name": name}, metrics)
+        await self._append("evaluation", lambda: self.files["evaluations"].append(encode_rows([row])))
 
     async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None:
         """Appends a row for each span."""
-        head = self._make_head(stage, step, policy_version)
-        await self._take_turn(lambda: self._append_spans(head, spans))
+        head = self.make_head(stage, step, policy_version)
+        await self.take_turn(lambda: self._append_spans(head, spans))
         await trio.lowlevel.checkpoint_if_cancelled()
 
     async def _append(self, what: str, write: Callable[[], None]) -> None:
         reach(f"metrics.before_{what}")
-        await self._take_turn(write)
+        await self.take_turn(write)
         reach(f"metrics.after_{what}")
         await trio.lowlevel.checkpoint_if_cancelled()
 
     def _append_spans(self, head: Row, spans: Sequence[Span]) -> None:
         if spans:
-            self._files["spans"].append(encode_rows([span.fields() for span in spans], head=head))
+            self.files["spans"].append(encode_rows([span.fields() for span in spans], head=head))
 
     def _write_arrays(self, stage: str, update: UpdateRecord) -> Sequence[Place]:
         """Where the arrays of each row of the update lie; empty where none are kept."""
         places: Sequence[Place] = ()
         try:
-            if self._shards is not None and update.contributes:
-                places = self._shards.write(stage, update)
-                self._refused_arrays = False
+            if self.shards is not None and update.contributes:
+                places = self.shards.write(stage, update)
+                self.refused_arrays = False
         except StorageError as error:
-            if not self._refused_arrays:
+            if not self.refused_arrays:
                 text = "warning: %s; the arrays of these steps are left out"
                 logging.getLogger("rollouts").warning(text, error)
-            self._refused_arrays = True
+            self.refused_arrays = True
         return places
 
 
@@ -187,8 +182,7 @@ async def open_jsonl_logger(
         if token_arrays_bytes:
             shards = TokenShards(run_dir, attempt=attempt, limit_bytes=token_arrays_bytes)
             stack.push_async_callback(take_turn, shards.close)
-        options = {"samples_per_step": samples_per_step, "shards": shards, "progress": progress}
-        yield JsonlLogger(files, take_turn, head, **options)
+        yield JsonlLogger(files, take_turn, head, samples_per_step, shards, progress)
 
 
 def open_files(run_dir: RunDir, part_bytes: int = PART_BYTES) -> dict[str, RecordFile]:

@@ -4,11 +4,8 @@ Run by `make test-trackers`.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import sqlite3
 import struct
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import pytest
 
 from rollouts.errors import RowsRefused, SinkRefused
 from rollouts.trackers.sinks import Place, RunInfo, TrackedRow
-from tests.support.tracker_runs import BEGAN, append, make_row, make_run, write_follower
+from tests.support.tracker_runs import BEGAN, make_row
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these packages say of each other
 
@@ -64,23 +61,6 @@ class TestTrackio:
         (evaluation,) = (log for log in logs if "rl/eval/heldout/avg@4" in log)
         assert (evaluation["step"], evaluation["rl/attempt"]) == (3, 1)
         assert str(logs[0]["timestamp"]).startswith("2027-01-15T08:16:41")  # BEGAN + 1001 s
-
-    @pytest.mark.parametrize("fault", ["refuse 2", "middle 1", "kill 2", "hang 1"])
-    def test_all_rows_arrive_once_after_an_outage(
-        self, tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-    ):
-        monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-        root = make_run(tmp_path / "run")
-        append(root, *(make_row(step) for step in range(1, 21)))
-        command, faults = write_follower(tmp_path, "trackio", deadline_s=20.0)  # its import takes seconds
-        faults.write_text(fault)
-        for _ in range(4):  # ends by itself, by a kill or by a hang
-            subprocess.run(
-                [*command, str(root), "trackio"], stdin=subprocess.DEVNULL, timeout=120, check=False
-            )
-        with contextlib.closing(sqlite3.connect(database)) as connection:
-            rows = connection.execute("SELECT step FROM metrics ORDER BY step").fetchall()
-        assert [step for (step,) in rows] == list(range(1, 21))
 
 
 def read_records(data: bytes) -> Iterator[bytes]:
