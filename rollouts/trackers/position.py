@@ -136,6 +136,7 @@ def read_lines(
         has_next = following.exists()
         with path.open("rb") if path.exists() else io.BytesIO() as opened:
             # at the beginning of a line also where a power cut has taken the file's end, and rows were added
+            offset = min(offset, opened.seek(0, io.SEEK_END))
             begin = opened.seek(max(0, offset - LINE_BYTES))
             opened.seek(begin + opened.read(offset - begin).rfind(b"\n") + 1)
             for line in iter(opened.readline, b""):
