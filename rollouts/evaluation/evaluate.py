@@ -7,14 +7,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import trio
+from functools import partial
 
 from rollouts.data.data_buffer import PromptRow
-from rollouts.errors import NotEnoughSamples, RolloutsError
+from rollouts.errors import NotEnoughSamples
 from rollouts.evaluation.pass_at_k import compute_mean_pass_at_k
 from rollouts.generation.group import GroupPlan, failure_class_of, make_trajectory
 from rollouts.generation.samples import make_samples
+from rollouts.processes.nurseries import run_all
 from rollouts.protocols import GenerateFn, InferenceEngine, RewardFn
 from rollouts.types import JSONValue, Sample, SamplingParams, Status
 
@@ -100,20 +100,11 @@ async def evaluate(
         for sample in make_samples(index, PromptRow(f"row-{index}", 0, row), samples_per_prompt)
     ]
     done: list[Sample | None] = [None] * len(pending)
-    fatal: list[RolloutsError] = []  # raised below, outside the nursery, which would wrap it in a group
 
     async def run_one(index: int) -> None:
-        try:
-            done[index] = (await make_trajectory(plan, pending[index])).segments[-1]
-        except RolloutsError as error:
-            fatal.append(error)
-            nursery.cancel_scope.cancel()
+        done[index] = (await make_trajectory(plan, pending[index])).segments[-1]
 
-    async with trio.open_nursery() as nursery:
-        for index in range(len(pending)):
-            nursery.start_soon(run_one, index)
-    if fatal:
-        raise fatal[0]
+    await run_all(*(partial(run_one, index) for index in range(len(pending))))
     samples = tuple(sample for sample in done if sample is not None)
     assert len(samples) == len(pending), "a held-out prompt was lost"
     failed = [sample for sample in samples if sample.status is Status.FAILED]

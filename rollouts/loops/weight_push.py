@@ -15,6 +15,7 @@ import trio
 
 from rollouts.config.schema import RLTrainingConfig
 from rollouts.loops.stopping import Stop
+from rollouts.processes.nurseries import open_plain_nursery
 
 
 class GeneratingEngines(Protocol):
@@ -36,16 +37,8 @@ async def open_weight_push(
     training where generation does; otherwise send() waits for their end. An update in flight is cancelled
     when the block is left.
     """
-    failure: Exception | None = None
-    async with trio.open_nursery() as nursery:
-        try:
-            yield WeightPush(nursery, sync, rollout_manager, config, stop)
-        except Exception as error:  # raised below, outside the nursery, which would wrap it in a group
-            failure = error
-        finally:
-            nursery.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
+    async with open_plain_nursery() as nursery:
+        yield WeightPush(nursery, sync, rollout_manager, config, stop)
 
 
 class WeightPush:

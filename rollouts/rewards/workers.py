@@ -28,6 +28,7 @@ from typing import Any
 import trio
 
 from rollouts.errors import ConfigError, RewardCrashed, RewardTimeout, UserFunctionError
+from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.processes.process import Process, open_process
 from rollouts.protocols import GroupRewardFn, RewardFn
 from rollouts.rewards.worker import (
@@ -86,19 +87,11 @@ async def open_reward_workers(
     if count < 1:
         raise ConfigError(f"count={count} reward workers; there must be at least 1")
     workers = RewardWorkers(timeout_s=timeout_s, memory_bytes=memory_bytes, output_bytes=output_bytes)
-    failure: Exception | None = None
-    async with workers._calls, trio.open_nursery() as nursery:
-        try:
-            await nursery.start(workers._run_worker)
-            for _ in range(count - 1):
-                nursery.start_soon(workers._run_worker)
-            yield workers
-        except Exception as error:  # raised below, outside the nursery, which would wrap it in a group
-            failure = error
-        finally:
-            nursery.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
+    async with workers._calls, open_plain_nursery() as nursery:
+        await nursery.start(workers._run_worker)
+        for _ in range(count - 1):
+            nursery.start_soon(workers._run_worker)
+        yield workers
 
 
 class RewardWorkers:

@@ -126,20 +126,19 @@ def test_a_server_killed_in_the_middle_of_a_batch_costs_nothing_and_serves_again
         str(snapshots[0]),
         "--engine.python",
         str(vllm_python),
-        "--engine.count",
-        "2",
-        "--rl.steps",
-        "400",
-        "--rl.rollout.max_new_tokens",
-        "160",
-        "--output.checkpoint_every",
-        "2",
+        *[
+            "--engine.count",
+            "2",
+            "--rl.steps",
+            "400",
+            "--rl.rollout.max_new_tokens",
+            "160",
+            "--output.checkpoint_every",
+            "2",
+        ],
     )
-    metrics, log, errors = (
-        tmp_path / "run" / "metrics.jsonl",
-        tmp_path / "run" / "engines" / "vllm-0.log",
-        tmp_path / "errors.txt",
-    )
+    run_dir, errors = tmp_path / "run", tmp_path / "errors.txt"
+    metrics, log = run_dir / "metrics.jsonl", run_dir / "engines" / "vllm-0.log"
     with errors.open("wb") as stderr:
         run = subprocess.Popen(
             command,

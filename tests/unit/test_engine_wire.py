@@ -30,24 +30,28 @@ from rollouts.types import Completion
 
 # vLLM 0.32.0, SmolLM2-135M, prompt 1 2 3, temperature 1
 VLLM = (
-    b'{"request_id":"generate-tokens-abc","model":"policy","created":1795307680,"usage":{"prompt_tokens":3,"total_tokens":7,'
-    b'"completion_tokens":4,"prompt_tokens_details":null,"completion_tokens_details":null},"prompt_logprobs":null,'
-    b'"prompt_token_id_logprobs":null,"prompt_token_ids":null,"mm_placeholders":null,"metrics":null,"kv_transfer_params":null,'
-    b'"ec_transfer_params":null,"output_mode":"tokens","choices":[{"index":0,"finish_reason":"length","stop_reason":null,'
-    b'"token_ids":[2118,30,378,6734],"routed_experts":null,"sampling_mask":null,"weight_versions":[{"version":"default","start":0,"end":4}],'
-    b'"logprobs":{"content":[{"token_id":2118,"logprob":-8.270934104919434,"rank":725,"top_logprobs":[{"token_id":2118,'
-    b'"logprob":-8.270934104919434,"rank":725}]},{"token_id":30,"logprob":-1.3260724544525146,"rank":1,"top_logprobs":[{"token_id":30,'
-    b'"logprob":-1.3260724544525146,"rank":1}]},{"token_id":378,"logprob":-2.4623680114746094,"rank":2,"top_logprobs":[{"token_id":378,'
-    b'"logprob":-2.4623680114746094,"rank":2}]},{"token_id":6734,"logprob":-7.636433124542236,"rank":338,"top_logprobs":[{"token_id":6734,'
-    b'"logprob":-7.636433124542236,"rank":338}]}]}}]}'
+    b'{"request_id":"generate-tokens-abc","model":"policy","created":1795307680,"usage":{"prompt_tokens"'
+    b':3,"total_tokens":7,"completion_tokens":4,"prompt_tokens_details":null,"completion_tokens_details"'
+    b':null},"prompt_logprobs":null,"prompt_token_id_logprobs":null,"prompt_token_ids":null,"mm_placehol'
+    b'ders":null,"metrics":null,"kv_transfer_params":null,"ec_transfer_params":null,"output_mode":"token'
+    b's","choices":[{"index":0,"finish_reason":"length","stop_reason":null,"token_ids":[2118,30,378,6734'
+    b'],"routed_experts":null,"sampling_mask":null,"weight_versions":[{"version":"default","start":0,"en'
+    b'd":4}],"logprobs":{"content":[{"token_id":2118,"logprob":-8.270934104919434,"rank":725,"top_logpro'
+    b'bs":[{"token_id":2118,"logprob":-8.270934104919434,"rank":725}]},{"token_id":30,"logprob":-1.32607'
+    b'24544525146,"rank":1,"top_logprobs":[{"token_id":30,"logprob":-1.3260724544525146,"rank":1}]},{"to'
+    b'ken_id":378,"logprob":-2.4623680114746094,"rank":2,"top_logprobs":[{"token_id":378,"logprob":-2.46'
+    b'23680114746094,"rank":2}]},{"token_id":6734,"logprob":-7.636433124542236,"rank":338,"top_logprobs"'
+    b':[{"token_id":6734,"logprob":-7.636433124542236,"rank":338}]}]}}]}'
 )
 # What a 0.5.23 server answered to a request over whose three tokens its weights were exchanged
 SGLANG = (
-    b'{"text":"&x%","output_ids":[38,176,37],"meta_info":{"id":"0123456789abcdef0123456789abcdef","finish_reason":{"type":"length","length":3},'
-    b'"prompt_tokens":3,"weight_version":"8","num_retractions":1,"input_token_logprobs":[],"output_token_logprobs":[[-5.23003625869751,38,null],'
-    b'[-5.3935112953186035,176,null],[-5.519124507904053,37,null]],"output_token_logprobs_length":3,"reasoning_tokens":0,"completion_tokens":3,'
-    b'"cached_tokens":2,"weight_versions":[{"version":"7","start":0,"end":1},{"version":"8","start":1,"end":3}],'
-    b'"cached_tokens_details":{"device":2,"host":0},"dp_rank":null,"e2e_latency":0.02587,"response_sent_to_client_ts":1795307587.6366959}}'
+    b'{"text":"&x%","output_ids":[38,176,37],"meta_info":{"id":"0123456789abcdef0123456789abcdef","finis'
+    b'h_reason":{"type":"length","length":3},"prompt_tokens":3,"weight_version":"8","num_retractions":1,'
+    b'"input_token_logprobs":[],"output_token_logprobs":[[-5.23003625869751,38,null],[-5.393511295318603'
+    b'5,176,null],[-5.519124507904053,37,null]],"output_token_logprobs_length":3,"reasoning_tokens":0,"c'
+    b'ompletion_tokens":3,"cached_tokens":2,"weight_versions":[{"version":"7","start":0,"end":1},{"versi'
+    b'on":"8","start":1,"end":3}],"cached_tokens_details":{"device":2,"host":0},"dp_rank":null,"e2e_late'
+    b'ncy":0.02587,"response_sent_to_client_ts":1795307587.6366959}}'
 )
 VLLM_ID, SGLANG_ID = "abc", "0123456789abcdef0123456789abcdef"
 CASES = (("vllm", VLLM), ("sglang", SGLANG))

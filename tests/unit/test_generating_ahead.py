@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import trio
 import trio.testing
@@ -17,11 +16,9 @@ import trio.testing
 from rollouts.config.tables import RolloutConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.errors import (
-    ConfigError,
     EngineClosed,
     EngineError,
     FleetDown,
-    NotEnoughSamples,
     UserFunctionError,
 )
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
@@ -204,51 +201,11 @@ async def test_generation_goes_on_while_the_caller_trains(autojump_clock):
         assert await run.take() == [4, 5]
 
 
-async def test_nothing_runs_before_the_first_call_and_after_the_block(autojump_clock):
-    run = make_run()
-    async with run.manager.generating():
-        await trio.sleep(10)
-        run.update(0)
-        await trio.sleep(10)
-        assert run.engine.requests == [] and run.count("drawn") == 0
-        await run.take()
-        await trio.sleep(1)
-        assert run.engine.in_flight == 2
-    asked = len(run.engine.requests)
-    assert run.engine.in_flight == 0 and run.count("in_flight") == 0
-    await trio.sleep(10)
-    assert len(run.engine.requests) == asked
-
-
 def keep_all_but(*groups: int):
     async def chosen(group: SampleGroup) -> FilterDecision:
         return FilterDecision(group.group_index not in groups, "not_chosen")
 
     return chosen
-
-
-async def test_two_batches_at_once_are_refused_and_the_first_is_delivered(autojump_clock):
-    run = make_run()
-    got: list[list[int]] = []
-
-    async def first() -> None:
-        got.append(await run.take())
-
-    async with run.manager.generating(), trio.open_nursery() as nursery:
-        nursery.start_soon(first)
-        await trio.sleep(1)
-        with pytest.raises(RuntimeError, match="running already"):
-            await run.manager.generate_batch()
-    assert got == [[0, 1]]
-
-
-async def test_a_reward_for_one_batch_alone_is_refused(autojump_clock):
-    run = make_run()
-    async with run.manager.generating():
-        with pytest.raises(ConfigError, match="reward_fn= inside generating"):
-            await run.manager.generate_batch(index_reward)
-        assert run.count("drawn") == 0
-        assert await run.take() == [0, 1]
 
 
 async def test_an_unfinished_answer_that_others_overtake_is_waited_for_in_the_last_batch_that_can_have_it(
@@ -441,23 +398,6 @@ async def test_metrics_and_failed_samples_are_those_of_one_batch(autojump_clock)
     assert second["reward/mean"] == 3.5, "of groups 3 and 4"
 
 
-async def test_a_batch_that_cannot_be_made_ends_generation_and_the_next_call_has_a_budget_of_its_own(
-    autojump_clock,
-):
-    """Groups 2 and 3 were drawn while the first batch was made, and count there; 4 to 7 are the four draws of
-    the second. Without 6 it is lost.
-    """
-    run = make_run(num_prompts=2, max_attempts=2, filters=[keep_all_but(*range(2, 8))], max_staleness=1)
-    async with run.manager.generating():
-        assert await run.take() == [0, 1]
-        run.update(1)
-        await trio.sleep(100)
-        with pytest.raises(NotEnoughSamples, match=r"0 of num_prompts=2 groups were kept of 4 drawn"):
-            await run.manager.generate_batch()
-        assert await run.take() == [8, 9]
-    run.check_balance()
-
-
 async def test_a_trainer_that_skips_versions_gets_nothing_stale_and_the_prompts_come_again(autojump_clock):
     run = make_run(num_prompts=1, max_staleness=2)
     async with run.manager.generating():
@@ -513,24 +453,6 @@ async def test_a_state_saved_while_all_runs_loses_nothing_and_trains_nothing_twi
 
 
 # --- random schedules ---------------------------------------------------------------------------------------
-
-
-def test_an_engine_that_is_never_updated_lets_as_many_batches_go_as_the_staleness_allows():
-    async def run_out() -> None:
-        for staleness in (1, 2, 4):
-            run = make_run(max_staleness=staleness)
-            async with run.manager.generating():
-                for _ in range(staleness + 1):
-                    await run.take()
-                with trio.move_on_after(1000) as scope:
-                    await run.manager.generate_batch()
-                assert scope.cancelled_caught and run.count("drawn") == 2 * (staleness + 1)
-                run.update(staleness + 1)
-                batch = await run.manager.generate_batch()
-                assert np.max(lags_of(batch, staleness + 1)) == 0
-            run.check_balance()
-
-    trio.run(run_out, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 # --- an engine that keeps aborting --------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -104,7 +105,8 @@ async def open_server(handler: Handler, *, tls: ssl.SSLContext | None = None) ->
 
     async def serve(stream: trio.abc.Stream) -> None:
         if tls is not None:
-            stream = trio.SSLStream(stream, tls, server_side=True, https_compatible=True)  # type: ignore[type-var]
+            tcp: Any = stream
+            stream = trio.SSLStream(tcp, tls, server_side=True, https_compatible=True)
         peer = Peer(stream, server.accepted, server.log)
         server.accepted += 1
         server.open += 1
@@ -197,37 +199,6 @@ async def test_a_request_names_host_key_type_and_length():
     assert "content-length: 0" in empty
 
 
-async def test_a_long_body_arrives_whole_in_both_directions():
-    sent, returned = random.Random(0).randbytes(3_000_000), random.Random(1).randbytes(20_000_000)
-    async with open_server(always(reply(returned))) as server, open_http_client(server.url) as client:
-        assert (await client.request("POST", "/x", body=sent)).content == returned
-    assert server.log[0][1].endswith(sent)
-
-
-@pytest.mark.parametrize(
-    "raw", [reply(), CHUNKED, OK + b"\r\n" + BODY, b"HTTP/1.1 100 Continue\r\n\r\n" + reply()]
-)
-async def test_a_body_is_read_however_its_end_is_marked(raw: bytes):
-    async def byte_by_byte(peer: Peer) -> None:
-        await peer.read_request()
-        for index in range(len(raw)):
-            await peer.send(raw[index : index + 1])
-
-    assert await get_body(once(raw)) == BODY
-    assert await get_body(byte_by_byte) == BODY
-
-
-@pytest.mark.parametrize(
-    "status", ["204 No Content", "307 Elsewhere", "404 Not Found", "429 Later", "500 Oops"]
-)
-async def test_a_status_is_returned_and_never_raised(status: str):
-    body = b"" if status.startswith("204") else BODY
-    answer = await ask(always(reply(body, status=status, headers="Retry-After: 3\r\nVia: a\r\nvia: b\r\n")))
-    assert isinstance(answer, httpx.Response)
-    assert (answer.status_code, answer.content) == (int(status[:3]), body)
-    assert (answer.headers["retry-after"], answer.headers["via"]) == ("3", "a, b")
-
-
 # --- failures ---
 
 
@@ -266,15 +237,6 @@ async def test_an_answer_cut_at_any_byte_is_an_error(raw: bytes, end: str):
 )
 async def test_what_is_not_http_is_a_reply_error(raw: bytes):
     assert isinstance(await ask(always(raw)), ReplyError)
-
-
-async def test_nobody_listening_is_unreachable():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    async with open_http_client(f"http://127.0.0.1:{port}", api_key=KEY) as client:
-        with pytest.raises(EngineUnreachable, match=rf"^GET http://127.0.0.1:{port}/health: no connection"):
-            await client.request("GET", "/health")
-        assert not client._idle
 
 
 @pytest.mark.parametrize("key", ["", " ", "a\nb", "sk-ü", "tail "])
@@ -345,14 +307,6 @@ async def test_idle_clients_are_used_last_in_first_out_and_leave_by_age_and_numb
             await trio.sleep(http.IDLE_S)
             await client.request("GET", "/")
         assert len(client._idle) == 1
-
-
-async def test_a_kept_connection_that_the_server_closed_is_noticed():
-    async with open_server(once(reply())) as server, open_http_client(server.url) as client:
-        for _ in range(3):
-            await client.request("POST", "/x", body=b"{}")
-            await server.wait_empty()
-    assert [number for number, _ in server.log] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("end", ["close", "reset"])

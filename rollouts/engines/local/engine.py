@@ -27,6 +27,7 @@ from rollouts.engines.local.weights import StagedWeights, copy_model, read_check
 from rollouts.errors import EngineClosed, EngineError, RequestRefused, WeightVersionError
 from rollouts.models.draws import make_draw, stream_key
 from rollouts.models.limits import check_request, find_context_limit
+from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import PauseMode
 from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
 
@@ -112,18 +113,12 @@ async def open_local_engine(
         max_rows=max_rows,
         seed=seed,
     )
-    failure: Exception | None = None
-    async with trio.open_nursery() as nursery:
+    async with open_plain_nursery() as nursery:
         nursery.start_soon(engine._schedule)
         try:
             yield engine
-        except Exception as error:  # raised below, outside the nursery, which would wrap it in a group
-            failure = error
         finally:
             engine._close()
-            nursery.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
 
 
 class LocalEngine:
