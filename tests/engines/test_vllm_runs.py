@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,20 +153,10 @@ def test_a_server_killed_in_the_middle_of_a_batch_costs_nothing_and_serves_again
         time.sleep(1)  # into the next batch: generating takes most of a step
         first_line = next(line for line in log.read_text().splitlines() if " start 1 of " in line)
         port = first_line.split("--port ")[1].split()[0].encode()
-        killed = [
-            pid
-            for pid in find_processes(mark, "vllm.entrypoints")
-            if port in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
+        servers = find_processes(mark, "vllm.entrypoints")
+        killed = [pid for pid in servers if port in Path(f"/proc/{pid}/cmdline").read_bytes()]
         os.kill(max(killed), signal.SIGKILL)  # the server itself; its guards have lower ids
-        wait_until(
-            run,
-            errors,
-            lambda: any(
-                row.get("engine/vllm_0/restarts") == 1 and row["engine/vllm_0/state"] == 0
-                for row in read_rows(metrics)
-            ),
-        )
+        wait_until(run, errors, lambda: any(map(serves_again, read_rows(metrics))))
         run.send_signal(signal.SIGINT)
         assert run.wait(PATIENCE_S) == 0
     finally:
@@ -184,6 +175,10 @@ def test_a_server_killed_in_the_middle_of_a_batch_costs_nothing_and_serves_again
     assert told == last["engine/vllm_1/version"] and last["step"] - 3 <= told <= last["step"]
     assert " start 2 of vllm-0" in log.read_text()
     assert find_processes(mark) == []
+
+
+def serves_again(row: dict[str, Any]) -> bool:
+    return row.get("engine/vllm_0/restarts") == 1 and row["engine/vllm_0/state"] == 0
 
 
 def wait_until(run: subprocess.Popen[bytes], errors: Path, condition: Callable[[], bool]) -> None:

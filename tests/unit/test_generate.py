@@ -19,7 +19,8 @@ PENDING = Sample(id="g00000000-s000", prompt="hi", group_index=0, metadata={"ans
 async def generate(
     engine: ScriptedEngine, sample: Sample = PENDING, sampling: SamplingParams = SAMPLING, tokenizer=None
 ) -> Sample:
-    return await make_chat_generate(tokenizer or FakeTokenizer())(sample, engine, sampling)  # type: ignore[misc]
+    generate: Any = make_chat_generate(tokenizer or FakeTokenizer())
+    return await generate(sample, engine, sampling)
 
 
 async def test_a_sample_has_the_prompt_and_the_sampled_tokens_with_one_value_each():

@@ -379,7 +379,9 @@ async def test_metrics_and_failed_samples_are_those_of_one_batch(autojump_clock)
             raise KeyError("gold")
         return float(group_of(sample.id))
 
-    in_turn = lambda request: ScriptedReply(text="ab", token_s=1 + 0.1 * group_of(request.request_id))  # noqa: E731
+    def in_turn(request: GenerateRequest) -> ScriptedReply:
+        return ScriptedReply(text="ab", token_s=1 + 0.1 * group_of(request.request_id))
+
     run = make_run(
         in_turn, samples_per_prompt=3, reward=reward, filters=[keep_all_but(1)], max_failed_fraction=0.3
     )

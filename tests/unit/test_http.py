@@ -389,9 +389,6 @@ async def test_an_endless_answer_is_cut_off(monkeypatch):
         assert not client._idle
 
 
-# --- cancelling ---
-
-
 async def test_cancelling_closes_that_connection_and_no_other():
     asked = trio.Event()
 
@@ -462,9 +459,6 @@ async def test_cancelled_requests_leave_nothing_behind(count: int):
     assert seen["answered"] + count * 0.1 < seen["sent"] - 100, "hardly any was cancelled after it was sent"
     assert trio.lowlevel.current_statistics().tasks_living == tasks
     assert count_files() == files
-
-
-# --- TLS ---
 
 
 def make_tls(kind: int) -> ssl.SSLContext:
