@@ -77,12 +77,6 @@ async def test_a_batch_has_all_rows_in_launch_order_with_everything_a_loss_needs
     assert run.upcoming(1) == STREAM[2:3]
 
 
-@pytest.mark.parametrize(("temperature", "trained_at"), [(0.7, 0.7), (0.0, 1.0)])
-async def test_the_batch_says_at_which_temperature_its_log_probs_are(temperature: float, trained_at: float):
-    run = make_run(sampling=dataclasses.replace(SAMPLING, temperature=temperature))
-    assert (await run.manager.generate_batch()).temperature == trained_at
-
-
 async def test_every_sample_is_asked_for_with_a_seed_of_its_own():
     run = make_run()
     await run.manager.generate_batch()
@@ -431,11 +425,6 @@ async def test_an_error_that_is_everybodys_stops_the_call(error: Exception):
     with pytest.raises(type(error)):
         await run.manager.generate_batch()
     assert run.upcoming(2) == STREAM[:2]
-
-
-async def test_without_any_reward_the_call_says_so():
-    with pytest.raises(ConfigError, match=r"sample g00000000-s00[01] has no reward"):
-        await make_run(reward=None, num_prompts=1).manager.generate_batch()
 
 
 @pytest.mark.parametrize("changed", [{"top_p": 0.9}, {"top_k": 40}])

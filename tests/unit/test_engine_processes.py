@@ -175,13 +175,6 @@ async def test_a_restart_keeps_port_and_key_and_appends_to_the_log(tmp_path: Pat
         assert "start 1 of vllm-0" in log and "start 2 of vllm-0" in log
 
 
-async def test_a_restart_of_a_server_that_runs_ends_it_first(tmp_path: Path):
-    async with open_engine_processes(fake_command(tmp_path), count=1, log_dir=tmp_path) as (process,):
-        pid = process.pid
-        await process.restart()
-        assert not is_alive(pid)
-
-
 async def test_a_restart_that_fails_can_be_asked_for_again(tmp_path: Path):
     command = fake_command(tmp_path)
     async with open_engine_processes(command, count=1, log_dir=tmp_path) as (process,):
@@ -246,13 +239,6 @@ def test_an_sglang_server_on_a_cpu_gets_what_training_needs(tmp_path: Path):
     }
 
 
-def test_an_sglang_server_on_a_gpu_gets_no_flag_of_the_cpu(tmp_path: Path):
-    words = make_arguments(
-        EngineCommand("sglang", Path("p"), Path("m"), ("--device", "cuda")), port=1, key_file=tmp_path
-    )
-    assert not {"--sleep-on-idle", "--attention-backend", "--max-total-tokens"} & set(words)
-
-
 def test_a_default_gives_way_to_the_users_flag(tmp_path: Path):
     words = make_arguments(
         EngineCommand("sglang", Path("p"), Path("m"), ("--device=cpu", "--max_total_tokens=99")),
@@ -292,15 +278,6 @@ def test_a_flag_that_contradicts_training_is_named(
     with pytest.raises(ConfigError, match=r"engine\.args") as raised:
         check_command(fake_command(tmp_path, kind, args=args))
     assert named in str(raised.value)
-
-
-def test_flags_that_agree_or_are_nobodys_pass(tmp_path: Path):
-    check_command(
-        fake_command(
-            tmp_path, args=("--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--seed", "3")
-        )
-    )
-    check_command(fake_command(tmp_path, "sglang", args=("--device", "cuda", "--mem-fraction-static", "0.5")))
 
 
 def test_a_python_that_is_not_there_is_named_with_the_way_out(tmp_path: Path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import trio
 import trio.testing
@@ -102,22 +101,6 @@ async def test_a_suspect_gets_nothing_while_it_is_checked(autojump_clock):
         assert a.asked == ["r0"] and len(b.asked) == 8
 
 
-async def test_a_lone_engine_is_asked_again_after_a_back_off(autojump_clock):
-    a = FakeEngine("a", script=fail_first(2, unreachable))
-    async with fleet_of(a) as fleet:
-        await fleet.generate(ask("r"))
-    assert a.asked == ["r"] * 3
-    first, second = np.diff(a.asked_at)
-    assert 0.05 <= first <= 0.1 and 0.1 <= second <= 0.2
-
-
-async def test_healthy_engines_are_not_polled(autojump_clock):
-    a = FakeEngine("a")
-    async with fleet_of(a):
-        await trio.sleep(80_000)
-    assert a.checks == 0
-
-
 async def test_a_suspect_of_another_version_goes_stale_and_is_announced(autojump_clock):
     a, b = FakeEngine("a", script=fail_first(1, unreachable)), FakeEngine("b")
     warnings: list[str] = []
@@ -203,15 +186,6 @@ async def test_a_server_that_answers_404_at_once_loses_no_request_and_draws_no_o
     assert warnings[0].startswith("a is dead: 3 failures without one success") and str(error) in warnings[0]
 
 
-async def test_a_404_everywhere_is_the_engines_failure_and_keeps_its_cause(autojump_clock, monkeypatch):
-    monkeypatch.setattr("rollouts.engines.fleet.MAX_ATTEMPTS", 2)
-    a = FakeEngine("a", script=fail_first(10**9, lambda: EngineError("generate gave 404")))
-    async with fleet_of(a) as fleet:
-        with pytest.raises(InfrastructureError, match="a: EngineError: generate gave 404") as caught:
-            await fleet.generate(ask("r"))
-        assert type(caught.value.__cause__) is EngineError
-
-
 async def test_a_request_that_fails_everywhere_gets_its_last_error(autojump_clock, monkeypatch):
     monkeypatch.setattr("rollouts.engines.fleet.MAX_ATTEMPTS", 5)
     engines = [FakeEngine(name, script=fail_first(10**9, garbage)) for name in "abc"]
@@ -234,16 +208,6 @@ async def test_retry_after_is_respected_and_the_limit_halved_once_a_burst(autoju
         assert a.asked_at[:8] == [0] * 8 and min(a.asked_at[8:]) == 31
         assert a.asked_at.count(31) == 4
         assert a.checks == 0 and fleet.statistics()["fleet/failures/EngineOverloaded"] == 8
-
-
-async def test_an_overloaded_engine_is_bypassed(autojump_clock):
-    a, b = FakeEngine("a", script=fail_first(1, lambda: EngineOverloaded("503"))), FakeEngine("b")
-    async with fleet_of(a, b) as fleet:
-        await fleet.generate(ask("r"))
-        assert a.asked == b.asked == ["r"] and state_of(fleet, "a") == "healthy"
-        await trio.sleep(2)
-        await gather(fleet, ask("s"), ask("t"))
-        assert len(a.asked) == 2  # it is back
 
 
 async def test_a_request_waits_through_any_number_of_overloads(autojump_clock):

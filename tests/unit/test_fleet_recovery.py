@@ -296,14 +296,3 @@ async def test_ten_thousand_cancellations_leave_nothing(autojump_clock, monkeypa
         assert not any(call.waits for _, call in fleet._queue)
         assert answered > 500 and fleet.statistics()["fleet/retries"] > 50
     assert not any(engine.running for engine in engines)
-
-
-async def test_many_requests_spread_over_many_engines(autojump_clock):
-    """64 engines, 4,096 requests in flight at once, evenly spread."""
-    engines = [FakeEngine(f"e{i}") for i in range(64)]
-    async with fleet_of(*engines, max_concurrency=128) as fleet:
-        async with trio.open_nursery() as nursery:
-            for i in range(4096):
-                nursery.start_soon(fleet.generate, ask(f"r{i}"))
-        assert {engine.most_running for engine in engines} == {64}
-        assert trio.current_time() == 1.0

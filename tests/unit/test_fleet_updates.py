@@ -182,18 +182,6 @@ async def test_a_member_that_joins_is_announced_and_serves_after_its_commit(auto
             await fleet.join(Member(FakeEngine("c")))
 
 
-async def test_a_member_that_joins_before_the_first_publication_is_announced_by_it(autojump_clock):
-    a, b = FakeEngine("a"), FakeEngine("b")
-    async with fleet_of(a, commit=False) as fleet:
-        fleet.close_admission(a)
-        await fleet.join(Member(b))
-        fleet.commit(a, 0)
-        assert fleet.needs_update(b) and not fleet.needs_update(a)
-        fleet.publish(0)
-        with trio.fail_after(1):
-            assert await fleet.stale_members.receive() is b
-
-
 async def test_a_member_that_leaves_finishes_or_hands_over(autojump_clock):
     a, b = FakeEngine("a", seconds=10), FakeEngine("b", seconds=10)
     async with fleet_of(a, b) as fleet:

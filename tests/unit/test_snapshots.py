@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from rollouts.backends.open import open_pytorch_backend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.tables import OptimConfig
-from rollouts.errors import SnapshotError, WeightSyncError
+from rollouts.errors import SnapshotError
 from rollouts.models.export import save_hf_model
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.safetensors_file import TensorFile
@@ -225,8 +225,3 @@ async def test_a_shard_that_is_complete_after_the_export_was_cancelled_harms_nob
         await written.wait()  # the shard was announced before
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".tmp-v1-") and len(list(left.iterdir())) == 2
-
-
-def test_a_dtype_that_no_engine_serves_is_refused(tmp_path: Path):
-    with pytest.raises(WeightSyncError, match="no dtype 'fp8'; use one of float32, bfloat16, float16"):
-        DiskSnapshots(tmp_path, dtype="fp8")

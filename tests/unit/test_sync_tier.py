@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -248,14 +248,6 @@ def test_prompts_of_a_batch_that_did_not_come_about_are_drawn_again(error: BaseE
         next(batches)
 
 
-def test_nothing_is_drawn_before_the_first_batch_is_asked_for():
-    buffer = make_buffer()
-    batches = batches_of_two(buffer, answer_all, reward_fn=reward_length)
-    assert buffer.statistics()["drawn"] == 0
-    next(batches)
-    assert buffer.statistics()["drawn"] == 2
-
-
 # --- functions that break their rules -----------------------------------------------------------------------
 
 
@@ -329,14 +321,6 @@ def test_async_functions_are_refused_before_anything_is_drawn(name: str):
         generate_rollout_batches(make_buffer(), num_prompts=1, samples_per_prompt=1, **arguments)
 
 
-@pytest.mark.parametrize("name", ["num_prompts", "samples_per_prompt", "max_attempts"])
-def test_numbers_below_one_are_refused(name: str):
-    with pytest.raises(ConfigError, match=f"{name}=0 must be at least 1"):
-        generate_rollout_batches(
-            make_buffer(), answer_all, **cast(Any, {"num_prompts": 1, "samples_per_prompt": 1, name: 0})
-        )
-
-
 # --- transforms ---------------------------------------------------------------------------------------------
 
 
@@ -386,11 +370,6 @@ def test_the_fields_of_samples_are_ragged_columns():
         and fields.rewards.dtype == np.float32
     )
     assert fields.group_indices is not None and fields.group_indices.tolist() == [5, 5]
-
-
-def test_greedy_samples_have_log_probs_at_temperature_one():
-    assert convert_to_batch(make_finished(), temperature=0.0).temperature == 1.0
-    assert convert_to_batch(make_finished(), temperature=0.5, step=3).metadata[0]["step"] == 3
 
 
 def test_a_batch_without_rewards_is_for_supervised_training():

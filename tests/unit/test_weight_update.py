@@ -326,13 +326,6 @@ async def test_when_nobody_is_verified_nothing_is_published_and_each_failure_is_
             await world.step(3.0)
 
 
-async def test_without_a_fleet_one_engine_that_fails_fails_the_update(autojump_clock):
-    world = World(fleet=None)
-    world.servers[0].faults["load"] = ["fail"]
-    with pytest.raises(WeightSyncError, match=r"there is no fleet(.|\n)*a: load: EngineUnreachable: a is"):
-        await world.sync(world.trainer, world.servers, 1)
-
-
 @pytest.mark.parametrize("resumes", [True, False])
 @pytest.mark.parametrize("phase", ["pause", "load", "probe"])
 async def test_a_cancelled_update_leaves_nobody_paused_and_nobody_half_admitted(
