@@ -24,21 +24,6 @@ TORCH = "torch==2.13.0"
 STAMP = ".rollouts-complete"  # holds the hash of what was installed; written last
 SHOWN_LINES = 15  # of a failed command's output
 
-Run = Callable[[Sequence[str]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Plugin:
-    """A module of ours that a server loads by an entry point."""
-
-    module: str  # a folder of environment_files
-    group: str  # of entry points
-    why: str  # what it lets the server do
-
-    @property
-    def entry_points(self) -> str:
-        return f"[{self.group}]\n{self.module} = {self.module}:activate\n"
-
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -46,28 +31,38 @@ class Recipe:
 
     requirements: Path  # every package with its version
     unwanted: tuple[str, ...]  # builds for CUDA that break imports where torch is for the CPU
-    plugin: Plugin  # of ours
     proof: str  # an import that fails if something is missing
+    plugin: str  # a module of ours, a folder of environment_files
+    group: str  # of entry points, by which the server loads the plugin
+    why: str  # what the plugin lets the server do
+
+    @property
+    def entry_points(self) -> str:
+        return f"[{self.group}]\n{self.plugin} = {self.plugin}:activate\n"
 
 
 RECIPES: Mapping[str, Recipe] = {
     "vllm": Recipe(
         FILES / "vllm_cpu.txt",
         ("torchvision", "torchaudio", "torchcodec"),
-        Plugin("vllm_live_head", "vllm.general_plugins", "lets a tied head follow weight updates"),
         "vllm.entrypoints.openai.api_server",
+        "vllm_live_head",
+        "vllm.general_plugins",
+        "lets a tied head follow weight updates",
     ),
     "sglang": Recipe(
         FILES / "sglang_cpu.txt",
         ("torchaudio", "torchcodec"),
-        Plugin("sglang_torch_cpu", "sglang.srt.platforms", "lets SGLang compute with plain PyTorch"),
         "sglang.srt.entrypoints.http_server",
+        "sglang_torch_cpu",
+        "sglang.srt.platforms",
+        "lets SGLang compute with plain PyTorch",
     ),
 }
 
 
 def install_cpu_environment(
-    kind: Literal["vllm", "sglang"], into: Path, *, say: Callable[[str], None] = print, run: Run | None = None
+    kind: Literal["vllm", "sglang"], into: Path, *, say: Callable[[str], None] = print
 ) -> Path:
     """The Python of an environment in directory `into` that serves with vLLM or SGLang on a CPU. One that is
     complete is left alone.
@@ -77,7 +72,6 @@ def install_cpu_environment(
     directory that holds something else, EngineSetupError if a step fails.
     """
     recipe = RECIPES[kind]
-    run = run or run_command  # looked up now, so that a test can put another in its place
     python, stamp, wanted = into / "bin" / "python", into / STAMP, compute_fingerprint(recipe)
     if python.exists() and stamp.exists() and stamp.read_text().strip() == wanted:
         say(f"{into} is complete; nothing to do")
@@ -90,39 +84,41 @@ def install_cpu_environment(
     stamp.unlink(missing_ok=True)
     if not python.exists():
         say(f"making an environment in {into}")
-        run([sys.executable, "-m", "venv", str(into)])
+        run_command([sys.executable, "-m", "venv", str(into)])
     say(f"installing {TORCH}")
-    run(
+    run_command(
         [str(python), "-m", "pip", "install", "--quiet", "--no-compile", TORCH]
     )  # pip, because it obeys this machine's choice of a build
     say(f"installing the packages of {recipe.requirements}")
-    install_packages(python, ["-r", str(recipe.requirements)], say=say, run=run)
-    say(f"installing the plugin that {recipe.plugin.why}")
-    write_plugin(recipe.plugin, into)
+    install_packages(python, ["-r", str(recipe.requirements)], say=say)
+    say(f"installing the plugin that {recipe.why}")
+    write_plugin(recipe, into)
     present = [
         name for name in recipe.unwanted if any(into.glob(f"lib/python*/site-packages/{name}-*.dist-info"))
     ]
     if present:
         say(f"removing {', '.join(present)}")
-        run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *present])
+        run_command([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *present])
     say(f"trying `import {recipe.proof}`; the first time compiles it and takes a minute")
-    run([str(python), "-W", "ignore", "-c", f"import {recipe.proof}"])
+    run_command([str(python), "-W", "ignore", "-c", f"import {recipe.proof}"])
     stamp.write_text(wanted + "\n")
     say(f'{into} is complete: engine.python = "{python}"')
     return python
 
 
-def install_packages(python: Path, what: Sequence[str], *, say: Callable[[str], None], run: Run) -> None:
+def install_packages(python: Path, what: Sequence[str], *, say: Callable[[str], None]) -> None:
     """Installed without their requirements; by uv, many times faster, if there is one and it can reach the
     packages, otherwise by pip.
     """
     uv = find_uv()
     if uv is not None:
         try:
-            return run([str(uv), "pip", "install", "--quiet", "--python", str(python), "--no-deps", *what])
+            return run_command(
+                [str(uv), "pip", "install", "--quiet", "--python", str(python), "--no-deps", *what]
+            )
         except EngineSetupError as error:
             say(f"uv could not; trying pip ({str(error).splitlines()[0]})")
-    return run([str(python), "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps", *what])
+    return run_command([str(python), "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps", *what])
 
 
 def find_uv() -> Path | None:
@@ -161,31 +157,31 @@ def compute_fingerprint(recipe: Recipe) -> str:
     parts = [
         TORCH.encode(),
         recipe.requirements.read_bytes(),
-        recipe.plugin.entry_points.encode(),
-        *read_plugin(recipe.plugin).values(),
+        recipe.entry_points.encode(),
+        *read_plugin(recipe).values(),
     ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
-def read_plugin(plugin: Plugin) -> dict[str, bytes]:
+def read_plugin(recipe: Recipe) -> dict[str, bytes]:
     """The plugin's modules by their path in an environment. Here they are text: nothing here can import
     what they import.
     """
     return {
-        f"{plugin.module}/{path.stem}": path.read_bytes()
-        for path in sorted((FILES / plugin.module).glob("*.py.txt"))
+        f"{recipe.plugin}/{path.stem}": path.read_bytes()
+        for path in sorted((FILES / recipe.plugin).glob("*.py.txt"))
     }
 
 
-def write_plugin(plugin: Plugin, into: Path) -> Path:
+def write_plugin(recipe: Recipe, into: Path) -> Path:
     """Where the plugin's modules and its entry point lie now: what an installer would leave."""
     packages = next(into.glob("lib/python*/site-packages"))
-    for before in packages.glob(f"{plugin.module}-*.dist-info"):
+    for before in packages.glob(f"{recipe.plugin}-*.dist-info"):
         shutil.rmtree(before)
-    info = f"{plugin.module}-1.0.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: {plugin.module.replace('_', '-')}\nVersion: 1.0\n"
-    texts = {f"{info}/METADATA": metadata, f"{info}/entry_points.txt": plugin.entry_points}
-    contents = {name: text.encode() for name, text in texts.items()} | read_plugin(plugin)
+    info = f"{recipe.plugin}-1.0.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {recipe.plugin.replace('_', '-')}\nVersion: 1.0\n"
+    texts = {f"{info}/METADATA": metadata, f"{info}/entry_points.txt": recipe.entry_points}
+    contents = {name: text.encode() for name, text in texts.items()} | read_plugin(recipe)
     for name, content in contents.items():
         (packages / name).parent.mkdir(exist_ok=True)
         (packages / name).write_bytes(content)

@@ -9,6 +9,7 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,7 +55,10 @@ def uv(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def install(kind: str, run: Recorder) -> list[str]:
     said: list[str] = []
-    install_cpu_environment(kind, run.into, say=said.append, run=run)  # type: ignore[arg-type]
+    kind_: Any = kind
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environments, "run_command", run)
+        install_cpu_environment(kind_, run.into, say=said.append)
     return said
 
 
@@ -162,7 +166,7 @@ def test_every_package_of_a_list_has_its_version(kind: str):
 
 def write_to_environment(kind: str, into: Path) -> Path:
     (into / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
-    return write_plugin(RECIPES[kind].plugin, into)
+    return write_plugin(RECIPES[kind], into)
 
 
 @pytest.mark.parametrize(
