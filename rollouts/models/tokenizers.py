@@ -163,14 +163,6 @@ def check_tokenizer_fits(
             f" {size - 1}); the first token outside is {token!r} with id {first_id}; use the tokenizer that"
             " came with the model"
         )
-    for name in ("bos_token_id", "eos_token_id"):
-        ids = model_config.get(name)
-        for token_id in ids if isinstance(ids, list) else [ids]:
-            if isinstance(token_id, int) and token_id >= size:
-                raise ModelError(
-                    f"{where}: config.json has {name}={token_id}, outside the model's vocabulary of {size};"
-                    " correct it"
-                )
     for name, token in tokenizer.special_tokens_map.items():
         for text in map(str, token if isinstance(token, list | tuple) else [token]):
             if text not in vocabulary:
