@@ -106,19 +106,14 @@ def test_processes_at_once_make_a_directory_once_and_all_see_it_whole(tmp_path):
     assert (path / "made").read_text() == "whole"
 
 
-def test_what_a_killed_process_left_is_cleared_and_a_finished_directory_is_kept(tmp_path):
-    (tmp_path / ".tmp-model-dead").mkdir()
-    (tmp_path / ".tmp-model-dead" / "half").write_text("")
-    assert build_directory_once(tmp_path / "model", lambda folder: None)
-    assert not build_directory_once(tmp_path / "model", lambda folder: pytest.fail("made twice"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.lock"]
-
-
-def test_a_writer_that_fails_leaves_no_directory(tmp_path):
+def test_what_is_half_made_is_cleared_and_a_finished_directory_is_kept(tmp_path):
     def fail(folder: Path) -> None:
         (folder / "half").write_text("")
         raise RuntimeError("disk full")
 
+    (tmp_path / ".tmp-model-dead").mkdir()  # of a process that was killed
     with pytest.raises(RuntimeError, match="disk full"):
         build_directory_once(tmp_path / "model", fail)
     assert [path.name for path in tmp_path.iterdir()] == ["model.lock"]
+    assert build_directory_once(tmp_path / "model", lambda folder: None)
+    assert not build_directory_once(tmp_path / "model", lambda folder: pytest.fail("made twice"))

@@ -114,16 +114,13 @@ def test_ranks_that_are_new_draw_numbers_of_their_own_and_the_same_ones_every_ti
     write_ranks(tmp_path, make_moments(model), 2)
 
     def draw(rank: int) -> float:
-        ranks = Ranks(rank, 5, 5, torch.device("cpu"))
-        generator = torch.Generator()
-        generator.set_state(read_state(tmp_path, model, [], ranks).random_states["rng/cpu"])
-        return torch.rand(1, generator=generator).item()
+        states = read_state(tmp_path, model, [], Ranks(rank, 5, 5, torch.device("cpu"))).random_states
+        return torch.rand(1, generator=torch.Generator().set_state(states["rng/cpu"])).item()
 
     drawn = [draw(rank) for rank in range(5)]
     assert drawn == [draw(rank) for rank in range(5)] and len(set(drawn)) == 5
-    assert drawn[:2] == [
-        torch.rand(1, generator=torch.Generator().manual_seed(rank)).item() for rank in (0, 1)
-    ]
+    saved = [torch.Generator().manual_seed(rank) for rank in (0, 1)]
+    assert drawn[:2] == [torch.rand(1, generator=generator).item() for generator in saved]
 
 
 SECOND = "optimizer-1-of-2.safetensors"
