@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rollouts.config.tables import (
     DistributedConfig,
@@ -151,11 +151,7 @@ class AlgorithmChange(AlgorithmConfig):
 
     def given(self) -> list[str]:
         """The names of the settings that change, in the order of the schema."""
-        return [name for name in type(self).model_fields if name in self.model_fields_set]
-
-    @model_serializer(mode="wrap")
-    def _dump(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.given()}
+        return [name for name in super().given() if name in self.model_fields_set]
 
 
 class CriticConfig(Section):

@@ -22,8 +22,8 @@ from pydantic import (
     model_validator,
 )
 
-from rollouts.config.secrets import flatten
-
+# NUL or half a surrogate pair, as repr writes it, not the text of such an escape
+NOT_PLAIN = re.compile(r"(?<!\\)(?:\\\\)*\\(?:x00|ud[89a-f])")
 NONE = "none"  # TOML has no null: the word switches off a nullable setting that is not text
 
 
@@ -36,17 +36,19 @@ class Section(BaseModel):
 
     @model_serializer(mode="wrap")
     def _dump(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in dump(self).items() if value is not None}  # as TOML has no null
+        kept = self.given()
+        return {name: value for name, value in dump(self).items() if name in kept and value is not None}
 
     @field_validator("*")
     @classmethod
     def _has_plain_text(cls, value: Any) -> Any:
-        leaves = (
-            leaf for one in flatten(value).values() for leaf in (one if isinstance(one, list) else [one])
-        )
-        if any(isinstance(leaf, str) and re.search("[\0\ud800-\udfff]", leaf) for leaf in leaves):
+        if NOT_PLAIN.search(repr(value)):
             raise ValueError("the text has a NUL character, or bytes that are not UTF-8; remove them")
         return value
+
+    def given(self) -> list[str]:
+        """The names of the settings that are written out, in the order of the schema."""
+        return list(type(self).model_fields)
 
 
 # --- kinds of values ----------------------------------------------------------------------------------------

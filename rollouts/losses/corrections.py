@@ -54,30 +54,24 @@ CORRECTIONS: dict[str, Callable[..., Tensor]] = {}
 FACTOR = re.compile(r"([\w.]+(?::\w+)?)\s*(?:\(([^()]*)\))?")
 
 
-def _correction(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Enters a function into CORRECTIONS, with its numbers checked."""
+def _correction(compute: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+    """Enters a function into CORRECTIONS, its numbers checked. It gives weights, or a statistic of tokens
+    or rows and what is dropped: the weight is 0 there, else 1, and NaN where the statistic is NaN, with which
+    every comparison is false.
+    """
     name, signature = compute.__name__, inspect.signature(compute)
 
     @functools.wraps(compute)
     def weigh(inputs: LossInputs, **numbers: float) -> Tensor:
-        return compute(**bind_numbers(name, signature, inputs, **numbers))
-
-    CORRECTIONS[name] = weigh
-    return weigh
-
-
-def _mask(compute: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
-    """Makes a correction of a function that gives a statistic, of tokens or of rows, and what is dropped: 0
-    there, else 1; NaN where the statistic is NaN, with which every comparison is false.
-    """
-
-    @functools.wraps(compute)
-    def weigh(inputs: LossInputs, **numbers: float) -> Tensor:
-        statistic, dropped = compute(inputs, **numbers)
+        found = compute(**bind_numbers(name, signature, inputs, **numbers))
+        if isinstance(found, Tensor):
+            return found
+        statistic, dropped = found
         kept = torch.ones_like(statistic).masked_fill(statistic.isnan(), torch.nan)
         return torch.where(dropped, 0.0, kept).expand_as(inputs.log_probs)
 
-    return _correction(weigh)
+    CORRECTIONS[name] = weigh
+    return weigh
 
 
 # --- weights ------------------------------------------------------------------------------------------------
@@ -118,21 +112,21 @@ def sequence_tis(inputs: LossInputs, *, cap: float = 2.0) -> Tensor:
 # --- masks --------------------------------------------------------------------------------------------------
 
 
-@_mask
+@_correction
 def token_mask(inputs: LossInputs, *, low: float = 0.5, high: float = 2.0) -> tuple[Tensor, Tensor]:
     """1 where low <= w <= high, else 0."""
     weights = torch.exp(_compute_log_weights(inputs))
     return weights, (weights < low) | (weights > high)
 
 
-@_mask
+@_correction
 def geometric_mask(inputs: LossInputs, *, low: float = 0.99, high: float = 1.01) -> tuple[Tensor, Tensor]:
     """1 on rows with low <= exp(mean of log w) <= high, else 0. Source: richardli.xyz/rl-collapse."""
     mean = torch.exp(compute_row_mean(_compute_log_weights(inputs), inputs.mask))
     return mean, (mean < low) | (mean > high)
 
 
-@_mask
+@_correction
 def veto(inputs: LossInputs, *, floor: float = 1e-4) -> tuple[Tensor, Tensor]:
     """0 on rows in which a token has w < floor, else 1: a token that the trainer would hardly give."""
     log_weights = _compute_log_weights(inputs)
@@ -140,14 +134,14 @@ def veto(inputs: LossInputs, *, floor: float = 1e-4) -> tuple[Tensor, Tensor]:
     return compute_row_mean(log_weights, inputs.mask), spoilt
 
 
-@_mask
+@_correction
 def sequence_k1_mask(inputs: LossInputs, *, limit: float = 0.1) -> tuple[Tensor, Tensor]:
     """1 on rows with |mean of −log w| <= limit nats, else 0: an estimate of KL(engine || trainer)."""
     mean = compute_row_mean(_compute_log_weights(inputs), inputs.mask)
     return mean, mean.abs() > limit
 
 
-@_mask
+@_correction
 def sequence_k3_mask(inputs: LossInputs, *, limit: float = 0.1) -> tuple[Tensor, Tensor]:
     """1 on rows with mean of w − 1 − log w <= limit nats, else 0: KL(engine || trainer), never negative."""
     log_weights = _compute_log_weights(inputs)
@@ -155,7 +149,7 @@ def sequence_k3_mask(inputs: LossInputs, *, limit: float = 0.1) -> tuple[Tensor,
     return mean, mean > limit
 
 
-@_mask
+@_correction
 def opsm(inputs: LossInputs, *, delta: float = 0.1) -> tuple[Tensor, Tensor]:
     """0 on tokens with A < 0 of rows with mean of mu − lp > delta nats, else 1: off-policy sequence masking.
 

@@ -312,8 +312,9 @@ def compute_pair_log_probs(inputs: LossInputs) -> PairLogProbs:
 
 def make_pairs(sums: Tensor, ref: Tensor | None, lengths: Tensor) -> PairLogProbs:
     """The pairs of rows [2P], chosen and rejected in turn."""
-    rows: list[Any] = [sums, ref, lengths]
-    return PairLogProbs(*(None if row is None else row[side::2] for row in rows for side in (0, 1)))
+    rows = (sums, ref, lengths)
+    halves: list[Any] = [None if row is None else row[side::2] for row in rows for side in (0, 1)]
+    return PairLogProbs(*halves)
 
 
 class LinearisedLoss(NamedTuple):
