@@ -153,13 +153,11 @@ async def open_functions(
     cannot be started.
     """
     rollout = config.rl.rollout if config.rl else RolloutConfig()
-    eval_name = config.eval.reward if config.eval else ""
-    names = {"reward": rollout.reward, "group_reward": rollout.group_reward, "eval_reward": eval_name}
-    found = {role: getattr(functions, role) for role in names}
-    in_workers = [role for role, function in found.items() if function and not is_async(function)]
+    reward, group_reward, eval_reward = functions.reward, functions.group_reward, functions.eval_reward
+    in_workers = [one and not is_async(one) for one in (reward, group_reward, eval_reward)]
     async with AsyncExitStack() as stack:
         stack.enter_context(watch_blocking(warn))
-        if in_workers:
+        if any(in_workers):
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
             workers = await stack.enter_async_context(
                 open_reward_workers(
@@ -168,13 +166,15 @@ async def open_functions(
                     memory_bytes=REWARD_MEMORY,
                 )
             )
-            for role in in_workers:
-                start = workers.group_reward if role == "group_reward" else workers.reward
-                found[role] = start(names[role], base_dir)
+            if in_workers[0]:
+                reward = workers.reward(rollout.reward, base_dir)
+            if in_workers[1]:
+                group_reward = workers.group_reward(rollout.group_reward, base_dir)
+            if in_workers[2] and config.eval:
+                eval_reward = workers.reward(config.eval.reward, base_dir)
         if not rollout.reward_model:
-            found["reward"] = weigh(found["reward"], rollout)
-        found["eval_reward"] = found["eval_reward"] or found["reward"]
-        yield replace(functions, **found)
+            reward = weigh(reward, rollout)
+        yield replace(functions, reward=reward, group_reward=group_reward, eval_reward=eval_reward or reward)
 
 
 def weigh(reward: RewardFn | None, rollout: RolloutConfig) -> RewardFn | None:
@@ -222,21 +222,16 @@ async def call_functions(config: RunConfig, stages: Sequence[str], rows: Rows, *
 
 async def _call_each(config: RunConfig, functions: Functions, rows: Rows, findings: Findings) -> None:
     timeout_s = (config.rl.rollout if config.rl else RolloutConfig()).reward_timeout_s
-
-    async def score(key: str, reward: RewardFn | None, samples: Sequence[Sample]) -> list[RewardResult]:
-        results: list[RewardResult] = []
-        with reporting(findings, key):
-            if functions.group_reward and samples and reward is None:
-                results = [*await call_group_reward(functions.group_reward, samples, timeout_s=timeout_s)]
-            elif reward:
-                results = [await call_reward(reward, sample, timeout_s=timeout_s) for sample in samples]
-            if results:
-                note(findings, "ok", key, _describe(samples, results))
-        return results
-
+    results: list[RewardResult] = []
     samples = make_trial_samples(rows.list_rows("rl"))
     key = "rl.rollout.group_reward" if functions.group_reward else "rl.rollout.reward"
-    results = await score(key, functions.reward, samples)
+    with reporting(findings, key):
+        if samples and functions.group_reward:
+            results = [*await call_group_reward(functions.group_reward, samples, timeout_s=timeout_s)]
+        elif functions.reward:
+            results = [await call_reward(functions.reward, sample, timeout_s=timeout_s) for sample in samples]
+        if results:
+            note(findings, "ok", key, _describe(samples, results))
     for filter_ in functions.filters if results else ():
         with reporting(findings, "rl.rollout.filters"):
             group = SampleGroup(0, "row-0", tuple(map(apply_reward, samples, results)))
@@ -244,9 +239,11 @@ async def _call_each(config: RunConfig, functions: Functions, rows: Rows, findin
             verdict = "keeps" if decision.keep else f"drops ({decision.reason})"
             text = f"{function_name(filter_)} {verdict} a group of these two"
             note(findings, "ok", "rl.rollout.filters", text)
-    if config.eval and config.eval.reward:
-        held_out = make_trial_samples(rows.list_rows("eval"))[:1]
-        await score("eval.reward", functions.eval_reward, held_out)
+    held_out = make_trial_samples(rows.list_rows("eval"))[:1]
+    with reporting(findings, "eval.reward"):
+        if held_out and functions.eval_reward and config.eval and config.eval.reward:
+            result = await call_reward(functions.eval_reward, held_out[0], timeout_s=timeout_s)
+            note(findings, "ok", "eval.reward", _describe(held_out, [result]))
     with reporting(findings, "rl.curriculum"):
         if functions.curriculum and config.rl:
             began = start_statistics(name_sources(config.rl.data))
