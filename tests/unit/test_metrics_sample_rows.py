@@ -43,12 +43,10 @@ def make_rows(samples: list[Sample]) -> list[dict[str, Any]]:
 
 def count_beside_texts(row: dict[str, Any]) -> int:
     """Bytes of a row's JSON without what is in prompt, response and the failure."""
-    metadata = {
-        **row.get("metadata", {}),
-        **({"failure": {}} if "failure" in row.get("metadata", {}) else {}),
-    }
+    metadata = row.get("metadata", {})
+    metadata = metadata | ({"failure": {}} if "failure" in metadata else {})
     return len(
-        encode_row({**row, "prompt": "", "response": "", **({"metadata": metadata} if metadata else {})})
+        encode_row(row | {"prompt": "", "response": ""} | ({"metadata": metadata} if metadata else {}))
     )
 
 
