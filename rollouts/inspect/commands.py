@@ -103,7 +103,7 @@ def run_plot(arguments: argparse.Namespace) -> int:
         console.print(f"wrote {arguments.png}", soft_wrap=True)
         return 0
     # runs lie over each other, or below each other where there are no colours
-    overlaid = console.is_terminal and console.color_system is not None and not console.no_color
+    overlaid = console.color_system and not console.no_color
     for panel in panels:
         for curves in [panel] if overlaid else [[curve] for curve in panel]:
             if len(panel) > len(curves):

@@ -41,13 +41,13 @@ KINDS = tuple(FIELDS)
 IS_ROW = "(stage IS NOT NULL AND step IS NOT NULL AND attempt IS NOT NULL)"
 # one row a line of up to 64 MiB; a damaged line is a row of NULL
 JSON_OPTIONS = "format = 'newline_delimited', ignore_errors = true, maximum_object_size = 67108864"
-SETTINGS = (
-    f"threads = {min(4, os.cpu_count() or 1)}",
-    "memory_limit = '2GB'",
-    "temp_directory = ''",
-    "autoinstall_known_extensions = false",
-    "autoload_known_extensions = false",
-)
+SETTINGS = f"""
+    SET threads = {min(4, os.cpu_count() or 1)};
+    SET memory_limit = '2GB';
+    SET temp_directory = '';
+    SET autoinstall_known_extensions = false;
+    SET autoload_known_extensions = false;"""
+CLOSING = "SET allowed_paths = [{}]; SET enable_external_access = false; SET lock_configuration = true"
 # `points`: a row for each finite value of a metric or an evaluation; `totals`: a row for each stage and
 # name; `stages`: those that have steps, in order of appearance. A place is the number of a line of its file.
 POINTS = """
@@ -125,12 +125,11 @@ class Record:
         schema = ", ".join(f"{quote_name(name)}: '{kind}'" for name, kind in columns.items())
         empty = ", ".join(f"NULL::{kind} AS {quote_name(name)}" for name, kind in columns.items())
         lines = f"FROM read_json([{files}], {JSON_OPTIONS}, columns = {{{schema}}})"
-        for name, select in (
-            (f"{kind}_lines", lines if files else f"SELECT {empty} WHERE false"),
-            (f"{kind}_all", f"FROM {kind}_lines WHERE {IS_ROW}"),
-            (kind, f"FROM {kind}_all WHERE {is_newest(kind, f'{kind}_all')}"),
-        ):
-            self.connection.execute(f"CREATE OR REPLACE VIEW {name} AS {select}")
+        self.connection.execute(
+            f"CREATE OR REPLACE VIEW {kind}_lines AS {lines if files else f'SELECT {empty} WHERE false'};"
+            f"CREATE OR REPLACE VIEW {kind}_all AS FROM {kind}_lines WHERE {IS_ROW};"
+            f"CREATE OR REPLACE VIEW {kind} AS FROM {kind}_all WHERE {is_newest(kind, f'{kind}_all')}"
+        )
 
     def load(self, kind: str, select: str = "*", parameters: Sequence[object] = ()) -> None:
         """Makes the table NAME_held of what is selected of the newest rows; its rowid is the number of the
@@ -222,9 +221,7 @@ def open_record(root: Path, *, points: bool = False) -> Iterator[Record]:
     with duckdb.connect(":memory:") as connection:
         record = Record(run_dir, connection)
         paths = ", ".join(filter(None, map(record.list_files, KINDS)))
-        closing = f"allowed_paths = [{paths}]", "enable_external_access = false", "lock_configuration = true"
-        for setting in (*SETTINGS, *closing):
-            connection.execute(f"SET {setting}")
+        connection.execute(SETTINGS + CLOSING.format(paths))
         try:
             if points:
                 record.load_points()

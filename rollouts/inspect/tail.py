@@ -95,10 +95,10 @@ def estimate_left_s(steps: Sequence[Row], asked: Mapping[str, int]) -> float | N
     return max(0.0, float(np.median(np.diff(times))) * (asked[last["stage"]] - last["step"]))
 
 
-def describe_place(row: Row, asked: Mapping[str, int], between: str) -> str:
+def describe_place(row: Row, asked: Mapping[str, int]) -> str:
     """Stage and step of a row, and how many steps the config asks for."""
-    total = f"{between}{asked[row['stage']]}" if row["stage"] in asked else ""
-    return f"{row['stage']} {'step ' * (between != '/')}{row['step']}{total}"
+    total = f" of {asked[row['stage']]}" if row["stage"] in asked else ""
+    return f"{row['stage']} step {row['step']}{total}"
 
 
 def draw_screen(
@@ -154,7 +154,7 @@ def draw_step(
 ) -> list[str]:
     """Where the run is, and what its newest row says."""
     last, left = rows[-1], estimate_left_s(rows, asked)
-    place = f"{describe_place(last, asked, ' of ')}, attempt {last['attempt']}"
+    place = f"{describe_place(last, asked)}, attempt {last['attempt']}"
     if "time_unix" in last:
         place += f", {format_duration(max(0.0, now_unix - last['time_unix']))} ago"
     if left is not None and activity.may_go_on:
@@ -214,7 +214,7 @@ async def follow(root: Path, console: Console, every_s: float, once: bool) -> No
                     console.print(screen, soft_wrap=True)
                 else:
                     for row in found["metrics"][-PRINTED_ROWS:]:
-                        facts = [describe_place(row, asked, "/"), *map(" ".join, describe_step(row).items())]
+                        facts = [describe_place(row, asked), *map(" ".join, describe_step(row).items())]
                         console.print(clip("  ".join(facts), console.width), soft_wrap=True)
             if once or not activity.may_go_on:
                 return

@@ -13,100 +13,64 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import trio
 
 from rollouts.inspect.report.page import write_report
-from tests.browser.chromium import Page, open_page
+from tests.browser.chromium import open_page
 from tests.browser.terminal import write_terminal_page
 
 # charts are drawn when they come into view
 SETTLE = "new Promise((done) => requestAnimationFrame(() => setTimeout(done, 300)))"
+SCROLL = """document.documentElement.style.scrollBehavior = 'auto';
+    document.getElementById('{}').scrollIntoView()"""
+LONGEST = """(() => {
+    const node = document.querySelector('#samples option[value="response_length-"]').closest('select');
+    node.value = 'response_length-'; node.dispatchEvent(new Event('change')); })();
+    document.querySelector('input[name=colouring][value=advantage]')?.click()"""
+# the picture, the runs in the report, theme, width and height of the window, the section that is scrolled to
+REPORTS = """
+    report-light       RUN                light  1280  1180  -
+    report-dark        RUN                dark   1280  1180  -
+    report-narrow      RUN                light  360   1100  -
+    report-time        RUN                light  1280  1100  time
+    report-failures    TROUBLED           light  1280  620   failures
+    report-samples     TROUBLED           dark   1280  900   samples
+    report-comparison  TROUBLED,COMPARED  light  1280  1200  curves"""
+# the picture, columns of the terminal and last lines that are shown, the command
+COMMANDS = """
+    terminal-inspect           120  62  inspect RUN
+    terminal-inspect-failures  120  62  inspect TROUBLED
+    terminal-samples           110  40  samples RUN --stage rl --step 20 --limit 5 --color advantage
+    terminal-samples-failed    110  40  samples TROUBLED --status failed --limit 2
+    terminal-tail              120  40  tail RUN --once
+    terminal-plot              110  30  plot RUN reward/mean entropy/mean --stage rl"""
 
 
-async def show(
-    page: Page, report: Path, *, scheme: str, width: int, height: int, scripts: tuple[str, ...] = ()
-) -> None:
-    """Opens a report in a window of this size, and does in it what the scripts say."""
-    await page.resize(width, height)
-    await page.prefer(scheme)
-    await page.open(report.as_uri())
-    for script in scripts:
-        await page.evaluate(script)
-    await page.evaluate(SETTLE)
-
-
-def at(section: str) -> str:
-    """Scrolls to a section."""
-    return (
-        "document.documentElement.style.scrollBehavior = 'auto';"
-        f" document.getElementById('{section}').scrollIntoView()"
-    )
-
-
-BY_ADVANTAGE = "document.querySelector('input[name=colouring][value=advantage]')?.click()"
-LONGEST = (
-    "(() => { const node = document.querySelector('#samples"
-    " option[value=\"response_length-\"]').closest('select'); node.value = 'response_length-';"
-    " node.dispatchEvent(new Event('change')); })()"
-)
-
-
-def list_commands(run: Path, troubled: Path) -> dict[str, tuple[list[str], int, int]]:
-    """Words, columns of the terminal and last lines that are shown, by name of the picture."""
-    return {
-        "inspect": (["inspect", str(run)], 120, 62),
-        "inspect-failures": (["inspect", str(troubled)], 120, 62),
-        "samples": (
-            ["samples", str(run), "--stage", "rl", "--step", "20", "--limit", "5", "--color", "advantage"],
-            110,
-            40,
-        ),
-        "samples-failed": (["samples", str(troubled), "--status", "failed", "--limit", "2"], 110, 40),
-        "tail": (["tail", str(run), "--once"], 120, 40),
-        "plot": (["plot", str(run), "reward/mean", "entropy/mean", "--stage", "rl"], 110, 30),
-    }
-
-
-async def take_all(run: Path, troubled: Path, compared: Path | None, into: Path, folder: Path) -> None:
-    whole, failing = folder / "whole.html", folder / "failing.html"
-    write_report([run], whole)
-    write_report([troubled], failing)
-    shots = {
-        "report-light": (whole, partial(show, scheme="light", width=1280, height=1180)),
-        "report-dark": (whole, partial(show, scheme="dark", width=1280, height=1180)),
-        "report-narrow": (whole, partial(show, scheme="light", width=360, height=1100)),
-        "report-time": (whole, partial(show, scheme="light", width=1280, height=1100, scripts=(at("time"),))),
-        "report-failures": (
-            failing,
-            partial(show, scheme="light", width=1280, height=620, scripts=(at("failures"),)),
-        ),
-        "report-samples": (
-            failing,
-            partial(
-                show, scheme="dark", width=1280, height=900, scripts=(at("samples"), LONGEST, BY_ADVANTAGE)
-            ),
-        ),
-    }
-    if compared is not None:
-        both = folder / "both.html"
-        write_report([troubled, compared], both)
-        shots["report-comparison"] = (
-            both,
-            partial(show, scheme="light", width=1280, height=1200, scripts=(at("curves"),)),
-        )
-    for name, (words, columns, last) in list_commands(run, troubled).items():
-        path = folder / f"{name}.html"
-        height = 18 * write_terminal_page(words, path, columns=columns, last=last) + 32
-        shots[f"terminal-{name}"] = (
-            path,
-            partial(show, scheme="light", width=int(9.5 * columns) + 32, height=height),
-        )
+async def take_all(runs: dict[str, Path], into: Path, folder: Path) -> None:
+    shots: list[tuple[str, Path, str, int, int, str]] = []
+    for line in REPORTS.strip().splitlines():
+        name, shown, scheme, width, height, section = line.split()
+        if set(shown.split(",")) <= runs.keys():
+            path = folder / f"{name}.html"
+            write_report([runs[key] for key in shown.split(",")], path)
+            shots.append((name, path, scheme, int(width), int(height), section))
+    for line in COMMANDS.strip().splitlines():
+        name, columns, last, *words = line.split()
+        path, words = folder / f"{name}.html", [str(runs.get(word, word)) for word in words]
+        height = 18 * write_terminal_page(words, path, columns=int(columns), last=int(last)) + 32
+        shots.append((name, path, "light", int(9.5 * int(columns)) + 32, height, "-"))
     async with open_page(folder / "profile") as page:
-        for name, (report, view) in shots.items():
-            await view(page, report)
+        for name, path, scheme, width, height, section in shots:
+            await page.resize(width, height)
+            await page.prefer(scheme)
+            await page.open(path.as_uri())
+            if section != "-":
+                await page.evaluate(SCROLL.format(section))
+            if section == "samples":
+                await page.evaluate(LONGEST)
+            await page.evaluate(SETTLE)
             await page.screenshot(into / f"{name}.png")
             print(into / f"{name}.png")
 
@@ -115,21 +79,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, metavar="RUN")
-    parser.add_argument("troubled", type=Path, nargs="?", metavar="TROUBLED_RUN")
-    parser.add_argument("compared", type=Path, nargs="?", metavar="COMPARED_RUN")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN [TROUBLED_RUN [COMPARED_RUN]]")
     parser.add_argument("--into", type=Path, default=Path("docs/images"), metavar="DIR")
     arguments = parser.parse_args()
+    run, troubled, *others = arguments.runs if len(arguments.runs) > 1 else arguments.runs * 2
+    runs = dict(zip(("RUN", "TROUBLED", "COMPARED"), (run, troubled, *others), strict=False))
     arguments.into.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        trio.run(
-            take_all,
-            arguments.run,
-            arguments.troubled or arguments.run,
-            arguments.compared,
-            arguments.into,
-            Path(folder),
-        )
+        trio.run(take_all, runs, arguments.into, Path(folder))
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def test_a_run_of_another_machine_is_followed_until_it_has_a_summary(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(follow, run, Console(width=200), 0.5, False)
             await wait_all_tasks_blocked()
-            assert "rl 1/12" in capsys.readouterr().out
+            assert "rl step 1 of 12  reward" in capsys.readouterr().out
             (run / "summary.json").write_text("{}")
 
     trio.run(finish, clock=MockClock(autojump_threshold=0))

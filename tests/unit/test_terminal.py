@@ -8,11 +8,9 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from rich.table import Table
-from rich.text import Text
 
 from rollouts.cli import main
-from rollouts.inspect.terminal import make_console, make_safe, write_lines
+from rollouts.inspect.terminal import make_safe, write_lines
 from tests.unit.run_rows import write_rows
 
 CLEAR = "\x1b[2J\x1b[H"
@@ -33,19 +31,6 @@ def test_every_character_that_steers_is_written_out_and_no_other():
     for code in range(0x110000):
         letter = chr(code)
         assert (make_safe(letter) != letter) == is_steering(letter), hex(code)
-
-
-def test_a_console_writes_no_text_that_steers_in_tables_titles_and_styles(capsys: pytest.CaptureFixture[str]):
-    console = make_console()
-    table = Table(title=f"title{CLEAR}")
-    table.add_column(f"head{CLEAR}")
-    table.add_row(f"cell{CLEAR}")
-    for part in (table, f"plain{CLEAR}", Text(f"styled{CLEAR}", "bold red")):
-        console.print(part)
-        console.print(part, soft_wrap=True)
-    written = capsys.readouterr().out
-    assert "\x1b[2J" not in written
-    assert written.count("plain\\x1b[2J\\x1b[H") == written.count("styled\\x1b[2J\\x1b[H") == 2
 
 
 class Terminal(io.StringIO):

@@ -1,6 +1,9 @@
+"""spans.jsonl as a trace: events, lanes, counters, and what the command refuses."""
+
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +21,27 @@ def make_row(name: str, track: str, start_s: float, duration_s: float, **more: o
     return {"name": name, "track": track, "start_unix": BEGAN + start_s, "duration_s": duration_s, **more}
 
 
-def write(root: Path, *parts: list[dict[str, Any]]) -> Path:
-    root.mkdir(exist_ok=True)
+def write(root: Path, rows: list[dict[str, Any]], later: Sequence[dict[str, Any]] = ()) -> Path:
+    write_rows(root / "spans.jsonl", *rows)
+    write_rows(root / "spans.1.jsonl", *later)
     (root / "config.toml").write_text("")
-    for number, rows in enumerate(parts):
-        write_rows(root / ("spans.jsonl" if number == 0 else f"spans.{number}.jsonl"), *rows)
     return root
 
 
-def export(root: Path, **options: Any) -> dict[str, Any]:
+def export(root: Path) -> dict[str, list[dict[str, Any]]]:
+    """The events by their kind."""
     with open_record(root, points=True) as record:
-        export_trace(record, root / "trace.json", **options)
-    return json.loads((root / "trace.json").read_text())
+        export_trace(record, root / "trace.json")
+    trace = json.loads((root / "trace.json").read_text())
+    assert trace["otherData"]["run"] == root.name
+    kinds: dict[str, list[dict[str, Any]]] = {"X": [], "M": [], "C": []}
+    for event in trace["traceEvents"]:
+        kinds[event["ph"]].append(event)
+    return kinds
 
 
-def complete(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    return [event for event in trace["traceEvents"] if event["ph"] == "X"]
-
-
-def thread_names(trace: dict[str, Any]) -> dict[int, str]:
-    return {
-        event["tid"]: event["args"]["name"]
-        for event in trace["traceEvents"]
-        if event["name"] == "thread_name"
-    }
+def name_threads(trace: dict[str, Any], kind: str = "thread_name", value: str = "name") -> dict[int, Any]:
+    return {event["tid"]: event["args"][value] for event in trace["M"] if event["name"] == kind}
 
 
 def test_a_span_is_an_event_in_microseconds_of_its_thread(tmp_path: Path):
@@ -50,52 +50,32 @@ def test_a_span_is_an_event_in_microseconds_of_its_thread(tmp_path: Path):
         make_row("generate", "vllm-0", 2.0, 0.25, step=3, id="g1-s0", tokens=7),
     ]
     trace = export(write(tmp_path / "run", rows))
-    assert trace["otherData"] == {"run": "run", "start_unix": BEGAN + 2.0}
-    first, second = complete(trace)
-    assert first == {
-        "ph": "X", "pid": 1, "tid": first["tid"], "name": "generate", "cat": "rl", "ts": 0, "dur": 250_000,
-        "args": {"step": 3, "policy_version": 0, "attempt": 1, "id": "g1-s0", "tokens": 7},
-    }  # fmt: skip
+    first, second = trace["X"]
+    expected = """{"ph": "X", "pid": 1, "name": "generate", "cat": "rl", "ts": 0, "dur": 250000,
+        "args": {"step": 3, "policy_version": 0, "attempt": 1, "id": "g1-s0", "tokens": 7}}"""
+    assert first == json.loads(expected) | {"tid": first["tid"]}
     assert (second["ts"], second["dur"], second["name"]) == (500_000, 125_000, "train")
-    assert thread_names(trace) == {first["tid"]: "vllm-0 · 1", second["tid"]: "trainer"}
-    assert {"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "run"}} in trace[
-        "traceEvents"
-    ]
-    order = {
-        event["tid"]: event["args"]["sort_index"]
-        for event in trace["traceEvents"]
-        if event["name"] == "thread_sort_index"
-    }
+    assert name_threads(trace) == {first["tid"]: "vllm-0 · 1", second["tid"]: "trainer"}
+    order = name_threads(trace, "thread_sort_index", "sort_index")
     assert order[second["tid"]] < order[first["tid"]], "the trainer is above the engines"
 
 
 def test_requests_of_one_engine_that_overlap_lie_side_by_side(tmp_path: Path):
-    spans = [
-        (0.0, 3.0),
-        (1.0, 1.0),
-        (2.5, 2.0),
-        (3.5, 0.5),
-    ]  # crossing, contained, and one after the first has ended
-    rows = [
-        make_row("generate", "vllm-0", start, seconds, id=f"s{number}")
-        for number, (start, seconds) in enumerate(spans)
-    ]
+    # crossing, contained, and one after the first has ended
+    spans = [(0.0, 3.0), (1.0, 1.0), (2.5, 2.0), (3.5, 0.5)]
+    rows = [make_row("generate", "vllm-0", *span, id=f"s{number}") for number, span in enumerate(spans)]
     trace = export(write(tmp_path / "run", rows))
-    names = thread_names(trace)
-    lanes = {event["args"]["id"]: names[event["tid"]] for event in complete(trace)}
-    assert lanes == {"s0": "vllm-0 · 1", "s1": "vllm-0 · 2", "s2": "vllm-0 · 2", "s3": "vllm-0 · 1"}
+    lanes = [name_threads(trace)[event["tid"]] for event in trace["X"]]
+    assert lanes == ["vllm-0 · 1", "vllm-0 · 2", "vllm-0 · 2", "vllm-0 · 1"]
 
 
 def test_spans_come_by_time_over_all_parts_and_of_a_repeated_step_those_of_the_newest_attempt(tmp_path: Path):
     first = [make_row("train", "trainer", 4.0, 1.0), make_row("train", "trainer", 2.0, 1.0, step=2)]
-    second = [
-        make_row("train", "trainer", 1.0, 0.5, attempt=2),
-        make_row("train", "trainer", 1.2, 1.5, step=3),
-    ]
-    trace = export(write(tmp_path / "run", first, second))
-    shown = [(event["args"]["step"], event["args"]["attempt"]) for event in complete(trace)]
+    again = make_row("train", "trainer", 1.0, 0.5, attempt=2)
+    trace = export(write(tmp_path / "run", first, [again, make_row("train", "trainer", 1.2, 1.5, step=3)]))
+    shown = [(event["args"]["step"], event["args"]["attempt"]) for event in trace["X"]]
     assert shown == [(1, 2), (3, 1), (2, 1)]
-    assert sorted(thread_names(trace).values()) == ["trainer", "trainer · 2"], "what crosses has another lane"
+    assert sorted(name_threads(trace).values()) == ["trainer", "trainer · 2"], "what crosses has another lane"
 
 
 def test_requests_in_flight_are_counters(tmp_path: Path):
@@ -103,14 +83,8 @@ def test_requests_in_flight_are_counters(tmp_path: Path):
     row = {"time_unix": BEGAN + 2, "engine/vllm_0/in_flight": 3.0, "fleet/queued": 5.0}
     earlier = {"step": 2, "time_unix": BEGAN - 1, "engine/vllm_0/in_flight": 1.0}
     write_rows(root / "metrics.jsonl", {**row, "fleet/queued": 9.0}, {**row, "attempt": 2}, earlier)
-    (counter,) = (event for event in export(root)["traceEvents"] if event["ph"] == "C")
-    assert counter == {
-        "ph": "C",
-        "pid": 1,
-        "name": "requests in flight",
-        "ts": 2_000_000,
-        "args": {"vllm_0": 3.0, "queued": 5.0},
-    }
+    (counter,) = export(root)["C"]
+    assert (counter["ts"], counter["args"]) == (2_000_000, {"vllm_0": 3.0, "queued": 5.0})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import html
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -36,7 +36,7 @@ SCRIPTS = (
 VALUES_PER_CURVE = 3 * 64  # mean, least and greatest of about so many metrics
 
 
-def write_report(roots: Sequence[Path], path: Path, *, time_unix: Callable[[], float] = time.time) -> int:
+def write_report(roots: Sequence[Path], path: Path) -> int:
     """Writes the report of one run, or the comparison of several, and returns its bytes. A file that is there
     is replaced as a whole.
 
@@ -49,7 +49,7 @@ def write_report(roots: Sequence[Path], path: Path, *, time_unix: Callable[[], f
             gather_run(record, name, points=points, sample_bytes=SAMPLE_BYTES // len(roots))
             for name, record in records.items()
         ]
-    page = make_page(runs, time_unix=time_unix()).encode("utf-8", errors="replace")
+    page = make_page(runs).encode("utf-8", errors="replace")
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         beside.write_bytes(page)
@@ -62,12 +62,12 @@ def write_report(roots: Sequence[Path], path: Path, *, time_unix: Callable[[], f
     return len(page)
 
 
-def make_page(runs: Sequence[RunReport], *, time_unix: float) -> str:
+def make_page(runs: Sequence[RunReport]) -> str:
     """The page. Texts of the runs are only in its JSON and in its title, escaped for both."""
     facts = [run.facts for run in runs]
     report = {
         "version": __version__,
-        "made": int(time_unix),
+        "made": int(time.time()),
         "runs": facts,
         "differences": list(find_differences([dict(run["config"]) for run in facts]).items()),
     }
