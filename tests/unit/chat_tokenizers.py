@@ -38,13 +38,6 @@ def byte_tokenizer(
     return _finish(tokenizer, chat_template)
 
 
-def prefix_space_tokenizer(chat_template: str = CHATML) -> PreTrainedTokenizerFast:
-    """One token per character; a word mark before the first character of any text, as SentencePiece models
-    write it.
-    """
-    return _finish(_characters(SPECIAL, prepend="always"), chat_template)
-
-
 def _byte_level(symbols: Sequence[str], merges: list[tuple[str, str]]) -> Tokenizer:
     tokenizer = Tokenizer(
         models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=merges)
@@ -90,81 +83,48 @@ class Family:
     added: tuple[str, ...] = ()  # one token each, but not special
 
 
-CHATML_FAMILY = Family("<|im_end|>", ("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
-QWEN = Family(
+def family(eos: str, special: str, bos: str | None = None, added: str = "") -> Family:
+    """A family whose tokens are words of a text."""
+    return Family(eos, tuple(special.split()), bos, tuple(added.split()))
+
+
+CHATML_SPECIAL = "<|endoftext|> <|im_start|> <|im_end|>"
+QWEN = family(
     "<|im_end|>",
-    CHATML_FAMILY.special,
-    added=("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
+    CHATML_SPECIAL,
+    added="<tool_call> </tool_call> <tool_response> </tool_response> <think> </think>",
 )
-GEMMA = Family("<eos>", ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), "<bos>")
-MISTRAL = Family(
+GEMMA = family("<eos>", "<bos> <eos> <start_of_turn> <end_of_turn>", "<bos>")
+MISTRAL = family(
     "</s>",
-    (
-        "<s>",
-        "</s>",
-        "[INST]",
-        "[/INST]",
-        "[AVAILABLE_TOOLS]",
-        "[/AVAILABLE_TOOLS]",
-        "[TOOL_CALLS]",
-        "[TOOL_RESULTS]",
-        "[/TOOL_RESULTS]",
-    ),
+    "<s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS] [TOOL_RESULTS]"
+    " [/TOOL_RESULTS]",
     "<s>",
 )
-DEEPSEEK_TOOLS = (
-    "calls▁begin",
-    "calls▁end",
-    "call▁begin",
-    "call▁end",
-    "outputs▁begin",
-    "outputs▁end",
-    "output▁begin",
-    "output▁end",
-    "sep",
-)
-DEEPSEEK = Family(
+TOOLS = "calls▁begin calls▁end call▁begin call▁end outputs▁begin outputs▁end output▁begin output▁end sep"
+DEEPSEEK = family(
     "<｜end▁of▁sentence｜>",
-    ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜>",
     "<｜begin▁of▁sentence｜>",
-    (
-        "<｜User｜>",
-        "<｜Assistant｜>",
-        "<think>",
-        "</think>",
-        *(f"<｜tool▁{name}｜>" for name in DEEPSEEK_TOOLS),
-    ),
+    "<｜User｜> <｜Assistant｜> <think> </think> " + " ".join(f"<｜tool▁{name}｜>" for name in TOOLS.split()),
 )
 FAMILIES = {
-    "chatml": CHATML_FAMILY,
-    "llama3_1": Family(
+    "chatml": family("<|im_end|>", CHATML_SPECIAL),
+    "llama3_1": family(
         "<|eot_id|>",
-        (
-            "<|begin_of_text|>",
-            "<|start_header_id|>",
-            "<|end_header_id|>",
-            "<|eot_id|>",
-            "<|eom_id|>",
-            "<|python_tag|>",
-        ),
+        "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|eom_id|> <|python_tag|>",
         "<|begin_of_text|>",
     ),
-    "qwen2_5": QWEN,
-    "qwen3": QWEN,
-    "qwen3_6": QWEN,
-    "gemma": GEMMA,
-    "gemma3": GEMMA,
-    "mistral_v2v3": MISTRAL,
-    "mistral_v3_tekken": MISTRAL,
-    "deepseek_v3": DEEPSEEK,
-    "deepseek_r1_distill": DEEPSEEK,
-    "phi3": Family("<|endoftext|>", ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")),
-    "phi_4": Family("<|im_end|>", ("<|endoftext|>", "<|im_start|>", "<|im_sep|>", "<|im_end|>")),
-    "gptoss": Family(
-        "<|return|>",
-        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>", "<|endoftext|>"),
+    **dict.fromkeys(("qwen2_5", "qwen3", "qwen3_6"), QWEN),
+    **dict.fromkeys(("gemma", "gemma3"), GEMMA),
+    **dict.fromkeys(("mistral_v2v3", "mistral_v3_tekken"), MISTRAL),
+    **dict.fromkeys(("deepseek_v3", "deepseek_r1_distill"), DEEPSEEK),
+    "phi3": family("<|endoftext|>", "<|endoftext|> <|system|> <|user|> <|assistant|> <|end|>"),
+    "phi_4": family("<|im_end|>", "<|endoftext|> <|im_start|> <|im_sep|> <|im_end|>"),
+    "gptoss": family(
+        "<|return|>", "<|start|> <|end|> <|message|> <|channel|> <|call|> <|return|> <|endoftext|>"
     ),
-    "plain": Family("</s>", ("<s>", "</s>"), "<s>"),
+    "plain": family("</s>", "<s> </s>", "<s>"),
 }
 
 

@@ -59,12 +59,6 @@ def test_every_assistant_turn_is_found(template, system):
     ]
 
 
-@pytest.mark.parametrize("content", ["", " \n"])
-def test_an_assistant_turn_that_says_nothing_is_refused(content):
-    with pytest.raises(DataError, match="message 1 is an assistant turn that says nothing"):
-        tokenize_conversation([turn("user", "q"), turn("assistant", content)], byte_tokenizer())
-
-
 # --- loss masks ---------------------------------------------------------------------------------------------
 
 
@@ -78,11 +72,17 @@ def test_only_the_chosen_turns_train(train_on, text):
     assert tokenizer.decode(conversation.token_ids[compute_loss_mask(conversation)]) == text
 
 
-def test_a_conversation_without_assistant_turn_is_refused():
-    with pytest.raises(DataError, match="no assistant turn to train on"):
-        tokenize_conversation([turn("user", "q")], byte_tokenizer())
-    with pytest.raises(DataError, match="no messages"):
-        tokenize_conversation([], byte_tokenizer())
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([turn("user", "q")], "no assistant turn to train on"),
+        ([], "no messages"),
+        *(([turn("user", "q"), turn("assistant", text)], "turn that says nothing") for text in ("", " \n")),
+    ],
+)
+def test_a_conversation_that_teaches_nothing_is_refused(messages, message):
+    with pytest.raises(DataError, match=message):
+        tokenize_conversation(messages, byte_tokenizer())
 
 
 # --- templates that do more ---------------------------------------------------------------------------------
@@ -148,9 +148,6 @@ def test_content_that_melts_into_its_header_is_refused_by_name():
     ) as caught:
         tokenize_conversation([*TWO_TURNS[:3], turn("assistant", "\nb")], tokenizer)
     assert "strip white space" in str(caught.value)
-
-
-# --- prompts ------------------------------------------------------------------------------------------------
 
 
 # --- messages -----------------------------------------------------------------------------------------------

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.data.packing import MicroBatch, make_micro_batches, spread_to_rows
-from rollouts.data.packing_plans import compute_round_cost, fill_bins
-from rollouts.data.tries import count_common, sort_rows
+from rollouts.data.packing_plans import compute_round_cost
 
 
 def row(*ids: int) -> np.ndarray:
@@ -119,36 +116,6 @@ def test_every_trained_token_is_predicted_once_from_exactly_what_precedes_it(
         for t in np.flatnonzero(masks[r])
     }
     assert not rows or len(micros) >= min(ranks, len(rows))
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 30))
-def test_best_fit_equals_the_slow_search(sizes: list[int], capacity: int):
-    rooms: list[int] = []
-    for size in sorted(sizes, reverse=True):
-        fitting = [room for room in rooms if room >= size]
-        if fitting:
-            rooms.remove(min(fitting))
-        rooms.append((min(fitting) if fitting else capacity) - size)
-    bins = fill_bins(np.asarray(sizes, np.int64), capacity)
-    assert sorted(capacity - np.bincount(bins, weights=sizes)) == sorted(rooms)
-
-
-@settings(deadline=None)
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=2, max_size=12))
-def test_what_two_sorted_rows_share_is_the_least_between_them(rows: list[list[int]]):
-    tokens = [np.asarray(one, np.int64) for one in rows]
-    found = sort_rows(tokens, np.arange(len(rows)), np.asarray([len(one) for one in rows]), share=True)
-    ordered = [rows[number] for number in found.numbers]
-    assert ordered == sorted(rows)
-    pairs = np.asarray(list(itertools.combinations(range(len(rows)), 2)))
-    shared = [
-        next((n for n, (a, b) in enumerate(zip(ordered[i], ordered[j], strict=False)) if a != b), None)
-        for i, j in pairs
-    ]
-    shortest = [min(len(ordered[i]), len(ordered[j])) for i, j in pairs]
-    expected = [most if n is None else n for n, most in zip(shared, shortest, strict=True)]
-    assert count_common(found, pairs[:, 0], pairs[:, 1]).tolist() == expected
 
 
 # --- how full and how even ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from rollouts.data.mixture import make_mixture, select_samples
 from rollouts.data.sft import prepare_sft_mixture
 from rollouts.errors import DataError, ModelError
-from tests.unit.chat_tokenizers import byte_tokenizer, family_tokenizer
+from tests.unit.chat_tokenizers import CHATML, byte_tokenizer, family_tokenizer
 
 # In ChatML with one token per byte a one-letter question takes 9 tokens and the assistant's header 11: the
 # answer begins at 20.
@@ -24,35 +24,20 @@ def prepare_sft_rows(rows, tokenizer, **settings):
     return prepare_sft_mixture(make_mixture(rows), tokenizer, **settings)
 
 
-def test_a_row_that_fits_is_whole():
-    data = prepare_sft_rows([SHORT], byte_tokenizer(), max_length=24)
-    (sample,) = data.samples
-    assert (len(sample.token_ids), np.flatnonzero(sample.loss_mask).tolist()) == (24, [20, 21, 22])
-    assert (data.truncated, data.dropped) == (0, {})
-
-
-def test_a_long_row_is_cut_while_something_trains():
-    data = prepare_sft_rows([SHORT, LONG], byte_tokenizer(), max_length=24)
-    assert data.truncated == 1
-    assert np.flatnonzero(data.samples[1].loss_mask).tolist() == [20, 21, 22, 23]
-
-
-def test_a_row_whose_answer_lies_behind_max_length_is_dropped_and_counted():
-    data = prepare_sft_rows([LATE, SHORT, LATE], byte_tokenizer(), max_length=24)
-    assert [sample.row_id for sample in data.samples] == [1]
-    assert (data.truncated, data.dropped) == (0, {"no_trained_tokens": 2})
-
-
-def test_only_the_last_answer_trains_when_asked():
-    row = {
-        "messages": [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant")]
-    }
-    all_turns, last = (
-        prepare_sft_rows([row], byte_tokenizer(), max_length=99, train_on=choice).samples[0]
-        for choice in ("all", "last")
-    )
-    assert np.flatnonzero(all_turns.loss_mask).tolist() == [20, 21, 43, 44]
-    assert np.flatnonzero(last.loss_mask).tolist() == [43, 44]
+@pytest.mark.parametrize(
+    ("rows", "trained", "truncated", "dropped"),
+    [
+        ([SHORT], {0: [20, 21, 22]}, 0, {}),
+        ([SHORT, LONG], {0: [20, 21, 22], 1: [20, 21, 22, 23]}, 1, {}),
+        ([LATE, SHORT, LATE], {1: [20, 21, 22]}, 0, {"no_trained_tokens": 2}),
+    ],
+    ids=["a row that fits is whole", "a long one is cut while something trains", "a late answer is dropped"],
+)
+def test_rows_have_at_most_max_length_tokens(rows, trained, truncated, dropped):
+    data = prepare_sft_rows(rows, byte_tokenizer(), max_length=24)
+    assert {one.row_id: np.flatnonzero(one.loss_mask).tolist() for one in data.samples} == trained
+    assert (data.truncated, data.dropped) == (truncated, dropped)
+    assert {len(one.token_ids) for one in data.samples} == {24}
 
 
 def test_the_tools_of_a_row_are_written_and_do_not_train():
@@ -74,15 +59,22 @@ def test_the_tools_of_a_row_are_written_and_do_not_train():
         prepare_sft_rows([SHORT | {"tools": ["f"]}], byte_tokenizer(), max_length=99)
 
 
-def test_a_bad_row_is_named():
-    with pytest.raises(DataError, match=r"sft\.data: row 1: no `messages` and no `answer`"):
-        prepare_sft_rows([SHORT, {"prompt": "q"}], byte_tokenizer(), max_length=99)
-    with pytest.raises(DataError, match=r"sft\.data: row 0: message 0 is an assistant turn"):
-        prepare_sft_rows(
-            [{"messages": [{"role": "assistant", "content": "a"}]}], byte_tokenizer(), max_length=99
-        )
-    with pytest.raises(ModelError, match=r"sft\.data: row 0: the tokenizer has no chat template"):
-        prepare_sft_rows([SHORT], byte_tokenizer(None), max_length=99)
+@pytest.mark.parametrize(
+    ("row", "template", "error", "message"),
+    [
+        ({"prompt": "q"}, CHATML, DataError, "no `messages` and no `answer`"),
+        (
+            {"messages": [{"role": "assistant", "content": "a"}]},
+            CHATML,
+            DataError,
+            "message 0 is an assistant turn",
+        ),
+        (SHORT, None, ModelError, "the tokenizer has no chat template"),
+    ],
+)
+def test_a_bad_row_is_named(row, template, error, message):
+    with pytest.raises(error, match=rf"sft\.data: row 1: {message}"):
+        prepare_sft_rows([None, row], byte_tokenizer(template), max_length=99)
 
 
 # --- batches ------------------------------------------------------------------------------------------------

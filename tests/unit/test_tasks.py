@@ -56,15 +56,8 @@ def group_of(row: dict, results: list[RewardResult]) -> SampleGroup:
 
 
 def test_the_shipped_tasks():
-    assert NAMES == [
-        "arithmetic",
-        "countdown",
-        "json_extraction",
-        "letter_counting",
-        "letter_words",
-        "sorting",
-        "summary_length",
-    ]
+    made = "arithmetic countdown json_extraction letter_counting letter_words sorting summary_length"
+    assert made.split() == NAMES
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -95,22 +88,9 @@ def test_the_functions_that_a_page_names_exist_and_fit_their_role(task, tmp_path
     assert "integration_training.tasks" in page and "filters = " in page
 
 
-def test_countdown_knows_a_solution_from_a_try_from_nonsense():
-    row = {"prompt": "p", "answer": "(3 + 5) * 2", "numbers": [5, 2, 3], "target": 16}
-    expected = {
-        "(3+5)*2": 1.0,
-        "3*5": 0.1,
-        "2*2*4": 0.0,
-        "3+5+": 0.0,
-        "__import__('os')": 0.0,
-        "3**2": 0.0,
-        "5/(3-3)": 0.0,
-        "True": 0.0,
-    }
-    assert {text: countdown.reaches_target(answer(row, text)).reward for text in expected} == expected
-    assert "which are not given" in (countdown.reaches_target(answer(row, "2*2*4")).note or "")
+def test_countdown_says_what_is_wrong_with_a_try():
+    assert "which are not given" in (countdown.reaches_target(answer(SUM, "2*2*4")).note or "")
     assert countdown.evaluate("1/3 + 1/6")[0] * 2 == 1
-    assert countdown.reaches_target(answer(row, "(" * 5000)).reward == 0.0
 
 
 def test_countdown_keeps_groups_that_are_partly_solved():
@@ -121,65 +101,59 @@ def test_countdown_keeps_groups_that_are_partly_solved():
     assert not countdown.keep_solvable(group_of(row, [tried, tried])).keep
 
 
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
-        ("3", 1.0),
-        (" 3\n", 1.0),
-        ("It is 3.", 0.5),
-        ("03", 1.0),
-        ("2, no: 3", 0.5),
-        ("3 or 4", 0.0),
-        ("three", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_letter_counting_takes_the_last_number(response, reward):
-    row = {"prompt": "How many r in strawberry?", "answer": "3", "word": "strawberry", "letter": "r"}
-    assert letter_counting.counts_right(answer(row, response)).reward == reward
+COUNT = {"prompt": "How many r in strawberry?", "answer": "3", "word": "strawberry", "letter": "r"}
+ADA = {"prompt": "p", "answer": '{"name": "Ada", "age": 30}'}
+ORDER = {"prompt": "p", "answer": "1, 2, 3", "numbers": [3, 1, 2]}
+SUM = {"prompt": "p", "answer": "(3 + 5) * 2", "numbers": [5, 2, 3], "target": 16}
+SCORED = [
+    (
+        letter_counting.counts_right,  # takes the last number
+        COUNT,
+        {"3": 1, " 3\n": 1, "It is 3.": 0.5, "03": 1, "2, no: 3": 0.5, "3 or 4": 0, "three": 0, "": 0},
+    ),
+    (letter_counting.counts_right, {"prompt": "p", "answer": "0"}, {"0": 1, "10": 0}),
+    (
+        json_extraction.extracts_fields,
+        ADA,
+        {
+            '{"name": "Ada", "age": 30}': 1,
+            '{"name": "Ada", "age": "30"}': 1,
+            '{"name": "Ada", "age": 31}': 0.2 + 0.8 / 2,
+            '{"name": "Ada", "age": 30, "city": "Oslo"}': 0.2 + 0.8 * 2 / 3,
+            '{"name": "Ada"}': 0.2 + 0.8 / 2,
+            "{}": 0.2,
+            "[1]": 0,
+            "Ada is 30": 0,
+            '{"name": "Ada", "age": true}': 0.2 + 0.8 / 2,
+        },
+    ),
+    (
+        sorting.in_order,  # half of the share of neighbours in order
+        ORDER,
+        {"1, 2, 3": 1, "[1,2,3]": 1, "1, 3, 2": 0.25, "3, 2, 1": 0, "1, 2": 0, "1, 2, 2, 3": 0, "1 2 3": 0},
+    ),
+    (
+        countdown.reaches_target,
+        SUM,
+        {
+            "(3+5)*2": 1,
+            "3*5": 0.1,
+            "2*2*4": 0,
+            "3+5+": 0,
+            "__import__('os')": 0,
+            "3**2": 0,
+            "5/(3-3)": 0,
+            "True": 0,
+            "(" * 5000: 0,
+        },
+    ),
+]
 
 
-def test_a_letter_that_does_not_occur_is_counted_as_0():
-    row = {"prompt": "p", "answer": "0"}
-    assert letter_counting.counts_right(answer(row, "0")).reward == 1.0
-    assert letter_counting.counts_right(answer(row, "10")).reward == 0.0
-
-
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
-        ('{"name": "Ada", "age": 30}', 1.0),
-        ('{"name": "Ada", "age": "30"}', 1.0),
-        ('{"name": "Ada", "age": 31}', 0.2 + 0.8 / 2),
-        ('{"name": "Ada", "age": 30, "city": "Oslo"}', 0.2 + 0.8 * 2 / 3),
-        ('{"name": "Ada"}', 0.2 + 0.8 / 2),
-        ("{}", 0.2),
-        ("[1]", 0.0),
-        ("Ada is 30", 0.0),
-        ('{"name": "Ada", "age": true}', 0.2 + 0.8 / 2),
-    ],
-)
-def test_json_extraction_counts_right_fields(response, reward):
-    row = {"prompt": "p", "answer": '{"name": "Ada", "age": 30}'}
-    assert json_extraction.extracts_fields(answer(row, response)).reward == pytest.approx(reward)
-
-
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
-        ("1, 2, 3", 1.0),
-        ("[1,2,3]", 1.0),
-        ("1, 3, 2", 0.25),
-        ("3, 2, 1", 0.0),
-        ("1, 2", 0.0),
-        ("1, 2, 2, 3", 0.0),
-        ("1 2 3", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_sorting_gives_half_of_the_share_of_neighbours_in_order(response, reward):
-    row = {"prompt": "p", "answer": "1, 2, 3", "numbers": [3, 1, 2]}
-    assert sorting.in_order(answer(row, response)).reward == reward
+@pytest.mark.parametrize(("reward", "row", "expected"), SCORED)
+def test_answers_are_scored_as_the_page_says(reward, row, expected):
+    found = {text: reward(answer(row, text)).reward for text in expected}
+    assert found == pytest.approx(expected)
 
 
 def test_a_summary_is_scored_by_coverage_and_length():
@@ -207,9 +181,8 @@ def test_filters_drop_groups_without_a_difference(task):
     assert not decision.keep and decision.reason and decision.detail
 
 
-@pytest.mark.parametrize(
-    ("response", "exact", "well_formed", "start"),
-    [
+def test_arithmetic_takes_the_answer_and_nothing_else():
+    for response, exact, well_formed, start in (
         *((" 12\n", 1, 1, 1), ("12", 1, 1, 1), ("1", 0, 1, 1 / 2), ("123", 0, 1, 2 / 3), ("21", 0, 1, 0)),
         *(
             ("012", 0, 1, 0),
@@ -218,15 +191,13 @@ def test_filters_drop_groups_without_a_difference(task):
             ("", 0, 0, 0),
             ("12 is it", 0, 0, 1 / 4),
         ),
-    ],
-)
-def test_arithmetic_takes_the_answer_and_nothing_else(response, exact, well_formed, start):
-    sample = answer({"prompt": "p", "answer": 12}, response)
-    assert arithmetic.exact_answer(sample) == RewardResult(
-        exact, {"exact": exact, "well_formed": well_formed}
-    )
-    begun = arithmetic.leading_characters(sample)
-    assert (begun.reward, begun.parts) == (pytest.approx(start), {"exact": exact})
+    ):
+        sample = answer({"prompt": "p", "answer": 12}, response)
+        assert arithmetic.exact_answer(sample) == RewardResult(
+            exact, {"exact": exact, "well_formed": well_formed}
+        )
+        begun = arithmetic.leading_characters(sample)
+        assert (begun.reward, begun.parts) == (pytest.approx(start), {"exact": exact}), response
 
 
 def test_a_row_without_an_answer_fails_loudly():
