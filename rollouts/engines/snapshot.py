@@ -4,39 +4,32 @@ load it. A server that fails in the middle of a load has its weights in pieces, 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from rollouts.errors import SnapshotError
-
-INDEX = "model.safetensors.index.json"
+from rollouts.errors import ModelError, SnapshotError
+from rollouts.models.directories import WEIGHT_INDEX, read_shard_names
+from rollouts.models.quiet import naming_errors
 
 
 def read_tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Name → shape of every tensor in a model directory. Raises SnapshotError naming the file that is
     missing, cut or no safetensors.
     """
-    index = path / INDEX
-    names = sorted(file.name for file in path.glob("*.safetensors"))
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise SnapshotError(f"{index} is damaged: {error!r}") from error
-    if not names:
-        raise SnapshotError(f"{path} has no *.safetensors file")
     shapes: dict[str, tuple[int, ...]] = {}
-    for name in names:
-        if Path(name).name != name:
-            raise SnapshotError(f"{index} names the file {name!r}; shards lie beside their index")
-        try:
-            with safe_open(path / name, framework="np") as file:  # also checks the file's size
+    try:
+        indexed = (path / WEIGHT_INDEX).exists()
+        names = read_shard_names(path) if indexed else [file.name for file in path.glob("*.safetensors")]
+        for name in sorted(names):
+            # opening also checks the file's size
+            with naming_errors(f"{path / name} cannot be read"), safe_open(path / name, "np") as file:
                 shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise SnapshotError(f"{path / name} cannot be read as safetensors: {error}") from error
+    except ModelError as error:
+        raise SnapshotError(str(error)) from error
+    if not shapes:
+        raise SnapshotError(f"{path} has no *.safetensors file with weights")
     return shapes
 
 

@@ -348,7 +348,7 @@ def test_shapes_are_read_from_all_shards_of_the_index(tmp_path: Path):
     ("name", "content", "message"),
     [
         (INDEX, b'{"weight_map": {"a": "../a.safetensors"}}', "beside"),
-        (INDEX, b'{"weight_map": ["a"]}', "is damaged"),
+        (INDEX, b'{"weight_map": ["a"]}', "cannot be read"),
         (INDEX, b'{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors"),
         ("model.safetensors", b"", "model.safetensors"),
         ("model.safetensors", (1 << 40).to_bytes(8, "little"), "model.safetensors"),
