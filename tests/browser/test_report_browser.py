@@ -103,7 +103,7 @@ async def test_it_tells_a_run_in_numbers(page: Page) -> None:
     assert "Reward, rl 0.195 at first 0.015" in texts
     assert "Time in steps 43 s 1.7 s a step" in texts
     phases = await page.evaluate("document.querySelector('#time tbody').innerText")
-    assert [line.split("\t")[:3] for line in phases.split("\n")] == [
+    assert [line.split("\t")[:3] for line in phases.split("\n") if line] == [
         ["generate", "25 s", "62.5 %"],
         ["train", "10 s", "25 %"],
         ["rest of the step", "5 s", "12.5 %"],
