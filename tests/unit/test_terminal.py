@@ -48,35 +48,30 @@ def test_lines_for_programs_are_safe_on_a_terminal_and_as_they_are_elsewhere(mon
 # --- the commands -------------------------------------------------------------------------------------------
 
 
+ROWS = r"""{
+    "samples": [
+        {"id": "s0NASTY", "status": "completed", "reward": 1.0, "rewards": {"aNASTY": 1.0, "b": 0.5},
+            "prompt": [{"role": "userNASTY", "content": "addNASTY"},
+                {"role": "tool", "content": [{"text": "NASTY"}]}],
+            "response": "two\nlines\tNASTY"},
+        {"id": "s1", "status": "failed", "reward": 1.0, "prompt": "addNASTY", "response": "NASTY",
+            "metadata": {"failure": {
+                "class": "rewardNASTY", "function": "gradeNASTY", "message": "lateNASTY"}}}],
+    "metrics": [
+        {"reward/mean": 0.5, "loss/total": 1.0, "time/step": 1.0},
+        {"step": 2, "reward/mean": 0.5, "loss/total": 1.0, "time/step": 1.0, "fail/rewardNASTY": 1.0,
+            "groups/dropped/NASTY": 1.0, "time/NASTY": 0.5}],
+    "evaluations": [{"name": "heldoutNASTY", "eval/NASTY/avg@1": 0.5}],
+    "spans": [{"name": "generate", "track": "vllmNASTY", "start_unix": 1.0, "duration_s": 1.0, "tokens": 3,
+        "step": 2}]
+}"""
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run in which everything that is text says what would steer a terminal."""
-    failure = {"class": f"reward{NASTY}", "function": f"grade{NASTY}", "message": f"Timed out{NASTY}"}
-    sample = {
-        "id": f"s0{NASTY}",
-        "status": "completed",
-        "reward": 1.0,
-        "rewards": {f"a{NASTY}": 1.0, "b": 0.5},
-    }
-    failed = {**sample, "id": "s1", "status": "failed", "metadata": {"failure": failure}}
-    chat = [
-        {"role": f"user{NASTY}", "content": f"add{NASTY}"},
-        {"role": "tool", "content": [{"text": NASTY}]},
-    ]
-    texts = {"prompt": chat, "response": f"two\nlines\t{NASTY}"}
-    write_rows(tmp_path / "samples.jsonl", {**sample, **texts}, {**failed, **texts})
-    metrics = {"reward/mean": 0.5, "loss/total": 1.0, "time/step": 1.0}
-    metrics |= {f"fail/reward{NASTY}": 1.0, f"groups/dropped/{NASTY}": 1.0, f"time/{NASTY}": 0.5}
-    write_rows(tmp_path / "metrics.jsonl", metrics, {**metrics, "step": 2})
-    write_rows(tmp_path / "evaluations.jsonl", {"name": f"heldout{NASTY}", f"eval/{NASTY}/avg@1": 0.5})
-    span = {
-        "name": "generate",
-        "track": f"vllm{NASTY}",
-        "start_unix": 1.0,
-        "duration_s": 1.0,
-        "tokens": 3,
-    }
-    write_rows(tmp_path / "spans.jsonl", {**span, "step": 2})
+    for kind, rows in json.loads(ROWS.replace("NASTY", json.dumps(NASTY)[1:-1])).items():
+        write_rows(tmp_path / f"{kind}.jsonl", *rows)
     (tmp_path / "summary.json").write_text(json.dumps({"mode": NASTY, "versions": {"torch": NASTY}}))
     return tmp_path
 
