@@ -1,0 +1,257 @@
+"""Numbers, choices and formulas that a response ends with."""
+
+from __future__ import annotations
+
+import builtins
+import threading
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from rollouts.errors import ConfigError, RewardTimeout, UserFunctionError
+from rollouts.rewards import fuzzy
+from rollouts.rewards import math as math_rewards
+from rollouts.rewards.fuzzy import fuzzy_match
+from rollouts.rewards.math import find_final_number, make_math_reward, math_match
+from rollouts.rewards.multiple_choice import find_choice
+from rollouts.types import RewardResult
+from tests.unit.test_reward_library import sample_of
+
+# what is found | in which text; "-": nothing
+NUMBERS = r"""
+42 | 42
+2469/2 | The answer is 1,234.50.
+7 | so 3 + 4 = 7
+3 | 5-3
+-3 | x = -3
+-3 | it is −3
+1/2 | 1/2 of it
+1/2 | .5
+3 | 1, 2 and 3
+2 | 1,2
+8 | first 9 #### 8 apples
+-2 | 9 or \boxed{1} or \boxed{ -2 } or 7
+- | none
+- | 5 \boxed{x}
+- | 5 ####
+- | 1/0
+"""
+CHOICES = r"""
+B | The answer is (B)
+B | The answer is B.
+B | B.
+B | B
+C | (C)
+B | **B**
+B | **B.** Paris
+B | B) Paris
+B | B. Paris
+B | So \boxed{B}
+B | \boxed{\text{(b)}}
+D | \boxed{\textbf{D}}.
+C | \boxed{A} no, \boxed{C}
+B | The answer is A, that is \boxed{B}
+B | Answer: b
+D | answer: **d**
+C | **Answer:** C
+C | **Answer: C**
+A | Final answer: A
+D | the correct answer is option D because it is
+B | Therefore the correct option is B.
+C | I would choose C
+B | Option B is correct.
+A | A is the right answer
+B | The answer is A. Wait, the answer is B.
+C | The answer is:\n\nC
+D | The answer is $D$.
+C | Let me think.\nA would be wrong.\n\nC
+B | A: wrong\nthe answer is B
+- | <answer>B</answer>
+- | The answer is a pity
+- | The answer is A good thing
+- | I think so
+- | The answer is Z
+- | The answer is Banana
+- | A cat sat
+- | \boxed{AB}
+- | The answer is A or B
+- | The answer is (A) and (C).
+- | Answer: A/B
+- | A. Paris\nB. London
+"""
+# the answer == a response that is right, or wrong
+EQUAL = r"""
+1/2 == \boxed{\frac{1}{2}}
+\frac{1}{2} == The answer is $\frac12$.
+$\frac{1}{2}$ == so it is 0.5
+0.5 == \boxed{\dfrac{2}{4}}
+42 == The answer is 42.
+so #### 42 == \boxed{42}
+1,000 == \boxed{1000}
+1000 == The answer is 1,000
+\sqrt{2} == \boxed{2^{1/2}}
+\sqrt{8} == \boxed{2\sqrt{2}}
+2\pi == $\pi \cdot 2$
+x^2 + 2x + 1 == \boxed{(x+1)^2}
+x + y == \boxed{y + x}
+x = 5 == \boxed{5}
+5 == \boxed{x = 5}
+50% == \boxed{0.5}
+50% == \boxed{50}
+0.5 == \boxed{50\%}
+5 \text{ cm} == \boxed{5}
+5 == \boxed{5\text{ apples}}
+12 == \boxed{\$12}
+90^\circ == \boxed{90}
+\{1, 2\} == \boxed{\{2, 1\}}
+1, 2 == \boxed{2, 1}
+\{1,2\} == \boxed{(1,2)}
+[0, 1) == \boxed{[0,1)}
+(-\infty, 1) \cup (2, \infty) == \boxed{(-\infty,1)\cup(2,\infty)}
+(1, 2, 3) == \boxed{(1,2,3)}
+\begin{pmatrix}1\\2\end{pmatrix} == \boxed{\begin{bmatrix}1\\2\end{bmatrix}}
+x > 3 == \boxed{3 < x}
+\text{east} == \boxed{\text{east}}
+-3 == \boxed{-3}
+3 + 4i == \boxed{4i+3}
+\infty == \boxed{\infty}
+\log_2 8 == \boxed{3}
+10^{-3} == \boxed{0.001}
+1/3 == \boxed{0.333333}
+\boxed{9} == First 8. The final answer is $9$. I hope it is correct.
+"""
+UNEQUAL = r"""
+1/2 == \boxed{\frac{1}{3}}
+42 == The answer is 43.
+42 == I thought of 42, but it is \boxed{41}
+2 == \boxed{1} or \boxed{2}
+2 == \boxed{\{1, 2\}}
+1/3 == \boxed{0.33}
+(1, 2) == \boxed{(2, 1)}
+[0, 1) == \boxed{[0, 1]}
+(0, 1, 2) == \boxed{(0, 2, 1)}
+x > 3 == \boxed{x \ge 3}
+x > 3 == \boxed{x < 3}
+x + 1 == \boxed{y + 1}
+50% == \boxed{0.05}
+\sqrt{2} == \boxed{1.41}
+\text{east} == \boxed{\text{west}}
+-3 == \boxed{3}
+3 + 4i == \boxed{3 - 4i}
+5 == \boxed{\frac{1}{0}}
+"""
+
+
+def read_pairs(table: str, sign: str) -> list[tuple[str, str]]:
+    return [
+        (one.strip(), other.strip())
+        for one, _, other in (line.partition(f" {sign} ") for line in table.strip().splitlines())
+    ]
+
+
+@pytest.mark.parametrize(("number", "text"), read_pairs(NUMBERS, "|"))
+def test_the_final_number_of_a_text(number: str, text: str):
+    assert find_final_number(text) == (None if number == "-" else Fraction(number))
+
+
+def test_a_number_of_too_many_digits_is_none():
+    assert find_final_number("9" * 5000) is None
+
+
+@pytest.mark.parametrize(("letter", "text"), [*read_pairs(CHOICES, "|"), ("-", "")])
+def test_a_choice_is_found_or_not(letter: str, text: str):
+    choice = find_choice(text.replace("\\n", "\n"))
+    assert (choice.letter or "-") == letter, choice
+    assert bool(choice.why) == (letter == "-")
+
+
+@pytest.mark.parametrize(
+    ("answer", "response"), [*read_pairs(EQUAL, "=="), (42, r"\boxed{42}"), (["7", "8"], r"\boxed{8}")]
+)
+def test_equal_formulas(answer: Any, response: str):
+    assert math_match(sample_of(response, answer=answer)) == RewardResult(1.0, {"math": 1.0, "parsed": 1.0})
+
+
+@pytest.mark.parametrize(("answer", "response"), [*read_pairs(UNEQUAL, "=="), (["7", "8"], r"\boxed{9}")])
+def test_unequal_formulas(answer: Any, response: str):
+    assert math_match(sample_of(response, answer=answer)) == RewardResult(0.0, {"math": 0.0, "parsed": 1.0})
+
+
+@pytest.mark.parametrize("response", ["", "I do not know.", r"4 \boxed{", r"4, thus \boxed{\frac{}"])
+def test_a_response_without_formula_is_0_with_a_note(response: str):
+    result = math_match(sample_of(response, answer="x^2"))
+    assert result.reward == 0.0
+    assert result.parts["math"] == 0.0
+    if "4" not in response:
+        assert result == RewardResult(
+            0.0, {"math": 0.0, "parsed": 0.0}, "the response holds no formula that can be read"
+        )
+
+
+def test_a_response_that_repeats_itself_is_read_in_time():
+    assert make_math_reward(timeout_s=5)(sample_of("1 " * 50_000, answer="2")).reward == 0.0
+
+
+def test_what_takes_too_long_or_fails_is_an_error_and_not_a_reward(monkeypatch: pytest.MonkeyPatch):
+    import math_verify.grader
+    import math_verify.parser
+
+    def endless(*_: Any, **__: Any) -> Any:
+        while True:
+            pass
+
+    def broken(*_: Any, **__: Any) -> bool:
+        raise TypeError("oops")
+
+    sample = sample_of("slow 1", answer="2")
+    for compare, error, message in (
+        (endless, RewardTimeout, "comparing took longer than 1 s"),
+        (broken, UserFunctionError, "comparing failed with TypeError: oops"),
+    ):
+        monkeypatch.setattr(math_verify.grader, "sympy_expr_eq", compare)
+        with pytest.raises(error, match=f"math_match on sample s: {message}"):
+            make_math_reward(timeout_s=1)(sample)
+    read = math_verify.parser.extract_target_from_pred
+    monkeypatch.setattr(
+        math_verify.parser,
+        "extract_target_from_pred",
+        lambda text, *a, **k: endless() if "slow" in text else read(text, *a, **k),
+    )
+    with pytest.raises(
+        RewardTimeout, match="math_match on sample s: reading the response took longer than 1 s"
+    ):
+        make_math_reward(timeout_s=1)(sample)
+
+
+def test_formulas_are_compared_only_where_their_time_can_be_limited():
+    raised: list[Exception] = []
+
+    def compare() -> None:
+        try:
+            math_match(sample_of("1", answer="1"))
+        except ConfigError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=compare)
+    thread.start()
+    thread.join()
+    assert "runs only in the main thread" in str(raised[0])
+
+
+@pytest.mark.parametrize(("reward", "package"), [(fuzzy_match, "rapidfuzz"), (math_match, "math_verify")])
+def test_a_missing_library_is_named_with_its_extra(
+    reward: Any, package: str, monkeypatch: pytest.MonkeyPatch
+):
+    real = builtins.__import__
+
+    def refuse(name: str, *arguments: Any, **options: Any) -> Any:
+        if name.split(".")[0] == package:
+            raise ModuleNotFoundError(f"No module named {package!r}")
+        return real(name, *arguments, **options)
+
+    for load in (fuzzy._load_indel, math_rewards._load_math_verify):
+        load.cache_clear()
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ConfigError, match=r"pip install 'rollouts-rl\[rewards\]'"):
+        reward(sample_of("1", answer="1"))
