@@ -172,9 +172,25 @@ async def _call(
     """
     if getattr(function, "keeps_own_time", False) is True:  # waiting for a worker is not the function's time
         return await function(*arguments)
+    what = where.partition(" on ")[0]
     with trio.CancelScope() as scope:
         try:
-            answer = await _run(function, arguments, where, limiter, scope, timeout_s)
+            if is_async(function):
+                scope.deadline = trio.current_time() + timeout_s
+                answer = await _timed(function(*arguments), what)
+            else:
+                async with limiter or trio.to_thread.current_default_thread_limiter():
+                    scope.deadline = trio.current_time() + timeout_s
+                    # A limiter of its own: a thread that is abandoned must not keep its place, or as many hung
+                    # calls as there are places would stop everything. The budget of failed samples bounds how
+                    # many there can be. The answer comes in a tuple, for trio refuses a bare coroutine.
+                    (answer,) = await trio.to_thread.run_sync(
+                        lambda: (function(*arguments),),
+                        thread_name=function_name(function),
+                        abandon_on_cancel=True,
+                        limiter=trio.CapacityLimiter(1),
+                    )
+                answer = await _timed(answer, what) if inspect.isawaitable(answer) else answer
         except BaseException as error:
             inner = _find_own(error)
             raise UserFunctionError(f"{where} raised {describe(inner)}") from inner
@@ -183,32 +199,6 @@ async def _call(
     raise late(
         f"{where} took longer than {timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s"
     )
-
-
-async def _run(
-    function: Callable[..., Any],
-    arguments: Sequence[object],
-    where: str,
-    limiter: trio.CapacityLimiter | None,
-    scope: trio.CancelScope,
-    timeout_s: float,
-) -> Any:
-    what = where.partition(" on ")[0]
-    if is_async(function):
-        scope.deadline = trio.current_time() + timeout_s
-        return await _timed(function(*arguments), what)
-    async with limiter or trio.to_thread.current_default_thread_limiter():
-        scope.deadline = trio.current_time() + timeout_s
-        # A limiter of its own: a thread that is abandoned must not keep its place, or as many hung calls as
-        # there are places would stop everything. The budget of failed samples bounds how many there can be.
-        # The answer comes in a tuple, for trio refuses a bare coroutine as a thread's answer.
-        (answer,) = await trio.to_thread.run_sync(
-            lambda: (function(*arguments),),
-            thread_name=function_name(function),
-            abandon_on_cancel=True,
-            limiter=trio.CapacityLimiter(1),
-        )
-    return await _timed(answer, what) if inspect.isawaitable(answer) else answer
 
 
 @types.coroutine

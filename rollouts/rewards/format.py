@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from rollouts.errors import ConfigError
-from rollouts.rewards.check import check_reward, function_name
+from rollouts.rewards.check import check_reward, function_name, require
 from rollouts.types import RewardResult, Sample
 
 THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
@@ -52,10 +52,10 @@ def make_tags_reward(tags: Sequence[str], *, partial: bool = False) -> Callable[
     twice or a name that is no tag's.
     """
     names = [tags] if isinstance(tags, str) else list(tags)
-    if not names or len(set(names)) < len(names) or not all(TAG_NAME.fullmatch(name) for name in names):
-        raise ConfigError(
-            f"tags={tags!r}; they must be names such as 'think' and 'answer', at least one and each once"
-        )
+    require(
+        0 < len(set(names)) == len(names) and all(map(TAG_NAME.fullmatch, names)),
+        f"tags={tags!r}; they must be names such as 'think' and 'answer', at least one and each once",
+    )
     inside = "".join(f"</?{name}>|" for name in names).rstrip("|")
     whole = re.compile(
         r"\s*" + r"\s*".join(rf"<{name}>(?:(?!{inside}).)*</{name}>" for name in names) + r"\s*", re.DOTALL
@@ -70,26 +70,34 @@ def make_tags_reward(tags: Sequence[str], *, partial: bool = False) -> Callable[
     return tags_reward
 
 
-def json_format(sample: Sample) -> RewardResult:
-    """1 where the whole response is one JSON value, otherwise 0; see make_json_reward."""
-    return _reward_json(sample, ())
-
-
 def make_json_reward(required_keys: Sequence[str]) -> Callable[[Sample], RewardResult]:
-    """A reward of 1 where the whole response is a JSON object with these keys, otherwise 0.
+    """A reward of 1 where the whole response is a JSON object with these keys, otherwise 0; without keys any
+    JSON value will do.
 
     White space around it is allowed; NaN, Infinity and a key twice in one object are not JSON here. Parts:
     `format`, the reward itself, and `json`, 1 if the response is JSON of any kind. The note says what is
     wrong. Raises ConfigError for a key that is no text, or a bare text of keys.
     """
-    if isinstance(required_keys, str) or not all(isinstance(key, str) for key in required_keys):
-        raise ConfigError(f"required_keys={required_keys!r}; it must be a list of texts")
+    texts = not isinstance(required_keys, str) and all(isinstance(key, str) for key in required_keys)
+    require(texts, f"required_keys={required_keys!r}; it must be a list of texts")
     keys = tuple(required_keys)
 
-    def json_keys_format(sample: Sample) -> RewardResult:
-        return _reward_json(sample, keys)
+    def json_format(sample: Sample) -> RewardResult:
+        try:
+            value = json.loads(
+                sample.response, parse_constant=_refuse_constant, object_pairs_hook=_object_of_unique_keys
+            )
+        except (ValueError, RecursionError) as error:
+            return RewardResult(0.0, {"format": 0.0, "json": 0.0}, f"not JSON: {error}")
+        missing = [key for key in keys if not isinstance(value, dict) or key not in value]
+        note = f"JSON without the keys {', '.join(missing)}" if missing else None
+        return RewardResult(float(not missing), {"format": float(not missing), "json": 1.0}, note)
 
-    return json_keys_format
+    return json_format
+
+
+json_format = make_json_reward(())
+"""1 where the whole response is one JSON value, otherwise 0."""
 
 
 def make_extracted(
@@ -105,13 +113,12 @@ def make_extracted(
     called, so its parts are missing. Raises ConfigError for a wrong pattern or pick.
     """
     compiled = _compile(pattern)
-    if pick not in ("first", "last", "only"):
-        raise ConfigError(f"pick={pick!r}; it must be first, last or only")
-    if compiled.groups > 1:
-        raise ConfigError(
-            f"pattern={pattern!r} has {compiled.groups} groups; mark what to extract with one and write the"
-            " others (?:…)"
-        )
+    require(pick in ("first", "last", "only"), f"pick={pick!r}; it must be first, last or only")
+    require(
+        compiled.groups < 2,
+        f"pattern={pattern!r} has {compiled.groups} groups; mark what to extract with one and write the"
+        " others (?:…)",
+    )
 
     def extracted_reward(sample: Sample) -> RewardResult:
         found = [match for match in compiled.finditer(sample.response) if match[compiled.groups] is not None]
@@ -123,20 +130,6 @@ def make_extracted(
         return RewardResult(result.reward, {**result.parts, "extracted": 1.0}, result.note)
 
     return extracted_reward
-
-
-def _reward_json(sample: Sample, keys: tuple[str, ...]) -> RewardResult:
-    try:
-        value = json.loads(
-            sample.response, parse_constant=_refuse_constant, object_pairs_hook=_object_of_unique_keys
-        )
-    except (ValueError, RecursionError) as error:
-        return RewardResult(0.0, {"format": 0.0, "json": 0.0}, f"not JSON: {error}")
-    if not keys:
-        return RewardResult(1.0, {"format": 1.0, "json": 1.0})
-    missing = list(keys) if not isinstance(value, dict) else [key for key in keys if key not in value]
-    note = f"JSON without the keys {', '.join(missing)}" if missing else None
-    return RewardResult(float(not missing), {"format": float(not missing), "json": 1.0}, note)
 
 
 def _refuse_constant(name: str) -> NoReturn:

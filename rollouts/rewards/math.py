@@ -11,10 +11,11 @@ import re
 import threading
 from collections.abc import Callable
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from rollouts.errors import ConfigError, DataError, RewardTimeout, UserFunctionError
+from rollouts.rewards.check import require
 from rollouts.rewards.exact import read_answer, read_answers
 from rollouts.types import RewardResult, Sample
 
@@ -48,8 +49,7 @@ def make_numeric_reward(
     Raises ConfigError if a tolerance is negative or not finite.
     """
     for name, value in (("relative", relative), ("absolute", absolute)):
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"{name}={value}; a tolerance is a number that is not negative")
+        require(0 <= value < math.inf, f"{name}={value}; a tolerance is a number that is not negative")
 
     def numeric_reward(sample: Sample) -> RewardResult:
         # through the decimal that was written: the float 0.1 is a little more than 1/10, which would move the
@@ -119,42 +119,40 @@ def make_math_reward(
     ConfigError if math-verify is not installed, timeout_s is not a whole number above 0, or it is called
     outside the main thread, where the library cannot stop itself.
     """
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int) or timeout_s < 1:
-        raise ConfigError(f"timeout_s={timeout_s!r}; it must be a whole number of seconds above 0")
-
-    def math_reward(sample: Sample) -> RewardResult:
-        return _compare_formulas(sample, key=key, timeout_s=timeout_s, strict=strict)
-
-    return math_reward
+    whole = isinstance(timeout_s, int) and not isinstance(timeout_s, bool) and timeout_s > 0
+    require(whole, f"timeout_s={timeout_s!r}; it must be a whole number of seconds above 0")
+    return partial(_compare_formulas, key=key, timeout_s=timeout_s, strict=strict)
 
 
 def _compare_formulas(sample: Sample, *, key: str, timeout_s: int, strict: bool) -> RewardResult:
-    library = _load_math_verify()
-    if threading.current_thread() is not threading.main_thread():
-        raise ConfigError(
-            "math_match runs only in the main thread of a process, where its time can be limited; name it in"
-            " the config as a reward"
-        )
-    where = f"math_match on sample {sample.id}"
+    library, where = _load_math_verify(), f"math_match on sample {sample.id}"
+    require(
+        threading.current_thread() is threading.main_thread(),
+        "math_match runs only in the main thread of a process, where its time can be limited; name it in the"
+        " config as a reward",
+    )
+    read = partial(_read_formula, library, timeout_s=timeout_s)
     wanted = [
-        _read_wanted_formula(library, answer, where=where, key=key, timeout_s=timeout_s)
+        _read_wanted(read, answer, f"{where}: reading metadata[{key!r}]")
         for answer in read_answers(sample, key)
     ]
-    found = _read_formula(
-        library,
-        find_last_part(sample.response),
-        mode="first_match",
-        where=f"{where}: reading the response",
-        timeout_s=timeout_s,
-    )
+    found = read(find_last_part(sample.response), "first_match", f"{where}: reading the response")
     if found is None:
         return RewardResult(
             0.0, {"math": 0.0, "parsed": 0.0}, "the response holds no formula that can be read"
         )
-    equal = float(
-        any(_is_equal(library, one, found, strict=strict, where=where, timeout_s=timeout_s) for one in wanted)
-    )
-    return RewardResult(equal, {"math": equal, "parsed": 1.0})
+    try:
+        equal = any(
+            library.verify(one, found, strict=strict, timeout_seconds=timeout_s, raise_on_error=True)
+            for one in wanted
+        )
+    except library.errors.TimeoutException as error:
+        raise RewardTimeout(f"{where}: comparing took longer than {timeout_s} s") from error
+    except Exception as error:
+        raise UserFunctionError(
+            f"{where}: comparing failed with {type(error).__name__}: {str(error)[:200]}"
+        ) from error
+    return RewardResult(float(equal), {"math": float(equal), "parsed": 1.0})
 
 
 def find_last_part(text: str) -> str:
@@ -171,38 +169,24 @@ def find_last_part(text: str) -> str:
     ]
 
 
-def _read_wanted_formula(library: Any, answer: str, *, where: str, key: str, timeout_s: int) -> Any:
+def _read_wanted(read: Callable[..., Any], answer: str, where: str) -> Any:
     text = answer.rpartition(FINAL_MARK)[2].strip()
     is_marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
     # The library reads LaTeX only between marks; of a bare \sqrt{2} it would find nothing and of 2\pi the 2.
-    formula = _read_formula(
-        library,
-        text if is_marked else f"${text}$",
-        mode="any_match",
-        where=f"{where}: reading metadata[{key!r}]",
-        timeout_s=timeout_s,
-    )
+    formula = read(text if is_marked else f"${text}$", "any_match", where)
     # 0/0 and 1/0 are read as nan and zoo: equal to nothing, so that no response could be right.
     if formula is None or str(formula) in ("nan", "zoo"):
-        raise DataError(
-            f"{where}: metadata[{key!r}] is {answer[:80]!r}, which holds no formula that can be read"
-        )
+        raise DataError(f"{where}: it is {answer[:80]!r}, which holds no formula that can be read")
     return formula
 
 
-def _read_formula(library: Any, text: str, *, mode: str, where: str, timeout_s: int) -> Any | None:
+def _read_formula(library: Any, text: str, mode: str, where: str, *, timeout_s: int) -> Any | None:
     """What the library makes of the last formula in a text; None if there is none or it cannot be read."""
     config = (library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig())
+    options = {"fallback_mode": "no_fallback", "extraction_mode": mode, "parsing_timeout": timeout_s}
     # By default the library answers a timeout, an error and a text without formula all with an empty list.
     try:
-        found = library.parse(
-            text,
-            config,
-            fallback_mode="no_fallback",
-            extraction_mode=mode,
-            parsing_timeout=timeout_s,
-            raise_on_error=True,
-        )
+        found = library.parse(text, config, **options, raise_on_error=True)
     except library.errors.TimeoutException as error:  # a BaseException
         raise RewardTimeout(f"{where} took longer than {timeout_s} s") from error
     except MemoryError:
@@ -210,17 +194,6 @@ def _read_formula(library: Any, text: str, *, mode: str, where: str, timeout_s: 
     except Exception:  # its readers raise all kinds of errors over malformed LaTeX
         return None
     return found[0] if found else None
-
-
-def _is_equal(library: Any, wanted: Any, found: Any, *, strict: bool, where: str, timeout_s: int) -> bool:
-    try:
-        return library.verify(wanted, found, strict=strict, timeout_seconds=timeout_s, raise_on_error=True)
-    except library.errors.TimeoutException as error:
-        raise RewardTimeout(f"{where}: comparing took longer than {timeout_s} s") from error
-    except Exception as error:
-        raise UserFunctionError(
-            f"{where}: comparing failed with {type(error).__name__}: {str(error)[:200]}"
-        ) from error
 
 
 @cache

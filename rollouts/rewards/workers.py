@@ -100,9 +100,7 @@ class RewardWorkers:
     def __init__(self, *, timeout_s: float, memory_bytes: int, output_bytes: int) -> None:
         self._timeout_s, self._memory_bytes, self._output_bytes = timeout_s, memory_bytes, output_bytes
         self._offer, self._calls = trio.open_memory_channel[Call](math.inf)
-        self._counters: dict[str, int] = dict.fromkeys(
-            ("calls", "failed", "timeouts", "crashes", "retired", "workers_started"), 0
-        )
+        self._counters = dict.fromkeys(("calls", "failed", "workers_started"), 0)
 
     def reward(self, name: str, base_dir: Path) -> RewardFn:
         """An async reward function that calls the plain function which `name` means, in a worker. It raises
@@ -128,9 +126,7 @@ class RewardWorkers:
         return call
 
     def statistics(self) -> Mapping[str, int]:
-        """Totals since the start. retired: workers that answered but were replaced, since their call had left
-        something behind.
-        """
+        """Totals since the start."""
         return dict(self._counters)
 
     def _dress(self, call: Any, name: str, base_dir: Path, role: str) -> Callable[..., Any]:
@@ -170,7 +166,6 @@ class RewardWorkers:
                 answer.text.partition(PRINTED)[0], answer.traceback
             )
         late = call.scope.cancelled_caught
-        self._counters["timeouts" if late else "crashes"] += 1
         raise (RewardTimeout if late else RewardCrashed)(f"{where} {answer.text}")
 
     async def _run_worker(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -220,13 +215,11 @@ class RewardWorkers:
             while True:
                 call = call or await self._calls.receive()
                 if is_readable(process.channel):  # bytes that nobody asked for, or it has ended
-                    self._counters["retired"] += 1
                     break
                 if not call.scope.cancel_called:
                     call.answer = answer = await self._exchange(process, process.channel, call)
                     call.answered.set()
                     if answer.unfit:
-                        self._counters["retired"] += answer.kind != "crashed"
                         call = None
                         break
                 call = None

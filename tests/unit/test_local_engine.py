@@ -319,9 +319,6 @@ async def test_pause_wait_lets_active_rows_finish_and_admits_no_other():
     assert len(answers["queued"].token_ids) == 3
 
 
-# --- memory -------------------------------------------------------------------------------------------------
-
-
 # --- the contract -------------------------------------------------------------------------------------------
 
 
@@ -332,43 +329,39 @@ async def open_scripted() -> AsyncIterator[ScriptedEngine]:
     engine.close()
 
 
-def open_shared() -> Any:
-    return open_engine()
+def open_roomy(mode: str) -> Any:
+    return open_engine(make_model(max_position_embeddings=2048), mode=mode)
 
 
-def open_copied() -> Any:
-    return open_engine(mode="copied", deterministic=True)
+OPENERS = {
+    "scripted": open_scripted,
+    "shared": open_engine,
+    "copied": lambda: open_engine(mode="copied", deterministic=True),
+}
+every_engine = pytest.mark.parametrize("opener", OPENERS.values(), ids=OPENERS)
 
 
-def open_roomy_shared() -> Any:
-    return open_engine(make_model(max_position_embeddings=2048))
-
-
-def open_roomy_copied() -> Any:
-    return open_engine(make_model(max_position_embeddings=2048), mode="copied")
-
-
-@pytest.mark.parametrize("opener", [open_scripted, open_shared, open_copied])
+@every_engine
 @pytest.mark.parametrize("check", engine_contracts.CHECKS)
 async def test_engines_keep_the_contract(check: Callable[[Any], Awaitable[None]], opener: Any):
     await check(opener)
 
 
-@pytest.mark.parametrize("opener", [open_roomy_shared, open_roomy_copied])
+@pytest.mark.parametrize("mode", ["shared", "copied"])
 @pytest.mark.parametrize("check", engine_contracts.MODEL_CHECKS)
 async def test_embedded_engines_keep_the_contract_of_engines_with_a_model(
-    check: Callable[[Any], Awaitable[None]], opener: Any
+    check: Callable[[Any], Awaitable[None]], mode: str
 ):
-    await check(opener)
+    await check(lambda: open_roomy(mode))
 
 
-@pytest.mark.parametrize("opener", [open_scripted, open_shared, open_copied])
+@every_engine
 async def test_engines_update_in_memory_as_the_contract_says(opener: Any):
     await engine_contracts.check_update_in_memory(opener, list(make_model(seed=1).state_dict().items()))
 
 
 async def test_a_shared_engine_keeps_the_trainers_version(tmp_path: Path):
-    await engine_contracts.check_shared_engine_keeps_the_trainers_version(open_shared, tmp_path)
+    await engine_contracts.check_shared_engine_keeps_the_trainers_version(open_engine, tmp_path)
 
 
 async def test_a_deterministic_engine_goes_on_after_a_cancelled_list_longer_than_its_rows():
