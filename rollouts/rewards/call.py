@@ -181,9 +181,9 @@ async def _call(
             else:
                 async with limiter or trio.to_thread.current_default_thread_limiter():
                     scope.deadline = trio.current_time() + timeout_s
-                    # A limiter of its own: a thread that is abandoned must not keep its place, or as many hung
-                    # calls as there are places would stop everything. The budget of failed samples bounds how
-                    # many there can be. The answer comes in a tuple, for trio refuses a bare coroutine.
+                    # A limiter of its own: a thread that is abandoned must not keep its place, or as many
+                    # hung calls as there are places would stop everything. The budget of failed samples
+                    # bounds how many there can be. In a tuple, for trio refuses a bare coroutine.
                     (answer,) = await trio.to_thread.run_sync(
                         lambda: (function(*arguments),),
                         thread_name=function_name(function),
