@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rollouts.processes.guard import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
+from rollouts.processes.guard import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, find_children, prctl, reap
 
 DRAIN_S = 10.0  # for descendants of a program that has ended to end too
 END_S = 30.0  # for the others of a process that has failed, from SIGTERM to SIGKILL: what torchrun gives them
@@ -201,7 +201,8 @@ def _watch(pids: Sequence[int], request: Mapping[str, Any], started: float) -> d
     kill_at = math.inf if request["kill_after_s"] is None else started + request["kill_after_s"]
     end_at = first_end = math.inf
     while len(codes) < len(pids):
-        codes.update(_reap_all(pids))
+        # orphans are reaped too
+        codes |= {pid: os.waitstatus_to_exitcode(status) for pid, status in reap().items() if pid in pids}
         now = time.monotonic()
         running = [pid for pid in pids if pid not in codes]
         first_end = min(first_end, now) if codes else first_end
@@ -262,46 +263,18 @@ def _become(program: Any, request: Mapping[str, Any], environ: Mapping[str, str]
         os._exit(code)
 
 
-def _reap_all(pids: Sequence[int]) -> dict[int, int]:
-    """The exit codes of those that have ended, of `pids`. Reaps orphans too."""
-    codes: dict[int, int] = {}
-    while (found := _reap()) is not None:
-        if found[0] in pids:
-            codes[found[0]] = os.waitstatus_to_exitcode(found[1])
-    return codes
-
-
-def _reap() -> tuple[int, int] | None:
-    """(pid, status) of one child that has ended, None if none has."""
-    try:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        return None
-    return (pid, status) if pid else None
-
-
 def _drain() -> list[str]:
     """Command lines of the children that have not ended after DRAIN_S; they are killed."""
     deadline = time.monotonic() + DRAIN_S
-    while _children():
-        while _reap() is not None:
-            pass
-        left = deadline - time.monotonic()
-        if not _children() or left <= 0:
-            break
+    while (reap(), find_children())[1] and (left := deadline - time.monotonic()) > 0:
         signal.sigtimedwait({signal.SIGCHLD}, left)
     leftover: list[str] = []
-    for pid in _children():
-        leftover.append(
-            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
-        )
+    for pid in find_children():
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+        leftover.append(line.decode("utf-8", "replace").strip())
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     return leftover
-
-
-def _children() -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 
 
 if __name__ == "__main__":
