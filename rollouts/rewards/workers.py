@@ -100,7 +100,7 @@ class RewardWorkers:
     def __init__(self, *, timeout_s: float, memory_bytes: int, output_bytes: int) -> None:
         self._timeout_s, self._memory_bytes, self._output_bytes = timeout_s, memory_bytes, output_bytes
         self._offer, self._calls = trio.open_memory_channel[Call](math.inf)
-        self._counters = dict.fromkeys(("calls", "failed", "workers_started"), 0)
+        self._counters: dict[str, int] = dict.fromkeys(("calls", "failed", "workers_started"), 0)
 
     def reward(self, name: str, base_dir: Path) -> RewardFn:
         """An async reward function that calls the plain function which `name` means, in a worker. It raises
