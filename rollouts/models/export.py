@@ -25,7 +25,7 @@ from torch import Tensor
 from rollouts.errors import ModelError, StorageError
 from rollouts.models.directories import WEIGHT_INDEX, WHOLE_FILE, fsync_path
 from rollouts.models.quiet import quiet_transformers
-from rollouts.models.safetensors_file import DTYPES, TensorFile
+from rollouts.models.safetensors_file import TensorFile
 from rollouts.models.sharded import list_weights
 from rollouts.protocols import WeightSink
 
@@ -203,10 +203,6 @@ class ShardWriter:
     def _append(self, tensors: Bucket) -> None:
         for name, tensor in tensors:
             dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
-            if dtype not in DTYPES:
-                raise ModelError(
-                    f"{name} has dtype {dtype}, which model files do not hold here; convert it first"
-                )
             own, shard = tensor.detach().to(device="cpu", dtype=dtype), self._open.get(dtype)
             if shard and (shard.size + own.nbytes > self._shard_bytes or not shard.has_room(name)):
                 self._finish(dtype)

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollouts.errors import ModelError
+
 CHUNK_BYTES = 16 * 2**20
 LENGTH_BYTES = 8
 ENTRY_BYTES = 256  # room in the header for what it says of one tensor beside its name
-# in the order of the library's files: widest first, which keeps every tensor aligned
 DTYPES: dict[torch.dtype, str] = {
     torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32",
     torch.bfloat16: "BF16", torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
@@ -45,7 +46,13 @@ class TensorFile:
         return len(self._header.encode()) + len(name.encode()) + ENTRY_BYTES <= self._begin - LENGTH_BYTES
 
     def append(self, name: str, tensor: Tensor) -> None:
-        """Writes one tensor, on whatever device it is. Raises OSError."""
+        """Writes one tensor, on whatever device it is. Raises OSError; ModelError for a dtype outside
+        DTYPES.
+        """
+        if tensor.dtype not in DTYPES:
+            raise ModelError(
+                f"tensor {name!r} has dtype {tensor.dtype}, which files do not hold here; convert it first"
+            )
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         array: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
         content = memoryview(array)
@@ -70,19 +77,13 @@ class TensorFile:
 def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """The file `path` holds `tensors`, on whatever device they are. Not synced. Raises OSError; TypeError for
-    a dtype outside DTYPES. Tensors that share memory are written once each.
+    """The file `path` holds `tensors`, on whatever device they are. Not synced. Tensors that share memory are
+    written once each. Raises OSError; ModelError for a dtype outside DTYPES.
     """
-    for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPES:
-            raise TypeError(
-                f"tensor {name!r} has dtype {tensor.dtype}, which a checkpoint does not hold; convert it"
-                " first"
-            )
     metadata = dict(metadata or {"format": "pt"})
     room = len(json.dumps(metadata)) + sum(len(json.dumps(name)) + ENTRY_BYTES for name in tensors)
     file = TensorFile(path, header_bytes=room + ENTRY_BYTES, metadata=metadata)
-    rank = {dtype: number for number, dtype in enumerate(DTYPES)}
-    for name in sorted(tensors, key=lambda name: (rank[tensors[name].dtype], name)):
+    # widest first, which keeps every tensor aligned
+    for name in sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)):
         file.append(name, tensors[name])
     file.finish()
