@@ -162,29 +162,41 @@ def prepare_rows(
                 what = f"the longest prompt has {longest} tokens, with max_new_tokens={new_tokens} that is"
                 check_fit(setting, longest + new_tokens, what)
     for stage, mixture in rows.training.items():
-        if stage == "rl":
-            continue
-        section: Any = stage_config(config, stage)
-        looked_at = mixture if findings is None else _thin(mixture)
-        with reporting(findings, f"{stage}.data"):
-            if stage == "sft":
-                how = {"max_length": section.max_length, "train_on": section.train_on, "options": options}
-                training = prepared.conversations = prepare_sft_mixture(looked_at, tokenizer, **how)
-                trained = training.samples
-            else:
-                made = prepared.preferences[stage] = prepare_preferences(config, stage, looked_at, tokenizer)
-                training, held_out = made.training, made.held_out
-                trained = [row for one in (*training.samples, *held_out) for row in one.rows]
-                counts = f"{len(training.samples)} train and {len(held_out)} are held out"
-                note(findings, "ok", f"{stage}.data", f"of {len(looked_at.samples)} rows {counts}")
-            if findings is not None:
-                _describe_first(findings, f"{stage}.data", training.samples[0], tokenizer)
-                for line in describe_counts(stage, training, section.max_length):
-                    note(findings, "warning", f"{stage}.data", line.partition(": ")[2])
-            longest = max(len(row.token_ids) for row in trained)
-            prepared.longest_conversation = max(prepared.longest_conversation, longest)
-            check_fit(f"{stage}.max_length", longest, "the longest row, in tokens:")
+        if stage != "rl":
+            with reporting(findings, f"{stage}.data"):
+                longest = _prepare_stage(config, stage, mixture, tokenizer, prepared, findings)
+                prepared.longest_conversation = max(prepared.longest_conversation, longest)
+                check_fit(f"{stage}.max_length", longest, "the longest row, in tokens:")
     return prepared
+
+
+def _prepare_stage(
+    config: RunConfig,
+    stage: str,
+    mixture: Mixture[Row],
+    tokenizer: ChatTokenizer,
+    prepared: PreparedRows,
+    findings: Findings | None,
+) -> int:
+    """Tokens of the longest row of a stage, whose samples are in `prepared` afterwards."""
+    section: Any = stage_config(config, stage)
+    mixture = mixture if findings is None else _thin(mixture)
+    if stage == "sft":
+        options = TemplateOptions(config.model.template_params)
+        how = {"max_length": section.max_length, "train_on": section.train_on, "options": options}
+        training = prepared.conversations = prepare_sft_mixture(mixture, tokenizer, **how)
+        trained = training.samples
+    else:
+        made = prepared.preferences[stage] = prepare_preferences(config, stage, mixture, tokenizer)
+        training, held_out = made.training, made.held_out
+        trained = [row for one in (*training.samples, *held_out) for row in one.rows]
+        counts = f"{len(training.samples)} train and {len(held_out)} are held out"
+        note(findings, "ok", f"{stage}.data", f"of {len(mixture.samples)} rows {counts}")
+    if findings is not None:
+        _describe_first(findings, f"{stage}.data", training.samples[0], tokenizer)
+        for line in describe_counts(stage, training, section.max_length):
+            note(findings, "warning", f"{stage}.data", line.partition(": ")[2])
+    return max(len(row.token_ids) for row in trained)
 
 
 def _measure_prompt(rows: Sequence[Row], at: int, tokenizer: ChatTokenizer, options: TemplateOptions) -> int:
