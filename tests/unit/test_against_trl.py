@@ -33,6 +33,7 @@ from rollouts.losses.preference_losses import (
 from rollouts.losses.reward_model_losses import bradley_terry_loss
 from rollouts.losses.token_losses import sft_loss
 from rollouts.types import metric_values
+from tests.support.text_tables import read_cells
 
 V = 7
 CHOSEN = [[0, 1, 2, 3, 4], [0, 6, 5, 1], [0, 3]]  # the prompt is the first token
@@ -46,26 +47,29 @@ LABELS = [True, False, True]
 
 # Mean losses, by TRL 1.16.0.
 RECORDED: dict[str, float] = {
-    "dpo/sigmoid": 0.40540798642273357,
-    "dpo/robust": 0.2592930208708553,
-    "dpo/ipo": 3.733386528802754,
-    "dpo/hinge": 0.4914510574426021,
-    "dpo/sigmoid_norm": 0.6063164349181331,
-    "dpo/exo_pair": 0.2668243091930942,
-    "dpo/nca_pair": 2.0673314801923426,
-    "dpo/sppo_hard": 90.48884677125778,
-    "dpo/apo_zero": 0.8513735808112259,
-    "dpo/apo_down": 0.8833417882148197,
-    "cpo/sigmoid": 1.5348913951876657,
-    "cpo/simpo": 0.28479452026402285,
-    "orpo": 2.269903100699173,
-    "kto": 0.3496785699701294,
-    "kto/apo_zero_unpaired": 0.23534649268349048,
-    "reward": 0.8779706341203086,
-    "reward/margin": 1.0499284943534668,
-    "gkd/0.0": 2.767521043794823,
-    "gkd/0.3": 0.3419870313530627,
-    "gkd/1.0": 2.4375161297948766,
+    name: float(value)
+    for name, value in read_cells("""
+dpo/sigmoid            | 0.40540798642273357
+dpo/robust             | 0.2592930208708553
+dpo/ipo                | 3.733386528802754
+dpo/hinge              | 0.4914510574426021
+dpo/sigmoid_norm       | 0.6063164349181331
+dpo/exo_pair           | 0.2668243091930942
+dpo/nca_pair           | 2.0673314801923426
+dpo/sppo_hard          | 90.48884677125778
+dpo/apo_zero           | 0.8513735808112259
+dpo/apo_down           | 0.8833417882148197
+cpo/sigmoid            | 1.5348913951876657
+cpo/simpo              | 0.28479452026402285
+orpo                   | 2.269903100699173
+kto                    | 0.3496785699701294
+kto/apo_zero_unpaired  | 0.23534649268349048
+reward                 | 0.8779706341203086
+reward/margin          | 1.0499284943534668
+gkd/0.0                | 2.767521043794823
+gkd/0.3                | 0.3419870313530627
+gkd/1.0                | 2.4375161297948766
+""")
 }
 OTHER_NAMES = {
     "nll_loss": "loss/nll",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -95,22 +96,10 @@ def test_the_word_none_switches_off_a_nullable_number(write):
 
 
 def test_flags_are_read_as_their_setting_asks(write):
-    config = load_config(
-        write(RL),
-        [
-            "--name", "8",
-            "--deterministic", "true",
-            "--seed", "3",
-            "--rl.optim.lr", "1e-6",
-            "--rl.clip_high=1",
-            "--rl.rollout.filters", '["a", "b"]',
-            "--rl.loss_params.x", "3",
-            "--rl.loss_params.mode", "hard",
-            "--rl.data.params.deep.list", "[1, 2]",
-            "--rl.data.system_prompt", '"quoted = yes"',
-            "--model.autocast", "off",
-        ],
-    )  # fmt: skip
+    flags = """--name 8 --deterministic true --seed 3 --rl.optim.lr 1e-6 --rl.clip_high=1
+        --rl.rollout.filters '["a", "b"]' --rl.loss_params.x 3 --rl.loss_params.mode hard
+        --rl.data.params.deep.list '[1, 2]' --rl.data.system_prompt '"quoted = yes"' --model.autocast off"""
+    config = load_config(write(RL), shlex.split(flags))
     assert (config.name, config.deterministic, config.seed, config.model.autocast) == ("8", True, 3, "off")
     assert config.rl is not None
     assert (config.rl.optim.lr, config.rl.clip_high, config.rl.rollout.filters) == (1e-6, 1.0, ["a", "b"])
