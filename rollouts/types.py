@@ -9,31 +9,31 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NotRequired, TypedDict, TypeVar, cast
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rollouts.messages import ChatMessage as ChatMessage
+from rollouts.messages import JSONValue, checked_messages
+from rollouts.messages import check_json as check_json
+from rollouts.metric_kinds import EffectiveShare as EffectiveShare
+from rollouts.metric_kinds import ExplainedVariance as ExplainedVariance
+from rollouts.metric_kinds import Max as Max
+from rollouts.metric_kinds import Mean as Mean
+from rollouts.metric_kinds import Metric as Metric
+from rollouts.metric_kinds import Metrics as Metrics
+from rollouts.metric_kinds import Min as Min
+from rollouts.metric_kinds import Total as Total
+from rollouts.metric_kinds import merge_metrics as merge_metrics
+from rollouts.metric_kinds import metric_values as metric_values
+
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
-JSONValue = Any  # None, bool, int, finite float, str, and lists and str-keyed dicts of these
-
-
-class ChatMessage(TypedDict):
-    """One turn of a conversation. A row's other keys stay beside these, and the chat template sees them."""
-
-    role: str  # system, user, assistant, tool, or what else the chat template knows
-    content: str  # "" where the turn is nothing but tool calls
-    reasoning_content: NotRequired[str]  # the thinking before the content
-    tool_calls: NotRequired[
-        list[dict[str, JSONValue]]
-    ]  # {"type": "function", "function": {"name", "arguments"}}, arguments an object or its text
-    tool_call_id: NotRequired[str]  # of a tool's turn: the call that it answers
-    name: NotRequired[str]  # of who speaks, mostly the tool
 
 
 class Status(StrEnum):
@@ -49,47 +49,22 @@ class Status(StrEnum):
 ARRAY_KINDS = {"i": ("iu", "integers"), "f": ("fiu", "numbers"), "b": ("b", "0 and 1")}
 
 
-def _frozen_array(owner: str, name: str, value: ArrayLike, dtype: Any, length: int | None) -> NDArray[Any]:
+def _frozen_array(name: str, value: ArrayLike, dtype: Any, length: int | None) -> NDArray[Any]:
     source, wanted = np.asarray(value), np.dtype(dtype)
     if source.ndim != 1:
-        raise ValueError(f"{owner}.{name} has {source.ndim} axes; it must be one-dimensional [T]")
+        raise ValueError(f"Sample.{name} has {source.ndim} axes; it must be one-dimensional [T]")
     if length is not None and len(source) != length:
         raise ValueError(
-            f"{owner}.{name} has {len(source)} values for {length} tokens; token-level fields have one value"
+            f"Sample.{name} has {len(source)} values for {length} tokens; token-level fields have one value"
             " per token"
         )
     kinds, what = ARRAY_KINDS[wanted.kind]
     is_bits = wanted.kind == "b" and bool(np.isin(source, (0, 1)).all())
     if len(source) and source.dtype.kind not in kinds and not is_bits:
-        raise ValueError(f"{owner}.{name} has dtype {source.dtype}; it must hold {what}")
+        raise ValueError(f"Sample.{name} has dtype {source.dtype}; it must hold {what}")
     result = source.astype(wanted)
     result.flags.writeable = False
     return result
-
-
-def check_json(name: str, value: object) -> None:
-    """Raises ValueError, naming the path, if `value` is not JSON (None, bool, int, finite float, str, list,
-    str-keyed dict).
-    """
-    if value is None or isinstance(value, bool | int | str):
-        return
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError(f"{name} is {value}; JSON has no such number")
-        return
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if not isinstance(key, str):
-                raise ValueError(f"{name} has the key {key!r}; keys must be strings")
-            check_json(f"{name}.{key}", inner)
-        return
-    if isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            check_json(f"{name}[{index}]", inner)
-        return
-    raise ValueError(
-        f"{name} is a {type(value).__name__}; it must be a JSON value (numpy scalars: call .item())"
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,18 +98,17 @@ class Sample:
     )  # JSON values only: the dataset row, notes, failures
 
     def __post_init__(self) -> None:
-        put = object.__setattr__
+        put = functools.partial(object.__setattr__, self)
         if not isinstance(self.id, str) or not self.id:
             raise ValueError(f"Sample.id is {self.id!r}; it must be a string that is not empty")
         if not isinstance(self.prompt, str):
-            put(self, "prompt", tuple(checked_messages(self.prompt, "Sample.prompt")))
+            put("prompt", tuple(checked_messages(self.prompt, "Sample.prompt")))
         if not isinstance(self.response, str):
             raise ValueError(f"Sample.response is a {type(self.response).__name__}; it must be text")
-        tokens = _frozen_array("Sample", "tokens", self.tokens, np.int64, None)
-        if len(tokens) and int(tokens.min()) < 0:
-            raise ValueError(f"Sample.tokens holds {int(tokens.min())}; token ids are not negative")
-        count = len(tokens)
-        put(self, "tokens", tokens)
+        put("tokens", _frozen_array("tokens", self.tokens, np.int64, None))
+        count = len(self.tokens)
+        if count and int(self.tokens.min()) < 0:
+            raise ValueError(f"Sample.tokens holds {int(self.tokens.min())}; token ids are not negative")
         for name, dtype, blank in (
             ("loss_mask", np.bool_, 0),
             ("rollout_log_probs", np.float32, 0.0),
@@ -142,17 +116,14 @@ class Sample:
         ):
             value = getattr(self, name)
             filled = np.full(count, blank, dtype) if len(value) == 0 else value
-            put(self, name, _frozen_array("Sample", name, filled, dtype, count))
+            put(name, _frozen_array(name, filled, dtype, count))
         if not np.isfinite(self.rollout_log_probs).all():
             raise ValueError("Sample.rollout_log_probs holds a value that is not finite")
         if self.reward is not None:
-            put(self, "reward", _finite("Sample.reward", self.reward))
-        put(
-            self,
-            "rewards",
-            {str(key): _finite(f"Sample.rewards[{key!r}]", value) for key, value in self.rewards.items()},
-        )
-        put(self, "status", Status(self.status))
+            put("reward", _finite("Sample.reward", self.reward))
+        parts = self.rewards.items()
+        put("rewards", {str(key): _finite(f"Sample.rewards[{key!r}]", value) for key, value in parts})
+        put("status", Status(self.status))
         check_json("Sample.metadata", self.metadata)
 
     @property
@@ -164,159 +135,6 @@ class Sample:
     def oldest_version(self) -> int | None:
         """The oldest weight version of any token that trains; None if none does."""
         return int(self.weight_versions[self.loss_mask].min()) if self.loss_mask.any() else None
-
-
-def checked_messages(messages: object, name: str) -> list[ChatMessage]:
-    """The chat messages of a list, each as `checked_message` gives it. Raises ValueError, beginning with
-    `name`, for anything else and for an empty list.
-    """
-    if not isinstance(messages, list | tuple):
-        raise ValueError(f"{name} is of type {type(messages).__name__}; it must be a list of chat messages")
-    if not messages:
-        raise ValueError(f"{name} is an empty list; it must hold at least one chat message")
-    checked: list[ChatMessage] = []
-    for index, message in enumerate(messages):
-        try:
-            checked.append(checked_message(message))
-        except ValueError as error:
-            raise ValueError(f"{name}[{index}]{error}") from error
-    return checked
-
-
-OTHER_THINKING_KEYS = ("reasoning", "thinking")  # names that some datasets give to reasoning_content
-MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
-
-
-def checked_message(message: object) -> ChatMessage:
-    """A copy of `message` as one turn, with every key that has a value.
-
-    A content of text parts becomes one text, the parts put together with nothing between them. No content
-    beside tool calls becomes "". A null elsewhere, or an empty list of tool calls, is an absent key.
-    `reasoning` and `thinking` become reasoning_content. Raises ValueError with a text that goes on after the
-    message's name, such as ".content is of type int; it must be text".
-    """
-    if not isinstance(message, Mapping):
-        raise ValueError(
-            f" is of type {type(message).__name__}; a chat message is an object with a role and a content"
-        )
-    turn: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
-    calls = _checked_tool_calls(turn.pop("tool_calls", []))
-    if calls:
-        turn.setdefault("content", "")
-    for key in ("role", "content"):
-        if key not in turn and key not in message:
-            raise ValueError(f" has no {key}; a chat message is an object with a role and a content")
-    role = turn.get("role")
-    if not isinstance(role, str):
-        raise ValueError(f".role is of type {type(role).__name__}; it must be text")
-    if not role:
-        raise ValueError(".role is empty; it must be system, user, assistant or tool")
-    if calls and role != "assistant":
-        raise ValueError(f" has the role {role} and tool_calls; only an assistant's turn calls tools")
-    turn["content"] = _checked_content(turn.get("content"))
-    for key in OTHER_THINKING_KEYS:
-        if key in turn and turn.setdefault("reasoning_content", turn[key]) == turn[key]:
-            del turn[key]
-    _check_other_keys(turn)
-    return cast(ChatMessage, turn | ({"tool_calls": calls} if calls else {}))
-
-
-def _checked_content(content: object) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list | tuple):
-        raise ValueError(f".content is of type {type(content).__name__}; it must be text")
-    if not content:
-        raise ValueError(".content is an empty list; it must be text, or a list of text parts")
-    parts: list[str] = []
-    for index, part in enumerate(content):
-        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-        text = part.get("text") if isinstance(part, Mapping) else part
-        if kind != "text":
-            raise ValueError(
-                f".content[{index}] is a part of type {kind!r}; only text can train, so leave such rows out"
-            )
-        if not isinstance(text, str):
-            raise ValueError(f'.content[{index}] has no text; a part is {{"type": "text", "text": "…"}}')
-        parts.append(text)
-    return "".join(parts)
-
-
-def _check_other_keys(turn: Mapping[str, Any]) -> None:
-    for key in ("reasoning_content", "tool_call_id", "name"):
-        if not isinstance(turn.get(key, ""), str):
-            raise ValueError(f".{key} is of type {type(turn[key]).__name__}; it must be text")
-    for key in OTHER_THINKING_KEYS:
-        if key in turn:
-            raise ValueError(f" has another text in {key} than in reasoning_content; keep one of them")
-    for key in MEDIA_KEYS:
-        if turn.get(key):
-            raise ValueError(f".{key}: only text can train, so leave such rows out")
-    if "function_call" in turn:
-        raise ValueError(
-            '.function_call is the old way to call a tool; write tool_calls: [{"type": "function",'
-            ' "function": {…}}]'
-        )
-    for key in ("weight", "train"):
-        if turn.get(key, 1) in (0, False):
-            raise ValueError(
-                f".{key} is {turn[key]!r}, which is not read; the turns that train are chosen by sft.train_on"
-            )
-    for key, value in turn.items():
-        if not isinstance(key, str):
-            raise ValueError(f" has the key {key!r}; keys must be text")
-        check_json(f".{key}", value)
-
-
-def _checked_tool_calls(calls: object) -> list[dict[str, Any]]:
-    if not isinstance(calls, list | tuple):
-        raise ValueError(f".tool_calls is of type {type(calls).__name__}; it must be a list of tool calls")
-    return [_checked_tool_call(call, f".tool_calls[{index}]") for index, call in enumerate(calls)]
-
-
-def _checked_tool_call(call: object, name: str) -> dict[str, Any]:
-    form = '{"type": "function", "function": {"name": "…", "arguments": {…}}}'
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-        raise ValueError(f"{name} has no function; a tool call is {form}")
-    if (call.get("type") or "function") != "function":
-        raise ValueError(f"{name}.type is {call['type']!r}; a tool call is {form}")
-    if not isinstance(function.get("name"), str) or not function["name"]:
-        raise ValueError(
-            f"{name}.function.name is {function.get('name')!r}; it must be text that is not empty"
-        )
-    parse_tool_arguments(function.get("arguments"), f"{name}.function.arguments")
-    check_json(name, call)
-    kept = {key: value for key, value in call.items() if value is not None}
-    return {"type": "function", **kept, "function": dict(function)}
-
-
-def parse_tool_arguments(arguments: object, name: str) -> dict[str, Any]:
-    """The arguments of a tool call as an object, from one or from its JSON text. Raises ValueError, beginning
-    with `name`, for others.
-    """
-    value: object = arguments
-    if isinstance(arguments, str):
-        try:
-            value = json.loads(arguments, object_pairs_hook=_unique_keys)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{name} is {arguments!r}, which is not the JSON text of an object ({error})"
-            ) from error
-    if not isinstance(value, Mapping):
-        raise ValueError(
-            f"{name} is {arguments!r}; it must be an object or its JSON text, {{}} for no arguments"
-        )
-    check_json(name, value)
-    return dict(value)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    twice = next((key for key in keys if keys.count(key) > 1), None)
-    if twice is not None:
-        raise ValueError(f"the key {twice!r} stands twice")
-    return dict(pairs)
 
 
 SEGMENT_ID = re.compile(
@@ -420,23 +238,17 @@ class RolloutBatch:
 
     def __post_init__(self) -> None:
         rows = len(self.tokens)
-        for name in TOKEN_LEVEL:
+        for name in (*TOKEN_LEVEL, "rewards", "mean_advantages", "group_indices", "metadata"):
             value = getattr(self, name)
-            if value is None:
+            if value is None or (name == "metadata" and not value):
                 continue
             if len(value) != rows:
                 raise ValueError(f"RolloutBatch.{name} has {len(value)} rows; tokens has {rows}")
             for row, (inner, tokens) in enumerate(zip(value, self.tokens, strict=True)):
-                if len(inner) != len(tokens):
+                if name in TOKEN_LEVEL and len(inner) != len(tokens):
                     raise ValueError(
                         f"RolloutBatch.{name}[{row}] has {len(inner)} values for {len(tokens)} tokens"
                     )
-        for name in ("rewards", "mean_advantages", "group_indices"):
-            value = getattr(self, name)
-            if value is not None and len(value) != rows:
-                raise ValueError(f"RolloutBatch.{name} has {len(value)} values for {rows} rows")
-        if self.metadata and len(self.metadata) != rows:
-            raise ValueError(f"RolloutBatch.metadata has {len(self.metadata)} records for {rows} rows")
         if not self.temperature > 0:
             raise ValueError(f"RolloutBatch.temperature is {self.temperature}; it must be above 0")
 
@@ -560,120 +372,6 @@ class OptimParams:
 
     lr: float
     max_grad_norm: float | None = 1.0  # None: no clipping
-
-
-# --- mergeable metric values --------------------------------------------------------------------------------
-
-
-KindT = TypeVar("KindT", "Mean", "Total", "EffectiveShare", "ExplainedVariance")
-
-
-def _add_sums(one: KindT, other: KindT) -> KindT:
-    return type(one)(*(getattr(one, sums.name) + getattr(other, sums.name) for sums in fields(one)))
-
-
-@dataclass(frozen=True, slots=True)
-class Mean:
-    """A mean that carries its count, so that means of parts merge exactly."""
-
-    total: float
-    count: float
-    merge = _add_sums
-
-    @property
-    def value(self) -> float | None:
-        return self.total / self.count if self.count else None
-
-
-@dataclass(frozen=True, slots=True)
-class Total:
-    """A sum over parts."""
-
-    value: float
-    merge = _add_sums
-
-
-@dataclass(frozen=True, slots=True)
-class Max:
-    """The largest of the parts."""
-
-    value: float
-
-    def merge(self, other: Max) -> Max:
-        return max(self, other, key=lambda one: one.value)
-
-
-@dataclass(frozen=True, slots=True)
-class Min:
-    """The smallest of the parts."""
-
-    value: float
-
-    def merge(self, other: Min) -> Min:
-        return min(self, other, key=lambda one: one.value)
-
-
-@dataclass(frozen=True, slots=True)
-class EffectiveShare:
-    """Effective sample size of weights over their number, (Σw)² / (n Σw²): 1 when all are equal. Sums merge;
-    the share of parts would not.
-    """
-
-    total: float  # Σw
-    square: float  # Σw²
-    count: float  # n
-    merge = _add_sums
-
-    @property
-    def value(self) -> float | None:
-        return self.total**2 / (self.count * self.square) if self.count * self.square > 0 else None
-
-
-@dataclass(frozen=True, slots=True)
-class ExplainedVariance:
-    """1 − Var(target − prediction) / Var(target), biased variances of both: 1 is perfect, 0 no better than
-    the mean. None for constant targets.
-    """
-
-    count: float
-    target: float  # Σ target
-    target_square: float  # Σ target²
-    error: float  # Σ (target − prediction)
-    error_square: float  # Σ (target − prediction)²
-    merge = _add_sums
-
-    @property
-    def value(self) -> float | None:
-        spread = self.count * self.target_square - self.target**2  # count² times the variance
-        rounding = 1e-12 * self.count * self.target_square  # of the difference of two sums
-        return 1.0 - (self.count * self.error_square - self.error**2) / spread if spread > rounding else None
-
-
-Metric = Mean | Total | Max | Min | EffectiveShare | ExplainedVariance
-Metrics = Mapping[str, Metric]
-
-
-def merge_metrics(parts: Iterable[Metrics]) -> dict[str, Metric]:
-    """One mapping in which metrics of the same name are merged. Raises ValueError if a name has two kinds."""
-    merged: dict[str, Metric] = {}
-    for part in parts:
-        for name, metric in part.items():
-            held = merged.get(name)
-            if held is None:
-                merged[name] = metric
-            elif type(held) is type(metric):
-                merged[name] = held.merge(cast(Any, metric))  # the kinds are equal
-            else:
-                raise ValueError(
-                    f"metric {name} is a {type(held).__name__} in one part and a {type(metric).__name__} in"
-                    " another"
-                )
-    return merged
-
-
-def metric_values(metrics: Metrics) -> dict[str, float]:
-    """Plain numbers; a metric without a value (a mean of nothing) is absent."""
-    return {name: value for name, metric in metrics.items() if (value := metric.value) is not None}
 
 
 # --- what a backend answers ---------------------------------------------------------------------------------

@@ -16,11 +16,10 @@ Without reasoning-gym: kind = "python", function = "integration_training.tasks.a
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
 
-from integration_training.tasks import Row, check_gold, keep_mixed, make_each
+from integration_training.tasks import Row, keep_mixed, make_each
 from rollouts.types import RewardResult, Sample
 
 __all__ = ["keep_mixed"]  # the filter of this task
@@ -65,27 +64,6 @@ def close_answer(sample: Sample) -> RewardResult:
     return RewardResult(0.5 * max(0.0, 1.0 - error / 20.0), exact.parts)
 
 
-def leading_characters(sample: Sample) -> RewardResult:
-    """The share of the answer's characters that the response begins with: 1 for the answer itself, partial
-    credit for a good start.
-
-    Characters after the answer count against it: the share is of the longer of the two texts. Raises KeyError
-    like exact_answer.
-    """
-    answer = str(sample.metadata["answer"]).strip()
-    response = sample.response.strip()
-    if not answer:
-        raise ValueError("the row's answer is empty; there is nothing to compare with")
-    pairs = zip(answer, response, strict=False)
-    same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    return RewardResult(same / max(len(answer), len(response)), {"exact": float(response == answer)})
-
-
 def is_number(text: str) -> bool:
     """Whether `text` is one number in digits, with nothing around it."""
     return NUMBER.fullmatch(text) is not None
-
-
-def check_gold_answers(size: int = 200, seed: int = 0) -> None:
-    """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward."""
-    check_gold(make_rows(size=size, seed=seed), exact_answer, close_answer, leading_characters)

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 
-from integration_training.tasks import Row, check_gold, make_each
+from integration_training.tasks import Row, make_each
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
 
 OPERATORS: dict[type[ast.operator], tuple[str, Callable[[Fraction, Fraction], Fraction]]] = {
@@ -111,8 +111,3 @@ def keep_solvable(group: SampleGroup) -> FilterDecision:
     return FilterDecision(
         False, "all_or_none_solved", f"{solved:.0f} of {len(group.samples)} samples solve it"
     )
-
-
-def check_gold_answers(size: int = 200, seed: int = 0) -> None:
-    """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward."""
-    check_gold(make_rows(size=size, seed=seed), reaches_target)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import random
 
-from integration_training.tasks import Row, check_gold, keep_mixed, make_each
+from integration_training.tasks import Row, keep_mixed, make_each
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
 
 NAMES = """
@@ -83,11 +83,3 @@ def keep_parsable(group: SampleGroup) -> FilterDecision:
             False, "nothing_parses", f"none of {len(group.samples)} samples is a JSON object"
         )
     return keep_mixed(group)
-
-
-def check_gold_answers(size: int = 200, seed: int = 0) -> None:
-    """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward."""
-    rows = make_rows(size=size, seed=seed)
-    check_gold(rows, extracts_fields)
-    for row in rows:
-        assert all(str(value) in row["prompt"] for value in json.loads(row["answer"]).values()), row

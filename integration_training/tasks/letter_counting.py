@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 import re
 
-from integration_training.tasks import Row, check_gold, keep_mixed, make_each
+from integration_training.tasks import Row, keep_mixed, make_each
 from rollouts.types import RewardResult, Sample
 
 __all__ = ["keep_mixed"]  # the filter of this task
@@ -63,11 +63,3 @@ def counts_right(sample: Sample) -> RewardResult:
     )
     number_only = float(response.isascii() and response.isdigit())
     return RewardResult(right * (0.5 + 0.5 * number_only), {"right": right, "number_only": number_only})
-
-
-def check_gold_answers(size: int = 200, seed: int = 0) -> None:
-    """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward."""
-    rows = make_rows(size=size, seed=seed)
-    check_gold(rows, counts_right)
-    for row in rows:
-        assert sum(character == row["letter"] for character in row["word"]) == int(row["answer"]), row

@@ -14,7 +14,7 @@
     [rl.rollout]
     reward_model = "stage"
     reward = "integration_training.tasks.letter_words:share_of_letters"
-    filters = ["integration_training.tasks.letter_words:keep_apart"]
+    filters = ["integration_training.tasks.letter_words:keep_mixed"]
 
 `reward` stands beside the reward model or instead of it; for loss = "kto" the rows are `make_labels`. What is
 preferred can be seen character by character, so that a random two-layer model learns it in seconds.
@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import random
 
-from integration_training.tasks import Row, check_gold
-from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
+from integration_training.tasks import Row, keep_mixed
+from rollouts.types import RewardResult, Sample
+
+__all__ = ["keep_mixed"]  # the filter of this task
 
 LETTERS, DIGITS = "abcdefgh", "01234567"
 SHORTEST, LONGEST = 2, 5  # characters of a response
-APART = 1e-6  # rewards that are nearer than this are equal: a model's scores of the same response are
 
 
 def make_pairs(*, size: int, seed: int) -> list[Row]:
@@ -73,17 +74,3 @@ def share_of_letters(sample: Sample) -> RewardResult:
     letters = sum(character in LETTERS for character in sample.response)
     share = letters / len(sample.response) if sample.response else 0.0
     return RewardResult(share, {"letters": share})
-
-
-def keep_apart(group: SampleGroup) -> FilterDecision:
-    """Keeps a group whose samples do not all have the same reward. With a critic a group of equal rewards
-    teaches too: then leave this out.
-    """
-    if group.rewards.max() - group.rewards.min() > APART:
-        return FilterDecision(keep=True)
-    return FilterDecision(False, "same_reward", f"every sample has {group.rewards[0]:g}")
-
-
-def check_gold_answers(size: int = 200, seed: int = 0) -> None:
-    """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward."""
-    check_gold(make_rows(size=size, seed=seed), share_of_letters)

@@ -19,7 +19,7 @@ import random
 import re
 from collections import Counter
 
-from integration_training.tasks import Row, check_gold, make_each
+from integration_training.tasks import Row, make_each
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
 
 SEPARATED_NUMBERS = re.compile(r"-?\d+(?:\s*,\s*-?\d+)*")
@@ -75,8 +75,3 @@ def keep_unsettled(group: SampleGroup) -> FilterDecision:
         if count == when:
             return FilterDecision(False, why, f"{count:.0f} of {len(group.samples)} samples: {name}")
     return FilterDecision(keep=True)
-
-
-def check_gold_answers(size: int = 200, seed: int = 0) -> None:
-    """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward."""
-    check_gold(make_rows(size=size, seed=seed), in_order)

@@ -21,7 +21,7 @@ import random
 import re
 from collections.abc import Sequence
 
-from integration_training.tasks import Row, check_gold, keep_mixed, make_each
+from integration_training.tasks import Row, keep_mixed, make_each
 from rollouts.types import RewardResult, Sample
 
 __all__ = ["keep_mixed"]  # the filter of this task
@@ -95,14 +95,3 @@ def win_rates(samples: Sequence[Sample]) -> list[RewardResult]:
         note = f"fits {mine.reward:.2f}, sample {index + 1} of {len(samples)}"
         rates.append(RewardResult((sum(ranks) - 0.5) / others, mine.parts, note=note))  # not against itself
     return rates
-
-
-def check_gold_answers(size: int = 200, seed: int = 0) -> None:
-    """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward."""
-    rows = make_rows(size=size, seed=seed)
-    check_gold(rows, fits)
-    for row in rows:
-        gold, empty = (
-            Sample(id="s", prompt="p", response=text, metadata=row) for text in (row["answer"], "")
-        )
-        assert [result.reward for result in win_rates([gold, empty])] == [1.0, 0.0], row

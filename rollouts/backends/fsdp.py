@@ -14,55 +14,34 @@ from __future__ import annotations
 import dataclasses
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import trio
 
 from rollouts.backends.captures import HeldPart
 from rollouts.backends.open import (
-    Autocast,
+    OPENING,
+    OpenSettings,
     TrainerOptions,
-    check_head,
-    choose_autocast_dtype,
-    open_parts,
-    raise_own,
+    open_trainer,
+    open_trainer_thread,
 )
 from rollouts.backends.pytorch import RankedTrainingBackend
 from rollouts.backends.trainer import COMMANDS, Trainer
 from rollouts.config.load import check_same_config, dump_config
 from rollouts.config.schema import RunConfig
-from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import DeviceFuture, DeviceThread, open_device_thread
 from rollouts.errors import ConfigError, RunDirError
-from rollouts.models.load import ModelHead
-from rollouts.models.scalar_head import set_padding_token
 from rollouts.ranks.channel import Channel, Command, RankChannel
 from rollouts.ranks.group import AgreedFailure, Ranks, encode_error
 from rollouts.ranks.meet import OpenRanks
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-WAITING, OPENING = "waiting for rank 0", "opening the model"
+WAITING = "waiting for rank 0"
 FindPath = Callable[[str], Path]
 """A model directory of rank 0's as this machine has it. Blocks."""
-
-
-def open_trainer(options: TrainerOptions, ranks: Ranks, check_open: Callable[[], None]) -> Trainer:
-    """This rank's part of a backend. Collective. Raises AgreedFailure."""
-    model, optimizer, plan, autocast_dtype = open_parts(options, ranks)
-    return Trainer(
-        model,
-        optimizer,
-        ranks,
-        plan,
-        check_open=check_open,
-        autocast_dtype=autocast_dtype,
-        reduce_each=options.reduce_each_micro_batch or options.cpu_offload,
-    )
 
 
 class FSDPTrainingBackend(RankedTrainingBackend):
@@ -75,74 +54,27 @@ async def open_fsdp_backend(
     *,
     channel: RankChannel,
     ranks: Ranks,
-    optim: OptimConfig,
-    total_steps: int,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    micro_batch_tokens: int = 8192,
-    share_prefix: bool = True,
-    skip_zero_advantage: bool = False,
-    autocast: Autocast = "auto",
-    head: ModelHead = "tokens",
-    cpu_offload: bool = False,
     device_thread: DeviceThread | None = None,
-    **options: Any,
+    **settings: Unpack[OpenSettings],
 ) -> AsyncIterator[FSDPTrainingBackend]:
     """A backend whose model, gradients and optimizer are spread over `ranks`; on rank 0, while the others are
     in serve_backends.
 
-    Settings as of open_pytorch_backend; `options` are those of TrainerOptions. micro_batch_tokens: of one
-    rank. cpu_offload: weights, gradients and moments wait in host memory, where AdamW runs; GPUs hold what a
-    micro-batch needs. reduce_each_micro_batch: see Trainer. device_thread: that of a backend which is open on
-    these ranks and stays open for longer; a second one then trains beside it, a critic beside a policy, and
-    no third. Raises ModelError, and ConfigError for settings that do not go together.
+    Settings as of open_pytorch_backend; micro_batch_tokens: of one rank. cpu_offload: weights, gradients and
+    moments wait in host memory, where AdamW runs; GPUs hold what a micro-batch needs.
+    reduce_each_micro_batch: see Trainer. device_thread: that of a backend which is open on these ranks and
+    stays open for longer; a second one then trains beside it, a critic beside a policy, and no third. Raises
+    ModelError, and ConfigError for settings that do not go together.
     """
     assert ranks.rank == 0, f"rank {ranks.rank} takes commands: use serve_backends"
-    check_head(head, skip_zero_advantage=skip_zero_advantage)
-    if cpu_offload and ranks.device.type == "cpu":
+    if settings.get("cpu_offload") and ranks.device.type == "cpu":
         raise ConfigError(
             "distributed.cpu_offload=true, but the ranks train on CPUs: all they have is in host memory;"
             " leave it out, or set model.device='cuda'"
         )
-    # rank 0 chooses the precision: machines may be unlike
-    precision = choose_autocast_dtype(autocast, str(ranks.device))
-    sent = TrainerOptions(
-        model_path=str(model_path),
-        optim=optim.model_dump(),
-        autocast="off" if precision is None else "bfloat16",
-        cpu_offload=cpu_offload,
-        head=head,
-        **options,
-    )
-    number = 0 if device_thread is None else 1
-
-    def open_part() -> Trainer:
-        channel.phase = OPENING
-        channel.send({"name": "open_backend", "options": dataclasses.asdict(sent), "backend": number})
-        return raise_own(lambda: open_trainer(sent, ranks, thread.check_open))
-
-    own = open_device_thread(name="trainer") if device_thread is None else nullcontext(device_thread)
-    try:
-        async with own as thread:
-            opening = thread.submit(open_part)
-            with trio.CancelScope(shield=True):  # else the others would open a backend that nobody has
-                await opening
-            trainer = await opening
-            if head == "scalar":
-                set_padding_token(trainer.model, tokenizer)
-            yield FSDPTrainingBackend(
-                trainer,
-                channel,
-                thread,
-                optim=optim,
-                total_steps=total_steps,
-                tokenizer=tokenizer,
-                micro_batch_tokens=micro_batch_tokens,
-                share_prefix=share_prefix,
-                skip_zero_advantage=skip_zero_advantage,
-                number=number,
-            )
-    finally:
-        channel.send({"name": "close_backend", "backend": number})
+    async with open_trainer_thread(model_path, channel, ranks, device_thread, settings) as opened:
+        trainer, thread, number, own = opened
+        yield FSDPTrainingBackend(trainer, channel, thread, number=number, **own)
 
 
 # --- the other ranks ----------------------------------------------------------------------------------------
@@ -165,9 +97,8 @@ async def serve_rank(opened: OpenRanks, config: RunConfig, *, find_model: FindPa
     if begin is None:  # rank 0 had nothing to do
         return
     check_same_config(config, begin["config"], whose="rank 0")
-    find_path = partial(
-        find_directory, base_model=begin["model_path"], name=config.model.name, find_model=find_model
-    )
+    base = {"base_model": begin["model_path"], "name": config.model.name}
+    find_path = partial(find_directory, find_model=find_model, **base)
     await serve_backends(opened.channel, opened.ranks, find_path=find_path)
 
 
@@ -211,22 +142,27 @@ async def serve_backends(channel: Channel, ranks: Ranks, *, find_path: FindPath 
         channel.answer(name, said)
 
     async with open_device_thread(name="trainer") as thread, trio.open_nursery() as nursery:
+
+        def submit(command: Command) -> DeviceFuture[Any]:
+            future = thread.submit(partial(follow, command, trainers, channel, ranks, thread, find_path))
+            nursery.start_soon(finish, future)
+            return future
+
         channel.phase = WAITING
         while (command := await channel.receive()) is not None:
-            if command["name"] == "write_held":
-                nursery.start_soon(write, command["capture"], Path(command["path"]))
-            elif command["name"] == "drop_held":
-                captures.pop(command["capture"], None)
-            else:
-                job = partial(follow, command, trainers, channel, ranks, thread, find_path)
-                future = thread.submit(job)
-                nursery.start_soon(finish, future)
-                if command["name"] == "capture":
-                    captures[command["fields"]["name"]] = future
-                elif command["name"] == "close_backend":
-                    for name in [*captures]:
-                        if name.startswith(f"{command['backend']}-"):
-                            del captures[name]
+            match command["name"]:
+                case "write_held":
+                    nursery.start_soon(write, command["capture"], Path(command["path"]))
+                case "drop_held":
+                    captures.pop(command["capture"], None)
+                case "capture":
+                    captures[command["fields"]["name"]] = submit(command)
+                case "close_backend":
+                    submit(command)
+                    own = f"{command['backend']}-"
+                    captures = {name: held for name, held in captures.items() if not name.startswith(own)}
+                case _:
+                    submit(command)
 
 
 def follow(

@@ -1,4 +1,6 @@
-"""A trainer's parts from a model directory, on one rank or many; and a backend of one process in one call."""
+"""A trainer's part of a backend from a model directory, on one rank or many; and a backend of one process in
+one call.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,15 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 import torch
+import trio
 from torch import Tensor
 
 from rollouts.backends.compiled import compile_and_prove
-from rollouts.backends.pytorch import PyTorchTrainingBackend
+from rollouts.backends.pytorch import BackendSettings, PyTorchTrainingBackend
 from rollouts.backends.sharding import (
     COMPILE_MEET_S,
     discard_iteration,
@@ -25,25 +27,27 @@ from rollouts.backends.sharding import (
     run_unsharded,
     shard_model,
 )
+from rollouts.backends.trainer import Trainer
 from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.errors import ConfigError, ModelError
 from rollouts.models.devices import use_device
 from rollouts.models.directories import compute_model_digests
+from rollouts.models.forward_plan import log_plan
 from rollouts.models.layers import checkpoint_layers
 from rollouts.models.load import ModelHead, load_hf_model
-from rollouts.models.log_probs import ForwardPlan
 from rollouts.models.optim import create_adamw_optimizer
 from rollouts.models.scalar_head import load_scalar_model, set_padding_token
 from rollouts.models.sharded import load_sharded_weights, make_meta_model
+from rollouts.ranks.channel import NoOtherRanks, RankChannel
 from rollouts.ranks.group import AgreedFailure, Ranks, all_gather_bytes, meet_all, run_agreed
-from rollouts.ranks.meet import find_difference
+from rollouts.ranks.meet import describe_difference
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 Autocast = Literal["off", "bfloat16", "auto"]
-T = TypeVar("T")
+OPENING = "opening the model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +57,8 @@ class TrainerOptions:
     model_path: str
     optim: Mapping[str, Any]  # of OptimConfig
     autocast: Autocast = "auto"
-    threads: int = 0  # torch's in each of several ranks; 0: this machine's cores divided by its ranks
+    # torch's; 0: this machine's cores divided by its ranks; None: those of a device thread that is open
+    threads: int | None = 0
     deterministic: bool = False
     gradient_checkpointing: bool = False
     compile_backend: str | None = None  # of torch.compile; None: layers run as they are written
@@ -64,38 +69,156 @@ class TrainerOptions:
     head: ModelHead = "tokens"
 
 
-class TrainerParts(NamedTuple):
-    """A model with a fresh optimizer."""
+class OpenSettings(BackendSettings, total=False):
+    """What openings take by name: settings of a backend, and TrainerOptions."""
 
-    model: PreTrainedModel
-    optimizer: torch.optim.AdamW
-    plan: ForwardPlan
-    autocast_dtype: torch.dtype | None
+    autocast: Autocast
+    threads: int
+    deterministic: bool
+    gradient_checkpointing: bool
+    compile_backend: str | None
+    cpu_offload: bool
+    reduce_each_micro_batch: bool
+    seed: int
+    dtype: Literal["float32", "float64"]
+    head: ModelHead
 
 
-def open_parts(options: TrainerOptions, ranks: Ranks) -> TrainerParts:
-    """This rank's part; of several ranks no one holds the whole. Collective, on the device thread. Raises
-    AgreedFailure.
+# --- a backend ----------------------------------------------------------------------------------------------
+
+
+class OpenTrainer(NamedTuple):
+    """What a backend is made of."""
+
+    trainer: Trainer
+    thread: DeviceThread
+    number: int  # of the backend on its ranks
+    settings: BackendSettings
+
+
+@asynccontextmanager
+async def open_trainer_thread(
+    model_path: Path,
+    channel: RankChannel,
+    ranks: Ranks,
+    device_thread: DeviceThread | None,
+    settings: OpenSettings,
+) -> AsyncIterator[OpenTrainer]:
+    """Rank 0's trainer on a device thread of its own, or on another backend's, which stays open for longer.
+    The other ranks open theirs. Raises ModelError, and ConfigError for settings that do not go together.
     """
-    if ranks.mesh is not None:
+    names = BackendSettings.__annotations__
+    own: Any = {name: value for name, value in settings.items() if name in names}
+    sent: dict[str, Any] = {name: value for name, value in settings.items() if name not in names}
+    sent |= {} if device_thread is None else {"threads": None, "seed": None}
+    options = TrainerOptions(model_path=str(model_path), optim=own["optim"].model_dump(), **sent)
+    # rank 0 chooses the precision: machines may be unlike
+    dtype = choose_autocast_dtype(options.autocast, str(ranks.device))
+    options = dataclasses.replace(options, autocast="off" if dtype is None else "bfloat16")
+    if options.head == "scalar" and own.get("skip_zero_advantage"):
+        raise ConfigError(
+            "skip_zero_advantage=True with head='scalar': a critic learns from rows without an advantage too;"
+            " leave it out"
+        )
+    number = 0 if device_thread is None else 1
+
+    def open_part() -> Trainer:
+        channel.phase = OPENING
+        channel.send({"name": "open_backend", "options": dataclasses.asdict(options), "backend": number})
+        try:
+            return open_trainer(options, ranks, thread.check_open)
+        except AgreedFailure as failure:
+            error = failure.error
+        raise error
+
+    thread_context = (
+        open_device_thread(name="trainer") if device_thread is None else nullcontext(device_thread)
+    )
+    try:
+        async with thread_context as thread:
+            opening = thread.submit(open_part)
+            with trio.CancelScope(shield=True):  # else the others would open a backend that nobody has
+                await opening
+            trainer = await opening
+            if options.head == "scalar":
+                set_padding_token(trainer.model, own.get("tokenizer"))
+            yield OpenTrainer(trainer, thread, number, own)
+    finally:
+        channel.send({"name": "close_backend", "backend": number})
+
+
+@asynccontextmanager
+async def open_pytorch_backend(
+    model_path: Path,
+    *,
+    device: str = "cpu",
+    device_thread: DeviceThread | None = None,
+    **settings: Unpack[OpenSettings],
+) -> AsyncIterator[PyTorchTrainingBackend]:
+    """A backend with float32 master weights from `model_path` and a fresh AdamW.
+
+    device: "cpu", "cuda" (the thread's first) or "cuda:N". device_thread: another backend's, which stays open
+    for longer; `threads` and `seed` are then that one's. Settings, of which `optim` and `total_steps` must be
+    given, beside those of BackendSettings: autocast: what the trainer multiplies in ("off", "bfloat16",
+    "auto"). threads: torch's, 0 for one per core this process may use. deterministic: only algorithms that
+    give the same bits every time. gradient_checkpointing: layers keep their input only and are computed again
+    for the gradient: the same gradients for less memory and about a third more time. compile_backend: of
+    torch.compile, which then runs the layers ("inductor"), after it took its time to make their programs;
+    log-probs and gradients are the same to rounding. seed: of torch's own generator, from which only a user's
+    loss may draw: the model is in evaluation mode, so dropout is off. head: "scalar" makes a critic or a
+    reward model of it, with one number for each position; of a causal model's directory the head is new, and
+    0. Which layout of a batch is exact for the model is found out here, with a few tokens. Raises ModelError
+    if the directory cannot be trained, ConfigError for settings that do not go together.
+    """
+    ranks = Ranks(0, 1, 1, torch.device(device))
+    async with open_trainer_thread(model_path, NoOtherRanks(), ranks, device_thread, settings) as opened:
+        trainer, thread, _, own = opened
+        yield PyTorchTrainingBackend(
+            trainer.model,
+            trainer.optimizer,
+            thread,
+            plan=trainer.find_plan(),
+            autocast_dtype=trainer.autocast_dtype,
+            **own,
+        )
+
+
+# --- a rank's part ------------------------------------------------------------------------------------------
+
+
+def open_trainer(options: TrainerOptions, ranks: Ranks, check_open: Callable[[], None]) -> Trainer:
+    """This rank's part of a backend; of several ranks no one holds the whole model. Collective, on the device
+    thread. Raises AgreedFailure.
+    """
+    if options.threads is not None:
         cores = len(os.sched_getaffinity(0)) // ranks.local_world_size
         torch.set_num_threads(options.threads or max(cores, 1))
+    if ranks.mesh is not None:
         digests = run_agreed(ranks, lambda: compute_model_digests(Path(options.model_path))).value
         way_out = "copy the model directory again, so that all machines have the same files"
         check_same(ranks, digests, way_out)
     torch.use_deterministic_algorithms(options.deterministic)
     use_device(ranks.device)
     model = run_agreed(ranks, lambda: load_model(options, ranks)).value
-    optimizer = create_adamw_optimizer(model, OptimConfig.model_validate(options.optim))
     plan = plan_sharded_forward(model, ranks)
     fields = {field.name: repr(getattr(plan, field.name)) for field in dataclasses.fields(plan)}
     check_same(ranks, fields, "use machines with the same devices, drivers and libraries")
-    autocast_dtype = choose_autocast_dtype(options.autocast, str(ranks.device))
+    if ranks.rank == 0:
+        log_plan(model, plan)
+    trainer = Trainer(
+        model,
+        create_adamw_optimizer(model, OptimConfig.model_validate(options.optim)),
+        ranks,
+        plan,
+        check_open=check_open,
+        autocast_dtype=choose_autocast_dtype(options.autocast, str(ranks.device)),
+        reduce_each=options.reduce_each_micro_batch or options.cpu_offload,
+    )
     if options.compile_backend is not None:
-        compile_together(model, plan, ranks, autocast_dtype, options.compile_backend)
+        compile_together(trainer, options.compile_backend)
     if options.seed is not None:  # loading draws, more or less of it, from one transformers to the next
         torch.manual_seed((options.seed + ranks.rank) % 2**63)
-    return TrainerParts(model, optimizer, plan, autocast_dtype)
+    return trainer
 
 
 def load_model(options: TrainerOptions, ranks: Ranks) -> PreTrainedModel:
@@ -116,16 +239,11 @@ def load_model(options: TrainerOptions, ranks: Ranks) -> PreTrainedModel:
     return model
 
 
-def compile_together(
-    model: PreTrainedModel,
-    plan: ForwardPlan,
-    ranks: Ranks,
-    autocast_dtype: torch.dtype | None,
-    backend: str,
-) -> None:
+def compile_together(trainer: Trainer, backend: str) -> None:
     """compile_and_prove on all ranks. Collective. Raises AgreedFailure if it fails on all alike; what fails
     on this rank alone, as it is.
     """
+    model, plan = trainer.model, trainer.find_plan()
 
     def run(work: Callable[[], Tensor]) -> Tensor:
         try:
@@ -134,9 +252,9 @@ def compile_together(
             discard_iteration(model)
 
     try:
-        compile_and_prove(model, plan, autocast_dtype, backend=backend, run=run)
+        compile_and_prove(model, plan, trainer.autocast_dtype, backend=backend, run=run)
     except (ConfigError, ModelError) as error:
-        if not meet_all(ranks, COMPILE_MEET_S):
+        if not meet_all(trainer.ranks, COMPILE_MEET_S):
             raise
         raise AgreedFailure(error) from error
 
@@ -147,116 +265,21 @@ def check_same(ranks: Ranks, values: Mapping[str, str], way_out: str) -> None:
     """
     mine = json.dumps([socket.gethostname(), dict(values)]).encode()
     hosts, found = zip(*map(json.loads, all_gather_bytes(ranks, mine)), strict=True)
-    difference = find_difference(found)
-    if difference is not None:
-        name, (other, *_) = difference
-        raise AgreedFailure(
-            ModelError(
-                f"the model's {name} is {found[other].get(name)} on rank {other} on {hosts[other]} and"
-                f" {found[0].get(name)} on rank 0 on {hosts[0]}; {way_out}"
-            )
-        )
-
-
-def raise_own(work: Callable[[], T]) -> T:
-    """What `work` returns. Raises the error of an AgreedFailure as it is."""
-    try:
-        return work()
-    except AgreedFailure as failure:
-        error = failure.error
-    raise error
-
-
-@asynccontextmanager
-async def open_pytorch_backend(
-    model_path: Path,
-    *,
-    optim: OptimConfig,
-    total_steps: int,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    device: str = "cpu",
-    autocast: Autocast = "auto",
-    threads: int = 0,
-    deterministic: bool = False,
-    micro_batch_tokens: int = 8192,
-    share_prefix: bool = True,
-    skip_zero_advantage: bool = False,
-    gradient_checkpointing: bool = False,
-    compile_backend: str | None = None,
-    seed: int = 0,
-    head: ModelHead = "tokens",
-    device_thread: DeviceThread | None = None,
-) -> AsyncIterator[PyTorchTrainingBackend]:
-    """A backend with float32 master weights from `model_path` and a fresh AdamW; `total_steps` is where its
-    schedule ends.
-
-    device: "cpu", "cuda" (the thread's first) or "cuda:N". threads: torch's, 0 for one per core this process
-    may use. deterministic: only algorithms that give the same bits every time. skip_zero_advantage: see
-    PyTorchTrainingBackend. gradient_checkpointing: layers keep their input only and are computed again for
-    the gradient: the same gradients for less memory and about a third more time. compile_backend: of
-    torch.compile, which then runs the layers ("inductor"), after it took its time to make their programs;
-    log-probs and gradients are the same to rounding. seed: of torch's own generator, from which only a user's
-    loss may draw: the model is in evaluation mode, so dropout is off. Which layout of a batch is exact for it
-    is found out here, with a few tokens. head: "scalar" makes a critic or a reward model of it, with one
-    number for each position; of a causal model's directory the head is new, and 0. device_thread: another
-    backend's, which stays open for longer; `threads` and `seed` are then that one's. Raises ModelError if the
-    directory cannot be trained, ConfigError for settings that do not go together.
-    """
-    check_head(head, skip_zero_advantage=skip_zero_advantage)
-    options = TrainerOptions(
-        model_path=str(model_path),
-        optim=optim.model_dump(),
-        autocast=autocast,
-        deterministic=deterministic,
-        gradient_checkpointing=gradient_checkpointing,
-        compile_backend=compile_backend,
-        seed=seed if device_thread is None else None,
-        head=head,
-    )
-    threads = threads or len(os.sched_getaffinity(0))
-    own = open_device_thread(name="trainer", torch_threads=threads) if device_thread is None else None
-    async with own or nullcontext(device_thread) as thread:
-        assert thread is not None
-        open_alone = partial(open_parts, options, Ranks(0, 1, 1, torch.device(device)))
-        model, optimizer, plan, autocast_dtype = await thread.submit(lambda: raise_own(open_alone))
-        if head == "scalar":
-            set_padding_token(model, tokenizer)
-        yield PyTorchTrainingBackend(
-            model,
-            optimizer,
-            thread,
-            optim=optim,
-            total_steps=total_steps,
-            plan=plan,
-            tokenizer=tokenizer,
-            autocast_dtype=autocast_dtype,
-            micro_batch_tokens=micro_batch_tokens,
-            share_prefix=share_prefix,
-            skip_zero_advantage=skip_zero_advantage,
-        )
-
-
-def check_head(head: ModelHead, *, skip_zero_advantage: bool) -> None:
-    """Raises ConfigError if a setting is not for this head."""
-    if head == "scalar" and skip_zero_advantage:
-        raise ConfigError(
-            "skip_zero_advantage=True with head='scalar': a critic learns from rows without an advantage too;"
-            " leave it out"
-        )
+    difference = describe_difference(hosts, found)
+    if difference:
+        raise AgreedFailure(ModelError(f"the model's {difference}; {way_out}"))
 
 
 def choose_autocast_dtype(autocast: Autocast, device: str) -> torch.dtype | None:
     """bfloat16 or None for float32. auto: bfloat16 on a GPU that has it and on a CPU that multiplies it
     natively; elsewhere it is slower.
     """
-    if autocast == "auto":
-        native = (
-            torch.cuda.is_bf16_supported(including_emulation=False)
-            if torch.device(device).type == "cuda"
-            else cpu_multiplies_bfloat16()
-        )
-        return torch.bfloat16 if native else None
-    return torch.bfloat16 if autocast == "bfloat16" else None
+    native = autocast == "bfloat16"
+    if autocast == "auto" and torch.device(device).type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif autocast == "auto":
+        native = cpu_multiplies_bfloat16()
+    return torch.bfloat16 if native else None
 
 
 def cpu_multiplies_bfloat16() -> bool:

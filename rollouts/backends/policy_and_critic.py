@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -58,27 +59,23 @@ class PolicyAndCritic:
         """As after the last step, both."""
         return self._both(self.policy.reset(), self.critic.reset())
 
-    def _both(self, *futures: TrainFuture[Any]) -> TrainFuture[None]:
-        async def wait() -> None:
-            await collect_results(futures, [])
-
-        return LaterFuture(wait, futures)
-
     def capture(self) -> TrainFuture[HeldPair | None]:
         """What save() would write now, copied; None if there is no room for one of the two."""
         futures = self.policy.capture(), self.critic.capture()
 
         async def wait() -> HeldPair | None:
-            found: list[HeldCheckpoint | None] = []
-            held = HeldPair(found)
+            held = HeldPair([])
             try:
-                await collect_results(futures, found)
-                return held if all(found) else None
+                await collect_results(futures, held.parts)
             finally:
-                if len(found) < 2 or not all(found):
+                if len(held.parts) < 2 or not all(held.parts):
                     held.drop()
+            return held if all(held.parts) else None
 
         return LaterFuture(wait, futures)
+
+    def _both(self, *futures: TrainFuture[Any]) -> TrainFuture[None]:
+        return LaterFuture(partial(collect_results, futures, []), futures)
 
 
 async def collect_results(futures: tuple[TrainFuture[Any], ...], found: list[Any]) -> None:

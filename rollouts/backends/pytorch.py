@@ -14,9 +14,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Required, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -35,16 +35,14 @@ from rollouts.backends.steps import (
     OptimizerSteps,
     PackingOptions,
     PreparedBatch,
-    StepQueue,
     prepare_batch,
-    with_skipped,
 )
 from rollouts.backends.trainer import Trainer
 from rollouts.config.tables import OptimConfig
 from rollouts.crash_points import reach
 from rollouts.data.packing import ATTENTION_COST, MICRO_BATCH_COST, MicroBatch, spread_to_rows
 from rollouts.device_thread import DeviceFuture, DeviceThread
-from rollouts.errors import BackendError
+from rollouts.errors import BackendError, EarlierStepFailed
 from rollouts.models.log_probs import ForwardPlan
 from rollouts.protocols import WeightSink
 from rollouts.ranks.channel import NoOtherRanks, RankChannel
@@ -56,10 +54,24 @@ from rollouts.types import (
     OptimParams,
     OptimStepResult,
     RolloutBatch,
+    Total,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+
+class BackendSettings(TypedDict, total=False):
+    """How a backend trains, on one rank or many."""
+
+    optim: Required[OptimConfig]
+    total_steps: Required[int]  # where its schedule ends
+    tokenizer: PreTrainedTokenizerBase | None  # written into model directories
+    micro_batch_tokens: int
+    share_prefix: bool  # rows that begin alike share tokens, where that is exact for the model
+    skip_zero_advantage: bool  # see PyTorchTrainingBackend
 
 
 class RankedTrainingBackend:
@@ -99,12 +111,29 @@ class RankedTrainingBackend:
         self._tokenizer_copy: PreTrainedTokenizerBase | None = None  # for writing while generation uses it
         self._captures = itertools.count(1)
         self._steps = OptimizerSteps(optim, total_steps)
-        self._queue = StepQueue(device_thread, self._steps.discard_pending)
+        self._failure: BaseException | None = None  # of the job that failed; None when the backend works
+        self._version = 0  # of the weights, as of the jobs that have run
+        self._naming: tuple[DeviceFuture[None], int] | None = None  # the last set_weight_version
+
+    # --- the queue
 
     @property
     def weight_version(self) -> int:
         """Version of the weights after everything queued so far."""
-        return self._queue.weight_version
+        if self._naming is not None and not self._naming[0].done() and self._failure is None:
+            return self._naming[1]
+        return self._version
+
+    def set_weight_version(self, version: int) -> DeviceFuture[None]:
+        """Names the weights as they are after everything queued so far."""
+
+        def work() -> None:
+            self._version = version
+            reach("train.version_set")
+
+        future = self._submit(work)
+        self._naming = (future, version)
+        return future
 
     def statistics(self) -> Mapping[str, float]:
         """Optimizer steps, skipped ones, tokens trained and computed (padding included), batches by layout,
@@ -123,11 +152,29 @@ class RankedTrainingBackend:
         are as after the last step. Raises BackendError if the ranks are out of step.
         """
 
-        def work() -> None:
+        def job() -> None:
+            self._failure = None
             self._steps.reset()
             self._together("reset")
 
-        return self._queue.reset(work)
+        return self.device_thread.submit(job)
+
+    def _submit(self, work: Callable[[], T]) -> DeviceFuture[T]:
+        """A future of `work`, which runs after everything submitted before, unless that failed."""
+
+        def job() -> T:
+            if self._failure is not None:
+                raise EarlierStepFailed(
+                    f"a step before this one failed ({self._failure!r}); call reset()"
+                ) from self._failure
+            try:
+                return work()
+            except BaseException as error:
+                self._failure = error
+                self._steps.discard_pending()
+                raise
+
+        return self.device_thread.submit(job)
 
     def _together(self, name: str, local: Any = None, /, **fields: Any) -> Any:
         """What the trainer's method `name` returns for `local`, which only this rank has, and `fields`; the
@@ -158,19 +205,19 @@ class RankedTrainingBackend:
 
     def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> DeviceFuture[ForwardBackwardResult]:
         """Adds the batch's gradient of sum / denominator to what has accumulated since the last step."""
-        return self._queue.submit(lambda: self._forward_backward(batch, loss))
+        return self._submit(lambda: self._forward_backward(batch, loss))
 
     def optim_step(self, params: OptimParams | None = None) -> DeviceFuture[OptimStepResult]:
         """One step of AdamW with the accumulated gradients; lr and clipping are the schedule's, or those of
         `params`.
         """
-        return self._queue.submit(lambda: self._optim_step(params))
+        return self._submit(lambda: self._optim_step(params))
 
     def forward(self, batch: RolloutBatch) -> DeviceFuture[tuple[FloatArray, ...]]:
         """Log-probs [T_i] of every row's trained tokens at batch.temperature; of a scalar head its values
         before them. 0.0 elsewhere.
         """
-        return self._queue.submit(lambda: self._forward(batch))
+        return self._submit(lambda: self._forward(batch))
 
     def _run_shares(
         self, name: str, batch: RolloutBatch, spec: LossSpec | None
@@ -180,11 +227,17 @@ class RankedTrainingBackend:
 
         def make_shares() -> list[Share]:
             embeddings: Any = self.model.get_input_embeddings()
-            vocab_size = int(embeddings.num_embeddings)
-            plan, packing, world = self._trainer.find_plan(), self._packing, self.ranks.world_size
-            prepared = prepare_batch(batch, spec, plan, packing, vocab_size=vocab_size)
+            packing, world = self._packing, self.ranks.world_size
+            prepared = prepare_batch(
+                batch,
+                spec,
+                self._trainer.find_plan(),
+                packing,
+                vocab_size=int(embeddings.num_embeddings),
+                ranks=world,
+            )
             portions = deal_portions(
-                [make_portion(micro_batch, batch) for micro_batch in prepared.pack(world)],
+                [make_portion(micro_batch, batch) for micro_batch in prepared.micro_batches],
                 world,
                 micro_batch_cost=packing.micro_batch_cost,
                 attention_cost=packing.attention_cost,
@@ -212,23 +265,26 @@ class RankedTrainingBackend:
             )
         steps.counts["trained_tokens"] += float(batch.response_lengths.sum())
         reach("train.after_forward_backward")
+        metrics = result.metrics  # of the rows that were computed
+        if prepared.skipped_rows:
+            metrics = {**metrics, "advantage/skipped_rows": Total(float(prepared.skipped_rows))}
         return ForwardBackwardResult(
             loss=result.total / denominator,
             denominator=denominator,
-            metrics=with_skipped(result.metrics, prepared),
+            metrics=metrics,
             per_token=collect_token_arrays(portions, result.traces, batch) if spec.per_token else None,
         )
 
     def _optim_step(self, params: OptimParams | None) -> OptimStepResult:
-        params = self._steps.choose_params(params)
-        if self._steps.poisoned is not None:
+        steps, params = self._steps, self._steps.choose_params(params)
+        if steps.poisoned is not None:
             self._together("skip_step")
-            return self._steps.skip_step(self._steps.poisoned, params.lr)
+            return steps.finish_step(params.lr, None, skipped=steps.poisoned)
         lr, limit = params.lr, params.max_grad_norm
         norm = self._together("optim_step", lr=lr, max_grad_norm=limit)
         if not math.isfinite(norm):
-            return self._steps.skip_step(f"the gradient norm is {norm}", lr)
-        return self._steps.finish_step(lr, norm, clipped=limit is not None and norm > limit)
+            return steps.finish_step(lr, None, skipped=f"the gradient norm is {norm}")
+        return steps.finish_step(lr, norm, clipped=limit is not None and norm > limit)
 
     def _forward(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
         blocks, _, portions = self._run_shares("forward", batch, None)
@@ -241,15 +297,11 @@ class RankedTrainingBackend:
 
     # --- weights
 
-    def set_weight_version(self, version: int) -> DeviceFuture[None]:
-        """Names the weights as they are after everything queued so far."""
-        return self._queue.set_weight_version(version)
-
     def stream_weights(self, sink: WeightSink) -> DeviceFuture[None]:
         """Hands every parameter, whole, to `sink` in buckets (a parameter that is larger alone). Tied weights
         come once.
         """
-        return self._queue.submit(lambda: self._together("stream_weights", sink))
+        return self._submit(lambda: self._together("stream_weights", sink))
 
     def get_weights(self) -> DeviceFuture[dict[str, Tensor]]:
         """Copies of all parameters on the CPU, by Hugging Face name. Tied weights come once."""
@@ -263,13 +315,13 @@ class RankedTrainingBackend:
             self._together("stream_weights", keep)
             return weights
 
-        return self._queue.submit(work)
+        return self._submit(work)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> DeviceFuture[None]:
         """Replaces all parameters. Raises BackendError naming what is missing, unknown or of another shape,
         before anything is copied.
         """
-        return self._queue.submit(lambda: self._together("load_weights", weights))
+        return self._submit(lambda: self._together("load_weights", weights))
 
     # --- checkpoints
 
@@ -279,10 +331,10 @@ class RankedTrainingBackend:
         """
 
         def work() -> None:
-            position = self._steps.position(self._queue.version)
+            position = self._steps.position(self._version)
             self._together("save", (position, self._tokenizer), path=str(path))
 
-        return self._queue.submit(work)
+        return self._submit(work)
 
     def capture(self) -> DeviceFuture[HeldCheckpoint | None]:
         """What save() would write now, in equal parts in the host memory of the ranks; None if one has no
@@ -294,12 +346,12 @@ class RankedTrainingBackend:
         name = f"{self._number}-{next(self._captures)}"
 
         def work() -> HeldCheckpoint | None:
-            position = self._steps.position(self._queue.version)
+            position = self._steps.position(self._version)
             self._tokenizer_copy = self._tokenizer_copy or copy.deepcopy(self._tokenizer)
             held = self._together("capture", (position, self._tokenizer_copy), name=name)
             return None if held is None else HeldCheckpoint(self._channel, name, held)
 
-        return self._queue.submit(work)
+        return self._submit(work)
 
     def state_bytes(self) -> int:
         """Size of what save() writes, on all ranks together: parameters and AdamW's two moments."""
@@ -312,9 +364,9 @@ class RankedTrainingBackend:
 
         def work() -> None:
             position = self._together("load", path=str(path))
-            self._queue.version = self._steps.restore(position)
+            self._version = self._steps.restore(position)
 
-        return self._queue.submit(work)
+        return self._submit(work)
 
 
 class PyTorchTrainingBackend(RankedTrainingBackend):
@@ -333,24 +385,10 @@ class PyTorchTrainingBackend(RankedTrainingBackend):
         optimizer: torch.optim.AdamW,
         device_thread: DeviceThread,
         *,
-        optim: OptimConfig,
-        total_steps: int,
         plan: ForwardPlan | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
         autocast_dtype: torch.dtype | None = None,
-        micro_batch_tokens: int = 8192,
-        share_prefix: bool = True,
-        skip_zero_advantage: bool = False,
+        **settings: Unpack[BackendSettings],
     ) -> None:
         ranks, check_open = Ranks(0, 1, 1, model.device), device_thread.check_open
-        super().__init__(
-            Trainer(model, optimizer, ranks, plan, check_open=check_open, autocast_dtype=autocast_dtype),
-            NoOtherRanks(),
-            device_thread,
-            optim=optim,
-            total_steps=total_steps,
-            tokenizer=tokenizer,
-            micro_batch_tokens=micro_batch_tokens,
-            share_prefix=share_prefix,
-            skip_zero_advantage=skip_zero_advantage,
-        )
+        trainer = Trainer(model, optimizer, ranks, plan, check_open=check_open, autocast_dtype=autocast_dtype)
+        super().__init__(trainer, NoOtherRanks(), device_thread, **settings)

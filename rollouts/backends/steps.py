@@ -1,7 +1,6 @@
-"""What every backend on torch does alike: the queue and its failures, the loss of a micro-batch, the
-decisions of an optimizer step.
+"""The arithmetic of a step: the packing of a batch, the loss of a micro-batch, the decisions of an optimizer
+step.
 
-StepQueue        jobs in order on the device thread; after one that failed, EarlierStepFailed until reset()
 OptimizerSteps   where the optimizer stands, and whether what has accumulated may be used
 prepare_batch    denominator, expected count and packing of a batch
 compute_loss     from log-probs (of a scalar head: values) of a micro-batch to the loss's sum
@@ -10,9 +9,8 @@ compute_loss     from log-probs (of a scalar head: values) of a micro-batch to t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,10 +18,8 @@ from torch import Tensor
 
 from rollouts.backends.shares import Portion, TokenTrace
 from rollouts.config.tables import OptimConfig
-from rollouts.crash_points import reach
 from rollouts.data.packing import ATTENTION_COST, MicroBatch, make_micro_batches
-from rollouts.device_thread import DeviceFuture, DeviceThread
-from rollouts.errors import BackendError, DenominatorMismatch, EarlierStepFailed, NonFiniteSteps
+from rollouts.errors import BackendError, DenominatorMismatch, NonFiniteSteps
 from rollouts.losses import LossFn, LossInputs
 from rollouts.models.log_probs import LAYOUTS, ForwardPlan, Layout, TokenOutputs
 from rollouts.models.optim import compute_lr
@@ -35,10 +31,8 @@ from rollouts.types import (
     OptimParams,
     OptimStepResult,
     RolloutBatch,
-    Total,
 )
 
-T = TypeVar("T")
 MAX_NONFINITE_STEPS = 3  # in a row
 CLIP_EPS = 1e-6  # what torch.nn.utils.clip_grads_with_norm_ adds to the norm
 OTHER_TERMS = (
@@ -62,68 +56,6 @@ SKIPPING_LOSSES = (
 COUNTS = ("skipped_steps", "trained_tokens", "computed_tokens", "skipped_rows")
 
 
-# --- the queue ----------------------------------------------------------------------------------------------
-
-
-class StepQueue:
-    """Jobs of one backend on its device thread, and the version of the weights. `discard` throws away what
-    has accumulated.
-    """
-
-    def __init__(self, device_thread: DeviceThread, discard: Callable[[], None]) -> None:
-        self.device_thread = device_thread
-        self.version = 0  # as of the jobs that have run
-        self._discard = discard
-        self._failure: BaseException | None = None  # of the job that failed; None when the backend works
-        self._version_set: tuple[DeviceFuture[None], int] | None = None  # the last set_weight_version
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the weights after everything queued so far."""
-        if self._version_set is not None:
-            future, version = self._version_set
-            if not future.done() and self._failure is None:
-                return version
-        return self.version
-
-    def submit(self, work: Callable[[], T]) -> DeviceFuture[T]:
-        """A future of `work`, which runs after everything submitted before, unless that failed."""
-
-        def job() -> T:
-            if self._failure is not None:
-                raise EarlierStepFailed(
-                    f"a step before this one failed ({self._failure!r}); call reset()"
-                ) from self._failure
-            try:
-                return work()
-            except BaseException as error:
-                self._failure = error
-                self._discard()
-                raise
-
-        return self.device_thread.submit(job)
-
-    def reset(self, work: Callable[[], None]) -> DeviceFuture[None]:
-        """Forgets an earlier failure, then does `work`."""
-
-        def job() -> None:
-            self._failure = None
-            work()
-
-        return self.device_thread.submit(job)
-
-    def set_weight_version(self, version: int) -> DeviceFuture[None]:
-        """Names the weights as they are after everything queued so far."""
-
-        def work() -> None:
-            self.version = version
-            reach("train.version_set")
-
-        future = self.submit(work)
-        self._version_set = (future, version)
-        return future
-
-
 # --- batches ------------------------------------------------------------------------------------------------
 
 
@@ -140,44 +72,49 @@ class PackingOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedBatch:
-    """A batch that passed its checks, ready to be packed."""
+    """A batch that passed its checks, packed."""
 
     layout: Layout
     denominator: float  # of the loss's unit, over the whole batch
     expected_count: float  # what the counts of the micro-batches must add up to
     skipped_rows: int
-    pack: Callable[[int], list[MicroBatch]]  # for a number of ranks
+    micro_batches: list[MicroBatch]
 
 
 def prepare_batch(
-    batch: RolloutBatch, spec: LossSpec | None, plan: ForwardPlan, options: PackingOptions, *, vocab_size: int
+    batch: RolloutBatch,
+    spec: LossSpec | None,
+    plan: ForwardPlan,
+    options: PackingOptions,
+    *,
+    vocab_size: int,
+    ranks: int,
 ) -> PreparedBatch:
-    """The batch's denominators and packing; `spec` is None for log-probs only. Raises BackendError or
-    ModelError for what cannot be computed.
+    """The batch's denominators and packing for so many ranks; `spec` is None for log-probs only. Raises
+    BackendError or ModelError for what cannot be computed.
     """
-    denominator, expected_count = compute_denominator(batch, spec) if spec is not None else (1.0, 0.0)
-    skips = spec is not None and options.skip_zero_advantage and not needs_every_row(spec)
-    skip_rows = find_zero_advantage_rows(batch) if skips else None
-    if skip_rows is not None and spec is not None:
-        expected_count -= count_unit(batch, spec, skip_rows)
+    denominator, expected_count, skip_rows = 1.0, 0.0, None
+    if spec is not None:
+        denominator, expected_count = compute_denominator(batch, spec)
+        if options.skip_zero_advantage and not needs_every_row(spec):
+            skip_rows = find_zero_advantage_rows(batch)
+        if skip_rows is not None:
+            expected_count -= count_unit(batch, spec, skip_rows)
     check_token_ids(batch, vocab_size)
     layout = plan.choose_layout(max(len(row) for row in batch.tokens))
-
-    def pack(ranks: int) -> list[MicroBatch]:
-        return make_micro_batches(
-            batch.tokens,
-            batch.loss_masks,
-            micro_batch_tokens=1 if layout == "single" else options.micro_batch_tokens,
-            share_prefix=options.share_prefix,
-            padding_free=layout == "packed",
-            ranks=ranks,
-            attention_cost=options.attention_cost,
-            micro_batch_cost=options.micro_batch_cost,
-            skip_rows=skip_rows,
-        )
-
+    micro_batches = make_micro_batches(
+        batch.tokens,
+        batch.loss_masks,
+        micro_batch_tokens=1 if layout == "single" else options.micro_batch_tokens,
+        share_prefix=options.share_prefix,
+        padding_free=layout == "packed",
+        ranks=ranks,
+        attention_cost=options.attention_cost,
+        micro_batch_cost=options.micro_batch_cost,
+        skip_rows=skip_rows,
+    )
     skipped = 0 if skip_rows is None else int(skip_rows.sum())
-    return PreparedBatch(layout, denominator, expected_count, skipped, pack)
+    return PreparedBatch(layout, denominator, expected_count, skipped, micro_batches)
 
 
 def compute_denominator(batch: RolloutBatch, spec: LossSpec) -> tuple[float, float]:
@@ -288,15 +225,6 @@ def compute_loss(flat: TokenOutputs, portion: Portion, loss_fn: LossFn, spec: Lo
     return ComputedLoss(output.sum, float(output.count), metrics, trace)
 
 
-def with_skipped(metrics: Metrics, prepared: PreparedBatch) -> Metrics:
-    """The metrics of a batch, which are of the rows that were computed, and how many were not, if any."""
-    return (
-        {**metrics, "advantage/skipped_rows": Total(float(prepared.skipped_rows))}
-        if prepared.skipped_rows
-        else metrics
-    )
-
-
 def check_count(spec: LossSpec, count: float, expected: float) -> None:
     """Raises DenominatorMismatch if the loss's counts over the whole batch are not what its unit says."""
     if not math.isclose(count, expected, rel_tol=1e-6):
@@ -317,25 +245,22 @@ class OptimizerSteps:
         self.poisoned: str | None = None  # why the pending step will be skipped
         self.pending_batches = 0  # forward_backward calls since the last step
         self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)
-        self._counts_before = dict(
-            self.counts
-        )  # as of the last step: what was computed since, for a step that is given up, did not happen
-        self.layouts: dict[str, float] = dict.fromkeys(
-            LAYOUTS, 0.0
-        )  # batches computed in each since the backend was opened
+        # as of the last step: what was computed since, for a step that is given up, did not happen
+        self._counts_before = dict(self.counts)
+        # batches computed in each layout since the backend was opened
+        self._layouts = {f"batches_as_{layout}": 0.0 for layout in LAYOUTS}
         self._optim = optim
         self._total_steps = total_steps
         self._skipped_in_a_row = 0
 
     def add_batch(self, prepared: PreparedBatch, computed_tokens: int, *, trains: bool) -> None:
-        """Counts a batch that will be computed. Where log-probs alone are, as of a probe, only its layout
-        counts: a resumed run asks for others.
+        """Counts a batch that was computed. Where log-probs alone are, as of a probe, only its layout counts:
+        a resumed run asks for others.
         """
-        self.layouts[prepared.layout] += 1
-        if not trains:
-            return
-        self.counts["computed_tokens"] += computed_tokens
-        self.counts["skipped_rows"] += prepared.skipped_rows
+        self._layouts[f"batches_as_{prepared.layout}"] += 1
+        if trains:
+            self.counts["computed_tokens"] += computed_tokens
+            self.counts["skipped_rows"] += prepared.skipped_rows
 
     def choose_params(self, params: OptimParams | None) -> OptimParams:
         """lr and clipping of the next step: the schedule's, or those of `params`. Raises BackendError if
@@ -345,39 +270,33 @@ class OptimizerSteps:
             raise BackendError(
                 "optim_step without a forward_backward since the last one; there is no gradient to step with"
             )
+        if params is not None:
+            return params
         lr = compute_lr(self.steps, self._total_steps, self._optim)
-        return OptimParams(lr=lr, max_grad_norm=self._optim.max_grad_norm) if params is None else params
+        return OptimParams(lr=lr, max_grad_norm=self._optim.max_grad_norm)
 
-    def finish_step(self, lr: float, grad_norm: float, *, clipped: bool) -> OptimStepResult:
-        """The result of a step that was taken."""
+    def finish_step(
+        self, lr: float, grad_norm: float | None, *, clipped: bool = False, skipped: str | None = None
+    ) -> OptimStepResult:
+        """The result of a step that was taken, or `skipped` for a reason. Raises NonFiniteSteps after too
+        many skipped ones in a row.
+        """
         self.steps += 1
-        self._skipped_in_a_row = 0
-        self._end_step()
-        return OptimStepResult(step=self.steps, lr=lr, grad_norm=grad_norm, clipped=clipped)
-
-    def skip_step(self, reason: str, lr: float) -> OptimStepResult:
-        """The result of a step that changed nothing. Raises NonFiniteSteps after too many in a row."""
-        self.steps += 1
-        self._skipped_in_a_row += 1
-        self.counts["skipped_steps"] += 1
-        self._end_step()
-        in_a_row = self._skipped_in_a_row
+        self.counts["skipped_steps"] += skipped is not None
+        self._skipped_in_a_row = in_a_row = 0 if skipped is None else self._skipped_in_a_row + 1
+        self.discard_pending()
+        self._counts_before = dict(self.counts)
         if in_a_row >= MAX_NONFINITE_STEPS:
             self._skipped_in_a_row = 0  # whoever goes on all the same, goes on for as many again
             raise NonFiniteSteps(
-                f"{in_a_row} steps in a row were not finite, the last because {reason}; lower optim.lr, or"
+                f"{in_a_row} steps in a row were not finite, the last because {skipped}; lower optim.lr, or"
                 " look at samples.jsonl for what the batch holds"
             )
-        return OptimStepResult(step=self.steps, lr=lr, grad_norm=None, clipped=False, skipped=reason)
+        return OptimStepResult(step=self.steps, lr=lr, grad_norm=grad_norm, clipped=clipped, skipped=skipped)
 
     def discard_pending(self) -> None:
         """Forgets what has accumulated."""
-        self.poisoned = None
-        self.pending_batches = 0
-
-    def _end_step(self) -> None:
-        self.discard_pending()
-        self._counts_before = dict(self.counts)
+        self.poisoned, self.pending_batches = None, 0
 
     def reset(self) -> None:
         """Forgets what has accumulated since the last step."""
@@ -386,27 +305,21 @@ class OptimizerSteps:
 
     def position(self, weight_version: int) -> dict[str, float]:
         """What a checkpoint keeps of this."""
-        return {
-            "steps": self.steps,
-            "skipped_in_a_row": self._skipped_in_a_row,
-            "weight_version": weight_version,
-            **self.counts,
-        }
+        own = {"steps": self.steps, "skipped_in_a_row": self._skipped_in_a_row}
+        return {**own, "weight_version": weight_version, **self.counts}
 
     def restore(self, position: Mapping[str, float]) -> int:
         """Takes a saved position; the version of the weights then."""
-        self.discard_pending()
         self.steps, self._skipped_in_a_row = int(position["steps"]), int(position["skipped_in_a_row"])
-        self.counts = {name: float(position[name]) for name in COUNTS}
-        self._counts_before = dict(self.counts)
+        self._counts_before = {name: float(position[name]) for name in COUNTS}
+        self.reset()
         return int(position["weight_version"])
 
     def statistics(self) -> dict[str, float]:
         """Optimizer steps, skipped ones, tokens trained and, for that, computed (padding included), batches
         by layout.
         """
-        layouts = {f"batches_as_{layout}": count for layout, count in self.layouts.items()}
-        return {"steps": float(self.steps), **self.counts, **layouts}
+        return {"steps": float(self.steps), **self.counts, **self._layouts}
 
 
 POSITION_FIELDS = ("steps", "skipped_in_a_row", "weight_version", *COUNTS)

@@ -111,13 +111,11 @@ class Trainer:
         self.ranks = ranks
         self._plan = plan
         self._check_open = check_open
-        self._autocast_dtype = autocast_dtype
+        self.autocast_dtype = autocast_dtype
         self._reduce_each = reduce_each
         # torch's as of the last completed step, so that a step that is given up and repeated draws the same
         # numbers; empty: no step began yet
         self._random_states: Mapping[str, Tensor] = {}
-        if plan is not None and ranks.rank == 0:
-            log_plan(model, plan)
 
     def find_plan(self) -> ForwardPlan:
         """Which shortcuts are exact for the model."""
@@ -226,7 +224,7 @@ class Trainer:
                 portion.micro_batch,
                 plan=plan,
                 temperature=share.temperature,
-                autocast_dtype=self._autocast_dtype,
+                autocast_dtype=self.autocast_dtype,
                 entropy_gradient=spec is not None and wants_entropy_gradient(spec.name, spec.params),
             )
 

@@ -159,12 +159,11 @@ def find_os_error(error: BaseException) -> OSError | None:
     """
     if isinstance(error, OSError):
         return error
-    said = (
-        OS_ERROR.search(str(error))
-        if type(error) is Exception or type(error).__name__ == "SafetensorError"
-        else None
-    )
-    return OSError(int(said.group(1)), os.strerror(int(said.group(1)))) if said else None
+    said = OS_ERROR.search(str(error))
+    if said is None or (type(error) is not Exception and type(error).__name__ != "SafetensorError"):
+        return None
+    number = int(said[1])
+    return OSError(number, os.strerror(number))
 
 
 def describe_refusal(path: Path, error: OSError, expected_bytes: int = 0) -> StorageError:

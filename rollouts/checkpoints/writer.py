@@ -15,9 +15,10 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,9 +33,8 @@ from rollouts.protocols import TrainFuture
 from rollouts.run_dir import RunDir
 from rollouts.types import JSONValue, check_json, encode_json
 
-DISK_MARGIN_BYTES = (
-    1 << 20
-)  # of a checkpoint besides tensors, and room for the rows that are written meanwhile
+# of a checkpoint besides tensors, and room for the rows that are written meanwhile
+DISK_MARGIN_BYTES = 1 << 20
 
 
 class HeldCopy(Protocol):
@@ -79,17 +79,12 @@ def retain(run_dir: RunDir, stage: str, keep: Keep, warn: Callable[[str], object
     """
     if not keep.last:
         return
+    scores = None
     try:
-        scores = (
-            read_scores(run_dir, stage, keep.best_by, lambda line: warn(f"warning: {line}"))
-            if keep.best_by
-            else None
-        )
+        if keep.best_by:
+            scores = read_scores(run_dir, stage, keep.best_by, lambda line: warn(f"warning: {line}"))
         apply_retention(run_dir.stage_checkpoints(stage), keep.last, scores)
-    except (
-        OSError,
-        RolloutsError,
-    ) as error:  # the rows or the checkpoints cannot be read, or one cannot be removed: too many is no loss
+    except (OSError, RolloutsError) as error:  # of rows, or of checkpoints: too many are no loss
         warn(f"warning: old checkpoints could not be removed and take up space: {error}")
 
 
@@ -102,7 +97,6 @@ class CheckpointWriter:
         backend: SavingBackend,
         run_dir: RunDir,
         stage: str,
-        *,
         config_hash: str | None,
         keep: Keep,
         warn: Callable[[str], object],
@@ -118,14 +112,9 @@ class CheckpointWriter:
         self._spans = spans
         self._idle = trio.Event()  # set while nothing is being written
         self._idle.set()
-        self._failed_since_row = 0
-        self._statistics = {
-            "saved": 0.0,
-            "failed": 0.0,
-            "beside_training": 0.0,
-            "held_up_s": 0.0,
-            "write_s": 0.0,
-        }
+        self._failed_before_row = 0.0
+        names = ("saved", "failed", "beside_training", "held_up_s", "write_s")
+        self._statistics: dict[str, float] = dict.fromkeys(names, 0.0)
 
     async def save(
         self,
@@ -144,14 +133,14 @@ class CheckpointWriter:
         """
         started = time.perf_counter()
         check_json("state", state)
-        frozen: dict[str, JSONValue] = json.loads(encode_json(state))
+        write = partial(self._write, step, json.loads(encode_json(state)), write_more)
         await self._idle.wait()
-        write: HeldCopy | None = None if last else await self._backend.capture().result()
-        if write is None:
-            await self._save_now(step, frozen, write_more, last=last)
+        held: HeldCopy | None = None if last else await self._backend.capture().result()
+        if held is None:
+            await self._save_now(write, last=last)
         else:
             self._idle = trio.Event()
-            self._nursery.start_soon(self._save_beside, step, frozen, write, write_more, self._idle)
+            self._nursery.start_soon(self._save_beside, write, held, self._idle)
         held_up_s = time.perf_counter() - started
         self._statistics["held_up_s"] += held_up_s
         if self._spans is not None:
@@ -172,8 +161,9 @@ class CheckpointWriter:
 
     def take_metrics(self) -> dict[str, float]:
         """For the next row: how many saves failed since this was last asked; nothing if none did."""
-        failed, self._failed_since_row = self._failed_since_row, 0
-        return {"checkpoint/failed": float(failed)} if failed else {}
+        failed = self._statistics["failed"] - self._failed_before_row
+        self._failed_before_row += failed
+        return {"checkpoint/failed": failed} if failed else {}
 
     def statistics(self) -> Mapping[str, float]:
         """Saves that are in place and that failed, how many of them beside training, seconds training waited,
@@ -185,9 +175,8 @@ class CheckpointWriter:
         """Warns when the disk has no room for two checkpoints: the next is written before the last one may
         go.
         """
-        folder = next(
-            path for path in (self._run_dir.root, *self._run_dir.root.absolute().parents) if path.is_dir()
-        )
+        root = self._run_dir.root.absolute()
+        folder = next(path for path in (root, *root.parents) if path.is_dir())
         free, needed = shutil.disk_usage(folder).free, 2 * self._expected_bytes()
         if free < needed:
             self._warn(
@@ -199,45 +188,44 @@ class CheckpointWriter:
     def _expected_bytes(self) -> int:
         return self._backend.state_bytes() + DISK_MARGIN_BYTES
 
-    async def _save_now(
-        self, step: int, state: Mapping[str, JSONValue], write_more: WriteModel | None, *, last: bool
-    ) -> None:
-        async def write(path: Path) -> None:
+    async def _save_now(self, write: Callable[[WriteModel], Awaitable[None]], *, last: bool) -> None:
+        async def write_model(path: Path) -> None:
             await self._backend.save(path).result()
 
         for tries_left in (1, 0) if last else (0,):
             try:
-                await self._write(step, state, write_in_turn(write, write_more))
+                await write(write_model)
                 return
             except StorageError as error:
                 await self._backend.reset().result()  # it takes a save that failed for a failed step
-                self._note_failure(error, "once more" if tries_left else "")
+                self._note_failure(error, "; once more" if tries_left else "")
                 if last and not tries_left:
                     raise
 
     async def _save_beside(
-        self,
-        step: int,
-        state: Mapping[str, JSONValue],
-        write: HeldCopy,
-        write_more: WriteModel | None,
-        done: trio.Event,
+        self, write: Callable[[WriteModel], Awaitable[None]], held: HeldCopy, done: trio.Event
     ) -> None:
         with trio.CancelScope(shield=True):  # it ends by itself: threads that write files
             try:
-                await self._write(step, state, write_in_turn(write, write_more))
+                await write(held)
                 self._statistics["beside_training"] += 1
             except StorageError as error:
-                self._note_failure(error, "training goes on and the next checkpoint is saved as usual")
+                self._note_failure(error, "; training goes on and the next checkpoint is saved as usual")
             finally:
                 done.set()
-                write.drop()
+                held.drop()
 
-    async def _write(self, step: int, state: Mapping[str, JSONValue], write: WriteModel) -> None:
+    async def _write(
+        self,
+        step: int,
+        state: Mapping[str, JSONValue],
+        write_more: WriteModel | None,
+        write_model: WriteModel,
+    ) -> None:
         started = time.perf_counter()
         await save_checkpoint(
             self._run_dir.checkpoint(self._stage, step),
-            write_model=write,
+            write_model=write_in_turn(write_model, write_more),
             state=state,
             stage=self._stage,
             step=step,
@@ -252,8 +240,7 @@ class CheckpointWriter:
 
     def _note_failure(self, error: StorageError, then: str) -> None:
         self._statistics["failed"] += 1
-        self._failed_since_row += 1
-        self._warn(f"warning: checkpoint not saved: {error}" + (f"; {then}" if then else ""))
+        self._warn(f"warning: checkpoint not saved: {error}{then}")
 
 
 def write_in_turn(first: WriteModel, second: WriteModel | None) -> WriteModel:
@@ -286,15 +273,6 @@ async def open_checkpoint_writer(
     training up, and how long it was written.
     """
     async with trio.open_nursery() as nursery:
-        writer = CheckpointWriter(
-            nursery,
-            backend,
-            run_dir,
-            stage,
-            config_hash=config_hash,
-            keep=keep,
-            warn=warn,
-            spans=spans,
-        )
+        writer = CheckpointWriter(nursery, backend, run_dir, stage, config_hash, keep, warn, spans)
         writer.warn_if_tight()
         yield writer

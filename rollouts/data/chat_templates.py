@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 from rollouts.config.spelling import did_you_mean
 from rollouts.errors import DataError, ModelError
-from rollouts.types import ChatMessage, JSONValue, parse_tool_arguments
+from rollouts.messages import ChatMessage, JSONValue, parse_tool_arguments
 
 Tools = Sequence[Mapping[str, JSONValue]]  # JSON schemas of the tools that a conversation may call
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rollouts.errors import DataError, ModelError
-from rollouts.types import ChatMessage, check_json, checked_messages
+from rollouts.messages import ChatMessage, check_json, checked_messages
 
 
 class RowProblem(DataError):

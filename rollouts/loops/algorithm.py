@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from rollouts.advantages import ADVANTAGES, AdvantageFn
 from rollouts.config.schema import AlgorithmChange, RLTrainingConfig, list_tables
@@ -85,44 +84,26 @@ def choose_algorithm(config: RLTrainingConfig, step: int, state: LoopState) -> A
     """What holds in `step`, counted from 1."""
     begins = (1, *(change.from_step for change in config.changes))
     change, piece = choose_at_step(dict(zip(begins, enumerate(list_algorithms(config)), strict=True)), step)
-    kl_coef = (
-        schedule_kl_coef(config, step) if config.kl_control == "fixed" else steer_kl_coef(config, step, state)
-    )
+    named = [change for change in config.changes if "kl_coef" in change.given() and change.from_step <= step]
+    kl_coef = state.kl_coef  # the controller's, unless a change names another to go on from at this very step
+    if config.kl_control == "fixed" or (named and named[-1].from_step == step):
+        kl_coef = schedule_kl_coef(config.kl_coef, named, step)
     settings = piece.model_copy(update={"kl_coef": kl_coef})
     return Algorithm(change, settings, make_loss_spec(settings))
 
 
-def schedule_kl_coef(config: RLTrainingConfig, step: int) -> float:
-    """The KL coefficient of `step` where no controller moves it: constant by pieces, straight lines over
-    kl_ramp_steps.
+def schedule_kl_coef(first: float, named: Sequence[AlgorithmChange], step: int) -> float:
+    """The KL coefficient of `step` where no controller moves it, after the changes that have named one:
+    constant by pieces, straight lines over kl_ramp_steps.
     """
-    return _schedule_kl_coef(config.kl_coef, config.changes, step)
-
-
-def _schedule_kl_coef(first: float, changes: Sequence[AlgorithmChange], step: int) -> float:
-    begun = [
-        (change, change.kl_coef)
-        for change in changes
-        if "kl_coef" in change.given() and change.from_step <= step
-    ]
-    if not begun:
+    if not named:
         return first
-    change, kl_coef = begun[-1]
-    if not change.kl_ramp_steps:
-        return kl_coef
-    begin = change.from_step
-    before = _schedule_kl_coef(first, [earlier for earlier, _ in begun[:-1]], begin)
-    return interpolate_linear(step, first=before, last=kl_coef, begin=begin, end=begin + change.kl_ramp_steps)
-
-
-def steer_kl_coef(config: RLTrainingConfig, step: int, state: LoopState) -> float:
-    """The controller's coefficient, unless a change names another to go on from at this very step."""
-    named = [
-        change.kl_coef
-        for change in config.changes
-        if "kl_coef" in change.given() and change.from_step == step
-    ]
-    return named[0] if named else state.kl_coef
+    last, begin = named[-1], named[-1].from_step
+    if not last.kl_ramp_steps:
+        return last.kl_coef
+    before = schedule_kl_coef(first, named[:-1], begin)
+    end = begin + last.kl_ramp_steps
+    return interpolate_linear(step, first=before, last=last.kl_coef, begin=begin, end=end)
 
 
 # --- the controller -----------------------------------------------------------------------------------------
@@ -193,24 +174,25 @@ def find_advantages(config: RLTrainingConfig, given: Mapping[str, AdvantageFn]) 
 
 
 def make_kl_stop(config: RLTrainingConfig) -> Callable[[ForwardBackwardResult], bool] | None:
-    """A function that is True if rl.kl_stop ends the updates on the batch after this one; None without it."""
-    return partial(_exceeds_kl_stop, config) if config.kl_stop else None
+    """A function that is True if rl.kl_stop ends the updates on the batch after this one; None without it.
 
-
-def _exceeds_kl_stop(config: RLTrainingConfig, forward: ForwardBackwardResult) -> bool:
-    """An update whose loss was not finite, or all of whose rows were left out, measured nothing: the next one
-    is made. Raises ConfigError for a loss that does not measure approx_kl/mean.
+    An update whose loss was not finite, or all of whose rows were left out, measured nothing: the next one is
+    made. It raises ConfigError for a loss that does not measure approx_kl/mean.
     """
-    metrics = metric_values(forward.metrics)
-    kl = metrics.get("approx_kl/mean")
-    if forward.skipped is not None or (kl is None and "advantage/skipped_rows" in metrics):
-        return False
-    if kl is None:
-        raise ConfigError(
-            f"rl.kl_stop={config.kl_stop} with rl.loss={config.loss!r}, which does not measure"
-            " approx_kl/mean; set rl.kl_stop = 0"
-        )
-    return exceeds_kl_limit(kl, limit=config.kl_stop)
+
+    def exceeds(forward: ForwardBackwardResult) -> bool:
+        metrics = metric_values(forward.metrics)
+        kl = metrics.get("approx_kl/mean")
+        if forward.skipped is not None or (kl is None and "advantage/skipped_rows" in metrics):
+            return False
+        if kl is None:
+            raise ConfigError(
+                f"rl.kl_stop={config.kl_stop} with rl.loss={config.loss!r}, which does not measure"
+                " approx_kl/mean; set rl.kl_stop = 0"
+            )
+        return exceeds_kl_limit(kl, limit=config.kl_stop)
+
+    return exceeds if config.kl_stop else None
 
 
 def log_change(config: RLTrainingConfig, algorithm: Algorithm, step: int, *, first: bool) -> None:

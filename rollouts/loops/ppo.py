@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollouts.config.schema import CriticConfig
 from rollouts.loops.updates import Update, UpdateResult, last_pass_metrics, train
 from rollouts.protocols import TrainingBackend
 from rollouts.types import LossSpec
@@ -17,21 +16,14 @@ VALUE_CLIP = 0.2  # updates of a step that move a value further gain nothing by 
 OWN_NAMES = ("value/", "return/")  # of metrics that only a critic has; the others get the prefix "critic/"
 
 
-def make_value_spec(config: CriticConfig) -> LossSpec:
-    """The critic's loss: a mean over the trained tokens of an update's rows."""
-    return LossSpec("value", {"clip": VALUE_CLIP})
-
-
-async def train_critic(
-    critic: TrainingBackend | None, config: CriticConfig | None, updates: Sequence[Update]
-) -> list[UpdateResult]:
+async def train_critic(critic: TrainingBackend | None, updates: Sequence[Update]) -> list[UpdateResult]:
     """The results of the critic's optimizer steps, on the same parts of the batch as the policy's and in the
     same order; empty without a critic.
     """
-    if critic is None or config is None:
+    if critic is None:
         return []
-    spec = make_value_spec(config)
-    return await train(critic, [(batch, spec) for batch, _ in updates])
+    loss = LossSpec("value", {"clip": VALUE_CLIP})  # a mean over the trained tokens of an update's rows
+    return await train(critic, [(batch, loss) for batch, _ in updates])
 
 
 def critic_metrics(results: Sequence[UpdateResult], minibatches: int) -> dict[str, float]:

@@ -120,7 +120,7 @@ async def run_rl_training(
             batch, measured = add_advantages(batch, algorithm.settings, advantage)
             with timer.phase("train"):
                 updates = plan_updates(batch, algorithm.loss, config, seed=seed, step=step)
-                critic_results = await train_critic(critic, config.critic, updates)
+                critic_results = await train_critic(critic, updates)
                 results = await train(backend, updates, version=step, ends_after=make_kl_stop(config))
             async with steps.completing(step, before_evaluating=push.wait):
                 update_loop_state(state, algorithm, control, batch, measured)

@@ -87,39 +87,12 @@ def add_advantages(
     each, and answers with returns too, which the batch then has. Raises UserFunctionError when the advantage
     function raises or answers with no advantages, or with no returns for a critic.
     """
-    assert (
-        batch.rewards is not None and batch.group_indices is not None and batch.rollout_log_probs is not None
-    )
-    trajectories = find_trajectories(batch)
-    rewards, metrics = batch.rewards, measure_kl(batch, trajectories)
-    if config.kl_coef > 0 and config.kl_in == "reward":
-        assert batch.ref_log_probs is not None
-        policy_log_probs = batch.old_log_probs or batch.rollout_log_probs
-        rewards, _ = subtract_kl(
-            rewards,
-            policy_log_probs,
-            batch.ref_log_probs,
-            batch.loss_masks,
-            config.kl_coef,
-            trajectories=trajectories,
-        )
-    lengths = batch.response_lengths
-    inputs = AdvantageInputs(
-        rewards=rewards.astype(np.float64),
-        group_indices=batch.group_indices,
-        lengths=lengths.copy(),  # the batch keeps its own, whatever a function does with this
-        named_rewards=collect_named_rewards(batch.samples),
-        reward_weights=config.rollout.reward_weights,
-        samples=batch.samples,
-        trajectories=trajectories,
-        values=batch.old_values or (),
-        token_rewards=make_token_rewards(batch, config) if batch.old_values is not None else (),
-        loss_masks=batch.loss_masks if batch.old_values is not None else (),
-    )
-    returns: tuple[FloatArray, ...] | None = None
+    metrics, returns = measure_kl(batch, find_trajectories(batch)), None
     try:
         advantages = compute_advantages(
-            inputs, advantage or ADVANTAGES[config.advantage], **config.advantage_params
+            make_advantage_inputs(batch, config),
+            advantage or ADVANTAGES[config.advantage],
+            **config.advantage_params,
         )
         if isinstance(advantages, GAEResult):
             advantages, returns = advantages
@@ -138,22 +111,34 @@ def add_advantages(
         means = np.asarray([row.mean() if len(row) else 0.0 for row in trained], np.float32)
         advantages = np.concatenate(trained)
     metrics["advantage/abs_mean"] = float(np.abs(advantages).mean())
-    means = np.where(lengths, means, np.float32(0.0))
+    means = np.where(batch.response_lengths, means, np.float32(0.0))
     return dataclasses.replace(batch, advantages=tokens, mean_advantages=means, returns=returns), metrics
 
 
-def make_token_rewards(batch: RolloutBatch, config: RLTrainingConfig) -> tuple[FloatArray, ...]:
-    """[T_i] per row: the row's reward on its last trained token, and with kl_in="reward" −β·(lp − ref) on
-    every trained one.
+def make_advantage_inputs(batch: RolloutBatch, config: RLTrainingConfig) -> AdvantageInputs:
+    """What an advantage function sees of the batch. With a critic: [T_i] per row, the row's reward on its
+    last trained token, and with kl_in="reward" −β·(lp − ref) on every trained one.
     """
-    assert batch.rewards is not None
-    log_probs, beta = (
-        batch.old_log_probs or batch.rollout_log_probs,
-        config.kl_coef if config.kl_in == "reward" else 0.0,
-    )
-    assert log_probs is not None
-    return compute_token_rewards(
-        batch.rewards, log_probs, batch.ref_log_probs or log_probs, batch.loss_masks, beta
+    rewards, log_probs = batch.rewards, batch.old_log_probs or batch.rollout_log_probs
+    assert rewards is not None and batch.group_indices is not None and log_probs is not None
+    reference, masks, trajectories = batch.ref_log_probs, batch.loss_masks, find_trajectories(batch)
+    beta = config.kl_coef if config.kl_in == "reward" else 0.0
+    critic = {}
+    if batch.old_values is not None:
+        token_rewards = compute_token_rewards(rewards, log_probs, reference or log_probs, masks, beta)
+        critic = {"values": batch.old_values, "token_rewards": token_rewards, "loss_masks": masks}
+    if beta > 0:
+        assert reference is not None
+        rewards, _ = subtract_kl(rewards, log_probs, reference, masks, beta, trajectories=trajectories)
+    return AdvantageInputs(
+        rewards=rewards.astype(np.float64),
+        group_indices=batch.group_indices,
+        lengths=batch.response_lengths.copy(),  # the batch keeps its own, whatever a function does with this
+        named_rewards=collect_named_rewards(batch.samples),
+        reward_weights=config.rollout.reward_weights,
+        samples=batch.samples,
+        trajectories=trajectories,
+        **critic,
     )
 
 
@@ -186,11 +171,8 @@ def measure_kl(batch: RolloutBatch, trajectories: IntArray) -> dict[str, float]:
 
 def collect_named_rewards(samples: Sequence[Sample]) -> dict[str, NDArray[np.float64]]:
     """Each part of the reward that all samples have, [B]."""
-    names = (
-        [name for name in samples[0].rewards if all(name in sample.rewards for sample in samples)]
-        if samples
-        else []
-    )
+    first = samples[0].rewards if samples else ()
+    names = [name for name in first if all(name in sample.rewards for sample in samples)]
     return {name: np.asarray([sample.rewards[name] for sample in samples], np.float64) for name in names}
 
 
@@ -201,12 +183,9 @@ def make_loss_spec(config: RLTrainingConfig) -> LossSpec:
         params = {"clip_low": config.clip_low, "clip_high": config.clip_high}
     if config.kl_coef > 0 and config.kl_in == "loss":
         params |= {"kl_coef": config.kl_coef, "kl_estimator": config.kl_estimator}
-    rollout = config.rollout
-    constant = (
-        float(rollout.num_prompts * rollout.samples_per_prompt * rollout.max_new_tokens)
-        if config.normalise_by == "constant"
-        else None
-    )
+    rollout, constant = config.rollout, None
+    if config.normalise_by == "constant":
+        constant = float(rollout.num_prompts * rollout.samples_per_prompt * rollout.max_new_tokens)
     return LossSpec(config.loss, params | config.loss_params, unit=config.normalise_by, constant=constant)
 
 

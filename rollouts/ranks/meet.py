@@ -124,7 +124,7 @@ def connect(
     hellos = exchange_hellos(launch, store, hello, come_s)
     for rank, other in enumerate(hellos):
         if other["error"]:
-            raise ConfigError(f"{_name(hellos, [rank])}: {other['error']}")
+            raise ConfigError(f"rank {rank} on {other['host']}: {other['error']}")
     check_same(hellos, "device", "use alike machines, or set model.device='cpu' for all")
     check_same(hellos, "versions", "install the same versions on all machines of the run")
     store.set_timeout(dt.timedelta(seconds=COLLECTIVE_S))
@@ -194,29 +194,22 @@ def exchange_hellos(launch: Launch, store: Store, hello: Mapping[str, Any], come
 
 def check_same(hellos: Sequence[Any], field: str, way_out: str) -> None:
     """Raises ConfigError, the same on all ranks, naming the first thing in `field` (texts by name) that is
-    not what rank 0 has, the ranks and both values.
+    not what rank 0 has, the rank and both values.
     """
-    difference = find_difference([hello[field] for hello in hellos])
-    if difference is not None:
-        name, others = difference
-        first, other = hellos[0][field].get(name), hellos[others[0]][field].get(name)
-        raise ConfigError(
-            f"{name} is {other!r} on {_name(hellos, others)} and {first!r} on rank 0 on {hellos[0]['host']};"
-            f" {way_out}"
-        )
+    difference = describe_difference([hello["host"] for hello in hellos], [hello[field] for hello in hellos])
+    if difference:
+        raise ConfigError(f"{difference}; {way_out}")
 
 
-def find_difference(values: Sequence[Mapping[str, str]]) -> tuple[str, list[int]] | None:
-    """The first name, sorted, whose value is not the same on all ranks, and the ranks where it is not rank
-    0's.
+def describe_difference(hosts: Sequence[str], values: Sequence[Mapping[str, str]]) -> str:
+    """The first name, sorted, whose value is not the same on all ranks, with both values and the first rank
+    where it is not rank 0's; empty where all are alike.
     """
     for name in sorted({name for one in values for name in one}):
-        others = [rank for rank, one in enumerate(values) if one.get(name) != values[0].get(name)]
-        if others:
-            return name, others
-    return None
-
-
-def _name(hellos: Sequence[Any], ranks: Sequence[int]) -> str:
-    numbers = ", ".join(map(str, ranks))
-    return f"rank{'s' if len(ranks) > 1 else ''} {numbers} on {hellos[ranks[0]]['host']}"
+        for rank, one in enumerate(values):
+            if one.get(name) != values[0].get(name):
+                return (
+                    f"{name} is {one.get(name)!r} on rank {rank} on {hosts[rank]} and"
+                    f" {values[0].get(name)!r} on rank 0 on {hosts[0]}"
+                )
+    return ""

@@ -354,8 +354,8 @@ async def drive(channel: Any, ranks: Any) -> dict[str, str]:
 
     @asynccontextmanager
     async def open_backend(**options: Any) -> AsyncIterator[Any]:
-        settings = {"optim": OPTIM, "total_steps": 10, "autocast": "off", "threads": 1, **options}
-        async with open_fsdp_backend(path, channel=channel, ranks=ranks, **settings) as backend:  # type: ignore[arg-type]
+        settings: Any = {"optim": OPTIM, "total_steps": 10, "autocast": "off", "threads": 1, **options}
+        async with open_fsdp_backend(path, channel=channel, ranks=ranks, **settings) as backend:
             yield backend
 
     results: dict[str, str] = {}

@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 
 from rollouts.backends import weights as sharded_weights
 from rollouts.backends.captures import describe_room
-from rollouts.backends.fsdp import open_trainer
-from rollouts.backends.open import TrainerOptions
+from rollouts.backends.open import TrainerOptions, open_trainer
 from rollouts.backends.trainer import Trainer
 from rollouts.config.tables import OptimConfig
 from rollouts.models.export import deal_weights, name_parts

@@ -238,13 +238,12 @@ def test_a_manifest_that_cannot_be_trusted_is_refused(tmp_path, content, match):
 
 async def test_a_trainer_state_that_is_lost_or_no_object_is_a_checkpoint_error(stage_dir):
     path = await save(stage_dir, 2)
-    (path / "state" / "trainer.json").write_text("[1]")
-    with pytest.raises(CheckpointError, match="holds a list"):
-        load_trainer_state(path)
-    (path / "state" / "trainer.json").write_text("{")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        load_trainer_state(path)
-    (path / "state" / "trainer.json").unlink()
+    file = path / "state" / "trainer.json"
+    for text, problem in (("[1]", "holds a list"), ("{", "cannot be read")):
+        file.write_text(text)
+        with pytest.raises(CheckpointError, match=problem):
+            load_trainer_state(path)
+    file.unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_trainer_state(path)
 
@@ -280,22 +279,11 @@ async def test_a_crash_while_removing_leaves_no_half_checkpoint_under_its_name(s
 
 
 async def test_retention_never_removes_the_newest_or_the_best(stage_dir, tmp_path):
-    rows = [
-        (1, 2, 0.9),
-        (1, 4, 0.2),
-        (2, 4, 0.95),
-        (2, 6, 0.1),
-    ]  # attempt, step, score: step 4 was lost and trained again
-    evaluations = tmp_path / "evaluations.jsonl"
-    evaluations.write_text(
-        "".join(
-            json.dumps({"stage": "rl", "attempt": a, "step": s, "name": "heldout", "eval/heldout/avg@1": v})
-            + "\n"
-            for a, s, v in rows
-        )
-        + json.dumps({"stage": "sft", "attempt": 1, "step": 8, "name": "heldout", "eval/heldout/avg@1": 1.0})
-        + "\n"
-    )
+    # attempt, step, score: step 4 was lost and trained again
+    rows = [(1, 2, 0.9), (1, 4, 0.2), (2, 4, 0.95), (2, 6, 0.1)]
+    of_rl = [{"attempt": a, "step": s, "eval/heldout/avg@1": score} for a, s, score in rows]
+    of_sft = {"stage": "sft", "attempt": 1, "step": 8, "eval/heldout/avg@1": 1.0}
+    write_rows(RunDir(tmp_path).evaluations, [*of_rl, of_sft])
     scores = read_scores(RunDir(tmp_path), "rl", "eval/heldout/avg@1", pytest.fail)
     assert scores == {2: 0.9, 4: 0.95, 6: 0.1}
     for step in (2, 4, 6, 8):

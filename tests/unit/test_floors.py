@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = {  # floor: its rooms
+    0: ["messages", "metric_kinds"],
     1: ["errors", "types"],
     2: ["run_dir", "protocols", "crash_points"],
     3: [

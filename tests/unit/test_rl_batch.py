@@ -154,13 +154,15 @@ def test_with_a_critic_the_batch_gets_returns_and_the_kl_term_goes_on_each_token
     assert found.advantages is not None and found.returns is not None
     np.testing.assert_allclose(found.advantages[0], [0.0, 0.025, 0.65], rtol=1e-5)
     np.testing.assert_allclose(found.returns[0], [0.0, 0.525, 0.9], rtol=1e-5)
-    np.testing.assert_allclose(found.mean_advantages, [0.3375], rtol=1e-5)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    assert found.mean_advantages is not None
+    np.testing.assert_allclose(found.mean_advantages, [0.3375], rtol=1e-5)
     assert metrics["kl/ref_per_sample"] == pytest.approx(1.5)
     assert metrics["advantage/abs_mean"] == pytest.approx(0.3375, rel=1e-5)
     free, _ = add_advantages(
         batch, rl_config(critic=critic, advantage="gae", advantage_params={"lam": 0.5, "whiten": False})
     )
-    np.testing.assert_allclose(free.returns[0], [0.0, 0.5 + (-0.25 + 0.5 * 0.75), 1.0], rtol=1e-5)  # pyright: ignore[reportOptionalSubscript]
+    assert free.returns is not None
+    np.testing.assert_allclose(free.returns[0], [0.0, 0.5 + (-0.25 + 0.5 * 0.75), 1.0], rtol=1e-5)
 
 
 def test_an_advantage_of_ones_own_may_answer_per_token_and_takes_its_parameters():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rollouts.backends.open import open_pytorch_backend
-from rollouts.config.schema import RLTrainingConfig
+from rollouts.config.schema import AlgorithmChange, RLTrainingConfig
 from rollouts.config.tables import DataSourceConfig, OptimConfig, RolloutConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.engines.local import open_local_engine
@@ -45,7 +45,9 @@ CONFIG = RLTrainingConfig(
     kl_control="proportional(target=0.05, horizon=50)",
     updates_per_batch=2,
     minibatches=2,
-    changes=[{"from_step": 4, "loss": "gspo", "normalise_by": "sequences", "advantage": "centred"}],  # pyright: ignore[reportArgumentType]
+    changes=[
+        AlgorithmChange(from_step=4, loss="gspo", normalise_by="sequences", advantage="centred"),
+    ],
 )
 
 
@@ -87,6 +89,23 @@ async def reward_low_bytes(sample: Sample) -> float:
     return float((sample.tokens[sample.loss_mask] < 128).mean())
 
 
+def make_manager(
+    backend: Any, buffer: DataBuffer, engine: Any, config: RLTrainingConfig
+) -> AsyncRolloutManager:
+    return AsyncRolloutManager(
+        buffer,
+        engine,
+        generate=make_chat_generate(FakeTokenizer()),
+        config=config.rollout,
+        reward=reward_low_bytes,
+        filters=(),
+        sampling=SamplingParams(max_new_tokens=6, stop_token_ids=(257,)),
+        seed=5,
+        policy_version=lambda: backend.weight_version,
+        max_staleness=0,
+    )
+
+
 async def run(
     model: Path, folder: Path, *, config: RLTrainingConfig = CONFIG, resume_from: int = 0, stop_after: int = 0
 ) -> tuple[Rows, dict[str, np.ndarray], LoopState]:
@@ -109,18 +128,7 @@ async def run(
             deterministic=True,
         ) as engine,
     ):
-        manager = AsyncRolloutManager(
-            buffer,
-            engine,
-            generate=make_chat_generate(FakeTokenizer()),
-            config=config.rollout,
-            reward=reward_low_bytes,
-            filters=(),
-            sampling=SamplingParams(max_new_tokens=6, stop_token_ids=(257,)),
-            seed=5,
-            policy_version=lambda: backend.weight_version,
-            max_staleness=0,
-        )
+        manager = make_manager(backend, buffer, engine, config)
         state = start_loop_state(config)
         if resume_from:
             saved = json.loads((folder / f"step_{resume_from}.json").read_text())

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from integration_training.reports import evaluated, write_atomically
+from integration_training.reports import is_evaluated, write_atomically
 from integration_training.stages import sync_at_start
 from rollouts.errors import StorageError
 from rollouts.run_dir import RunDir
@@ -73,16 +73,16 @@ def test_an_evaluation_counts_unless_its_step_was_trained_again_since(
 ):
     run_dir = RunDir(tmp_path)
     run: Any = SimpleNamespace(run_dir=run_dir, rows=SimpleNamespace(held_out=["a prompt"]))
-    assert not evaluated(run, "rl", 4)
+    assert not is_evaluated(run, "rl", 4)
     other_stage = {"stage": "sft", "attempt": 9, "step": 1}
     rows = [other_stage, *({"stage": "rl", "attempt": attempt, "step": step} for attempt, step in trained)]
     run_dir.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run_dir.evaluations.write_text(
         json.dumps({"stage": "rl", "attempt": attempt, "step": 4, "name": "heldout"}) + "\n"
     )
-    assert evaluated(run, "rl", 4) == counts
-    assert not evaluated(run, "rl", 3)
-    assert evaluated(SimpleNamespace(run_dir=run_dir, rows=SimpleNamespace(held_out=[])), "rl", 3), (
+    assert is_evaluated(run, "rl", 4) == counts
+    assert not is_evaluated(run, "rl", 3)
+    assert is_evaluated(SimpleNamespace(run_dir=run_dir, rows=SimpleNamespace(held_out=[])), "rl", 3), (
         "there is nothing to evaluate on"
     )  # type: ignore[arg-type]
 

@@ -1,22 +1,21 @@
-"""What a stage hands to its loop: hooks that save and evaluate, and the record."""
+"""What every stage hands to its loop: the record, and hooks that save and evaluate."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from integration_training.opening import Run, Stage
+from integration_training.reports import evaluate_once
 from rollouts.config.modes import stage_config
 from rollouts.config.schema import RLTrainingConfig
-from rollouts.crash_points import reach
 from rollouts.loops.steps import EncodeState, StepHooks
 from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import Span
 from rollouts.protocols import LogProbScorer
 from rollouts.run_dir import parse_step
-
-if TYPE_CHECKING:
-    from integration_training.opening import Run, Saved, Stage
 
 
 def completed_steps(checkpoint: Path | None) -> int:
@@ -24,33 +23,24 @@ def completed_steps(checkpoint: Path | None) -> int:
     return (parse_step(checkpoint.name) or 0) if checkpoint else 0
 
 
-async def restore(backend: Saved, checkpoint: Path) -> None:
-    """Loads the weights and the optimizer of a verified checkpoint. Raises CheckpointError if it is another
-    model's.
-    """
-    reach("resume.verified")
-    await backend.load(checkpoint).result()
-    reach("resume.restored")
-
-
-def make_hooks(
+def surround(
     run: Run,
     opened: Stage,
-    stage: str,
-    evaluate: Callable[[int], Awaitable[None]],
+    newest: Path | None,
     *,
+    evaluate: Callable[[int], Awaitable[None]] | None = None,
     hold_state: Callable[[], EncodeState] = lambda: dict,
     reference: LogProbScorer | None = None,
-) -> StepHooks:
-    """Hooks that save the stage's backends, with the state of `hold_state`, a reference that moves and,
-    between two updates of the engine, its weights. The last save ends before the loop does, others beside
-    training.
+) -> dict[str, Any]:
+    """The arguments that all loops share. The hooks save the stage's backends with the state of `hold_state`,
+    a reference that moves and, between two updates of the engine, its weights; the last save ends before the
+    loop does, others beside training.
     """
     from rollouts.checkpoints.writer import write_in_turn
     from rollouts.reference.moving import REFERENCE, MovingReference
     from rollouts.weight_sync.engine_weights import hold_engine_weights
 
-    section = stage_config(run.config, stage)
+    section = stage_config(run.config, opened.name)
 
     async def save(step: int, encode: EncodeState) -> None:
         write_more = None
@@ -67,24 +57,30 @@ def make_hooks(
         last = step == section.steps or run.stop.is_requested()
         await opened.checkpoints.save(step, encode(), last=last, write_more=write_more)
 
-    return StepHooks(
-        stop=run.stop,
-        hold_state=hold_state,
-        save=save,
-        is_saved=opened.checkpoints.is_saved,
-        checkpoint_every=run.config.output.checkpoint_every,
-        evaluate=evaluate,
-    )
+    return {
+        "metrics_logger": StageLogger(run, opened, reference),
+        "seed": run.config.seed,
+        "completed_steps": completed_steps(newest),
+        "hooks": StepHooks(
+            stop=run.stop,
+            hold_state=hold_state,
+            save=save,
+            is_saved=opened.checkpoints.is_saved,
+            checkpoint_every=run.config.output.checkpoint_every,
+            evaluate=evaluate or partial(evaluate_once, run, opened, opened.name),
+        ),
+    }
 
 
 class StageLogger:
-    """The run's record. The row of a step also has the metrics of `take_metrics` and the spans of what went
-    on beside the loop.
+    """The run's record. The row of a step also has the metrics of saves and of a reference that moves, and
+    the spans of what went on beside the loop.
     """
 
-    def __init__(self, run: Run, take_metrics: Callable[[], Mapping[str, float]]) -> None:
+    def __init__(self, run: Run, opened: Stage, reference: LogProbScorer | None) -> None:
         self._run = run
-        self._take_metrics = take_metrics
+        self._opened = opened
+        self._reference = reference
         self.log_samples = run.logger.log_samples
         self.log_evaluation = run.logger.log_evaluation
         self.log_spans = run.logger.log_spans
@@ -99,11 +95,7 @@ class StageLogger:
         updates: Sequence[UpdateRecord] = (),
         spans: Sequence[Span] = (),
     ) -> None:
-        await self._run.logger.log_step(
-            stage,
-            step,
-            policy_version,
-            {**metrics, **self._take_metrics()},
-            updates=updates,
-            spans=[*spans, *self._run.spans.take()],
-        )
+        beside = {**self._opened.checkpoints.take_metrics(), **getattr(self._reference, "metrics", {})}
+        spans = [*spans, *self._run.spans.take()]
+        row = {**metrics, **beside}
+        await self._run.logger.log_step(stage, step, policy_version, row, updates=updates, spans=spans)

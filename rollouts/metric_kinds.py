@@ -1,0 +1,117 @@
+"""Metric values that merge: what parts of a batch measured becomes what the whole would have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, cast
+
+KindT = TypeVar("KindT", "Mean", "Total", "EffectiveShare", "ExplainedVariance")
+
+
+def _add_sums(one: KindT, other: KindT) -> KindT:
+    return type(one)(*(getattr(one, sums.name) + getattr(other, sums.name) for sums in fields(one)))
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean that carries its count, so that means of parts merge exactly."""
+
+    total: float
+    count: float
+    merge = _add_sums
+
+    @property
+    def value(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """A sum over parts."""
+
+    value: float
+    merge = _add_sums
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """The largest of the parts."""
+
+    value: float
+
+    def merge(self, other: Max) -> Max:
+        return max(self, other, key=lambda one: one.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Min:
+    """The smallest of the parts."""
+
+    value: float
+
+    def merge(self, other: Min) -> Min:
+        return min(self, other, key=lambda one: one.value)
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveShare:
+    """Effective sample size of weights over their number, (Σw)² / (n Σw²): 1 when all are equal. Sums merge;
+    the share of parts would not.
+    """
+
+    total: float  # Σw
+    square: float  # Σw²
+    count: float  # n
+    merge = _add_sums
+
+    @property
+    def value(self) -> float | None:
+        return self.total**2 / (self.count * self.square) if self.count * self.square > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedVariance:
+    """1 − Var(target − prediction) / Var(target), biased variances of both: 1 is perfect, 0 no better than
+    the mean. None for constant targets.
+    """
+
+    count: float
+    target: float  # Σ target
+    target_square: float  # Σ target²
+    error: float  # Σ (target − prediction)
+    error_square: float  # Σ (target − prediction)²
+    merge = _add_sums
+
+    @property
+    def value(self) -> float | None:
+        spread = self.count * self.target_square - self.target**2  # count² times the variance
+        rounding = 1e-12 * self.count * self.target_square  # of the difference of two sums
+        return 1.0 - (self.count * self.error_square - self.error**2) / spread if spread > rounding else None
+
+
+Metric = Mean | Total | Max | Min | EffectiveShare | ExplainedVariance
+Metrics = Mapping[str, Metric]
+
+
+def merge_metrics(parts: Iterable[Metrics]) -> dict[str, Metric]:
+    """One mapping in which metrics of the same name are merged. Raises ValueError if a name has two kinds."""
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            held = merged.get(name)
+            if held is None:
+                merged[name] = metric
+            elif type(held) is type(metric):
+                merged[name] = held.merge(cast(Any, metric))  # the kinds are equal
+            else:
+                raise ValueError(
+                    f"metric {name} is a {type(held).__name__} in one part and a {type(metric).__name__} in"
+                    " another"
+                )
+    return merged
+
+
+def metric_values(metrics: Metrics) -> dict[str, float]:
+    """Plain numbers; a metric without a value (a mean of nothing) is absent."""
+    return {name: value for name, metric in metrics.items() if (value := metric.value) is not None}
