@@ -61,7 +61,7 @@ class ReferenceCache(Generic[T]):
         self._turn = trio.Lock()  # of the task that makes room and loads; fair
         self._lease_ended = trio.Event()  # set once; another one then takes its place
         self._closed = False
-        self._used = self._peak = self._loads = self._evictions = 0
+        self._used = self._peak = self._loads = 0
 
     @asynccontextmanager
     async def lease(self, *names: str) -> AsyncIterator[tuple[T, ...]]:
@@ -138,7 +138,6 @@ class ReferenceCache(Generic[T]):
     async def _evict(self, name: str) -> None:
         """Gives one model up. Shielded: its bytes count until it is gone."""
         loaded = self._loaded.pop(name)
-        self._evictions += 1
         with trio.CancelScope(shield=True):
             await loaded.stack.aclose()
         self._used -= loaded.held
@@ -155,14 +154,9 @@ class ReferenceCache(Generic[T]):
             await self._evict(name)
 
     def statistics(self) -> dict[str, float]:
-        """Models and bytes in memory now, the most bytes ever, and counts of loads and evictions."""
-        return {
-            "models": float(len(self._loaded)),
-            "bytes": float(self._used),
-            "peak_bytes": float(self._peak),
-            "loads": float(self._loads),
-            "evictions": float(self._evictions),
-        }
+        """Bytes in memory now, the most bytes ever, and how many models were loaded."""
+        counts = {"bytes": self._used, "peak_bytes": self._peak, "loads": self._loads}
+        return {name: float(count) for name, count in counts.items()}
 
 
 def _add_up(sizes: Collection[ModelSize]) -> int:
