@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import trio
 
 from rollouts.errors import RunDirError
 
@@ -49,15 +51,15 @@ def run_track(arguments: argparse.Namespace) -> int:
     for name in names:
         read_position(position_path(root, name))  # one that cannot be read is said before anything starts
 
-    def wait_over() -> None:
-        while not once and find_activity(RunDir(root)).may_go_on:
-            time.sleep(LOOK_S)  # no system tells when a lock is given back
+    async def wait_over() -> None:
+        while not once and find_activity(RunDir(root)).may_go_on:  # noqa: ASYNC110
+            await trio.sleep(LOOK_S)  # no system tells when a lock is given back
 
     def say(name: str, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
     try:
-        outcomes = follow_all(root, names, wait_over=wait_over, say=say, once=once)
+        outcomes = trio.run(partial(follow_all, root, names, wait_over=wait_over, say=say, once=once))
     except KeyboardInterrupt:
         print(f"stopped: {describe_catching_up(root, names)}", file=sys.stderr)
         return 130

@@ -1,6 +1,6 @@
 """The process that follows a run for its trackers. The run starts it, and again when it dies.
 
-files ──► read_batch ──► sink.send, in the tracker's thread, under a deadline ──► position stored ──► …
+files ──► read_batch ──► sink.send, in a thread, under a deadline ──► position stored ──► …
 a failure       ──► the sink is opened anew at the stored position, after a wait that doubles
 rows refused    ──► sent in halves, down to the row at fault, which is named, counted and left out
 a sink that hangs ──► the process ends and is started again: nothing else ends a blocked call
@@ -14,16 +14,14 @@ import fcntl
 import logging
 import os
 import random
-import select
 import sys
-import threading
-import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
+import trio
 from msgspec.structs import replace
 
 from rollouts.config.secrets import find_secrets, hide_secrets, remove_secrets
@@ -51,9 +49,9 @@ Result = TypeVar("Result")
 
 
 class Follower:
-    """Follows one run for one tracker, in one thread."""
+    """Follows one run for one tracker."""
 
-    def __init__(self, root: Path, name: str, say: Say, over: threading.Event) -> None:
+    def __init__(self, root: Path, name: str, say: Say, over: trio.Event) -> None:
         """over: nothing is written any more."""
         self._root, self._kind, self._say, self._over = root, SINKS[name], say, over
         self._open_sink = partial(open_sink, name)
@@ -61,13 +59,13 @@ class Follower:
         self._failures, self._trouble = 0, ""  # since rows were taken last, and what was said of them
         self._last_tries = LAST_TRIES
 
-    def follow(self) -> Outcome:
+    async def follow(self) -> Outcome:
         """Sends rows until the run is over and all are sent, or the service refuses or stays away after
         that. Raises RunDirError for a position that cannot be read.
         """
         while True:
             try:
-                self._send_until_over()
+                await self._send_until_over()
                 return "sent"
             except RunDirError:
                 raise
@@ -85,39 +83,44 @@ class Follower:
             self._trouble = problem
             wait_s = REFUSED_WAIT_S if refused else choose_wait(self._failures)
             self._failures += 1
-            time.sleep(min(wait_s, LAST_WAIT_S)) if is_over else self._over.wait(wait_s)
+            if is_over:
+                await trio.sleep(min(wait_s, LAST_WAIT_S))
+            else:
+                await self._wait_over(wait_s)
 
-    def _send_until_over(self) -> None:
+    async def _send_until_over(self) -> None:
         """Opens the sink at the stored position and sends rows until the run is over and all are sent. Raises
         what the sink raises, OSError.
         """
         position, kind, was_over = open_position(self._path), self._kind, False
-        sink = self._call(self._open_sink, describe_run(self._root, position))
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._call, sink.close)
+        sink = await self._call(self._open_sink, describe_run(self._root, position))
+        try:
             while not was_over:
                 was_over = self._over.is_set()  # before the files are read
                 batch = read_batch(self._root, kind.files, position, limit=kind.batch_rows, say=self._say)
                 if batch.rows:
-                    position = self._send(sink, position, batch.rows)
+                    position = await self._send(sink, position, batch.rows)
                 if batch.ends:
                     position = self._store(replace(position, files={**position.files, **batch.ends}))
                     was_over = False
                 elif not was_over:
-                    self._over.wait(LOOK_S)
+                    await self._wait_over(LOOK_S)
+        finally:
+            await self._call(sink.close)
         self._store(position, confirmed=True)
 
-    def _send(self, sink: Sink, position: Position, rows: Sequence[TrackedRow]) -> Position:
+    async def _send(self, sink: Sink, position: Position, rows: Sequence[TrackedRow]) -> Position:
         """The stored position after the sink has taken the rows, whole or, where it refuses some, in halves
         without those that it refuses alone. A half that is taken counts at once.
         """
         mark, left_out = position.mark, position.left_out
         try:
-            mark = dict(self._call(sink.send, rows) or mark or {}) or None
+            mark = dict(await self._call(sink.send, rows) or mark or {}) or None
         except RowsRefused as error:
             if len(rows) > 1:
                 middle = len(rows) // 2
-                return self._send(sink, self._send(sink, position, rows[:middle]), rows[middle:])
+                position = await self._send(sink, position, rows[:middle])
+                return await self._send(sink, position, rows[middle:])
             row = rows[0].row
             named = f" {row['name']!r}" if "name" in row else ""
             place = f"stage {row['stage']}, step {row['step']}, attempt {row['attempt']}"
@@ -137,17 +140,14 @@ class Follower:
             self._failures, self._trouble = 0, ""
         return position
 
-    def _call(self, function: Callable[..., Result], *args: object) -> Result:
-        """The result of a call that may block. One that blocks for too long ends the process."""
-        limit = threading.Timer(self._kind.deadline_s, self._end_process)
-        limit.daemon = True
-        limit.start()
-        try:
-            return function(*args)
-        finally:
-            limit.cancel()
+    async def _wait_over(self, limit_s: float) -> None:
+        with trio.move_on_after(limit_s):
+            await self._over.wait()
 
-    def _end_process(self) -> None:
+    async def _call(self, function: Callable[..., Result], *args: object) -> Result:
+        """The result of a call that may block. One that blocks for too long ends the process."""
+        with trio.move_on_after(self._kind.deadline_s):
+            return await trio.to_thread.run_sync(function, *args, abandon_on_cancel=True)
         self._say(f"hung for {self._kind.deadline_s:g} s and was ended")
         os._exit(1)
 
@@ -167,11 +167,11 @@ def describe_run(root: Path, position: Position) -> RunInfo:
     return RunInfo(position.id, root.resolve().name, root.resolve(), config, os.environ, position.mark)
 
 
-def follow_all(
+async def follow_all(
     root: Path,
     names: Sequence[str],
     *,
-    wait_over: Callable[[], object],
+    wait_over: Callable[[], Awaitable[object]],
     say: Callable[[str, str], None],
     once: bool = False,
 ) -> dict[str, Outcome]:
@@ -181,11 +181,11 @@ def follow_all(
     without the secrets of the environment; what libraries log may have them, and goes nowhere.
     """
     outcomes: dict[str, Outcome] = dict.fromkeys(names, "behind")
-    over, secrets = threading.Event(), find_secrets(os.environ)
+    over, secrets = trio.Event(), find_secrets(os.environ)
     logging.disable()
     (root / "trackers").mkdir(exist_ok=True)
 
-    def follow_one(name: str) -> None:
+    async def follow_one(name: str) -> None:
         def tell(text: str) -> None:
             say(name, hide_secrets(f"{name}: {text}", secrets))
 
@@ -198,19 +198,23 @@ def follow_all(
                         outcomes[name] = "held"
                         return
                     tell("another process follows the run for this tracker; waiting for it to end")
-                    fcntl.flock(lock, fcntl.LOCK_EX)
+                    await trio.to_thread.run_sync(fcntl.flock, lock, fcntl.LOCK_EX, abandon_on_cancel=True)
                 except OSError:  # a file system without locks keeps nobody off
                     pass
-                outcomes[name] = Follower(root, name, tell, over).follow()
+                outcomes[name] = await Follower(root, name, tell, over).follow()
         except Exception as error:  # nobody reads a traceback here
             tell(f"cannot follow the run: {type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=follow_one, args=(name,), daemon=True) for name in names]
-    threading.Thread(target=lambda: (wait_over(), over.set()), daemon=True).start()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    async def tell_over() -> None:
+        await wait_over()
+        over.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(tell_over)
+        async with trio.open_nursery() as followers:
+            for name in names:
+                followers.start_soon(follow_one, name)
+        nursery.cancel_scope.cancel()
     return outcomes
 
 
@@ -227,10 +231,11 @@ def main(argv: Sequence[str]) -> NoReturn:
         with contextlib.suppress(OSError), Path(root, "trackers", f"{name}.log").open("a") as file:
             file.write(f"{text}\n")
 
-    def wait_stdin_ended() -> None:
-        select.select([0], [], [])  # nothing is ever written there
+    async def wait_stdin_ended() -> None:
+        with contextlib.suppress(PermissionError):  # /dev/null: no trainer holds the other end
+            await trio.lowlevel.wait_readable(0)  # nothing is ever written there
 
-    follow_all(Path(root), names, wait_over=wait_stdin_ended, say=say)
+    trio.run(partial(follow_all, Path(root), names, wait_over=wait_stdin_ended, say=say))
     os._exit(0)  # at once: a library's threads and handlers could wait for a service for ever
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
 from rollouts.errors import RowsRefused, SinkRefused, SinkUnavailable
 from rollouts.trackers import follower
@@ -65,13 +65,13 @@ def run_follower(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., t
 
     def run(sink: FakeSink, **kind: Any) -> tuple[str, list[str]]:
         said: list[str] = []
-        over = threading.Event()
+        over = trio.Event()
         over.set()
         append(root, *(make_row(step) for step in range(1, 9)))
         (root / "trackers").mkdir(exist_ok=True)
         monkeypatch.setattr(follower, "SINKS", {"fake": SinkKind("", **{"batch_rows": 3, **kind})})
         monkeypatch.setattr(follower, "open_sink", lambda name, run: sink)
-        return Follower(root, "fake", said.append, over).follow(), said
+        return trio.run(Follower(root, "fake", said.append, over).follow), said
 
     return run
 
