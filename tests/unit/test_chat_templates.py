@@ -182,7 +182,8 @@ def test_a_tool_call_trains_and_the_tools_and_its_result_do_not():
         (
             "deepseek_v3",  # wants the arguments as text
             (
-                '<｜begin▁of▁sentence｜><｜User｜>Oslo?<｜Assistant｜>⟦<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city":'
+                "<｜begin▁of▁sentence｜><｜User｜>Oslo?<｜Assistant｜>⟦<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>funct"
+                'ion<｜tool▁sep｜>weather\n```json\n{"city":'
                 ' "Oslo", "days":'
                 " 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>⟧"
                 "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>4"
@@ -192,7 +193,9 @@ def test_a_tool_call_trains_and_the_tools_and_its_result_do_not():
         (
             "qwen3_6",  # opens the thinking in what generation begins with
             (
-                "<|im_start|>user\nOslo?<|im_end|>\n<|im_start|>assistant\n<think>\n⟦\n</think>\n\n<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call><|im_end|>⟧\n<|im_start|>user\n<tool_response>\n4"
+                "<|im_start|>user\nOslo?<|im_end|>\n<|im_start|>assistant\n<think>\n⟦\n</think>\n\n<tool_call"
+                ">\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n</paramete"
+                "r>\n</function>\n</tool_call><|im_end|>⟧\n<|im_start|>user\n<tool_response>\n4"
                 " degrees\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n⟦\n</think>\n\nIt is"
                 " 4.<|im_end|>⟧\n"
             ),

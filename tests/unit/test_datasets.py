@@ -28,9 +28,9 @@ QUESTIONS = [
 COLUMNS = {"prompt": "question.text", "answer": "answers.0"}
 
 
-def load(kind: str = "jsonl", **settings: Any) -> list[dict[str, Any]]:
+def load(kind: Any = "jsonl", **settings: Any) -> list[dict[str, Any]]:
     settings |= {key: str(settings[key]) for key in ("path", "dataset") if key in settings}
-    return load_sources([DataSourceConfig(kind=kind, **settings)], name="rl.data").samples  # type: ignore[arg-type]
+    return load_sources([DataSourceConfig(kind=kind, **settings)], name="rl.data").samples
 
 
 def message_of(**settings: Any) -> str:
