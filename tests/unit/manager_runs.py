@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,25 +11,30 @@ from rollouts.config.tables import RolloutConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
-from rollouts.testing.fakes import FAKE_END, FakeTokenizer, ScriptedEngine, ScriptedReply
-from rollouts.types import (
-    FilterDecision,
-    GenerateRequest,
-    Sample,
-    SampleGroup,
-    SamplingParams,
-)
+from rollouts.testing.fakes import FAKE_END, FakeTokenizer, Script, ScriptedEngine, ScriptedReply
+from rollouts.types import FilterDecision, RolloutBatch, Sample, SampleGroup, SamplingParams, metric_values
+from tests.sim.fakes import RecordingBuffer
 
 SAMPLING = SamplingParams(max_new_tokens=8, stop_token_ids=(FAKE_END,))
+ROWS = [{"prompt": f"question {index}", "answer": str(index)} for index in range(40)]
+STREAM = [prompt.key for prompt in DataBuffer(ROWS, seed=0).get_prompts(120)]
 chat_generate: Any = make_chat_generate(FakeTokenizer())
 
 
-def group_of(request: GenerateRequest) -> int:
-    return int(request.request_id[1:9])
+def group_of(name: str) -> int:
+    return int(name[1:9])
 
 
-def member_of(sample_id: str) -> int:
-    return int(sample_id[11:14])
+def member_of(name: str) -> int:
+    return int(name[11:14])
+
+
+def say(text: str = "ab", token_s: float | Callable[[str], float] = 1.0) -> Script:
+    """Every request is answered with `text`, from where it was cut; `token_s` may depend on its id."""
+    return lambda request: ScriptedReply(
+        text[int(request.request_id.partition("@")[2] or 0) :],
+        token_s(request.request_id) if callable(token_s) else token_s,
+    )
 
 
 async def index_reward(sample: Sample) -> float:
@@ -36,76 +42,15 @@ async def index_reward(sample: Sample) -> float:
     return float(member_of(sample.id))
 
 
-@dataclasses.dataclass
-class Run:
-    """A manager with its parts."""
+def fail_on(error: Exception, *sample_ids: str):
+    """A reward function that fails for these samples, or for all."""
 
-    manager: AsyncRolloutManager
-    buffer: DataBuffer
-    engine: ScriptedEngine
-    version: list[int]
+    async def broken_reward(sample: Sample) -> float:
+        if not sample_ids or sample.id in sample_ids:
+            raise error
+        return await index_reward(sample)
 
-    async def batch_groups(self) -> list[int]:
-        batch = await self.manager.generate_batch()
-        assert batch.group_indices is not None
-        return list(dict.fromkeys(batch.group_indices.tolist()))
-
-    def upcoming(self, count: int) -> list[tuple[int, str]]:
-        """The prompts that would be drawn next."""
-        other = DataBuffer(ROWS, seed=0)
-        other.load_state_dict(self.buffer.state_dict())
-        return [prompt.key for prompt in other.get_prompts(count)]
-
-
-ROWS = [{"prompt": f"question {index}", "answer": str(index)} for index in range(12)]
-STREAM = [prompt.key for prompt in DataBuffer(ROWS, seed=0).get_prompts(36)]
-
-
-def make_run(
-    script: Callable[[GenerateRequest], ScriptedReply] = lambda request: ScriptedReply(text="ab"),
-    *,
-    num_prompts: int = 2,
-    samples_per_prompt: int = 2,
-    over_sampling: float = 1.0,
-    engine: ScriptedEngine | None = None,
-    generate: Any = chat_generate,
-    reward: Any = index_reward,
-    **options: Any,
-) -> Run:
-    of_config = {
-        name: options.pop(name)
-        for name in list(options)
-        if name in RolloutConfig.model_fields and name not in ("filters", "group_reward")
-    }
-    config = RolloutConfig(
-        num_prompts=num_prompts,
-        samples_per_prompt=samples_per_prompt,
-        over_sampling=over_sampling,
-        **of_config,
-    )
-    buffer, version = DataBuffer(ROWS, seed=0), [0]
-    engine = engine or ScriptedEngine(script)
-    manager = AsyncRolloutManager(
-        buffer,
-        engine,
-        generate=generate,
-        config=config,
-        reward=reward,
-        seed=1,
-        policy_version=lambda: version[0],
-        **{"sampling": SAMPLING} | options,
-    )
-    return Run(manager, buffer, engine, version)
-
-
-def books(run: Run) -> dict[str, float]:
-    """Where every group is."""
-    names = ("drawn", "trained", "held", "in_flight")
-    return {
-        name: count
-        for name, count in run.manager.statistics().items()
-        if name in names or name.startswith(("dropped/", "failed/"))
-    }
+    return broken_reward
 
 
 def keep_groups(*kept: int):
@@ -115,12 +60,91 @@ def keep_groups(*kept: int):
     return chosen
 
 
-def fail_on(error: Exception, *sample_ids: str):
-    """A reward function that fails for some samples."""
+@dataclasses.dataclass
+class Run:
+    """A manager with its parts, and the trainer's version."""
 
-    async def broken_reward(sample: Sample) -> float:
-        if not sample_ids or sample.id in sample_ids:
-            raise error
-        return float(member_of(sample.id))
+    manager: AsyncRolloutManager
+    recorder: RecordingBuffer
+    engine: ScriptedEngine
+    version: list[int]
 
-    return broken_reward
+    async def take(self) -> list[int]:
+        """The groups of the next batch."""
+        return groups_of(await self.manager.generate_batch())
+
+    def advance(self, trainer: int, engine: int | None = None) -> None:
+        """Versions of the trainer and of the engine (default: the trainer's)."""
+        self.version[0], version = trainer, trainer if engine is None else engine
+        self.engine.set_version(version)
+        self.manager.engines_updated(version)
+
+    def metrics(self) -> dict[str, float]:
+        return metric_values(self.manager.batch_metrics())
+
+    def count(self, name: str) -> float:
+        return self.manager.statistics().get(name, 0.0)
+
+    def books(self) -> dict[str, float]:
+        """Where every group is, without the places that have none."""
+        places = ("drawn", "trained", "held", "in_flight", "dropped/", "failed/")
+        found = self.manager.statistics().items()
+        return {name: n for name, n in found if n and name.startswith(places) and name[:5] != "held/"}
+
+    def upcoming(self, count: int) -> list[tuple[int, str]]:
+        """The prompts that would be drawn next."""
+        other = DataBuffer(ROWS, seed=0)
+        other.load_state_dict(self.recorder.buffer.state_dict())
+        return [prompt.key for prompt in other.get_prompts(count)]
+
+    def save(self) -> str:
+        return json.dumps([self.recorder.buffer.state_dict(), self.manager.state_dict()])
+
+    def check_prompts(self, trained: list[tuple[int, str]]) -> None:
+        """Trained, held, or still to come: every prompt of the stream is in one place. For runs whose filters
+        drop nothing, between draws.
+        """
+        self.manager.check_ledger()
+        state = self.manager.state_dict()
+        held = [(one["epoch"], one["prompt_id"]) for one in [*state["held"], *state["unfinished"]]]
+        everywhere = [*trained, *held, *self.upcoming(30)]
+        assert sorted(everywhere) == sorted(STREAM[: len(everywhere)])
+        assert sorted(self.recorder.out) == sorted(trained + held)
+
+
+def make_run(
+    script: Script | None = None, *, state: str | None = None, version: int = 0, **options: Any
+) -> Run:
+    """Two groups of two, of the reward index_reward. `options` are settings of the rollouts and of the
+    manager; `state` is what another run saved.
+    """
+    options = {"num_prompts": 2, "samples_per_prompt": 2, "over_sampling": 1.0} | options
+    names = (RolloutConfig.model_fields.keys() & options.keys()) - {
+        "filters",
+        "reward",
+        "group_reward",
+        "generate",
+    }
+    config = RolloutConfig(**{name: options.pop(name) for name in names})
+    recorder, trainer = RecordingBuffer(DataBuffer(ROWS, seed=0), set()), [version]
+    engine = options.pop("engine", None) or ScriptedEngine(script or say(token_s=0.0), version=version)
+    settings = {"sampling": SAMPLING, "generate": chat_generate, "reward": index_reward, "seed": 1} | options
+    manager = AsyncRolloutManager(
+        recorder, engine, config=config, policy_version=lambda: trainer[0], **settings
+    )
+    run = Run(manager, recorder, engine, trainer)
+    if state is not None:
+        of_buffer, of_manager = json.loads(state)
+        recorder.buffer.load_state_dict(of_buffer)
+        recorder.out |= set(STREAM) - set(run.upcoming(len(STREAM)))
+        manager.load_state_dict(of_manager)
+    return run
+
+
+def groups_of(batch: RolloutBatch) -> list[int]:
+    assert batch.group_indices is not None
+    return list(dict.fromkeys(batch.group_indices.tolist()))
+
+
+def prompts_of(batch: RolloutBatch) -> list[tuple[int, str]]:
+    return list(dict.fromkeys((row["epoch"], row["prompt_id"]) for row in batch.metadata))
