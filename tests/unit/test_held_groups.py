@@ -247,6 +247,7 @@ async def test_metrics_of_a_batch_worked_by_hand():
     expected = """groups/drawn 4, groups/kept 2, groups/dropped/not_chosen 1, groups/dropped/surplus 1,
         groups/accepted_frac 0.6666667, response_length/mean 4.5, response_length/min 3,
         response_length/max 8, truncated/frac 0.25, reward/mean 0.75, reward/std 0.4330127,
-        reward/part/right/mean 0.25, reward/part/two_words/mean 0.5, groups/zero_std_frac 0.6666667, groups/reward_std/mean 0.1666667"""
+        reward/part/right/mean 0.25, reward/part/two_words/mean 0.5, groups/zero_std_frac 0.6666667,
+        groups/reward_std/mean 0.1666667"""
     named = dict(one.split() for one in expected.split(","))
     assert metrics == {name: pytest.approx(float(value), abs=1e-6) for name, value in named.items()}
