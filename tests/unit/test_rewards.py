@@ -195,7 +195,8 @@ async def test_a_drop_always_has_a_reason(value: Any, decision: FilterDecision):
     "value",
     [
         *(None, 1, "yes", 0.5),
-        *(FilterDecision("no"), FilterDecision(False, 3), FilterDecision(False, detail=None)),  # type: ignore[arg-type]
+        *(FilterDecision("no"), FilterDecision(False, 3)),  # type: ignore[arg-type]
+        FilterDecision(False, detail=None),  # type: ignore[arg-type]
     ],
 )
 async def test_a_filter_answers_yes_or_no(value: Any):

@@ -76,38 +76,22 @@ async def open_local_engine(
     limit = find_context_limit(model.config)
     context = (limit or DEFAULT_CONTEXT) if max_context is None else max_context
     at_most = "" if limit is None else f" and at most the model's max_position_embeddings={limit}"
-    for wrong, message in (
-        (not 1 < context <= (limit or context), f"max_context={context}; it must be above 1{at_most}"),
-        (max_rows < 1, f"max_rows={max_rows}; it must be at least 1"),
-        (
-            mode == "shared" and trainer_version is None,
-            "mode='shared' needs trainer_version: a shared engine reports the trainer's version",
-        ),
-        (
-            mode != "copied" and copy_dtype is not None,
-            f"copy_dtype={copy_dtype} with mode={mode!r}, which makes no copy; use mode='copied'",
-        ),
-    ):
-        if wrong:
-            raise EngineError(message)
+    _require(1 < context <= (limit or context), f"max_context={context}; it must be above 1{at_most}")
+    _require(max_rows > 0, f"max_rows={max_rows}; it must be at least 1")
+    versioned = mode != "shared" or trainer_version is not None
+    _require(versioned, "mode='shared' needs trainer_version: a shared engine reports the trainer's version")
+    copies = mode == "copied" or copy_dtype is None
+    _require(copies, f"copy_dtype={copy_dtype}, but mode={mode!r} makes no copy; use mode='copied'")
 
     def open_on_device() -> OpenedDecoder:
         own = copy_model(model, copy_dtype) if mode == "copied" else model
         return open_decoder(own, max_context=context, max_rows=max_rows, autocast_dtype=autocast_dtype)
 
-    opened, has_own = await device_thread.submit(open_on_device), mode != "shared"
-    features = EngineFeatures(
-        vocab_size=opened.whole.vocab_size,
-        context_length=context,
-        in_memory_update=has_own,
-        update_from_checkpoint=has_own,
-        shares_weights=not has_own,
-        keep_pause=True,
-        deterministic=deterministic,
-    )
     engine = LocalEngine(
-        opened,
-        features,
+        await device_thread.submit(open_on_device),
+        context_length=context,
+        shares_weights=mode == "shared",
+        deterministic=deterministic,
         device_thread=device_thread,
         trainer_version=trainer_version or (lambda: 0),
         max_rows=max_rows,
@@ -121,26 +105,41 @@ async def open_local_engine(
             engine._close()
 
 
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise EngineError(message)
+
+
 class LocalEngine:
     """An InferenceEngine. Made by open_local_engine."""
 
     def __init__(
         self,
         opened: OpenedDecoder,
-        features: EngineFeatures,
         *,
+        context_length: int,
+        shares_weights: bool,
+        deterministic: bool,
         device_thread: DeviceThread,
         trainer_version: Callable[[], int],
         max_rows: int,
         seed: int,
     ) -> None:
-        self.features = features
+        self.features = EngineFeatures(
+            vocab_size=opened.whole.vocab_size,
+            context_length=context_length,
+            in_memory_update=not shares_weights,
+            update_from_checkpoint=not shares_weights,
+            shares_weights=shares_weights,
+            keep_pause=True,
+            deterministic=deterministic,
+        )
         self.path: ForwardPath = opened.path  # how the model is run; see opening.py
         self.describe = opened.describe
         self._batch = DecodeBatch(opened.whole, opened.decoder)
         self._device_thread = device_thread
         self._model = opened.whole.model
-        self._weights = None if features.shares_weights else StagedWeights(self._model)
+        self._weights = None if shares_weights else StagedWeights(self._model)
         self._trainer_version = trainer_version
         self._version = trainer_version()  # of the copy; a shared engine asks the trainer every time
         self._max_rows = max_rows

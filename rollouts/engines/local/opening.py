@@ -70,12 +70,7 @@ def open_decoder(
     Raises ModelError naming what was in the way of each; and for rotary frequencies that change with the
     length within `max_context`, for there is then no one log-prob to agree with.
     """
-    limit = find_rotary_limit(model.config)
-    if limit is not None and max_context > limit.tokens:
-        raise ModelError(
-            f"config.rope_parameters: {limit}, so a token's log-prob would depend on what comes after it; set"
-            f" max_context to {limit.tokens} or less"
-        )
+    _check_rotary(model, max_context)
     whole = WholeModel(model, autocast_dtype)
     config: Any = model.config.get_text_config()
     fast = partial(FastDecoder, whole, max_rows=max(max_rows, len(PROBE_LENGTHS)), max_context=max_context)
@@ -120,6 +115,15 @@ def open_decoder(
         f"{type(model).__name__} cannot be run exactly by the embedded engine ({found}); use an engine that"
         " serves it"
     )
+
+
+def _check_rotary(model: PreTrainedModel, max_context: int) -> None:
+    limit = find_rotary_limit(model.config)
+    if limit is not None and max_context > limit.tokens:
+        raise ModelError(
+            f"config.rope_parameters: {limit}, so a token's log-prob would depend on what comes after it; set"
+            f" max_context to {limit.tokens} or less"
+        )
 
 
 def probe_difference(whole: WholeModel, decoder: Decoder, lengths: Sequence[int]) -> float:
