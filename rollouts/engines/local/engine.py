@@ -54,8 +54,7 @@ async def open_local_engine(
     deterministic: bool = False,
     seed: int = 0,
 ) -> AsyncIterator[LocalEngine]:
-    """An engine on a causal language model of transformers, run the fastest way that agrees with it (see
-    opening.py).
+    """An engine on a causal language model, run the fastest way that agrees with the model (see opening.py).
 
     Requests wait in memory without limit; `max_rows` are decoded at once.
 
@@ -70,8 +69,7 @@ async def open_local_engine(
     The same lists give the same bits.
 
     `seed` and a request's own seed, or else its id, fix the random numbers of its tokens, whatever it is
-    decoded with. Raises ModelError for a model that it cannot run exactly, EngineError for settings that do
-    not fit together.
+    decoded with. Raises ModelError for a model that cannot be run exactly, EngineError for bad settings.
     """
     limit = find_context_limit(model.config)
     context = (limit or DEFAULT_CONTEXT) if max_context is None else max_context
@@ -80,8 +78,8 @@ async def open_local_engine(
     _require(max_rows > 0, f"max_rows={max_rows}; it must be at least 1")
     versioned = mode != "shared" or trainer_version is not None
     _require(versioned, "mode='shared' needs trainer_version: a shared engine reports the trainer's version")
-    copies = mode == "copied" or copy_dtype is None
-    _require(copies, f"copy_dtype={copy_dtype}, but mode={mode!r} makes no copy; use mode='copied'")
+    uncopied = f"copy_dtype={copy_dtype}, but mode={mode!r} makes no copy; use mode='copied'"
+    _require(mode == "copied" or copy_dtype is None, uncopied)
 
     def open_on_device() -> OpenedDecoder:
         own = copy_model(model, copy_dtype) if mode == "copied" else model
