@@ -18,7 +18,7 @@ from rollouts.errors import RunDirError
 from rollouts.inspect.record import open_record
 from rollouts.inspect.samples import find_samples, print_samples
 from rollouts.inspect.token_texts import split_text
-from tests.unit.run_rows import write_block, write_rows
+from tests.unit.run_rows import HEAD, write_block, write_rows
 
 
 def make_sample(step: int, number: int, **fields: Any) -> dict[str, Any]:
@@ -27,19 +27,17 @@ def make_sample(step: int, number: int, **fields: Any) -> dict[str, Any]:
     return known | {"tokens": 9, "response_length": 20 - number} | fields
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    failure = {"class": "reward", "function": "grade", "message": "Timed out"}
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Seven samples of three steps and one of an evaluation; a second attempt wrote step 2 again."""
+    root = tmp_path_factory.mktemp("run")
     rows = [make_sample(1 + number // 2, number, weight_version_min=number // 4) for number in range(7)]
-    rows[3] |= {"status": "failed", "metadata": {"failure": failure}}
-    del rows[3]["reward"]
     rows += [make_sample(4, 7, stage="eval-rl", prompt=[{"role": "user", "content": "Sum"}])]
-    write_rows(tmp_path / "samples.jsonl", *rows[:4])
-    write_rows(
-        tmp_path / "samples.1.jsonl", *rows[4:], make_sample(2, 8, attempt=2), make_sample(2, 3, attempt=2)
-    )
-    (tmp_path / "config.toml").write_text("")
-    return tmp_path
+    write_rows(root / "samples.jsonl", *rows[:3], make_sample(2, 3, status="failed", reward=None))
+    again = [make_sample(2, number, attempt=2) for number in (8, 3)]
+    write_rows(root / "samples.1.jsonl", *rows[4:], *again)
+    (root / "config.toml").touch()
+    return root
 
 
 def find_ids(root: Path, **query: Any) -> str:
@@ -87,30 +85,32 @@ def test_a_step_or_stage_without_samples_says_what_there_is(run: Path):
 )
 def test_the_search_finds_what_looking_at_every_row_finds(texts, needle, ascii_only, tmp_path_factory):
     root = tmp_path_factory.mktemp("run")
+    (root / "config.toml").touch()
     rows = [
-        {"schema": 1, "stage": "rl", "step": 1, "attempt": 1, "id": str(place)}
-        | {
-            "prompt": [{"role": "user", "content": text}] if place % 2 else "",
-            "response": "" if place % 2 else text,
-        }
+        {**HEAD, "id": str(place)}
+        | ({"response": text} if place % 2 else {"prompt": [{"role": "user", "content": text}]})
         for place, text in enumerate(texts)
     ]
     lines = [json.dumps(row, ensure_ascii=ascii_only) + "\n" for row in rows]
     (root / "samples.jsonl").write_text("".join(lines))
-    (root / "config.toml").write_text("")
     expected = [str(place) for place, text in enumerate(texts) if needle.lower() in text.lower()]
     assert find_ids(root, grep=needle).split() == expected
 
 
-def test_a_transcript_has_a_headline_turns_and_what_failed(run: Path, capsys: pytest.CaptureFixture[str]):
-    write_rows(run / "samples.2.jsonl", make_sample(9, 9, weight_version_min=7, rewards={"a": 1, "b": 0.5}))
-    assert main(["samples", str(run), "--step", "9"]) == 0
+def test_a_transcript_has_a_headline_turns_and_the_parts_of_the_reward(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "config.toml").touch()
+    parts = {"a": 1, "b": 0.5}
+    sample = make_sample(9, 9, weight_version_min=7, rewards=parts)
+    write_rows(tmp_path / "samples.jsonl", make_sample(1, 0), sample)
+    assert main(["samples", str(tmp_path), "--step", "9"]) == 0
     assert capsys.readouterr().out == (
         "── rl step 9 · s9 · group 4 · completed · reward 0.900 · 11 tokens · 1 version behind\n"
-        "[prompt] add\n→ it is 9\nrewards: a 1, b 0.5\n\n1 of 9 logged samples\n"
+        "[prompt] add\n→ it is 9\nrewards: a 1, b 0.5\n\n1 of 2 logged samples\n"
     )
-    assert main(["samples", str(run), "--json", "--limit", "1", "--reverse"]) == 0
-    assert json.loads(capsys.readouterr().out)["rewards"] == {"a": 1, "b": 0.5}
+    assert main(["samples", str(tmp_path), "--json", "--limit", "1", "--reverse"]) == 0
+    assert json.loads(capsys.readouterr().out)["rewards"] == parts
 
 
 # --- tokens -------------------------------------------------------------------------------------------------
@@ -124,28 +124,27 @@ def test_pieces_make_up_the_text_and_a_character_of_two_tokens_is_one_piece():
 
 def test_tokens_are_marked_by_arrays_and_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_rows(tmp_path / "samples.jsonl", make_sample(1, 0), make_sample(1, 1))
-    (tmp_path / "config.toml").write_text("")
-    assert main(["samples", str(tmp_path), "--color", "mask"]) == 0
-    assert "not marked, 2 samples: " in capsys.readouterr().out, "there is no tokenizer"
-    (tmp_path / "model").mkdir()
-    words = models.WordLevel({"<s>": 0, "two": 1, "plus": 2}, unk_token="<s>")
-    Tokenizer(words).save(str(tmp_path / "model" / "tokenizer.json"))
-    (tmp_path / "config.toml").write_text(f'[model]\nname = "{tmp_path / "model"}"\n')
     arrays = {"tokens": [0, 1, 2], "mask": [0, 1, 1], "advantage": [0.0, 0.5, -0.25]}
     arrays |= {"log_prob": [0.5, -1.0, -1.0], "mu": [0.0, -1.5, -1.0001]}
     place = write_block(tmp_path, "s0", **arrays)
     write_rows(tmp_path / "contributions.jsonl", {"id": "s0", "update": 0, "row": 0, **place})
-    assert main(["samples", str(tmp_path), "--color", "advantage"]) == 0
-    text = capsys.readouterr().out
-    assert "<s>{+++  two}{--  plus}\nadvantage of the token: {--- to -0.5}" in text
-    assert "not marked, 1 sample: no update of the weights had this sample" in text
-    assert "→ it is 1" in text, "what is not marked is printed plain"
-    assert main(["samples", str(tmp_path), "--color", "logprob_diff"]) == 0
-    assert "<s>{+++  two} plus\n" in capsys.readouterr().out, (
-        "0.0001 is rounding, and what does not train is 0"
-    )
-    console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=200)
+    words = models.WordLevel({"<s>": 0, "two": 1, "plus": 2}, unk_token="<s>")
+    Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    config = f'[model]\nname = "{tmp_path}"\n'
+    no_update = "not marked, 1 sample: no update of the weights had this sample"
+    for settings_text, column, *parts in (
+        (config, "advantage", "<s>{+++  two}{--  plus}\nadvantage of the token: {--- to -0.5}", no_update),
+        (config, "advantage", "→ it is 1"),  # what is not marked is printed plain
+        (config, "logprob_diff", "<s>{+++  two} plus\n"),  # 0.0001 is rounding; what does not train is 0
+        ("", "mask", "not marked, 2 samples: "),  # there is no tokenizer
+    ):
+        (tmp_path / "config.toml").write_text(settings_text)
+        assert main(["samples", str(tmp_path), "--color", column]) == 0
+        printed = capsys.readouterr().out
+        assert all(part in printed for part in parts), printed
+    (tmp_path / "config.toml").write_text(config)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, color_system="truecolor", width=200)
     with open_record(tmp_path) as record:
         print_samples(console, record, find_samples(record), color="advantage")
-    assert isinstance(console.file, io.StringIO)
-    assert "\x1b[37;48;2;160;82;15m two" in console.file.getvalue(), "white on the darkest orange"
+    assert "\x1b[37;48;2;160;82;15m two" in out.getvalue(), "white on the darkest orange"
