@@ -20,41 +20,18 @@ from typing import Any
 import trio
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-CALL_TIMEOUT_S = 60.0
-KEY_CODES = {
-    "Escape": 27,
-    "Tab": 9,
-    "Enter": 13,
-    "ArrowLeft": 37,
-    "ArrowUp": 38,
-    "ArrowRight": 39,
-    "ArrowDown": 40,
-}  # Windows virtual key codes
-ARGUMENTS = (
-    "--headless=new",
-    "--remote-debugging-pipe",
-    "--no-first-run",
-    "--no-default-browser-check",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-default-apps",
-    "--disable-extensions",
-    "--hide-scrollbars",
-    "--force-color-profile=srgb",
-    "--mute-audio",
-)
+CALL_TIMEOUT_S, WAIT_TIMEOUT_S = 60.0, 20.0
+KEY_CODES = {"Escape": 27, "Tab": 9, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}  # of Windows
+ARGUMENTS = """
+    --headless=new --remote-debugging-pipe --no-first-run
+    --no-default-browser-check --disable-gpu --disable-dev-shm-usage
+    --disable-background-networking --disable-component-update --disable-sync
+    --disable-default-apps --disable-extensions --hide-scrollbars
+    --force-color-profile=srgb --mute-audio"""
 
 
 class DevToolsError(Exception):
     """Chromium refused a call, or a script in the page raised."""
-
-
-def find_chromium() -> str | None:
-    """The path of a Chromium or Chrome, None if there is none."""
-    return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Page:
@@ -65,7 +42,7 @@ class Page:
         self._lock = trio.Lock()
         self._number = 0
         self._answers: dict[int, tuple[trio.Event, dict[str, Any]]] = {}
-        self._session: str | None = None
+        self._session: dict[str, str] = {}  # what a call of the tab says besides
         self.events: list[dict[str, Any]] = []  # everything that the page said, in order
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -75,9 +52,7 @@ class Page:
         self._number += 1
         number, event, answer = self._number, trio.Event(), {}
         self._answers[number] = event, answer
-        message = {"id": number, "method": method, "params": parameters} | (
-            {"sessionId": self._session} if self._session else {}
-        )
+        message = {"id": number, "method": method, "params": parameters, **self._session}
         with trio.fail_after(CALL_TIMEOUT_S):
             async with self._lock:
                 await self._to_browser.send_all(json.dumps(message).encode() + b"\0")
@@ -87,38 +62,29 @@ class Page:
         return answer["result"]
 
     async def read(self, from_browser: trio.abc.ReceiveStream) -> None:
-        """Takes what the browser says until it ends."""
+        """Takes what the browser says until it ends: answers by their number, events in order."""
         rest = b""
         async for chunk in from_browser:
             *whole, rest = (rest + chunk).split(b"\0")
-            for text in whole:
-                self._take(json.loads(text))
-
-    def _take(self, message: dict[str, Any]) -> None:
-        if "id" not in message:
-            self.events.append(message)
-            return
-        event, answer = self._answers.pop(message["id"])
-        answer.update(message)
-        event.set()
+            for message in map(json.loads, whole):
+                if "id" in message:
+                    event, answer = self._answers.pop(message["id"])
+                    answer.update(message)
+                    event.set()
+                else:
+                    self.events.append(message)
 
     async def attach(self) -> None:
         """Opens the tab and lets it tell of its console, exceptions and requests."""
         target = await self.call("Target.createTarget", url="about:blank")
-        self._session = (await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True))[
-            "sessionId"
-        ]
+        answer = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        self._session = {"sessionId": answer["sessionId"]}
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.call(f"{domain}.enable")
 
-    async def resize(self, width: int, height: int, *, scale: float = 1.0) -> None:
-        await self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=scale,
-            mobile=False,
-        )
+    async def resize(self, width: int, height: int) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        await self.call("Emulation.setDeviceMetricsOverride", **size)
 
     async def prefer(self, scheme: str) -> None:
         """The system's theme, `light` or `dark`."""
@@ -126,12 +92,10 @@ class Page:
             "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
         )
 
-    async def open(
-        self, url: str, *, ready: str = "document.documentElement.dataset.ready === 'true'"
-    ) -> None:
-        """Goes to an address and waits until the expression is true of the page."""
+    async def open(self, url: str) -> None:
+        """Goes to an address and waits until the page says that it is ready."""
         await self.call("Page.navigate", url=url)
-        await self.wait(ready)
+        await self.wait("document.documentElement.dataset.ready === 'true'")
 
     async def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression, promises awaited. Raises DevToolsError if it raises."""
@@ -142,21 +106,22 @@ class Page:
             raise DevToolsError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    async def wait(self, expression: str, *, timeout_s: float = 20.0) -> None:
+    async def wait(self, expression: str) -> None:
         """Until the expression is true of the page. Raises TooSlowError."""
         condition = f"(() => {{ try {{ return Boolean({expression}); }} catch {{ return false; }} }})()"
         # the page's own clock; a page without a window draws no frames
         frame = "new Promise((done) => setTimeout(done, 20))"
-        with trio.fail_after(timeout_s):
+        with trio.fail_after(WAIT_TIMEOUT_S):
             while not await self.evaluate(condition):
                 await self.evaluate(frame)
 
     async def press(self, key: str) -> None:
         """A key down and up, with its text if it is a letter or a sign."""
         code = KEY_CODES.get(key, ord(key.upper()[0]))
-        text = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
-        await self.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **text)
-        await self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
+        text = {"text": key} if len(key) == 1 else {}
+        for kind, more in (("keyDown", text), ("keyUp", {})):
+            more |= {"type": kind, "key": key, "windowsVirtualKeyCode": code}
+            await self.call("Input.dispatchKeyEvent", **more)
 
     async def type(self, text: str) -> None:
         """Text as from a keyboard, into what has the focus."""
@@ -167,33 +132,26 @@ class Page:
         image = await self.call("Page.captureScreenshot", format="png")
         await trio.Path(path).write_bytes(base64.b64decode(image["data"]))
 
-    def complaints(self) -> list[str]:
-        """Errors and warnings of the console, exceptions, and what the browser itself logged as an error."""
-        found = [
-            event
-            for event in self.events
-            if event["method"] in ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
-        ]
-        return [json.dumps(event["params"]) for event in found]
+    def said(self, *methods: str) -> list[dict[str, Any]]:
+        """What the events of these kinds say, in order."""
+        return [event["params"] for event in self.events if event["method"] in methods]
+
+    def complaints(self) -> list[dict[str, Any]]:
+        """What the page wrote to the console, exceptions, and what the browser itself logged."""
+        return self.said("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
 
     def requests(self) -> list[str]:
         """Addresses of everything that the page asked for."""
-        return [
-            event["params"]["request"]["url"]
-            for event in self.events
-            if event["method"] == "Network.requestWillBeSent"
-        ]
+        return [asked["request"]["url"] for asked in self.said("Network.requestWillBeSent")]
 
 
 @asynccontextmanager
-async def open_page(
-    profile: Path, *, width: int = 1280, height: int = 900, scale: float = 1.0
-) -> AsyncIterator[Page]:
+async def open_page(profile: Path) -> AsyncIterator[Page]:
     """A tab of a browser of its own, which keeps its profile in `profile` and ends with the block.
 
     Raises DevToolsError where there is no Chromium.
     """
-    program = find_chromium()
+    program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
         raise DevToolsError(f"none of {', '.join(NAMES)} is installed; apt-get install chromium")
     commands, to_browser = os.pipe()
@@ -202,7 +160,7 @@ async def open_page(
     # The protocol is on descriptors 3 and 4 of the browser, whatever numbers the pipes have here.
     redirect = ["bash", "-c", f'exec "$@" 3<&{commands} 4>&{answers}', "bash"]
     process = await trio.lowlevel.open_process(
-        [*redirect, program, *ARGUMENTS, *sandbox, f"--user-data-dir={profile}"],
+        [*redirect, program, *ARGUMENTS.split(), *sandbox, f"--user-data-dir={profile}"],
         pass_fds=(commands, answers),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -220,7 +178,7 @@ async def open_page(
             page = Page(send)
             nursery.start_soon(page.read, receive)
             await page.attach()
-            await page.resize(width, height, scale=scale)
+            await page.resize(1280, 900)
             yield page
             nursery.cancel_scope.cancel()
     finally:

@@ -160,30 +160,23 @@ async def test_samples_are_sorted_and_shown_with_their_texts_as_text(page: Page)
 
 
 async def test_keys_change_sample_and_step_and_lead_to_the_search(page: Page) -> None:
-    await page.press("j")
-    await page.press("j")
-    await page.press("k")
-    assert await page.evaluate(SELECTED) == "sample-1"
-    await page.press("]")
-    await page.press("]")
-    assert await page.evaluate("document.getElementById('sample-step').value") == "2"
-    assert await page.evaluate(SHOWN) == 4
-    await page.press("[")
-    assert await page.evaluate("document.getElementById('sample-step').value") == "1"
-    await page.press("/")
-    assert await page.evaluate("document.activeElement.id") == "sample-filter"
-    await page.type("j")  # letters in a field are letters
-    assert await page.evaluate("document.activeElement.value") == "j"
-    await page.press("Escape")
-    assert await page.evaluate("document.activeElement === document.body")
-    await page.press("c")
-    await page.press("/")
-    assert await page.evaluate("document.activeElement.id") == "metric-filter"
-    await page.press("Escape")
-    await page.press("?")
-    assert await page.evaluate("document.getElementById('keys').open")
-    await page.press("Escape")
-    assert not await page.evaluate("document.getElementById('keys').open")
+    step, active = "document.getElementById('sample-step').value", "document.activeElement"
+    help_open = "document.getElementById('keys').open"
+    for keys, expression, expected in (
+        ("j j k", SELECTED, "sample-1"),
+        ("] ]", step, "2"),
+        ("", SHOWN, 4),
+        ("[", step, "1"),
+        ("/", f"{active}.id", "sample-filter"),
+        ("j", f"{active}.value", "j"),  # letters in a field are letters
+        ("Escape", f"{active} === document.body", True),
+        ("c /", f"{active}.id", "metric-filter"),
+        ("Escape ?", help_open, True),
+        ("Escape", help_open, False),
+    ):
+        for key in keys.split():
+            await page.press(key)
+        assert await page.evaluate(expression) == expected, keys
 
 
 async def test_the_list_of_samples_takes_arrow_keys(page: Page) -> None:

@@ -19,21 +19,15 @@ from rollouts.inspect.record import Curve, open_record
 from rollouts.metrics.jsonl import newest_attempts, read_rows
 from tests.unit.run_rows import write_rows, write_run
 
-DAMAGED = [
-    b"no json",
-    b"5",
-    b"[1]",
-    b"\x00\x00",
-    b'{"stage": "rl", "st{"stage": "rl"}',
-    b'{"a": "\xff"}',
-    b"{}",
-]
-
-
-def read_series(root: Path, name: str) -> tuple[list[int], list[float]]:
-    with open_record(root, points=True) as record:
-        curve = record.read_curve("rl", name)
-    return curve.steps.tolist(), curve.values.tolist()
+DAMAGED = (
+    rb"""no json
+5
+[1]
+{"stage": "rl", "st{"stage": "rl"}
+{}
+"""
+    b'\x00\x00\n{"a": "\xff"}\n'
+)
 
 
 # --- reading ------------------------------------------------------------------------------------------------
@@ -75,21 +69,22 @@ def test_damaged_lines_are_counted_and_said_and_a_torn_one_apart(tmp_path: Path)
     path = write_rows(
         tmp_path / "metrics.jsonl", {"a/b": 1.0}, {"step": 2, "a/b": "text"}, {"step": 3, "a/b": 3}
     )
-    path.write_bytes(path.read_bytes() + b"\n".join(DAMAGED) + b"\n" + b'{"stage": "rl", "step": 4, "atte')
+    path.write_bytes(path.read_bytes() + DAMAGED + b'{"stage": "rl", "step": 4, "atte')
     with open_record(tmp_path, points=True) as record:
         curve = record.read_curve("rl", "a/b")
         assert (curve.steps.tolist(), curve.values.tolist()) == ([1, 3], [1.0, 3.0]), "a text is no value"
         assert record.notes == [
             "metrics.jsonl: the torn last line (32 bytes) is left out",
-            f"metrics.jsonl: {len(DAMAGED)} damaged lines left out",
+            "metrics.jsonl: 7 damaged lines left out",
         ]
 
 
 def test_names_that_differ_in_case_and_odd_names_are_read(tmp_path: Path):
     odd = {"a'b/\"c": 1.0, "loss/A": 2.0, "loss/a": 3.0, "Step": 4, "": 5.0}
-    write_rows(tmp_path / "it's [a] *run" / "metrics.jsonl", odd)
-    assert read_series(tmp_path / "it's [a] *run", "a'b/\"c") == ([1], [1.0])
-    assert read_series(tmp_path / "it's [a] *run", "loss/A") == ([1], [2.0])
+    root = write_rows(tmp_path / "it's [a] *run" / "metrics.jsonl", odd).parent
+    with open_record(root, points=True) as record:
+        for name in ("a'b/\"c", "loss/A"):
+            assert record.read_curve("rl", name).values.tolist() == [odd[name]]
 
 
 def test_what_is_no_run_and_what_leads_out_of_it_is_refused(tmp_path: Path):
@@ -109,15 +104,12 @@ def test_inspect_prints_every_part_and_ends_with_the_picture(
 ):
     root = write_run(tmp_path / "run", fail__reward=1.0, groups__drawn=8.0, groups__dropped__zero_std=2.0)
     evaluation = {"name": "heldout", "eval/heldout/avg@1": 0.25, "eval/heldout/failed": 1}
-    write_rows(
-        root / "evaluations.jsonl", evaluation, {**evaluation, "attempt": 2, "eval/heldout/avg@1": 0.5}
-    )
+    again = {**evaluation, "attempt": 2, "eval/heldout/avg@1": 0.5}
+    write_rows(root / "evaluations.jsonl", evaluation, again)
+    samples = [{"id": "s", "policy_version": 9, "weight_version_min": oldest} for oldest in (9, 8, 8, 0)]
     failure = {"class": "reward", "function": "grade", "message": "timed\nout"}
-    samples = [
-        {"id": f"s{lag}", "weight_version_min": 9 - lag, "weight_version_max": 9} for lag in (0, 1, 1, 9)
-    ]
     failed = {"id": "f", "status": "failed", "metadata": {"failure": failure}}
-    write_rows(root / "samples.jsonl", *({**sample, "policy_version": 9} for sample in samples), failed)
+    write_rows(root / "samples.jsonl", *({**row, "weight_version_max": 9} for row in samples), failed)
     assert main(["inspect", str(root), "--last", "2", "--samples", "1"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for part in (
@@ -148,10 +140,8 @@ def test_inspect_fits_the_terminal(
     width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("rollouts.inspect.terminal.PLAIN_WIDTH", width)
-    assert (
-        main(["inspect", str(write_run(tmp_path / "run", optim__lr=1e-3, entropy__mean=1.0)), "--last", "3"])
-        == 0
-    )
+    root = write_run(tmp_path / "run", optim__lr=1e-3, entropy__mean=1.0)
+    assert main(["inspect", str(root), "--last", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     tables = [line for line in lines if line and not line.startswith(("stage ", str(tmp_path), "wrote "))]
     assert max(map(len, tables)) <= width
