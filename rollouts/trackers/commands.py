@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import trio
-
 from rollouts.errors import RunDirError
 
 NAMES = ("tensorboard", "trackio", "wandb", "mlflow", "otlp", "statsd", "prometheus")  # --help is quick
@@ -39,6 +37,8 @@ def run_track(arguments: argparse.Namespace) -> int:
 
     Raises RunDirError for a directory that is no run, ConfigError for a tracker whose package is missing.
     """
+    import trio
+
     from rollouts.run_dir import RunDir, find_activity
     from rollouts.trackers.follower import follow_all
     from rollouts.trackers.launch import describe_catching_up
