@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from rollouts.models.tiny import TINY_KINDS
 from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import LossSpec, RolloutBatch
 from tests.support.plain_backend import assert_gradients_close, open_backend, take_gradients
+from tests.support.text_tables import read_cells, read_params
 
 torch.set_num_threads(1)
 SIZES: dict[str, Any] = {
@@ -38,48 +38,41 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# what a model may do to its logits and its context, beside what the tiny models do
-OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "logits divided": ("Granite", {"logits_scaling": 3.0, "embedding_multiplier": 2.0}),
-    "logits multiplied, parallel layers": ("Cohere", {"logit_scale": 0.25}),
-    "head with a bias": ("Phi", {"tie_word_embeddings": False}),
-    "learned positions": ("GPT2", {"n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 4}),
-    "bias by distance in the row": ("Bloom", {"n_layer": 2, "n_head": 4}),
-    "a window in every layer": ("Mistral", {"sliding_window": 7}),
-    "a window in some layers": (
-        "Gemma3",
-        {"head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8, "num_hidden_layers": 6},
-    ),
-    "local layers of another name": (
-        "GPTNeo",
-        {
-            "num_layers": 2,
-            "num_heads": 4,
-            "window_size": 7,
-            "attention_types": [[["global", "local"], 1]],
-            "intermediate_size": None,
-        },
-    ),
-    "another mixture of experts": (
-        "Mixtral",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.1},
-    ),
-    "recurrent and attending layers": (
-        "RecurrentGemma",
-        {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8, "logits_soft_cap": 3.0},
-    ),
+# model, what it does to its logits or its context; layout of long rows, head and scale of the logits
+OTHERS = {
+    name: (family, read_params(settings), layout, head, float(scale))
+    for name, family, settings, layout, head, scale in read_cells("""
+divided | GraniteForCausalLM | logits_scaling = 3.0, embedding_multiplier = 2.0 | packed | linear | 0.3333333
+parallel   | CohereForCausalLM  | logit_scale = 0.25                               | packed | linear | 0.25
+head bias  | PhiForCausalLM     | tie_word_embeddings = false                      | packed | own    | 1
+learned    | GPT2LMHeadModel    | n_positions = 256                                | packed | linear | 1
+distance   | BloomForCausalLM   | n_layer = 2                                      | rows   | linear | 1
+windows    | MistralForCausalLM | sliding_window = 7                               | packed | linear | 1
+some windows | Gemma3ForCausalLM | head_dim = 8, sliding_window = 7, query_pre_attn_scalar = 8, \
+num_hidden_layers = 6 | packed | linear | 1
+own windows | GPTNeoForCausalLM | num_layers = 2, num_heads = 4, window_size = 7, \
+attention_types = [[["global", "local"], 1]] | rows | linear | 1
+experts    | MixtralForCausalLM | num_local_experts = 4, num_experts_per_tok = 2, router_jitter_noise = 0.1\
+ | packed | linear | 1
+recurrent  | RecurrentGemmaForCausalLM | num_hidden_layers = 3, lru_width = 32, attention_window_size = 8, \
+logits_soft_cap = 3.0 | rows | own | 1
+gemma      | tiny | | rows   | own    | 1
+mamba      | tiny | | rows   | linear | 1
+llama      | tiny | | packed | linear | 1
+qwen3      | tiny | | packed | linear | 1
+moe        | tiny | | packed | linear | 1
+""")
 }
 
 
 @functools.cache
-def make_other(name: str) -> Any:
-    family, settings = OTHERS[name]
-    own = {"GPT2": {"vocab_size": 64}, "Bloom": {"vocab_size": 64, "hidden_size": 32}}
-    settings = {**own.get(family, SIZES), **settings}
-    config_name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
-    head = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+def make_once(name: str, cache: Path) -> Any:
+    family, settings, *_ = OTHERS.get(name, ("tiny", {}))
+    if family == "tiny":
+        return load_hf_model(resolve_model(f"tiny:{name}", cache_dir=cache))
+    model_class = getattr(transformers, family)
     torch.manual_seed(0)
-    model = getattr(transformers, head)(getattr(transformers, config_name)(**settings)).eval()
+    model = model_class(model_class.config_class(**{**SIZES, **settings})).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1 or parameter is getattr(model.get_output_embeddings(), "bias", None):
@@ -92,14 +85,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-@functools.cache
-def load_once(kind: str, cache: Path) -> Any:
-    return load_hf_model(resolve_model(f"tiny:{kind}", cache_dir=cache))
-
-
 def new_model(name: str, cache: Path) -> Any:
     """A copy of its own for each test: backends change weights."""
-    return copy.deepcopy(load_once(name, cache) if name in TINY_KINDS else make_other(name))
+    return copy.deepcopy(make_once(name, cache))
 
 
 def score_slowly(model: Any, batch: RolloutBatch) -> list[Tensor]:
@@ -114,37 +102,11 @@ def score_slowly(model: Any, batch: RolloutBatch) -> list[Tensor]:
     return rows
 
 
-def differentiate_slowly(model: Any, batch: RolloutBatch) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of REINFORCE over all tokens, row by row."""
-    assert batch.advantages is not None
-    parts = [
-        (log_probs * torch.from_numpy(batch.advantages[row][1:]))[torch.from_numpy(batch.loss_masks[row][1:])]
-        for row, log_probs in enumerate(score_slowly(model, batch))
-    ]
-    loss = -torch.cat(parts).mean()
-    loss.backward()
-    return float(loss.detach()), take_gradients(model)
-
-
 FORMS: dict[str, dict[str, Any]] = {
     "a micro-batch per row": {"share_prefix": False, "micro_batch_tokens": 1},
     "shared if exact": {"share_prefix": True, "micro_batch_tokens": 10_000},
     "shared if exact, in micro-batches": {"share_prefix": True, "micro_batch_tokens": 24},
 }
-# layout of long rows, head, scale of the logits, where they are not packed, linear and 1
-TAKEN: dict[str, tuple[str, str, float]] = {
-    **dict.fromkeys((*TINY_KINDS, *OTHERS), ("packed", "linear", 1.0)),
-    "gemma": ("rows", "own", 1.0),
-    "mamba": ("rows", "linear", 1.0),
-    "logits divided": ("packed", "linear", 1 / 3),
-    "logits multiplied, parallel layers": ("packed", "linear", 0.25),
-    "head with a bias": ("packed", "own", 1.0),
-    "bias by distance in the row": ("rows", "linear", 1.0),
-    "local layers of another name": ("rows", "linear", 1.0),
-    "recurrent and attending layers": ("rows", "own", 1.0),
-}
-
-
 # --- exactness ----------------------------------------------------------------------------------------------
 
 
@@ -156,50 +118,52 @@ async def test_log_probs_and_gradients_are_those_of_a_plain_forward_of_each_row(
     await check_exact(new_model(kind, cache), new_model(kind, cache), **FORMS[form])
 
 
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", OTHERS)
 async def test_the_fastest_exact_layout_and_head_are_taken(name: str, cache: Path):
     model = new_model(name, cache)
-    layout, head, scale = TAKEN[name]
+    *_, layout, head, scale = OTHERS[name]
     plan = plan_forward(model)
     assert (plan.choose_layout(100), plan.head) == (layout, head), plan
     assert plan.logit_scale == pytest.approx(scale, rel=1e-6)
     assert bool(plan.reason) == (layout != "packed")
-    if name in OTHERS:
-        await check_exact(model, new_model(name, cache))
+    await check_exact(model, new_model(name, cache))
 
 
-async def test_rows_longer_than_the_window_and_than_the_probe_are_exact(cache: Path):
+@pytest.mark.parametrize("name", ["windows", "some windows"])
+async def test_rows_longer_than_the_window_and_than_the_probe_are_exact(name: str, cache: Path):
     """A window of 7 against rows of 40, whose branches part at 30."""
+    batch = make_rows(40, 40, 40)
+    for row in batch.tokens:
+        row[:30] = batch.tokens[0][:30]
+    await check_exact(new_model(name, cache), new_model(name, cache), batch)
+
+
+def make_rows(*lengths: int) -> RolloutBatch:
     rng = np.random.default_rng(0)
-    prompt = rng.integers(0, 64, 30)
-    tokens = tuple(np.concatenate([prompt, rng.integers(0, 64, 10)]) for _ in range(3))
-    batch = RolloutBatch(tokens=tokens, loss_masks=tuple(np.arange(40) >= 25 for _ in tokens))
-    for name in ("a window in every layer", "a window in some layers"):
-        await check_scores(new_model(name, cache), batch)
+    rows = [rng.integers(0, 64, length) for length in lengths]
+    masks, ones = ([np.arange(len(row)) > 0 for row in rows], [np.ones(len(row), np.float32) for row in rows])
+    return RolloutBatch(tokens=tuple(rows), loss_masks=tuple(masks), advantages=tuple(ones))
 
 
-async def check_scores(model: Any, batch: RolloutBatch) -> None:
-    with torch.no_grad():
-        wanted = score_slowly(model, batch)
-    async with open_backend(model) as backend:
-        rows = await backend.forward(batch)
-    for row, mask, wanted_row in zip(rows, batch.loss_masks, wanted, strict=True):
-        np.testing.assert_allclose(row[mask], wanted_row.numpy()[mask[1:]], atol=1e-5)
-
-
-async def check_exact(model: Any, slow: Any, **options: Any) -> None:
-    batch = make_batch(temperature=0.7)
-    with torch.no_grad():
-        wanted_rows = score_slowly(slow, batch)
-    wanted_loss, wanted = differentiate_slowly(slow, batch)
+async def check_exact(model: Any, slow: Any, batch: RolloutBatch | None = None, **options: Any) -> None:
+    """Log-probs, loss and gradients of REINFORCE over all tokens are those of each row by itself."""
+    batch = batch or make_batch(temperature=0.7)
+    assert batch.advantages is not None
+    wanted_rows = score_slowly(slow, batch)
+    parts = [
+        (row * torch.from_numpy(advantages[1:]))[torch.from_numpy(mask[1:])]
+        for row, advantages, mask in zip(wanted_rows, batch.advantages, batch.loss_masks, strict=True)
+    ]
+    loss = -torch.cat(parts).mean()
+    loss.backward()
     async with open_backend(model, **options) as backend:
         rows = await backend.forward(batch)
         result = await backend.forward_backward(batch, LossSpec("reinforce"))
         found = take_gradients(backend.model)
-    for row, mask, wanted_row in zip(rows, batch.loss_masks, wanted_rows, strict=True):
-        np.testing.assert_allclose(row[mask], wanted_row.numpy()[mask[1:]], atol=1e-5, rtol=1e-5)
-    assert result.loss == pytest.approx(wanted_loss, abs=1e-5)
-    assert_gradients_close(found, wanted)
+    for row, mask, wanted in zip(rows, batch.loss_masks, wanted_rows, strict=True):
+        np.testing.assert_allclose(row[mask], wanted.detach().numpy()[mask[1:]], atol=1e-5, rtol=1e-5)
+    assert result.loss == pytest.approx(float(loss.detach()), abs=1e-5)
+    assert_gradients_close(found, take_gradients(slow))
 
 
 # --- what is taken, and why not -----------------------------------------------------------------------------
@@ -230,36 +194,18 @@ async def test_experts_with_a_capacity_run_one_row_at_a_time(cache: Path):
     assert "expert_capacity=8" in plan_forward(model).reason
 
 
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0] * 4,
-    "long_factor": [4.0] * 4,
-    "original_max_position_embeddings": 32,
-}
-
-
-def make_longrope() -> Any:
+def make_rope(family: str, length: int, **rope: Any) -> Any:
     torch.manual_seed(0)
-    return transformers.Phi3ForCausalLM(
-        transformers.Phi3Config(**SIZES, rope_parameters=LONGROPE, original_max_position_embeddings=32)
-    ).eval()
+    model_class = getattr(transformers, family)
+    settings = {**SIZES, "rope_parameters": {"rope_theta": 1e4, **rope}, "max_position_embeddings": length}
+    return model_class(model_class.config_class(**settings, original_max_position_embeddings=32)).eval()
 
 
-def make_dynamic(**rope: Any) -> Any:
-    torch.manual_seed(0)
-    settings = {
-        **SIZES,
-        "max_position_embeddings": 16,
-        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, **rope},
-    }
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).eval()
-
-
-def make_rows(*lengths: int) -> RolloutBatch:
-    rng = np.random.default_rng(0)
-    tokens = tuple(rng.integers(0, 64, length) for length in lengths)
-    return RolloutBatch(tokens=tokens, loss_masks=tuple(np.arange(length) > 0 for length in lengths))
+make_longrope = functools.partial(
+    make_rope, "Phi3ForCausalLM", 256, rope_type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4,
+    original_max_position_embeddings=32,
+)  # fmt: skip
+make_dynamic = functools.partial(make_rope, "LlamaForCausalLM", 16, rope_type="dynamic", factor=4.0)
 
 
 @pytest.mark.parametrize("lengths", [(32, 7, 20), (34, 7, 32, 50)])
@@ -267,18 +213,15 @@ async def test_rows_at_and_beyond_the_length_of_longrope_are_exact(lengths: tupl
     plan = plan_forward(make_longrope())
     assert [plan.choose_layout(length) for length in (32, 33)] == ["packed", "single"]
     assert "packed rows, linear head; rope_type='longrope'" in describe_plan(make_longrope(), plan)
-    await check_scores(make_longrope(), make_rows(*lengths))
+    await check_exact(make_longrope(), make_longrope(), make_rows(*lengths))
 
 
 async def test_a_row_that_would_change_dynamic_frequencies_for_the_rows_after_it_is_refused():
-    short = make_rows(16, 9, 16)
+    message = r"a row of 17 tokens.*at most 16.*'dynamic'.*config\.max_position_embeddings=16.*shorter"
     async with open_backend(make_dynamic(original_max_position_embeddings=64)) as backend:
-        with pytest.raises(
-            ModelError,
-            match=r"a row of 17 tokens.*at most 16.*'dynamic'.*config\.max_position_embeddings=16.*shorter",
-        ):
+        with pytest.raises(ModelError, match=message):
             await backend.forward(make_rows(9, 17))
-    await check_scores(make_dynamic(), short)
+    await check_exact(make_dynamic(), make_dynamic(), make_rows(16, 9, 16))
 
 
 async def test_logits_that_need_more_than_the_hidden_states_are_taken_from_the_whole_model(cache: Path):
@@ -299,25 +242,17 @@ async def test_logits_that_need_more_than_the_hidden_states_are_taken_from_the_w
     await check_exact(*models)
 
 
-def test_a_model_that_looks_ahead_is_refused():
+def test_a_model_that_looks_ahead_or_gives_no_numbers_is_refused(cache: Path):
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48
-    )
-    model = transformers.BertLMHeadModel(config).eval()
+    bert = transformers.BertLMHeadModel(transformers.BertConfig(**SIZES)).eval()
+    damaged = new_model("llama", cache)
     with torch.no_grad():
-        for parameter in model.parameters():
+        damaged.model.norm.weight.fill_(float("nan"))
+        for parameter in bert.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.1)
-    with pytest.raises(ModelError, match="not causal"):
-        plan_forward(model)
-
-
-def test_logits_that_are_no_numbers_are_refused_before_training(cache: Path):
-    model = new_model("llama", cache)
-    with torch.no_grad():
-        model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(ModelError, match="weights are damaged"):
-        plan_forward(model)
+    for model, message in ((bert, "not causal"), (damaged, "weights are damaged")):
+        with pytest.raises(ModelError, match=message):
+            plan_forward(model)
 
 
 def test_planning_changes_neither_the_model_nor_random_numbers(cache: Path):
@@ -332,14 +267,6 @@ def test_planning_changes_neither_the_model_nor_random_numbers(cache: Path):
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert "forward" not in model.get_decoder().__dict__
     assert not model.get_decoder()._forward_hooks
-
-
-async def test_the_log_says_which_layout_is_used_and_why(cache: Path, caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO, "rollouts")
-    async with open_backend(new_model("mamba", cache)) as backend:
-        await backend.forward(make_batch())
-        assert backend.statistics()["batches_as_rows"] == 1
-    assert "MambaForCausalLM trains on right-padded rows, linear head; packed rows are" in caplog.text
 
 
 # --- dropout and gradient checkpointing ---------------------------------------------------------------------
@@ -379,12 +306,7 @@ async def test_gradient_checkpointing_gives_the_same_gradients_for_less_memory(k
     assert fewer_bytes < 0.7 * plain_bytes, (fewer_bytes, plain_bytes)
 
 
-def test_a_model_without_layers_to_compute_twice_is_refused():
-    with pytest.raises(ModelError, match="no layers for gradient checkpointing"):
-        checkpoint_layers(torch.nn.Linear(1, 1))  # pyright: ignore[reportArgumentType]
-
-
-# --- the contract, and files --------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", TINY_KINDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from dataclasses import replace
 from math import exp
 from typing import Any
@@ -16,7 +17,6 @@ from rollouts.losses import (
     CORRECTIONS,
     KL_ESTIMATORS,
     LOSSES,
-    LossInputs,
     try_loss,
 )
 from rollouts.losses.corrections import compute_loglinear_prox, parse_correction, renormalise_log_probs
@@ -40,7 +40,6 @@ from tests.unit.test_losses import (
     POLICY,
     REF,
     M,
-    R,
     W,
     make_inputs,
     row,
@@ -86,64 +85,62 @@ def test_kl_importance_by_hand_for_every_loss(name):
             assert value == pytest.approx(KL_MU + 0.1 * exp(0.7))  # a dropped token has no KL term either
 
 
-def test_the_weight_is_the_truncated_ratio_or_the_correction_s():
-    losses = [-1.2, -exp(-0.4), -1.2]
-    for params, weights in (
+@pytest.mark.parametrize(
+    ("params", "weights"),
+    [
         ({}, W),
         ({"importance_cap": 1.2}, [1.2, W[1], 1.2]),
         ({"correction": "icepop(low=0.5, high=1.3)", "importance_cap": 1.0}, [W[0], W[1], 0.0]),
+    ],
+)
+def test_the_weight_is_the_truncated_ratio_or_the_correction_s(params, weights):
+    noted: list[Tensor] = []
+    out = LOSSES["ppo_clip"](make_inputs(note_weights=noted.append), **params)
+    expected = -1.2 * weights[0] - exp(-0.4) * weights[1] - 1.2 * weights[2]
+    assert float(out.sum.detach()) == pytest.approx(expected)
+    assert noted[0][0].tolist() == pytest.approx(weights)
+    assert out.count == 3.0  # a dropped token stays in the denominator
+    if "correction" in params:
+        assert metric_values(out.metrics)["importance_weight/dropped"] == pytest.approx(1 / 3)
+
+
+def test_only_tokens_of_high_entropy_get_the_policy_term_and_a_dropped_token_whatever_it_holds_none():
+    impossible = make_inputs(log_probs=row(-INFINITY, -0.9, -1.6))
+    for inputs, params in (
+        (make_inputs(), {"policy_entropy_fraction": 0.5}),
+        (impossible, {"correction": "token_mask(low=0.1, high=10)"}),
     ):
-        noted: list[Tensor] = []
-        out = LOSSES["ppo_clip"](make_inputs(note_weights=noted.append), **params)
-        assert float(out.sum.detach()) == pytest.approx(
-            sum(a * b for a, b in zip(losses, weights, strict=True))
-        )
-        assert noted[0][0].tolist() == pytest.approx(weights)
-        assert out.count == 3.0  # a dropped token stays in the denominator
-    assert metric_values(out.metrics)["importance_weight/dropped"] == pytest.approx(1 / 3)
-    value, grad = run(
-        "reinforce",
-        make_inputs(log_probs=row(-INFINITY, -0.9, -1.6)),
-        correction="token_mask(low=0.1, high=10)",
-    )
-    assert (value, grad) == (pytest.approx(2.5), [0.0, -1.0, -1.0])  # dropped whatever it holds
+        assert run("reinforce", inputs, **params) == (pytest.approx(2.5), [0.0, -1.0, -1.0])
 
 
-def test_only_tokens_of_high_entropy_get_the_policy_term():
-    value, grad = run("reinforce", make_inputs(), policy_entropy_fraction=0.5)
-    assert (value, grad) == (pytest.approx(2.5), [0.0, -1.0, -1.0])
+METRICS = """
+clip_ratio = 0.666666667
+"clip_ratio/low" = 0
+"clip_ratio/high" = 0.666666667
+"ratio/mean" = 1.170667850
+"ratio/max" = 1.49182470  # e^.4
+"kl/ref" = 0
+"mismatch_kl/mean" = 0.025366328  # of e^w − w − 1, w = .2, −.1, .3
+"mismatch_kl/max" = 0.049858808
+"mismatch/logprob_abs_diff" = 0.2
+"mismatch/k1" = -0.133333333
+"mismatch/chi2" = 0.377558084  # mean of e^2w, − 1
+"mismatch/ess" = 0.974612193
+"mismatch/prob_abs_diff/max" = 0.066685229  # e^−1 − e^−1.2
+"approx_kl/mean" = 0.070667850  # of e^d − d − 1, d = .3, −.4, .4
+"importance_weight/ess" = 0.978124320  # (Σw)²/3Σw² of e^.2, e^−.1, 1.3
+"importance_weight/mean" = 1.142080059
+"importance_weight/mean_square" = 1.333518484
+"importance_weight/capped" = 0.333333333
+"importance_weight/max" = 1.3
+"entropy/mean" = 1.0
+"""
 
 
 def test_metrics_say_what_happened():
-    metrics = metric_values(LOSSES["ppo_clip"](make_inputs(), importance_cap=1.3).metrics)
-    weights, log_weights = [W[0], W[1], 1.3], (0.2, -0.1, 0.3)
-    k3 = [exp(w) - w - 1 for w in log_weights]
-    expected = {
-        "clip_ratio": 2 / 3,
-        "clip_ratio/low": 0.0,
-        "clip_ratio/high": 2 / 3,
-        "ratio/mean": sum(R) / 3,
-        "ratio/max": R[2],
-        "kl/ref": 0.0,
-        "mismatch_kl/mean": sum(k3) / 3,
-        "mismatch_kl/max": max(k3),
-        "mismatch/logprob_abs_diff": 0.2,
-        "mismatch/k1": -0.4 / 3,
-        "mismatch/chi2": sum(exp(2 * w) for w in log_weights) / 3 - 1,
-        "mismatch/ess": 0.974612193,
-        "mismatch/prob_abs_diff/max": exp(-1.0) - exp(-1.2),
-        "approx_kl/mean": sum(exp(d) - 1 - d for d in (0.3, -0.4, 0.4)) / 3,
-        "importance_weight/ess": sum(weights) ** 2 / (3 * sum(w * w for w in weights)),
-        "importance_weight/mean": sum(weights) / 3,
-        "importance_weight/mean_square": sum(w * w for w in weights) / 3,
-        "importance_weight/capped": 1 / 3,
-        "importance_weight/max": 1.3,
-        "entropy/mean": 1.0,
-    }
-    assert metrics == pytest.approx(expected, abs=1e-8)
-    alone = metric_values(
-        LOSSES["ppo_clip"](make_inputs(old_log_probs=None)).metrics
-    )  # measured on the policy
+    found = LOSSES["ppo_clip"](make_inputs(), importance_cap=1.3).metrics
+    assert metric_values(found) == pytest.approx(tomllib.loads(METRICS), abs=1e-8)
+    alone = metric_values(LOSSES["ppo_clip"](make_inputs(old_log_probs=None)).metrics)  # on the policy
     assert alone["mismatch_kl/mean"] == pytest.approx(sum(exp(d) - d - 1 for d in (0.5, -0.5, 0.7)) / 3)
     assert "importance_weight/mean" not in alone
 
@@ -151,38 +148,39 @@ def test_metrics_say_what_happened():
 # --- corrections --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("token_tis", W),
-        ("icepop(low=1.0,high=2)", [W[0], 0, W[2]]),
-        ("sequence_tis", [exp(0.4)] * 3),
-        ("sequence_tis(cap=1.25)", [1.25] * 3),
-        ("token_mask(low=0.95, high=1.3)", [1, 0, 0]),
-        ("geometric_mask(low=0.5, high=1.1426309)", [1] * 3),  # exp(.4/3) = 1.142630812
-        ("geometric_mask(low=0.5, high=1.1426308)", [0] * 3),
-        ("veto(floor=0.9)", [1] * 3),
-        ("veto(floor=0.91)", [0] * 3),
-        ("sequence_k1_mask(limit=0.1334)", [1] * 3),  # |-.133333|
-        ("sequence_k1_mask(limit=0.1333)", [0] * 3),
-        ("sequence_k3_mask(limit=0.02537)", [1] * 3),  # .025366
-        ("sequence_k3_mask(limit=0.02536)", [0] * 3),
-        ("opsm(delta=0.49)", [1, 1, 0]),  # mean of mu − lp = .5
-        ("opsm(delta=0.51)", [1] * 3),
-        (" token_tis (cap = 1.3)*veto( floor=1e-4 )*sequence_k3_mask(limit=0.1) ", [W[0], W[1], 1.3]),
-    ],
-)
+WEIGHTS = """
+token_tis                                    | 1.221402758 0.904837418 1.349858808  e^(old − mu)
+icepop(low=1.0,high=2)                       | 1.221402758 0 1.349858808
+sequence_tis                                 | 1.491824698 1.491824698 1.491824698  e^.4
+sequence_tis(cap=1.25)                       | 1.25 1.25 1.25
+token_mask(low=0.95, high=1.3)               | 1 0 0
+geometric_mask(low=0.5, high=1.1426309)      | 1 1 1  e^(.4/3) = 1.142630812
+geometric_mask(low=0.5, high=1.1426308)      | 0 0 0
+veto(floor=0.9)                              | 1 1 1
+veto(floor=0.91)                             | 0 0 0
+sequence_k1_mask(limit=0.1334)               | 1 1 1  |−.133333|
+sequence_k1_mask(limit=0.1333)               | 0 0 0
+sequence_k3_mask(limit=0.02537)              | 1 1 1  .025366
+sequence_k3_mask(limit=0.02536)              | 0 0 0
+opsm(delta=0.49)                             | 1 1 0  the mean of mu − lp is .5
+opsm(delta=0.51)                             | 1 1 1
+token_tis (cap = 1.3)*veto( floor=1e-4 )*sequence_k3_mask(limit=0.1) | 1.221402758 0.904837418 1.3
+"""
+
+
+@pytest.mark.parametrize(("text", "expected"), [cells[:2] for cells in read_cells(WEIGHTS)])
 def test_weights_by_hand_row_by_row(text, expected):
     """The second row trains nothing, the third has a token that the trainer would hardly give."""
-    log_probs = torch.tensor([[-2.0, -0.9, -2.5]] * 3, dtype=torch.float64)
-    old, mu = row(*OLD).expand(3, 3), row(*MU).repeat(3, 1)
-    mu[2, 2] = 20.0
-    advantages, mask = row(1.0, 0.0, -1.0).expand(3, 3), torch.tensor([[True] * 3, [False] * 3, [True] * 3])
-    inputs = LossInputs(
-        log_probs=log_probs, old_log_probs=old, rollout_log_probs=mu, advantages=advantages, mask=mask
+    log_probs, old, mu, advantages = (
+        row(*values).repeat(3, 1) for values in ((-2.0, -0.9, -2.5), OLD, MU, (1.0, 0.0, -1.0))
     )
+    mu[2, 2] = 20.0
+    inputs = make_inputs(
+        log_probs=log_probs, old_log_probs=old, rollout_log_probs=mu, advantages=advantages,
+        mask=torch.tensor([[True], [False], [True]]).expand(3, 3),
+    )  # fmt: skip
     found = parse_correction(text)(inputs)
-    assert found[0].tolist() == pytest.approx(expected, abs=1e-9)
+    assert found[0].tolist() == pytest.approx([float(one) for one in expected.split()[:3]], abs=1e-8)
     if text.startswith(("geo", "seq", "veto", "opsm")):
         assert found[1].tolist() == [1.0] * 3  # a row without trained tokens is kept
     if text.startswith("veto"):
@@ -278,19 +276,21 @@ def test_exact_kl_by_hand():
     assert top.tolist() == pytest.approx([0.5 * math.log(0.5 / 0.4) + 0.3 * math.log(0.3 / 0.4)])
 
 
-@pytest.mark.parametrize(
-    ("policy", "ref", "kl"),
-    [
-        ([0.0, 0.0, -INFINITY], [0.0, 0.0, 0.0], math.log(3 / 2)),  # Σ ½ log(½ / ⅓)
-        ([0.0, 0.0], [0.0, -INFINITY], INFINITY),
-        ([0.0, -INFINITY], [0.0, -INFINITY], 0.0),
-        ([0.0, NAN], [0.0, 0.0], NAN),
-        ([0.0, 0.0], [NAN, 0.0], NAN),
-        ([10.0, 9.0, -200.0], [10.0, 9.0, -INFINITY], INFINITY),  # float32: e^-210 is 0 there
-    ],
-)
+WITHOUT_PROBABILITY = """
+0 0 -inf  | 0 0 0     | 0.405465108  Σ ½ log(½ / ⅓)
+0 0       | 0 -inf    | inf
+0 -inf    | 0 -inf    | 0
+0 nan     | 0 0       | nan
+0 0       | nan 0     | nan
+10 9 -200 | 10 9 -inf | inf  in float32 e^−210 is 0
+"""
+
+
+@pytest.mark.parametrize(("policy", "ref", "kl"), read_cells(WITHOUT_PROBABILITY))
 def test_tokens_without_probability(policy, ref, kl):
-    policy, ref = torch.tensor([policy]).requires_grad_(), torch.tensor([ref])
+    policy, ref = (torch.tensor([[float(one) for one in cell.split()]]) for cell in (policy, ref))
+    policy.requires_grad_()
+    kl = float(kl.split()[0])
     found = compute_exact_kl(policy, ref)
     assert found.tolist() == [pytest.approx(kl, nan_ok=True)]
     assert compute_divergence(policy, ref, beta=1.0).tolist() == [pytest.approx(kl, nan_ok=True)]
@@ -350,20 +350,24 @@ def test_parameters_that_cannot_work_are_refused_before_the_run(name, params, ma
     assert match in str(error.value)
 
 
+LACKING = """
+ppo_clip | ref_log_probs | kl_coef = 0.1
+ppo_clip | entropy       | entropy_coef = 0.1
+value    | returns       |
+value    | old_values    | clip = 0.2
+importance_sampling | rollout_log_probs |
+dppo     | rollout_log_probs |
+dro      | rollout_log_probs |
+"""
+
+
 @pytest.mark.parametrize(
     ("name", "missing", "params"),
-    [
-        *[(name, "advantages", {}) for name in [*POLICY, "linear"]],
-        *[(name, "rollout_log_probs", {}) for name in ("importance_sampling", "dppo", "dro")],
-        ("ppo_clip", "ref_log_probs", {"kl_coef": 0.1}),
-        ("ppo_clip", "entropy", {"entropy_coef": 0.1}),
-        ("value", "returns", {}),
-        ("value", "old_values", {"clip": 0.2}),
-    ],
+    [*read_cells(LACKING), *([name, "advantages", ""] for name in [*POLICY, "linear"])],
 )
 def test_a_loss_names_the_field_that_the_batch_lacks(name, missing, params):
     with pytest.raises(ConfigError, match=f"needs {missing}"):
-        LOSSES[name](make_inputs(**{missing: None}), **params)
+        LOSSES[name](make_inputs(**{missing: None}), **read_params(params))
 
 
 def test_inputs_that_do_not_fit_are_named():
