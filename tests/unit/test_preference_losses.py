@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,7 +36,6 @@ from tests.support.text_tables import read_cells, read_params
 NAMES = list(PREFERENCE_LOSSES)
 WITHOUT_REFERENCE = ("simpo", "cpo", "orpo")
 NAN, INF = math.nan, math.inf
-GOOD, BAD = 0.476267846, 0.486253465  # 1 − σ(.1·(1 − .05)), 1 − σ(.1·(.05 + .5))
 
 
 def tensor(*values: float) -> Tensor:
@@ -77,54 +77,42 @@ def slopes(name: str, pairs: PairLogProbs, **params: Any) -> tuple[list[float], 
     return (-grads[0]).tolist(), (-grads[1]).tolist()
 
 
-def sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x))
-
-
 # --- values -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "params", "expected"),
-    [
-        ("dpo", {"beta": 0.1}, 0.620957048),
-        ("dpo", {"beta": 0.1, "label_smoothing": 0.1}, 0.635957048),
-        ("robust_dpo", {"beta": 0.1, "label_smoothing": 0.1}, 0.602207048),
-        ("ipo", {"beta": 0.1}, 12.25),
-        ("averaged_ipo", {"beta": 0.1}, 21.855625),  # (1/5 + .5/4 − 5)²
-        ("hinge", {"beta": 0.1}, 0.85),
-        ("length_normalised_dpo", {"beta": 0.1}, 0.677029206),
-        ("simpo", {"beta": 2.0, "gamma": 1.0}, 0.313261688),  # −log σ(2·(−2 + 3) − 1)
-        ("orpo", {"beta": 1.0}, 2.0 + 0.288750784),
-        ("orpo", {"beta": 0.1}, 2.0 + 0.0288750784),
-        ("cpo", {"beta": 0.1}, 0.598138869 + 2.0),  # −log σ(.2) + 10/5
-        ("cpo", {"beta": 0.1, "label_smoothing": 0.1, "nll_weight": 0.0}, 0.618138869),  # + .1 · .2
-        ("sppo_hard", {"beta": 0.1}, 16.0 + 20.25),  # (1 − 5)² + (−.5 + 5)²
-        ("apo_zero", {"beta": 0.1}, 1 - sigmoid(0.1) + sigmoid(-0.05)),
-        ("apo_down", {"beta": 0.1}, sigmoid(0.1) + 1 - sigmoid(0.15)),
-        (
-            "nca",
-            {"beta": 0.1},
-            -math.log(sigmoid(0.1)) - 0.5 * math.log(sigmoid(-0.1)) - 0.5 * math.log(sigmoid(0.05)),
-        ),
-        (
-            "exo",
-            {"beta": 0.1, "label_smoothing": 0.1},
-            sigmoid(0.15) * math.log(sigmoid(0.15) / 0.9) + sigmoid(-0.15) * math.log(sigmoid(-0.15) / 0.1),
-        ),
-        ("kto", {"beta": 0.1}, GOOD + BAD),
-        ("kto", {"desirable_weight": 2.0, "undesirable_weight": 0.5}, 2 * GOOD + 0.5 * BAD),
-        ("reward", {}, 0.126928011),  # −log σ(2)
-        ("reward", {"margins": tensor(0.5), "centring": 0.01}, 0.201413278 + 4.84),
-    ],
-)
-def test_losses_match_the_numbers_worked_by_hand(name: str, params: dict[str, float], expected: float):
-    pairs = make_pairs()
-    output = of_pairs(name, pairs, **params)(pairs.chosen, pairs.rejected)
-    assert (float(output.sum), output.count) == (
-        pytest.approx(expected, abs=1e-8),
-        2.0 if name == "kto" else 1.0,
-    )
+BY_HAND = """
+dpo          | beta = 0.1                            | 0.620957048 | −log σ(.15)
+dpo          | beta = 0.1, label_smoothing = 0.1     | 0.635957048
+robust_dpo   | beta = 0.1, label_smoothing = 0.1     | 0.602207048
+ipo          | beta = 0.1                            | 12.25       | (1.5 − 5)²
+averaged_ipo | beta = 0.1                            | 21.855625   | (1/5 + .5/4 − 5)²
+hinge        | beta = 0.1                            | 0.85        | 1 − .15
+length_normalised_dpo | beta = 0.1                   | 0.677029206
+simpo        | beta = 2.0, gamma = 1.0               | 0.313261688 | −log σ(2·(−2 + 3) − 1)
+orpo         | beta = 1.0                            | 2.288750784
+orpo         | beta = 0.1                            | 2.028875078
+cpo          | beta = 0.1                            | 2.598138869 | −log σ(.2) + 10/5
+cpo          | beta = 0.1, label_smoothing = 0.1, nll_weight = 0.0 | 0.618138869 | −log σ(.2) + .1·.2
+sppo_hard    | beta = 0.1                            | 36.25       | (1 − 5)² + (−.5 + 5)²
+apo_zero     | beta = 0.1                            | 0.962523416 | 1 − σ(.1) + σ(−.05)
+apo_down     | beta = 0.1                            | 0.987549342 | σ(.1) + 1 − σ(.15)
+nca          | beta = 0.1                            | 1.350824810 | −log σ(.1) − ½·log σ(−.1) − ½·log σ(.05)
+exo | beta = 0.1, label_smoothing = 0.1 | 0.431388457 | σ(.15)·log(σ(.15)/.9) + σ(−.15)·log(σ(−.15)/.1)
+kto | beta = 0.1 | 0.962521311 | 1 − σ(.1·(1 − .05)) + 1 − σ(.1·(.05 + .5))
+kto          | desirable_weight = 2.0, undesirable_weight = 0.5 | 1.195662424
+reward       |                                       | 0.126928011 | −log σ(2)
+reward       | margins = [0.5], centring = 0.01      | 5.041413278 | −log σ(1.5) + .01·(−10 − 12)²
+"""
+
+
+@pytest.mark.parametrize(("name", "params", "expected"), [cells[:3] for cells in read_cells(BY_HAND)])
+def test_losses_match_the_numbers_worked_by_hand(name: str, params: str, expected: str):
+    given, pairs = read_params(params), make_pairs()
+    if "margins" in given:
+        given["margins"] = tensor(*given["margins"])
+    output = of_pairs(name, pairs, **given)(pairs.chosen, pairs.rejected)
+    assert float(output.sum) == pytest.approx(float(expected), abs=1e-8)
+    assert output.count == (2 if name == "kto" else 1)
 
 
 # --- every loss ---------------------------------------------------------------------------------------------
@@ -142,9 +130,7 @@ def test_gradients_splits_and_an_empty_batch(name: str):
     assert grads[2:] == (None, None)
     for cut in (0, 2, 5):
         parts = [
-            of_pairs(name, PairLogProbs(*(values[rows] for values in pairs)))(
-                pairs.chosen[rows], pairs.rejected[rows]
-            )  # type: ignore[index]
+            of_pairs(name, pairs._make(values[rows] for values in pairs))(*(leaf[rows] for leaf in leaves))
             for rows in (slice(0, cut), slice(cut, 6))
         ]
         total = parts[0].sum + parts[1].sum
@@ -159,12 +145,9 @@ def test_gradients_splits_and_an_empty_batch(name: str):
 
 @pytest.mark.parametrize("name", [*NAMES, "kto"])
 def test_what_is_not_finite_is_never_hidden_and_margins_of_thousands_stay_finite(name: str):
-    fields = ["chosen", "rejected"] + ([] if name in WITHOUT_REFERENCE else ["ref_chosen", "ref_rejected"])
-    for field in fields:
+    for field in PairLogProbs._fields[: 2 if name in WITHOUT_REFERENCE else 4]:
         for value in (-INF, NAN):
-            pairs = make_pairs(
-                **{key: tensor(number.item(), -3.0) for key, number in make_pairs()._asdict().items()}
-            )
+            pairs = PairLogProbs(*(tensor(number.item(), -3.0) for number in make_pairs()))
             pairs = pairs._replace(**{field: tensor(value, -3.0)})
             output = of_pairs(name, pairs)(pairs.chosen, pairs.rejected)
             assert output.sum.isnan()
@@ -216,41 +199,31 @@ def test_odds_are_exact_near_a_certain_and_near_an_impossible_response():
     assert slopes("orpo", certain)[0] == [pytest.approx(-0.2)]  # of the likelihood alone
 
 
-def test_metrics_are_the_implicit_rewards_of_both_sides():
-    usual = {
-        "rewards/chosen": 0.1,
-        "rewards/rejected": -0.05,
-        "rewards/margins": 0.15,
-        "rewards/accuracies": 1.0,
-    }
-    sums = {"logps/chosen": -10.0, "logps/rejected": -12.0}
-    for name, expected in {
-        "dpo": usual | sums,
-        "cpo": {"rewards/chosen": -1.0, "rewards/rejected": -1.2, "loss/nll": 2.0} | sums,
-        "simpo": {
-            "rewards/chosen": -4.0,
-            "rewards/rejected": -6.0,
-            "logps/chosen": -2.0,
-            "logps/rejected": -3.0,
-        },
-        "orpo": {"loss/nll": 2.0, "log_odds/mean": 1.094344277, "logps/chosen": -2.0, "rewards/chosen": -0.2},
-        "kto": {"rewards/chosen": 0.1, "rewards/rejected": -0.05, "kto/reference_point": 0.05} | sums,
-        "reward": {
-            "rewards/chosen": -10.0,
-            "rewards/max": -10.0,
-            "rewards/min": -12.0,
-            "rewards/accuracies": 1.0,
-        },
-    }.items():
-        found = metric_values(of_pairs(name, make_pairs())(tensor(-10.0), tensor(-12.0)).metrics)
-        assert {key: found[key] for key in expected} == pytest.approx(expected), name
+METRICS = """
+dpo | rewards/chosen 0.1 | rewards/rejected -0.05 | rewards/margins 0.15 | rewards/accuracies 1
+cpo    | rewards/chosen -1   | rewards/rejected -1.2  | loss/nll 2 | logps/chosen -10 | logps/rejected -12
+simpo  | rewards/chosen -4   | rewards/rejected -6    | logps/chosen -2 | logps/rejected -3
+orpo   | loss/nll 2 | log_odds/mean 1.094344277 | logps/chosen -2 | rewards/chosen -0.2
+kto    | rewards/chosen 0.1  | rewards/rejected -0.05 | kto/reference_point 0.05 | logps/rejected -12
+reward | rewards/chosen -10  | rewards/max -10 | rewards/min -12 | rewards/accuracies 1
+"""
+
+
+@pytest.mark.parametrize("cells", read_cells(METRICS), ids=lambda cells: cells[0])
+def test_metrics_are_the_implicit_rewards_of_both_sides(cells: list[str]):
+    found = metric_values(of_pairs(cells[0], make_pairs())(tensor(-10.0), tensor(-12.0)).metrics)
+    for key, value in map(str.split, cells[1:]):
+        assert found[key] == pytest.approx(float(value)), key
+
+
+def test_a_tie_is_no_accuracy():
     tie = compute_preference_loss(make_pairs(chosen=tensor(-11.0), rejected=tensor(-11.5)), "dpo")
     assert metric_values(tie.metrics)["rewards/accuracies"] == 0.0
 
 
 def test_kto_trains_on_one_kind_alone_and_its_reference_point_and_weights():
     alone = kto_loss(tensor(-10.0), tensor(-11.0), torch.tensor([True]), reference_point=0.05)
-    assert float(alone.sum) == pytest.approx(GOOD) and "rewards/rejected" not in alone.metrics
+    assert float(alone.sum) == pytest.approx(0.476267846) and "rewards/rejected" not in alone.metrics
     point = compute_kto_reference_point(tensor(-10.0, -12.0).requires_grad_(), tensor(-11.0, -12.5))
     assert (float(point), point.requires_grad) == (0.75, False)
     assert float(compute_kto_reference_point(tensor(-10.0), tensor(-5.0))) == 0.0
@@ -268,10 +241,8 @@ def test_calibration_matches_bins_filled_by_hand():
     labels = (0.95, 0.95, 0.95, 0.05, 0.65, 0.35)
     scores = tensor(*(math.log(p / (1 - p)) for p in labels))
     found = compute_pair_calibration(scores, torch.zeros_like(scores), num_bins=5)
-    assert found.num_pairs == 6
-    assert found.accuracy == pytest.approx(4 / 6)
-    assert found.confidence == pytest.approx((4 * 0.95 + 2 * 0.65) / 6)
-    assert found.expected_calibration_error == pytest.approx((4 * 0.2 + 2 * 0.15) / 6)
+    calibration = (found.num_pairs, found.accuracy, found.confidence, found.expected_calibration_error)
+    assert calibration == pytest.approx((6, 4 / 6, (4 * 0.95 + 2 * 0.65) / 6, (4 * 0.2 + 2 * 0.15) / 6))
     assert found.brier == pytest.approx(sum((1 - p) ** 2 for p in labels) / 6)
     assert found.nll == pytest.approx(-sum(map(math.log, labels)) / 6)
     tie = compute_pair_calibration(tensor(2.0, 2.0), tensor(2.0, 2.0))
@@ -321,12 +292,9 @@ def test_bad_parameters_are_named(name: str, params: str, message: str):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_missing_reference_and_shapes_that_differ_are_named(name: str):
-    bare = make_pairs(ref_chosen=None, ref_rejected=None)
-    if name in WITHOUT_REFERENCE:
-        compute_preference_loss(bare, name)
-    else:
-        with pytest.raises(ConfigError, match=f"'{name}' needs ref_chosen"):
-            compute_preference_loss(bare, name)
+    needed = pytest.raises(ConfigError, match=f"'{name}' needs ref_chosen")
+    with nullcontext() if name in WITHOUT_REFERENCE else needed:
+        compute_preference_loss(make_pairs(ref_chosen=None, ref_rejected=None), name)
     with pytest.raises(ValueError, match=f"{name}: .*must be one-dimensional and of one length"):
         compute_preference_loss(make_pairs(chosen=tensor(-1.0, -2.0)), name)
 
