@@ -11,40 +11,31 @@ import trio
 import trio.testing
 
 from rollouts.engines.fleet_members import Member
-from rollouts.errors import (
-    EngineError,
-    EngineUnreachable,
-    FleetDown,
-    InfrastructureError,
-)
+from rollouts.errors import EngineError, EngineUnreachable, FleetDown, InfrastructureError
 from rollouts.types import Completion, GenerateRequest
 from tests.unit.fleet_engines import (
+    GARBAGE,
+    NAMES,
+    UNREACHABLE,
     FakeEngine,
-    Process,
     ask,
-    fail_first,
+    asking,
+    fail,
     fleet_of,
-    garbage,
     gather,
     hang,
     state_of,
-    unreachable,
     update,
 )
 
-# --- death and return --------------------------------------------------------------------------------------
-
 
 async def test_what_is_in_flight_on_a_process_that_dies_is_retried_at_once(autojump_clock):
-    a, b = FakeEngine("a", script=hang), FakeEngine("b")
-    process = Process(a)
-    async with fleet_of(process.member(), b) as fleet:
-        async with trio.open_nursery() as nursery:
-            for i in range(6):
-                nursery.start_soon(fleet.generate, ask(f"r{i}"))
+    a, b = FakeEngine("a", hang, start_s=5), FakeEngine("b")
+    async with fleet_of(a, b) as fleet:
+        async with asking(fleet, *NAMES[:6]):
             await trio.sleep(0.5)
             assert len(a.running) == 3
-            process.die()
+            a.exited.set()
             await trio.testing.wait_all_tasks_blocked()
             assert not a.running and len(b.running) == 6
         assert trio.current_time() == 1.5
@@ -53,58 +44,49 @@ async def test_what_is_in_flight_on_a_process_that_dies_is_retried_at_once(autoj
         assert state_of(fleet, "a") == "stale" and fleet.statistics()["engine/a/restarts"] == 1
         a.script = None
         update(fleet, 1)
-        await gather(fleet, ask("s"), ask("t"))
+        await gather(fleet, "s", "t")
         assert len(a.asked) == 4
 
 
-async def test_an_update_waits_for_a_member_that_restarts(autojump_clock):
-    process = Process(FakeEngine("a"), start_s=7)
-    async with fleet_of(process.member()) as fleet:
-        assert await fleet.wait_members_for_update() == (process.engine,)
-        process.die()
+@pytest.mark.parametrize("start_s", [7, math.inf])
+async def test_an_update_waits_for_a_member_that_restarts(autojump_clock, start_s):
+    a = FakeEngine("a", start_s=start_s)
+    async with fleet_of(a, down_limit_s=50) as fleet:
+        assert await fleet.wait_members_for_update() == (a,)
+        a.exited.set()
         await trio.testing.wait_all_tasks_blocked()
         assert fleet.members_for_update() == ()
-        assert await fleet.wait_members_for_update() == (process.engine,)
-        assert 7.5 <= trio.current_time() <= 8  # back-off, then start_s
-
-
-async def test_an_update_of_a_fleet_that_stays_dead_ends_in_fleet_down(autojump_clock):
-    process = Process(FakeEngine("a"), start_s=math.inf)
-    async with fleet_of(process.member(), down_limit_s=50) as fleet:
-        process.die()
-        await trio.testing.wait_all_tasks_blocked()
-        with pytest.raises(FleetDown, match=r"a: restarting.*nothing is in flight"):
-            await fleet.wait_members_for_update()
-        assert trio.current_time() == 50
+        if start_s == 7:
+            assert await fleet.wait_members_for_update() == (a,)
+            assert 7.5 <= trio.current_time() <= 8  # back-off, then start_s
+        else:
+            with pytest.raises(FleetDown, match=r"a: restarting.*nothing is in flight"):
+                await fleet.wait_members_for_update()
+            assert trio.current_time() == 50
 
 
 async def test_a_process_that_runs_but_answers_garbage_is_restarted_once(autojump_clock):
-    process = Process(FakeEngine("a", script=fail_first(3, garbage)))
-    async with fleet_of(process.member()) as fleet:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(fleet.generate, ask("r"))
-            assert await fleet.stale_members.receive() is process.engine
+    a = FakeEngine("a", fail(GARBAGE, times=3), start_s=5)
+    async with fleet_of(a) as fleet:
+        async with asking(fleet, "r"):
+            assert await fleet.stale_members.receive() is a
             await trio.sleep(100)
-            assert state_of(fleet, "a") == "stale" and len(process.restarted_at) == 1
+            assert state_of(fleet, "a") == "stale" and len(a.restarted_at) == 1
             update(fleet, 1)
-        process.die()  # and the new process is watched as the old one was
+        a.exited.set()  # and the new process is watched as the old one was
         await fleet.stale_members.receive()
-        assert len(process.restarted_at) == 2
+        assert len(a.restarted_at) == 2
 
 
 async def test_a_request_under_which_engine_after_engine_dies_is_given_up(autojump_clock, monkeypatch):
     monkeypatch.setattr("rollouts.engines.fleet.MAX_ATTEMPTS", 3)
-    process = Process(FakeEngine("a"), start_s=1)
 
     async def kill(engine: FakeEngine, request: GenerateRequest) -> None:
-        process.die()
+        engine.exited.set()
         await trio.sleep_forever()
 
-    process.engine.script = kill
-    async with (
-        fleet_of(process.member()) as fleet,
-        trio.open_nursery() as nursery,
-    ):
+    a = FakeEngine("a", kill, start_s=1)
+    async with fleet_of(a) as fleet, trio.open_nursery() as nursery:
 
         async def revive() -> None:
             async for _ in fleet.stale_members:
@@ -113,26 +95,25 @@ async def test_a_request_under_which_engine_after_engine_dies_is_given_up(autoju
         nursery.start_soon(revive)
         with pytest.raises(InfrastructureError, match="'r' was on it: signal 9"):
             await fleet.generate(ask("r"))
-        assert process.engine.asked == ["r"] * 3
+        assert a.asked == ["r"] * 3
         nursery.cancel_scope.cancel()
 
 
 async def test_restarts_back_off_and_are_bounded(autojump_clock, monkeypatch):
     monkeypatch.setattr("rollouts.engines.fleet_members.MAX_RESTARTS", 4)
     monkeypatch.setattr("rollouts.engines.fleet_members.RECOVER_CAP_S", 3)
-    process = Process(FakeEngine("a"), start_s=0, fails=10**9)
-    warnings: list[str] = []
-    async with fleet_of(process.member(), FakeEngine("b"), warnings=warnings) as fleet:
-        process.die()
+    a, warnings = FakeEngine("a", start_s=0, fails=10**9), []
+    async with fleet_of(a, FakeEngine("b"), warnings=warnings) as fleet:
+        a.exited.set()
         await trio.sleep(1000)
-        assert len(process.restarted_at) == 4 and state_of(fleet, "a") == "dead"
-    waits = np.diff([0.0, *process.restarted_at])
+        assert len(a.restarted_at) == 4 and state_of(fleet, "a") == "dead"
+    waits = np.diff([0.0, *a.restarted_at])
     assert all(low / 2 <= wait <= low for wait, low in zip(waits, (1, 2, 3, 3), strict=True))
     assert "a stays dead after 4 restarts in a row: EngineSetupError: the port is taken" in warnings[-1]
 
 
 async def test_a_url_that_is_gone_is_asked_with_back_off_and_comes_back_stale(autojump_clock):
-    a, b = FakeEngine("a", script=fail_first(1, unreachable)), FakeEngine("b")
+    a, b = FakeEngine("a", fail(UNREACHABLE, times=1)), FakeEngine("b")
     a.health_error = EngineUnreachable("refused")
     async with fleet_of(a, b) as fleet:
         await fleet.generate(ask("r"))
@@ -144,45 +125,27 @@ async def test_a_url_that_is_gone_is_asked_with_back_off_and_comes_back_stale(au
         assert trio.current_time() <= 1000 + 1 + 60 and a in fleet.members_for_update()
 
 
-async def test_a_health_check_that_hangs_has_a_deadline(autojump_clock):
-    a, b = FakeEngine("a", script=fail_first(1, unreachable)), FakeEngine("b")
-    a.health_hangs = True
-    async with fleet_of(a, b) as fleet:
-        await fleet.generate(ask("r"))
-        await trio.sleep(3 * 10 + 1 + 2)
-        assert state_of(fleet, "a") == "dead"
-
-
 async def test_everyone_waits_through_an_outage(autojump_clock):
-    processes = [Process(FakeEngine(name), start_s=90) for name in "ab"]
+    engines = [FakeEngine(name, start_s=90) for name in "ab"]
     warnings: list[str] = []
-    async with fleet_of(*(process.member() for process in processes), warnings=warnings) as fleet:
-        async with trio.open_nursery() as nursery:
-            for i in range(4):
-                nursery.start_soon(fleet.generate, ask(f"r{i}"))
-            await trio.sleep(0.5)
-            for process in processes:
-                process.die()
-            for _ in processes:
+    async with fleet_of(*engines, warnings=warnings) as fleet:
+        async with asking(fleet, *NAMES[:4]):
+            for engine in engines:
+                engine.exited.set()
+            for _ in engines:
                 await fleet.stale_members.receive()
             update(fleet, 1)
-        assert trio.current_time() < 0.5 + 1 + 90 + 1.5
+        assert trio.current_time() < 1 + 90 + 1.5
     said = [text for text in warnings if "no engine" in text]
-    assert (
-        len(said) == 3
-        and "restarting (signal 9" in said[0]
-        and "4 requests wait" in said[0]
-        and "for 30 s" in said[0]
-    )
+    assert len(said) == 3
+    assert all(part in said[0] for part in ("restarting (signal 9", "4 requests wait", "for 30 s"))
 
 
 async def test_an_outage_beyond_the_limit_is_a_typed_error_for_everyone(autojump_clock):
-    a = FakeEngine("a", script=fail_first(10**9, unreachable))
+    a = FakeEngine("a", fail(UNREACHABLE))
     a.health_error = EngineUnreachable("refused")
     async with fleet_of(a, down_limit_s=100) as fleet:
-        results = await gather(fleet, ask("r"), ask("s"))
-        assert trio.current_time() == 100
-        for error in results.values():
+        for error in await gather(fleet, "r", "s"):
             assert isinstance(error, FleetDown) and "a: dead" in str(error) and "refused" in str(error)
         with pytest.raises(FleetDown):
             await fleet.generate(ask("late"))
@@ -215,27 +178,16 @@ async def test_updates_that_fail_do_not_prolong_an_outage(autojump_clock):
                 await trio.sleep(60)
         assert ended == [5000 + 600]
         assert sum("no engine of the fleet" in text for text in warnings) > 20  # they go on
-        update(fleet, 1)
-        assert (await fleet.generate(ask("again"))).weight_versions.tolist() == [1]
 
 
 async def test_a_fleet_that_is_dead_for_good_says_so_at_once(autojump_clock, monkeypatch):
     monkeypatch.setattr("rollouts.engines.fleet_members.MAX_RESTARTS", 2)
-    processes = [Process(FakeEngine(name), fails=10**9) for name in "ab"]
-    async with fleet_of(
-        *(process.member() for process in processes),
-        down_limit_s=10_000,
-    ) as fleet:
-
-        async def die() -> None:
-            for process in processes:
+    engines = [FakeEngine(name, start_s=5, fails=10**9) for name in "ab"]
+    async with fleet_of(*engines, down_limit_s=10_000) as fleet:
+        async with asking(fleet, *NAMES[:4]) as ends:
+            for engine in engines:
                 await trio.sleep(0.25)
-                process.die()
-
-        ends: dict[str, Completion | Exception] = {}
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(die)
-            ends |= await gather(fleet, *(ask(f"r{i}") for i in range(4)))
+                engine.exited.set()
         assert all(isinstance(end, FleetDown) and "no restart is left" in str(end) for end in ends.values())
         died_at = trio.current_time()
         assert died_at < 100
@@ -244,8 +196,7 @@ async def test_a_fleet_that_is_dead_for_good_says_so_at_once(autojump_clock, mon
         with pytest.raises(FleetDown):
             await fleet.wait_members_for_update()
         assert trio.current_time() == died_at
-        c = FakeEngine("c")
-        await fleet.join(Member(c))  # someone new is a hope
+        await fleet.join(Member(FakeEngine("c")))  # someone new is a hope
         update(fleet, 1)
         assert (await fleet.generate(ask("again"))).weight_versions.tolist() == [1]
 
@@ -254,19 +205,10 @@ async def test_a_fleet_that_is_dead_for_good_says_so_at_once(autojump_clock, mon
 async def test_service_that_returns_at_the_very_limit_leaks_no_seat(autojump_clock, attempt):
     """The order of the two is trio's draw; whichever comes first, the request has one end."""
     async with fleet_of(FakeEngine("a"), commit=False, down_limit_s=10) as fleet:
-        ends: dict[str, Completion | Exception] = {}
-
-        async def one() -> None:
-            ends.update(await gather(fleet, ask("r")))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(one)
+        async with asking(fleet, "r") as ends:
             await trio.sleep(10)
             update(fleet, 0)
         assert isinstance(ends["r"], (FleetDown, Completion))
-
-
-# --- storms ------------------------------------------------------------------------------------------------
 
 
 async def test_ten_thousand_cancellations_leave_nothing(autojump_clock, monkeypatch):
@@ -276,9 +218,9 @@ async def test_ten_thousand_cancellations_leave_nothing(autojump_clock, monkeypa
     async def sometimes(engine: FakeEngine, request: GenerateRequest) -> None:
         await trio.sleep(draws.random())
         if draws.random() < 0.05:
-            raise unreachable()
+            raise UNREACHABLE
 
-    engines = [FakeEngine(name, script=sometimes) for name in "abc"]
+    engines = [FakeEngine(name, sometimes) for name in "abc"]
     answered = 0
     async with fleet_of(*engines, max_concurrency=64) as fleet:
 
@@ -289,9 +231,9 @@ async def test_ten_thousand_cancellations_leave_nothing(autojump_clock, monkeypa
                 answered += 1
 
         async with trio.open_nursery() as nursery:
-            for i in range(10_000):
-                nursery.start_soon(one, f"r{i}")
-                if i % 100 == 0:
+            for number, name in enumerate(NAMES):
+                nursery.start_soon(one, name)
+                if number % 100 == 0:
                     await trio.sleep(0.7 * draws.random())
         assert not any(call.waits for _, call in fleet._queue)
         assert answered > 500 and fleet.statistics()["fleet/retries"] > 50
