@@ -14,13 +14,18 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
 import transformers
 
+from rollouts.engines.server import ServerEngine
+from rollouts.engines.sglang import open_sglang_engine
+from rollouts.engines.vllm import open_vllm_engine
 from rollouts.models.load import resolve_model
 
 ROOT = Path(__file__).parents[2]
@@ -31,10 +36,16 @@ VOCAB_SIZE = 259  # of the byte tokenizer
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
+    kind: Literal["vllm", "sglang"]
     url: str
     api_key: str
     log: Path
     pid: int  # of its process group too
+
+
+def open_engine(server: RunningServer, **changes: Any) -> AbstractAsyncContextManager[ServerEngine]:
+    opened = open_vllm_engine if server.kind == "vllm" else open_sglang_engine
+    return opened(server.url, **({"api_key": server.api_key, "vocab_size": VOCAB_SIZE} | changes))
 
 
 @pytest.fixture(scope="session")
@@ -147,25 +158,12 @@ def run_vllm(
 ) -> Iterator[RunningServer]:
     """A vLLM server on a CPU."""
     port, api_key = find_free_port(), secrets.token_hex(16)
-    command = [
-        str(python),
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(model),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--served-model-name",
-        "policy",
-        "--max-model-len",
-        str(CONTEXT_LENGTH),
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        *flags,
-    ]
+    settings = (
+        f"--host 127.0.0.1 --port {port} --served-model-name policy --max-model-len {CONTEXT_LENGTH}"
+        " --dtype float32 --enforce-eager"
+    ).split()
+    module = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command = [str(python), *module, *settings, *flags]
     environment = {
         "VLLM_SERVER_DEV_MODE": str(int(dev_mode)),
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -173,7 +171,7 @@ def run_vllm(
         "VLLM_NO_USAGE_STATS": "1",
     }
     with run_server(command, port=port, ready="/health", environment=environment, log=log) as pid:
-        yield RunningServer(f"http://127.0.0.1:{port}", api_key, log, pid)
+        yield RunningServer("vllm", f"http://127.0.0.1:{port}", api_key, log, pid)
 
 
 @contextlib.contextmanager
@@ -181,7 +179,7 @@ def run_sglang(
     python: Path,
     model: Path,
     folder: Path,
-    *flags: str,
+    *,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[RunningServer]:
     """An SGLang server on a CPU. Its keys are in a file that only we can read."""
@@ -189,35 +187,15 @@ def run_sglang(
     keys, log = folder / "keys.yaml", folder / "server.log"
     keys.touch(mode=0o600)
     keys.write_text(f'api-key: "{api_key}"\n')
-    command = [
-        str(python),
-        "-m",
-        "sglang.launch_server",
-        "--model-path",
-        str(model),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--device",
-        "cpu",
-        "--attention-backend",
-        "torch_native",
-        "--dtype",
-        "float32",
-        "--context-length",
-        str(CONTEXT_LENGTH),
-        "--max-total-tokens",
-        "16384",
-        "--max-running-requests",
-        "32",
-        "--sleep-on-idle",
-        "--config",
-        str(keys),
-        *flags,
-    ]
+    settings = (
+        f"--host 127.0.0.1 --port {port} --device cpu --attention-backend torch_native --dtype float32"
+        f" --context-length {CONTEXT_LENGTH} --max-total-tokens 16384 --max-running-requests 32"
+        " --sleep-on-idle"
+    ).split()
+    files = ["--model-path", str(model), "--config", str(keys)]
+    command = [str(python), "-m", "sglang.launch_server", *settings, *files]
     with run_server(command, port=port, ready="/ready", environment=environment or {}, log=log) as pid:
-        yield RunningServer(f"http://127.0.0.1:{port}", api_key, log, pid)
+        yield RunningServer("sglang", f"http://127.0.0.1:{port}", api_key, log, pid)
 
 
 @pytest.fixture(scope="session")
@@ -238,3 +216,8 @@ def sglang_server(
 ) -> Iterator[RunningServer]:
     with run_sglang(sglang_python, snapshots[0], tmp_path_factory.mktemp("sglang")) as server:
         yield server
+
+
+@pytest.fixture(params=["vllm", "sglang"])
+def server(request: pytest.FixtureRequest) -> RunningServer:
+    return request.getfixturevalue(f"{request.param}_server")

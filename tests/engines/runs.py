@@ -17,23 +17,9 @@ STEPS, SYNC_EVERY = 4, 2
 # The demo's configs, smaller; a random model's answers are scored by their bytes, so that every batch has
 # something to learn from.
 SHORT = (
-    "--model.threads",
-    "1",
-    "--rl.steps",
-    str(STEPS),
-    "--rl.sync_every",
-    str(SYNC_EVERY),
-    "--rl.rollout.num_prompts",
-    "4",
-    "--rl.rollout.samples_per_prompt",
-    "8",
-    "--rl.optim.lr",
-    "1e-3",
-    "--eval.data.size",
-    "16",
-    "--rl.data.size",
-    "64",
-)
+    f"--model.threads 1 --rl.steps {STEPS} --rl.sync_every {SYNC_EVERY} --rl.rollout.num_prompts 4"
+    " --rl.rollout.samples_per_prompt 8 --rl.optim.lr 1e-3 --eval.data.size 16 --rl.data.size 64"
+).split()
 TRAIN = ROOT / "integration_training" / "train.py"
 REWARD = """
 def share_of_even_bytes(sample):
@@ -42,35 +28,22 @@ def share_of_even_bytes(sample):
 """
 
 
-def make_command(
-    folder: Path, config: str, *arguments: str, mode: str = "rl", program: Path = TRAIN
-) -> list[str]:
-    """train.py in `mode` with a config of integration_training/configs, writing into folder/run.
+def make_command(folder: Path, config: str, *arguments: str, program: Path = TRAIN) -> list[str]:
+    """train.py with a config of integration_training/configs, writing into folder/run.
 
     It and its servers give way to the tests beside them, which have to reach a server in the middle of its
     work.
     """
-    path = ROOT / "integration_training" / "configs" / config
-    return [
-        "nice",
-        "-n",
-        "10",
-        sys.executable,
-        str(program),
-        "--config",
-        str(path),
-        "--mode",
-        mode,
-        *arguments,
-        "--output.dir",
-        str(folder / "run"),
-    ]
+    path = str(ROOT / "integration_training" / "configs" / config)
+    command = ["nice", "-n", "10", sys.executable, str(program), "--config", path, "--mode", "rl"]
+    return [*command, *arguments, "--output.dir", str(folder / "run")]
 
 
-def use_byte_reward(folder: Path) -> tuple[str, ...]:
-    """Settings of a reward that random models earn."""
+def use_short(folder: Path, model: object) -> list[str]:
+    """Settings of a short run of this model, with a reward that random models earn."""
     (folder / "reward.py").write_text(REWARD)
-    return ("--rl.rollout.reward", f"{folder}/reward.py:share_of_even_bytes")
+    reward = f"{folder}/reward.py:share_of_even_bytes"
+    return [*SHORT, "--rl.rollout.reward", reward, "--model.name", str(model)]
 
 
 def make_environment(folder: Path, mark: str, environment: dict[str, str]) -> dict[str, str]:
@@ -82,7 +55,6 @@ def train(
     folder: Path,
     config: str,
     *arguments: str,
-    mode: str = "rl",
     exit_code: int = 0,
     program: Path = TRAIN,
     **environment: str,
@@ -90,7 +62,7 @@ def train(
     """What a run that ended with `exit_code` wrote to stderr. Nothing that it started runs any more."""
     mark = uuid.uuid4().hex
     result = subprocess.run(
-        make_command(folder, config, *arguments, mode=mode, program=program),
+        make_command(folder, config, *arguments, program=program),
         capture_output=True,
         text=True,
         env=make_environment(folder, mark, environment),
@@ -121,11 +93,9 @@ def find_processes(mark: str, program: str = "") -> list[int]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    return (
-        [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-        if path.exists()
-        else []
-    )
+    """The whole lines of a file of JSON rows that may be written to; none if it is not there yet."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def assert_proven(run: Path, *, steps: Sequence[int] = range(1, STEPS + 1)) -> None:

@@ -4,51 +4,40 @@ nothing left.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import trio
 
-from rollouts.engines.http import open_http_client
-from rollouts.engines.processes import EngineCommand, open_engine_processes
+from rollouts.engines.processes import EngineCommand, EngineProcess, open_engine_processes
 from rollouts.errors import EngineSetupError
 from rollouts.models.load import resolve_model
+from rollouts.testing.engine_contracts import make_request
+
+from .conftest import RunningServer, open_engine
 
 pytestmark = pytest.mark.engines
-ROOT = Path(__file__).resolve().parents[2]
 MODELS = {
     "vllm": "bundled:smollm2-135m-instruct",
     "sglang": "tiny:llama",
 }  # vLLM's attention for CPUs takes no heads as small as the tiny one's
 ARGS = {
-    "vllm": ("--enforce-eager", "--max-model-len", "256", "--dtype", "float32"),
-    "sglang": (
-        "--device",
-        "cpu",
-        "--max-total-tokens",
-        "4096",
-        "--context-length",
-        "256",
-        "--dtype",
-        "float32",
-    ),
+    "vllm": "--enforce-eager --max-model-len 256 --dtype float32",
+    "sglang": "--device cpu --max-total-tokens 4096 --context-length 256 --dtype float32",
 }
+VOCAB_SIZES = {"vllm": 49152, "sglang": 259}
 Kind = Literal["vllm", "sglang"]
 
 
 @pytest.fixture
-def command(kind: Kind) -> EngineCommand:
-    python = Path(
-        os.environ.get(f"ROLLOUTS_{kind.upper()}_PYTHON", ROOT / f".venv-{kind}" / "bin" / "python")
-    )
-    if not python.exists():
-        pytest.skip(f"{python} is not there: python -m rollouts engines install-{kind}-cpu")
-    return EngineCommand(kind, python, resolve_model(MODELS[kind], seed=0), ARGS[kind])
+def command(kind: Kind, request: pytest.FixtureRequest) -> EngineCommand:
+    python = request.getfixturevalue(f"{kind}_python")
+    return EngineCommand(kind, python, resolve_model(MODELS[kind], seed=0), tuple(ARGS[kind].split()))
 
 
 def descendants_of(pid: int) -> set[int]:
@@ -64,25 +53,11 @@ def command_lines(pids: set[int]) -> str:
     return "".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
 
 
-async def generate_ids(kind: Kind, url: str, key: str) -> list[int]:
-    """Four tokens after three, greedily."""
-    sampling = {
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "max_tokens" if kind == "vllm" else "max_new_tokens": 4,
-    }
-    if kind == "vllm":
-        path, body = (
-            "/inference/v1/generate",
-            {"model": "policy", "token_ids": [5, 6, 7], "sampling_params": sampling},
-        )
-    else:
-        path, body = "/generate", {"input_ids": [5, 6, 7], "sampling_params": sampling}
-    async with open_http_client(url, api_key=key) as client:
-        reply = await client.request("POST", path, body=json.dumps(body).encode(), silence_s=120.0)
-    assert reply.status_code == 200, reply.content
-    answer = json.loads(reply.content)
-    return answer["choices"][0]["token_ids"] if kind == "vllm" else answer["output_ids"]
+async def generate_ids(kind: Kind, process: EngineProcess) -> list[int]:
+    """Four tokens, greedily."""
+    server = RunningServer(kind, process.url, process.api_key, process.log_path, process.pid)
+    async with open_engine(server, vocab_size=VOCAB_SIZES[kind]) as engine:
+        return (await engine.generate(make_request(temperature=0.0))).token_ids.tolist()
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -94,7 +69,7 @@ async def test_a_real_server_starts_answers_comes_back_and_leaves_nothing(
         print(f"{kind}: ready on {process.url} after {trio.current_time() - began:.1f} s")
         tree = descendants_of(process.pid)
         assert process.api_key not in command_lines(tree)
-        first = await generate_ids(kind, process.url, process.api_key)
+        first = await generate_ids(kind, process)
         assert len(first) == 4
 
         url = process.url
@@ -104,14 +79,14 @@ async def test_a_real_server_starts_answers_comes_back_and_leaves_nothing(
         assert not any(Path(f"/proc/{pid}").exists() for pid in tree), "workers of a server that was killed"
         await process.restart()
         assert process.url == url
-        assert await generate_ids(kind, process.url, process.api_key) == first
+        assert await generate_ids(kind, process) == first
         tree = descendants_of(process.pid)
     assert not any(Path(f"/proc/{pid}").exists() for pid in tree)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 async def test_a_real_server_that_cannot_start_says_why(command: EngineCommand, kind: Kind, tmp_path: Path):
-    wrong = EngineCommand(kind, command.python, tmp_path / "no-model", ARGS[kind])
+    wrong = replace(command, model=tmp_path / "no-model")
     with pytest.raises(EngineSetupError, match=f"{kind}-0.*before it was ready") as raised:
         async with open_engine_processes(wrong, count=1, log_dir=tmp_path):
             pytest.fail("it has no model")

@@ -1,13 +1,11 @@
-"""The SGLang engine and broadcasts to it on a real SGLang server. Needs ROLLOUTS_SGLANG_PYTHON, or SGLang in
-.venv-sglang.
-"""
+"""Broadcasts to a real SGLang server. Needs ROLLOUTS_SGLANG_PYTHON, or SGLang in .venv-sglang."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +16,28 @@ from rollouts.backends.open import open_pytorch_backend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.tables import OptimConfig
 from rollouts.engines.server import ServerEngine
-from rollouts.engines.sglang import open_sglang_engine
-from rollouts.errors import EngineError, EngineSetupError, InfrastructureError, RequestRefused
-from rollouts.testing import engine_contracts
+from rollouts.errors import EngineError, EngineSetupError, InfrastructureError
 from rollouts.testing.engine_contracts import LONG, disturb, make_request
 from rollouts.types import Completion, GenerateRequest, RolloutBatch
 from rollouts.weight_sync.broadcast_servers import open_broadcast
 
-from .conftest import CONTEXT_LENGTH, VOCAB_SIZE, RunningServer, run_sglang
-from .model_checks import (
-    check_greedy_beside_sampled,
-    check_log_probs,
-    check_tokens_after_a_frozen_update,
-    load,
-)
+from .conftest import RunningServer, open_engine, run_sglang
+from .model_checks import load
 
 pytestmark = pytest.mark.engines
 
 
-def open_engine(server: RunningServer, **changes: Any) -> AbstractAsyncContextManager[ServerEngine]:
-    settings = {"api_key": server.api_key, "vocab_size": VOCAB_SIZE} | changes
-    return open_sglang_engine(server.url, **settings)
-
-
 @asynccontextmanager
-async def open_trainer(path: Path) -> AsyncIterator[PyTorchTrainingBackend]:
-    async with open_pytorch_backend(
-        path, optim=OptimConfig(), total_steps=1, threads=1, autocast="off"
-    ) as backend:
-        yield backend
+async def open_all(
+    server: RunningServer, path: Path, **options: Any
+) -> AsyncIterator[tuple[ServerEngine, PyTorchTrainingBackend, Any]]:
+    """The server's engine, a trainer of the model in `path`, and a broadcast from one to the other."""
+    async with (
+        open_engine(server) as engine,
+        open_pytorch_backend(path, optim=OptimConfig(), total_steps=1, threads=1, autocast="off") as backend,
+        open_broadcast(**options) as transport,
+    ):
+        yield engine, backend, transport
 
 
 async def send(transport: Any, backend: PyTorchTrainingBackend, engine: ServerEngine) -> int:
@@ -67,85 +58,11 @@ async def score_by_trainer(
     return row[mask]
 
 
-# --- the contract -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("check", [*engine_contracts.CHECKS, *engine_contracts.MODEL_CHECKS])
-async def test_contract(check: Any, sglang_server: RunningServer):
-    await check(lambda: open_engine(sglang_server))
-
-
-async def test_updates_show_in_version_log_probs_and_checksum(
-    sglang_server: RunningServer, snapshots: tuple[Path, Path]
-):
-    await engine_contracts.check_update_from_checkpoint(lambda: open_engine(sglang_server), *snapshots)
-
-
-async def test_frozen_request_comes_back_whole_with_two_versions(
-    sglang_server: RunningServer, snapshots: tuple[Path, Path]
-):
-    await engine_contracts.check_keep_pause_spans_two_versions(
-        lambda: open_engine(sglang_server), snapshots[1]
-    )
-
-
-async def test_bad_snapshots_change_nothing(
-    sglang_server: RunningServer, snapshots: tuple[Path, Path], tmp_path: Path
-):
-    await engine_contracts.check_bad_snapshots_change_nothing(
-        lambda: open_engine(sglang_server), snapshots[1], tmp_path
-    )
-
-
-async def test_abort_all_answers_frozen_requests_with_what_they_have(sglang_server: RunningServer):
-    async with open_engine(sglang_server) as engine:
-
-        async def freeze_and_abort(_: list[Completion]) -> None:
-            await engine.pause("keep")
-            await engine.abort_all()
-            await engine.resume()
-
-        answer = await disturb(engine, freeze_and_abort)
-        assert answer.finish_reason == "abort"
-        assert len(answer.token_ids) < LONG  # the server keeps its tokens by fifties
-        assert len((await engine.generate(make_request())).token_ids) == 4
-
-
-# --- log-probs ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 2.0])
-async def test_log_probs_are_the_models_own_at_its_temperature(
-    temperature: float, sglang_server: RunningServer, snapshots: tuple[Path, Path]
-):
-    request = make_request(prompt=(5, 6, 7, 8), max_new_tokens=24, temperature=temperature)
-    await check_log_probs(lambda: open_engine(sglang_server), snapshots[0], request, atol=1e-4)
-
-
-async def test_greedy_beside_sampled_requests_keeps_log_probs_of_temperature_1(
-    sglang_server: RunningServer, snapshots: tuple[Path, Path]
-):
-    await check_greedy_beside_sampled(lambda: open_engine(sglang_server), snapshots[0], atol=1e-4)
-
-
-async def test_tokens_after_a_retracted_update_are_the_new_models_own(
-    sglang_server: RunningServer, snapshots: tuple[Path, Path]
-):
-    await check_tokens_after_a_frozen_update(lambda: open_engine(sglang_server), *snapshots, atol=1e-4)
-
-
-# --- in memory ----------------------------------------------------------------------------------------------
-
-
 async def test_broadcast_gives_what_the_disk_gives_and_what_the_trainer_has(
     sglang_server: RunningServer, snapshots: tuple[Path, Path]
 ):
     request = make_request(prompt=(9, 8, 7), max_new_tokens=16, temperature=0.0)
-    async with (
-        open_engine(sglang_server) as engine,
-        open_trainer(snapshots[1]) as backend,
-        open_broadcast(bucket_bytes=50_000) as transport,
-    ):
+    async with open_all(sglang_server, snapshots[1], bucket_bytes=50_000) as (engine, backend, transport):
         await load(engine, snapshots[1])
         by_disk, disk_sum = await engine.generate(request), await engine.checksum()
         await load(engine, snapshots[0])
@@ -173,11 +90,7 @@ async def test_broadcast_gives_what_the_disk_gives_and_what_the_trainer_has(
 async def test_request_in_flight_over_a_broadcast_has_two_versions(
     sglang_server: RunningServer, snapshots: tuple[Path, Path]
 ):
-    async with (
-        open_engine(sglang_server) as engine,
-        open_trainer(snapshots[1]) as backend,
-        open_broadcast(bucket_bytes=50_000) as transport,
-    ):
+    async with open_all(sglang_server, snapshots[1], bucket_bytes=50_000) as (engine, backend, transport):
         await load(engine, snapshots[0])
 
         async def update(answers: list[Completion]) -> None:
@@ -197,53 +110,10 @@ async def test_request_in_flight_over_a_broadcast_has_two_versions(
 async def test_update_that_broke_off_in_the_middle_does_not_stand_in_the_way_of_the_next(
     sglang_server: RunningServer, snapshots: tuple[Path, Path]
 ):
-    async with (
-        open_engine(sglang_server) as engine,
-        open_trainer(snapshots[1]) as backend,
-        open_broadcast() as transport,
-    ):
+    async with open_all(sglang_server, snapshots[1]) as (engine, backend, transport):
         assert await engine.dialect.begin_transfer()  # and nothing more: as if the trainer had died
         version = await send(transport, backend, engine)
         assert (await engine.generate(make_request())).weight_versions.tolist() == [version] * 4
-
-
-# --- keys and settings --------------------------------------------------------------------------------------
-
-
-async def test_wrong_keys_are_refused_by_name(sglang_server: RunningServer):
-    for changes, rule in (
-        ({"api_key": "wrong"}, "is it SGLang 0.5.20 or later, and api_key its --api-key"),
-        ({"api_key": None}, "is it SGLang 0.5.20 or later, and api_key its --api-key"),
-        ({"vocab_size": VOCAB_SIZE + 1}, "serve the same model"),
-        ({"context_length": CONTEXT_LENGTH + 1}, f"--context-length {CONTEXT_LENGTH + 1}"),
-    ):
-        with pytest.raises(EngineSetupError, match=rule) as raised:
-            async with open_engine(sglang_server, **changes):
-                pass
-        assert sglang_server.api_key not in str(raised.value)
-
-
-async def test_id_outside_the_vocabulary_never_leaves_the_client(sglang_server: RunningServer):
-    # it would end the server
-    async with open_engine(sglang_server) as engine:
-        for token in (VOCAB_SIZE, -1):
-            with pytest.raises(RequestRefused, match=f"prompt_ids holds {token}"):
-                await engine.generate(make_request(prompt=(1, token)))
-        assert await engine.health()
-
-
-async def test_memory_that_the_server_cannot_give_back_is_said_so(sglang_server: RunningServer):
-    async with open_engine(sglang_server) as engine:
-        assert not engine.features.frees_memory
-        with pytest.raises(EngineError, match="--enable-memory-saver"):
-            await engine.release_memory()
-
-
-async def test_server_left_paused_goes_on_for_who_comes_next(sglang_server: RunningServer):
-    async with open_engine(sglang_server) as engine:
-        await engine.pause("keep")
-    async with open_engine(sglang_server) as engine:
-        assert len((await engine.generate(make_request())).token_ids) == 4
 
 
 @pytest.fixture(scope="module")
@@ -269,11 +139,7 @@ async def test_server_that_dies_or_stops_in_an_update_is_reported_and_the_traine
         """Its log-probs do not matter here."""
 
     monkeypatch.setattr("rollouts.engines.sglang._check_temperature", take_it)
-    async with (
-        open_engine(other_server) as engine,
-        open_trainer(snapshots[1]) as backend,
-        open_broadcast(progress_s=5.0) as transport,
-    ):
+    async with open_all(other_server, snapshots[1], progress_s=5.0) as (engine, backend, transport):
         await engine.pause("wait")
         name = engine.features.name
         assert await transport(backend, [engine], 1) == {name: None}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import RunningServer
-from .runs import SHORT, STEPS, SYNC_EVERY, assert_proven, train, use_byte_reward
+from .runs import STEPS, SYNC_EVERY, assert_proven, train, use_short
 
 pytestmark = pytest.mark.engines
 
@@ -25,10 +25,7 @@ def test_run_starts_a_server_updates_it_from_disk_and_leaves_nothing(sglang_pyth
     train(
         tmp_path,
         "demo_sglang.toml",
-        *SHORT,
-        *use_byte_reward(tmp_path),
-        "--model.name",
-        "tiny:llama",
+        *use_short(tmp_path, "tiny:llama"),
         "--engine.python",
         str(sglang_python),
     )
@@ -43,10 +40,7 @@ def test_run_on_a_running_server_updates_it_in_memory(
     train(
         tmp_path,
         "demo_sglang.toml",
-        *SHORT,
-        *use_byte_reward(tmp_path),
-        "--model.name",
-        str(snapshots[0]),
+        *use_short(tmp_path, snapshots[0]),
         "--engine.urls",
         json.dumps([sglang_server.url]),
         "--engine.transport",

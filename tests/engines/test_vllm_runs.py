@@ -19,14 +19,13 @@ import pytest
 
 from .conftest import RunningServer
 from .runs import (
-    SHORT,
     assert_proven,
     find_processes,
     make_command,
     make_environment,
     read_rows,
     train,
-    use_byte_reward,
+    use_short,
 )
 
 pytestmark = pytest.mark.engines
@@ -44,20 +43,10 @@ def test_a_language_model_learns_on_a_server_whose_weights_are_proven_every_seco
     train(
         tmp_path,
         "demo_vllm.toml",
-        "--engine.python",
-        str(vllm_python),
-        "--rl.steps",
-        "10",
-        "--rl.rollout.num_prompts",
-        "8",
-        "--rl.rollout.samples_per_prompt",
-        "8",
+        *f"--engine.python {vllm_python} --rl.steps 10 --rl.rollout.num_prompts 8".split(),
+        *["--rl.rollout.samples_per_prompt", "8", "--eval.data.size", "16", "--model.threads", "1"],
         "--rl.rollout.reward",
         f"{tmp_path}/digits.py:share_of_digits",
-        "--eval.data.size",
-        "16",
-        "--model.threads",
-        "1",
     )
     run = tmp_path / "run"
     assert_proven(run, steps=range(1, 11))
@@ -92,10 +81,7 @@ def test_a_server_that_keeps_its_old_weights_and_says_200_stops_the_run_before_a
     errors = train(
         tmp_path,
         "demo_vllm.toml",
-        *SHORT,
-        *use_byte_reward(tmp_path),
-        "--model.name",
-        str(snapshots[0]),
+        *use_short(tmp_path, snapshots[0]),
         "--engine.urls",
         json.dumps([lying_url]),
         exit_code=1,
@@ -121,22 +107,11 @@ def test_a_server_killed_in_the_middle_of_a_batch_costs_nothing_and_serves_again
     command = make_command(
         tmp_path,
         "demo_vllm.toml",
-        *SHORT,
-        *use_byte_reward(tmp_path),
-        "--model.name",
-        str(snapshots[0]),
+        *use_short(tmp_path, snapshots[0]),
         "--engine.python",
         str(vllm_python),
-        *[
-            "--engine.count",
-            "2",
-            "--rl.steps",
-            "400",
-            "--rl.rollout.max_new_tokens",
-            "160",
-            "--output.checkpoint_every",
-            "2",
-        ],
+        *["--engine.count", "2", "--rl.steps", "400", "--rl.rollout.max_new_tokens", "160"],
+        *["--output.checkpoint_every", "2"],
     )
     run_dir, errors = tmp_path / "run", tmp_path / "errors.txt"
     metrics, log = run_dir / "metrics.jsonl", run_dir / "engines" / "vllm-0.log"

@@ -188,9 +188,7 @@ async def test_the_fleet_is_as_weak_as_its_weakest():
     ],
 )
 async def test_engines_that_do_not_fit_together_are_refused(change, says):
-    members = (
-        [] if change is None else [Member(FakeEngine("a")), Member(FakeEngine(**{"name": "b"} | change))]
-    )
+    engines = [] if change is None else [FakeEngine("a"), FakeEngine(**{"name": "b"} | change)]
     with pytest.raises(EngineSetupError, match=says):
         async with open_fleet([*map(Member, engines)], warn=print):
             raise AssertionError("opened")
