@@ -16,7 +16,7 @@ from rollouts.types import GenerateRequest, SamplingParams
 from rollouts.weight_sync.open import make_metric_name
 from tests.unit.test_fleet import FakeEngine, update
 from tests.unit.test_mixture import make_mixture
-from tests.unit.test_weight_update import World
+from tests.unit.test_weight_sync import World
 
 ROOT = Path(__file__).resolve().parents[2]
 

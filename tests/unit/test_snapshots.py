@@ -1,4 +1,4 @@
-"""A snapshot is a model directory that is complete, or it is not there."""
+"""A snapshot is a model directory that is complete, or it is not there. The embedded engine needs none."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import textwrap
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,11 +22,15 @@ from safetensors.torch import load_file
 from rollouts.backends.open import open_pytorch_backend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.tables import OptimConfig
-from rollouts.errors import SnapshotError
+from rollouts.device_thread import open_device_thread
+from rollouts.engines.local import open_local_engine
+from rollouts.errors import SnapshotError, WeightSyncError
 from rollouts.models.export import save_hf_model
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.safetensors_file import TensorFile
+from rollouts.testing.fakes import ScriptedEngine, open_fake_backend
 from rollouts.types import LossSpec, RolloutBatch
+from rollouts.weight_sync.probe import make_probe
 from rollouts.weight_sync.snapshots import (
     DiskSnapshots,
     clear_after_restart,
@@ -33,6 +38,7 @@ from rollouts.weight_sync.snapshots import (
     hold_weights,
     list_snapshots,
 )
+from rollouts.weight_sync.sync import WeightSync
 
 OPTIM = OptimConfig(lr=1e-2)
 BATCH = RolloutBatch(tokens=(np.arange(1, 9),), loss_masks=(np.arange(8) >= 4,))
@@ -225,3 +231,46 @@ async def test_a_shard_that_is_complete_after_the_export_was_cancelled_harms_nob
         await written.wait()  # the shard was announced before
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".tmp-v1-") and len(list(left.iterdir())) == 2
+
+
+# --- the embedded engine ------------------------------------------------------------------------------------
+
+
+async def test_a_shared_engine_has_nothing_to_load_and_must_report_the_version():
+    async with open_fake_backend() as backend:
+        engine = ScriptedEngine(shares_weights=True, version=2)
+        sync = WeightSync(make_probe(256, tolerance=10.0))
+        assert await sync(backend, [engine], 2) == {} and engine.requests == []
+        with pytest.raises(WeightSyncError, match="reports weight version 2 after an update to version 4"):
+            await sync(backend, [engine], 4)
+
+
+@pytest.mark.parametrize("kind", ["byte", "gemma", "moe"])
+async def test_an_embedded_engine_proves_new_weights_and_never_old_ones(cache: Path, kind: str):
+    async with (
+        open_backend(resolve_model(f"tiny:{kind}", cache_dir=cache)) as backend,
+        open_device_thread(name="engine", torch_threads=1) as thread,
+        open_local_engine(backend.model, device_thread=thread, mode="copied", max_rows=8) as opened,
+    ):
+        engine: Any = opened
+        # one that compares with the trainer, and one whose tolerance hides everything
+        syncs = [WeightSync(make_probe(engine.features.vocab_size, tolerance=x)) for x in (1e-4, 100.0)]
+        for version in (0, 1):
+            for sync in syncs:
+                metrics = await sync(backend, [engine], version)
+                assert metrics["weight_sync/probe_difference/max"] < 1e-5
+            assert await engine.weight_version() == version
+            await train(backend)
+            await backend.set_weight_version(version + 1).result()
+        old, begin, take = await engine.copy_weights(), engine.begin_update, engine.receive_bucket
+
+        async def begin_with_old() -> None:
+            await begin()
+            take(list(old.items()))
+
+        engine.begin_update, engine.receive_bucket = begin_with_old, lambda bucket: None
+        for sync, says in zip(
+            syncs, ("differs from the trainer", "still serves the old weights"), strict=True
+        ):
+            with pytest.raises(WeightSyncError, match=says):
+                await sync(backend, [engine], 2)
