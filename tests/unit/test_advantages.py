@@ -5,6 +5,7 @@ sample std .478714.
 from __future__ import annotations
 
 import itertools
+import re
 import statistics
 
 import numpy as np
@@ -23,79 +24,54 @@ from rollouts.advantages import (
 )
 from rollouts.errors import ConfigError
 from rollouts.types import Sample
+from tests.support.text_tables import read_cells, read_params
 
 REWARDS = [1.0, 0.0, 0.0, 0.5]
 LENGTHS = [2, 3, 4, 1]
-GOLDEN = {
-    "grpo": [1.305579692, -0.783347815, -0.783347815, 0.261115938],
-    "centred": [0.625, -0.375, -0.375, 0.125],
-    "rloo": [0.833333333, -0.5, -0.5, 0.166666667],
-    "maxrl": [1.666666667, -1.0, -1.0, 0.333333333],
-    "opo": [0.75, -0.25, -0.25, 0.25],  # baseline (2·1 + 1·.5)/10
-    "pass_at_k": [0.5, 0.0, 0.0, 0.0],  # best less second best
-    # centred, each value once a token: mean −.125, variance 1.625/9; (.625 + .125)/sqrt(.180556 + 1e-8)
-    "reinforce_pp_baseline": [1.765045167, -0.588348389, -0.588348389, 0.588348389],
-    # raw: mean .25, variance (2·.5625 + 7·.0625 + .0625)/9, the same spread
-    "reinforce_pp": [1.765045167, -0.588348389, -0.588348389, 0.588348389],
-    "raw": REWARDS,
-}
+GOLDEN = """
+grpo      | 1.305579692 -0.783347815 -0.783347815 0.261115938
+centred   | 0.625 -0.375 -0.375 0.125
+rloo      | 0.833333333 -0.5 -0.5 0.166666667
+maxrl     | 1.666666667 -1 -1 0.333333333
+opo       | 0.75 -0.25 -0.25 0.25 | baseline (2·1 + 1·.5)/10
+pass_at_k | 0.5 0 0 0 | best less second best
+reinforce_pp_baseline | 1.765045167 -0.588348389 -0.588348389 0.588348389 | centred, once a token: \
+mean −.125, variance 1.625/9; (.625 + .125)/sqrt(.180556 + 1e-8)
+reinforce_pp | 1.765045167 -0.588348389 -0.588348389 0.588348389 | raw: mean .25, the same spread
+raw       | 1 0 0 .5
+"""
 GROUP_RELATIVE = ["grpo", "centred", "rloo", "maxrl", "opo", "pass_at_k"]
-OTHERS = ["reinforce_pp_baseline", "reinforce_pp", "raw", "gdpo", "remax"]
 
 
 def of_four(kind: str, **params) -> np.ndarray:
     return compute_group_advantages(REWARDS, [7, 7, 7, 7], kind, lengths=LENGTHS, **params)
 
 
-def slow_advantages(rewards: list[float], groups: list[int], lengths: list[int], kind: str) -> list[float]:
-    """The definitions, row by row."""
-    result = []
-    for row, reward in enumerate(rewards):
-        rows = [other for other in range(len(rewards)) if groups[other] == groups[row]]
-        members = [rewards[other] for other in rows]
-        others = [rewards[other] for other in rows if other != row]
-        mean = statistics.fmean(members)
-        if len(set(members)) == 1:
-            result.append(0.0)
-        elif kind == "rloo":
-            result.append(reward - statistics.fmean(others))
-        elif kind == "maxrl":
-            result.append((reward - mean) / mean if mean > 0 else 0.0)
-        elif kind == "opo":
-            total = sum(lengths[other] for other in rows)
-            result.append(
-                reward - sum(lengths[other] * rewards[other] for other in rows) / total if total else 0.0
-            )
-        elif kind == "pass_at_k":
-            result.append(max(members) - max(others))
-        else:
-            result.append((reward - mean) / (statistics.stdev(members) + 1e-6 if kind == "grpo" else 1.0))
-    return result
+def numbers(text: str) -> list[float]:
+    return [float(one) for one in text.split()]
 
 
-@pytest.mark.parametrize("kind", GOLDEN)
-def test_one_group_matches_the_numbers_worked_by_hand(kind):
+@pytest.mark.parametrize(("kind", "expected"), [cells[:2] for cells in read_cells(GOLDEN)])
+def test_one_group_matches_the_numbers_worked_by_hand(kind, expected):
     advantages = of_four(kind)
     assert advantages.dtype == np.float32
-    np.testing.assert_allclose(advantages, GOLDEN[kind], rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(advantages, numbers(expected), rtol=1e-6, atol=1e-9)
 
 
-BATCHES = st.lists(
-    st.tuples(st.integers(0, 3), st.sampled_from([0.0, 1.0, 0.5, -0.25, 3.0]), st.integers(0, 9)),
-    min_size=0,
-    max_size=12,
-)
+ROWS = st.tuples(st.integers(0, 3), st.sampled_from([0.0, 1.0, 0.5, -0.25, 3.0]), st.integers(0, 9))
 
 
 @pytest.mark.parametrize("kind", GROUP_RELATIVE)
 @settings(max_examples=60, deadline=None)
-@given(batch=BATCHES)
+@given(batch=st.lists(ROWS, max_size=12))
 def test_groups_do_not_see_each_other_in_any_row_order(kind, batch):
-    groups, rewards, lengths = (
-        [list(column) for column in zip(*batch, strict=True)] if batch else ([], [], [])
-    )
+    """Each group by itself has the same advantages."""
+    groups, rewards, lengths = (np.asarray([row[at] for row in batch]) for at in range(3))
     found = compute_group_advantages(rewards, groups, kind, lengths=lengths)
-    np.testing.assert_allclose(found, slow_advantages(rewards, groups, lengths, kind), rtol=1e-5, atol=1e-6)
+    for group in set(groups.tolist()):
+        rows = groups == group
+        alone = compute_group_advantages(rewards[rows], [0] * rows.sum(), kind, lengths=lengths[rows])
+        np.testing.assert_allclose(found[rows], alone, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", GROUP_RELATIVE)
@@ -121,94 +97,84 @@ def test_pass_at_k_is_what_a_row_adds_to_the_best_of_every_subset(k):
     )
 
 
-def test_gdpo_scales_no_reward_out_of_sight():
-    parts = {"right": [1.0, 0.0, 1.0, 0.0], "speed": [0.0, 1.0, 0.0, 0.0]}
-    found = compute_group_advantages([0.0] * 4, [0, 0, 1, 1], "gdpo", named_rewards=parts)
-    scaled = compute_group_advantages(
-        [0.0] * 4, [0, 0, 1, 1], "gdpo", named_rewards=parts | {"speed": [0.0, 1000.0, 0.0, 0.0]}
+def gdpo(parts: dict[str, list[float]], groups: tuple[int, ...] = (0, 0, 0), **weights: float) -> list[float]:
+    inputs = AdvantageInputs(
+        rewards=np.zeros(len(groups)),
+        group_indices=np.asarray(groups),
+        named_rewards=parts,
+        reward_weights=weights,
     )
-    np.testing.assert_allclose(found, scaled, atol=1e-5)
-    assert compute_group_advantages(
-        [1.0, 2.0], [0, 0], "gdpo", named_rewards={"right": [1.0, 1.0]}
-    ).tolist() == [0.0, 0.0]
+    return np.asarray(compute_advantages(inputs, ADVANTAGES["gdpo"])).tolist()
 
 
 def test_gdpo_weighs_the_parts_and_leaves_details_out():
     parts = {"right": [1.0, 0.0, 1.0], "speed": [0.0, 10.0, 5.0], "right.parsed": [0.0, 1.0, 1.0]}
-
-    def gdpo(**weights: float) -> list[float]:
-        inputs = AdvantageInputs(
-            rewards=np.zeros(3),
-            group_indices=np.zeros(3, np.int64),
-            named_rewards=parts,
-            reward_weights=weights,  # pyright: ignore[reportArgumentType]
-        )
-        return np.asarray(compute_advantages(inputs, ADVANTAGES["gdpo"])).tolist()
-
-    assert gdpo() == gdpo(right=1.0, speed=1.0)
-    np.testing.assert_allclose(
-        gdpo(right=1.0, speed=0.0), compute_group_advantages([1.0, 0.0, 1.0], [0] * 3, "grpo"), atol=1e-5
-    )
-    assert gdpo(right=1.0, speed=0.5) != gdpo()
+    plain = gdpo(parts)
+    assert plain == gdpo(parts, right=1.0, speed=1.0) != gdpo(parts, right=1.0, speed=0.5)
+    grpo = compute_group_advantages([1.0, 0.0, 1.0], [0] * 3, "grpo")
+    np.testing.assert_allclose(gdpo(parts, right=1.0, speed=0.0), grpo, atol=1e-5)
+    large = parts | {"speed": [0.0, 10_000.0, 5_000.0]}
+    np.testing.assert_allclose(gdpo(large), plain, atol=1e-5, err_msg="no reward is scaled out of sight")
+    assert gdpo({"right": [1.0, 1.0]}, (0, 0)) == [0.0, 0.0]
     with pytest.raises(
         ValueError,
         match="reward_weights has 'sped' and there is no such named reward; there are right, speed",
     ):
-        gdpo(right=1.0, sped=2.0)
+        gdpo(parts, right=1.0, sped=2.0)
     with pytest.raises(ValueError, match="'gdpo' needs named rewards"):
         of_four("gdpo")
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_reward_that_is_not_finite_is_refused_and_named(bad):
-    with pytest.raises(ValueError, match=r"rewards\[2\] is (nan|inf)"):
-        compute_group_advantages([0.0, 1.0, bad], [0, 0, 1])
-    with pytest.raises(ValueError, match=r"named_rewards\['right'\]\[1\] is (nan|inf)"):
-        compute_group_advantages([0.0, 1.0], [0, 0], "gdpo", named_rewards={"right": [0.0, bad]})
+@pytest.mark.parametrize(
+    ("kind", "fields", "wrong"),
+    read_cells("""
+gpro | | grpo, centred, rloo
+grpo | group_indices = [0] | group_indices has shape (1,)
+opo  | lengths = [1] | lengths has shape
+gdpo | named_rewards = { a = [1.0] } | named_rewards['a'] has shape
+gdpo | named_rewards = { right = [0.0, nan] } | named_rewards['right'][1] is nan
+raw  | rewards = [0.0, nan] | rewards[1] is nan
+raw  | rewards = [0.0, inf] | rewards[1] is inf
+opo  | | advantage 'opo' needs lengths
+reinforce_pp | | advantage 'reinforce_pp' needs lengths
+reinforce_pp_baseline | | advantage 'reinforce_pp_baseline' needs lengths
+"""),
+)
+def test_what_does_not_fit_is_named(kind, fields, wrong):
+    given_fields = {"rewards": [0.0, 1.0], "group_indices": [0, 0]} | read_params(fields)
+    with pytest.raises(ValueError, match=re.escape(wrong)):
+        compute_group_advantages(kind=kind, **given_fields)
 
 
-def test_unknown_kinds_and_wrong_lengths_are_refused():
-    with pytest.raises(ValueError, match="grpo, centred, rloo"):
-        compute_group_advantages([0.0], [0], "gpro")
-    with pytest.raises(ValueError, match=r"group_indices has shape \(1,\)"):
-        compute_group_advantages([0.0, 1.0], [0])
-    with pytest.raises(ValueError, match="lengths has shape"):
-        compute_group_advantages([0.0, 1.0], [0, 0], "opo", lengths=[1])
-    with pytest.raises(ValueError, match=r"named_rewards\['a'\] has shape"):
-        compute_group_advantages([0.0, 1.0], [0, 0], "gdpo", named_rewards={"a": [1.0]})
+def test_samples_are_one_a_reward():
     with pytest.raises(ValueError, match="samples has 1 rows for 2 rewards"):
-        AdvantageInputs(
-            rewards=np.zeros(2), group_indices=np.zeros(2, np.int64), samples=(Sample(id="s", prompt="q"),)
-        )
-    for kind in ("opo", "reinforce_pp", "reinforce_pp_baseline"):
-        with pytest.raises(ValueError, match=f"advantage '{kind}' needs lengths"):
-            compute_group_advantages([0.0, 1.0], [0, 0], kind)
+        inputs_of([0.0, 0.0], samples=(Sample(id="s", prompt="q"),))
 
 
 # --- trajectories of several segments -----------------------------------------------------------------------
 
-SEGMENTED = {  # rewards [1, 1, 0] where rows 0 and 1 are one trajectory: the numbers of the rewards [1, 0]
-    "grpo": [0.5 / (0.7071067811865476 + 1e-6)] * 2 + [-0.5 / (0.7071067811865476 + 1e-6)],
-    "centred": [0.5, 0.5, -0.5],
-    "rloo": [1.0, 1.0, -1.0],
-    "maxrl": [1.0, 1.0, -1.0],
-    "opo": [4 / 9, 4 / 9, -5 / 9],  # lengths 2 + 3 and 4: baseline 5/9
-    "pass_at_k": [1.0, 1.0, 0.0],
-    # over tokens [1]·5 + [0]·4: mean 5/9, variance (5·(4/9)² + 4·(5/9)²)/8 = 5/18
-    "reinforce_pp": [0.8432740, 0.8432740, -1.0540926],
-    "reinforce_pp_baseline": [0.8432740, 0.8432740, -1.0540926],
-    "gdpo": [0.7071058, 0.7071058, -0.7071058],
-    "remax": [0.75, 0.75, -0.25],
-    "raw": [1.0, 1.0, 0.0],
-}
+# rewards [1, 1, 0] where rows 0 and 1 are one trajectory: the numbers of the rewards [1, 0]
+SEGMENTED = """
+grpo      | 0.7071058 0.7071058 -0.7071058
+centred   | 0.5 0.5 -0.5
+rloo      | 1 1 -1
+maxrl     | 1 1 -1
+opo       | 0.4444444 0.4444444 -0.5555556 | lengths 2 + 3 and 4: baseline 5/9
+pass_at_k | 1 1 0
+reinforce_pp | 0.8432740 0.8432740 -1.0540926 | of tokens [1]·5 + [0]·4: mean 5/9, variance 5/18
+reinforce_pp_baseline | 0.8432740 0.8432740 -1.0540926
+gdpo      | 0.7071058 0.7071058 -0.7071058
+remax     | 0.75 0.75 -0.25
+raw       | 1 1 0
+"""
 
 
-@pytest.mark.parametrize("kind", [*GROUP_RELATIVE, *OTHERS])
-def test_a_trajectory_counts_once_however_many_segments_it_has(kind):
+@pytest.mark.parametrize(("kind", "expected"), [cells[:2] for cells in read_cells(SEGMENTED)])
+def test_a_trajectory_counts_once_however_many_segments_it_has(kind, expected):
     parts = {"right": [1.0, 1.0, 0.0]} if kind == "gdpo" else {"greedy_reward": [0.25] * 3}
     rows: dict = {"lengths": [2, 3, 4], "named_rewards": parts}
     found = compute_group_advantages([1.0, 1.0, 0.0], [7, 7, 7], kind, trajectories=[5, 5, 2], **rows)
-    np.testing.assert_allclose(found, SEGMENTED[kind], rtol=2e-6)
+    np.testing.assert_allclose(found, numbers(expected), rtol=2e-6)
 
 
 def test_segments_that_do_not_share_what_a_trajectory_has_once_are_named():

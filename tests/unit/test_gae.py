@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -17,9 +19,11 @@ from rollouts.advantages import (
     whiten_advantages,
 )
 from rollouts.types import FloatArray
+from tests.support.text_tables import read_cells, read_params
 
 ALL = np.array([True, True, True])
 NAN, INF = float("nan"), float("inf")
+VALUES = [0.5, 0.6, 0.7]
 
 
 def f32(values: list[float]) -> FloatArray:
@@ -28,52 +32,42 @@ def f32(values: list[float]) -> FloatArray:
 
 def slow_gae(rewards, values, mask, gamma, lam, bootstrap):
     """One row from its definition: A_t = Σ_l (gamma·lam)^l δ_{t+l} over the trained tokens."""
-    kept = [position for position in range(len(mask)) if mask[position]]
-    following = [values[position] for position in kept[1:]] + [bootstrap]
-    deltas = (
-        [rewards[at] + gamma * after - values[at] for at, after in zip(kept, following, strict=True)]
-        if kept
-        else []
-    )
+    kept = np.flatnonzero(mask)
+    deltas = rewards[kept] + gamma * np.append(values[kept][1:], bootstrap)[: len(kept)] - values[kept]
     result = np.zeros(len(mask))
     for index, position in enumerate(kept):
         result[position] = sum((gamma * lam) ** ahead * delta for ahead, delta in enumerate(deltas[index:]))
     return result
 
 
-def test_gae_matches_the_numbers_worked_by_hand():
-    # δ = (.99·.6 − .5, .99·.7 − .6, 1 − .7) = (.094, .093, .3)
-    found = compute_gae([[0, 0, 1]], [[0.5, 0.6, 0.7]], [ALL], gamma=0.99, lam=0.95)
-    np.testing.assert_allclose(found.advantages[0], [0.446828575, 0.37515, 0.3], rtol=1e-6)
-    np.testing.assert_allclose(found.returns[0], [0.946828575, 0.97515, 1.0], rtol=1e-6)
+# δ = (.99·.6 − .5, .99·.7 − .6, 1 − .7) = (.094, .093, .3); without the second δ_0 = .99·.7 − .5 = .193
+@pytest.mark.parametrize(
+    ("rewards", "values", "mask", "wanted"),
+    [
+        ([0, 0, 1], VALUES, [True, True, True], [0.446828575, 0.37515, 0.3]),
+        ([0, NAN, 1], [0.5, INF, 0.7], [True, False, True], [0.193 + 0.9405 * 0.3, 0.0, 0.3]),  # a tool's
+    ],
+)
+def test_gae_by_hand_and_a_tools_tokens_carry_value_and_advantage_over(rewards, values, mask, wanted):
+    found = compute_gae([rewards], [values], [np.array(mask)], gamma=0.99, lam=0.95)
     assert found.advantages[0].dtype == np.float32
-
-
-def test_a_tools_tokens_carry_value_and_advantage_over_and_do_not_train():
-    # δ_0 = .99·.7 − .5 = .193; A_0 = .193 + .9405·.3
-    found = compute_gae(
-        [[0, NAN, 1]], [[0.5, INF, 0.7]], [np.array([True, False, True])], gamma=0.99, lam=0.95
-    )
-    np.testing.assert_allclose(found.advantages[0], [0.47515, 0.0, 0.3], rtol=1e-6)
-    np.testing.assert_allclose(found.returns[0], [0.97515, 0.0, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(found.advantages[0], wanted, rtol=1e-6)
+    returns = np.where(mask, np.add(wanted, VALUES), 0.0)
+    np.testing.assert_allclose(found.returns[0], returns, rtol=1e-6)
 
 
 def test_rows_of_all_shapes_match_the_slow_sweep_and_do_not_see_each_other():
     rng = np.random.default_rng(0)
     lengths = [0, 1, 7, 12, 3]
     masks = [rng.random(length) < 0.6 for length in lengths]
-    rewards, values = (
-        [rng.normal(size=length) for length in lengths],
-        [rng.normal(size=length) for length in lengths],
-    )
+    rewards, values = ([rng.normal(size=length) for length in lengths] for _ in range(2))
     lams, bootstrap = rng.random(5), rng.normal(size=5)
     found = compute_gae(rewards, values, masks, gamma=0.97, lam=lams, bootstrap_values=bootstrap)
     for row in range(5):
         expected = slow_gae(rewards[row], values[row], masks[row], 0.97, lams[row], bootstrap[row])
         np.testing.assert_allclose(found.advantages[row], expected, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(
-            found.returns[row], np.where(masks[row], expected + values[row], 0.0), rtol=1e-5, atol=1e-6
-        )
+        returns = np.where(masks[row], expected + values[row], 0.0)
+        np.testing.assert_allclose(found.returns[row], returns, rtol=1e-5, atol=1e-6)
 
 
 def test_whitened_advantages_have_mean_zero_and_variance_one_over_trained_tokens():
@@ -100,23 +94,23 @@ def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant(
     assert compute_explained_variance([], [], []) is None
 
 
-@pytest.mark.parametrize(
-    ("change", "wrong"),
-    [
-        ({"gamma": 1.01}, "gamma=1.01; it must be from 0 to 1"),
-        ({"lam": [-0.1]}, "lam=-0.1; it must be from 0 to 1"),
-        ({"lam": [0.1, 0.2]}, "one number, or one per row of 1"),
-        ({"critic_lam": 2.0}, "critic_lam=2.0"),
-        ({"bootstrap_values": [0.0, 1.0]}, "one number, or one per row of 1"),
-        ({"bootstrap_values": [NAN]}, "one finite number per row"),
-        ({"values": [[0.0, NAN, 1.0]]}, r"values\[0\], token 1 is nan"),
-        ({"rewards": [[0.0, 1.0]]}, r"rewards\[0\] has shape \(2,\) and its loss mask \(3,\)"),
-        ({"rewards": []}, "0 rows of rewards for 1 loss masks"),
-    ],
-)
+WRONG = r"""
+gamma = 1.01                      | gamma=1.01; it must be from 0 to 1
+lam = [-0.1]                      | lam=-0.1; it must be from 0 to 1
+lam = [0.1, 0.2]                  | one number, or one per row of 1
+critic_lam = 2.0                  | critic_lam=2.0
+bootstrap_values = [0.0, 1.0]     | one number, or one per row of 1
+bootstrap_values = [nan]          | one finite number per row
+values = [[0.0, nan, 1.0]]        | values\[0\], token 1 is nan
+rewards = [[0.0, 1.0]]            | rewards\[0\] has shape \(2,\) and its loss mask \(3,\)
+rewards = []                      | 0 rows of rewards for 1 loss masks
+"""
+
+
+@pytest.mark.parametrize(("change", "wrong"), read_cells(WRONG))
 def test_gae_names_what_is_wrong(change, wrong):
     with pytest.raises(ValueError, match=wrong):
-        compute_gae(**({"rewards": [[0, 0, 1]], "values": [[0.5, 0.6, 0.7]], "loss_masks": [ALL]} | change))
+        compute_gae(**{"rewards": [[0, 0, 1]], "values": [VALUES], "loss_masks": [ALL]} | read_params(change))
 
 
 # --- the KL term in the reward ------------------------------------------------------------------------------
@@ -164,26 +158,17 @@ def with_critic(
     )
 
 
-def ask(inputs: AdvantageInputs, **params: object) -> GAEResult:
-    answer = compute_advantages(inputs, ADVANTAGES["gae"], **params)
-    assert isinstance(answer, GAEResult)
-    return answer
-
-
 def test_gae_by_its_name_gives_advantages_and_returns():
-    inputs = with_critic([[0.0, 0.0, 1.0]], [[0.5, 0.6, 0.7]], [ALL])
-    plain = ask(inputs, gamma=0.99, lam=0.95, whiten=False)
-    np.testing.assert_allclose(plain.advantages[0], [0.446828575, 0.37515, 0.3], rtol=1e-6)
-    np.testing.assert_allclose(plain.returns[0], [0.946828575, 0.97515, 1.0], rtol=1e-6)
-    whitened = ask(inputs, gamma=0.99, lam=0.95)
-    # mean .3739929, deviation .0734213 with n − 1
-    np.testing.assert_allclose(whitened.advantages[0], [0.9920258, 0.0157603, -1.0077861], rtol=1e-4)
-    np.testing.assert_array_equal(whitened.returns[0], plain.returns[0])
-    vapo = ask(inputs, gamma=1.0, lam=0.5, critic_lam=1.0, whiten=False)
-    np.testing.assert_allclose(vapo.returns[0], [1.0, 1.0, 1.0], rtol=1e-6)
-    np.testing.assert_allclose(
-        vapo.advantages[0], [0.1 + 0.5 * 0.1 + 0.25 * 0.3, 0.1 + 0.5 * 0.3, 0.3], rtol=1e-6
-    )
+    inputs = with_critic([[0.0, 0.0, 1.0]], [VALUES], [ALL])
+    # whitened: mean .3739929, deviation .0734213 with n − 1
+    for params, advantages, returns in (
+        ({"gamma": 0.99, "whiten": False}, [0.446828575, 0.37515, 0.3], [0.946828575, 0.97515, 1.0]),
+        ({"gamma": 0.99}, [0.9920258, 0.0157603, -1.0077861], [0.946828575, 0.97515, 1.0]),
+        ({"lam": 0.5, "critic_lam": 1.0, "whiten": False}, [0.1 + 0.05 + 0.075, 0.1 + 0.15, 0.3], [1] * 3),
+    ):
+        found: Any = compute_advantages(inputs, ADVANTAGES["gae"], **{"gamma": 1.0, "lam": 0.95} | params)
+        np.testing.assert_allclose(found.advantages[0], advantages, rtol=1e-4)
+        np.testing.assert_allclose(found.returns[0], returns, rtol=1e-6)
 
 
 def test_a_function_of_ones_own_may_answer_as_gae_does_and_is_checked():
