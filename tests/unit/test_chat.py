@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -14,6 +15,7 @@ from rollouts.data.chat import compute_loss_mask, render_prompt, tokenize_conver
 from rollouts.data.messages import parse_messages, parse_tools
 from rollouts.errors import DataError, ModelError
 from rollouts.types import ChatMessage, Sample
+from tests.support.text_tables import read_cells
 from tests.unit.chat_tokenizers import CHATML, SMOLLM2, byte_tokenizer
 
 
@@ -156,59 +158,44 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 
 
 def test_a_message_of_another_form_becomes_one_of_ours():
-    for given, stored in [
-        (
-            {"role": "assistant", "content": None, "tool_calls": [CALL]},
-            {"role": "assistant", "content": "", "tool_calls": [CALL]},
-        ),
-        (
-            {"role": "assistant", "tool_calls": [{"function": CALL["function"]}]},
-            {"role": "assistant", "content": "", "tool_calls": [CALL]},
-        ),
-        (
-            {"role": "user", "content": "q", "name": None, "tool_calls": None},
-            {"role": "user", "content": "q"},
-        ),
-        ({"role": "user", "content": "q", "tool_calls": []}, {"role": "user", "content": "q"}),
-        (
-            {"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}, "c"]},
-            {"role": "user", "content": "a bc"},
-        ),
-        (
-            {"role": "assistant", "content": "c", "thinking": "t"},
-            {"role": "assistant", "content": "c", "reasoning_content": "t"},
-        ),
-    ]:
+    text_parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}, "c"]
+    called = turn("assistant", "", tool_calls=[CALL])
+    for given, stored in (
+        (turn("assistant", None, tool_calls=[CALL]), called),
+        ({"role": "assistant", "tool_calls": [{"function": CALL["function"]}]}, called),
+        (turn("user", "q", name=None, tool_calls=None), turn("user", "q")),
+        (turn("user", "q", tool_calls=[]), turn("user", "q")),
+        (turn("user", text_parts), turn("user", "a bc")),
+        (turn("assistant", "c", thinking="t"), turn("assistant", "c", reasoning_content="t")),
+    ):
         assert parse_messages([given], where="messages") == [stored]
-        assert Sample(id="s", prompt=(given,)).prompt == (stored,)  # type: ignore[arg-type]
+        assert Sample(id="s", prompt=(given,)).prompt == (stored,)
         assert parse_messages([stored], where="messages") == [stored]
 
 
-def call(**function: Any) -> dict[str, Any]:
-    return {"role": "assistant", "tool_calls": [{"function": function}]}
+CALLS = '{ "role": "assistant", "tool_calls": [{ "function": '
+WRONG_MESSAGES = r"""
+"hi" | m[0] is of type str; a chat message is an object with a role and a content
+{"role": "user"} | m[0] has no content; a chat message is an object with a role and a content
+{"role": "user", "content": null} | m[0].content is of type NoneType; it must be text
+{"role": "", "content": "q"} | m[0].role is empty; it must be system, user, assistant or tool
+{"role": "user", "content": [{"type": "image_url"}]} | m[0].content[0] is a part of type 'image_url'
+{"role": "user", "content": "q", "tool_calls": [{"function": {"name": "f"}}]} | only an assistant's turn calls tools
+{"role": "assistant", "content": "", "tool_calls": {}} | m[0].tool_calls is of type dict; it must be a list
+CALLS {"name": ""}}]} | m[0].tool_calls[0].function.name is ''; it must be text
+CALLS {"name": "f", "arguments": "{"}}]} | .arguments is '{', which is not the JSON text of an object
+CALLS {"name": "f", "arguments": "{\"a\": 1, \"a\": 2}"}}]} | the key 'a' stands twice
+CALLS {"name": "f", "arguments": "{\"a\": NaN}"}}]} | .arguments.a is nan; JSON has no such number
+{"role": "assistant", "content": "c", "reasoning_content": "a", "thinking": "b"} | another text in thinking
+{"role": "assistant", "content": "c", "function_call": {}} | m[0].function_call is the old way to call a tool
+{"role": "assistant", "content": "c", "weight": 0} | m[0].weight is 0, which is not read
+{"role": "user", "content": "q", "score": Infinity} | m[0].score is inf; JSON has no such number
+"""
 
 
-@pytest.mark.parametrize(
-    ("message", "error"),
-    [
-        ("hi", "m[0] is of type str; a chat message is an object with a role and a content"),
-        ({"role": "user"}, "m[0] has no content; a chat message is an object with a role and a content"),
-        ({"role": "user", "content": None}, "m[0].content is of type NoneType; it must be text"),
-        ({"role": "", "content": "q"}, "m[0].role is empty; it must be system, user, assistant or tool"),
-        (turn("user", [{"type": "image_url"}]), "m[0].content[0] is a part of type 'image_url'; only text"),
-        (turn("user", "q", tool_calls=[CALL]), "only an assistant's turn calls tools"),
-        (turn("assistant", "", tool_calls={}), "m[0].tool_calls is of type dict; it must be a list"),
-        (call(name=""), "m[0].tool_calls[0].function.name is ''; it must be text"),
-        (call(name="f", arguments="{"), ".arguments is '{', which is not the JSON text of an object"),
-        (call(name="f", arguments='{"a": 1, "a": 2}'), "the key 'a' stands twice"),
-        (call(name="f", arguments='{"a": NaN}'), ".arguments.a is nan; JSON has no such number"),
-        (turn("assistant", "c", reasoning_content="a", thinking="b"), "another text in thinking than in"),
-        (turn("assistant", "c", function_call={}), "m[0].function_call is the old way to call a tool"),
-        (turn("assistant", "c", weight=0), "m[0].weight is 0, which is not read"),
-        (turn("user", "q", score=float("inf")), "m[0].score is inf; JSON has no such number"),
-    ],
-)
-def test_a_message_that_cannot_be_read_is_named_with_its_key(message, error):
+@pytest.mark.parametrize(("text", "error"), read_cells(WRONG_MESSAGES.replace("CALLS", CALLS)))
+def test_a_message_that_cannot_be_read_is_named_with_its_key(text, error):
+    message = json.loads(text)
     with pytest.raises(DataError) as caught:
         parse_messages([message], where="m")
     assert error in str(caught.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,13 +45,9 @@ data = { kind = "jsonl", path = "sft.jsonl" }
 
 
 @pytest.fixture
-def write(tmp_path: Path):
-    def write_config(text: str) -> Path:
-        path = tmp_path / "run.toml"
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return write_config
+def write(tmp_path: Path) -> Any:
+    path = tmp_path / "run.toml"
+    return lambda text: (path.write_text(text, encoding="utf-8"), path)[1]
 
 
 def problems_of(path: Path, overrides: list[str] | None = None) -> list[str]:
@@ -71,23 +68,19 @@ def test_an_empty_file_is_the_defaults(write):
 
 def test_a_whole_number_is_a_number_but_text_is_not(write):
     config = load_config(write(RL.replace("steps = 4", "steps = 4\nclip_low = 1")))
-    assert config.rl is not None
     assert config.rl.clip_low == 1.0
     assert problems_of(write(SFT.replace("3", '"8"'))) == ['sft.steps = "8": Input should be a valid integer']
 
 
 def test_an_sft_optimizer_table_that_leaves_lr_out_keeps_the_sft_default(write):
     config = load_config(write(SFT + "[sft.optim]\nwarmup_steps = 2\n"))
-    assert config.sft is not None
     assert (config.sft.optim.lr, config.sft.optim.warmup_steps) == (1e-4, 2)
     config = load_config(write(SFT + "[sft.optim]\nlr = 0.5\n"))
-    assert config.sft is not None
     assert config.sft.optim.lr == 0.5
 
 
 def test_the_word_none_switches_off_a_nullable_number(write):
     config = load_config(write(RL + '[rl.optim]\nmax_grad_norm = "none"\n'))
-    assert config.rl is not None
     assert config.rl.optim.max_grad_norm is None
     assert load_config(write(RL), ["--rl.optim.max_grad_norm", "none"]) == config
 
@@ -101,7 +94,6 @@ def test_flags_are_read_as_their_setting_asks(write):
         --rl.data.params.deep.list '[1, 2]' --rl.data.system_prompt '"quoted = yes"' --model.autocast off"""
     config = load_config(write(RL), shlex.split(flags))
     assert (config.name, config.deterministic, config.seed, config.model.autocast) == ("8", True, 3, "off")
-    assert config.rl is not None
     assert (config.rl.optim.lr, config.rl.clip_high, config.rl.rollout.filters) == (1e-6, 1.0, ["a", "b"])
     assert config.rl.loss_params == {"x": 3, "mode": "hard"}
     assert config.rl.data[0].params == {"deep": {"list": [1, 2]}}
@@ -134,42 +126,35 @@ def test_a_combination_that_cannot_work_is_refused(write, line, rule):
 
 # --- what is wrong ------------------------------------------------------------------------------------------
 
-TOO_LONG = "x" * 300
+FLAGS = """
+--seed "1\\nname = \'x\'"        | --seed: seed =
+--eval.temperature 0.5           | --eval.temperature: the file has no [eval] table
+--rl.rollout.num_prompts many    | --rl.rollout.num_prompts: rl.rollout.num_prompts = "many"
+--rl.loss_params.x [3]           | --rl.loss_params.x: rl.loss_params.x = [3]
+--seed --name x stray            | --seed: has no value / stray: a stray word
+--rl.optim 3                     | --rl.optim: rl.optim is a table
+--rl.data.5.path x               | --rl.data.5.path: rl.data has 1 tables in the file
+--rl.data.0.pth x                | --rl.data.0.pth: unknown key rl.data.0.pth; did you mean rl.data.path
+--rl.rollout.filters check       | --rl.rollout.filters: rl.rollout.filters = "check"
+--rl.data.path LONG.jsonl        | --rl.data.path: rl.data.path
+--model.name ./LONG              | --model.name: model.name
+--rl.rollout.reward LONG.py:score | --rl.rollout.reward: rl.rollout.reward
+--output.dir runs/LONG           | --output.dir: output.dir
+--output.dir DEEP                | --output.dir: output.dir
+--rl.data.path ~nobody-of-this-name/x.jsonl | --rl.data.path: rl.data.path
+--name \'"a\\u0000b"\'            | --name: name
+--rl.loss_params.x \'"a\\u0000b"\' | rl.loss_params: the text
+--name BYTES                     | --name: name
+"""
+WORDS = {"LONG": "x" * 300, "DEEP": "x/" * 2048, "BYTES": "\udc80"}
 
 
-@pytest.mark.parametrize(
-    ("flags", "problems"),
-    [
-        (["--seed", "1\nname = 'x'"], ["--seed: seed = "]),
-        (["--eval.temperature", "0.5"], ["--eval.temperature: the file has no [eval] table"]),
-        (["--rl.rollout.num_prompts", "many"], ['--rl.rollout.num_prompts: rl.rollout.num_prompts = "many"']),
-        (["--rl.loss_params.x", "[3]"], ["--rl.loss_params.x: rl.loss_params.x = [3]"]),
-        (["--seed", "--name", "x", "stray"], ["--seed: has no value", "stray: a stray word"]),
-        (["--rl.optim", "3"], ["--rl.optim: rl.optim is a table"]),
-        (["--rl.data.5.path", "x"], ["--rl.data.5.path: rl.data has 1 tables in the file"]),
-        (["--rl.data.0.pth", "x"], ["--rl.data.0.pth: unknown key rl.data.0.pth; did you mean rl.data.path"]),
-        (["--rl.rollout.filters", "check"], ['--rl.rollout.filters: rl.rollout.filters = "check"']),
-        *(
-            ([f"--{key}", value], [f"--{key}: {key}" if "params" not in key else "rl.loss_params: the text"])
-            for key, value in (
-                ("rl.data.path", f"{TOO_LONG}.jsonl"),
-                ("model.name", f"./{TOO_LONG}"),
-                ("rl.rollout.reward", f"{TOO_LONG}.py:score"),
-                ("output.dir", f"runs/{TOO_LONG}"),
-                ("output.dir", "x/" * 2048),
-                ("rl.data.path", "~nobody-of-this-name/x.jsonl"),
-                ("name", '"a\\u0000b"'),
-                ("rl.loss_params.x", '"a\\u0000b"'),
-                ("name", "\udc80"),
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize(("flags", "problems"), read_cells(FLAGS))
 def test_a_wrong_flag_is_named_with_its_key(write, flags, problems):
-    found = problems_of(write(RL), flags)
-    assert len(found) == len(problems)
-    for line, start in zip(found, problems, strict=True):
-        assert line.startswith(start)
+    words = [re.sub("LONG|DEEP|BYTES", lambda found: WORDS[found[0]], word) for word in shlex.split(flags)]
+    starts = problems.split(" / ")
+    found = problems_of(write(RL), words)
+    assert [line[: len(start)] for line, start in zip(found, starts, strict=True)] == starts
 
 
 def test_all_problems_of_a_file_are_listed_one_a_line(write):
@@ -239,11 +224,8 @@ def test_a_key_like_no_other_is_answered_with_the_valid_ones():
 
 
 def test_a_setting_that_is_gone_is_refused_with_what_replaces_it_and_left_out_of_old_records(write):
-    text = '[reference]\nserver_model = "policy"\n'
-    (problem,) = problems_of(write(text))
-    assert (
-        problem == f"reference.server_model is no setting any more: {find_removed('reference.server_model')}"
-    )
+    key, text = "reference.server_model", '[reference]\nserver_model = "policy"\n'
+    assert problems_of(write(text)) == [f"{key} is no setting any more: {find_removed(key)}"]
     assert load_recorded(write("seed = 3\n" + text)) == RunConfig(seed=3)
 
 
@@ -261,7 +243,6 @@ changes = { from_step = 3, kl_coef = 0.2 }
     )
     text += '[rl.optim]\nbeta1 = 0.9\n[reference]\nupdate = "ema"\nevery = 2\npolicy_weight = 0.5\n'
     config = load_recorded(write(text))
-    assert config.rl is not None
     assert config.rl.kl_control == "two_sided(target=1.0, tolerance=0.5)"
     assert config.rl.loss_params == {"importance_cap": 3.0}
     assert config.rl.data[0].dataset == "a/b:c"
@@ -313,7 +294,6 @@ def test_paths_in_the_file_are_relative_to_the_file(write, tmp_path, monkeypatch
         + 'filters = ["mean", "f.py:keep", "pkg.mod:keep"]\n'
     )
     config = load_config(write(text))
-    assert config.rl is not None
     assert config.rl.data[0].path == str(tmp_path / "train.jsonl")
     assert config.rl.rollout.reward == f"{tmp_path.parent / 'rewards.py'}:score"
     assert config.rl.rollout.filters == ["mean", f"{tmp_path / 'f.py'}:keep", "pkg.mod:keep"]
@@ -339,7 +319,6 @@ def test_a_name_is_a_path_if_it_says_so_or_is_there(write, tmp_path, name, path)
     for kind, found in (("hf", expected), ("reasoning_gym", name)):
         source = f'"{kind}", size = 3, dataset = "{name}"'
         config = load_config(write(RL.replace('"jsonl", path = "train.jsonl"', source)))
-        assert config.rl is not None
         assert config.rl.data[0].dataset == found
 
 
@@ -347,7 +326,6 @@ def test_paths_in_flags_are_relative_to_the_working_directory(write, tmp_path, m
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     config = load_config(write(RL), ["--rl.data.path", "here.jsonl", "--rl.rollout.reward", "r.py:f"])
-    assert config.rl is not None
     assert config.rl.data[0].path == str(tmp_path / "elsewhere" / "here.jsonl")
     assert config.rl.rollout.reward == f"{tmp_path / 'elsewhere' / 'r.py'}:f"
 
@@ -355,16 +333,25 @@ def test_paths_in_flags_are_relative_to_the_working_directory(write, tmp_path, m
 # --- out and back -------------------------------------------------------------------------------------------
 
 
+MORE = """
+filters = ["a.py:f"]
+[rl.loss_params]
+x = 3
+y = 0.1
+z = true
+[rl.optim]
+max_grad_norm = "none"
+lr = 3e-7
+[eval.data]
+kind = "reasoning_gym"
+dataset = "chain_sum"
+size = 3
+params = { min_terms = 2, deep = { a = [1] } }
+"""
+
+
 def test_a_dumped_config_loads_back_equal(write, tmp_path):
-    extra = (
-        'filters = ["a.py:f"]\n[rl.loss_params]\nx = 3\ny = 0.1\nz = true\n[rl.optim]\nmax_grad_norm ='
-        ' "none"\nlr = 3e-7\n'
-    )
-    evaluation = (
-        '[eval]\ndata = { kind = "reasoning_gym", dataset = "chain_sum", size = 3, params = { min_terms = 2,'
-        " deep = { a = [1] } } }\n"
-    )
-    config = load_config(write('name = "ü \\" x"\n' + SFT + RL + extra + evaluation))
+    config = load_config(write('name = "ü \\" x"\n' + SFT + RL + MORE))
     saved = tmp_path / "runs" / "config.toml"
     saved.parent.mkdir()
     saved.write_text(dump_config(config), encoding="utf-8")
@@ -379,36 +366,38 @@ def test_a_config_that_toml_cannot_hold_is_refused_by_name():
         dump_config(config)
 
 
-FREE = [
-    *("--rl.steps", "9", "--output.keep_checkpoints", "2", "--name", "other"),
-    *("--model.device", "cpu", "--distributed.ranks", "2"),
-]
-FASTER = ["--engine.max_rows", "4", "--model.threads", "1", "--rl.micro_batch_tokens", "99"]
-DEFAULTS = ["--seed", "0", "--sft.optim.lr", "1e-4", "--rl.clip_low", "0.2"]
+FREE = "--rl.steps 9 --output.keep_checkpoints 2 --name other --model.device cpu --distributed.ranks 2"
+FASTER = "--engine.max_rows 4 --model.threads 1 --rl.micro_batch_tokens 99"
+OTHERS = """
+--seed 1
+--rl.optim.max_grad_norm none
+--rl.kl_coef 0.5
+--rl.data.size 3
+--rl.loss_params.x 3
+--rl.data.path other.jsonl
+--rl.changes.loss ppo_clip
+"""
 
 
 @pytest.mark.parametrize(
     ("text", "flags", "same"),
     [
         ("", FREE, True),
-        ("", DEFAULTS, True),
+        ("", "--seed 0 --sft.optim.lr 1e-4 --rl.clip_low 0.2", True),  # the defaults
         ("", FASTER, True),
         ("deterministic = true\n", FREE, True),
         ("deterministic = true\n", FASTER, False),
-        *(("", [f"--{flag}", value], False) for flag, value in (
-            ("seed", "1"), ("rl.optim.max_grad_norm", "none"), ("rl.kl_coef", "0.5"), ("rl.data.size", "3"),
-            ("rl.loss_params.x", "3"), ("rl.data.path", "other.jsonl"), ("rl.changes.loss", "ppo_clip"),
-        )),
+        *(("", flags, False) for flags in OTHERS.strip().splitlines()),
     ],
-)  # fmt: skip
+)
 def test_a_resumed_run_may_change_what_it_writes_but_not_what_it_computes(write, text, flags, same):
     changes = "[[rl.changes]]\nfrom_step = 2\nclip_low = 0.3\n"
-    saved, now = (load_config(write(text + SFT + RL + changes), words) for words in ([], flags))
+    saved, now = (load_config(write(text + SFT + RL + changes), words) for words in ([], flags.split()))
     assert (training_digest(saved) == training_digest(now)) is same
     if same:
         check_same_run(saved, now)
     else:
-        with pytest.raises(RunDirError, match=f"{flags[0][2:]}: .* then, .* now"):
+        with pytest.raises(RunDirError, match=f"{flags.split()[0][2:]}: .* then, .* now"):
             check_same_run(saved, now)
 
 
@@ -429,18 +418,12 @@ def blocks_of(page: str, language: str) -> list[str]:
 
 @pytest.mark.parametrize("block", blocks_of("data.md", "toml"))
 def test_every_example_of_docs_data_md_loads(write, block):
-    rl = "steps = 1\n"
-    rest = '[rl.rollout]\nreward = "r.py:f"\n'
+    rest = 'steps = 1\n[rl.rollout]\nreward = "r.py:f"\n'
     source = '[rl.data]\nkind = "jsonl"\npath = "x.jsonl"\n'
     if block.startswith("columns"):
-        text = f"[rl]\n{rl}{rest}{source}{block}"
-    elif block.startswith("[rl]\n"):
-        text = f"{block}{rl}{rest}{source}"
-    else:
-        text = f"[rl]\n{rl}{rest}{block}"
-    config = load_config(write(text))
-    assert config.rl is not None
-    assert config.rl.data
+        block = source + block
+    text = f"{block}{rest}{source}" if block.startswith("[rl]\n") else f"[rl]\n{rest}{block}"
+    assert load_config(write(text)).rl.data
 
 
 def test_the_python_examples_of_docs_data_md_run(tmp_path):
