@@ -180,7 +180,7 @@ WRONG_MESSAGES = r"""
 {"role": "user", "content": null} | m[0].content is of type NoneType; it must be text
 {"role": "", "content": "q"} | m[0].role is empty; it must be system, user, assistant or tool
 {"role": "user", "content": [{"type": "image_url"}]} | m[0].content[0] is a part of type 'image_url'
-{"role": "user", "content": "q", "tool_calls": [{"function": {"name": "f"}}]} | only an assistant's turn calls tools
+{"role": "user", "content": "q", "tool_calls": [ONE]} | only an assistant's turn calls tools
 {"role": "assistant", "content": "", "tool_calls": {}} | m[0].tool_calls is of type dict; it must be a list
 CALLS {"name": ""}}]} | m[0].tool_calls[0].function.name is ''; it must be text
 CALLS {"name": "f", "arguments": "{"}}]} | .arguments is '{', which is not the JSON text of an object
@@ -193,7 +193,10 @@ CALLS {"name": "f", "arguments": "{\"a\": NaN}"}}]} | .arguments.a is nan; JSON 
 """
 
 
-@pytest.mark.parametrize(("text", "error"), read_cells(WRONG_MESSAGES.replace("CALLS", CALLS)))
+WRONG = WRONG_MESSAGES.replace("CALLS", CALLS).replace("ONE", json.dumps(CALL))
+
+
+@pytest.mark.parametrize(("text", "error"), read_cells(WRONG))
 def test_a_message_that_cannot_be_read_is_named_with_its_key(text, error):
     message = json.loads(text)
     with pytest.raises(DataError) as caught:

@@ -20,39 +20,24 @@ from rollouts.data.mixture import OWED_UNIT, Mixture, Source, Turns, select_samp
 from rollouts.errors import DataError
 
 
-def make_source(name: str, size: int, weight: float, holes: tuple[int, ...] = ()) -> Source[Any]:
-    return Source(
-        name,
-        weight,
-        tuple(None if index in holes else {"prompt": f"{name} {index}"} for index in range(size)),
-    )
-
-
 def make_mixture(**sizes_and_weights: tuple[int, float]) -> Mixture[Any]:
     return Mixture(
-        tuple(make_source(name, size, weight) for name, (size, weight) in sizes_and_weights.items())
+        tuple(
+            Source(name, weight, tuple({"prompt": f"{name} {index}"} for index in range(size)))
+            for name, (size, weight) in sizes_and_weights.items()
+        )
     )
 
 
 THREE = make_mixture(a=(5, 0.5), b=(3, 0.3), c=(4, 0.2))
 
 
-def source_of(prompt: PromptRow) -> str:
-    return prompt.prompt_id.partition("/")[0]
-
-
-def keys(prompts: list[PromptRow]) -> list[tuple[int, str]]:
-    return [prompt.key for prompt in prompts]
-
-
 def assert_within_one(turns: list[int], shares: list[Fraction]) -> None:
     counts = [0] * len(shares)
     for turn, index in enumerate(turns, start=1):
         counts[index] += 1
-        assert all(abs(count - share * turn) < 1 for count, share in zip(counts, shares, strict=True)), (
-            turn,
-            counts,
-        )
+        away = [abs(count - share * turn) for count, share in zip(counts, shares, strict=True)]
+        assert max(away) < 1, (turn, counts)
 
 
 # --- whose turn it is ---------------------------------------------------------------------------------------
@@ -183,11 +168,9 @@ def test_weights_that_are_not_of_the_sources_are_refused(values: tuple[float, ..
 def test_sft_batches_have_the_exact_proportions_and_whole_epochs(
     parts: list[tuple[int, float]], batch_size: int
 ):
+    rows = [tuple((index, row) for row in range(size)) for index, (size, _) in enumerate(parts)]
     mixture = Mixture(
-        tuple(
-            Source(f"s{index}", weight, tuple((index, row) for row in range(size)))
-            for index, (size, weight) in enumerate(parts)
-        )
+        tuple(Source(str(own[0][0]), part[1], own) for own, part in zip(rows, parts, strict=True))
     )
     steps = [select_samples(mixture, batch_size, step, 5) for step in range(12)]
     assert [select_samples(mixture, batch_size, step, 5) for step in reversed(range(12))] == steps[::-1]
@@ -233,7 +216,7 @@ def test_a_field_called_source_is_refused_only_in_a_mixture(tmp_path: Path):
 
 
 def test_held_out_prompts_leave_every_source_and_an_emptied_one_is_named():
-    mixture = Mixture((make_source("a", 2, 1.0), make_source("b", 2, 1.0, holes=(1,))))
+    mixture = make_mixture(a=(2, 1.0), b=(1, 1.0))
     kept, removed = exclude_prompts(mixture, [{"prompt": "A 0"}], name="rl.data")
     assert [source.rows for source in kept.sources] == [({"prompt": "a 1"},), mixture.sources[1].rows]
     assert removed == 1

@@ -4,6 +4,10 @@ a count.
 
 from __future__ import annotations
 
+import json
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -26,6 +30,7 @@ from rollouts.data.rows import parse_row
 from rollouts.data.sft import prepare_sft_mixture
 from rollouts.errors import ConfigError
 from rollouts.preflight.rows import prepare_preferences
+from tests.support.text_tables import read_cells
 from tests.unit.chat_tokenizers import byte_tokenizer, family_tokenizer
 
 ASK, GOOD, BAD = (
@@ -67,69 +72,58 @@ def text_of(row):
 
 # --- shapes -------------------------------------------------------------------------------------------------
 
+TURNS = dict(zip(("ASK", "GOOD", "BAD"), map(json.dumps, (ASK, GOOD, BAD)), strict=True))
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "q", "chosen": "ab", "rejected": "c"},
-        {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
-        {"prompt": [ASK], "chosen": "ab", "rejected": [BAD]},
-        {"prompt": [ASK], "chosen": GOOD, "rejected": BAD},
-        {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
-        {"prompt": "q", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
-        {"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
-        {"prompt": None, "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
-    ],
-)
+
+def read_row(text: str) -> dict[str, Any]:
+    """A row as JSON, with the turns by their names."""
+    return json.loads(re.sub("|".join(TURNS), lambda name: TURNS[name[0]], text))
+
+
+PAIRS = """
+{"prompt": "q", "chosen": "ab", "rejected": "c"}
+{"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}
+{"prompt": [ASK], "chosen": "ab", "rejected": [BAD]}
+{"prompt": [ASK], "chosen": GOOD, "rejected": BAD}
+{"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
+{"prompt": "q", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
+{"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
+{"prompt": null, "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
+"""
+
+
+@pytest.mark.parametrize("row", PAIRS.strip().splitlines())
 def test_every_usual_shape_of_a_pair_means_the_same(row):
-    assert split_pair(row) == SPLIT
+    assert split_pair(read_row(row)) == SPLIT
 
 
-@pytest.mark.parametrize(
-    ("row", "field", "said"),
-    [
-        ({"chosen": "a", "rejectd": "b"}, "rejected", 'rejectd? Then set columns.rejected = "rejectd"'),
-        ({"chosen": "a", "rejected": "b"}, "prompt", "then chosen must be a whole conversation as chat"),
-        ({**PAIR, "chosen": " "}, "chosen", "chosen is empty"),
-        ({**PAIR, "prompt": " "}, "prompt", "prompt is empty"),
-        ({"chosen": [ASK], "rejected": [ASK, BAD]}, "chosen", "chosen ends with a turn of the role user"),
-        (
-            {"chosen": [ASK, GOOD], "rejected": [ASK, BAD, ASK, BAD]},
-            "rejected",
-            "differ in message 1 already",
-        ),
-        (
-            {"prompt": "o", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
-            "chosen",
-            "not with the row's prompt",
-        ),
-        ({**PAIR, "margin": True}, "margin", "margin is True; it must be a number"),
-    ],
-)
-def test_a_malformed_pair_says_what_is_wrong_with_it(row, field, said):
+MALFORMED = """
+pair | {"chosen": "a", "rejectd": "b"} | rejected | rejectd? Then set columns.rejected = "rejectd"
+pair | {"chosen": "a", "rejected": "b"} | prompt | then chosen must be a whole conversation as chat
+pair | {"prompt": "q", "chosen": " ", "rejected": "c"} | chosen | chosen is empty
+pair | {"prompt": " ", "chosen": "ab", "rejected": "c"} | prompt | prompt is empty
+pair | {"chosen": [ASK], "rejected": [ASK, BAD]} | chosen | chosen ends with a turn of the role user
+pair | {"chosen": [ASK, GOOD], "rejected": [ASK, BAD, ASK, BAD]} | rejected | differ in message 1 already
+pair | {"prompt": "o", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]} | chosen | not with the row's prompt
+pair | {"prompt": "q", "chosen": "ab", "rejected": "c", "margin": true} | margin | margin is True; it
+labelled | {"prompt": "q", "completion": "a"} | label | a KTO row has a prompt, a completion and a label
+labelled | {"prompt": "q", "completion": "a", "label": 1} | label | label is 1; it must be true for a good
+labelled | {"prompt": "q", "completion": "", "label": true} | completion | completion is empty
+labelled | {"completion": "a", "label": true} | prompt | then completion must be a whole conversation
+"""
+
+
+@pytest.mark.parametrize(("form", "row", "field", "said"), read_cells(MALFORMED))
+def test_a_malformed_row_says_what_is_wrong_with_it(form, row, field, said):
     with pytest.raises(RowProblem) as caught:
-        split_pair(row)
+        parse_row(read_row(row), form)
     assert said in str(caught.value)
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"prompt": "q", "completion": "a"}, "no `label`; a KTO row has a prompt, a completion and a label"),
-        ({"prompt": "q", "completion": "a", "label": 1}, "label is 1; it must be true for a good completion"),
-        ({"prompt": "q", "completion": "", "label": True}, "completion is empty"),
-        ({"completion": "a", "label": True}, "then completion must be a whole conversation"),
-    ],
-)
-def test_a_malformed_labelled_row_says_what_is_wrong_with_it(row, said):
-    with pytest.raises(RowProblem, match=said.replace("`", "`")):
-        split_labelled(row)
-    assert split_labelled({"completion": [ASK, GOOD], "label": False}) == {
-        "prompt": [ASK],
-        "completion": [GOOD],
-        "label": False,
-    }
+def test_a_labelled_row_may_be_a_whole_conversation():
+    row = {"prompt": [ASK], "completion": [GOOD], "label": False}
+    assert split_labelled({"completion": [ASK, GOOD], "label": False}) == row
 
 
 # --- tokens -------------------------------------------------------------------------------------------------
@@ -138,12 +132,7 @@ def test_a_malformed_labelled_row_says_what_is_wrong_with_it(row, said):
 def test_the_response_trains_as_the_last_turn_of_an_sft_row_does():
     conversation = [ASK, GOOD, ASK, BAD]
     row = {"chosen": conversation, "rejected": [*conversation[:-1], GOOD]}
-    for tokenizer in (
-        byte_tokenizer(),
-        family_tokenizer("qwen3"),
-        family_tokenizer("llama3_1"),
-        family_tokenizer("gemma"),
-    ):
+    for tokenizer in (byte_tokenizer(), *map(family_tokenizer, ("qwen3", "llama3_1", "gemma"))):
         (sample,) = prepare_pair_mixture(make_mixture([split_pair(row)]), tokenizer, max_length=999).samples
         (whole,) = prepare_sft_mixture(
             make_mixture([{"messages": conversation}]), tokenizer, max_length=999, train_on="last"
@@ -171,16 +160,11 @@ def test_a_mismatched_row_is_the_prompt_with_the_next_completion_of_another_prom
         {"prompt": "q", "completion": "c", "label": False},
         {"prompt": "rr", "completion": "def", "label": True},
     )
-    assert [text_of(sample.other) for sample in data.samples] == [
-        "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\ndef<|im_end|>",
-        "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\ndef<|im_end|>",
-        "<|im_start|>user\nrr<|im_end|>\n<|im_start|>assistant\nab<|im_end|>",
-    ]
-    assert [np.flatnonzero(sample.other.loss_mask).tolist() for sample in data.samples] == [
-        [20, 21, 22, 23],
-        [20, 21, 22, 23],
-        [21, 22, 23],
-    ]
+    wanted = [("q", "def", [20, 21, 22, 23]), ("q", "def", [20, 21, 22, 23]), ("rr", "ab", [21, 22, 23])]
+    for sample, (prompt, answer, trained) in zip(data.samples, wanted, strict=True):
+        text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>"
+        assert text_of(sample.other) == text
+        assert np.flatnonzero(sample.other.loss_mask).tolist() == trained
     assert [sample.desirable for sample in data.samples] == [True, False, True]
 
 
