@@ -4,6 +4,7 @@ trainer's thread.
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -34,26 +35,20 @@ from rollouts.weight_sync.flat_buckets import FlatBucket, flatten_tensors, split
 
 CPU = torch.device("cpu")
 WEIGHTS = {f"w{index}": torch.arange(4, dtype=torch.float32) + index for index in range(6)}  # 16 bytes each
-STEPS = ["begin", "send", "end"]
 
 
 class ThreadBackend:
     """Streams `buckets` on a device thread, as backends do."""
 
-    def __init__(self, thread: DeviceThread, buckets: Sequence[dict[str, Tensor]]) -> None:
-        self.thread = thread
-        self.buckets = buckets
+    def __init__(self, thread: DeviceThread, buckets: Sequence[Any]) -> None:
+        self.thread, self.buckets = thread, buckets
 
-    def stream_weights(self, sink: Callable[[Sequence[tuple[str, Tensor]]], None]) -> Any:
-        def work() -> None:
-            for bucket in self.buckets:
-                sink(list(bucket.items()))
-
-        return self.thread.submit(work)
+    def stream_weights(self, sink: Callable[[Any], None]) -> Any:
+        return self.thread.submit(lambda: [sink(list(bucket.items())) for bucket in self.buckets])
 
 
 @asynccontextmanager
-async def open_backend(buckets: Sequence[dict[str, Tensor]] = (WEIGHTS,)) -> AsyncIterator[Any]:
+async def open_backend(*buckets: dict[str, Tensor]) -> AsyncIterator[Any]:
     async with open_device_thread(name="trainer", torch_threads=1) as thread:
         yield ThreadBackend(thread, buckets)
 
@@ -83,7 +78,7 @@ class FakePeer:
         await self._step("begin")
 
     async def send(self, bucket: FlatBucket, *, version: int, last: bool) -> None:
-        await self._step("send", f" {len(bucket.flat)}" + (f" v{version}" if last else ""))
+        await self._step("send", f" {len(bucket.flat)}" + f" v{version}" * last)
         self.taken |= {name: tensor.clone() for name, tensor in bucket.tensors}
 
     async def end(self, version: int) -> None:
@@ -92,66 +87,63 @@ class FakePeer:
     async def leave(self) -> None:
         self.log.append("leave")
 
+    def check_whole(self, weights: dict[str, Tensor] = WEIGHTS) -> None:
+        assert self.taken.keys() == weights.keys()
+        assert all(torch.equal(self.taken[name], tensor) for name, tensor in weights.items())
+
 
 class Fleet:
-    """Engines by name, and the peers that a transport made of them, newest last."""
+    """Engines by name with the faults of each, and the peers that a transport made of them, newest last."""
 
-    def __init__(self, **scripts: dict[str, Any]) -> None:
-        self.engines: Any = [SimpleNamespace(features=SimpleNamespace(name=name)) for name in scripts]
-        self.scripts = scripts
-        self.peers: dict[str, list[FakePeer]] = {name: [] for name in scripts}
+    def __init__(self, **faults: dict[str, Any]) -> None:
+        self.engines: Any = [SimpleNamespace(features=SimpleNamespace(name=name)) for name in faults]
+        self.faults = faults
+        self.peers: dict[str, list[FakePeer]] = {name: [] for name in faults}
 
-    def make_peer(self, engine: Any) -> FakePeer:
-        name = engine.features.name
-        self.peers[name].append(FakePeer(name, self.scripts[name]))
-        return self.peers[name][-1]
+    def transport(self, *, bucket_bytes: int = 32, progress_s: float = 60.0) -> Broadcast:
+        def make_peer(engine: Any) -> FakePeer:
+            name = engine.features.name
+            self.peers[name].append(FakePeer(name, self.faults[name]))
+            return self.peers[name][-1]
 
-    def transport(self, *, bucket_bytes: int = 32, progress_s: float = 30.0) -> Broadcast:
-        return Broadcast(self.make_peer, bucket_bytes=bucket_bytes, progress_s=progress_s)
-
-
-def assert_whole(peer: FakePeer, weights: dict[str, Tensor] = WEIGHTS) -> None:
-    assert peer.taken.keys() == weights.keys()
-    assert all(torch.equal(peer.taken[name], tensor) for name, tensor in weights.items())
+        return Broadcast(make_peer, bucket_bytes=bucket_bytes, progress_s=progress_s)
 
 
 def test_a_flat_bucket_is_an_aligned_copy_in_the_type_that_is_sent():
-    tensors = [
-        ("bytes", torch.tensor([1, 2, 3], dtype=torch.uint8)),
-        ("turned", torch.arange(6, dtype=torch.float32).reshape(2, 3).T),  # not contiguous
-        ("count", torch.tensor(7)),
-    ]
-    bucket = flatten_tensors(tensors, dtype=None, device=CPU)
-    assert bucket.describe() == (
-        ["count", "turned", "bytes"],
-        ["int64", "float32", "uint8"],
-        [[], [3, 2], [3]],
-    )
-    assert len(bucket.flat) == 8 + 24 + 3
-    halves = flatten_tensors(tensors, dtype=torch.bfloat16, device=CPU)
-    wanted = {name: tensor.clone() for name, tensor in tensors}
-    tensors[1][1].zero_()
-    for made, dtype in ((bucket, torch.float32), (halves, torch.bfloat16)):
-        found = dict(made.tensors)
-        assert found["turned"].dtype == dtype and found["count"].dtype == torch.int64
+    turned = torch.arange(6, dtype=torch.float32).reshape(2, 3).T  # not contiguous
+    tensors = {
+        "bytes": torch.tensor([1, 2, 3], dtype=torch.uint8),
+        "turned": turned,
+        "count": torch.tensor(7),
+    }
+    wanted = {name: tensor.clone() for name, tensor in tensors.items()}
+    made = {
+        dtype: flatten_tensors([*tensors.items()], dtype=dtype, device=CPU)
+        for dtype in (None, torch.bfloat16)
+    }
+    names = (["count", "turned", "bytes"], ["int64", "float32", "uint8"], [[], [3, 2], [3]])
+    assert made[None].describe() == names and len(made[None].flat) == 8 + 24 + 3
+    turned.zero_()
+    for dtype, bucket in made.items():
+        found = dict(bucket.tensors)
+        assert (found["turned"].dtype, found["count"].dtype) == (dtype or torch.float32, torch.int64)
         assert all(torch.equal(found[name], tensor.to(found[name].dtype)) for name, tensor in wanted.items())
 
 
 def test_buckets_are_full_of_one_dtype_and_a_large_tensor_is_alone():
-    sizes = [16, 16, 8, 100, 4, 28]
-    tensors = [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in sizes]
+    tensors = [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in (16, 16, 8, 100, 4, 28)]
     parts = split_buckets([*tensors, ("float", torch.zeros(1))], 32)
     assert [[tensor.nbytes for _, tensor in part] for part in parts] == [[16, 16], [8], [100], [4, 28], [4]]
 
 
 async def test_every_engine_gets_every_weight_and_the_version_with_the_last():
     fleet, names = Fleet(a={}, b={}), list(WEIGHTS.items())
-    async with open_backend([dict(names[:3]), dict(names[3:])]) as backend:
+    async with open_backend(dict(names[:3]), dict(names[3:])) as backend:
         transport = fleet.transport()
         for version in (5, 6):  # the second time with the peers of the first
             assert await transport(backend, fleet.engines, version) == {"a": None, "b": None}
             for (peer,) in fleet.peers.values():
-                assert_whole(peer)
+                peer.check_whole()
                 sent = ["send 32", "send 16", "send 32", f"send 16 v{version}"]
                 assert peer.log[-6:] == ["begin", *sent, f"end v{version}"]
         assert await transport(backend, [], 7) == {}
@@ -160,36 +152,32 @@ async def test_every_engine_gets_every_weight_and_the_version_with_the_last():
 
 
 @pytest.mark.parametrize("fault", [EngineUnreachable("b is gone"), RuntimeError("connection closed"), "hang"])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", ["begin", "send", "end"])
 async def test_an_engine_that_fails_or_hangs_is_reported_and_the_others_go_on(step: str, fault: Any):
-    fleet = Fleet(a={}, b={step: fault}, c={})
-    async with open_backend() as backend:
-        transport = fleet.transport(progress_s=2.0 if fault == "hang" else 60.0)
+    fleet, hangs = Fleet(a={}, b={step: fault}, c={}), fault == "hang"
+    async with open_backend(WEIGHTS) as backend:
+        transport = fleet.transport(progress_s=2.0 if hangs else 60.0)
         outcomes = await transport(backend, fleet.engines, 1)
         assert outcomes["a"] is outcomes["c"] is None
-        if fault == "hang":
-            assert isinstance(outcomes["b"], EngineSilent) and "b was not done with" in str(outcomes["b"])
-        else:
-            assert outcomes["b"] is fault
-        assert_whole(fleet.peers["a"][0])
+        assert "b was not done with" in str(outcomes["b"]) if hangs else outcomes["b"] is fault
+        assert isinstance(outcomes["b"], EngineSilent) == hangs
+        fleet.peers["a"][0].check_whole()
         assert fleet.peers["b"][0].log[-1] == "leave"
-        fleet.scripts["b"] = {}  # it comes back, in a new group
+        fleet.faults["b"] = {}  # it comes back, in a new group
         assert await transport(backend, fleet.engines, 2) == {"a": None, "b": None, "c": None}
-        assert_whole(fleet.peers["b"][1])
+        fleet.peers["b"][1].check_whole()
 
 
 async def test_a_failure_on_the_trainers_side_is_a_weight_sync_error_and_the_backend_goes_on():
-    fleet = Fleet(a={"begin": EngineUnreachable("a is gone")})
-    async with open_backend([]) as backend:
+    fleet = Fleet(a={})
+    async with open_backend() as backend:
         transport = fleet.transport()
-        assert list(await transport(backend, fleet.engines, 1)) == ["a"], "nobody is there: nothing to stream"
-        fleet.scripts["a"] = {}
-        with pytest.raises(WeightSyncError, match=r"version 3 could not be sent: .*streamed no weights"):
-            await transport(backend, fleet.engines, 3)
-        assert fleet.peers["a"][-1].log[-1] == "leave"
-        backend.buckets = [{"w": torch.zeros(2, dtype=torch.complex64)}, {"w": object()}]
-        with pytest.raises(WeightSyncError, match="version 3 could not be sent"):
-            await transport(backend, fleet.engines, 3)
+        unsendable = [{"w": torch.zeros(2, dtype=torch.complex64)}, {"w": object()}]
+        for buckets, says in (([], "streamed no weights"), (unsendable, "")):
+            backend.buckets = buckets
+            with pytest.raises(WeightSyncError, match=f"version 3 could not be sent: .*{says}"):
+                await transport(backend, fleet.engines, 3)
+            assert fleet.peers["a"][-1].log[-1] == "leave"
         backend.buckets = [WEIGHTS]
         assert await transport(backend, fleet.engines, 3) == {"a": None}
 
@@ -197,7 +185,7 @@ async def test_a_failure_on_the_trainers_side_is_a_weight_sync_error_and_the_bac
 @pytest.mark.parametrize("bucket_bytes", [32, 10_000])  # cut in a bucket that others follow, and in the last
 async def test_a_cancelled_update_lets_the_trainers_thread_go_and_leaves_no_group(bucket_bytes: int):
     fleet = Fleet(a={"send": "hang"})
-    async with open_backend([WEIGHTS]) as backend:
+    async with open_backend(WEIGHTS) as backend:
         transport = fleet.transport(bucket_bytes=bucket_bytes, progress_s=600.0)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(transport, backend, fleet.engines, 1)
@@ -206,20 +194,19 @@ async def test_a_cancelled_update_lets_the_trainers_thread_go_and_leaves_no_grou
             await fleet.peers["a"][0].reached.wait()
             nursery.cancel_scope.cancel()
         assert fleet.peers["a"][0].log[-1] == "leave"
-        fleet.scripts["a"] = {}
+        fleet.faults["a"] = {}
         assert await transport(backend, fleet.engines, 2) == {"a": None}, "the thread is free"
-        assert_whole(fleet.peers["a"][1])
+        fleet.peers["a"][1].check_whole()
 
 
 async def test_weights_go_out_under_the_names_that_model_files_have():
     # the model holds the experts of a layer in one tensor, its files have three tensors for each of them
     path = resolve_model("tiny:moe", seed=0)
-    model = load_hf_model(path)
-    fleet = Fleet(a={})
-    async with open_backend([dict(model.named_parameters())]) as backend:
+    fleet, model = Fleet(a={}), load_hf_model(path)
+    async with open_backend(dict(model.named_parameters())) as backend:
         backend.model = model
-        assert await fleet.transport(bucket_bytes=50_000)(backend, fleet.engines, 1) == {"a": None}
-    assert_whole(fleet.peers["a"][0], load_file(path / "model.safetensors"))
+        await fleet.transport(bucket_bytes=50_000)(backend, fleet.engines, 1)
+    fleet.peers["a"][0].check_whole(load_file(path / "model.safetensors"))
 
 
 # --- over gloo ----------------------------------------------------------------------------------------------
@@ -284,15 +271,11 @@ async def test_bytes_reach_a_server_and_one_that_takes_nothing_can_be_given_up()
 
 def read_listening() -> set[str]:
     """Addresses, in the system's hexadecimal, on which this process listens."""
-    links: list[str] = []
-    for path in Path("/proc/self/fd").iterdir():
-        try:
-            links.append(str(path.readlink()))
-        except OSError:  # closed meanwhile
-            continue
     tables = [Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     lines = [line.split() for table in tables for line in table]
-    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in links}
+    sockets = {f"socket:[{line[9]}]": line[1].split(":")[0] for line in lines if line[3] == "0A"}
+    links = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    return {address for link, address in sockets.items() if link in links}
 
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads Linux's table of sockets")
@@ -310,9 +293,7 @@ def test_nobody_outside_this_machine_reaches_a_groups_ports():
 
 
 @pytest.mark.parametrize("options", [{"wire": "nccl"}, {"kind": "vllm"}])
-async def test_nccl_without_a_gpu_is_refused_with_a_way_out(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-):
+async def test_nccl_without_a_gpu_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch, options: Any):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(WeightSyncError, match=r"need a GPU on the trainer's side.*update from disk"):
         async with open_broadcast(**options):
@@ -320,6 +301,6 @@ async def test_nccl_without_a_gpu_is_refused_with_a_way_out(
 
 
 async def test_an_engine_of_another_kind_is_refused():
-    async with open_backend() as backend, open_broadcast() as transport:
+    async with open_backend(WEIGHTS) as backend, open_broadcast() as transport:
         with pytest.raises(WeightSyncError, match="engine a is no sglang server"):
             await transport(backend, Fleet(a={}).engines, 1)

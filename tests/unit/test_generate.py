@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-import trio
 
 from rollouts.generation.generate import make_chat_generate
 from rollouts.testing.fakes import FAKE_END, FakeTokenizer, ScriptedEngine, ScriptedReply, fake_log_prob
@@ -17,23 +16,20 @@ SAMPLING = SamplingParams(max_new_tokens=4, stop_token_ids=(FAKE_END,), seed=5)
 PENDING = Sample(id="g00000000-s000", prompt="hi", group_index=0, metadata={"answer": "x"})
 
 
-async def generate(
-    engine: ScriptedEngine, sample: Sample = PENDING, sampling: SamplingParams = SAMPLING, tokenizer=None
-) -> Sample:
-    generate: Any = make_chat_generate(tokenizer or FakeTokenizer())
-    return await generate(sample, engine, sampling)
+async def generate(engine: ScriptedEngine, sample: Sample = PENDING, tokenizer: Any = None) -> Sample:
+    chat_generate: Any = make_chat_generate(tokenizer or FakeTokenizer())
+    return await chat_generate(sample, engine, SAMPLING)
 
 
 async def test_a_sample_has_the_prompt_and_the_sampled_tokens_with_one_value_each():
-    sample = await generate(ScriptedEngine(lambda request: ScriptedReply(text="ok"), version=3))
+    sample = await generate(ScriptedEngine(lambda request: ScriptedReply("ok"), version=3))
     prompt_ids = FakeTokenizer().encode("<|start|>user\nhi<|end|><|start|>assistant\n")
+    count = len(prompt_ids)
     assert sample.tokens.tolist() == [*prompt_ids, ord("o"), ord("k"), FAKE_END]
-    assert sample.loss_mask.tolist() == [False] * len(prompt_ids) + [True] * 3  # the stop token trains
-    assert sample.weight_versions.tolist() == [-1] * len(prompt_ids) + [3, 3, 3]
-    expected = [fake_log_prob(5, position, 3) for position in range(3)]
-    assert sample.rollout_log_probs.tolist() == [0.0] * len(prompt_ids) + [
-        pytest.approx(value, abs=1e-7) for value in expected
-    ]
+    assert sample.loss_mask.tolist() == [False] * count + [True] * 3  # the stop token trains
+    assert sample.weight_versions.tolist() == [-1] * count + [3, 3, 3]
+    log_probs = [0.0] * count + [fake_log_prob(5, position, 3) for position in range(3)]
+    assert sample.rollout_log_probs == pytest.approx(log_probs, abs=1e-7)
     assert (sample.response, sample.status, sample.reward) == ("ok", Status.COMPLETED, None)
     assert (sample.id, sample.group_index, sample.metadata) == (PENDING.id, 0, {"answer": "x"})
 
@@ -41,11 +37,11 @@ async def test_a_sample_has_the_prompt_and_the_sampled_tokens_with_one_value_eac
 @pytest.mark.parametrize(
     ("reply", "status", "length"),
     [
-        (ScriptedReply(text="abc"), Status.COMPLETED, 4),
-        (ScriptedReply(text="abcd"), Status.TRUNCATED, 4),
-        (ScriptedReply(text="abc", finish="length"), Status.TRUNCATED, 3),
-        (ScriptedReply(text="ab", finish="abort"), Status.ABORTED, 2),
-        (ScriptedReply(text="", finish="abort"), Status.ABORTED, 0),
+        (ScriptedReply("abc"), Status.COMPLETED, 4),
+        (ScriptedReply("abcd"), Status.TRUNCATED, 4),
+        (ScriptedReply("abc", finish="length"), Status.TRUNCATED, 3),
+        (ScriptedReply("ab", finish="abort"), Status.ABORTED, 2),
+        (ScriptedReply("", finish="abort"), Status.ABORTED, 0),
     ],
 )
 async def test_the_status_says_why_it_ended(reply: ScriptedReply, status: Status, length: int):
@@ -53,33 +49,19 @@ async def test_the_status_says_why_it_ended(reply: ScriptedReply, status: Status
     assert (sample.status, sample.response_length) == (status, length)
 
 
-async def test_messages_are_a_conversation_and_text_is_one_user_turn():
-    engine = ScriptedEngine()
-    await generate(engine, Sample(id="a", prompt="hi"))
-    await generate(engine, Sample(id="b", prompt=({"role": "user", "content": "hi"},)))
-    await generate(
-        engine,
-        Sample(id="c", prompt=({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"})),
-    )
-    text, messages, with_system = [
-        FakeTokenizer().decode(request.prompt_ids.tolist(), skip_special_tokens=False)
+async def test_messages_are_a_conversation_text_is_one_user_turn_and_each_is_tokenized_once():
+    engine, tokenizer, user = ScriptedEngine(), FakeTokenizer(), {"role": "user", "content": "hi"}
+    chat_generate: Any = make_chat_generate(tokenizer)
+    prompts: list[Any] = ["hi", (user,), ({"role": "system", "content": "be brief"}, user)]
+    for prompt in prompts * 2:  # the samples of a prompt share one tokenisation
+        await chat_generate(Sample(id="s", prompt=prompt), engine, SAMPLING)
+    text, messages, with_system, *again = [
+        tokenizer.decode(request.prompt_ids.tolist(), skip_special_tokens=False)
         for request in engine.requests
     ]
     assert text == messages == "<|start|>user\nhi<|end|><|start|>assistant\n"
     assert with_system == "<|start|>system\nbe brief<|end|>" + text
-
-
-async def test_the_samples_of_a_prompt_share_one_tokenisation():
-    tokenizer = FakeTokenizer()
-    chat_generate = make_chat_generate(tokenizer)
-    for prompt in (
-        "hi",
-        "hi",
-        ({"role": "user", "content": "there"},),
-        ({"role": "user", "content": "there"},),
-    ):
-        await chat_generate(Sample(id="s", prompt=prompt), ScriptedEngine(), SAMPLING)  # type: ignore[misc]
-    assert len(tokenizer.encoded) == 2
+    assert again == [text, messages, with_system] and len(tokenizer.encoded) == 3
 
 
 CALLING = (
@@ -97,7 +79,7 @@ async def test_tool_calls_of_the_prompt_and_tools_of_the_sample_reach_the_templa
     tokenizer = family_tokenizer("qwen2_5")
     engine = ScriptedEngine(vocab_size=len(tokenizer), context_length=2048)
     sample = Sample(id="a", prompt=CALLING, metadata={"tools": [TOOL]})  # type: ignore[arg-type]
-    await make_chat_generate(tokenizer)(sample, engine, SAMPLING)  # type: ignore[misc]
+    await generate(engine, sample, tokenizer)
     text = str(tokenizer.decode(engine.requests[0].prompt_ids.tolist()))
     assert f"<tools>\n{json.dumps(TOOL)}\n</tools>" in text
     assert text.endswith(
@@ -107,37 +89,22 @@ async def test_tool_calls_of_the_prompt_and_tools_of_the_sample_reach_the_templa
     )
 
 
-async def test_an_aborted_sample_goes_on_after_its_tokens(autojump_clock):
-    engine = ScriptedEngine(
-        lambda request: ScriptedReply(text="abc"[4 - request.sampling.max_new_tokens :], token_s=1.0),
-        version=1,
-    )
-    aborted: list[Sample] = []
-
-    async def first() -> None:
-        aborted.append(await generate(engine))
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(first)
-        await trio.sleep(2.5)
-        await engine.abort_all()
-    assert (aborted[0].status, aborted[0].response) == (Status.ABORTED, "ab")
-    engine.set_version(2)
-    sample = await generate(engine, aborted[0])
-    prompt_length = len(aborted[0].tokens) - 2
+async def test_an_aborted_sample_goes_on_after_its_tokens():
+    first = ScriptedEngine(lambda request: ScriptedReply("ab", finish="abort"), version=1)
+    aborted = await generate(first)
+    engine = ScriptedEngine(lambda request: ScriptedReply("c"), version=2)
+    sample = await generate(engine, aborted)
     assert (sample.status, sample.response) == (Status.COMPLETED, "abc")
-    assert sample.tokens[:-2].tolist() == aborted[0].tokens.tolist()
-    assert sample.weight_versions[prompt_length:].tolist() == [1, 1, 2, 2]
-    assert sample.rollout_log_probs[: prompt_length + 2].tolist() == aborted[0].rollout_log_probs.tolist()
-    first_request, second_request = engine.requests
-    assert second_request.request_id == f"{PENDING.id}@2" and second_request.sampling.max_new_tokens == 2
-    assert second_request.sampling.seed != first_request.sampling.seed, (
-        "the second half would repeat the draws of the first"
-    )
+    assert sample.tokens[:-2].tolist() == aborted.tokens.tolist()
+    assert sample.weight_versions[sample.loss_mask].tolist() == [1, 1, 2, 2]
+    assert sample.rollout_log_probs[:-2].tolist() == aborted.rollout_log_probs.tolist()
+    (request,) = engine.requests
+    assert request.request_id == f"{PENDING.id}@2" and request.sampling.max_new_tokens == 2
+    assert request.sampling.seed != first.requests[0].sampling.seed, "it would repeat the draws of the first"
 
 
 async def test_an_aborted_sample_without_a_sampled_token_starts_again():
-    empty = await generate(ScriptedEngine(lambda request: ScriptedReply(text="", finish="abort")))
+    empty = await generate(ScriptedEngine(lambda request: ScriptedReply("", finish="abort")))
     engine = ScriptedEngine()
     assert (await generate(engine, empty)).response == "ok"
     assert engine.requests[0].request_id == PENDING.id

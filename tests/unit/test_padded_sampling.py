@@ -3,95 +3,44 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollouts.advantages import broadcast_advantages
-from rollouts.errors import (
-    ModelError,
-    RequestRefused,
-    UserFunctionError,
-)
-from rollouts.generation.rollouts import (
-    generate_rollout_batches,
-    make_sync_chat_generate,
-)
+from rollouts.errors import ModelError, RequestRefused, UserFunctionError
+from rollouts.generation.rollouts import make_sync_chat_generate
 from rollouts.losses import LOSSES
 from rollouts.models.log_probs import ForwardPlan
 from rollouts.models.padded import compute_token_log_probs, make_loss_inputs, pad_rows
 from rollouts.models.sampling import sample_completions
 from rollouts.models.tokenizers import make_byte_tokenizer
-from rollouts.types import (
-    Completion,
-    GenerateRequest,
-    RolloutBatch,
-    SamplingParams,
-    Status,
-)
-from tests.unit.test_sync_tier import batches_of_two, make_buffer, reward_length
+from rollouts.types import Completion, GenerateRequest, RolloutBatch, SamplingParams, Status
+from tests.unit.test_sync_tier import next_batch
+
+SHAPE = json.loads("""{"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 32, "max_position_embeddings": 64, "bos_token_id": 257, "eos_token_id": 258}""")
+
+
+def make_model(kind: str = "llama") -> Any:
+    """A random model. gpt2: positions are learned, and dropout is on; mamba: recurrent, so that padding
+    before a prompt would change its state; openai-gpt: takes no cache.
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE))
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(torch.randn(parameter.shape) * 0.4)
+    return model.eval()
+
 
 # --- completions of a model ---------------------------------------------------------------------------------
-
-
-def make_model(kind: str = "llama", seed: int = 0) -> Any:
-    from transformers import (
-        GPT2Config,
-        GPT2LMHeadModel,
-        LlamaConfig,
-        LlamaForCausalLM,
-        MambaConfig,
-        MambaForCausalLM,
-        OpenAIGPTConfig,
-        OpenAIGPTLMHeadModel,
-    )
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        if kind == "llama":
-            model: Any = LlamaForCausalLM(
-                LlamaConfig(
-                    vocab_size=259,
-                    hidden_size=16,
-                    intermediate_size=32,
-                    num_hidden_layers=2,
-                    num_attention_heads=2,
-                    num_key_value_heads=1,
-                    max_position_embeddings=64,
-                    tie_word_embeddings=True,
-                    bos_token_id=257,
-                    eos_token_id=258,
-                    pad_token_id=256,
-                )
-            )
-        elif kind == "gpt2":  # positions are learned, and dropout is on
-            model = GPT2LMHeadModel(
-                GPT2Config(
-                    vocab_size=259,
-                    n_embd=16,
-                    n_layer=2,
-                    n_head=2,
-                    n_positions=64,
-                    bos_token_id=257,
-                    eos_token_id=258,
-                )
-            )
-        elif kind == "mamba":  # recurrent: padding before a prompt would change its state
-            model = MambaForCausalLM(
-                MambaConfig(vocab_size=259, hidden_size=16, state_size=4, num_hidden_layers=2)
-            )
-        else:  # takes no cache
-            model = OpenAIGPTLMHeadModel(
-                OpenAIGPTConfig(vocab_size=259, n_embd=16, n_layer=2, n_head=2, n_positions=64)
-            )
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.copy_(torch.randn(parameter.shape) * 0.4)
-    return model.eval()
 
 
 def make_requests(*prompts: list[int], **sampling: Any) -> list[GenerateRequest]:
@@ -160,53 +109,37 @@ def test_dropout_is_off_while_sampling_and_on_again_after():
 def test_requests_that_cannot_be_answered_are_refused():
     model = make_model()
     assert sample_completions(model, []) == []
-    with pytest.raises(
-        RequestRefused, match="60 prompt tokens and max_new_tokens=6 make 66; the context is 64"
+    for requests, says in (
+        (make_requests([1] * 60), "60 prompt tokens and max_new_tokens=6 make 66; the context is 64"),
+        (make_requests([259]), r"holds 259; the vocabulary is 0\.\.258"),
+        (make_requests([1]) * 2, "request 'r0' is there twice"),
     ):
-        sample_completions(model, make_requests([1] * 60))
-    with pytest.raises(RequestRefused, match=r"holds 259; the vocabulary is 0\.\.258"):
-        sample_completions(model, make_requests([259]))
-    with pytest.raises(RequestRefused, match="request 'r0' is there twice"):
-        sample_completions(model, make_requests([1]) * 2)
+        with pytest.raises(RequestRefused, match=says):
+            sample_completions(model, requests)
 
 
 def test_a_model_of_nan_is_an_error_not_a_token():
     model = make_model()
-    with torch.no_grad():
-        model.model.norm.weight.fill_(float("nan"))
+    model.model.norm.weight.data.fill_(float("nan"))
     with pytest.raises(ModelError, match="request 'r0': the model's distribution of token 0 is not finite"):
         sample_completions(model, make_requests([65]))
 
 
 def test_a_chat_generator_answers_in_the_chat_template():
-    model, tokenizer = make_model(), make_byte_tokenizer()
-    sampling = SamplingParams(max_new_tokens=3)
-    generate = make_sync_chat_generate(
-        functools.partial(sample_completions, model, seed=0), tokenizer, sampling
-    )
-    batch = next(
-        generate_rollout_batches(
-            make_buffer(), generate, num_prompts=1, samples_per_prompt=2, reward_fn=lambda sample: 1.0
-        )
-    )
-    assert (
-        tokenizer.decode(batch.tokens[0][:-3].tolist())
-        == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert batch.response_lengths.tolist() == [3, 3]
-    assert batch.samples[0].status is Status.TRUNCATED
+    tokenizer, sampling = make_byte_tokenizer(), SamplingParams(max_new_tokens=3)
+    complete = functools.partial(sample_completions, make_model(), seed=0)
+    batch = next_batch(make_sync_chat_generate(complete, tokenizer, sampling))
+    prompt = tokenizer.decode(batch.tokens[0][:-3].tolist())
+    assert prompt == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert batch.response_lengths.tolist() == [3] * 4 and batch.samples[0].status is Status.TRUNCATED
 
-
-def test_completions_of_other_requests_are_refused():
     def reverse(requests: list[GenerateRequest]) -> list[Completion]:
-        return sample_completions(make_model(), requests)[::-1]
+        return complete(requests)[::-1]
 
-    generate = make_sync_chat_generate(reverse, make_byte_tokenizer(), SamplingParams(max_new_tokens=2))
     with pytest.raises(
-        UserFunctionError,
-        match="reverse must answer one completion per request, in their order and with their ids",
+        UserFunctionError, match="reverse must answer one completion per request, in their order"
     ):
-        next(batches_of_two(make_buffer(), generate, reward_fn=reward_length))
+        next_batch(make_sync_chat_generate(reverse, tokenizer, sampling))
 
 
 # --- padded log-probs ---------------------------------------------------------------------------------------
@@ -233,52 +166,33 @@ def make_batch() -> RolloutBatch:
         ("gpt2", "own"),
     ],
 )
-def test_padded_log_probs_and_gradients_are_those_of_each_row_alone(kind: str, head: Any):
+def test_padded_log_probs_entropies_and_gradients_are_those_of_each_row_alone(kind: str, head: Any):
     model, batch = make_model(kind), make_batch()
     weights = torch.tensor([[0, 0, 2.0, 0, -1.0], [0, 0.5, 3.0, 0, 0]])
-    expected = torch.zeros(2, 5)
-    for row, tokens in enumerate(batch.tokens):
-        logits = model(input_ids=torch.from_numpy(tokens)[None]).logits[0, :-1] / 0.7
-        values = torch.log_softmax(logits, -1)[torch.arange(len(tokens) - 1), torch.from_numpy(tokens[1:])]
-        expected[row, 1 : len(tokens)] = values * torch.from_numpy(batch.loss_masks[row][1:])
-    (expected * weights).sum().backward()
-    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    model.zero_grad()
+
+    def differentiate(log_probs: torch.Tensor, entropies: torch.Tensor) -> list[torch.Tensor]:
+        model.zero_grad()
+        (log_probs * weights + entropies * weights.flip(0, 1) * (weights != 0)).sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    expected = torch.zeros(2, 2, 5)
+    for row, (tokens, mask) in enumerate(zip(batch.tokens, batch.loss_masks, strict=True)):
+        all_log_probs = torch.log_softmax(model(torch.from_numpy(tokens)[None]).logits[0, :-1] / 0.7, -1)
+        for at in np.flatnonzero(mask):
+            expected[0, row, at] = all_log_probs[at - 1, tokens[at]]
+            expected[1, row, at] = -(all_log_probs[at - 1].exp() * all_log_probs[at - 1]).sum()
+    gradients = differentiate(*expected)
 
     plan = None if head is None else ForwardPlan(layout="rows", head=head)
-    result = compute_token_log_probs(
-        model, pad_rows(batch.tokens), pad_rows(batch.loss_masks), temperature=0.7, plan=plan
-    )
-    (result.log_probs * weights).sum().backward()
-    torch.testing.assert_close(result.log_probs.detach(), expected.detach(), atol=1e-4, rtol=1e-4)
-    mine = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    assert len(mine) == len(gradients)
-    for one, two in zip(mine, gradients, strict=True):
-        torch.testing.assert_close(one, two, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize(("kind", "head"), [("llama", None), ("llama", "linear"), ("gpt2", "own")])
-def test_entropy_has_a_gradient_when_it_is_asked_for(kind: str, head: Any):
-    model, batch = make_model(kind), make_batch()
-    row = torch.from_numpy(batch.tokens[0])[None]
-    log_probs = torch.log_softmax(
-        model(input_ids=row).logits[0, [1, 3]] / 0.7, -1
-    )  # what predicts the trained tokens 2 and 4
-    expected = -(log_probs.exp() * log_probs).sum(-1)
-    (expected * torch.tensor([2.0, -1.0])).sum().backward()
-    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    model.zero_grad()
-
-    plan = None if head is None else ForwardPlan(layout="rows", head=head)
-    arguments = (model, pad_rows(batch.tokens), pad_rows(batch.loss_masks))
-    assert not compute_token_log_probs(*arguments, temperature=0.7, plan=plan).entropy.requires_grad
-    entropy = compute_token_log_probs(*arguments, temperature=0.7, plan=plan, entropy_gradient=True).entropy
-    torch.testing.assert_close(entropy.detach()[0, [2, 4]], expected.detach(), atol=1e-4, rtol=1e-4)
-    (entropy * torch.tensor([[0, 0, 2.0, 0, -1.0], [0, 0, 0, 0, 0]])).sum().backward()
-    mine = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    for one, two in zip(mine, gradients, strict=True):
-        torch.testing.assert_close(one, two, atol=1e-3, rtol=1e-3)
+    padded = pad_rows(batch.tokens), pad_rows(batch.loss_masks)
+    assert not compute_token_log_probs(model, *padded, temperature=0.7, plan=plan).entropy.requires_grad
+    result = compute_token_log_probs(model, *padded, temperature=0.7, plan=plan, entropy_gradient=True)
+    mine = differentiate(*result)
+    for one, two in zip(result, expected, strict=True):
+        torch.testing.assert_close(one.detach(), two.detach(), atol=1e-4, rtol=1e-4)
     assert max(float(one.abs().max()) for one in mine) > 1e-2
+    for one, two in zip(mine, gradients, strict=True):
+        torch.testing.assert_close(one, two, atol=1e-3, rtol=1e-3)
 
 
 def test_a_batch_becomes_the_inputs_of_every_loss():

@@ -13,28 +13,15 @@ import numpy as np
 import pytest
 
 from rollouts.data.data_buffer import DataBuffer, PromptRow
-from rollouts.errors import (
-    ConfigError,
-    NotEnoughSamples,
-    PlugInError,
-    UserFunctionError,
-)
+from rollouts.errors import ConfigError, NotEnoughSamples, PlugInError, UserFunctionError
 from rollouts.generation.rollouts import (
     append_completion,
-    apply_sample_transforms,
     convert_to_batch,
-    extract_sample_fields,
     generate_rollout_batches,
     make_samples,
 )
 from rollouts.models.tokenizers import END_ID, make_byte_tokenizer
-from rollouts.types import (
-    Completion,
-    FilterDecision,
-    Sample,
-    SampleGroup,
-    Status,
-)
+from rollouts.types import Completion, FilterDecision, Sample, SampleGroup, Status
 
 ROWS = [{"prompt": text, "answer": index} for index, text in enumerate("abcde")]
 
@@ -59,8 +46,9 @@ def answer(sample: Sample) -> Sample:
     )
 
 
-def answer_all(samples: list[Sample]) -> list[Sample]:
-    return [answer(sample) for sample in samples]
+def each(change: Callable[[Sample], Any] = answer) -> Callable[[list[Sample]], list[Any]]:
+    """A function that changes every sample in this way."""
+    return lambda samples: [change(sample) for sample in samples]
 
 
 def reward_length(sample: Sample) -> float:
@@ -68,6 +56,10 @@ def reward_length(sample: Sample) -> float:
 
 
 batches_of_two = functools.partial(generate_rollout_batches, num_prompts=2, samples_per_prompt=2)
+
+
+def next_batch(generate: Any = None, reward: Any = reward_length, **options: Any) -> Any:
+    return next(batches_of_two(make_buffer(), generate or each(), reward_fn=reward, **options))
 
 
 def prompts_after(buffer: DataBuffer, count: int = 12) -> list[tuple[int, str]]:
@@ -86,119 +78,80 @@ def test_the_tier_loads_neither_trio_nor_torch():
     assert result.stdout.strip() == "set()"
 
 
-def test_pending_samples_carry_the_row_and_launch_order():
-    prompt = PromptRow("row-1", 2, {"prompt": "b", "answer": 1})
-    first, second = make_samples(12, prompt, 2)
+def test_pending_samples_carry_a_copy_of_their_row_in_launch_order():
+    # names of ours in the row do not change which prompt it is
+    row = {"prompt": "b", "x": {"y": [1, {"z": 2}]}, "prompt_id": "mine", "epoch": 7}
+    first, second = make_samples(12, PromptRow("row-1", 2, row), 2)
     assert (first.id, second.id) == ("g00000012-s000", "g00000012-s001")
-    assert first.metadata == {"prompt_id": "row-1", "epoch": 2, "answer": 1}
     assert (first.group_index, first.status, first.prompt) == (12, Status.PENDING, "b")
-
-
-def test_what_a_function_changes_in_one_sample_is_not_seen_by_its_siblings_or_the_next_epoch():
-    row = {"prompt": "b", "x": {"y": [1, {"z": 2}]}}
-    first, second = make_samples(0, PromptRow("row-1", 0, row), 2)
     first.metadata["x"]["y"][1]["z"] = 3
     first.metadata["x"]["y"].append(4)
-    assert (
-        second.metadata["x"]
-        == row["x"]
-        == make_samples(1, PromptRow("row-1", 1, row), 1)[0].metadata["x"]
-        == {"y": [1, {"z": 2}]}
-    )
-
-
-def test_a_row_with_fields_of_our_names_does_not_change_which_prompt_it_is():
-    row = {"prompt": "b", "prompt_id": "mine", "epoch": 7}
-    assert make_samples(0, PromptRow("row-1", 2, row), 1)[0].metadata == {"prompt_id": "row-1", "epoch": 2}
+    (later,) = make_samples(13, PromptRow("row-1", 2, row), 1)
+    assert second.metadata == later.metadata
+    assert second.metadata == {"prompt_id": "row-1", "epoch": 2, "x": {"y": [1, {"z": 2}]}}
 
 
 def test_a_batch_has_a_row_per_sample_in_the_order_drawn():
-    batch = next(batches_of_two(make_buffer(), answer_all, reward_fn=reward_length, temperature=0.7))
-    assert [row.tolist() for row in batch.tokens] == [[7, 8], [7, 8, 8], [7, 8], [7, 8, 8]]
-    assert batch.rewards is not None and batch.rewards.tolist() == [1, 2, 1, 2]
-    assert batch.group_indices is not None and batch.group_indices.tolist() == [0, 0, 1, 1]
-    assert [record["answer"] for record in batch.metadata] == [0, 0, 1, 1]
-    assert batch.temperature == 0.7
-    assert batch.response_lengths.tolist() == [1, 2, 1, 2]
-
-
-def test_answers_may_come_in_any_order_and_lose_their_group_index():
     def reverse(samples: list[Sample]) -> list[Sample]:
         return [replace(answer(sample), group_index=None) for sample in reversed(samples)]
 
-    batch = next(batches_of_two(make_buffer(), reverse, reward_fn=reward_length))
-    assert [sample.id for sample in batch.samples] == [
-        "g00000000-s000",
-        "g00000000-s001",
-        "g00000001-s000",
-        "g00000001-s001",
-    ]
-    assert [sample.group_index for sample in batch.samples] == [0, 0, 1, 1]
+    for generate in (each(), reverse):  # answers may come in any order and lose their group index
+        batch = next_batch(generate, temperature=0.7)
+        columns = {
+            "tokens": [[7, 8], [7, 8, 8]],
+            "loss_masks": [[False, True], [False, True, True]],
+            "rollout_log_probs": [[0, -0.5], [0, -0.5, -0.5]],
+            "weight_versions": [[-1, 3], [-1, 3, 3]],
+        }
+        for name, rows in columns.items():
+            assert [row.tolist() for row in getattr(batch, name)] == rows * 2
+        assert batch.rewards.tolist() == [1, 2, 1, 2] and batch.rewards.dtype == np.float32
+        assert batch.group_indices.tolist() == [0, 0, 1, 1] == [one.group_index for one in batch.samples]
+        assert [record["answer"] for record in batch.metadata] == [0, 0, 1, 1]
+        assert (batch.temperature, batch.response_lengths.tolist()) == (0.7, [1, 2, 1, 2])
 
 
 def test_dropped_groups_are_drawn_again_until_the_batch_is_full():
-    buffer, asked = make_buffer(), []
+    asked = []
 
     def generate(samples: list[Sample]) -> list[Sample]:
         asked.append([sample.group_index for sample in samples[::2]])
-        return answer_all(samples)
+        return each()(samples)
 
-    def even(group: SampleGroup) -> bool:
-        return group.group_index % 2 == 0
-
-    batch = next(batches_of_two(buffer, generate, reward_fn=reward_length, filter_fn=even))
+    batch = next_batch(generate, filter_fn=lambda group: group.group_index % 2 == 0)
     assert asked == [[0, 1], [2]]  # two are missing, then one
-    assert batch.group_indices is not None and batch.group_indices.tolist() == [0, 0, 2, 2]
-    assert buffer.statistics()["drawn"] == 3
+    assert batch.group_indices.tolist() == [0, 0, 2, 2]
 
 
 def test_failed_samples_leave_their_group_before_they_are_scored():
-    scored = []
-
-    def generate(samples: list[Sample]) -> list[Sample]:
-        return [
-            replace(answer(sample), status=Status.FAILED) if sample.id == "g00000000-s001" else answer(sample)
-            for sample in samples
-        ]
+    def fail_second(sample: Sample) -> Sample:
+        return replace(answer(sample), status=Status.FAILED if sample.id[-1] == "1" else Status.COMPLETED)
 
     def reward(sample: Sample) -> float:
-        scored.append(sample.id)
+        assert sample.status is Status.COMPLETED
         return 1.0
 
-    batches = generate_rollout_batches(
-        make_buffer(), generate, num_prompts=1, samples_per_prompt=3, reward_fn=reward
-    )
-    assert [sample.id for sample in next(batches).samples] == ["g00000000-s000", "g00000000-s002"]
-    assert scored == ["g00000000-s000", "g00000000-s002"]
+    batch = next_batch(each(fail_second), reward, samples_per_prompt=3, num_prompts=1)
+    assert [sample.id for sample in batch.samples] == ["g00000000-s000", "g00000000-s002"]
 
 
 def test_the_generate_function_may_set_the_rewards_itself():
-    def generate(samples: list[Sample]) -> list[Sample]:
-        return [replace(answer(sample), reward=0.25) for sample in samples]
-
-    batch = next(batches_of_two(make_buffer(), generate))
-    assert batch.rewards is not None and batch.rewards.tolist() == [0.25] * 4
+    batch = next_batch(each(lambda sample: replace(answer(sample), reward=0.25)), None)
+    assert batch.rewards.tolist() == [0.25] * 4
     with pytest.raises(ConfigError, match="sample g00000000-s000 has no reward: pass reward_fn"):
-        next(batches_of_two(make_buffer(), answer_all))
+        next_batch(each(), None)
 
 
 def test_transforms_run_between_the_reward_and_the_filter():
     seen = []
 
-    def penalise(samples: list[Sample]) -> list[Sample]:
-        return [replace(sample, reward=(sample.reward or 0.0) - 10) for sample in samples]
-
     def look(group: SampleGroup) -> FilterDecision:
         seen.append(group.rewards.tolist())
         return FilterDecision(keep=True)
 
-    batch = next(
-        batches_of_two(
-            make_buffer(), answer_all, reward_fn=reward_length, transforms=[penalise], filter_fn=look
-        )
-    )
+    penalise = each(lambda sample: replace(sample, reward=sample.reward - 10))
+    assert next_batch(transforms=[penalise], filter_fn=look).rewards.tolist() == [-9, -8, -9, -8]
     assert seen == [[-9, -8], [-9, -8]]
-    assert batch.rewards is not None and batch.rewards.tolist() == [-9, -8, -9, -8]
 
 
 # --- nothing is lost ----------------------------------------------------------------------------------------
@@ -206,24 +159,13 @@ def test_transforms_run_between_the_reward_and_the_filter():
 
 def test_too_few_groups_are_an_error_once_the_attempts_are_spent():
     buffer = make_buffer()
-    batches = batches_of_two(
-        buffer,
-        answer_all,
-        reward_fn=reward_length,
-        filter_fn=lambda group: group.group_index == 3,
-        max_attempts=4,
+    keep_one = {"filter_fn": lambda group: group.group_index == 3, "max_attempts": 4}
+    counts = (
+        r"1 of num_prompts=2 groups were kept of 8 drawn \(<lambda> 7\), and max_attempts=4 allows no more"
     )
-    with pytest.raises(
-        NotEnoughSamples,
-        match=(
-            r"1 of num_prompts=2 groups were kept of 8 drawn \(<lambda> 7\), and max_attempts=4 allows no"
-            r" more"
-        ),
-    ):
-        next(batches)
-    assert prompts_after(buffer) == prompts_after(
-        make_buffer()
-    )  # all 8, over two epochs, are back in their order
+    with pytest.raises(NotEnoughSamples, match=counts):
+        next(batches_of_two(buffer, each(), reward_fn=reward_length, **keep_one))
+    assert prompts_after(buffer) == prompts_after(make_buffer())  # all 8, over two epochs, in their order
 
 
 @pytest.mark.parametrize("error", [ValueError("no verdict"), KeyboardInterrupt()])
@@ -235,10 +177,8 @@ def test_prompts_of_a_batch_that_did_not_come_about_are_drawn_again(error: BaseE
             raise error
         return 1.0
 
-    def drop_group_2(group: SampleGroup) -> bool:
-        return group.group_index != 2
-
-    batches = batches_of_two(buffer, answer_all, reward_fn=reward, filter_fn=drop_group_2)
+    drop_group_2 = {"filter_fn": lambda group: group.group_index != 2}
+    batches = batches_of_two(buffer, each(), reward_fn=reward, **drop_group_2)
     next(batches)
     with pytest.raises((UserFunctionError, KeyboardInterrupt)):
         next(batches)
@@ -251,142 +191,72 @@ def test_prompts_of_a_batch_that_did_not_come_about_are_drawn_again(error: BaseE
 # --- functions that break their rules -----------------------------------------------------------------------
 
 
-def raise_zero_division(argument: Any) -> Any:
+def divide(argument: Any) -> Any:
     return 1 / 0
 
 
+def change(**fields: Any) -> Callable[[list[Sample]], list[Any]]:
+    return each(lambda sample: replace(answer(sample), **fields))
+
+
 @pytest.mark.parametrize(
-    ("broken", "message"),
+    ("function", "broken", "message"),
     [
         (
-            raise_zero_division,
-            (
-                "function raise_zero_division on samples g00000000-s000 to g00000001-s001 raised"
-                " ZeroDivisionError: division by zero"
-            ),
+            "generate",
+            divide,
+            "function divide on samples g00000000-s000 to g00000001-s001 raised ZeroDivision",
         ),
-        (lambda samples: answer_all(samples)[1:], "returned no sample g00000000-s000"),
+        ("generate", lambda samples: each()(samples)[1:], "returned no sample g00000000-s000"),
         (
-            lambda samples: [*answer_all(samples), answer(replace(samples[0], id="new-000"))],
+            "generate",
+            lambda samples: each()([*samples, replace(samples[0], id="new-000")]),
             "returned a sample new-000",
         ),
-        (lambda samples: [answer(samples[0])] * 4, "returned sample g00000000-s000 twice"),
-        (
-            lambda samples: samples,
-            "returned sample g00000000-s000 as pending; set completed, truncated or failed",
-        ),
-        (
-            lambda samples: [replace(answer(s), status=Status.ABORTED) for s in samples],
-            "returned sample g00000000-s000 as aborted",
-        ),
-        (lambda samples: [sample.response for sample in samples], "must return a list of Samples"),
-        (lambda samples: None, "returned None; it must return a list of Samples"),
+        ("generate", lambda samples: [answer(samples[0])] * 4, "returned sample g00000000-s000 twice"),
+        ("generate", lambda samples: samples, "as pending; set completed, truncated or failed"),
+        ("generate", change(status=Status.ABORTED), "returned sample g00000000-s000 as aborted"),
+        ("generate", each(reward_length), "must return a list of Samples"),
+        ("reward", divide, "reward function divide on sample g00000000-s000 raised ZeroDivisionError"),
+        ("reward", lambda sample: None, "on sample g00000000-s000 returned None as its reward"),
+        ("transforms", divide, "transform divide on 4 samples, the first of them g00000000-s000 raised Zero"),
+        ("transforms", lambda samples: None, "returned None; it must return a list of Samples"),
+        ("transforms", lambda samples: samples * 2, "returned sample g00000000-s000 twice"),
+        ("transforms", change(group_index=6), "s000 with group_index=6; it was given no such group"),
     ],
 )
-def test_a_generate_function_that_breaks_its_rule_is_named(broken: Callable[..., Any], message: str):
+def test_a_function_that_breaks_its_rule_is_named(function: str, broken: Any, message: str):
     with pytest.raises(UserFunctionError, match=message):
-        next(batches_of_two(make_buffer(), broken, reward_fn=reward_length))
-
-
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        (
-            raise_zero_division,
-            "reward function raise_zero_division on sample g00000000-s000 raised ZeroDivisionError",
-        ),
-        (
-            lambda sample: float("nan"),
-            "on sample g00000000-s000 returned nan as its reward; it must be a finite number",
-        ),
-        (lambda sample: None, "returned None as its reward"),
-        (lambda sample: {}, "returned a mapping without parts"),
-    ],
-)
-def test_a_reward_that_is_none_is_never_a_zero(broken: Callable[..., Any], message: str):
-    with pytest.raises(UserFunctionError, match=message):
-        next(batches_of_two(make_buffer(), answer_all, reward_fn=broken))
-
-
-async def async_function(argument: Any) -> Any:
-    return argument
+        next_batch(**{function: [broken] if function == "transforms" else broken})
 
 
 @pytest.mark.parametrize("name", ["generate_fn", "reward_fn", "filter_fn", "transforms"])
 def test_async_functions_are_refused_before_anything_is_drawn(name: str):
-    arguments: dict[str, Any] = {"generate_fn": answer_all, "reward_fn": reward_length}
-    wrapped = functools.partial(async_function)
+    async def waits(argument: Any) -> Any:
+        return argument
+
+    wrapped = functools.partial(waits)
+    arguments: dict[str, Any] = {"generate_fn": each(), "reward_fn": reward_length}
     arguments[name] = [wrapped] if name == "transforms" else wrapped
-    with pytest.raises(PlugInError, match="async_function is async; these calls run plain functions"):
-        generate_rollout_batches(make_buffer(), num_prompts=1, samples_per_prompt=1, **arguments)
-
-
-# --- transforms ---------------------------------------------------------------------------------------------
-
-
-def make_finished(count: int = 2) -> list[Sample]:
-    return [
-        replace(answer(sample), reward=float(index))
-        for index, sample in enumerate(make_samples(5, make_buffer().get_prompts(1)[0], count))
-    ]
-
-
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        (
-            raise_zero_division,
-            (
-                "transform raise_zero_division on 2 samples, the first of them g00000005-s000 raised"
-                " ZeroDivisionError"
-            ),
-        ),
-        (lambda samples: None, "returned None; it must return a list of Samples"),
-        (lambda samples: samples * 2, "returned sample g00000005-s000 twice"),
-        (
-            lambda samples: [replace(samples[0], group_index=6)],
-            "returned sample g00000005-s000 with group_index=6; it was given no such group",
-        ),
-        (lambda samples: [replace(samples[0], status=Status.PENDING)], "as pending"),
-    ],
-)
-def test_a_transform_that_breaks_its_rule_is_named(broken: Callable[..., Any], message: str):
-    with pytest.raises(UserFunctionError, match=message):
-        apply_sample_transforms(make_finished(), [broken])
+    with pytest.raises(PlugInError, match="waits is async; these calls run plain functions"):
+        batches_of_two(make_buffer(), **arguments)
 
 
 # --- samples as arrays --------------------------------------------------------------------------------------
 
 
-def test_the_fields_of_samples_are_ragged_columns():
-    fields = extract_sample_fields(make_finished())
-    assert [row.tolist() for row in fields.tokens] == [[7, 8], [7, 8, 8]]
-    assert [row.tolist() for row in fields.loss_masks] == [[False, True], [False, True, True]]
-    assert [row.tolist() for row in fields.rollout_log_probs] == [[0, -0.5], [0, -0.5, -0.5]]
-    assert [row.tolist() for row in fields.weight_versions] == [[-1, 3], [-1, 3, 3]]
-    assert (
-        fields.rewards is not None
-        and fields.rewards.tolist() == [0, 1]
-        and fields.rewards.dtype == np.float32
-    )
-    assert fields.group_indices is not None and fields.group_indices.tolist() == [5, 5]
-
-
-def test_a_batch_without_rewards_is_for_supervised_training():
-    batch = convert_to_batch([replace(sample, reward=None, group_index=None) for sample in make_finished()])
+def test_half_scored_and_unfinished_samples_do_not_become_a_batch():
+    first, second = (replace(sample, reward=1.0) for sample in next_batch().samples[:2])
+    unscored = [replace(sample, reward=None, group_index=None) for sample in (first, second)]
+    batch = convert_to_batch(unscored)  # for supervised training
     assert batch.rewards is None and batch.group_indices is None and len(batch) == 2
-
-
-def test_half_scored_and_failed_samples_do_not_become_a_batch():
-    first, second = make_finished()
-    with pytest.raises(
-        ValueError, match="sample g00000005-s001 has no reward and other samples of the batch do"
+    for other, says in (
+        (replace(second, reward=None), "s001 has no reward and other samples of the batch do"),
+        (replace(second, status=Status.FAILED), "sample g00000000-s001 is failed"),
+        (replace(second, status=Status.PENDING), "sample g00000000-s001 is pending"),
     ):
-        convert_to_batch([first, replace(second, reward=None)])
-    with pytest.raises(ValueError, match="sample g00000005-s001 is failed"):
-        convert_to_batch([first, replace(second, status=Status.FAILED)])
-    with pytest.raises(ValueError, match="sample g00000005-s000 is pending"):
-        convert_to_batch([replace(first, status=Status.PENDING)])
+        with pytest.raises(ValueError, match=says):
+            convert_to_batch([first, other])
 
 
 def test_a_completion_trains_and_its_prompt_does_not():
