@@ -4,7 +4,6 @@ trainer's thread.
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -274,7 +273,7 @@ def read_listening() -> set[str]:
     tables = [Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     lines = [line.split() for table in tables for line in table]
     sockets = {f"socket:[{line[9]}]": line[1].split(":")[0] for line in lines if line[3] == "0A"}
-    links = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    links = {path.resolve().name for path in Path("/proc/self/fd").iterdir()}
     return {address for link, address in sockets.items() if link in links}
 
 
