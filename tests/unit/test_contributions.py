@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rollouts.metrics.contributions import Place, UpdateRecord, encode_contributions, format_update
@@ -21,32 +21,20 @@ def read_back(update: UpdateRecord, places: Sequence[Place] = ()) -> list[dict[s
     ]
 
 
-def write_line(head: Mapping[str, Any], update: UpdateRecord) -> str:
-    return format_update(head, update, update.batch.response_lengths)
+def write_line(update: UpdateRecord) -> str:
+    return format_update(make_head("rl", 12, 11, 2, 0.0), update, update.batch.response_lengths)
 
 
 def test_a_row_says_which_sample_with_which_advantage_weight_and_share():
-    first, second = read_back(
-        make_update(), [Place("rl-1-000000.bin", 0, 3), Place("rl-1-000000.bin", 160, 2)]
-    )
-    assert first == {
-        "update": 1,
-        "id": "a",
-        "group_index": 4,
-        "row": 0,
-        "advantage": 1.0,  # (0.5 + 1.5) / 2
-        "weight": 0.75,  # (1 + 0.5) / 2
-        "share": 0.5,  # (0.125 + 0.25) / (0.125 + 0.25 + 0.375)
-        "tokens": 2,
-        "reward": 1.0,
-        "loss": -0.0625,
-        "denominator": 3.0,
-        "shard": "rl-1-000000.bin",
-        "offset": 0,
-        "length": 3,
-    }
-    assert (second["advantage"], second["weight"], second["share"], second["tokens"]) == (-2.0, 2.0, 0.5, 1)
-    assert (second["offset"], second["length"]) == (160, 2)
+    places = [Place("rl-1-000000.bin", 0, 3), Place("rl-1-000000.bin", 160, 2)]
+    # advantage (0.5 + 1.5) / 2, weight (1 + 0.5) / 2, share (0.125 + 0.25) / (0.125 + 0.25 + 0.375)
+    assert read_back(make_update(), places) == json.loads("""[
+    {"update": 1, "id": "a", "group_index": 4, "row": 0, "advantage": 1.0, "weight": 0.75, "share": 0.5,
+     "tokens": 2, "reward": 1.0, "loss": -0.0625, "denominator": 3.0,
+     "shard": "rl-1-000000.bin", "offset": 0, "length": 3},
+    {"update": 1, "id": "b", "group_index": 4, "row": 1, "advantage": -2.0, "weight": 2.0, "share": 0.5,
+     "tokens": 1, "reward": -0.5, "loss": -0.0625, "denominator": 3.0,
+     "shard": "rl-1-000000.bin", "offset": 160, "length": 2} ]""")
 
 
 def test_without_arrays_a_row_names_no_shard_and_without_traces_it_has_neither_weight_nor_share():
@@ -71,12 +59,11 @@ def test_an_update_whose_gradient_was_not_finite_says_why_and_gives_nobody_a_sha
     for row in read_back(update):
         assert (row["skipped"], row["share"], row["loss"]) == ("the gradient norm is inf", 0.0, -0.0625)
         assert "weight" not in row
-    head = {"time_unix": 0.0, "attempt": 1, "stage": "rl", "step": 3, "policy_version": 2}
-    words = write_line(head, update).split()
+    words = write_line(update).split()
     assert words[words.index("grad_norm") + 1 :][:2] == ["-", "-"]
 
 
-HEAD = make_head("rl", 12, 11, 2, 0.0)
+COLUMNS = "step update version loss kl beta grad_norm lr samples zero_advantage tokens"
 
 
 def test_lines_are_aligned_and_what_an_update_has_not_is_a_dash():
@@ -85,20 +72,8 @@ def test_lines_are_aligned_and_what_an_update_has_not_is_a_dash():
     optim = OptimStepResult(step=1, lr=1e-5, grad_norm=0.1, clipped=False)
     bare = make_update(update=0, forward=forward, kl_coef=None, optim=optim)
     critic = dataclasses.replace(update, part="critic", contributes=False)
-    lines = [write_line(HEAD, one) for one in (update, bare, critic)]
-    for word in [
-        "step",
-        "update",
-        "version",
-        "loss",
-        "kl",
-        "beta",
-        "grad_norm",
-        "lr",
-        "samples",
-        "zero_advantage",
-        "tokens",
-    ]:
+    lines = [write_line(one) for one in (update, bare, critic)]
+    for word in COLUMNS.split():
         assert len({line.index(f"{word} ") for line in lines}) == 1, word
     for part in ("kl          -", "beta         -", "zero_advantage     1", "whole"):
         assert part in lines[1]

@@ -20,6 +20,7 @@ from rollouts.errors import ConfigError
 from rollouts.models.devices import DeviceMemory, choose_device, look_at_device
 from rollouts.ranks.launch import Launch
 from rollouts.ranks.meet import connect
+from tests.support.text_tables import read_cells
 
 
 def have_gpus(patch: pytest.MonkeyPatch, count: int, *, free: tuple[int, ...] = ()) -> None:
@@ -32,56 +33,36 @@ def have_gpus(patch: pytest.MonkeyPatch, count: int, *, free: tuple[int, ...] = 
 # --- the choice ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("wanted", "deterministic", "gpus", "chosen"),
-    [
-        ("auto", False, 0, "cpu"),
-        ("auto", False, 2, "cuda"),
-        ("auto", True, 2, "cpu"),
-        ("cpu", False, 2, "cpu"),
-        ("cuda", False, 2, "cuda"),
-    ],
-)
-def test_a_gpu_is_taken_where_there_is_one_but_not_in_deterministic_mode(
-    monkeypatch: pytest.MonkeyPatch, wanted: Any, deterministic: bool, gpus: int, chosen: str
-):
-    have_gpus(monkeypatch, gpus)
-    assert choose_device(wanted, deterministic=deterministic, local_ranks=2) == chosen
+# setting, whether deterministic, GPUs, CUDA of the build | what is chosen for three ranks, or the refusal
+CHOICES = r"""
+auto | no  | 0 | 13.0 | cpu
+auto | no  | 3 | 13.0 | cuda
+auto | yes | 3 | 13.0 | cpu
+cpu  | no  | 3 | 13.0 | cpu
+cuda | no  | 3 | 13.0 | cuda
+cuda | no  | 0 |      | torch \S+ is a build for CPUs; .*set model\.device='auto' or 'cpu'
+cuda | no  | 0 | 13.0 | torch \S+ finds no GPU \(nvidia-smi, CUDA_VISIBLE_DEVICES\)
+cuda | no  | 2 | 13.0 | ranks=3 with model\.device=.*finds 2; use at most 2, .*model\.device='cpu'
+auto | no  | 2 | 13.0 | ranks=3 with model\.device=.*finds 2; use at most 2, .*model\.device='cpu'
+"""
 
 
-@pytest.mark.parametrize(
-    ("gpus", "cuda", "wanted", "message"),
-    [
-        (0, None, "cuda", r"torch \S+ is a build for CPUs; .*set model\.device='auto' or 'cpu'"),
-        (0, "13.0", "cuda", r"torch \S+ finds no GPU \(nvidia-smi, CUDA_VISIBLE_DEVICES\)"),
-        (
-            2,
-            "13.0",
-            "cuda",
-            r"ranks=3 with model\.device=.*finds 2; use at most 2, .*model\.device='cpu'",
-        ),
-        (
-            2,
-            "13.0",
-            "auto",
-            r"ranks=3 with model\.device=.*finds 2; use at most 2, .*model\.device='cpu'",
-        ),
-    ],
-)
-def test_gpus_that_torch_does_not_find_are_refused_with_the_reason_and_the_way_out(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, cuda: str | None, wanted: Any, message: str
+@pytest.mark.parametrize(("wanted", "deterministic", "gpus", "cuda", "outcome"), read_cells(CHOICES))
+def test_a_gpu_is_taken_where_there_is_one_or_refused_with_the_reason_and_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, wanted: Any, deterministic: str, gpus: str, cuda: str, outcome: str
 ):
-    have_gpus(monkeypatch, gpus)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    with pytest.raises(ConfigError, match=message):
-        choose_device(wanted, local_ranks=3)
+    have_gpus(monkeypatch, int(gpus))
+    monkeypatch.setattr(torch.version, "cuda", cuda or None)
+    if " " in outcome:
+        with pytest.raises(ConfigError, match=outcome):
+            choose_device(wanted, local_ranks=3)
+    else:
+        assert choose_device(wanted, deterministic=deterministic == "yes", local_ranks=3) == outcome
 
 
 def test_equal_bits_on_a_gpu_are_not_promised():
-    with pytest.raises(
-        ValueError,
-        match=r"model\.device='cuda' with deterministic=true; equal bits are shown on CPUs only",
-    ):
+    wanted = r"model\.device='cuda' with deterministic=true; equal bits are shown on CPUs only"
+    with pytest.raises(ValueError, match=wanted):
         RunConfig(deterministic=True, model=ModelConfig(device="cuda"))
     RunConfig(deterministic=True, model=ModelConfig(device="cpu"))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,13 +14,9 @@ from rollouts.types import SamplingParams
 MASK = 2**64 - 1
 
 
-def make_draws(
-    rows: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0
-) -> np.ndarray:
-    params = SamplingParams(max_new_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k)
-    return np.array(
-        [make_draw(stream_key(seed, f"row{row}", None), params) for row in range(rows)], DRAW_DTYPE
-    )
+def make_draws(rows: int, **settings: Any) -> np.ndarray:
+    params = SamplingParams(max_new_tokens=1, **settings)
+    return np.array([make_draw(stream_key(0, f"row{row}", None), params) for row in range(rows)], DRAW_DTYPE)
 
 
 def slow_mix(value: int) -> int:
@@ -52,7 +50,7 @@ def test_uniforms_are_a_function_of_key_and_count():
     assert compute_uniforms(keys, drawn).tolist() == expected
 
 
-@pytest.mark.parametrize("vocab", [2, 97, 1000, 49152])
+@pytest.mark.parametrize("vocab", [2, 97, 49152])
 def test_the_token_is_the_one_whose_share_of_the_running_sum_holds_the_uniform(vocab: int):
     logits = torch.randn(40, vocab, generator=torch.Generator().manual_seed(vocab)) * 2
     draws = make_draws(40)
@@ -62,24 +60,14 @@ def test_the_token_is_the_one_whose_share_of_the_running_sum_holds_the_uniform(v
     for row, token in enumerate(sampled.token_ids.tolist()):
         below = edges[row, token - 1] if token else 0.0
         assert below - 1e-5 <= uniforms[row] <= edges[row, token] + 1e-5
-    expected = (
-        torch.log_softmax(logits, -1).gather(1, torch.from_numpy(sampled.token_ids)[:, None])[:, 0].numpy()
-    )
+    expected = torch.log_softmax(logits, -1).numpy()[np.arange(40), sampled.token_ids]
     np.testing.assert_allclose(sampled.log_probs, expected, atol=2e-6)
     assert sampled.log_probs.dtype == np.float32
 
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
-    [
-        (0.7, 0, 1.0),
-        (1.3, 5, 1.0),
-        (1.0, 0, 0.6),
-        (0.8, 12, 0.7),
-        (1.0, 1, 1.0),
-        (1.0, 0, 1e-6),
-        (1.0, 500, 0.9),
-    ],
+    [(0.7, 0, 1.0), (1.3, 5, 1.0), (0.8, 12, 0.7), (1.0, 1, 1.0), (1.0, 0, 1e-6), (1.0, 500, 0.9)],
 )
 def test_log_probs_are_of_the_renormalised_distribution(temperature: float, top_k: int, top_p: float):
     logits = torch.randn(50, 211, generator=torch.Generator().manual_seed(1)) * 3

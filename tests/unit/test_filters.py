@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ KEPT = FilterDecision(keep=True)
 def make_group(
     rewards: Sequence[float], responses: Sequence[str] = "abcd", lengths: Sequence[int] = (3,) * 4
 ):
-    rows = list(zip(rewards, responses, lengths, strict=False))
+    rows = zip(rewards, responses, lengths, strict=False)
     samples = [
         Sample(
             id=f"s{index}",
@@ -84,37 +83,20 @@ def test_a_trajectory_of_several_segments_counts_once():
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "group", "thresholds", "error", "message"),
-    [
-        (
-            "check_mixed_accuracy",
-            make_group([1, -1]),
-            {},
-            ValueError,
-            "the reward of a sample of group 0 is -1",
-        ),
-        ("check_mixed_accuracy", make_group([1]), {"part": "acc"}, ValueError, "needs the part 'acc'"),
-        (
-            "check_min_reward",
-            SampleGroup(4, "r", (Sample(id="s", prompt="q"),)),
-            {},
-            ValueError,
-            "group 4 has samples",
-        ),
-        ("check_min", make_group([1]), {}, PlugInError, "'check_min' is not one of check_reward_nonzero_std"),
-        (
-            "check_min_reward",
-            make_group([1]),
-            {"min": 1},
-            PlugInError,
-            "no threshold 'min'; it has min_reward",
-        ),
-        ("check_min_reward", make_group([1]), {"group": 1}, PlugInError, "no threshold 'group'"),
-    ],
-)
-def test_what_cannot_be_judged_is_named(
-    name: str, group: SampleGroup, thresholds: dict[str, Any], error: type[Exception], message: str
-):
-    with pytest.raises(error, match=message):
-        make_filter(name, **thresholds)(group)
+UNJUDGED = """
+check_mixed_accuracy |           | 1 -1 | the reward of a sample of group 0 is -1
+check_mixed_accuracy | part="acc"| 1    | needs the part 'acc'
+check_min_reward     |           |      | group 0 has samples
+check_min            |           | 1    | 'check_min' is not one of check_reward_nonzero_std
+check_min_reward     | min=1     | 1    | no threshold 'min'; it has min_reward
+check_min_reward     | group=1   | 1    | no threshold 'group'
+"""
+
+
+@pytest.mark.parametrize(("name", "thresholds", "rewards", "message"), read_cells(UNJUDGED))
+def test_what_cannot_be_judged_is_named(name: str, thresholds: str, rewards: str, message: str):
+    group = make_group([float(reward) for reward in rewards.split()])
+    if not rewards:
+        group = replace(group, samples=(Sample(id="s", prompt="q"),))
+    with pytest.raises((ValueError, PlugInError), match=message):
+        make_filter(name, **read_params(thresholds))(group)

@@ -1,23 +1,42 @@
-"""Reading .jsonl files: parts, torn last lines, damage, attempts."""
+"""Files of rows: parts, torn last lines, damage, attempts, and a disk that refuses."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from rollouts.errors import RunDirError
+from rollouts.errors import RunDirError, StorageError
+from rollouts.metrics import record_files
 from rollouts.metrics.jsonl import newest_attempts, next_attempt, parse_row, read_rows
+from rollouts.metrics.record_files import RecordFile
 from rollouts.run_dir import RunDir, check_links, list_parts, part_path
+
+refuse = Mock(side_effect=OSError(28, "No space left on device"))
+
+
+def make_line(step: int, attempt: int = 1) -> bytes:
+    return b'{"stage":"rl","step":%d,"attempt":%d}\n' % (step, attempt)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
 
 # --- parts --------------------------------------------------------------------------------------------------
 
 
 def test_parts_are_listed_in_the_order_of_their_numbers(tmp_path: Path):
     run_dir = RunDir(tmp_path)
-    for part in (".10", ".2", "", ".1", ".x", ".01", ".0", ".1.jsonl.tmp"):
-        (tmp_path / f"metrics{part}.jsonl").touch()
-    for name in ("metrics.1.jsonl.tmp", "metricsjsonl", "samples.1.jsonl", "metrics.1"):
+    names = (
+        "metrics.10.jsonl metrics.2.jsonl metrics.jsonl metrics.1.jsonl metrics.x.jsonl metrics.01.jsonl"
+        " metrics.0.jsonl metrics.1.jsonl.tmp metricsjsonl samples.1.jsonl metrics.1"
+    )
+    for name in names.split():
         (tmp_path / name).touch()
     found = [path.name for path in run_dir.parts(run_dir.metrics)]
     assert found == [f"metrics{part}.jsonl" for part in ("", ".1", ".2", ".10")]
@@ -34,25 +53,50 @@ def test_what_leads_out_of_the_run_is_refused(tmp_path: Path, name: str):
         check_links(run_dir)
 
 
+def test_a_full_part_is_followed_by_the_next_also_in_the_next_attempt(path: Path):
+    lines = [make_line(step, attempt) for attempt in (1, 2) for step in (1, 2, 3)]
+    for attempt in (0, 1):
+        file = RecordFile(path, part_bytes=2 * len(lines[0]))
+        for line in lines[3 * attempt : 3 * attempt + 3]:
+            file.append(line)
+        file.close()
+    assert list_parts(path) == [path, *(part_path(path, part) for part in range(1, len(list_parts(path))))]
+    assert [part.read_bytes() for part in list_parts(path)] == [
+        b"".join(lines[at : at + 2]) for at in (0, 2, 4)
+    ]
+
+
+def test_a_part_is_on_the_device_before_the_next_has_its_name(path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen = list[list[Path]]()
+    file = RecordFile(path, part_bytes=1)
+    file.append(make_line(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: seen.append(list_parts(path)))
+        file.append(make_line(2))
+    file.close()
+    assert seen == [[path]]
+
+
 # --- torn lines and damage ----------------------------------------------------------------------------------
 
 
-def test_a_torn_last_line_is_left_out_and_reported(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"a":1}\n')
-    part_path(path, 1).write_bytes(b'{"a":2}\n{"a":3')
+def test_a_torn_last_line_is_left_out_reported_and_repaired_by_the_next_attempt(path: Path):
+    last = part_path(path, 1)
+    path.write_bytes(make_line(1))
+    last.write_bytes(make_line(2) + b'{"a":3')
     said: list[str] = []
-    assert [row["a"] for row in read_rows(path, report=said.append)] == [1, 2]
-    assert ["metrics.1.jsonl: the last line is torn (6 bytes) and left out" in text for text in said] == [
-        True
-    ]
-    assert len(read_rows(path)) == 2
+    assert [row["step"] for row in read_rows(path, report=said.append)] == [1, 2]
+    (text,) = said
+    assert "metrics.1.jsonl: the last line is torn (6 bytes) and left out" in text
+    file = RecordFile(path)
+    file.append(make_line(3))
+    file.close()
+    assert last.read_bytes() == make_line(2) + make_line(3)
 
 
 @pytest.mark.parametrize("damage", [b"{broken", b"[1]", b"", b"\xff\xfe"])
 @pytest.mark.parametrize("part", [0, 2])
-def test_damage_before_the_last_line_is_named(tmp_path: Path, damage: bytes, part: int):
-    path = tmp_path / "metrics.jsonl"
+def test_damage_before_the_last_line_is_named(path: Path, damage: bytes, part: int):
     for number in range(part):
         part_path(path, number).write_bytes(b'{"a":0}\n')
     part_path(path, part).write_bytes(b'{"a":1}\n' + damage + b'\n{"a":2}\n')
@@ -92,3 +136,52 @@ def test_an_attempt_that_left_only_such_rows_has_its_number_to_itself(tmp_path: 
         '{"attempt":5,"response":"' + 200_000 * "x" + '"}\n'
     )  # longer than what is read at a time
     assert next_attempt(run_dir) == 6
+
+
+# --- a disk that refuses ------------------------------------------------------------------------------------
+
+
+def write_three(
+    monkeypatch: pytest.MonkeyPatch, path: Path, name: str, function: Callable[..., object]
+) -> None:
+    """Three lines, each a part; the os function of this name is replaced for the last two."""
+    file = RecordFile(path, part_bytes=1)
+    file.append(make_line(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, function)
+        file.append(make_line(2))
+        file.append(make_line(3))
+    file.close()
+
+
+def test_a_short_write_is_continued(path: Path, monkeypatch: pytest.MonkeyPatch):
+    write = os.write
+    write_three(monkeypatch, path, "write", lambda file, data: write(file, data[:3]))
+    assert [part.read_bytes() for part in list_parts(path)] == [make_line(step) for step in (1, 2, 3)]
+
+
+def test_a_part_that_cannot_be_made_lets_rows_wait_until_the_close(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    write_three(monkeypatch, path, "open", refuse)
+    assert [part.read_bytes() for part in list_parts(path)] == [make_line(1), make_line(2) + make_line(3)]
+    (warning,) = caplog.messages
+    assert "rows of metrics.jsonl cannot be written" in warning
+
+
+def test_too_much_that_waits_and_what_is_refused_at_the_close_are_errors(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(record_files, "WAITING_BYTES", 100)
+    with path.with_name("probe").open("wb") as probe:
+        next_free = probe.fileno()  # the system hands out the lowest free number
+    file = RecordFile(path, make=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", refuse)
+        file.append(make_line(1))
+        with pytest.raises(StorageError, match=r"metrics\.jsonl cannot be written .*No space left"):
+            file.append(3 * make_line(2))
+        with pytest.raises(StorageError, match=r"metrics\.jsonl cannot be written"):
+            file.close()
+    with path.with_name("probe").open("wb") as probe:
+        assert probe.fileno() == next_free

@@ -14,6 +14,7 @@ from rollouts.metrics.names import METRICS, find_metric
 from rollouts.metrics.record import BARE_NAMES, METRIC_NAME
 from rollouts.types import GenerateRequest, SamplingParams
 from rollouts.weight_sync.open import make_metric_name
+from tests.support.text_tables import read_cells
 from tests.unit.test_fleet import FakeEngine, update
 from tests.unit.test_mixture import make_mixture
 from tests.unit.test_weight_sync import World
@@ -41,19 +42,19 @@ def test_every_name_of_the_table_may_be_written_and_is_there_once():
     assert all(metric.meaning and metric.stages for metric in METRICS)
 
 
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("time/step", "time/step"),
-        ("time/generate", "time/{phase}"),
-        ("eval/heldout/avg@16", "eval/{name}/avg@{k}"),
-        ("eval/pairs/kto/desirable/frac", "eval/{name}/kto/desirable/frac"),
-        ("eval/pairs/accuracy", "eval/{name}/accuracy"),
-        ("eval/pairs/rewards/margins", "eval/{name}/{area}/{stat}"),
-        ("engine/vllm_0/state", "engine/{name}/state"),
-        ("reward/part/exact/mean", "reward/part/{name}/mean"),
-    ],
-)
+NAMES = """
+time/step | time/step
+time/generate | time/{phase}
+eval/heldout/avg@16 | eval/{name}/avg@{k}
+eval/pairs/kto/desirable/frac | eval/{name}/kto/desirable/frac
+eval/pairs/accuracy | eval/{name}/accuracy
+eval/pairs/rewards/margins | eval/{name}/{area}/{stat}
+engine/vllm_0/state | engine/{name}/state
+reward/part/exact/mean | reward/part/{name}/mean
+"""
+
+
+@pytest.mark.parametrize(("name", "line"), read_cells(NAMES))
 def test_a_name_is_found_in_the_table(name: str, line: str):
     found = find_metric(name)
     assert found is not None
@@ -71,14 +72,13 @@ async def test_what_servers_and_their_updates_say_is_in_the_table(autojump_clock
     async def fail(engine: FakeEngine, request: GenerateRequest) -> None:
         raise EngineUnreachable("gone")
 
-    async with open_fleet(
-        [Member(FakeEngine("vllm-0", script=fail)), Member(FakeEngine("vllm-1"))], warn=lambda said: None
-    ) as fleet:
+    members = [Member(FakeEngine("vllm-0", script=fail)), Member(FakeEngine("vllm-1"))]
+    async with open_fleet(members, warn=lambda said: None) as fleet:
         update(fleet, 0)
         for number in range(4):
-            sampling = SamplingParams(max_new_tokens=1)
+            prompt, sampling = np.zeros(1, np.int64), SamplingParams(max_new_tokens=1)
             await fleet.generate(
-                GenerateRequest(request_id=f"r{number}", prompt_ids=np.zeros(1, np.int64), sampling=sampling)
+                GenerateRequest(request_id=f"r{number}", prompt_ids=prompt, sampling=sampling)
             )
         said = {make_metric_name(name) for name in fleet.statistics()}
     said |= (await World().step(3.0)).keys()

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,14 +23,7 @@ from tests.unit.test_fleet import FakeEngine, update
 
 def ticking(step: float, start: float = 0.0) -> Callable[[], float]:
     """A clock that says `start`, then `step` more each time."""
-    now = start - step
-
-    def tell() -> float:
-        nonlocal now
-        now += step
-        return now
-
-    return tell
+    return partial(next, itertools.count(start, step))
 
 
 # --- the pieces ---------------------------------------------------------------------------------------------
@@ -101,9 +96,8 @@ async def test_requests_and_rewards_of_samples_have_the_engine_the_time_and_the_
         await trio.sleep(1.0)
         return 1.0
 
-    members = [
-        Member(FakeEngine(f"engine-{number}", seconds=seconds)) for number, seconds in enumerate((2.0, 3.0))
-    ]
+    seconds = {"engine-0": 2.0, "engine-1": 3.0}
+    members = [Member(FakeEngine(name, seconds=duration)) for name, duration in seconds.items()]
     async with open_fleet(members, warn=print) as fleet:
         update(fleet, 0)
         manager = AsyncRolloutManager(
@@ -120,18 +114,10 @@ async def test_requests_and_rewards_of_samples_have_the_engine_the_time_and_the_
         batch = await manager.generate_batch()
     recorder.keep(sample.id for sample in batch.samples)
     spans = recorder.take()
-    requests = [span for span in spans if span.name == "generate"]
-    assert {span.track for span in requests} <= {"engine-0", "engine-1"}
-    assert all(
-        span.duration_s == {"engine-0": 2.0, "engine-1": 3.0}[span.track] and span.tokens == 1
-        for span in requests
-    )
     for sample in batch.samples:
-        first, second = (span for span in requests if span.id == sample.id)
-        assert (first.start_unix, second.start_unix) == (began, began + first.duration_s)
-        (scored,) = (span for span in spans if span.name == "reward" and span.id == sample.id)
-        assert (scored.track, scored.start_unix, scored.duration_s) == (
-            "rewards",
-            second.start_unix + second.duration_s,
-            1.0,
-        )
+        first, second = (span for span in spans if (span.name, span.id) == ("generate", sample.id))
+        then = began + seconds[first.track]
+        assert first == Span("generate", first.track, began, seconds[first.track], sample.id, 1)
+        assert second == Span("generate", second.track, then, seconds[second.track], sample.id, 1)
+        (scored,) = (span for span in spans if (span.name, span.id) == ("reward", sample.id))
+        assert scored == Span("reward", "rewards", then + seconds[second.track], 1.0, sample.id)

@@ -29,34 +29,24 @@ QUESTION = ChatMessage(role="user", content="3+4?")
 ANSWER = ChatMessage(role="assistant", content="It is 7.")
 
 
-def save(
-    tokenizer: PreTrainedTokenizerFast,
-    folder: Path,
-    *,
-    without: tuple[str, ...] = (),
-    generation_config: dict[str, object] | None = None,
-) -> Path:
-    """A directory with the tokenizer, its config without the named settings."""
+def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
     tokenizer.save_pretrained(folder)
-    config_file = folder / "tokenizer_config.json"
-    config = {key: value for key, value in json.loads(config_file.read_text()).items() if key not in without}
-    config_file.write_text(json.dumps(config))
-    if generation_config is not None:
-        (folder / "generation_config.json").write_text(json.dumps(generation_config))
     return folder
 
 
 # --- loading ------------------------------------------------------------------------------------------------
 
 
-def test_a_base_model_takes_a_template_from_a_file(tmp_path):
+def test_a_template_from_a_file_takes_the_place_of_the_own_one_or_of_none(tmp_path):
+    folder = save(byte_tokenizer(), tmp_path / "model")
+    assert load_tokenizer(folder).chat_template == CHATML
+    given = load_tokenizer(folder, chat_template=TEMPLATES / "chatml.jinja")
+    assert given.chat_template == read_template("chatml")
     bare = byte_tokenizer(None)
     bare.eos_token = "<|endoftext|>"
     folder = save(bare, tmp_path / "base")
-    with pytest.raises(
-        ModelError,
-        match=r"has no chat template; use an instruction-tuned model, set model\.chat_template, or put",
-    ):
+    wanted = r"has no chat template; use an instruction-tuned model, set model\.chat_template, or put"
+    with pytest.raises(ModelError, match=wanted):
         load_tokenizer(folder)
     tokenizer = load_tokenizer(folder, chat_template=TEMPLATES / "plain.jinja")
     conversation = tokenize_conversation([QUESTION, ANSWER], tokenizer)
@@ -65,19 +55,15 @@ def test_a_base_model_takes_a_template_from_a_file(tmp_path):
     assert stop_token_ids(tokenizer, folder) == (0,)
 
 
-def test_a_template_from_a_file_takes_the_place_of_the_own_one(tmp_path):
-    folder = save(byte_tokenizer(), tmp_path / "model")
-    assert load_tokenizer(folder).chat_template == CHATML
-    given = load_tokenizer(folder, chat_template=TEMPLATES / "chatml.jinja")
-    assert given.chat_template == read_template("chatml")
-
-
 def test_a_tokenizer_whose_answers_nothing_could_end_is_refused_unless_the_generation_config_names_a_stop(
     tmp_path,
 ):
     endless = byte_tokenizer(CHATML.replace("<|im_end|>", ""))
-    named = {"eos_token_id": [1]}
-    folder = save(endless, tmp_path / "named", without=("eos_token",), generation_config=named)
+    folder = save(endless, tmp_path / "named")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1]}')
     assert stop_token_ids(load_tokenizer(folder), folder) == (1,)
     (folder / "generation_config.json").unlink()
     message = r"no end token, its chat template ends turns with text.*set eos_token in its tokenizer_config"
@@ -88,27 +74,30 @@ def test_a_tokenizer_whose_answers_nothing_could_end_is_refused_unless_the_gener
 # --- stops --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "ends"),
-    [
-        ("chatml", ["<|im_end|>"]),
-        ("llama3_1", ["<|eot_id|>"]),
-        ("qwen3", ["<|im_end|>"]),
-        ("qwen3_6", ["<|im_end|>"]),
-        ("gemma", ["<end_of_turn>"]),
-        ("gemma3", ["<end_of_turn>"]),
-        ("mistral_v2v3", ["</s>"]),
-        ("deepseek_v3", ["<｜end▁of▁sentence｜>"]),
-        ("deepseek_r1_distill", ["<｜end▁of▁sentence｜>"]),
-        ("phi3", ["<|end|>"]),
-        ("phi_4", ["<|im_end|>"]),
-        ("gptoss", ["<|call|>", "<|return|>"]),
-        ("plain", ["</s>"]),
-    ],
-)
-def test_the_tokens_that_end_a_turn_are_found_by_writing_one(name, ends):
-    for tokenizer in (family_tokenizer(name), family_sentencepiece(name)):
-        assert sorted(map(str, tokenizer.convert_ids_to_tokens(list(find_turn_end_ids(tokenizer))))) == ends
+TURN_ENDS = """
+chatml              | <|im_end|>
+llama3_1            | <|eot_id|>
+qwen3               | <|im_end|>
+qwen3_6             | <|im_end|>
+gemma               | <end_of_turn>
+gemma3              | <end_of_turn>
+mistral_v2v3        | </s>
+deepseek_v3         | <｜end▁of▁sentence｜>
+deepseek_r1_distill | <｜end▁of▁sentence｜>
+phi3                | <|end|>
+phi_4               | <|im_end|>
+gptoss              | <|call|> <|return|>
+plain               | </s>
+"""
+
+
+@pytest.mark.parametrize("line", TURN_ENDS.strip().splitlines())
+def test_the_tokens_that_end_a_turn_are_found_by_writing_one(line):
+    name, _, ends = line.partition("|")
+    for make in (family_tokenizer, family_sentencepiece):
+        tokenizer = make(name.strip())
+        found = tokenizer.convert_ids_to_tokens(list(find_turn_end_ids(tokenizer)))
+        assert sorted(map(str, found)) == ends.split()
 
 
 @pytest.mark.parametrize("name", ["gemma", "phi3"])
@@ -136,13 +125,10 @@ def test_a_padded_vocabulary_is_fine_and_a_smaller_one_is_not():
     tokenizer = byte_tokenizer()  # 3 special tokens and 256 bytes: ids 0 to 258
     for size in (259, 320):
         check_tokenizer_fits(tokenizer, {"vocab_size": size}, "model.name")
-    with pytest.raises(
-        ModelError,
-        match=(
-            r"model\.name: the tokenizer's ids reach 258, the model's vocabulary has 258 \(0 to 257\); the"
-            r" first token"
-        ),
-    ) as caught:
+    wanted = (
+        r"model\.name: the tokenizer's ids reach 258, the model's vocabulary has 258 \(0 to 257\); the first"
+    )
+    with pytest.raises(ModelError, match=wanted) as caught:
         check_tokenizer_fits(tokenizer, {"vocab_size": 258}, "model.name")
     assert "'Ń' with id 258" in str(caught.value)  # the last of the byte alphabet
 
