@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -39,36 +39,25 @@ def reward(sample):
         raise ValueError("no answer for this one")
     return float("nan")
 """
+ALL_SAMPLES = "--output.samples_per_step 100"
 CLASSES = dict(enumerate(["reward_timeout"] * 2 + ["reward_crashed"] * 4 + ["reward"] * 2))
 
 
 def processes_naming(text: str) -> list[int]:
     """Processes, other than this one, whose environment holds `text`."""
     found = []
-    for directory in Path("/proc").iterdir():
-        try:
-            if (
-                directory.name.isdigit()
-                and int(directory.name) != os.getpid()
-                and text.encode() in (directory / "environ").read_bytes()
-            ):
+    for directory in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended meanwhile, or is not ours
+            if int(directory.name) != os.getpid() and text.encode() in (directory / "environ").read_bytes():
                 found.append(int(directory.name))
-        except OSError:
-            continue  # it ended meanwhile, or is not ours
     return found
 
 
 def test_hostile_rewards_fail_their_samples_and_nothing_else(train: Train, tmp_path: Path):
     plug_in = tmp_path / "hostile.py"
     plug_in.write_text(HOSTILE)
-    arguments = (
-        "--rl.rollout.reward",
-        f"{plug_in}:reward",
-        "--rl.rollout.reward_timeout_s",
-        "1.0",
-    )
-    arguments = (*arguments, "--output.samples_per_step", "100")
-    result = train.run(tmp_path / "run", *arguments, mode="rl")
+    settings = f"--rl.rollout.reward {plug_in}:reward --rl.rollout.reward_timeout_s 1.0 {ALL_SAMPLES}"
+    result = train.run(tmp_path / "run", *settings.split(), mode="rl")
     assert result.returncode == 0, result.stderr
     rows = [row for row in read_rows(tmp_path / "run" / "samples.jsonl") if row["stage"] == "rl"]
     failed = [row for row in rows if row["status"] == "failed"]
@@ -90,27 +79,18 @@ def test_past_the_budget_the_run_stops_with_a_saved_state_and_goes_on_when_the_r
 ):
     plug_in = tmp_path / "grader.py"
     good = "def reward(sample):\n    return float(len(sample.response))\n"
-    plug_in.write_text(
-        good.replace(
-            "return", "if sample.group_index >= 16: raise RuntimeError('the grader is gone')\n    return"
-        )
-    )
+    gone = "if sample.group_index >= 16: raise RuntimeError('the grader is gone')\n    return"
+    plug_in.write_text(good.replace("return", gone))
     out = tmp_path / "run"
     arguments = (
-        "--rl.rollout.reward",
-        f"{plug_in}:reward",
-        "--rl.rollout.over_sampling",
-        "1.0",
-        "--output.checkpoint_every",
-        "0",
-    )
-    arguments = (*arguments, "--output.samples_per_step", "100")
+        f"--rl.rollout.reward {plug_in}:reward --rl.rollout.over_sampling 1.0 --output.checkpoint_every 0"
+        f" {ALL_SAMPLES}"
+    ).split()
     stopped = train.run(out, *arguments, mode="rl")
     assert stopped.returncode == 1
     assert "the grader is gone" in stopped.stderr and "Traceback" not in stopped.stderr
-    assert [path.name for path in (out / "checkpoints" / "rl").iterdir()] == ["step_2"], (
-        "the complete steps are saved"
-    )
+    saved = [path.name for path in (out / "checkpoints" / "rl").iterdir()]
+    assert saved == ["step_2"], "the complete steps are saved"
     plug_in.write_text(good)
     resumed = train.run(out, *arguments, "--resume", mode="rl")
     assert resumed.returncode == 0, resumed.stderr
@@ -119,17 +99,16 @@ def test_past_the_budget_the_run_stops_with_a_saved_state_and_goes_on_when_the_r
     assert prompts_of_steps(out) == prompts_of_steps(tmp_path / "straight"), "no prompt was lost"
 
 
-def prompts_of_steps(run: Path) -> dict[int, list[str]]:
+def prompts_of_steps(run: Path) -> dict[int, set[str]]:
     """Prompts that trained, by step. Their samples differ: a prompt drawn again is a new attempt with random
     numbers of its own.
     """
-    rows = [
-        row for row in read_rows(run / "samples.jsonl") if row["stage"] == "rl" and row["status"] != "failed"
-    ]
-    return {
-        step: sorted({row["metadata"]["prompt_id"] for row in rows if row["step"] == step})
-        for step in (1, 2, 3, 4)
-    }
+    prompts: dict[int, set[str]] = {}
+    for row in read_rows(run / "samples.jsonl"):
+        if row["stage"] == "rl" and row["status"] != "failed":
+            prompts.setdefault(row["step"], set()).add(row["metadata"]["prompt_id"])
+    assert set(prompts) == {1, 2, 3, 4}
+    return prompts
 
 
 PLUG_INS = """
@@ -244,20 +223,5 @@ def test_named_parts_are_weighed_by_the_config_and_a_curriculum_changes_the_mixt
     again = train.run_config(config, resumed, "--resume")
     assert again.returncode == 0, again.stderr
     assert read_comparable(resumed / "samples.jsonl") == read_comparable(straight / "samples.jsonl")
-    assert weights_digest(resumed / "checkpoints" / "rl" / "step_4") == weights_digest(
-        straight / "checkpoints" / "rl" / "step_4"
-    )
-
-
-def test_malformed_rows_are_named_and_skipped_within_the_budget(train: Train, tmp_path: Path):
-    rows = [json.dumps({"prompt": f"{n} + 1 =", "answer": str(n + 1)}) for n in range(30)]
-    rows[4] = '{"prompt": null, "answer": "5"}'
-    data = tmp_path / "rows.jsonl"
-    data.write_text("\n".join(rows) + "\n")
-    data_flags = ("--rl.data.kind", "jsonl", "--rl.data.path", str(data), "--rl.data.size", "30")
-    refused = train.run(tmp_path / "refused", *data_flags, mode="rl")
-    assert refused.returncode == 2
-    assert "rows.jsonl:5" in refused.stderr and "prompt" in refused.stderr
-    trained = train.run(tmp_path / "run", *data_flags, "--rl.data.max_bad_fraction", "0.1", mode="rl")
-    assert trained.returncode == 0, trained.stderr
-    assert "rows.jsonl:5" in trained.stdout + trained.stderr, "what is skipped is said"
+    ours, theirs = (weights_digest(run / "checkpoints" / "rl" / "step_4") for run in (resumed, straight))
+    assert ours == theirs

@@ -27,11 +27,7 @@ class Collector(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), CollectorHandler)
         self.faults: list[tuple[int, dict[str, str]]] = []
-        self.judge: Callable[[str, bytes], tuple[int, bytes, str]] = lambda path, body: (
-            200,
-            b"",
-            "text/plain",
-        )
+        self.judge: Judge = lambda path, body: (200, b"", "text/plain")
         self.bodies: dict[str, list[bytes]] = {"/v1/metrics": [], "/v1/traces": []}
         self.headers: list[dict[str, str]] = []
 
@@ -69,13 +65,14 @@ def read_span_steps(body: bytes) -> list[int]:
     """The step of each span of a request."""
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-    spans = [
-        span
+    return [
+        entry.value.int_value
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans
         for scope in resource.scope_spans
         for span in scope.spans
-    ]  # fmt: skip
-    return [entry.value.int_value for span in spans for entry in span.attributes if entry.key == "step"]
+        for entry in span.attributes
+        if entry.key == "step"
+    ]
 
 
 class CollectorHandler(BaseHTTPRequestHandler):

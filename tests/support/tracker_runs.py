@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+from rollouts.metrics.record import make_head
+
 CONFIG = 'name = "t"\nseed = 1\n[engine.env]\nAPI_KEY = "planted-in-config"\n'
 BEGAN = 1_800_000_000.0
 
@@ -68,14 +70,9 @@ def make_row(
     step: int, *, attempt: int = 1, stage: str = "rl", time_unix: float | None = None, **fields: object
 ):
     """A row as the run writes it; its time is BEGAN + a thousand seconds an attempt + a second a step."""
-    head = {
-        "schema": 1,
-        "stage": stage,
-        "step": step,
-        "policy_version": step - 1,
-        "attempt": attempt,
-        "time_unix": BEGAN + 1000 * attempt + step if time_unix is None else time_unix,
-    }
+    if time_unix is None:
+        time_unix = BEGAN + 1000 * attempt + step
+    head = make_head(stage, step, step - 1, attempt, time_unix)
     return {**head, **(fields or {"loss/total": -float(step * attempt), "reward/mean": 0.5 * step})}
 
 

@@ -13,6 +13,7 @@ from rollouts.cli import main
 from rollouts.config.tables import EngineConfig
 from rollouts.preflight.checks import check_servers, check_written_run
 from rollouts.run_dir import RunDir
+from tests.support.text_tables import read_cells
 
 
 @pytest.fixture
@@ -65,37 +66,32 @@ def test_the_command_exits_with_2_where_something_is_wrong(run: Path, capsys: py
     assert main(["check", str(run.parent)]) == 2
 
 
-HEALTHY = {"/health": 200, "/server_info": 200}
+# address | answers with the key | answers without it | levels of the findings | what is said
+SERVERS = """
+127.0.0.1:1 | /health=200 /server_info=200 | | ok | sglang 0.5.23, healthy
+10.0.0.5:1 | /health=200 /server_info=200 | /server_info=401 | ok | healthy
+10.0.0.5:1 | /health=200 /server_info=200 | /health=200 /server_info=200 | ok warning | whoever reaches it
+127.0.0.1:1 | /health=503 | | error | GET /health: 503
+127.0.0.1:1 | /health=200 /server_info=401 | | error | SGLANG_API_KEY
+127.0.0.1:1 | | | error | ConnectError
+"""
 
 
-@pytest.mark.parametrize(
-    ("url", "with_key", "without_key", "levels", "word"),
-    [
-        ("http://127.0.0.1:1", HEALTHY, {}, ["ok"], "sglang 0.5.23, healthy"),
-        ("http://10.0.0.5:1", HEALTHY, {"/server_info": 401}, ["ok"], "healthy"),
-        ("http://10.0.0.5:1", HEALTHY, HEALTHY, ["ok", "warning"], "whoever reaches it controls it"),
-        ("http://127.0.0.1:1", {"/health": 503}, {}, ["error"], "GET /health: 503"),
-        ("http://127.0.0.1:1", {"/health": 200, "/server_info": 401}, {}, ["error"], "SGLANG_API_KEY"),
-        ("http://127.0.0.1:1", {}, {}, ["error"], "ConnectError"),
-    ],
-)
+@pytest.mark.parametrize(("url", "with_key", "without_key", "levels", "word"), read_cells(SERVERS))
 def test_a_server_is_healthy_or_named_with_the_way_out(
-    monkeypatch: pytest.MonkeyPatch,
-    url: str,
-    with_key: dict[str, int],
-    without_key: dict[str, int],
-    levels: list[str],
-    word: str,
+    monkeypatch: pytest.MonkeyPatch, url: str, with_key: str, without_key: str, levels: str, word: str
 ):
     def answer(request: httpx.Request) -> httpx.Response:
         answers = with_key if "authorization" in request.headers else without_key
-        if request.url.path not in answers:
+        codes = dict(pair.split("=") for pair in answers.split())
+        if request.url.path not in codes:
             raise httpx.ConnectError("refused")
-        return httpx.Response(answers[request.url.path], json={"version": "0.5.23", "api_key": "secret-key"})
+        content = {"version": "0.5.23", "api_key": "secret-key"}
+        return httpx.Response(int(codes[request.url.path]), json=content)
 
     monkeypatch.setenv("SGLANG_API_KEY", "key")
-    config = EngineConfig(kind="sglang", urls=[url])
+    config = EngineConfig(kind="sglang", urls=[f"http://{url}"])
     findings = check_servers(config, transport=httpx.MockTransport(answer))
-    assert [finding.level for finding in findings] == levels
+    assert [finding.level for finding in findings] == levels.split()
     assert word in findings[-1].message
     assert "secret-key" not in repr(findings)

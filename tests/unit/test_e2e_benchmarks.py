@@ -11,30 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import e2e_reward, train_step
+from benchmarks import train_step
 from benchmarks.e2e.children import open_child
-from benchmarks.e2e.runs import RunResult, Setting, Step, make_config, order_rows
+from benchmarks.e2e.runs import Setting, make_config, order_rows
 from benchmarks.e2e.step_batch import make_step_batch
 from benchmarks.e2e.tasks import make_rows, score_digits, score_sum
 from rollouts.config.load import load_config
-
-
-def make_result(rewards: list[float], wall_s: float = 2.0, peak: int = 100) -> RunResult:
-    return RunResult(
-        1.0, tuple(Step(wall_s, wall_s / 2, reward, 0.25, 8.0) for reward in rewards), peak, (1, 2), (3,)
-    )
-
-
-# --- time to reward -----------------------------------------------------------------------------------------
-
-
-def test_threshold_is_one_that_both_curves_reach() -> None:
-    ours, peer = [0.1] * 5 + [0.9] * 5, [0.2] * 5 + [0.7] * 5
-    threshold = e2e_reward.find_threshold(ours, peer)
-    assert threshold == pytest.approx(0.2 + 0.9 * (0.7 - 0.2))
-    for rewards in (ours, peer):
-        assert e2e_reward.time_to(make_result(rewards), threshold) <= 20.0
-
 
 # --- what both sides get ------------------------------------------------------------------------------------
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
 
 from rollouts.cli import main
 from rollouts.config.load import load_config
-from rollouts.config.plugins import load_function
 from rollouts.errors import ConfigError, RunDirError
 from rollouts.preflight.findings import Finding
 from rollouts.preflight.functions import load_functions, make_trial_samples
@@ -54,11 +52,3 @@ def test_what_cannot_be_written_is_named_and_nothing_is_overwritten(
     assert main(["init", str(tmp_path / "new")]) == 0
     out = capsys.readouterr().out
     assert f"check it:  python -m rollouts check {tmp_path / 'new' / 'config.toml'} --call" in out
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_rows_depend_on_the_seed_alone(tmp_path: Path, task: str):
-    write_task(tmp_path, task)
-    make_rows = load_function("task.py:make_rows", role="rows", base_dir=tmp_path)
-    assert list(make_rows(size=5, seed=1)) == list(itertools.islice(make_rows(size=9, seed=1), 5))
-    assert list(make_rows(size=5, seed=1)) != list(make_rows(size=5, seed=2))

@@ -69,19 +69,6 @@ async def test_a_refused_metric_writes_nothing(tmp_path: Path):
         assert run_dir.samples.read_bytes() == b""
 
 
-@pytest.mark.parametrize("cut", [1, 7, 8, 20, 38, 39])
-async def test_a_line_torn_at_any_byte_never_damages_the_next_attempt(tmp_path: Path, cut: int):
-    run_dir = RunDir(tmp_path)
-    whole = b'{"stage":"rl","step":1,"attempt":1}\n'
-    last = b'{"stage":"rl","step":2,"attempt":1,"x":1}\n'[:cut]
-    run_dir.metrics.write_bytes(whole + last)
-    assert [row["step"] for row in read_rows(run_dir.metrics)] == [1]
-    async with open_jsonl_logger(run_dir, attempt=2, samples_per_step=0) as logger:
-        await logger.log_step("rl", 2, 1, {})
-    lines = run_dir.metrics.read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2]
-
-
 # --- a disk that refuses ------------------------------------------------------------------------------------
 
 

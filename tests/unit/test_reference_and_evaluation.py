@@ -1,4 +1,4 @@
-"""A frozen reference scores like the model itself; an evaluation counts every prompt."""
+"""An evaluation counts every prompt."""
 
 from __future__ import annotations
 
@@ -60,13 +60,8 @@ def test_pass_at_k_is_over_the_prompts_with_k_scored_samples():
     """Rewards of three prompts, four samples each; None is a sample that failed."""
 
     def result(*rewards: float | None) -> dict[str, float]:
-        pending = [
-            sample
-            for index in range(3)
-            for sample in make_samples(
-                index, PromptRow(prompt_id=str(index), epoch=0, row={"prompt": "?"}), 4
-            )
-        ]
+        rows = [PromptRow(prompt_id=str(index), epoch=0, row={"prompt": "?"}) for index in range(3)]
+        pending = [sample for index, row in enumerate(rows) for sample in make_samples(index, row, 4)]
         samples = [replace(sample, reward=reward) for sample, reward in zip(pending, rewards, strict=True)]
         return EvaluationResult(tuple(samples), 4, 3).metrics("m")
 

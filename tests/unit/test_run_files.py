@@ -5,11 +5,11 @@ the weights that there are.
 from __future__ import annotations
 
 import errno
-import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,6 +17,7 @@ from integration_training.reports import is_evaluated, write_atomically
 from integration_training.stages import sync_at_start
 from rollouts.errors import StorageError
 from rollouts.run_dir import RunDir
+from tests.support.text_tables import read_cells
 
 
 def test_a_file_is_on_disk_before_it_has_its_name_and_the_name_before_the_call_returns(
@@ -46,45 +47,42 @@ def test_a_file_is_on_disk_before_it_has_its_name_and_the_name_before_the_call_r
 
 def test_a_file_that_cannot_be_synced_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_atomically(tmp_path / "config.toml", "a = 1\n")
-
-    def refuse(_descriptor: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
     with pytest.raises(StorageError, match=r"config\.toml cannot be written .*Input/output error"):
         write_atomically(tmp_path / "config.toml", "a = 2\n")
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
     assert (tmp_path / "config.toml").read_text() == "a = 1\n"
 
 
-@pytest.mark.parametrize(
-    ("attempt", "trained", "counts"),
-    [
-        (1, [(1, 1), (1, 2), (1, 3), (1, 4)], True),
-        (1, [(1, 4), (2, 5)], True),  # attempt 2 went on after it
-        (1, [(1, 4), (2, 3), (2, 4)], False),  # step 4 was lost and trained again
-        (1, [(1, 4), (2, 3)], False),  # its row was lost; that of the step before says the same
-        (2, [(1, 4), (2, 3), (2, 4)], True),
-        (3, [(1, 4), (2, 3), (2, 4)], True),  # evaluated at the start of the attempt after
-    ],
-)
+# attempt of the evaluation of step 4 | attempt:step of the rows | whether it counts
+EVALUATED = """
+1 | 1:1 1:2 1:3 1:4 | yes
+1 | 1:4 2:5         | yes
+1 | 1:4 2:3 2:4     | no
+1 | 1:4 2:3         | no
+2 | 1:4 2:3 2:4     | yes
+3 | 1:4 2:3 2:4     | yes
+"""  # attempt 2 went on; step 4 was trained again; its row was lost; evaluated at the start of attempt 3
+
+
+@pytest.mark.parametrize(("attempt", "trained", "counts"), read_cells(EVALUATED))
 def test_an_evaluation_counts_unless_its_step_was_trained_again_since(
-    tmp_path: Path, attempt: int, trained: list[tuple[int, int]], counts: bool
+    tmp_path: Path, attempt: str, trained: str, counts: str
 ):
     run_dir = RunDir(tmp_path)
     run: Any = SimpleNamespace(run_dir=run_dir, rows=SimpleNamespace(held_out=["a prompt"]))
     assert not is_evaluated(run, "rl", 4)
-    other_stage = {"stage": "sft", "attempt": 9, "step": 1}
-    rows = [other_stage, *({"stage": "rl", "attempt": attempt, "step": step} for attempt, step in trained)]
-    run_dir.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run_dir.evaluations.write_text(
-        json.dumps({"stage": "rl", "attempt": attempt, "step": 4, "name": "heldout"}) + "\n"
-    )
-    assert is_evaluated(run, "rl", 4) == counts
+    lines = ['{"stage": "sft", "attempt": 9, "step": 1}\n']
+    for place in trained.split():
+        of_row, _, step = place.partition(":")
+        lines.append(f'{{"stage": "rl", "attempt": {of_row}, "step": {step}}}\n')
+    run_dir.metrics.write_text("".join(lines))
+    row = f'{{"stage": "rl", "attempt": {attempt}, "step": 4, "name": "heldout"}}\n'
+    run_dir.evaluations.write_text(row)
+    assert is_evaluated(run, "rl", 4) == (counts == "yes")
     assert not is_evaluated(run, "rl", 3)
-    assert is_evaluated(SimpleNamespace(run_dir=run_dir, rows=SimpleNamespace(held_out=[])), "rl", 3), (
-        "there is nothing to evaluate on"
-    )  # type: ignore[arg-type]
+    run.rows.held_out = []
+    assert is_evaluated(run, "rl", 3), "there is nothing to evaluate on"
 
 
 @pytest.mark.parametrize(
@@ -97,14 +95,14 @@ async def test_the_engine_is_only_as_old_as_it_was_saved_where_steps_follow(
     """A run that was cut between two updates may be resumed with the steps it has: they are evaluated."""
     synced: list[str] = []
 
-    async def sync_weights(*arguments: Any) -> None:
-        synced.append(f"trainer's {arguments[-1]}")
+    def record(kind: str, *, answer: bool | None = None):
+        async def sync(*arguments: Any) -> bool | None:
+            synced.append(f"{kind} {arguments[-1]}")
+            return answer
 
-    async def sync_as_saved(*arguments: Any) -> bool:
-        synced.append(f"saved {arguments[-1]}")
-        return False
+        return sync
 
-    monkeypatch.setattr("rollouts.weight_sync.engine_weights.sync_as_saved", sync_as_saved)
-    opened: Any = SimpleNamespace(backend=None, engine=object(), sync_weights=sync_weights)
+    monkeypatch.setattr("rollouts.weight_sync.engine_weights.sync_as_saved", record("saved", answer=False))
+    opened: Any = SimpleNamespace(backend=None, engine=object(), sync_weights=record("trainer's"))
     await sync_at_start(opened, tmp_path / newest if newest else None, trains=trains)
     assert synced == [served]

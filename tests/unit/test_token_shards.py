@@ -15,9 +15,7 @@ from rollouts.errors import RecordError, StorageError
 from rollouts.metrics import token_shards
 from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.token_shards import (
-    PREFIX,
     TokenShards,
-    encode_blocks,
     list_shards,
     read_token_arrays,
 )
@@ -141,16 +139,3 @@ def test_what_a_disk_refuses_leaves_the_shard_as_it_was(tmp_path: Path, monkeypa
     shards.close()
     assert [path.read_bytes() for path in list_shards(run_dir.tokens)] == [b"a" * 100, b"c" * 100]
     assert place.offset == 0, "nothing is appended to a shard of which something may be left"
-
-
-def test_a_column_of_one_value_within_the_mask_and_one_without_takes_no_bytes(tmp_path: Path):
-    update = make_update()
-    levels = floats([0, -0.125, -0.125], [0, -0.125])
-    flat = dataclasses.replace(update, batch=dataclasses.replace(update.batch, advantages=levels))
-    payloads = [[PREFIX.unpack_from(block)[2] for block in encode_blocks(one)] for one in (update, flat)]
-    assert np.subtract(*payloads).tolist() == [4 * 3, 0], (
-        "one token within and one without had one value each"
-    )
-    for row, expected in zip(write(tmp_path, flat), levels, strict=True):
-        found = read_token_arrays(RunDir(tmp_path), row)["advantage"]
-        assert found.tobytes() == expected.tobytes()

@@ -64,7 +64,7 @@ def find_processes(word: str) -> list[int]:
 # --- beside a run -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["refuse", "refuse 2", "hang", "hang 1", "kill 2", "middle 2"])
+@pytest.mark.parametrize("fault", ["refuse 2", "hang", "kill 2", "middle 2"])
 def test_an_outage_costs_the_run_nothing_and_all_rows_arrive_once(root: Path, tmp_path: Path, fault: str):
     command, faults = write_follower(tmp_path)
     faults.write_text(fault)
@@ -78,7 +78,7 @@ def test_an_outage_costs_the_run_nothing_and_all_rows_arrive_once(root: Path, tm
                 append(root, make_row(step))
                 took_s.append(time.perf_counter() - began)
                 await trio.sleep(0.01)
-            await wait_until(lambda: not faults.read_text() or fault in ("refuse", "hang"))
+            await wait_until(lambda: not faults.read_text() or fault == "hang")
 
     trio.run(run)
     assert sorted(took_s)[10] < 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -105,16 +106,12 @@ class TestOtlp:
     def test_a_point_has_the_time_of_its_row_and_the_labels_of_its_stage(self, collector: Collector):
         open_named("otlp").send([*make_rows(3), EVALUATION])
         labels = {"stage": "rl", "attempt": 1}
-        at = (AT + 3) * 10**9
-        assert [point for point in collector.points() if point[1] == at] == [
-            ("rollouts.step", at, 3.0, labels),
-            ("rollouts.policy_version", at, 2.0, labels),
-            ("rollouts.loss.total", at, -3.0, labels),
-            ("rollouts.reward.mean", at, 1.5, labels),
-        ]
-        (found,) = [point for point in collector.points() if "avg_at_4" in point[0]]
-        assert found[1:3] == ((AT + 2) * 10**9, 0.25)
-        assert found[3] == {**labels, "evaluation": "heldout"}
+        values = {"step": 3.0, "policy_version": 2.0, "loss.total": -3.0, "reward.mean": 1.5}
+        points = collector.points()
+        for name, value in values.items():
+            assert (f"rollouts.{name}", (AT + 3) * 10**9, value, labels) in points
+        (found,) = [point for point in points if "avg_at_4" in point[0]]
+        assert found[1:] == ((AT + 2) * 10**9, 0.25, {**labels, "evaluation": "heldout"})
 
     def test_a_span_keeps_its_time_and_the_same_row_has_the_same_ids(self, collector: Collector):
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -131,25 +128,30 @@ class TestOtlp:
         assert first.start_time_unix_nano == 1_800_000_000_250_000_000
         assert first.end_time_unix_nano - first.start_time_unix_nano == 1_500_000_000
         labels = {entry.key: entry.value.string_value or entry.value.int_value for entry in first.attributes}
-        head = {"stage": "rl", "step": 4, "policy_version": 3, "attempt": 1}
-        assert labels == {"track": "vllm-0", **head, "id": "g1-s0", "tokens": 12}
+        assert labels == json.loads("""{"track": "vllm-0", "stage": "rl", "step": 4, "policy_version": 3,
+            "attempt": 1, "id": "g1-s0", "tokens": 12}""")
 
     @pytest.mark.parametrize(
-        ("status", "error"),
+        ("statuses", "error"),
         [
-            *((status, SinkUnavailable) for status in (408, 429, 500, 503)),
-            *((status, SinkRefused) for status in (401, 403, 404)),
-            *((status, RowsRefused) for status in (400, 413, 422)),
+            ((408, 429, 500, 503), SinkUnavailable),
+            ((401, 403, 404), SinkRefused),
+            ((400, 413, 422), RowsRefused),
         ],
     )
     def test_an_answer_says_who_is_at_fault(
-        self, collector: Collector, status: int, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+        self,
+        collector: Collector,
+        statuses: tuple[int, ...],
+        error: type[Exception],
+        monkeypatch: pytest.MonkeyPatch,
     ):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=top%20secret,tenant=1")
-        collector.faults = [(status, {})] * 9
-        with pytest.raises(error, match=f"answered {status} to metrics") as raised:
-            open_named("otlp").send(make_rows(1, 2))
-        assert "secret" not in str(raised.value)
+        for status in statuses:
+            collector.faults = [(status, {})] * 9
+            with pytest.raises(error, match=f"answered {status} to metrics") as raised:
+                open_named("otlp").send(make_rows(1, 2))
+            assert "secret" not in str(raised.value)
         assert collector.headers[0]["x-key"] == "top secret"
 
     def test_a_single_row_is_at_fault_only_where_an_empty_message_is_taken(self, collector: Collector):
@@ -258,6 +260,10 @@ class TestStatsd:
 # --- Prometheus ---------------------------------------------------------------------------------------------
 
 
+# a name, and the newest value
+PROMETHEUS = "step 3 attempt 1 loss_total -3 reward_mean 1.5 eval_heldout_avg_at_4 0.25"
+
+
 class TestPrometheus:
     @pytest.fixture(autouse=True)
     def port(self, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -279,11 +285,9 @@ class TestPrometheus:
         again.close()
         assert {family.type for family in families} == {"gauge"}
         values = {sample.name: sample.value for family in families for sample in family.samples}
+        expected = PROMETHEUS.split()
         assert values == {
-            "rollouts_step": 3.0,
-            "rollouts_attempt": 1.0,
-            "rollouts_loss_total": -3.0,
-            "rollouts_reward_mean": 1.5,
-            "rollouts_eval_heldout_avg_at_4": 0.25,
+            f"rollouts_{name}": float(value)
+            for name, value in zip(expected[::2], expected[1::2], strict=True)
         }
         assert families[2].samples[0].labels == {"run": "my run", "stage": "rl"}
