@@ -70,7 +70,7 @@ ARGUMENTS = """
 --seed 18446744073709551616 | seed | less than
 --model.template_params.enable_thinkin true | enable_thinkin | template
 --sft.max_length 3 | max_length=3 | raise sft.max_length
---rl.rollout.reward nowhere.py:f | rl.rollout.reward | nowhere.py
+--rl.rollout.reward nowhere.py:f | reward= | there is no file
 --model.name {tmp}/model | {tmp}/model | safetensors
 --output.dir {tmp}/other | not empty | --resume
 --output.dir {tmp}/other --resume | {tmp}/other | config.toml

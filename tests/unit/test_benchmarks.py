@@ -10,11 +10,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from benchmarks import train_step
 from benchmarks.bench import CPU_SET, ON_REQUEST, parse_result, run_benchmark
 from benchmarks.bench_page import format_page, read_about
+from benchmarks.e2e.runs import Setting, make_config, order_rows
+from benchmarks.e2e.tasks import make_rows
 from benchmarks.h200.targets import TARGETS
 from benchmarks.harness import finish, meets
+from rollouts.config.load import load_config
+from rollouts.data.data_buffer import DataBuffer
+from rollouts.preflight.rows import load_all_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("h200", *CPU_SET, *(name for name in ON_REQUEST if not name.startswith("h200")))
@@ -161,3 +169,25 @@ def test_flops_of_a_step_are_those_of_its_matrices_and_its_causal_attention() ->
     assert shape.kv_bytes(2) == 2 * 2 * 1 * 3 * 2
     assert QWEN_1_5B.body_parameters + QWEN_1_5B.head_parameters == pytest.approx(1.544e9, rel=1e-3)
     assert QWEN_1_5B.kv_bytes(2) == 28 * 1024
+
+
+# --- the same task for both sides ---------------------------------------------------------------------------
+
+
+def test_the_peer_gets_rows_in_the_order_in_which_our_run_draws_them(tmp_path: Path) -> None:
+    setting = Setting("digits", "tiny:byte", steps=14, lr=1e-5, seed=1, threads=1, micro_batch_rows=64)
+    path, config_path = tmp_path / "rows.jsonl", tmp_path / "run.toml"
+    path.write_text("".join(json.dumps(row) + "\n" for row in make_rows("digits", count=96, seed=1)))
+    config_path.write_text(make_config(setting, path, tmp_path / "run"))
+    config = load_config(config_path)
+    drawn = DataBuffer(load_all_rows(config, ["rl"]).training["rl"], seed=config.seed).get_prompts(14 * 8)
+    assert [row.row["prompt"] for row in drawn] == [row["prompt"] for row in order_rows(setting)]
+
+
+def test_gradient_error_is_relative_and_after_clipping(tmp_path: Path) -> None:
+    ours, trl = tmp_path / "ours", tmp_path / "trl"
+    save_file({"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}, ours)  # norm 5
+    save_file({"a": torch.tensor([0.6, 0.0]), "b": torch.tensor([0.8])}, trl)
+    assert train_step.compare_gradients(ours, trl, 1.0) < 1e-6
+    save_file({"a": torch.tensor([0.6, 0.1]), "b": torch.tensor([0.8])}, trl)
+    assert train_step.compare_gradients(ours, trl, 1.0) == pytest.approx(0.1 / 1.01**0.5, rel=1e-5)

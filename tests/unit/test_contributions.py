@@ -7,6 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from rollouts.metrics.contributions import Place, UpdateRecord, encode_contributions, format_update
 from rollouts.metrics.record import make_head
 from rollouts.types import ForwardBackwardResult, OptimStepResult, Total
@@ -44,23 +46,25 @@ def test_without_arrays_a_row_names_no_shard_and_without_traces_it_has_neither_w
     assert [row["advantage"] for row in rows] == [1.0, -2.0]
 
 
-def test_a_skipped_update_has_a_row_for_every_sample_and_no_loss():
-    forward = ForwardBackwardResult(loss=None, denominator=3.0, metrics={}, skipped="the loss is nan")
-    rows = read_back(make_update(forward=forward))
-    assert [row["share"] for row in rows] == [0.0, 0.0]
-    assert all("loss" not in row and row["denominator"] == 3.0 for row in rows)
+LOST = ForwardBackwardResult(loss=None, denominator=3.0, metrics={}, skipped="the loss is nan")
+UNFIT = OptimStepResult(step=7, lr=3e-4, grad_norm=None, clipped=False, skipped="the gradient norm is inf")
 
 
-def test_an_update_whose_gradient_was_not_finite_says_why_and_gives_nobody_a_share():
-    optim = OptimStepResult(
-        step=7, lr=3e-4, grad_norm=None, clipped=False, skipped="the gradient norm is inf"
-    )
-    update = make_update(optim=optim)
-    for row in read_back(update):
-        assert (row["skipped"], row["share"], row["loss"]) == ("the gradient norm is inf", 0.0, -0.0625)
-        assert "weight" not in row
+@pytest.mark.parametrize(
+    ("changes", "loss", "skipped"),
+    [({"forward": LOST}, None, "the loss is nan"), ({"optim": UNFIT}, -0.0625, "the gradient norm is inf")],
+)
+def test_a_skipped_update_has_a_row_for_every_sample_says_why_and_gives_nobody_a_share(
+    changes: dict[str, Any], loss: float | None, skipped: str
+):
+    update = make_update(**changes)
+    rows = read_back(update)
+    assert [(row["share"], row.get("loss"), row["denominator"]) for row in rows] == 2 * [(0.0, loss, 3.0)]
+    assert not any("weight" in row for row in rows)
+    assert all(row["skipped"] == skipped for row in rows)
     words = write_line(update).split()
-    assert words[words.index("grad_norm") + 1 :][:2] == ["-", "-"]
+    norm = words[words.index("grad_norm") + 1 :][:2]
+    assert (norm == ["-", "-"]) == (update.optim.grad_norm is None)
 
 
 COLUMNS = "step update version loss kl beta grad_norm lr samples zero_advantage tokens"

@@ -1,4 +1,4 @@
-"""Curricula: weights as a function of the step and of what was seen, checked, and the same after a resume."""
+"""Curricula: weights as a function of the step and of what was seen, checked, and the same when resumed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from rollouts.data.curriculum import (
-    Curriculum,
     SourceStatistics,
     call_curriculum,
     decode_statistics,
@@ -18,8 +17,6 @@ from rollouts.data.curriculum import (
     start_statistics,
     update_statistics,
 )
-from rollouts.data.data_buffer import DataBuffer, PromptRow
-from rollouts.data.mixture import Mixture, Source
 from rollouts.errors import UserFunctionError
 from rollouts.types import Sample
 
@@ -82,44 +79,3 @@ def test_medium_rewards_are_favoured_and_nothing_is_dropped():
     assert list(found.values()) == pytest.approx([0.1, 0.775, 1.0, 0.1, 0.1, 1.0])
     assert favour_medium(1, {"a": seen(0.0)}, low=-1.0, high=1.0) == {"a": 1.0}
     assert favour_medium(1, {"a": seen(1.0)}, floor=0.5) == {"a": 0.5}
-
-
-# --- in the loop --------------------------------------------------------------------------------------------
-
-
-def make_buffer() -> DataBuffer:
-    rows = {name: tuple({"prompt": f"{name} {row}"} for row in range(6)) for name in "ab"}
-    return DataBuffer(Mixture(tuple(Source(name, 1.0, rows[name]) for name in rows)), seed=2)
-
-
-def run_steps(
-    curriculum: Curriculum, buffer: DataBuffer, statistics: dict[str, SourceStatistics], steps: range
-):
-    """What the training loop does of it: the prompts of every step, and the statistics after the last."""
-    prompts: list[list[PromptRow]] = []
-    for step in steps:
-        buffer.set_weights(call_curriculum(curriculum, step, statistics, function="f"))
-        prompts.append(buffer.get_prompts(5))
-        samples = [
-            sample(prompt.row["source"], float(len(prompt.prompt_id) + step) % 3 / 2)
-            for prompt in prompts[-1]
-        ]
-        statistics = update_statistics(statistics, samples, step=step, drawn=buffer.drawn_by_source())
-    return prompts, statistics
-
-
-@pytest.mark.parametrize("saved_after", [1, 6, 11])
-@pytest.mark.parametrize(
-    "curriculum",
-    [favour_medium, linear_shift({"a": 1, "b": 0}, {"a": 0, "b": 1}, first_step=1, last_step=11)],
-)
-def test_a_resumed_curriculum_draws_what_an_unbroken_one_does(curriculum: Curriculum, saved_after: int):
-    straight, final = run_steps(curriculum, make_buffer(), start_statistics("ab"), range(1, 13))
-    buffer = make_buffer()
-    head, statistics = run_steps(curriculum, buffer, start_statistics("ab"), range(1, saved_after + 1))
-    state, saved = json.loads(json.dumps([buffer.state_dict(), encode_statistics(statistics)]))
-    resumed = make_buffer()
-    resumed.load_state_dict(state)
-    rest = range(saved_after + 1, 13)
-    tail, resumed_final = run_steps(curriculum, resumed, decode_statistics(saved, "ab"), rest)
-    assert (head + tail, resumed_final) == (straight, final)

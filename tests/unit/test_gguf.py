@@ -136,43 +136,29 @@ def test_a_file_is_converted_once_and_again_when_it_was_replaced(
     assert len(converted) == 2
 
 
-def nothing_made(cache: Path) -> bool:
-    return not cache.exists() or not [path for path in cache.iterdir() if path.suffix != ".lock"]
-
-
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "part", "message"),
     [
-        (b"<!doctype html>", r"small\.gguf is not a GGUF file \(it begins with b'<!do'"),
-        (b"", r"small\.gguf is not a GGUF file"),
-        (None, "is not a file here"),
+        (b"<!doctype html>", 1.0, r"small\.gguf is not a GGUF file \(it begins with b'<!do'"),
+        (("output",), 0.0, r"small\.gguf is not a GGUF file"),
+        (("output",), 0.02, r"small\.gguf cannot be converted .*cut short"),
+        (("output",), 0.999, r"small\.gguf cannot be converted .*cut short"),
+        (("output", "blk.1.ffn_up"), 1.0, r"lacks model\.layers\.1\.mlp\.up_proj\.weight"),
     ],
 )
-def test_what_is_not_a_gguf_file_is_named(content: bytes | None, message: str, tmp_path: Path):
-    if content is not None:
-        (tmp_path / "small.gguf").write_bytes(content)
+def test_a_file_that_is_none_or_not_whole_is_named_and_leaves_nothing_behind(
+    content: bytes | tuple[str, ...], part: float, message: str, tmp_path: Path
+):
+    file, cache = tmp_path / "small.gguf", tmp_path / "cache"
+    with pytest.raises(ModelError, match="is not a file here"):
+        resolve_model(str(file), cache_dir=cache)
+    if isinstance(content, tuple):
+        write_gguf(file, leave_out=content)
+        content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * part)])
     with pytest.raises(ModelError, match=message):
-        resolve_model(str(tmp_path / "small.gguf"), cache_dir=tmp_path / "cache")
-    assert nothing_made(tmp_path / "cache")
-
-
-@pytest.mark.parametrize("part", [0.02, 0.999])
-def test_a_file_that_is_cut_short_is_named_and_leaves_nothing_behind(part: float, tmp_path: Path):
-    file = tmp_path / "small.gguf"
-    write_gguf(file)
-    whole = file.read_bytes()
-    file.write_bytes(whole[: int(len(whole) * part)])
-    with pytest.raises(ModelError, match=r"small\.gguf cannot be converted .*cut short") as caught:
-        resolve_model(str(file), cache_dir=tmp_path / "cache")
-    assert caught.value.__cause__ is not None
-    assert nothing_made(tmp_path / "cache")
-
-
-def test_a_lost_tensor_is_an_error_not_random_numbers(tmp_path: Path):
-    write_gguf(tmp_path / "small.gguf", leave_out=("output", "blk.1.ffn_up"))
-    with pytest.raises(ModelError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
-        resolve_model(str(tmp_path / "small.gguf"), cache_dir=tmp_path / "cache")
-    assert nothing_made(tmp_path / "cache")
+        resolve_model(str(file), cache_dir=cache)
+    assert [path for path in cache.glob("*") if path.suffix != ".lock"] == []
 
 
 def test_packages_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -36,29 +37,21 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(case: tuple[int, 
     assert compute_pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
-@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 5), (4, 1, 0)])
-def test_pass_at_k_refuses_what_has_no_unbiased_estimate(n: int, c: int, k: int):
-    with pytest.raises(ValueError, match="must"):
-        compute_pass_at_k(n, c, k)
-
-
 # --- distributions ------------------------------------------------------------------------------------------
 
 
 def test_divergences_and_entropies_match_the_numbers_worked_by_hand():
     found = compute_policy_divergence(logs([0.5, 0.3, 0.2]), logs([0.4, 0.4, 0.2]))
-    assert found.kl.value == pytest.approx(0.025267154, abs=1e-9)
-    assert found.reverse_kl.value == pytest.approx(0.025815, abs=5e-7)
-    assert found.jsd.value == pytest.approx(0.006367, abs=5e-7)
-    assert found.entropy.value == pytest.approx(1.029653014, abs=1e-9)
-    assert found.ref_entropy.value == pytest.approx(-(0.8 * math.log(0.4) + 0.2 * math.log(0.2)))
+    ref_entropy = -(0.8 * math.log(0.4) + 0.2 * math.log(0.2))
+    expected = [0.025267154, 0.025815, 0.006367, 1.029653014, ref_entropy]
+    means = (found.kl, found.reverse_kl, found.jsd, found.entropy, found.ref_entropy)
+    assert [mean.value for mean in means] == pytest.approx(expected, abs=5e-7)
     assert found.top1_agreement == Mean(1.0, 1.0)
 
 
 def test_entropy_runs_from_zero_to_log_v_and_bears_impossible_tokens():
-    assert compute_entropy(torch.tensor([[0.0, -INF], [3.0, 3.0], [0.0, 50.0]])).tolist() == pytest.approx(
-        [0.0, math.log(2), 0.0], abs=1e-6
-    )
+    found = compute_entropy(torch.tensor([[0.0, -INF], [3.0, 3.0], [0.0, 50.0]]))
+    assert found.tolist() == pytest.approx([0.0, math.log(2), 0.0], abs=1e-6)
     assert compute_entropy(logs([0.5, 0.3, 0.2]), temperature=1e6).item() == pytest.approx(math.log(3))
 
 
@@ -83,17 +76,15 @@ def test_distinct_n_counts_different_n_grams_over_all():
     assert compute_distinct_n(responses, 2) == pytest.approx(3 / 5)  # ab ba ab, ab bc
     assert compute_distinct_n(responses, 4) == 1.0
     assert compute_distinct_n(responses, 5) is None
-    with pytest.raises(ValueError, match="n=0"):
-        compute_distinct_n(responses, 0)
 
 
 def test_bleu_matches_the_number_worked_by_hand():
-    hypothesis = ["the", "cat", "sat", "on", "the", "mat"]
-    references = [["the", "cat", "is", "on", "the", "mat"], ["a", "cat", "sat", "there"]]
+    texts = ("the cat sat on the mat", "the cat is on the mat", "a cat sat there")
+    hypothesis, *references = [text.split() for text in texts]
     # 1-grams 6/6 (sat is in the second), 2-grams: the cat, cat sat, on the, the mat = 4/5, 3-grams: on the
     # mat = 1/4; 4-grams 0.1/3
-    assert compute_bleu(hypothesis, references, max_n=3) == pytest.approx((1 * 4 / 5 * 1 / 4) ** (1 / 3))
-    assert compute_bleu(hypothesis, references) == pytest.approx((1 * 4 / 5 * 1 / 4 * 0.1 / 3) ** (1 / 4))
+    assert compute_bleu(hypothesis, references, max_n=3) == pytest.approx((4 / 5 / 4) ** (1 / 3))
+    assert compute_bleu(hypothesis, references) == pytest.approx((4 / 5 / 4 * 0.1 / 3) ** (1 / 4))
     assert compute_bleu(hypothesis, references, smoothing=0) == 0.0
 
 
@@ -104,16 +95,8 @@ def test_self_bleu_is_the_mean_of_bleu_against_all_others(responses: list[list[i
         compute_bleu(one, responses[:i] + responses[i + 1 :], max_n=3, smoothing=smoothing)
         for i, one in enumerate(responses)
     ]
-    assert compute_self_bleu(responses, max_n=3, smoothing=smoothing) == pytest.approx(
-        sum(slow) / len(slow), abs=1e-12
-    )
-
-
-def test_self_bleu_is_one_of_equals_and_refuses_a_single_response():
-    assert compute_self_bleu([[1, 2, 3, 4, 5]] * 3) == pytest.approx(1.0)
-    assert compute_self_bleu([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], smoothing=0) == 0.0
-    with pytest.raises(ValueError, match="1 responses"):
-        compute_self_bleu([[1]])
+    found = compute_self_bleu(responses, max_n=3, smoothing=smoothing)
+    assert found == pytest.approx(sum(slow) / len(slow), abs=1e-12)
 
 
 # --- intervals ----------------------------------------------------------------------------------------------
@@ -124,10 +107,7 @@ def test_an_interval_of_zeros_and_ones_is_that_of_the_binomial():
     found = compute_bootstrap_interval(values, seed=0)
     half = 1.959964 * math.sqrt(0.3 * 0.7 / 1000)
     assert found.mean == pytest.approx(0.3)
-    assert (found.low, found.high) == (
-        pytest.approx(0.3 - half, abs=0.002),
-        pytest.approx(0.3 + half, abs=0.002),
-    )
+    assert [found.low, found.high] == pytest.approx([0.3 - half, 0.3 + half], abs=0.002)
     assert compute_bootstrap_interval(values, seed=0) == found
 
 
@@ -144,11 +124,22 @@ def test_pairing_by_prompt_sees_a_difference_that_hard_prompts_would_hide():
 
 
 @pytest.mark.parametrize(
-    ("values", "confidence", "named"),
-    [([1.0, NAN], 0.9, r"values\[1\] is nan"), ([], 0.9, r"shape \(0,\)"), ([1.0], 1.0, r"confidence=1\.0")],
+    ("call", "named"),
+    [
+        (lambda: compute_bootstrap_interval([1.0, NAN], seed=0), r"values\[1\] is nan"),
+        (lambda: compute_bootstrap_interval([], seed=0), r"shape \(0,\)"),
+        (lambda: compute_bootstrap_interval([1.0], seed=0, confidence=1.0), r"confidence=1\.0"),
+        (
+            lambda: compare_policies([1.0, 2.0], [1.0], seed=0),
+            "2 values of the first policy, 1 of the second",
+        ),
+        (lambda: compute_pass_at_k(4, 5, 1), "must"),
+        (lambda: compute_pass_at_k(4, 1, 5), "must"),
+        (lambda: compute_pass_at_k(4, 1, 0), "must"),
+        (lambda: compute_distinct_n(["a"], 0), "n=0"),
+        (lambda: compute_self_bleu([[1]]), "1 responses"),
+    ],
 )
-def test_what_has_no_interval_is_named(values: list[float], confidence: float, named: str):
+def test_what_cannot_be_estimated_is_named(call: Callable[[], object], named: str):
     with pytest.raises(ValueError, match=named):
-        compute_bootstrap_interval(values, seed=0, confidence=confidence)
-    with pytest.raises(ValueError, match="2 values of the first policy, 3 of the second"):
-        compare_policies([1.0, 2.0], [1.0, 2.0, 3.0], seed=0)
+        call()

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
-from rich.console import Console
 from safetensors.numpy import save_file
 
 from rollouts.config.load import load_config
@@ -25,7 +24,6 @@ from rollouts.preflight.estimate import (
     read_free_memory,
     read_model_size,
 )
-from rollouts.preflight.findings import Finding, print_findings
 from rollouts.preflight.functions import call_functions
 from rollouts.run_dir import RunDir
 from tests.support.text_tables import read_cells
@@ -231,16 +229,6 @@ def test_every_function_that_is_missing_or_wrong_is_found(house, key):
     ):
         found = look(house, text, ("sft", "rl"), f"--{key}", f'["{value}"]' if "filters" in key else value)
         assert any(wanted in line for line in found if line.startswith(key.removesuffix(".function"))), found
-
-
-@pytest.mark.parametrize(("levels", "code", "verdict"), [
-    (["ok"], 0, "nothing stands in the way of this run; nothing was trained"),
-    (["ok", "warning"], 0, "nothing stands in the way of this run (1 warning); nothing was trained"),
-    (["error", "error", "warning"], 2, "2 things would stop this run (1 warning); nothing was trained"),
-])  # fmt: skip
-def test_the_verdict_comes_last_and_is_the_exit_code(levels, code, verdict, capsys):
-    assert print_findings([Finding(level, "a", "b [c]") for level in levels], Console()) == code
-    assert capsys.readouterr().out.splitlines() == [*(f"{level:<8} a: b [c]" for level in levels), verdict]
 
 
 # --- a trial call -------------------------------------------------------------------------------------------

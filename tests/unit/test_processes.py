@@ -15,11 +15,10 @@ import pytest
 import trio
 
 from rollouts.processes.process import Process, open_process
+from tests.support.text_tables import read_cells
 
 FAKE = Path(__file__).with_name("fake_inference_server.py")
-linux_only = pytest.mark.skipif(
-    sys.platform != "linux", reason="other systems do not let a process adopt orphans"
-)
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process can adopt orphans")
 PYTHON = [sys.executable, "-I", "-S"]
 
 
@@ -33,9 +32,8 @@ def environment(pids: Path) -> dict[str, str]:
 async def open_tree(path: Path, **options: float) -> AsyncIterator[tuple[Process, list[int]]]:
     """The child with its descendants and guards: child, two strays, inner and outer guard."""
     pids = path / "pids"
-    async with open_process(
-        [*PYTHON, str(FAKE)], env=environment(pids), log=path / "log", **options
-    ) as process:
+    argv = [*PYTHON, str(FAKE)]
+    async with open_process(argv, env=environment(pids), log=path / "log", **options) as process:
         await process.wait_started()
         await wait_until(lambda: pids.exists() and pids.read_text() != "")
         inner = parent_of(process.pid)
@@ -105,12 +103,11 @@ trio.run(main)
 
 async def start_parent(argv: list[str], env: dict[str, str], log: Path, linger_s: float):
     """A trainer with a child: its process, and the child's id."""
-    words = json.dumps([argv, env, str(log), linger_s])
-    parent = await trio.lowlevel.open_process([sys.executable, "-c", PARENT, words], stdout=subprocess.PIPE)
+    command = [sys.executable, "-c", PARENT, json.dumps([argv, env, str(log), linger_s])]
+    parent = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
     assert parent.stdout is not None
     with trio.fail_after(60):
-        child = int(await parent.stdout.receive_some(100))
-    return parent, child
+        return parent, int(await parent.stdout.receive_some(100))
 
 
 async def kill_parent(parent: trio.Process) -> None:
@@ -157,18 +154,18 @@ async def test_leaving_a_process_that_lingers_does_not_wait_for_it(tmp_path: Pat
     os.waitpid(process.guard_pid, 0)  # noqa: ASYNC222
 
 
-@pytest.mark.parametrize(
-    ("argv", "code", "how"),
-    [
-        ([*PYTHON, "-c", "raise SystemExit(3)"], 3, "ended with exit code 3"),
-        (["sh", "-c", "kill -9 $$"], -9, "was killed by SIGKILL"),
-        (["sh", "-c", "kill -40 $$"], -40, "was killed by signal 40"),
-        (["/no/such/program"], None, "did not start: /no/such/program does not start: "),
-    ],
-)
-async def test_an_end_is_described(argv: list[str], code: int | None, how: str):
-    async with open_process(argv) as process:
-        assert await process.wait_ended() == code
+ENDS = """
+sh -c exit~3 | 3 | ended with exit code 3
+sh -c kill~-9~$$ | -9 | was killed by SIGKILL
+sh -c kill~-40~$$ | -40 | was killed by signal 40
+/no/such/program | None | did not start: /no/such/program does not start:
+"""
+
+
+@pytest.mark.parametrize(("argv", "code", "how"), read_cells(ENDS))
+async def test_an_end_is_described(argv: str, code: str, how: str):
+    async with open_process([word.replace("~", " ") for word in argv.split()]) as process:
+        assert str(await process.wait_ended()) == code
         assert process.describe_end().startswith(how)
 
 

@@ -14,7 +14,6 @@ import pytest
 
 import integration_training.tasks
 from integration_training.tasks import arithmetic, countdown, summary_length
-from rollouts.config.plugins import load_function
 from rollouts.types import RewardResult, Sample, SampleGroup, Status
 from tests.support.text_tables import read_cells
 
@@ -44,11 +43,6 @@ def group_of(*results: RewardResult) -> SampleGroup:
     return SampleGroup(0, "row-0", tuple(samples))
 
 
-def test_the_shipped_tasks():
-    made = "arithmetic countdown json_extraction letter_counting letter_words sorting summary_length"
-    assert made.split() == NAMES
-
-
 GOLD = """
 arithmetic.exact_answer arithmetic.close_answer countdown.reaches_target json_extraction.extracts_fields
 letter_counting.counts_right letter_words.share_of_letters sorting.in_order summary_length.fits
@@ -76,16 +70,6 @@ def test_row_i_depends_on_the_seed_and_i_alone(task):
     assert task.make_rows(size=20, seed=4) != many
     assert all(isinstance(row["prompt"], str) and isinstance(row["answer"], str) for row in many)
     assert json.loads(json.dumps(many)) == many
-
-
-def test_the_functions_that_a_page_names_exist_and_fit_their_role(task, tmp_path):
-    page = task.__doc__ or ""
-    roles = {"function": "rows", "reward": "reward", "group_reward": "group_reward", "filters": "filter"}
-    for line in page.splitlines():
-        name, equals, value = line.strip().partition(" = ")
-        if equals and name in roles:
-            load_function(value.strip('[]"'), role=roles[name], base_dir=tmp_path)
-    assert "integration_training.tasks" in page and "filters = " in page
 
 
 def test_countdown_keeps_groups_that_are_partly_solved():
