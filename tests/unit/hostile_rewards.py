@@ -31,7 +31,6 @@ def good(sample):
     return RewardResult(len(sample.response), {"length": len(sample.response)}, "counted")
 
 
-good_too_ = good___ = good  # names of other lengths
 
 
 def where(sample):
@@ -60,9 +59,6 @@ def runs_a_program(sample):
 def runs_with_preexec(sample):
     return float(subprocess.run(["echo", "2"], capture_output=True, check=True, preexec_fn=os.getpid).stdout)
 
-
-def by_name(sample):
-    return globals()[sample.response](sample)
 
 
 def ranks(samples):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rollouts.errors import ConfigError
 from rollouts.filters import check_consensus, check_reward_nonzero_std
-from rollouts.rewards.check import check_group_rewards
+from rollouts.rewards.check import apply_reward, check_group_rewards
 from rollouts.rewards.consensus import compute_consensus, make_consensus_reward
 from rollouts.types import Sample, SampleGroup
 
@@ -41,46 +43,33 @@ def test_ties_and_ratios_follow_their_rules(answers, rules, label):
     assert list(consensus.rewards) == [float(label is not None and answer == label) for answer in answers]
 
 
-def group_of(*answers: str) -> SampleGroup:
-    return SampleGroup(
-        0,
-        "row-0",
-        tuple(Sample(id=f"s{index}", prompt="q", response=answer) for index, answer in enumerate(answers)),
-    )
-
-
-def score(group: SampleGroup, **rules) -> SampleGroup:
-    reward = make_consensus_reward(lambda sample: sample.response or None, **rules)
-    results = check_group_rewards(reward(group.samples), len(group.samples), "consensus")
-    scored = (
-        Sample(id=sample.id, prompt="q", response=sample.response, reward=result.reward, rewards=result.parts)
-        for sample, result in zip(group.samples, results, strict=True)
-    )
+def score(*answers: str, **rules: Any) -> SampleGroup:
+    """A group of these answers, "" for none, with the reward of each."""
+    samples = [Sample(id=f"s{at}", prompt="q", response=answer) for at, answer in enumerate(answers)]
+    reward: Any = make_consensus_reward(lambda sample: sample.response or None, **rules)
+    results = check_group_rewards(reward(samples), len(samples), "consensus")
+    scored = [apply_reward(sample, result) for sample, result in zip(samples, results, strict=True)]
     return SampleGroup(0, "row-0", tuple(scored))
 
 
 def test_a_group_is_rewarded_with_its_parts():
-    group = score(group_of("7", "7", "8", ""), min_ratio=0.5)
+    group = score("7", "7", "8", "", min_ratio=0.5)
     assert group.rewards.tolist() == [1.0, 1.0, 0.0, 0.0]
-    assert [sample.rewards["has_answer"] for sample in group.samples] == [1.0, 1.0, 1.0, 0.0]
-    assert {(sample.rewards["vote_ratio"], sample.rewards["has_label"]) for sample in group.samples} == {
-        (2 / 3, 1.0)
-    }
-    results = make_consensus_reward(lambda sample: sample.response)(group_of("7", "7").samples)
-    assert results[0].note == "label '7'"
+    for sample, agrees, has_answer in zip(group.samples, [1, 1, 0, 0], [1, 1, 1, 0], strict=True):
+        parts = {"agrees": agrees, "has_answer": has_answer, "vote_ratio": 2 / 3, "has_label": 1}
+        assert sample.rewards == parts
+    assert group.samples[0].metadata["reward_note"] == "label '7'"
 
 
 def test_a_group_without_consensus_is_dropped_by_name():
-    divided = score(group_of("7", "8"))
-    decision = check_consensus(divided)
-    assert (decision.keep, decision.reason) == (False, "no_consensus")
-    assert "vote ratio 0.5" in decision.detail
+    divided, majority = score("7", "8"), score("7", "7", "8")
+    for group, rules, says in ((divided, {}, "vote ratio 0.5"), (majority, {"min_ratio": 0.7}, "below 0.7")):
+        decision = check_consensus(group, **rules)
+        assert (decision.keep, decision.reason) == (False, "no_consensus") and says in decision.detail
     assert check_reward_nonzero_std(divided).reason == "zero_variance"
-    assert check_consensus(score(group_of("7", "7", "8"))).keep
-    weak = check_consensus(score(group_of("7", "7", "8")), min_ratio=0.7)
-    assert weak.reason == "no_consensus" and "below 0.7" in weak.detail
+    assert check_consensus(majority).keep
     with pytest.raises(ValueError, match="needs the part 'has_label' of the reward"):
-        check_consensus(group_of("7"))
+        check_consensus(SampleGroup(0, "row-0", (Sample(id="s", prompt="q", response="7"),)))
 
 
 @pytest.mark.parametrize(

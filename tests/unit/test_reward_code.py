@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import socket
 import subprocess
@@ -19,7 +20,6 @@ from rollouts.rewards import code as code_module
 from rollouts.rewards.code import (
     Isolation,
     Limits,
-    code_passes_tests,
     describe_isolation,
     extract_code,
     make_code_reward,
@@ -27,8 +27,6 @@ from rollouts.rewards.code import (
 from rollouts.types import RewardResult, Sample
 
 QUICK = Limits(timeout_s=2.0)
-SHORT = Limits(timeout_s=0.3)
-NOTHING = {"input": "", "output": ""}
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 
@@ -85,22 +83,14 @@ def code_processes() -> list[str]:
     return found
 
 
-def sample_of(code: str, tests: Any, **metadata: Any) -> Sample:
-    return Sample(id="s", prompt="q", response=code, metadata={"tests": tests, **metadata})
+def run(code: str, tests: Any = "pass", *, metadata: Any = None, **options: Any) -> RewardResult:
+    reward = make_code_reward(**{"limits": QUICK, "namespaces": True} | options)
+    return reward(Sample(id="s", prompt="q", response=code, metadata={"tests": tests, **(metadata or {})}))
 
 
-def run(
-    code: str,
-    tests: Any = "pass",
-    *,
-    namespaces: bool = True,
-    limits: Limits = QUICK,
-    partial: bool = False,
-    **metadata: Any,
-) -> RewardResult:
-    return make_code_reward(namespaces=namespaces, limits=limits, partial=partial)(
-        sample_of(code, tests, **metadata)
-    )
+def check(result: RewardResult, reward: float, note: str) -> None:
+    """`note` is a regular expression that the note begins with, after any text."""
+    assert result.reward == reward and re.search(note, result.note or ""), result
 
 
 def open_to_all(directory: Path) -> None:
@@ -114,62 +104,51 @@ def open_to_all(directory: Path) -> None:
 # --- what the tests decide ---
 
 
-def test_a_program_passes_if_all_its_tests_do():
-    tests = ["assert double(2) == 4", "assert double(-1) == -2"]
-    result = code_passes_tests(sample_of("def double(x):\n    return 2 * x", tests))
-    assert (result.reward, result.parts) == (1.0, {"passed": 1.0, "compiled": 1.0})
-    assert result.note is not None and result.note.startswith("2 of 2 tests passed; isolated: ")
+HALF = "def half(x):\n    return x // 2"
+HALVES = ["assert half(2) == 1", "assert half(3) == 1.5, half(3)", "assert half(4) == 2", "half(1)[0]"]
+CHECK = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 3"
+INC, CHECK_INC = {"entry_point": "inc"}, {"entry_point": "check"}
+SUMS = [{"input": "3 4\n", "output": "7\n"}, {"input": "-1 1", "output": "0"}]
+ADD = "if __name__ == '__main__':\n    a, b = map(int, input().split())\n    print(a + b, ' ')"
+LATE = """
+import atexit, threading
+atexit.register(print, 'c')
+threading.Thread(target=print, args=('a',)).start()
+print('b', end='\\n')
+"""
 
 
-def test_partial_counts_the_fraction_and_the_note_names_the_first_failure():
-    tests = ["assert half(2) == 1", "assert half(3) == 1.5, half(3)", "assert half(4) == 2", "half(1)[0]"]
-    code = "def half(x):\n    return x // 2"
-    result = run(code, tests, partial=True)
-    assert (result.reward, result.parts) == (0.5, {"passed": 0.5, "compiled": 1.0})
-    assert result.note is not None and result.note.startswith(
-        "2 of 4 tests passed; test 1: AssertionError: 1;"
-    )
-    whole = run(code, tests)
-    assert (whole.reward, whole.parts["passed"]) == (0.0, 0.5)
+def printing(output: str) -> list[dict[str, str]]:
+    return [{"input": "", "output": output}]
 
 
-def test_code_that_does_not_compile_is_no_failure_of_the_reward():
-    result = run("def f(:", ["pass", "pass"])
-    assert (result.reward, result.parts) == (0.0, {"passed": 0.0, "compiled": 0.0})
-    assert result.note is not None and "test 0: SyntaxError" in result.note
-
-
-def test_tests_may_be_a_check_function_of_the_entry_point():
-    test = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 3"
-    assert run("def inc(x):\n    return x + 1", test, entry_point="inc").reward == 1.0
-    assert run("def inc(x):\n    return 2", test, entry_point="inc").reward == 0.0
-    assert run("def check(x):\n    return x + 1", "assert check(1) == 2", entry_point="check").reward == 1.0
-    assert "NameError: the response does not define inc" in (
-        run("def dec(x):\n    return x - 1", test, entry_point="inc").note or ""
-    )
-
-
-def test_programs_are_judged_by_their_output():
-    tests = [{"input": "3 4\n", "output": "7\n"}, {"input": "-1 1", "output": "0"}]
-    code = "if __name__ == '__main__':\n    a, b = map(int, input().split())\n    print(a + b, ' ')"
-    assert run(code, tests).reward == 1.0
-    assert run("print(7)", tests, partial=True).reward == 0.5
-    assert "it printed '7\\n'" in (run("print(7)", tests).note or "")
-    assert run("print('7\\n8')", [{"input": "", "output": "7 8"}]).reward == 0.0
-
-
-def test_a_program_ends_as_programs_do():
-    late = (
-        "import atexit, threading\natexit.register(print, 'c')\nthreading.Thread(target=print,"
-        " args=('a',)).start()\nprint('b', end='\\n')"
-    )
-    result = run(late, [{"input": "", "output": "a\nb\nc"}])
-    assert result.reward == 1.0, result.note
-    assert run("import sys\nprint(1)\nsys.exit()", [{"input": "", "output": "1"}]).reward == 1.0
-    assert "it ended with status 3" in (
-        run("import sys\nprint(1)\nsys.exit(3)", [{"input": "", "output": "1"}]).note or ""
-    )
-    assert "ZeroDivisionError" in (run("print(1)\n1 / 0", [{"input": "", "output": "1"}]).note or "")
+@pytest.mark.parametrize(
+    ("code", "tests", "metadata", "reward", "note"),
+    [
+        ("x = 1", ["assert x == 1", "assert x < 2"], {}, 1.0, "^2 of 2 tests passed; isolated: "),
+        (HALF, HALVES, {}, 0.5, "^2 of 4 tests passed; test 1: AssertionError: 1;"),
+        ("def f(:", ["pass", "pass"], {}, 0.0, "test 0: SyntaxError"),
+        ("def inc(x):\n    return x + 1", CHECK, INC, 1.0, ""),
+        ("def inc(x):\n    return 2", CHECK, INC, 0.0, ""),
+        ("def check(x):\n    return x + 1", "assert check(1) == 2", CHECK_INC, 1.0, ""),
+        ("def dec(x):\n    return x - 1", CHECK, INC, 0.0, "NameError: the response does not define inc"),
+        (ADD, SUMS, {}, 1.0, ""),
+        ("print(7)", SUMS, {}, 0.5, r"it printed '7\\n'"),
+        ("print('7\\n8')", printing("7 8"), {}, 0.0, ""),
+        (LATE, printing("a\nb\nc"), {}, 1.0, ""),  # a program ends as programs do
+        ("import sys\nprint(1)\nsys.exit()", printing("1"), {}, 1.0, ""),
+        ("import sys\nprint(1)\nsys.exit(3)", printing("1"), {}, 0.0, "it ended with status 3"),
+        ("print(1)\n1 / 0", printing("1"), {}, 0.0, "ZeroDivisionError"),
+    ],
+)
+def test_the_share_of_passed_tests_is_the_reward_and_the_note_names_the_first_failure(
+    code: str, tests: Any, metadata: dict[str, str], reward: float, note: str
+):
+    result = run(code, tests, metadata=metadata, partial=True)
+    check(result, reward, note)
+    assert result.parts == {"passed": reward, "compiled": float(code != "def f(:")}
+    if 0 < reward < 1:  # without partial, all must pass
+        assert run(code, tests, metadata=metadata).reward == 0.0
 
 
 @pytest.mark.parametrize(
@@ -204,7 +183,7 @@ def test_the_last_python_block_is_the_program(response: str, code: str):
 )
 def test_a_row_without_sound_tests_is_an_error(tests: Any, message: str):
     with pytest.raises(DataError, match=message):
-        code_passes_tests(sample_of("x = 1", tests))
+        run("x = 1", tests)
 
 
 @pytest.mark.parametrize(
@@ -233,10 +212,8 @@ def test_a_child_that_does_not_start_is_an_error_and_not_a_reward(
 ):
     describe_isolation()
     monkeypatch.setattr(code_module, "CHILD", tmp_path / "gone.py")
-    with pytest.raises(
-        UserFunctionError,
-        match=r"sample s: the child process that runs the code .* did not start: it ended with status 2",
-    ):
+    message = "sample s: the child process that runs the code .* did not start: it ended with status 2"
+    with pytest.raises(UserFunctionError, match=message):
         run("x = 1")
 
 
@@ -252,19 +229,15 @@ def test_a_child_isolated_less_than_described_does_not_run_the_code(monkeypatch:
 def test_directories_to_import_from_can_be_named(tmp_path: Path, namespaces: bool):
     open_to_all(tmp_path)
     (tmp_path / "helper_of_test.py").write_text("value = 5")
-    reward = make_code_reward(import_paths=[str(tmp_path)], namespaces=namespaces, limits=QUICK)
-    sample = sample_of(
-        "import sys\nsys.dont_write_bytecode = True\nimport helper_of_test",
-        "assert helper_of_test.value == 5",
-    )
-    assert reward(sample).reward == 1.0, reward(sample).note
-    assert "ModuleNotFoundError" in (run("import helper_of_test", namespaces=namespaces).note or "")
+    code = "import sys\nsys.dont_write_bytecode = True\nimport helper_of_test"
+    tests, paths = "assert helper_of_test.value == 5", [str(tmp_path)]
+    check(run(code, tests, import_paths=paths, namespaces=namespaces), 1.0, "")
+    check(run(code, tests, namespaces=namespaces), 0.0, "ModuleNotFoundError")
 
 
 # --- hostile code ---
 
 LOOP = "while True:\n    pass"
-FORKS = "import os\nwhile True:\n    os.fork()"
 PATIENT_FORKS = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
 CLOSES_ALL = "import os\nos.closerange(0, 64)\nwhile True:\n    pass"
 DEAF = (
@@ -276,17 +249,15 @@ DEAF = (
     "code", [LOOP, PATIENT_FORKS, CLOSES_ALL, DEAF], ids=["loop", "forks", "closes all", "deaf"]
 )
 def test_code_that_does_not_end_is_ended(code: str, namespaces: bool):
-    result = run(code, ["pass", "pass"], namespaces=namespaces, limits=SHORT)
-    assert (result.reward, result.parts) == (0.0, {"passed": 0.0, "compiled": 1.0})
-    assert result.note is not None and result.note.startswith(
-        "0 of 2 tests passed; test 0: it took longer than 0.3 s"
-    )
+    result = run(code, ["pass", "pass"], namespaces=namespaces, limits=Limits(timeout_s=0.3))
+    check(result, 0.0, "^0 of 2 tests passed; test 0: it took longer than 0.3 s")
+    assert result.parts == {"passed": 0.0, "compiled": 1.0}
 
 
 @pytest.mark.parametrize(
     ("code", "note"),
     [
-        (FORKS, "BlockingIOError"),
+        ("import os\nwhile True:\n    os.fork()", "BlockingIOError"),
         ("x = bytearray(10**10)", "MemoryError"),
         ("open('big', 'wb').write(bytes(64 << 20))", "OSError"),
         ("import sys\nsys.exit(0)", r"it called sys.exit\(0\)"),
@@ -298,14 +269,13 @@ def test_code_that_does_not_end_is_ended(code: str, namespaces: bool):
     ],
 )
 def test_code_that_breaks_a_limit_or_leaves_early_has_failed(code: str, note: str, namespaces: bool):
-    result = run(code, namespaces=namespaces, limits=Limits(timeout_s=5.0))
-    assert result.reward == 0.0
-    assert_matches(note, result.note)
+    check(run(code, namespaces=namespaces, limits=Limits(timeout_s=5.0)), 0.0, note)
 
 
-def assert_matches(pattern: str, note: str | None) -> None:
-    with pytest.raises(ValueError, match=pattern):
-        raise ValueError(note)
+def test_output_without_end_is_cut(namespaces: bool):
+    limits = Limits(timeout_s=10.0, output_bytes=10_000)
+    result = run("while True:\n    print('x' * 1000)", printing(""), namespaces=namespaces, limits=limits)
+    check(result, 0.0, "it wrote more than 10000 bytes of output")
 
 
 FORGERIES = {
@@ -323,24 +293,9 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("code", FORGERIES.values(), ids=FORGERIES.keys())
-def test_a_test_that_did_not_pass_cannot_be_passed_by_saying_so(code: str, namespaces: bool):
-    assert run(code, "assert False", namespaces=namespaces).reward == 0.0
-
-
-def test_a_programs_exit_does_not_stand_for_its_output(namespaces: bool):
-    for code in FORGERIES.values():
-        assert run(code, [{"input": "", "output": "7"}], namespaces=namespaces).reward == 0.0
-
-
-def test_output_without_end_is_cut(namespaces: bool):
-    result = run(
-        "while True:\n    print('x' * 1000)",
-        [NOTHING],
-        namespaces=namespaces,
-        limits=Limits(timeout_s=10.0, output_bytes=10_000),
-    )
-    assert result.reward == 0.0
-    assert "it wrote more than 10000 bytes of output" in (result.note or "")
+@pytest.mark.parametrize("tests", ["assert False", printing("7")], ids=["test", "program"])
+def test_a_test_that_did_not_pass_cannot_be_passed_by_saying_so(code: str, tests: Any, namespaces: bool):
+    assert run(code, tests, namespaces=namespaces).reward == 0.0
 
 
 def test_a_process_that_the_code_left_ends_with_it():
@@ -348,11 +303,8 @@ def test_a_process_that_the_code_left_ends_with_it():
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n       "
         " time.sleep(1000)\n    os._exit(0)"
     )
-    result = run(code, "assert True")
-    if describe_isolation().network:
-        assert result.reward == 1.0, result.note
-    else:
-        assert "BlockingIOError" in (result.note or "")  # it may start none at all
+    isolated = describe_isolation().network  # else it may start none at all
+    check(run(code, "assert True"), float(isolated), "" if isolated else "BlockingIOError")
 
 
 def test_the_worker_cannot_be_killed(namespaces: bool):
@@ -363,7 +315,7 @@ def test_the_worker_cannot_be_killed(namespaces: bool):
         " signal.SIGKILL)\n    except OSError:\n        pass"
     )
     run(code, namespaces=namespaces)
-    assert run("x = 1", "assert x", namespaces=namespaces).reward == 1.0
+    check(run("x = 1", "assert x", namespaces=namespaces), 1.0, "")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
@@ -373,7 +325,7 @@ def test_there_is_no_network(address: str):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         code = f"import socket\nsocket.create_connection(({address!r}, {server.getsockname()[1]}), timeout=1)"
-        assert "OSError" in (run(code).note or "")
+        check(run(code), 0.0, "OSError")
         with pytest.raises(BlockingIOError):
             server.accept()
 
@@ -382,18 +334,17 @@ def test_files_outside_are_neither_seen_nor_changed(tmp_path: Path, namespaces: 
     secret = tmp_path / "secret"
     secret.write_text("x")
     secret.chmod(0o600)
-    isolation = describe_isolation(namespaces=namespaces)
-    if not isolation.user:
+    if not describe_isolation(namespaces=namespaces).user:
         pytest.skip("this host leaves the code the worker's user")
-    assert run(f"open({str(secret)!r}).read()", namespaces=namespaces).reward == 0.0
-    assert run(f"open({str(tmp_path / 'new')!r}, 'w')", namespaces=namespaces).reward == 0.0
-    assert run("open('/etc/new', 'w')", namespaces=namespaces).reward == 0.0
-    assert run("import os\nopen(os.__file__, 'a')", namespaces=namespaces).reward == 0.0
-    assert run("open('/proc/1/environ', 'rb').read()", namespaces=namespaces).reward == 0.0
-    assert (
-        run("import os\nopen(f'/proc/{os.getppid()}/environ', 'rb').read()", namespaces=namespaces).reward
-        == 0.0
-    )
+    for access in (
+        f"open({str(secret)!r}).read()",
+        f"open({str(tmp_path / 'new')!r}, 'w')",
+        "open('/etc/new', 'w')",
+        "open(os.__file__, 'a')",
+        "open('/proc/1/environ', 'rb').read()",
+        "open(f'/proc/{os.getppid()}/environ', 'rb').read()",
+    ):
+        assert run(f"import os\n{access}", namespaces=namespaces).reward == 0.0, access
     assert not (tmp_path / "new").exists() and not Path("/etc/new").exists()
 
 
@@ -409,8 +360,7 @@ def test_environment_and_descriptors_of_the_worker_stay_with_it(
             "assert dict(os.environ) == {}, os.environ",
             "assert len(open_ones) == 4, open_ones",
         ]  # three and the report
-        result = run(code, tests, namespaces=namespaces)
-    assert result.reward == 1.0, result.note
+        check(run(code, tests, namespaces=namespaces), 1.0, "")
 
 
 def test_privileges_are_gone(namespaces: bool):
@@ -420,8 +370,7 @@ def test_privileges_are_gone(namespaces: bool):
         "assert libc.sethostname(b'x', 1) != 0",
         "assert os.getuid() != 0",
     ]
-    result = run(code, tests, namespaces=namespaces)
-    assert result.reward == 1.0, result.note
+    check(run(code, tests, namespaces=namespaces), 1.0, "")
 
 
 def test_threads_may_be_used_up_to_a_number():
@@ -431,8 +380,8 @@ def test_threads_may_be_used_up_to_a_number():
         "import threading\nthreads = [threading.Thread(target=threading.Event().wait, daemon=True) for _ in"
         " range({})]\n[t.start() for t in threads]"
     )
-    assert run(code.format(4)).reward == 1.0
-    assert "can't start new thread" in (run(code.format(100)).note or "")
+    check(run(code.format(4)), 1.0, "")
+    check(run(code.format(100)), 0.0, "can't start new thread")
 
 
 def test_the_code_ends_with_a_worker_that_is_killed(tmp_path: Path, namespaces: bool):
