@@ -31,8 +31,6 @@ def good(sample):
     return RewardResult(len(sample.response), {"length": len(sample.response)}, "counted")
 
 
-
-
 def where(sample):
     words = (os.getpid(), os.environ.get("MY_API_KEY"), os.environ["OMP_NUM_THREADS"], repr(sys.stdin.read()))
     return RewardResult(0.0, {}, " ".join(map(str, words)))
@@ -58,7 +56,6 @@ def runs_a_program(sample):
 
 def runs_with_preexec(sample):
     return float(subprocess.run(["echo", "2"], capture_output=True, check=True, preexec_fn=os.getpid).stdout)
-
 
 
 def ranks(samples):
