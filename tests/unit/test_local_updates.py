@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,8 @@ from safetensors.torch import save_file
 from rollouts.engines.local import LocalEngine
 from rollouts.errors import EngineError, ModelError, RequestRefused
 from rollouts.testing.engine_contracts import make_request
-from rollouts.types import Completion, GenerateRequest
+from tests.support.text_tables import read_cells, read_params
 from tests.unit.test_local_engine import (
-    VOCAB,
     after_steps,
     check_exact,
     make_model,
@@ -69,35 +68,27 @@ async def test_tied_weights_may_come_under_either_name():
     np.testing.assert_allclose(completion.log_probs, score(other, request, completion), atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda w: {**w, "model.extra": torch.zeros(2)},
-            r"'model.extra' of shape \[2\], which the engine's model does not have",
-        ),
-        (
-            lambda w: {**w, "model.norm.weight": torch.zeros(3)},
-            r"'model.norm.weight' of shape \[3\], which the engine's model has of shape \[32\]",
-        ),
-        (
-            lambda w: {k: v for k, v in w.items() if k != "model.norm.weight"},
-            r"lacks 1 of .* \['model.norm.weight'\]; nothing was changed",
-        ),
-    ],
-)
-async def test_an_update_that_does_not_fit_changes_nothing(change: Callable[[dict], dict], message: str):
+UNFIT = r"""
+model.extra       | 2 | 'model.extra' of shape \[2\], which the engine's model does not have
+model.norm.weight | 3 | 'model.norm.weight' of shape \[3\], which the engine's model has of shape \[32\]
+model.norm.weight | 0 | lacks 1 of .* \['model.norm.weight'\]; nothing was changed
+"""
+
+
+@pytest.mark.parametrize(("name", "size", "message"), read_cells(UNFIT))
+async def test_an_update_that_does_not_fit_changes_nothing(name: str, size: str, message: str):
     model = make_model()
-    request = make_request(max_new_tokens=10)
+    weights = {**make_model(seed=1).state_dict(), name: torch.zeros(int(size))}
+    if size == "0":
+        del weights[name]
     async with open_engine(model, mode="copied") as engine:
         with pytest.raises(EngineError, match=message):
-            await send(engine, change(dict(make_model(seed=1).state_dict())), 1)
+            await send(engine, weights, 1)
         await engine.resume()  # gives the update up
         with pytest.raises(EngineError, match="without begin_update"):
             await engine.finish_update(1)
-        completion = await engine.generate(request)
+        await check_exact(engine, model, [make_request(max_new_tokens=10)])
         assert await engine.weight_version() == 0
-    np.testing.assert_allclose(completion.log_probs, score(model, request, completion), atol=1e-4)
 
 
 async def test_a_damaged_checkpoint_is_named_and_changes_nothing(tmp_path: Path):
@@ -108,42 +99,33 @@ async def test_a_damaged_checkpoint_is_named_and_changes_nothing(tmp_path: Path)
     (tmp_path / "damaged" / "model.safetensors").write_bytes(b"not safetensors")
     (tmp_path / "index" / "model.safetensors.index.json").write_text("{}")
     save_file({"model.norm.weight": torch.zeros(32)}, tmp_path / "partial" / "model.safetensors")
+    messages = {
+        "none": "is without weights", "damaged": "cannot be read", "index": "cannot be read",
+        "partial": "are missing",
+    }  # fmt: skip
     async with open_engine(model, mode="copied") as engine:
-        for name, message in (
-            ("none", "is without weights"),
-            ("damaged", "cannot be read"),
-            ("index", "cannot be read"),
-            ("partial", "are missing"),
-        ):
+        for name, message in messages.items():
             with pytest.raises(EngineError, match=message):
                 await engine.update_weights_from_checkpoint(tmp_path / name, 1)
-        request = make_request()
-        completion = await engine.generate(request)  # the engine had paused itself, and goes on
-    np.testing.assert_allclose(completion.log_probs, score(model, request, completion), atol=1e-4)
-    assert set(completion.weight_versions.tolist()) == {0}
+        assert await engine.weight_version() == 0
+        await check_exact(engine, model, [make_request(max_new_tokens=4)])  # it goes on
 
 
 async def test_an_update_in_flight_is_seen_token_by_token_and_prompts_of_old_weights_are_not_reused():
     other = make_model(seed=1)
     late = make_request("late", prompt=(5, 6, 7), max_new_tokens=8)
-    answers: dict[str, Completion] = {}
+    early = make_request("early", prompt=(5, 6, 7), max_new_tokens=40)
     async with open_engine(mode="copied") as engine, trio.open_nursery() as nursery:
-
-        async def ask(request: GenerateRequest) -> None:
-            answers[request.request_id] = await engine.generate(request)
 
         async def update() -> None:
             await send(engine, other.state_dict(), 1)  # pauses by itself
-            nursery.start_soon(ask, late)
+            await check_exact(engine, other, [late])
 
         async def start() -> None:
             nursery.start_soon(update)
 
         after_steps(engine, 6, start)
-        nursery.start_soon(ask, make_request("early", prompt=(5, 6, 7), max_new_tokens=40))
-    assert answers["early"].weight_versions.tolist() == [0] * 7 + [1] * 33
-    assert answers["late"].weight_versions.tolist() == [1] * 8
-    np.testing.assert_allclose(answers["late"].log_probs, score(other, late, answers["late"]), atol=1e-4)
+        assert (await engine.generate(early)).weight_versions.tolist() == [0] * 7 + [1] * 33
 
 
 # --- failures -----------------------------------------------------------------------------------------------
@@ -181,22 +163,27 @@ async def test_a_device_failure_reaches_every_caller_and_the_engine_goes_on():
     assert all(isinstance(failure.__cause__, RuntimeError) for failure in failures)
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        (make_request(prompt=()), r"prompt_ids has shape \(0,\)"),
-        (replace(make_request(), prompt_ids=np.array([1.0])), "prompt_ids has dtype float64"),
-        (make_request(prompt=(1, VOCAB)), f"prompt_ids holds {VOCAB}; the vocabulary is 0..{VOCAB - 1}"),
-        (make_request(max_new_tokens=158), "max_new_tokens=158 make 161; the context is 160"),
-        (make_request(temperature=float("nan")), "temperature=nan"),
-        (make_request(top_p=1.1), "top_p=1.1"),
-        (make_request(top_k=-1), "top_k=-1"),
-    ],
-)
-async def test_a_bad_request_is_refused_by_field_value_and_rule(request_: GenerateRequest, message: str):
+REFUSED = r"""
+prompt = []            | prompt_ids has shape \(0,\)
+prompt = [1, 101]      | prompt_ids holds 101; the vocabulary is 0..100
+max_new_tokens = 158   | max_new_tokens=158 make 161; the context is 160
+temperature = nan      | temperature=nan
+top_p = 1.1            | top_p=1.1
+top_k = -1             | top_k=-1
+"""
+
+
+@pytest.mark.parametrize(("changes", "message"), read_cells(REFUSED))
+async def test_a_bad_request_is_refused_by_field_value_and_rule(changes: str, message: str):
     async with open_engine() as engine:
         with pytest.raises(RequestRefused, match=message):
-            await engine.generate(request_)
+            await engine.generate(make_request(**read_params(changes)))
+
+
+async def test_tokens_that_are_no_whole_numbers_are_refused():
+    async with open_engine() as engine:
+        with pytest.raises(RequestRefused, match="prompt_ids has dtype float64"):
+            await engine.generate(replace(make_request(), prompt_ids=np.array([1.0])))
 
 
 @pytest.mark.parametrize(
@@ -212,12 +199,6 @@ async def test_settings_that_do_not_fit_are_refused(options: dict[str, Any], mes
     with pytest.raises(EngineError, match=message):
         async with open_engine(**options):
             pass
-
-
-def double_head(model: Any) -> None:
-    model.lm_head.register_forward_hook(
-        lambda module, inputs, output: output * 2
-    )  # the model's own forward has it too: fine
 
 
 def odd_forward(model: Any) -> None:
@@ -245,22 +226,20 @@ def sees_the_future(model: Any) -> None:
         layer.self_attn.forward = forward
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "alter", "reason"),
-    [
-        ("Mistral", {"sliding_window": 64}, None, "sliding_window=64 is shorter than the context of 160"),
-        ("Gemma2", {"head_dim": 8}, None, "final_logit_softcapping=30.0"),
-        ("Llama", {"final_logit_softcapping": 30.0}, None, "final_logit_softcapping=30.0"),
-        ("Olmo2", {}, None, "parts"),
-        ("Llama", {}, odd_forward, "differ from the model's own by"),
-    ],
-)
-async def test_a_model_that_is_not_llama_like_runs_by_its_own_forward(
-    kind: str, changes: dict[str, Any], alter: Any, reason: str
-):
-    model = make_model(kind, **changes)
-    if alter is not None:
-        alter(model)
+UNLIKE = """
+Mistral | sliding_window = 64               | sliding_window=64 is shorter than the context of 160
+Gemma2  | head_dim = 8                      | final_logit_softcapping=30.0
+Llama   | final_logit_softcapping = 30.0    | final_logit_softcapping=30.0
+Olmo2   |                                   | parts
+Llama   |                                   | differ from the model's own by
+"""
+
+
+@pytest.mark.parametrize(("kind", "changes", "reason"), read_cells(UNLIKE))
+async def test_a_model_that_is_not_llama_like_runs_by_its_own_forward(kind: str, changes: str, reason: str):
+    model = make_model(kind, **read_params(changes))
+    if reason.startswith("differ"):
+        odd_forward(model)
     async with open_engine(model, max_rows=3) as engine:
         await check_exact(engine, model, make_requests(8))
         assert engine.path == "cached"
@@ -276,25 +255,13 @@ async def test_a_model_whose_cache_does_not_fit_its_layers_is_recomputed():
         assert "very slow" in engine.describe() and "full attention only" in engine.describe()
 
 
-@pytest.mark.parametrize(
-    ("alter", "message"),
-    [
-        (
-            broken,
-            (
-                "fast: it does not run: RuntimeError.*cached: it does not run: RuntimeError.*recompute: it"
-                " does not run: RuntimeError"
-            ),
-        ),
-        (
-            sees_the_future,
-            (
-                "fast: its log-probs differ.*cached: .*recompute: its log-probs differ from the model's own"
-                " by .* nats"
-            ),
-        ),
-    ],
+FAILS = "fast: it does not run: RuntimeError.*cached: it does not run: RuntimeError.*recompute: it does not"
+DIFFERS = (
+    "fast: its log-probs differ.*cached: .*recompute: its log-probs differ from the model's own by .* nats"
 )
+
+
+@pytest.mark.parametrize(("alter", "message"), [(broken, FAILS), (sees_the_future, DIFFERS)])
 async def test_a_model_that_no_way_runs_exactly_is_refused_with_all_the_reasons(alter: Any, message: str):
     model = make_model()
     alter(model)
