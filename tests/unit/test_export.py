@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from rollouts.errors import ModelError, StorageError
 from rollouts.models.export import (
-    FileNames,
     deal_weights,
     name_parts,
     save_hf_model,
@@ -31,7 +30,6 @@ from rollouts.models.sharded import load_sharded_weights, make_meta_model, plan_
 from rollouts.models.tiny import TINY_KINDS
 
 EMBEDDING = "model.embed_tokens.weight"
-PARTS = [f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up")]
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +80,6 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def join_in_files(model: Any) -> None:
-    """From now on the model's files hold the two halves of each layer's feed-forward block as one tensor."""
-    from transformers.core_model_loading import Chunk, WeightConverter
-
-    split = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
-    model._weight_conversions = [WeightConverter("mlp.gate_up.weight", split, operations=[Chunk(dim=0)])]
-
-
 @pytest.mark.parametrize("ranks", [0, 1, 3])
 @pytest.mark.parametrize("kind", TINY_KINDS)
 def test_what_is_written_is_what_transformers_writes_and_loads(
@@ -138,37 +128,28 @@ def test_a_streamed_directory_has_the_tokenizer_and_the_dtype_that_was_asked_for
 
 
 def test_a_file_holds_tensors_of_every_dtype_and_size(tmp_path: Path):
-    tensors = {
-        "odd": torch.arange(3, dtype=torch.uint8),
-        "empty": torch.zeros(0, 4),
-        "one": torch.tensor(7, dtype=torch.bfloat16),
-        'name with " and é': torch.arange(6.0).view(2, 3).T,
-    }
+    odd, empty, one = torch.arange(3, dtype=torch.uint8), torch.zeros(0, 4), torch.tensor(7).bfloat16()
+    tensors = {"odd": odd, "empty": empty, "one": one, 'a " and é': torch.arange(6.0).view(2, 3).T}
     write_safetensors(tmp_path / "a.safetensors", tensors)
     assert_equal(load_file(tmp_path / "a.safetensors"), tensors)
     with pytest.raises(ModelError, match="'complex' has dtype"):
         write_safetensors(tmp_path / "b.safetensors", {"complex": torch.zeros(1, dtype=torch.complex64)})
 
 
-def test_weights_that_are_joined_in_files_wait_for_each_other_and_for_nobody_else(
-    cache: Path, tmp_path: Path
-):
+def test_weights_that_are_joined_in_files_wait_for_each_other(cache: Path, tmp_path: Path):
+    from transformers.core_model_loading import Chunk, WeightConverter
+
     model = load("llama", cache)
-    join_in_files(model)
-    names, weights = FileNames(model), dict(parameters(model))
-    assert names.translate([(PARTS[0], weights[PARTS[0]])]) == []
-    assert [name for name, _ in names.translate([("model.norm.weight", weights["model.norm.weight"])])] == [
-        "model.norm.weight"
-    ]
-    ((name, joined),) = names.translate([(PARTS[1], weights[PARTS[1]])])
-    assert name == "model.layers.1.mlp.gate_up.weight"
-    assert torch.equal(joined, torch.cat([weights[part] for part in PARTS]))
+    split = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+    model._weight_conversions = [WeightConverter("mlp.gate_up.weight", split, operations=[Chunk(dim=0)])]
     # more than any share of the weights: rank 0 writes it, and nothing else
     model.model.register_buffer("scale", torch.arange(100_000.0))
     assert deal_weights(model, 0, 3).parameters[0] == []
-    name_parts(tmp_path, write_parts(model, tmp_path, 4))  # both go to one rank
+    name_parts(tmp_path, write_parts(model, tmp_path, 4))  # both halves go to one rank
     written = read_weights(tmp_path)
-    assert torch.equal(written[name], joined) and torch.equal(written["model.scale"], torch.arange(100_000.0))
+    joined = torch.cat([model.get_parameter(f"model.layers.1.{name}") for name in split])
+    assert torch.equal(written["model.layers.1.mlp.gate_up.weight"], joined)
+    assert torch.equal(written["model.scale"], torch.arange(100_000.0))
 
 
 def test_no_rank_has_more_than_an_equal_share_and_the_largest_weight(cache: Path):
@@ -243,13 +224,12 @@ def test_weights_that_do_not_fit_are_named(cache: Path, tmp_path: Path):
     save_hf_model(model, tmp_path)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
-    changes: list[tuple[dict[str, Tensor], str]] = [
-        ({"lm_head.weight": weights[EMBEDDING] + 1}, r"which config\.json ties, with different values"),
-        ({"other": torch.zeros(1)}, "1 are not the model's: other"),
-        ({"model.norm.weight": torch.zeros(3)}, r"have another shape: model\.norm\.weight \(3,\) for \(64,"),
-    ]
-    for changed, message in changes:
-        save_file({**weights, **changed}, file)
+    for name, value, message in (
+        ("lm_head.weight", weights[EMBEDDING] + 1, r"which config\.json ties, with different values"),
+        ("other", torch.zeros(1), "1 are not the model's: other"),
+        ("model.norm.weight", torch.zeros(3), r"have another shape: model\.norm\.weight \(3,\) for \(64,"),
+    ):
+        save_file({**weights, name: value}, file)
         with pytest.raises(ModelError, match=message):
             plan_weights(model, tmp_path)
     save_file({**weights, "lm_head.weight": weights[EMBEDDING].clone()}, file)  # equal: fine

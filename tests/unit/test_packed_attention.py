@@ -37,25 +37,22 @@ def make_tree(rng: np.random.Generator, levels: int, longest: int) -> tuple[IntA
     length = int(rng.integers(1, longest + 1))
     children = [make_tree(rng, levels - 1, longest) for _ in range(int(rng.integers(2, 4)))] if levels else []
     ends, depths = put_side_by_side(children)
-    return np.concatenate([np.full(length, length + len(ends)), ends + length]), np.concatenate(
-        [np.arange(length), depths + length]
-    )
+    run = np.arange(length)
+    return np.append(run * 0 + length + len(ends), ends + length), np.append(run, depths + length)
 
 
 def put_side_by_side(trees: list[tuple[IntArray, IntArray]]) -> tuple[IntArray, IntArray]:
-    ends, depths, count = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
+    ends, depths = np.zeros((2, 0), np.int64)
     for tree_ends, tree_depths in trees:
-        ends.append(tree_ends + count)
-        depths.append(tree_depths)
-        count += len(tree_ends)
-    return np.concatenate(ends), np.concatenate(depths)
+        ends, depths = np.append(ends, tree_ends + len(ends)), np.append(depths, tree_depths)
+    return ends, depths
 
 
 def see_densely(ends: IntArray, depths: IntArray, window: int | None = None) -> Tensor:
     """[S, S] by the definition."""
     i, j = np.arange(len(ends))[:, None], np.arange(len(ends))[None, :]
-    near = np.ones((len(ends), len(ends)), np.bool_) if window is None else depths[i] - depths[j] < window
-    return torch.from_numpy((j <= i) & (i < ends[j]) & near)
+    seen = (j <= i) & (i < ends[j])
+    return torch.from_numpy(seen if window is None else seen & (depths[i] - depths[j] < window))
 
 
 def attend_densely(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
@@ -85,10 +82,8 @@ def test_output_and_gradients_are_those_of_a_dense_mask(seed: int, window: int |
     output = attend_in_pieces(query, key, value, pieces, 0.3)
     expected = attend_densely(query, key, value, see_densely(ends, depths, window), 0.3)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
-    torch.testing.assert_close(output, expected, atol=1e-12, rtol=0)
-    grads = (torch.autograd.grad(one, tensors, weights) for one in (output, expected))
-    for found, wanted in zip(*grads, strict=True):
-        torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
+    grads = [torch.autograd.grad(one, tensors, weights) for one in (output, expected)]
+    torch.testing.assert_close((output, *grads[0]), (expected, *grads[1]), atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("tile", [SMALL_TILE, TILE])
@@ -145,11 +140,9 @@ def test_the_kernel_of_an_accelerator_is_the_dense_mask(
     output = attend_packed(query, key, value, row, window=window, scale=0.125).transpose(1, 2)
     expected = attend_densely(*exact, see_densely(ends, depths, window).cuda(), 0.125)
     weights = torch.randn_like(expected)
-    grads = (
-        torch.autograd.grad(output, tensors, weights.to(dtype)),
-        torch.autograd.grad(expected, exact, weights),
-    )
-    for found, wanted in zip((output, *grads[0]), (expected, *grads[1]), strict=True):
+    grads = torch.autograd.grad(output, tensors, weights.to(dtype))
+    wanted_grads = torch.autograd.grad(expected, exact, weights)
+    for found, wanted in zip((output, *grads), (expected, *wanted_grads), strict=True):
         assert float((found.double() - wanted).norm() / wanted.norm()) < allowed
 
 
@@ -200,23 +193,21 @@ def test_a_model_attends_as_before_where_no_packed_row_is_given(cache: Path):
 
 
 @pytest.mark.parametrize(
-    ("count", "options", "message"),
+    ("count", "option", "message"),
     [
-        (6, {"softcap": 30.0}, "packed rows knows no softcap"),
-        (6, {"dropout": 0.1}, "packed rows knows no dropout"),
-        (5, {}, "not those of one packed row of 6 nodes"),
+        (6, "softcap", "packed rows knows no softcap"),
+        (6, "dropout", "packed rows knows no dropout"),
+        (5, "scaling", "not those of one packed row of 6 nodes"),
     ],
 )
-def test_a_layer_that_wants_what_packed_rows_have_not_is_refused(
-    count: int, options: dict[str, float], message: str
-):
+def test_a_layer_that_wants_what_packed_rows_have_not_is_refused(count: int, option: str, message: str):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     register_packed_attention()
-    row = PackedRow(np.full(6, 6), np.arange(6))
     attend: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    row: dict[str, Any] = {"packed_row": PackedRow(np.full(6, 6), np.arange(6)), option: 0.1}
     with pytest.raises(ValueError, match=message):
-        attend(torch.nn.Module(), *draw_heads(count), None, packed_row=row, **options)
+        attend(torch.nn.Module(), *draw_heads(count), None, **row)
 
 
 def test_a_plan_whose_attention_forgets_the_packed_row_falls_back(cache: Path):

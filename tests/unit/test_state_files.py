@@ -20,8 +20,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from rollouts.backends.state import find_optimizer_files, hold_state, read_headers, read_part, read_state
 from rollouts.errors import CheckpointError
 from rollouts.ranks.group import Ranks
+from tests.support.text_tables import read_cells
 
 NAME, KEY = "model.norm.weight", "exp_avg/model.norm.weight"
+KINDS = ("exp_avg", "exp_avg_sq")
 ALONE = Ranks(0, 1, 1, torch.device("cpu"))
 
 
@@ -34,12 +36,11 @@ def make_model() -> PreTrainedModel:
 
 def make_moments(model: PreTrainedModel) -> dict[str, Tensor]:
     """exp_avg/NAME and exp_avg_sq/NAME, no two elements equal."""
+    shapes = {f"{kind}/{name}": one for name, one in model.named_parameters() for kind in KINDS}
+    ends = torch.tensor([one.numel() for one in shapes.values()]).cumsum(0).tolist()
     return {
-        f"{kind}/{name}": torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
-        + 1000 * number
-        + 0.5 * offset
-        for number, (name, parameter) in enumerate(model.named_parameters())
-        for offset, kind in enumerate(("exp_avg", "exp_avg_sq"))
+        key: torch.arange(end - one.numel(), end, dtype=torch.float32).view(one.shape)
+        for (key, one), end in zip(shapes.items(), ends, strict=True)
     }
 
 
@@ -81,7 +82,7 @@ def test_what_ranks_saved_is_put_together(ranks: int, tmp_path: Path):
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
         assert float(state["step"]) == 3.0
-        assert all(torch.equal(state[kind], moments[f"{kind}/{name}"]) for kind in ("exp_avg", "exp_avg_sq"))
+        assert all(torch.equal(state[kind], moments[f"{kind}/{name}"]) for kind in KINDS)
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(0).get_state())
     key = "exp_avg/model.embed_tokens.weight"
     for start, stop, first in [(0, 11, 0), (3, 9, 2), (10, 11, 7), (4, 4, 0)]:
@@ -97,16 +98,12 @@ def test_what_is_held_is_loaded_and_a_copy_stays_when_training_goes_on(copied: b
     optimizer.step()
     torch.manual_seed(5)
     held = hold_state(model, optimizer, {"steps": 3}, ALONE, copied=copied)
-    drawn = torch.rand(3)
-    before = [{**copy.deepcopy(optimizer.state[parameter])} for parameter in model.parameters()]
+    drawn, before = torch.rand(3), copy.deepcopy(optimizer.state_dict()["state"])
     if copied:
         optimizer.step()
     held.write(tmp_path)
-    other = load(tmp_path, model)
+    torch.testing.assert_close(load(tmp_path, model).state_dict()["state"], before, rtol=0, atol=0)
     assert torch.equal(torch.rand(3), drawn)
-    for parameter, state in zip(model.parameters(), before, strict=True):
-        assert all(torch.equal(other.state[parameter][kind], value) for kind, value in state.items())
-    assert load_file(tmp_path / "state/optimizer.safetensors")[f"step/{NAME}"] == 1.0
 
 
 def test_ranks_that_are_new_draw_numbers_of_their_own_and_the_same_ones_every_time(tmp_path: Path):
@@ -126,54 +123,63 @@ def test_ranks_that_are_new_draw_numbers_of_their_own_and_the_same_ones_every_ti
 SECOND = "optimizer-1-of-2.safetensors"
 
 
-def edit(change: Callable[[dict[str, Any], dict[str, Tensor]], object]) -> Callable[[Path], None]:
+def edit(state: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], object]) -> None:
     """Changes layout and tensors of the second file."""
-
-    def work(state: Path) -> None:
-        with safe_open(state / SECOND, framework="pt") as file:
-            layout = json.loads(file.metadata()["layout"])
-        tensors = load_file(state / SECOND)
-        change(layout, tensors)
-        save_file(tensors, state / SECOND, metadata={"layout": json.dumps(layout)})
-
-    return work
-
-
-def copy_file(target: str) -> Callable[[Path], object]:
-    return lambda state: (state / target).write_bytes((state / SECOND).read_bytes())
+    with safe_open(state / SECOND, framework="pt") as file:
+        layout = json.loads(file.metadata()["layout"])
+    tensors = load_file(state / SECOND)
+    change(layout, tensors)
+    save_file(tensors, state / SECOND, metadata={"layout": json.dumps(layout)})
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("change", "message"),
     [
-        (lambda state: (state / SECOND).write_bytes(b"x"), rf"{SECOND} cannot be read"),
-        (lambda state: (state / SECOND).unlink(), rf"{SECOND} is missing; 2 ranks saved"),
-        (copy_file("optimizer-0-of-3.safetensors"), r"optimizer-0-of-3\.safetensors and .* are of two saves"),
-        (copy_file("optimizer-7-of-2.safetensors"), r"optimizer-7-of-2\.safetensors and .* are of two saves"),
-        (copy_file("optimizer.safetensors"), r"optimizer\.safetensors and .* are of two saves"),
-        (copy_file("optimizer-0-of-2.safetensors"), r"0-of-2\.safetensors: layout says rank 1 of 2"),
-        (lambda state: (state / "backend.json").write_text("[1]"), r"backend\.json has steps=None; it must"),
-        (edit(lambda layout, _: layout.pop("steps")), rf"{SECOND}: its metadata has no readable layout"),
-        (edit(lambda layout, _: layout["steps"].update({NAME: 4.0})), r"are of two saves: other steps"),
-        (edit(lambda _, tensors: tensors.pop(KEY)), rf"{KEY}' is not what its layout says"),
-        (edit(lambda layout, _: layout["tensors"].pop(KEY)), rf"the files lack elements of '{KEY}'"),
-        (edit(lambda layout, _: layout["tensors"][KEY].update(offset=[5])), rf"lack elements of '{KEY}'"),
-        (edit(lambda layout, _: layout["tensors"][KEY].update(shape=[9])), rf"{KEY}' is not what its layout"),
-        (edit(lambda _, tensors: tensors.update({KEY: tensors[KEY][:3].clone()})), r"files lack elements"),
-        (
-            edit(lambda _, tensors: tensors.update({"rng/cpu": torch.zeros(3)})),
-            r"'rng/cpu' is no random state",
-        ),
+        (lambda layout, _: layout.pop("steps"), rf"{SECOND}: its metadata has no readable layout"),
+        (lambda layout, _: layout["steps"].update({NAME: 4.0}), "are of two saves: other steps"),
+        (lambda _, tensors: tensors.pop(KEY), rf"{KEY}' is not what its layout says"),
+        (lambda layout, _: layout["tensors"].pop(KEY), rf"the files lack elements of '{KEY}'"),
+        (lambda layout, _: layout["tensors"][KEY].update(offset=[5]), rf"lack elements of '{KEY}'"),
+        (lambda layout, _: layout["tensors"][KEY].update(shape=[9]), rf"{KEY}' is not what its layout"),
+        (lambda _, tensors: tensors.update({KEY: tensors[KEY][:3].clone()}), "files lack elements"),
+        (lambda _, tensors: tensors.update({"rng/cpu": torch.zeros(3)}), "'rng/cpu' is no random state"),
     ],
 )
-def test_files_that_are_wrong_are_named_before_anything_is_changed(
-    damage: Callable[[Path], object], message: str, tmp_path: Path
+def test_a_file_that_says_something_else_is_named_before_anything_is_changed(
+    change: Any, message: str, tmp_path: Path
 ):
-    model = make_model()
-    damage(write_ranks(tmp_path, make_moments(model), 2))
-    before = torch.get_rng_state()
+    edit(write_ranks(tmp_path, make_moments(make_model()), 2), change)
+    check_refused(tmp_path, message)
+
+
+DAMAGES = f"""
+{SECOND} | x | {SECOND} cannot be read
+{SECOND} |   | {SECOND} is missing; 2 ranks saved
+backend.json | [1] | backend\\.json has steps=None; it must
+optimizer-0-of-3.safetensors | copy | optimizer-0-of-3\\.safetensors and .* are of two saves
+optimizer-7-of-2.safetensors | copy | optimizer-7-of-2\\.safetensors and .* are of two saves
+optimizer.safetensors        | copy | optimizer\\.safetensors and .* are of two saves
+optimizer-0-of-2.safetensors | copy | 0-of-2\\.safetensors: layout says rank 1 of 2
+"""
+
+
+@pytest.mark.parametrize(("name", "content", "message"), read_cells(DAMAGES))
+def test_files_that_are_damaged_or_of_two_saves_are_named(
+    name: str, content: str, message: str, tmp_path: Path
+):
+    """copy: of the second file."""
+    state = write_ranks(tmp_path, make_moments(make_model()), 2)
+    data = (state / SECOND).read_bytes() if content == "copy" else content.encode()
+    (state / name).unlink(missing_ok=True)
+    if data:
+        (state / name).write_bytes(data)
+    check_refused(tmp_path, message)
+
+
+def check_refused(checkpoint: Path, message: str) -> None:
+    model, before = make_model(), torch.get_rng_state()
     with pytest.raises(CheckpointError, match=message):
-        read_state(tmp_path, model, ["steps"], Ranks(1, 2, 2, torch.device("cpu")))
+        read_state(checkpoint, model, ["steps"], Ranks(1, 2, 2, torch.device("cpu")))
     assert torch.equal(torch.get_rng_state(), before)
 
 
