@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
-from rollouts.backends.open import open_pytorch_backend
 from rollouts.data.scores import make_score_batch, read_scores
 from rollouts.errors import ConfigError, DataError, ModelError
 from rollouts.models.export import save_hf_model
@@ -36,7 +35,7 @@ from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import LossSpec, RolloutBatch
 from tests.support import plain_backend
-from tests.support.plain_backend import OPTIM, assert_gradients_close, take_gradients
+from tests.support.plain_backend import assert_gradients_close, take_gradients
 
 torch.set_num_threads(1)
 KINDS = ("llama", "qwen3", "gemma", "moe")
@@ -143,9 +142,6 @@ def test_a_model_filled_by_slices_is_the_loaded_one(
     load_sharded_weights(made, path, new_head=True)
     contract.assert_weights_equal(dict(made.named_parameters()), dict(loaded.named_parameters()))
     assert type(made) is type(loaded) and made.config.num_labels == 1
-    ids = torch.arange(7)[None]
-    # memory aligned otherwise rounds so
-    torch.testing.assert_close(made(ids).logits, loaded(ids).logits, atol=1e-6, rtol=0)
 
 
 # --- scores and values --------------------------------------------------------------------------------------
@@ -162,19 +158,23 @@ def test_what_is_no_score_is_refused():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_scores_are_the_logits_of_transformers_for_each_sequence(kind: str, scalar: dict[str, Path]):
+async def test_scores_of_a_trained_and_saved_model_are_those_of_transformers(
+    kind: str, scalar: dict[str, Path], tmp_path: Path
+):
     rng = np.random.default_rng(3)
     start = rng.integers(0, 256, 6)
     sequences = [np.concatenate([start, rng.integers(0, 256, length)]) for length in (1, 4, 20, 4)]
     sequences.append(rng.integers(0, 256, 3))
-    theirs = AutoModelForSequenceClassification.from_pretrained(str(scalar[kind])).eval()
+    batch = make_score_batch(sequences)
+    async with open_backend(scalar[kind], tokenizer=load_tokenizer(scalar[kind])) as backend:
+        await contract.train(backend, make_critic_batch(), LossSpec("value"))
+        await backend.save(tmp_path / "saved")
+        found = read_scores(await backend.forward(batch), batch)
+    theirs = AutoModelForSequenceClassification.from_pretrained(str(tmp_path / "saved")).eval()
     padded, mask = pad_rows(sequences), pad_rows([np.ones_like(row) for row in sequences])
     padded[mask == 0] = theirs.config.pad_token_id
     with torch.no_grad():
         wanted = theirs(input_ids=padded, attention_mask=mask).logits[:, 0].numpy()
-    batch = make_score_batch(sequences)
-    async with open_backend(scalar[kind]) as backend:
-        found = read_scores(await backend.forward(batch), batch)
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     assert np.ptp(found) > 0.05, "all scores are alike: nothing was compared"
 
@@ -279,36 +279,6 @@ CHECKS: dict[str, Callable[..., Any]] = {
 async def test_a_scalar_backend_keeps_the_contract(check: str, scalar: dict[str, Path], tmp_path: Path):
     arguments = [tmp_path / "saved"] if "folder" in inspect.signature(CHECKS[check]).parameters else []
     await CHECKS[check](lambda: open_backend(scalar["byte"]), *arguments)
-
-
-@pytest.mark.parametrize("kind", ["byte", "moe"])
-async def test_a_checkpoint_is_a_reward_model_for_transformers_and_resumes_exactly(
-    kind: str, causal: dict[str, Path], tmp_path: Path
-):
-    batch = make_critic_batch()
-    scored = make_score_batch(batch.tokens)
-    options: dict[str, Any] = {"optim": OPTIM, "total_steps": 10, "threads": 1, "autocast": "off"}
-    options |= {"tokenizer": load_tokenizer(causal[kind]), "head": "scalar"}
-    async with open_pytorch_backend(causal[kind], **options) as backend:
-        for _ in range(2):
-            await contract.train(backend, batch, LossSpec("value"))
-        await backend.save(tmp_path / "saved")
-        write = await backend.capture()
-        (tmp_path / "beside").mkdir()
-        scores = read_scores(await backend.forward(scored), scored)
-        await contract.train(backend, batch, LossSpec("value"))
-        wanted = await backend.get_weights()
-        await write(tmp_path / "beside")
-    theirs = AutoModelForSequenceClassification.from_pretrained(str(tmp_path / "saved")).eval()
-    with torch.no_grad():
-        logits = [float(theirs(input_ids=torch.from_numpy(tokens)[None]).logits) for tokens in batch.tokens]
-    np.testing.assert_allclose(scores, logits, atol=1e-5)
-    for folder in ("saved", "beside"):
-        async with open_pytorch_backend(causal[kind], **options) as backend:
-            await backend.load(tmp_path / folder)
-            np.testing.assert_array_equal(read_scores(await backend.forward(scored), scored), scores)
-            await contract.train(backend, batch, LossSpec("value"))
-            contract.assert_weights_equal(wanted, await backend.get_weights())
 
 
 async def test_a_loss_that_needs_entropy_says_that_there_is_none(scalar: dict[str, Path]):
