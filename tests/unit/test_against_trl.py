@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import types
 from collections import defaultdict
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,7 +32,7 @@ from rollouts.losses.preference_losses import (
 from rollouts.losses.reward_model_losses import bradley_terry_loss
 from rollouts.losses.token_losses import sft_loss
 from rollouts.types import metric_values
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import read_cells, read_params
 
 V = 7
 CHOSEN = [[0, 1, 2, 3, 4], [0, 6, 5, 1], [0, 3]]  # the prompt is the first token
@@ -42,33 +41,33 @@ SAME_LENGTH = [
     [0, 1, 2, 3],
     [0, 6, 5, 1],
     [0, 3, 3, 4],
-]  # TRL takes ORPO's and CPO's likelihood over all tokens, we per pair
+]  # where TRL's likelihood is over all tokens
 LABELS = [True, False, True]
 
-# Mean losses, by TRL 1.16.0.
-RECORDED: dict[str, float] = {
-    name: float(value)
-    for name, value in read_cells("""
-dpo/sigmoid            | 0.40540798642273357
-dpo/robust             | 0.2592930208708553
-dpo/ipo                | 3.733386528802754
-dpo/hinge              | 0.4914510574426021
-dpo/sigmoid_norm       | 0.6063164349181331
-dpo/exo_pair           | 0.2668243091930942
-dpo/nca_pair           | 2.0673314801923426
-dpo/sppo_hard          | 90.48884677125778
-dpo/apo_zero           | 0.8513735808112259
-dpo/apo_down           | 0.8833417882148197
-cpo/sigmoid            | 1.5348913951876657
-cpo/simpo              | 0.28479452026402285
-orpo                   | 2.269903100699173
-kto                    | 0.3496785699701294
-kto/apo_zero_unpaired  | 0.23534649268349048
-reward                 | 0.8779706341203086
-reward/margin          | 1.0499284943534668
-gkd/0.0                | 2.767521043794823
-gkd/0.3                | 0.3419870313530627
-gkd/1.0                | 2.4375161297948766
+# TRL's name, ours, our parameters, and the mean loss by TRL 1.16.0
+CASES = {
+    name: (ours, read_params(params), float(value))
+    for name, ours, params, value in read_cells("""
+dpo/sigmoid   | dpo          | beta = 0.3 | 0.40540798642273357
+dpo/robust    | robust_dpo   | beta = 0.3, label_smoothing = 0.1 | 0.2592930208708553
+dpo/ipo       | averaged_ipo | beta = 0.3 | 3.733386528802754
+dpo/hinge     | hinge        | beta = 0.3 | 0.4914510574426021
+dpo/sigmoid_norm | length_normalised_dpo | beta = 0.3 | 0.6063164349181331
+dpo/exo_pair  | exo          | beta = 0.3, label_smoothing = 0.1 | 0.2668243091930942
+dpo/nca_pair  | nca          | beta = 0.3 | 2.0673314801923426
+dpo/sppo_hard | sppo_hard    | beta = 0.3 | 90.48884677125778
+dpo/apo_zero  | apo_zero     | beta = 0.3 | 0.8513735808112259
+dpo/apo_down  | apo_down     | beta = 0.3 | 0.8833417882148197
+cpo/sigmoid   | cpo          | beta = 0.3, label_smoothing = 0.1, nll_weight = 0.5 | 1.5348913951876657
+cpo/simpo     | simpo        | beta = 2.0, gamma = 0.5 | 0.28479452026402285
+orpo          | orpo         | beta = 0.3 | 2.269903100699173
+kto/kto       | kto          | use_reference_point = true | 0.3496785699701294
+kto/apo_zero_unpaired | kto  | use_reference_point = false | 0.23534649268349048
+reward        | reward       | centring = 0.01 | 0.8779706341203086
+reward/margin | reward       | margins = [0.5, 0.0, 1.0] | 1.0499284943534668
+gkd/0.0       | gkd          | beta = 0.0 | 2.767521043794823
+gkd/0.3       | gkd          | beta = 0.3 | 0.3419870313530627
+gkd/1.0       | gkd          | beta = 1.0 | 2.4375161297948766
 """)
 }
 OTHER_NAMES = {
@@ -101,18 +100,25 @@ def score(weights: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, pad(found, (1, 0)), 0.0)
 
 
-def interleave(chosen: list[list[int]], rejected: list[list[int]]) -> list[list[int]]:
-    return [row for pair in zip(chosen, rejected, strict=True) for row in pair]
-
-
 # --- ours ---------------------------------------------------------------------------------------------------
 
 
-def our_pairs(weights: Tensor, chosen: list[list[int]], rejected: list[list[int]]):
-    ids, mask = stack(interleave(chosen, rejected))
-    return compute_pair_log_probs(
-        LossInputs(log_probs=score(weights, ids, mask), mask=mask, ref_log_probs=score(REFERENCE, ids, mask))
-    )
+def our_loss(name: str, weights: Tensor) -> LossOutput:
+    """By its name in CASES, as a function of the policy's table."""
+    ours, params, _ = CASES[name]
+    ids, mask = stack(CHOSEN)
+    if ours == "kto":
+        return our_kto(weights, **params)
+    if ours == "reward":
+        return bradley_terry_loss(*weights[:2, :3], **{key: torch.tensor(one) for key, one in params.items()})
+    if ours == "gkd":
+        before = ids[:, :-1]
+        return gkd_loss(weights[before], REFERENCE[before], mask[:, 1:], temperature=0.8, **params)
+    chosen = SAME_LENGTH if ours in ("cpo", "simpo", "orpo") else CHOSEN
+    ids, mask = stack([row for pair in zip(chosen, REJECTED, strict=True) for row in pair])
+    log_probs, ref_log_probs = score(weights, ids, mask), score(REFERENCE, ids, mask)
+    inputs = LossInputs(log_probs=log_probs, mask=mask, ref_log_probs=ref_log_probs)
+    return compute_preference_loss(compute_pair_log_probs(inputs), ours, **params)
 
 
 def our_kto(weights: Tensor, *, use_reference_point: bool) -> LossOutput:
@@ -133,44 +139,6 @@ def kl_rows() -> list[list[int]]:
     ]
 
 
-def our_scores(weights: Tensor) -> tuple[Tensor, Tensor]:
-    return weights[0, :3], weights[1, :3]
-
-
-def our_losses() -> dict[str, Callable[[Tensor], LossOutput]]:
-    """By the names of RECORDED: functions of the policy's table."""
-    losses: dict[str, Callable[[Tensor], LossOutput]] = {}
-    for trl_name, name in TRL_LOSS_TYPES.items():
-        if trl_name != "simpo":
-            smoothing = {"label_smoothing": 0.1} if trl_name in ("robust", "exo_pair") else {}
-            losses[f"dpo/{trl_name}"] = partial(_our_pair_loss, name, CHOSEN, REJECTED, beta=0.3, **smoothing)
-    losses["cpo/sigmoid"] = partial(
-        _our_pair_loss, "cpo", SAME_LENGTH, REJECTED, beta=0.3, label_smoothing=0.1, nll_weight=0.5
-    )
-    losses["cpo/simpo"] = partial(_our_pair_loss, "simpo", SAME_LENGTH, REJECTED, beta=2.0, gamma=0.5)
-    losses["orpo"] = partial(_our_pair_loss, "orpo", SAME_LENGTH, REJECTED, beta=0.3)
-    losses["kto"] = partial(our_kto, use_reference_point=True)
-    losses["kto/apo_zero_unpaired"] = partial(our_kto, use_reference_point=False)
-    losses["reward"] = lambda weights: bradley_terry_loss(*our_scores(weights), centring=0.01)
-    losses["reward/margin"] = lambda weights: bradley_terry_loss(
-        *our_scores(weights), margins=torch.tensor([0.5, 0.0, 1.0])
-    )
-    for beta in (0.0, 0.3, 1.0):
-        losses[f"gkd/{beta}"] = partial(_our_gkd, beta=beta)
-    return losses
-
-
-def _our_pair_loss(
-    name: str, chosen: list[list[int]], rejected: list[list[int]], weights: Tensor, **params: float
-) -> LossOutput:
-    return compute_preference_loss(our_pairs(weights, chosen, rejected), name, **params)
-
-
-def _our_gkd(weights: Tensor, *, beta: float) -> LossOutput:
-    ids, mask = stack(CHOSEN)
-    return gkd_loss(weights[ids[:, :-1]], REFERENCE[ids[:, :-1]], mask[:, 1:], beta=beta, temperature=0.8)
-
-
 # --- TRL's --------------------------------------------------------------------------------------------------
 
 
@@ -186,10 +154,11 @@ class Model:
         logits = self.weights[input_ids]
         if labels is None:
             return types.SimpleNamespace(logits=logits)
-        log_probs = score(self.weights, input_ids, labels != -100)[:, 1:]
-        flat = torch.zeros_like(log_probs)
+        kept, every = labels[:, 1:] != -100, self.weights[input_ids[:, :-1]].log_softmax(-1)
+        log_probs = torch.where(kept, every.gather(-1, input_ids[:, 1:, None]).squeeze(-1), 0.0)
+        entropy, flat = torch.where(kept, -(every.exp() * every).sum(-1), 0.0), torch.zeros_like(log_probs)
         return types.SimpleNamespace(
-            log_probs=log_probs, entropy=flat, mean_logits=flat, is_top1=flat.bool(), log_sum_sq_probs=flat
+            log_probs=log_probs, entropy=entropy, mean_logits=flat, is_top1=flat.bool(), log_sum_sq_probs=flat
         )
 
 
@@ -236,44 +205,27 @@ def trl(monkeypatch: pytest.MonkeyPatch) -> Any:
 def trl_dpo(trl: Any, weights: Tensor, loss_type: str) -> tuple[Tensor, dict[str, float]]:
     ids, mask = stack([*CHOSEN, *REJECTED])
     fake = trainer(
-        ld_alpha=None,
-        f_divergence_type="reverse_kl",
-        loss_types=[loss_type],
-        loss_weights=[1.0],
-        beta=0.3,
-        label_smoothing=0.1,
-        use_weighting=False,
-    )
-    loss = trl.dpo._compute_loss(
-        fake,
-        Model(weights),
-        {"input_ids": ids, "attention_mask": mask.long(), "completion_mask": mask.long()},
-        False,
-    )
-    return loss, {name: values[-1] for name, values in fake._metrics["eval"].items() if values}
+        ld_alpha=None, f_divergence_type="reverse_kl", loss_types=[loss_type], loss_weights=[1.0], beta=0.3,
+        label_smoothing=0.1, use_weighting=False,
+    )  # fmt: skip
+    batch = {"input_ids": ids, "attention_mask": mask.long(), "completion_mask": mask.long()}
+    return trl.dpo._compute_loss(fake, Model(weights), batch, False), last_metrics(fake)
+
+
+def last_metrics(fake: Any) -> dict[str, float]:
+    return {name: values[-1] for name, values in fake._metrics["eval"].items() if values}
 
 
 def trl_kto(trl: Any, weights: Tensor, loss_type: str) -> tuple[Tensor, dict[str, float]]:
     (ids, mask), (kl_ids, kl_mask) = stack(CHOSEN), stack(kl_rows())
-    batch = {
-        "input_ids": ids,
-        "attention_mask": mask.long(),
-        "completion_mask": mask.long(),
-        "label": torch.tensor(LABELS),
-        "KL_input_ids": kl_ids,
-        "KL_attention_mask": kl_mask.long(),
-        "KL_completion_mask": kl_mask.long(),
-    }
-    fake = trainer(
-        loss_type=loss_type,
-        calculate_KL=loss_type == "kto",
-        beta=0.3,
-        desirable_weight=1.5,
-        undesirable_weight=0.75,
-    )
+    batch = {"label": torch.tensor(LABELS)}
+    for prefix, tokens, kept in (("", ids, mask.long()), ("KL_", kl_ids, kl_mask.long())):
+        batch |= dict.fromkeys((f"{prefix}attention_mask", f"{prefix}completion_mask"), kept)
+        batch[f"{prefix}input_ids"] = tokens
+    weighed = {"desirable_weight": 1.5, "undesirable_weight": 0.75}
+    fake = trainer(loss_type=loss_type, calculate_KL=loss_type == "kto", beta=0.3, **weighed)
     fake._compute_kl_logps = partial(trl.kto._compute_kl_logps, fake)
-    loss = trl.kto._compute_loss(fake, Model(weights), batch, False)
-    return loss, {name: values[-1] for name, values in fake._metrics["eval"].items() if values}
+    return trl.kto._compute_loss(fake, Model(weights), batch, False), last_metrics(fake)
 
 
 def trl_without_reference(kind: Any, weights: Tensor, **fields: Any) -> tuple[Tensor, dict[str, float]]:
@@ -299,63 +251,45 @@ def trl_without_reference(kind: Any, weights: Tensor, **fields: Any) -> tuple[Te
     return loss, {name: float(value) for name, value in metrics.items()}
 
 
-def trl_reward(
-    trl: Any, weights: Tensor, margin: Tensor | None, centring: float | None
-) -> tuple[Tensor, dict[str, float]]:
-    fake = trainer(args=types.SimpleNamespace(center_rewards_coefficient=centring))
-    chosen, rejected = our_scores(weights)
-    inputs = {"attention_mask": torch.ones(6, 1)} | ({} if margin is None else {"margin": margin})
-    loss = trl.reward.compute_loss(
-        fake, lambda **_: types.SimpleNamespace(logits=torch.cat([chosen, rejected])[:, None]), inputs
-    )
-    return loss, {name: values[-1] for name, values in fake._metrics["eval"].items() if values}
+def trl_reward(trl: Any, weights: Tensor, **inputs: Tensor) -> tuple[Tensor, dict[str, float]]:
+    fake = trainer(args=types.SimpleNamespace(center_rewards_coefficient=None if inputs else 0.01))
+    answer = types.SimpleNamespace(logits=weights[:2, :3].reshape(6, 1))
+    loss = trl.reward.compute_loss(fake, lambda **_: answer, {"attention_mask": torch.ones(6, 1)} | inputs)
+    return loss, last_metrics(fake)
 
 
-def trl_losses(trl: Any) -> dict[str, Callable[[Tensor], tuple[Tensor, dict[str, float]]]]:
-    losses: dict[str, Callable[[Tensor], tuple[Tensor, dict[str, float]]]] = {
-        f"dpo/{name}": lambda weights, name=name: trl_dpo(trl, weights, name)
-        for name in TRL_LOSS_TYPES
-        if name != "simpo"
-    }
-    cpo = {"alpha": 0.0, "label_smoothing": 0.1, "cpo_alpha": 0.5, "beta": 0.3, "loss_type": "sigmoid"}
-    simpo = {
-        "alpha": 0.0,
-        "label_smoothing": 0.0,
-        "cpo_alpha": 0.0,
-        "beta": 2.0,
-        "loss_type": "simpo",
-        "simpo_gamma": 0.5,
-    }
-    losses["cpo/sigmoid"] = lambda weights: trl_without_reference(trl.cpo, weights, **cpo)
-    losses["cpo/simpo"] = lambda weights: trl_without_reference(trl.cpo, weights, **simpo)
-    losses["orpo"] = lambda weights: trl_without_reference(trl.orpo, weights, beta=0.3)
-    losses["kto"] = lambda weights: trl_kto(trl, weights, "kto")
-    losses["kto/apo_zero_unpaired"] = lambda weights: trl_kto(trl, weights, "apo_zero_unpaired")
-    losses["reward"] = lambda weights: trl_reward(trl, weights, None, 0.01)
-    losses["reward/margin"] = lambda weights: trl_reward(trl, weights, torch.tensor([0.5, 0.0, 1.0]), None)
+CPO = {"alpha": 0.0, "label_smoothing": 0.1, "cpo_alpha": 0.5, "beta": 0.3}
+SIMPO = {"alpha": 0.0, "label_smoothing": 0.0, "cpo_alpha": 0.0, "beta": 2.0, "simpo_gamma": 0.5}
+
+
+def trl_loss(trl: Any, name: str, weights: Tensor) -> tuple[Tensor, dict[str, float]]:
+    kind, _, rest = name.partition("/")
+    if kind in ("dpo", "kto"):
+        return (trl_dpo if kind == "dpo" else trl_kto)(trl, weights, rest)
+    if kind == "cpo":
+        return trl_without_reference(trl.cpo, weights, loss_type=rest, **(SIMPO if rest == "simpo" else CPO))
+    if kind == "orpo":
+        return trl_without_reference(trl.orpo, weights, beta=0.3)
+    if kind == "reward":
+        return trl_reward(trl, weights, **({"margin": torch.tensor([0.5, 0.0, 1.0])} if rest else {}))
     ids, mask = stack(CHOSEN)
-    labels = ids.masked_fill(~mask, -100)
-    for beta in (0.0, 0.3, 1.0):
-        losses[f"gkd/{beta}"] = lambda weights, beta=beta: (
-            trl.gkd.generalized_jsd_loss(
-                weights[ids[:, :-1]], REFERENCE[ids[:, :-1]], labels=labels[:, 1:], beta=beta, temperature=0.8
-            ),
-            {},
-        )
-    return losses
+    before, labels = ids[:, :-1], ids.masked_fill(~mask, -100)[:, 1:]
+    options = {"labels": labels, "beta": float(rest), "temperature": 0.8}
+    return trl.gkd.generalized_jsd_loss(weights[before], REFERENCE[before], **options), {}
 
 
 # --- compared -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", CASES)
 def test_our_losses_are_the_numbers_that_trl_computed(name: str):
-    output = our_losses()[name](POLICY)
-    assert float(output.sum) / output.count == pytest.approx(RECORDED[name], abs=1e-5)
+    output = our_loss(name, POLICY)
+    assert float(output.sum) / output.count == pytest.approx(CASES[name][2], abs=1e-5)
 
 
-def test_every_loss_here_has_a_recorded_number():
-    assert set(our_losses()) == set(RECORDED)
+def test_every_type_of_dpo_that_trl_names_is_compared():
+    found = {name.removeprefix("dpo/"): case[0] for name, case in CASES.items() if name.startswith("dpo/")}
+    assert found | {"simpo": "simpo"} == TRL_LOSS_TYPES
 
 
 def test_the_supervised_loss_is_that_of_transformers_which_trl_uses():
@@ -372,23 +306,17 @@ def test_the_supervised_loss_is_that_of_transformers_which_trl_uses():
 
 
 def test_trl_itself_has_our_losses_gradients_and_metrics(trl: Any):
-    for name, compute in trl_losses(trl).items():
+    for name, (_, _, recorded) in CASES.items():
         theirs, ours = POLICY.clone().requires_grad_(), POLICY.clone().requires_grad_()
-        loss, metrics = compute(theirs)
-        assert loss.item() == pytest.approx(RECORDED[name], abs=1e-9), f"{name}: as recorded"
-        output = our_losses()[name](ours)
+        loss, metrics = trl_loss(trl, name, theirs)
+        assert loss.item() == pytest.approx(recorded, abs=1e-9), f"{name}: as recorded"
+        output = our_loss(name, ours)
         mean = output.sum / output.count
         assert mean.item() == pytest.approx(loss.item(), abs=1e-5), name
-        (our_gradient,), (their_gradient,) = (
-            torch.autograd.grad(mean, ours),
-            torch.autograd.grad(loss, theirs),
-        )
-        torch.testing.assert_close(our_gradient, their_gradient, rtol=0, atol=1e-8, msg=name)
+        gradients = torch.autograd.grad(mean, ours) + torch.autograd.grad(loss, theirs)
+        torch.testing.assert_close(*gradients, rtol=0, atol=1e-8, msg=name)
         values = metric_values(output.metrics)
-        both = {
-            our_name: value
-            for key, value in metrics.items()
-            if (our_name := OTHER_NAMES.get(key, key)) in values
-        }
+        renamed = {OTHER_NAMES.get(key, key): value for key, value in metrics.items()}
+        both = {key: value for key, value in renamed.items() if key in values}
         assert {key: values[key] for key in both} == pytest.approx(both, abs=1e-5), name
         assert len(both) >= (0 if name.startswith("gkd") else 1), name

@@ -30,7 +30,7 @@ from rollouts.losses import LOSSES, LossInputs, LossOutput
 from rollouts.losses.corrections import sequence_tis, token_tis
 from rollouts.losses.reductions import compute_log_ratio
 from rollouts.types import metric_values
-from tests.unit.test_against_trl import table
+from tests.unit.test_against_trl import Model, table
 
 # Two prompts of one token, three completions each; the rewards are those of two functions, which are added.
 PROMPTS = [0, 0, 0, 3, 3, 3]
@@ -137,28 +137,11 @@ def test_our_losses_are_the_numbers_that_trl_computed(name: str):
     assert found == pytest.approx(CASES[name]["recorded"], rel=1e-9)
 
 
-# --- what differs -------------------------------------------------------------------------------------------
-
-
 # --- TRL's --------------------------------------------------------------------------------------------------
 
 
-class Model:
-    """What TRL asks of a model, from a table of logits."""
-
+class TrainedModel(Model):
     training = True
-
-    def __init__(self, weights: Tensor) -> None:
-        self.weights = weights
-
-    def __call__(self, input_ids: Tensor, labels: Tensor, **_: object) -> Any:
-        log_probs = self.weights[input_ids[:, :-1]].log_softmax(-1)
-        found = log_probs.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
-        kept = labels[:, 1:] != -100
-        return types.SimpleNamespace(
-            log_probs=torch.where(kept, found, 0.0), entropy=torch.where(kept, entropy, 0.0)
-        )
 
 
 @pytest.fixture
@@ -182,15 +165,9 @@ def make_trainer(trl: Any, case: Case, folder: Path) -> Any:
     """A trainer that its __init__ has not run on: that wants a model and its tokenizer. It takes most
     settings over under their own names.
     """
-    fixed = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": [],
-        "num_generations": 3,
-        "num_iterations": 2,
-    }
+    fixed = {"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": [], "num_generations": 3}
     fixed |= {"max_completion_length": MAX_COMPLETION_LENGTH, "per_device_train_batch_size": 6}
+    fixed |= {"num_iterations": 2}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of a setting's name, by transformers
         args = trl.config(**fixed | case["theirs"])
@@ -198,8 +175,8 @@ def make_trainer(trl: Any, case: Case, folder: Path) -> Any:
     vars(fake).update(vars(args))
     vars(fake).update(
         args=args,
-        model=Model(OLD),
-        ref_model=Model(REFERENCE),
+        model=TrainedModel(OLD),
+        ref_model=TrainedModel(REFERENCE),
         accelerator=types.SimpleNamespace(
             device="cpu",
             num_processes=1,
@@ -238,16 +215,8 @@ def make_trainer(trl: Any, case: Case, folder: Path) -> Any:
 
 def generate(*, with_log_probs: bool) -> tuple[object, ...]:
     rows = [row[: len(ids)] for row, ids in zip(score(ENGINE)[0].tolist(), COMPLETIONS, strict=True)]
-    return (
-        [[prompt] for prompt in PROMPTS],
-        COMPLETIONS,
-        None,
-        ["" for _ in PROMPTS],
-        rows if with_log_probs else None,
-        {},
-        None,
-        None,
-    )
+    prompts, texts = [[prompt] for prompt in PROMPTS], [""] * len(PROMPTS)
+    return prompts, COMPLETIONS, None, texts, rows if with_log_probs else None, {}, None, None
 
 
 def trl_loss(
@@ -263,12 +232,9 @@ def trl_loss(
         {name: value[start : start + size] if value.dim() > 0 else value for name, value in batch.items()}
         for start in range(0, len(PROMPTS), size)
     ]
-    total = torch.stack([trainer._compute_loss(Model(weights), part) for part in parts]).sum()
-    return (
-        total,
-        batch["advantages"].tolist(),
-        {name: values[-1] for name, values in trainer._metrics["train"].items()},
-    )
+    total = torch.stack([trainer._compute_loss(TrainedModel(weights), part) for part in parts]).sum()
+    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    return total, batch["advantages"].tolist(), metrics
 
 
 # --- with TRL -----------------------------------------------------------------------------------------------
@@ -306,25 +272,15 @@ def check_metrics(case: Case, theirs: dict[str, float], ours: dict[str, float], 
     assert {key: ours[key] for key in both} == pytest.approx(both, rel=1e-6), name  # they count in float32
 
 
+DEFAULTS = {
+    "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": None, "delta": None, "beta": 0.0,
+    "use_bias_correction_kl": True, "scale_rewards": "group", "importance_sampling_level": "token",
+    "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_min": None,
+    "vllm_importance_sampling_clip_max": 3.0,
+}  # fmt: skip
+
+
 def test_the_records_have_the_defaults_of_trl(trl: Any, tmp_path: Path):
     args = make_trainer(trl, {"theirs": {}}, tmp_path).args
-    defaults = (
-        args.loss_type,
-        args.epsilon,
-        args.epsilon_high,
-        args.delta,
-        args.beta,
-        args.use_bias_correction_kl,
-        args.scale_rewards,
-    )
-    assert defaults == ("dapo", 0.2, None, None, 0.0, True, "group")
-    assert (args.importance_sampling_level, args.sapo_temperature_pos, args.sapo_temperature_neg) == (
-        "token",
-        1.0,
-        1.05,
-    )
-    assert (args.vllm_importance_sampling_correction, args.vllm_importance_sampling_mode) == (
-        True,
-        "sequence_mask",
-    )
-    assert (args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max) == (None, 3.0)
+    assert {name: getattr(args, name) for name in DEFAULTS} == DEFAULTS
