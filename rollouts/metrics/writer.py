@@ -89,7 +89,9 @@ class JsonlLogger:
             self.files["metrics"].append(encode_rows([row]))
             self._append_spans(head, spans)
 
-        await self._append("row", write)
+        reach("metrics.before_row")
+        await self._append(write)
+        reach("metrics.after_row")
         if self.progress is not None:
             self.progress.update(stage, step, metrics)
 
@@ -102,25 +104,26 @@ class JsonlLogger:
         chosen = [samples[index] for index in select_evenly(len(samples), self.samples_per_step)]
         head = self.make_head(stage, step, policy_version)
         lines = partial(encode_sample_rows, head, chosen)
-        await self._append("samples", lambda: self.files["samples"].append(lines()))
+        reach("metrics.before_samples")
+        await self._append(lambda: self.files["samples"].append(lines()))
+        reach("metrics.after_samples")
 
     async def log_evaluation(
         self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]
     ) -> None:
         """Appends the row of an evaluation called `name`. Raises MetricError like log_step."""
         row = make_row({**self.make_head(stage, step, policy_version), "name": name}, metrics)
-        await self._append("evaluation", lambda: self.files["evaluations"].append(encode_rows([row])))
+        reach("metrics.before_evaluation")
+        await self._append(lambda: self.files["evaluations"].append(encode_rows([row])))
+        reach("metrics.after_evaluation")
 
     async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None:
         """Appends a row for each span."""
         head = self.make_head(stage, step, policy_version)
-        await self.take_turn(lambda: self._append_spans(head, spans))
-        await trio.lowlevel.checkpoint_if_cancelled()
+        await self._append(lambda: self._append_spans(head, spans))
 
-    async def _append(self, what: str, write: Callable[[], None]) -> None:
-        reach(f"metrics.before_{what}")
+    async def _append(self, write: Callable[[], None]) -> None:
         await self.take_turn(write)
-        reach(f"metrics.after_{what}")
         await trio.lowlevel.checkpoint_if_cancelled()
 
     def _append_spans(self, head: Row, spans: Sequence[Span]) -> None:
