@@ -135,10 +135,10 @@ async def test_every_place_gives_the_models_own_log_probs(place: str, path: Path
     """0.0 outside the masks; many calls at once; rows and batches that train nothing; any temperature in the
     trainer, 1 on a server.
     """
-    holes = [mask & (np.arange(len(mask)) % 2 == 0) for mask in BATCH.loss_masks]
-    nothing = [np.zeros(len(row), bool) for row in BATCH.tokens]
+    holes = tuple(mask & (np.arange(len(mask)) % 2 == 0) for mask in BATCH.loss_masks)
+    nothing = tuple(mask & False for mask in BATCH.loss_masks)
     batches = [make_batch(seed, groups=2, size=2) for seed in range(3)]
-    batches += [replace(BATCH, loss_masks=tuple(masks)) for masks in (holes, nothing)]
+    batches += [replace(BATCH, loss_masks=masks) for masks in (holes, nothing)]
     batches.append(RolloutBatch(tokens=(), loss_masks=()))
     warm = replace(BATCH, temperature=0.5)
     found: dict[int, Any] = {}
@@ -220,14 +220,13 @@ async def test_what_cannot_be_scored_is_an_error_before_it_is_sent(path: Path):
         with pytest.raises(EngineError, match="401"):
             async with open_server_reference(url, kind="vllm", vocab_size=259, api_key="wrong"):
                 pass
-    cases: list[tuple[list[int], bool, type[Exception], str]] = [
-        ([5, 300, 7], False, DataError, "the id 300"),
-        ([5, -1, 7], False, DataError, "the id -1"),
-        ([1, 2], True, DataError, "first token"),
-    ]
     async with open_scorer("vllm", path) as (scorer, server):
-        for tokens, first, error, message in cases:
-            mask = np.arange(len(tokens)) >= (not first)
-            with pytest.raises(error, match=message):
+        for first, tokens, message in (
+            (1, [5, 300, 7], "the id 300"),
+            (1, [5, -1, 7], "the id -1"),
+            (0, [1, 2], "first token"),
+        ):
+            mask = np.arange(len(tokens)) >= first
+            with pytest.raises(DataError, match=message):
                 await scorer.score(RolloutBatch(tokens=(np.asarray(tokens),), loss_masks=(mask,)))
         assert not server.asked
