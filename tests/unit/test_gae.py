@@ -179,4 +179,4 @@ def test_a_function_of_ones_own_may_answer_as_gae_does_and_is_checked():
     with pytest.raises(ValueError, match="returns: answered for row 0"):
         compute_advantages(inputs, lambda given: GAEResult(given.values, (f32([NAN, 1.0]),)))
     with pytest.raises(ValueError, match="GAEResult of numbers"):
-        compute_advantages(inputs, lambda given: GAEResult(given.values, (1.0,)))  # pyright: ignore[reportArgumentType]
+        compute_advantages(inputs, lambda given: GAEResult(given.values, (1.0,)))
