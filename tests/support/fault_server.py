@@ -28,6 +28,7 @@ import trio
 from rollouts.engines.sglang import open_sglang_engine
 from rollouts.engines.vllm import open_vllm_engine
 from rollouts.engines.vllm_wire import SERVER_PREFIX
+from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.types import GenerateRequest, SamplingParams
 from tests.support.fault_plan import NO_FAULTS, FaultPlan
 from tests.support.simulated_process import (
@@ -38,7 +39,6 @@ from tests.support.simulated_process import (
     ServerSpeed,
     SimulatedProcess,
     open_simulated_process,
-    open_timers,
 )
 
 DialectName = Literal["vllm", "sglang"]
@@ -394,7 +394,7 @@ async def open_fake_server(
             context_length=context_length,
             read_weights=read_weights,
         ) as process,
-        open_timers() as nursery,
+        open_plain_nursery() as nursery,
     ):
         server = FaultServer(process, dialect, settings=settings, api_key=api_key, model=model)
         if listens:

@@ -24,6 +24,7 @@ import numpy as np
 import trio
 
 from rollouts.engines.wire import VersionSpan
+from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import PauseMode
 from rollouts.testing.fakes import fake_uniform
 from rollouts.types import FinishReason, FloatArray, GenerateRequest, IntArray
@@ -104,21 +105,19 @@ class SimulatedProcess:
         plan: FaultPlan,
         nursery: trio.Nursery,
         *,
-        speed: ServerSpeed,
-        vocab_size: int,
-        context_length: int,
-        read_weights: ReadWeights,
+        speed: ServerSpeed | None = None,
+        vocab_size: int = 258,
+        context_length: int = 4096,
+        read_weights: ReadWeights | None = None,
     ) -> None:
-        self.name = name
-        self.speed = speed
-        self.vocab_size = vocab_size
-        self.context_length = context_length
+        self.name, self.speed = name, speed or ServerSpeed()
+        self.vocab_size, self.context_length = vocab_size, context_length
         self.pending = [fault for fault in plan.faults if fault.engine == name]
         self.struck: list[Fault] = []  # faults that have happened, in order
         self.requests = self.loads = self.tokens = self.prompt_tokens = 0  # ever
         self.incarnation = 0
         self.running: dict[str, _Running] = {}  # in order of arrival
-        self._read_weights = read_weights
+        self._read_weights = read_weights or read_snapshot
         self._nursery = nursery
         self._changed = trio.Event()
         self._start()
@@ -374,27 +373,14 @@ class SimulatedProcess:
 
 @asynccontextmanager
 async def open_simulated_process(
-    name: str = "a",
-    plan: FaultPlan = NO_FAULTS,
-    *,
-    speed: ServerSpeed | None = None,
-    vocab_size: int = 258,
-    context_length: int = 4096,
-    read_weights: ReadWeights | None = None,
+    name: str = "a", plan: FaultPlan = NO_FAULTS, **options: Any
 ) -> AsyncIterator[SimulatedProcess]:
     """A server that serves BASE_WEIGHTS, version "default", and suffers the faults of `plan` that bear its
-    name. `read_weights` says what a path holds (default: read_snapshot).
+    name. The options are those of SimulatedProcess; its `read_weights` says what a path holds (default:
+    read_snapshot).
     """
-    async with open_timers() as nursery:
-        process = SimulatedProcess(
-            name,
-            plan,
-            nursery,
-            speed=speed or ServerSpeed(),
-            vocab_size=vocab_size,
-            context_length=context_length,
-            read_weights=read_weights or read_snapshot,
-        )
+    async with open_plain_nursery() as nursery:
+        process = SimulatedProcess(name, plan, nursery, **options)
         for fault in process.pending:
             if fault.at_s is not None:
                 nursery.start_soon(process.strike_later, fault, fault.at_s)
@@ -402,20 +388,6 @@ async def open_simulated_process(
             yield process
         finally:
             process.crash()
-
-
-@asynccontextmanager
-async def open_timers() -> AsyncIterator[trio.Nursery]:
-    """A nursery whose tasks end with the context; what the body raises comes out as it is, not in a group."""
-    failure: BaseException | None = None
-    async with trio.open_nursery() as nursery:
-        try:
-            yield nursery
-        except Exception as error:
-            failure = error
-        nursery.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
 
 
 # --- what is said

@@ -216,17 +216,6 @@ async def test_a_generate_function_may_give_a_sample_up():
     assert (failure["class"], failure["function"], failure["message"]) == ("generate", "generate", "no tool")
 
 
-async def test_a_reward_that_never_comes_fails_its_sample_and_is_no_reward(autojump_clock):
-    async def reward(sample: Sample) -> float:
-        await trio.sleep(1000 if sample.id == FIRST else 1)
-        return 1.0
-
-    run = make_run(reward=reward, samples_per_prompt=3, reward_timeout_s=5.0)
-    assert len(await run.manager.generate_batch()) == 5
-    assert trio.current_time() == 5
-    assert run.manager.failed_samples()[0].metadata["failure"]["class"] == "reward_timeout"
-
-
 async def test_a_group_needs_two_samples_that_did_not_fail():
     run = make_run(reward=fail_on(ValueError("oops"), FIRST), max_failed_fraction=1.0)
     assert await run.take() == [1, 2]

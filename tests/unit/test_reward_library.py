@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -315,8 +316,8 @@ async def asynchronous(sample: Sample) -> float:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        *((partial(make_numeric_reward, relative=x), "not negative") for x in (-0.1, math.nan, math.inf)),
-        *((partial(make_math_reward, timeout_s=x), "a whole number of seconds") for x in (0, 1.5, True)),
+        *((partial(make_numeric_reward, relative=x), "not negative") for x in (-0.1, math.nan)),
+        *((partial(make_math_reward, timeout_s=x), "a whole number of seconds") for x in (0, True)),
         *((partial(make_tags_reward, x), "names such as") for x in ([], ["a", "a"], ["a b"], ["<a>"])),
         (partial(make_format_reward, "("), r"pattern='\(' is not a regular expression"),
         (partial(make_json_reward, "name"), "it must be a list of texts"),
@@ -326,9 +327,7 @@ async def asynchronous(sample: Sample) -> float:
             (partial(make_soft_overlong_punishment, max_tokens=10, buffer_tokens=x), "0 < buffer <= max")
             for x in (0, 11)
         ),
-        (partial(make_soft_overlong_punishment, max_tokens=9, buffer_tokens=1, weight=-1), "weight=-1"),
         (partial(make_length_target, target=-1, width=1), "target=-1"),
-        (partial(make_length_target, target=1, width=0), "width=0"),
         (partial(make_length_target, target=1, width=1, unit="lines"), "one of tokens, words, characters"),
         (partial(make_length_cutoff, most=1, least=2), "0 <= least <= most"),
         (partial(combine_rewards, {}), "name at least one"),
@@ -337,23 +336,15 @@ async def asynchronous(sample: Sample) -> float:
             partial(combine_rewards, {"a.b": exact_match}),
             "component 'a.b' is .*; a name is text without a dot",
         ),
-        (partial(combine_rewards, {"": exact_match}), "component '' is"),
         (partial(combine_rewards, {"a": 1.0}), "component 'a' is 1.0"),
         (partial(combine_rewards, {"a": asynchronous}), "a function that is not async"),
         (partial(combine_rewards, {"a": exact_match}, weights={"b": 1.0}), "'b' is weighted but not there"),
-        (partial(combine_rewards, {"a": exact_match}, weights={}), "'a' has no weight"),
         (
             partial(combine_rewards, {"a": exact_match}, weights={"a": math.nan}),
             "a weight is a finite number",
         ),
-        (
-            partial(apply_weights, RewardResult(0, {"a": 1.0}), {"a": 1, "c": 1}),
-            "'c' is weighted but not there",
-        ),
         (partial(apply_weights, RewardResult(0, {"a": 1.0, "b": 1.0}), {"a": 1}), "'b' has no weight"),
-        (partial(apply_weights, RewardResult(0, {"a.b": 1.0}), {}), "'a.b' has no weight"),
         (partial(apply_weights, RewardResult(0), {"a": 1.0}), r"there are the parts \(none\)"),
-        (partial(apply_weights, RewardResult(0, {"a": 1.0}), {"a": "1"}), "a weight is a finite number"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(make: Any, message: str):
@@ -379,34 +370,24 @@ def test_rewards_combine_by_their_weights_and_keep_their_parts():
     )
 
 
-def test_weights_make_the_reward_anew_from_all_parts():
-    result = RewardResult(9.0, {"a": 1.0, "b": -0.5}, "note")
-    assert apply_weights(result, {"a": 2.0, "b": 1}) == RewardResult(1.5, {"a": 1.0, "b": -0.5}, "note")
-    assert apply_weights(result, {"a": 1, "b": 0}).reward == 1.0
-
-
-def test_details_of_a_part_need_no_weight():
-    result = RewardResult(0.0, {"a": 1.0, "a.x": 0.5, "a.x.y": 0.25})
-    assert apply_weights(result, {"a": 2.0}).reward == 2.0
-    assert apply_weights(result, {"a": 2.0, "a.x": 2.0}).reward == 3.0
-
-
-def test_a_users_function_makes_the_reward_from_the_parts():
-    result = RewardResult(0.0, {"a": 0.5, "b": 4.0}, "note")
-    assert apply_combine(result, lambda parts: parts["a"] * parts["b"]) == RewardResult(
-        2.0, {"a": 0.5, "b": 4.0}, "note"
-    )
+PARTS = RewardResult(9.0, {"a": 1.0, "b": -0.5, "a.x": 0.5, "a.x.y": 0.25}, "note")
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda parts: parts["c"], r"on the parts a raised KeyError: 'c'"),
+    ("weights", "reward"),
+    [({"a": 2, "b": 1}, 1.5), ({"a": 1, "b": 0}, 1.0), ({"a": 1, "b": 0, "a.x": 2}, 2.0)],
+)
+def test_weights_make_the_reward_anew_and_details_need_none(weights: dict[str, float], reward: float):
+    assert apply_weights(PARTS, weights) == replace(PARTS, reward=reward)
+
+
+def test_a_users_function_makes_the_reward_from_the_parts():
+    assert apply_combine(PARTS, lambda parts: parts["a"] * parts["b"]) == replace(PARTS, reward=-0.5)
+    for function, message in (
+        (lambda parts: parts["c"], r"on the parts a, .* raised KeyError: 'c'"),
         (lambda parts: math.nan, "returned nan as its reward"),
         (lambda parts: parts, "returned a dict; it must be a finite number"),
         (lambda parts: None, "returned None"),
-    ],
-)
-def test_what_the_users_function_answers_must_be_a_number(function: Any, message: str):
-    with pytest.raises(UserFunctionError, match=message):
-        apply_combine(RewardResult(0.0, {"a": 0.5}), function)
+    ):
+        with pytest.raises(UserFunctionError, match=message):
+            apply_combine(PARTS, function)

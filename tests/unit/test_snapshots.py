@@ -59,10 +59,7 @@ async def train(backend: PyTorchTrainingBackend) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for file in path.glob("*.safetensors"):
-        tensors |= load_file(file)
-    return tensors
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize("kind", ["llama", "moe"])  # tied embeddings; experts that files have one by one
