@@ -99,16 +99,13 @@ def test_more_than_the_share_stops_with_the_counts_and_the_first_rows(tmp_path: 
 # --- the order of the others --------------------------------------------------------------------------------
 
 
-def rows_with_holes(count: int, holes: set[int]) -> list[dict[str, Any] | None]:
-    return [None if index in holes else {"prompt": f"question {index}"} for index in range(count)]
-
-
 @given(st.integers(2, 12), st.data(), st.integers(0, 3))
 @settings(max_examples=50, deadline=None)
 def test_a_draw_that_meets_a_hole_goes_on_to_the_next(count: int, data: st.DataObject, seed: int):
     holes = data.draw(st.sets(st.integers(0, count - 1), max_size=count - 1))
-    whole = [one.key for one in DataBuffer(rows_with_holes(count, set()), seed=seed).get_prompts(3 * count)]
+    rows = [{"prompt": f"question {index}"} for index in range(count)]
+    whole = [prompt.key for prompt in DataBuffer(rows, seed=seed).get_prompts(3 * count)]
     expected = [(epoch, prompt_id) for epoch, prompt_id in whole if int(prompt_id[4:]) not in holes]
-    buffer = DataBuffer(rows_with_holes(count, holes), seed=seed)
+    buffer = DataBuffer([None if index in holes else row for index, row in enumerate(rows)], seed=seed)
     assert [prompt.key for prompt in buffer.get_prompts(len(expected))] == expected
     assert buffer.statistics()["drawn"] == len(expected)

@@ -1,18 +1,35 @@
+"""A row of samples.jsonl: texts, and beside them at most 700 bytes."""
+
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
-from rollouts.errors import MetricError
+from rollouts.data.data_buffer import DataBuffer
+from rollouts.engines.fleet import Member, open_fleet
+from rollouts.errors import EngineUnreachable, MetricError
+from rollouts.metrics.names import METRICS, find_metric
 from rollouts.metrics.progress import open_progress
-from rollouts.metrics.record import check_metric, encode_row
+from rollouts.metrics.record import check_metric, encode_row, make_head
+from rollouts.metrics.sample_rows import encode_sample_rows, shorten_failure
+from rollouts.types import GenerateRequest, Sample, SamplingParams, Status
+from rollouts.weight_sync.open import make_metric_name
 from tests.support.text_tables import read_cells
+from tests.unit.test_fleet import FakeEngine, update
+from tests.unit.test_mixture import make_mixture
+from tests.unit.test_weight_sync import World
 
 # --- rows ---------------------------------------------------------------------------------------------------
 
@@ -88,3 +105,116 @@ def test_a_terminal_shows_the_newest_state_of_every_stage():
     last = shown[shown.rindex("stage") :].splitlines()
     # 29 steps at 3 s are left
     assert [" ".join(line.split()) for line in last[1:3]] == ["sft 2/2 0.5", "rl 11/40 0.750 3.00 1m27s"]
+
+
+HEAD = make_head("eval-preference", 1_000_000, 1_000_000, 999, 1_700_000_000.123)
+ROW_BYTES = 700  # what docs/run_directory.md promises
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | finite | st.text(max_size=300),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=20), inner, max_size=5),
+    max_leaves=20,
+)
+failures = st.fixed_dictionaries(
+    dict.fromkeys(("class", "function", "message", "traceback"), st.text(max_size=3000))
+)
+samples = st.builds(
+    Sample,
+    id=st.text(st.characters(codec="ascii", categories=["L", "N", "P"]), min_size=1, max_size=40),
+    prompt=st.text(max_size=2000),
+    response=st.text(max_size=2000),
+    tokens=st.just(np.arange(100_000)),
+    loss_mask=st.just(np.ones(100_000)),
+    weight_versions=st.just(np.full(100_000, 1_000_000)),
+    reward=st.none() | finite,
+    rewards=st.dictionaries(st.text(max_size=60), finite, max_size=40),
+    group_index=st.just(99_999_999),
+    status=st.just(Status.TRUNCATED),
+    metadata=st.dictionaries(st.text(max_size=60), values, max_size=30),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(sample=samples, failure=st.none() | failures | values)
+def test_a_row_is_at_most_700_bytes_beside_its_texts(sample: Sample, failure: Any):
+    metadata = sample.metadata | ({} if failure is None else {"failure": failure})
+    row = json.loads(encode_sample_rows(HEAD, [dataclasses.replace(sample, metadata=metadata)]))
+    kept: dict[str, Any] = row.get("metadata", {})
+    texts: dict[str, Any] = {"prompt": "", "response": ""}
+    if "failure" in kept:
+        texts["metadata"] = kept | {"failure": {}}
+    assert len(encode_row(row | texts)) <= ROW_BYTES
+    assert row["id"] == sample.id
+    assert len(row.get("rewards", {})) + row.get("rewards_cut", 0) == len(sample.rewards), "kept or counted"
+    assert len(kept) + row.get("metadata_cut", 0) == len(metadata), "each key is kept or counted"
+    assert [key for key in metadata if key in kept and key != "failure"] == [
+        key for key in kept if key != "failure"
+    ]
+    assert ("failure" in kept) == ("failure" in metadata)
+
+
+def test_a_failure_keeps_its_four_texts_each_cut():
+    texts = {"class": "reward", "function": "f", "message": "m"}
+    cut = 2000 * "y" + "… (3000 characters)"
+    failure = {**texts, "traceback": 3000 * "y", "more": "z"}
+    assert shorten_failure(failure) == {**texts, "traceback": cut}
+    assert shorten_failure(3000 * "y") == cut
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_documentation_is_the_table():
+    page = (ROOT / "docs" / "run_directory.md").read_text(encoding="utf-8")
+    lines = [f"| `{one.name}` | {one.unit or '–'} | {one.stages} | {one.meaning} |\n" for one in METRICS]
+    table = "".join(["| metric | unit | stage | meaning |\n|---|---|---|---|\n", *lines])
+    assert table in page, f"docs/run_directory.md, section Metrics, is not the table:\n{table}"
+
+
+NAMES = """
+time/step | time/step
+time/generate | time/{phase}
+eval/heldout/avg@16 | eval/{name}/avg@{k}
+eval/pairs/kto/desirable/frac | eval/{name}/kto/desirable/frac
+eval/pairs/accuracy | eval/{name}/accuracy
+eval/pairs/rewards/margins | eval/{name}/{area}/{stat}
+engine/vllm_0/state | engine/{name}/state
+reward/part/exact/mean | reward/part/{name}/mean
+"""
+
+
+@pytest.mark.parametrize(("name", "line"), read_cells(NAMES))
+def test_a_name_is_found_in_the_table(name: str, line: str):
+    found = find_metric(name)
+    assert found is not None
+    assert found.name == line
+
+
+def test_statistics_that_the_loop_logs_under_an_area_are_in_the_table():
+    buffer = DataBuffer(make_mixture(first=(4, 0.5), second_place=(4, 0.5)), seed=0)
+    logged = {f"data/{name}" for name in buffer.statistics()}
+    assert {"data/epoch", "data/source/first/share", "data/source/second_place/drawn"} <= logged
+    assert [name for name in logged if find_metric(name) is None] == []
+
+
+async def test_what_servers_and_their_updates_say_is_in_the_table(autojump_clock: trio.abc.Clock):
+    async def fail(engine: FakeEngine, request: GenerateRequest) -> None:
+        raise EngineUnreachable("gone")
+
+    members = [Member(FakeEngine("vllm-0", script=fail)), Member(FakeEngine("vllm-1"))]
+    async with open_fleet(members, warn=lambda said: None) as fleet:
+        update(fleet, 0)
+        for number in range(4):
+            prompt, sampling = np.zeros(1, np.int64), SamplingParams(max_new_tokens=1)
+            await fleet.generate(
+                GenerateRequest(request_id=f"r{number}", prompt_ids=prompt, sampling=sampling)
+            )
+        said = {make_metric_name(name) for name in fleet.statistics()}
+    said |= (await World().step(3.0)).keys()
+    assert {
+        "fleet/failures/engine_unreachable",
+        "engine/vllm_0/state",
+        "weight_sync/probe_difference/max",
+    } <= said
+    assert [name for name in said if find_metric(name) is None] == []

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -42,9 +43,16 @@ samples: {"stage": "rl", "step": 1, "policy_version": 0, "id": "s0", "group_inde
 "response_length": 2, "metadata": {"answer": "4"}, "weight_version_min": 3, "weight_version_max": 4}"""
 
 
-async def test_logged_rows_are_read_back(tmp_path: Path):
-    run_dir = RunDir(tmp_path / "run")
-    async with open_jsonl_logger(run_dir, attempt=2, samples_per_step=1, time_unix=lambda: 5.0) as logger:
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "run")
+
+
+open_logger = partial(open_jsonl_logger, attempt=1, samples_per_step=1)
+
+
+async def test_logged_rows_are_read_back(run_dir: RunDir):
+    async with open_logger(run_dir, attempt=2, time_unix=lambda: 5.0) as logger:
         await logger.log_step("sft", 1, 0, {"loss/total": 2.0})
         assert read_rows(run_dir.metrics)[0]["loss/total"] == 2.0, "on disk when log_step returns"
         await logger.log_step("sft", 2, 1, {})
@@ -59,12 +67,15 @@ async def test_logged_rows_are_read_back(tmp_path: Path):
     ] == [(name, head | json.loads(row)) for name, row in expected]
 
 
-async def test_a_refused_metric_writes_nothing(tmp_path: Path):
-    run_dir = RunDir(tmp_path)
-    async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=0) as logger:
+async def test_a_refused_metric_writes_nothing(run_dir: RunDir):
+    async with open_logger(run_dir) as logger:
         with pytest.raises(MetricError, match="loss/total"):
             await logger.log_step("sft", 1, 0, {"reward/mean": 1.0, "loss/total": math.nan})
         assert run_dir.metrics.read_bytes() == b""
+
+
+async def test_no_samples_are_logged_where_none_are_asked_for(run_dir: RunDir):
+    async with open_logger(run_dir, samples_per_step=0) as logger:
         await logger.log_samples("sft", 1, 0, [SAMPLE])
         assert run_dir.samples.read_bytes() == b""
 
@@ -73,18 +84,15 @@ async def test_a_refused_metric_writes_nothing(tmp_path: Path):
 
 
 async def test_rows_that_a_full_disk_refuses_wait_whole_and_are_written_when_it_takes_them(
-    tmp_path, monkeypatch, caplog
+    run_dir, monkeypatch, caplog
 ):
-    run_dir, refuse = RunDir(tmp_path), True
     write = os.write
 
     def write_half(file: int, data: bytes) -> int:
-        if not refuse:
-            return write(file, data)
         write(file, data[: len(data) // 2])
         raise OSError(28, "No space left on device")
 
-    async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=1) as logger:
+    async with open_logger(run_dir) as logger:
         await logger.log_step("sft", 1, 0, {})
         whole = run_dir.metrics.read_bytes()
         with monkeypatch.context() as patch:
@@ -92,7 +100,6 @@ async def test_rows_that_a_full_disk_refuses_wait_whole_and_are_written_when_it_
             await logger.log_step("sft", 2, 1, {})
             await logger.log_step("sft", 3, 2, {})
             assert run_dir.metrics.read_bytes() == whole, "no half row"
-        refuse = False
         await logger.log_step("sft", 4, 3, {})
     assert [row["step"] for row in read_rows(run_dir.metrics)] == [1, 2, 3, 4]
     (warning,) = caplog.messages
@@ -103,15 +110,15 @@ async def test_rows_that_a_full_disk_refuses_wait_whole_and_are_written_when_it_
 
 
 async def test_calls_that_wait_for_a_slow_disk_keep_their_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ):
-    run_dir, free, real_write = RunDir(tmp_path), threading.Event(), os.write
+    free, real_write = threading.Event(), os.write
 
     def write_slowly(file: int, data: bytes) -> int:
         assert free.wait(10)
         return real_write(file, data)
 
-    async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=1) as logger:
+    async with open_logger(run_dir) as logger:
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", write_slowly)
             async with trio.open_nursery() as nursery:
@@ -122,9 +129,8 @@ async def test_calls_that_wait_for_a_slow_disk_keep_their_order(
     assert [row["step"] for row in read_rows(run_dir.metrics)] == list(range(1, 21))
 
 
-async def test_a_row_is_written_also_when_its_caller_is_cancelled(tmp_path: Path):
-    run_dir = RunDir(tmp_path)
-    async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=1) as logger:
+async def test_a_row_is_written_also_when_its_caller_is_cancelled(run_dir: RunDir):
+    async with open_logger(run_dir) as logger:
         with trio.CancelScope() as scope:
             scope.cancel()
             await logger.log_step("rl", 1, 0, {})
@@ -136,12 +142,9 @@ async def test_a_row_is_written_also_when_its_caller_is_cancelled(tmp_path: Path
 # --- spans and updates --------------------------------------------------------------------------------------
 
 
-async def test_an_update_leaves_arrays_rows_that_name_them_and_a_line(tmp_path: Path):
-    run_dir = RunDir(tmp_path)
+async def test_an_update_leaves_arrays_rows_that_name_them_and_a_line(run_dir: RunDir):
     updates = [make_update(update=number, contributes=number < 2) for number in range(3)]
-    async with open_jsonl_logger(
-        run_dir, attempt=2, samples_per_step=0, token_arrays_bytes=1 << 20
-    ) as logger:
+    async with open_logger(run_dir, attempt=2, token_arrays_bytes=1 << 20) as logger:
         await logger.log_step("rl", 4, 3, {}, updates=updates)
     rows = read_rows(run_dir.contributions)
     assert [(row["stage"], row["step"], row["attempt"], row["update"], row["id"]) for row in rows] == [
@@ -152,12 +155,10 @@ async def test_an_update_leaves_arrays_rows_that_name_them_and_a_line(tmp_path: 
 
 
 async def test_arrays_that_the_disk_refuses_are_left_out_and_their_rows_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog
 ):
-    run_dir, refuse = RunDir(tmp_path), Mock(side_effect=StorageError("per-token arrays cannot be written"))
-    async with open_jsonl_logger(
-        run_dir, attempt=1, samples_per_step=0, token_arrays_bytes=1 << 20
-    ) as logger:
+    refuse = Mock(side_effect=StorageError("per-token arrays cannot be written"))
+    async with open_logger(run_dir, token_arrays_bytes=1 << 20) as logger:
         with monkeypatch.context() as patch:
             patch.setattr(TokenShards, "write", refuse)
             for step in (1, 2):

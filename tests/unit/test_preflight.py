@@ -207,27 +207,24 @@ def test_the_sources_of_a_mixture_are_listed_with_their_shares(house):
     assert "rl.data.1" in problem
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        *(f"rl.rollout.{name}" for name in ("generate", "reward", "group_reward", "filters")),
-        *("rl.curriculum", "rl.advantage", "eval.reward"),
-        *("sft.data.function", "eval.data.function"),
-    ],
+FUNCTIONS = (
+    "rl.rollout.generate rl.rollout.reward rl.rollout.group_reward rl.rollout.filters rl.curriculum"
+    " rl.advantage eval.reward sft.data.function eval.data.function"
 )
+
+
+@pytest.mark.parametrize("key", FUNCTIONS.split())
 def test_every_function_that_is_missing_or_wrong_is_found(house, key):
     (house / "r.py").write_text("number = 3\ndef reward(*, needed): ...\n", encoding="utf-8")
     data = '{ kind = "python", function = "r.py:rows", size = 1 }'
     text = f"[sft]\nsteps = 1\ndata = {data}\n{RL}[eval]\ndata = {data}\n"
-    for value, wanted in (
-        (f"{house}/gone.py:reward", "there is no file"),
-        (f"{house}/rr.py:reward", "did you mean r.py?"),
-        ("no_such_module_here:reward", "there is no module no_such_module_here"),
-        (f"{house}/r.py:rewardx", "did you mean reward?"),
-        (f"{house}/r.py:number", "it must be a function"),
-        (f"{house}/r.py:reward", "is called with"),
-    ):
-        found = look(house, text, ("sft", "rl"), f"--{key}", f'["{value}"]' if "filters" in key else value)
+    for name, wanted in read_cells("""
+        gone.py:reward | there is no file
+        r.py:rewardx   | did you mean reward?
+        r.py:number    | it must be a function
+        r.py:reward    | is called with"""):
+        value = f'["{house}/{name}"]' if "filters" in key else f"{house}/{name}"
+        found = look(house, text, ("sft", "rl"), f"--{key}", value)
         assert any(wanted in line for line in found if line.startswith(key.removesuffix(".function"))), found
 
 

@@ -35,9 +35,15 @@ async def open_tree(path: Path, **options: float) -> AsyncIterator[tuple[Process
     argv = [*PYTHON, str(FAKE)]
     async with open_process(argv, env=environment(pids), log=path / "log", **options) as process:
         await process.wait_started()
-        await wait_until(lambda: pids.exists() and pids.read_text() != "")
-        inner = parent_of(process.pid)
-        yield process, [*map(int, pids.read_text().split()), inner, parent_of(inner)]
+        yield process, await read_tree(pids, process.pid)
+
+
+async def read_tree(pids: Path, child: int) -> list[int]:
+    await wait_until(lambda: pids.exists() and pids.read_text() != "")
+    inner = parent_of(child)
+    tree = [*map(int, pids.read_text().split()), inner, parent_of(inner)]
+    assert len(tree) == 5 and all(map(is_alive, tree))
+    return tree
 
 
 def parent_of(pid: int) -> int:
@@ -61,7 +67,6 @@ async def wait_until(condition) -> None:
 @pytest.mark.parametrize("end", ["leave", "kill", "terminate", "child", "inner", "outer", "both waiters"])
 async def test_nothing_is_left_of_a_tree(tmp_path: Path, end: str):
     async with open_tree(tmp_path, grace_s=0.2) as (process, pids):
-        assert len(pids) == 5 and all(map(is_alive, pids))
         if end == "kill":
             process.kill()
         elif end == "terminate":
@@ -123,10 +128,7 @@ async def test_nothing_survives_a_trainer_that_is_killed(tmp_path: Path, first: 
     """Not even if a guard is killed just before it."""
     pids = tmp_path / "pids"
     parent, child = await start_parent([*PYTHON, str(FAKE)], environment(pids), tmp_path / "log", 0.0)
-    await wait_until(lambda: pids.exists() and pids.read_text() != "")
-    inner = parent_of(child)
-    tree = [*map(int, pids.read_text().split()), inner, parent_of(inner)]
-    assert len(tree) == 5 and all(map(is_alive, tree))
+    tree = await read_tree(pids, child)
     if first:
         os.kill(tree[{"inner": 3, "outer": 4}[first]], signal.SIGKILL)
     await kill_parent(parent)

@@ -50,9 +50,8 @@ def test_what_the_same_agent_starts_is_a_restart_whatever_the_count_says(run_dir
     use(run_dir, ALONE)
     assert find_restart(run_dir, ALONE) == "yes"
     use(run_dir, SPREAD, others=["b"])
-    assert find_restart(run_dir, replace(SPREAD, agent="b")) == "yes", (
-        "rank 0 is on another machine than before"
-    )
+    found = find_restart(run_dir, replace(SPREAD, agent="b"))
+    assert found == "yes", "rank 0 is on another machine than before"
 
 
 @pytest.mark.parametrize("run_id", ["job", "none", ""])
@@ -104,11 +103,9 @@ def test_two_processes_are_told_apart_and_one_is_itself():
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "job"}
     program = [sys.executable, "-c", script]
     wrapped = ["sh", "-c", '"$@"; exit $?', "wrapper", *program]
-    told = [
-        subprocess.run(argv, env=environment, capture_output=True, text=True, check=True).stdout
-        for argv in (program, wrapped)
-    ]
-    assert told[0] == told[1] == identify_process(os.getpid()) + "\n", "both are children of this one"
+    for argv in (program, wrapped):
+        done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout == identify_process(os.getpid()) + "\n", "both are children of this one"
     assert identify_process(os.getppid()) != identify_process(os.getpid()) != ""
     assert read_launch({}).agent == "", "a shell starts many runs"
 
@@ -116,9 +113,7 @@ def test_two_processes_are_told_apart_and_one_is_itself():
 def make_process(proc: Path, pid: int, parent: int, run_id: str) -> None:
     (proc / str(pid)).mkdir()
     (proc / str(pid) / "stat").write_text(f"{pid} (a (b) c) S {parent} {' '.join('0' * 17)} {pid}00 0")
-    (proc / str(pid) / "environ").write_bytes(
-        b"A=1\0" + (b"TORCHELASTIC_RUN_ID=" + run_id.encode() + b"\0" if run_id else b"")
-    )
+    (proc / str(pid) / "environ").write_text("A=1\0" + (f"TORCHELASTIC_RUN_ID={run_id}\0" if run_id else ""))
 
 
 def test_a_wrapper_between_the_launcher_and_the_program_is_not_the_launcher(tmp_path):
@@ -134,6 +129,4 @@ def test_a_wrapper_between_the_launcher_and_the_program_is_not_the_launcher(tmp_
     assert find_agent("job", 9, proc=tmp_path) == identify_process(9, proc=tmp_path)
     assert find_agent("job", 8, proc=tmp_path) == "", "it has ended, and nothing tells who started it"
     (tmp_path / "6/environ").unlink()
-    assert find_agent("job", 7, proc=tmp_path) == "", (
-        "one that may not be looked at could be the launcher or not"
-    )
+    assert find_agent("job", 7, proc=tmp_path) == "", "one that may not be looked at could be the launcher"

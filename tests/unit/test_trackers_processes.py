@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -51,13 +52,10 @@ def count_rows(root: Path, name: str = "tensorboard") -> int:
 def find_processes(word: str) -> list[int]:
     """Processes with this word in their command line."""
     found: list[int] = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and int(entry.name) != os.getpid():
-            try:
-                command = (entry / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            found += [int(entry.name)] if word.encode() in command else []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            command = (entry / "cmdline").read_bytes().split(b"\0")
+            found += [int(entry.name)] if word.encode() in command and int(entry.name) != os.getpid() else []
     return found
 
 

@@ -48,34 +48,35 @@ def write_events(root: Path, *batches: list[TrackedRow], mark: Mark | None = Non
     return marks[0]
 
 
-class TestTensorBoard:
-    def test_a_row_is_a_point_of_each_metric_and_a_stage_is_a_run(self, tmp_path: Path):
-        write_events(tmp_path, [*make_rows(1, 2), *make_rows(1, stage="sft"), EVALUATION])
-        assert read_events(tmp_path) == {
-            "loss/total": [(1, -1.0), (2, -2.0)],
-            "reward/mean": [(1, 0.5), (2, 1.0)],
-            "eval/heldout/avg@4": [(2, 0.25)],
-        }
-        assert read_events(tmp_path, "sft")["loss/total"] == [(1, -1.0)]
+def test_a_row_is_a_point_of_each_metric_and_a_stage_is_a_run(tmp_path: Path):
+    write_events(tmp_path, [*make_rows(1, 2), *make_rows(1, stage="sft"), EVALUATION])
+    assert read_events(tmp_path) == {
+        "loss/total": [(1, -1.0), (2, -2.0)],
+        "reward/mean": [(1, 0.5), (2, 1.0)],
+        "eval/heldout/avg@4": [(2, 0.25)],
+    }
+    assert read_events(tmp_path, "sft")["loss/total"] == [(1, -1.0)]
 
-    def test_what_a_killed_follower_wrote_after_the_mark_is_cut_off_and_written_again(self, tmp_path: Path):
-        rest = [*make_rows(3, 4), *make_rows(1, stage="sft")]
-        mark = write_events(tmp_path, make_rows(1, 2), rest)
-        with next((tmp_path / "trackers/tensorboard/rl").iterdir()).open("ab") as file:
-            file.write(b"\x10\0\0\0")  # a torn event
-        other = tmp_path / "trackers/tensorboard/rl/events.out.tfevents.1800000000.myhost.0"
-        other.write_bytes(b"of somebody else")
-        write_events(tmp_path, rest, mark=mark)
-        other.unlink()
-        assert read_events(tmp_path)["loss/total"] == [(step, -float(step)) for step in (1, 2, 3, 4)]
-        assert read_events(tmp_path, "sft")["loss/total"] == [(1, -1.0)]
-        assert len(list(tmp_path.rglob("events.*"))) == 3
 
-    def test_repeated_steps_of_a_resumed_run_replace_those_of_the_attempt_before(self, tmp_path: Path):
-        mark = write_events(tmp_path, make_rows(1, 2, 3, 4))
-        write_events(tmp_path, make_rows(3, 4, 5, attempt=2), mark=mark)
-        expected = [(1, -1.0), (2, -2.0), (3, -6.0), (4, -8.0), (5, -10.0)]
-        assert read_events(tmp_path)["loss/total"] == expected
+def test_what_a_killed_follower_wrote_after_the_mark_is_cut_off_and_written_again(tmp_path: Path):
+    rest = [*make_rows(3, 4), *make_rows(1, stage="sft")]
+    mark = write_events(tmp_path, make_rows(1, 2), rest)
+    with next((tmp_path / "trackers/tensorboard/rl").iterdir()).open("ab") as file:
+        file.write(b"\x10\0\0\0")  # a torn event
+    other = tmp_path / "trackers/tensorboard/rl/events.out.tfevents.1800000000.myhost.0"
+    other.write_bytes(b"of somebody else")
+    write_events(tmp_path, rest, mark=mark)
+    other.unlink()
+    assert read_events(tmp_path)["loss/total"] == [(step, -float(step)) for step in (1, 2, 3, 4)]
+    assert read_events(tmp_path, "sft")["loss/total"] == [(1, -1.0)]
+    assert len(list(tmp_path.rglob("events.*"))) == 3
+
+
+def test_repeated_steps_of_a_resumed_run_replace_those_of_the_attempt_before(tmp_path: Path):
+    mark = write_events(tmp_path, make_rows(1, 2, 3, 4))
+    write_events(tmp_path, make_rows(3, 4, 5, attempt=2), mark=mark)
+    expected = [(1, -1.0), (2, -2.0), (3, -6.0), (4, -8.0), (5, -10.0)]
+    assert read_events(tmp_path)["loss/total"] == expected
 
 
 # --- OpenTelemetry ------------------------------------------------------------------------------------------
@@ -102,111 +103,114 @@ def refuse_steps(collector: Collector, status: int, *bad: int, most: int = 99) -
     collector.judge = judge
 
 
-class TestOtlp:
-    def test_a_point_has_the_time_of_its_row_and_the_labels_of_its_stage(self, collector: Collector):
-        open_named("otlp").send([*make_rows(3), EVALUATION])
-        labels = {"stage": "rl", "attempt": 1}
-        values = {"step": 3.0, "policy_version": 2.0, "loss.total": -3.0, "reward.mean": 1.5}
-        points = collector.points()
-        for name, value in values.items():
-            assert (f"rollouts.{name}", (AT + 3) * 10**9, value, labels) in points
-        (found,) = [point for point in points if "avg_at_4" in point[0]]
-        assert found[1:] == ((AT + 2) * 10**9, 0.25, {**labels, "evaluation": "heldout"})
+def test_a_point_has_the_time_of_its_row_and_the_labels_of_its_stage(collector: Collector):
+    open_named("otlp").send([*make_rows(3), EVALUATION])
+    labels = {"stage": "rl", "attempt": 1}
+    values = {"step": 3.0, "policy_version": 2.0, "loss.total": -3.0, "reward.mean": 1.5}
+    points = collector.points()
+    for name, value in values.items():
+        assert (f"rollouts.{name}", (AT + 3) * 10**9, value, labels) in points
+    (found,) = [point for point in points if "avg_at_4" in point[0]]
+    assert found[1:] == ((AT + 2) * 10**9, 0.25, {**labels, "evaluation": "heldout"})
 
-    def test_a_span_keeps_its_time_and_the_same_row_has_the_same_ids(self, collector: Collector):
-        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-        row = make_span(4, name="generate", track="vllm-0", start_unix=BEGAN + 0.25, id="g1-s0", tokens=12)
-        for _ in range(2):  # as after a kill
-            open_named("otlp").send([TrackedRow("spans", row, 8, Place(0, 77))])
-        first, second = (
-            ExportTraceServiceRequest.FromString(body).resource_spans[0].scope_spans[0].spans[0]
-            for body in collector.bodies["/v1/traces"]
-        )
-        assert first == second
-        assert (len(first.trace_id), len(first.span_id), first.name) == (16, 8, "generate")
-        assert first.start_time_unix_nano == 1_800_000_000_250_000_000
-        assert first.end_time_unix_nano - first.start_time_unix_nano == 1_500_000_000
-        labels = {entry.key: entry.value.string_value or entry.value.int_value for entry in first.attributes}
-        assert labels == json.loads("""{"track": "vllm-0", "stage": "rl", "step": 4, "policy_version": 3,
-            "attempt": 1, "id": "g1-s0", "tokens": 12}""")
+def test_a_span_keeps_its_time_and_the_same_row_has_the_same_ids(collector: Collector):
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-    @pytest.mark.parametrize(
-        ("statuses", "error"),
-        [
-            ((408, 429, 500, 503), SinkUnavailable),
-            ((401, 403, 404), SinkRefused),
-            ((400, 413, 422), RowsRefused),
-        ],
+    row = make_span(4, name="generate", track="vllm-0", start_unix=BEGAN + 0.25, id="g1-s0", tokens=12)
+    for _ in range(2):  # as after a kill
+        open_named("otlp").send([TrackedRow("spans", row, 8, Place(0, 77))])
+    first, second = (
+        ExportTraceServiceRequest.FromString(body).resource_spans[0].scope_spans[0].spans[0]
+        for body in collector.bodies["/v1/traces"]
     )
-    def test_an_answer_says_who_is_at_fault(
-        self,
-        collector: Collector,
-        statuses: tuple[int, ...],
-        error: type[Exception],
-        monkeypatch: pytest.MonkeyPatch,
-    ):
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=top%20secret,tenant=1")
-        for status in statuses:
-            collector.faults = [(status, {})] * 9
-            with pytest.raises(error, match=f"answered {status} to metrics") as raised:
-                open_named("otlp").send(make_rows(1, 2))
-            assert "secret" not in str(raised.value)
-        assert collector.headers[0]["x-key"] == "top secret"
+    assert first == second
+    assert (len(first.trace_id), len(first.span_id), first.name) == (16, 8, "generate")
+    assert first.start_time_unix_nano == 1_800_000_000_250_000_000
+    assert first.end_time_unix_nano - first.start_time_unix_nano == 1_500_000_000
+    labels = {entry.key: entry.value.string_value or entry.value.int_value for entry in first.attributes}
+    assert labels == json.loads("""{"track": "vllm-0", "stage": "rl", "step": 4, "policy_version": 3,
+        "attempt": 1, "id": "g1-s0", "tokens": 12}""")
 
-    def test_a_single_row_is_at_fault_only_where_an_empty_message_is_taken(self, collector: Collector):
-        refuse_steps(collector, 400, 1)
-        with pytest.raises(RowsRefused, match="400 to metrics: bad value of planted-secret"):
-            open_named("otlp").send(make_rows(1))
-        collector.judge = lambda path, body: (400, b"sent to HTTPS port", "text/html")
-        with pytest.raises(SinkRefused, match="sent to HTTPS port, even without rows"):
-            open_named("otlp").send(make_rows(1))
 
-    def test_values_that_a_collector_leaves_out_are_counted(self, collector: Collector):
-        from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
-            ExportMetricsPartialSuccess,
-            ExportMetricsServiceResponse,
-        )
+@pytest.mark.parametrize(
+    ("statuses", "error"),
+    [
+        ((408, 429, 500, 503), SinkUnavailable),
+        ((401, 403, 404), SinkRefused),
+        ((400, 413, 422), RowsRefused),
+    ],
+)
+def test_an_answer_says_who_is_at_fault(
+    collector: Collector,
+    statuses: tuple[int, ...],
+    error: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=top%20secret,tenant=1")
+    for status in statuses:
+        collector.faults = [(status, {})] * 9
+        with pytest.raises(error, match=f"answered {status} to metrics") as raised:
+            open_named("otlp").send(make_rows(1, 2))
+        assert "secret" not in str(raised.value)
+    assert collector.headers[0]["x-key"] == "top secret"
 
-        partial = ExportMetricsPartialSuccess(rejected_data_points=3, error_message="too old")
-        body = ExportMetricsServiceResponse(partial_success=partial).SerializeToString()
-        collector.judge = lambda path, posted: (200, body, "application/x-protobuf")
-        mark = open_named("otlp").send(make_rows(1))
-        assert open_named("otlp", mark=mark).send(make_rows(2)) == {"left_out": 6}
 
-    def test_the_command_leaves_out_what_is_refused_and_sends_all_else_once(
-        self, collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ):
-        """Of 20 rows of metrics and 20 spans two of each are refused, and the collector repeats our key. A
-        fault comes first; a socket of an agent gets the rows too.
-        """
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=planted-secret")
-        monkeypatch.setenv("DD_DOGSTATSD_URL", f"unix://{tmp_path / 'dsd'}")
-        root = make_run(tmp_path / "run")
-        append(root, *(make_row(step) for step in range(1, 16)))
-        append(root, *(make_row(step) for step in range(16, 21)), part=1)
-        append(root, *(make_span(step) for step in range(1, 21)), file="spans")
-        collector.faults = [(503, {"Retry-After": "1"})] * 6
-        refuse_steps(collector, 400, 3, 11, most=8)
-        to = ("--to", "otlp", "--to", "statsd", "--once")
-        command = [sys.executable, "-m", "rollouts", "track", str(root), *to]
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
-            agent.bind(str(tmp_path / "dsd"))
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-            lines = receive_lines(agent)
-        kept = [step for step in range(1, 21) if step not in (3, 11)]
-        steps = [value for name, _, value, _ in collector.points() if name == "rollouts.step"]
-        assert (sorted(set(steps)), sorted(collector.span_steps())) == (kept, kept)
-        assert "refuses row 'train' of spans.jsonl (stage rl, step 11, attempt 1) for good" in done.stderr
-        assert "answered 400 to traces: bad value of ***" in done.stderr
-        assert "otlp: 36 rows sent (4 refused for good and left out, the last: row" in done.stdout
-        assert done.returncode == 0, done.stderr
-        position = read_position(position_path(root, "otlp"))
-        assert position is not None
-        assert (position.number, position.left_out.rows) == (40, 4)
-        assert len([line for line in lines if line.startswith("rollouts.step")]) == 20
-        written = b"".join(path.read_bytes() for path in root.rglob("*") if path.is_file())
-        assert b"planted-secret" not in written + done.stderr.encode() + done.stdout.encode()
+def test_a_single_row_is_at_fault_only_where_an_empty_message_is_taken(collector: Collector):
+    refuse_steps(collector, 400, 1)
+    with pytest.raises(RowsRefused, match="400 to metrics: bad value of planted-secret"):
+        open_named("otlp").send(make_rows(1))
+    collector.judge = lambda path, body: (400, b"sent to HTTPS port", "text/html")
+    with pytest.raises(SinkRefused, match="sent to HTTPS port, even without rows"):
+        open_named("otlp").send(make_rows(1))
+
+
+def test_values_that_a_collector_leaves_out_are_counted(collector: Collector):
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+        ExportMetricsPartialSuccess,
+        ExportMetricsServiceResponse,
+    )
+
+    partial = ExportMetricsPartialSuccess(rejected_data_points=3, error_message="too old")
+    body = ExportMetricsServiceResponse(partial_success=partial).SerializeToString()
+    collector.judge = lambda path, posted: (200, body, "application/x-protobuf")
+    mark = open_named("otlp").send(make_rows(1))
+    assert open_named("otlp", mark=mark).send(make_rows(2)) == {"left_out": 6}
+
+
+def test_the_command_leaves_out_what_is_refused_and_sends_all_else_once(
+    collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of 20 rows of metrics and 20 spans two of each are refused, and the collector repeats our key. A
+    fault comes first; a socket of an agent gets the rows too.
+    """
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=planted-secret")
+    monkeypatch.setenv("DD_DOGSTATSD_URL", f"unix://{tmp_path / 'dsd'}")
+    root = make_run(tmp_path / "run")
+    append(root, *(make_row(step) for step in range(1, 16)))
+    append(root, *(make_row(step) for step in range(16, 21)), part=1)
+    append(root, *(make_span(step) for step in range(1, 21)), file="spans")
+    collector.faults = [(503, {"Retry-After": "1"})] * 6
+    refuse_steps(collector, 400, 3, 11, most=8)
+    to = ("--to", "otlp", "--to", "statsd", "--once")
+    command = [sys.executable, "-m", "rollouts", "track", str(root), *to]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
+        agent.bind(str(tmp_path / "dsd"))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        lines = receive_lines(agent)
+    kept = [step for step in range(1, 21) if step not in (3, 11)]
+    steps = [value for name, _, value, _ in collector.points() if name == "rollouts.step"]
+    assert (sorted(set(steps)), sorted(collector.span_steps())) == (kept, kept)
+    assert "refuses row 'train' of spans.jsonl (stage rl, step 11, attempt 1) for good" in done.stderr
+    assert "answered 400 to traces: bad value of ***" in done.stderr
+    assert "otlp: 36 rows sent (4 refused for good and left out, the last: row" in done.stdout
+    assert done.returncode == 0, done.stderr
+    position = read_position(position_path(root, "otlp"))
+    assert position is not None
+    assert (position.number, position.left_out.rows) == (40, 4)
+    assert len([line for line in lines if line.startswith("rollouts.step")]) == 20
+    written = b"".join(path.read_bytes() for path in root.rglob("*") if path.is_file())
+    assert b"planted-secret" not in written + done.stderr.encode() + done.stdout.encode()
 
 
 # --- StatsD -------------------------------------------------------------------------------------------------
@@ -223,38 +227,36 @@ def receive_lines(server: socket.socket) -> list[str]:
             return [line for line in lines if line]
 
 
-class TestStatsd:
-    def test_plain_statsd_gets_the_newest_value_of_each_metric(self, monkeypatch: pytest.MonkeyPatch):
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
-            server.bind(("127.0.0.1", 0))
-            monkeypatch.setenv("STATSD_HOST", "127.0.0.1")
-            monkeypatch.setenv("STATSD_PORT", str(server.getsockname()[1]))
-            sink = open_named("statsd")
-            sink.send(make_rows(3, 4))
-            sink.close()
-            assert receive_lines(server) == [
-                "rollouts.my_run.rl.step:4|g",
-                # a sign is a change, so a negative gauge is set from zero
-                "rollouts.my_run.rl.loss.total:0|g",
-                "rollouts.my_run.rl.loss.total:-4.0|g",
-                "rollouts.my_run.rl.reward.mean:2.0|g",
-            ]
+def test_plain_statsd_gets_the_newest_value_of_each_metric(monkeypatch: pytest.MonkeyPatch):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+        server.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("STATSD_HOST", "127.0.0.1")
+        monkeypatch.setenv("STATSD_PORT", str(server.getsockname()[1]))
+        sink = open_named("statsd")
+        sink.send(make_rows(3, 4))
+        sink.close()
+        assert receive_lines(server) == [
+            "rollouts.my_run.rl.step:4|g",
+            # a sign is a change, so a negative gauge is set from zero
+            "rollouts.my_run.rl.loss.total:0|g",
+            "rollouts.my_run.rl.loss.total:-4.0|g",
+            "rollouts.my_run.rl.reward.mean:2.0|g",
+        ]
 
-    def test_dogstatsd_gets_every_row_with_its_time_and_tags(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ):
-        monkeypatch.setenv("DD_DOGSTATSD_URL", f"unix://{tmp_path / 'dsd'}")
-        with pytest.raises(SinkUnavailable, match="nothing takes datagrams"):
-            open_named("statsd").send(make_rows(1))
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
-            server.bind(str(tmp_path / "dsd"))
-            sink = open_named("statsd")
-            sink.send(make_rows(*range(1, 21)))
-            lines = receive_lines(server)
-            assert len(lines) == 60
-            assert f"rollouts.loss.total:-2.0|g|#run:my_run,stage:rl,attempt:1|T{AT + 2}" in lines
-        with pytest.raises(SinkUnavailable, match="nothing takes datagrams"):
-            sink.send(make_rows(1))
+
+def test_dogstatsd_gets_every_row_with_its_time_and_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DD_DOGSTATSD_URL", f"unix://{tmp_path / 'dsd'}")
+    with pytest.raises(SinkUnavailable, match="nothing takes datagrams"):
+        open_named("statsd").send(make_rows(1))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
+        server.bind(str(tmp_path / "dsd"))
+        sink = open_named("statsd")
+        sink.send(make_rows(*range(1, 21)))
+        lines = receive_lines(server)
+        assert len(lines) == 60
+        assert f"rollouts.loss.total:-2.0|g|#run:my_run,stage:rl,attempt:1|T{AT + 2}" in lines
+    with pytest.raises(SinkUnavailable, match="nothing takes datagrams"):
+        sink.send(make_rows(1))
 
 
 # --- Prometheus ---------------------------------------------------------------------------------------------
@@ -264,30 +266,26 @@ class TestStatsd:
 PROMETHEUS = "step 3 attempt 1 loss_total -3 reward_mean 1.5 eval_heldout_avg_at_4 0.25"
 
 
-class TestPrometheus:
-    @pytest.fixture(autouse=True)
-    def port(self, monkeypatch: pytest.MonkeyPatch) -> int:
-        port = free_port()
-        monkeypatch.setenv("OTEL_EXPORTER_PROMETHEUS_PORT", str(port))
-        return port
+def test_a_scrape_reads_the_newest_values_also_of_a_sink_that_is_opened_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    from prometheus_client.parser import text_string_to_metric_families
 
-    def test_a_scrape_reads_the_newest_values_also_of_a_sink_that_is_opened_again(self, port: int):
-        from prometheus_client.parser import text_string_to_metric_families
-
-        sink = open_named("prometheus")
-        mark = sink.send([*make_rows(1, 2, 3), EVALUATION])
-        with pytest.raises(SinkRefused, match="OTEL_EXPORTER_PROMETHEUS_PORT"):
-            open_named("prometheus")
-        sink.close()
-        again = open_named("prometheus", mark=mark)
-        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-            families = list(text_string_to_metric_families(answer.read().decode()))
-        again.close()
-        assert {family.type for family in families} == {"gauge"}
-        values = {sample.name: sample.value for family in families for sample in family.samples}
-        expected = PROMETHEUS.split()
-        assert values == {
-            f"rollouts_{name}": float(value)
-            for name, value in zip(expected[::2], expected[1::2], strict=True)
-        }
-        assert families[2].samples[0].labels == {"run": "my run", "stage": "rl"}
+    port = free_port()
+    monkeypatch.setenv("OTEL_EXPORTER_PROMETHEUS_PORT", str(port))
+    sink = open_named("prometheus")
+    mark = sink.send([*make_rows(1, 2, 3), EVALUATION])
+    with pytest.raises(SinkRefused, match="OTEL_EXPORTER_PROMETHEUS_PORT"):
+        open_named("prometheus")
+    sink.close()
+    again = open_named("prometheus", mark=mark)
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    again.close()
+    assert {family.type for family in families} == {"gauge"}
+    values = {sample.name: sample.value for family in families for sample in family.samples}
+    expected = PROMETHEUS.split()
+    assert values == {
+        f"rollouts_{name}": float(value) for name, value in zip(expected[::2], expected[1::2], strict=True)
+    }
+    assert families[2].samples[0].labels == {"run": "my run", "stage": "rl"}
