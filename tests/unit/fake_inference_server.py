@@ -2,9 +2,8 @@
 object, says how it behaves.
 
 pids: file that gets the ids of this process and its descendants · not_ready: how often health says 503 · die:
-exit code at once · never: does not listen · taken: how often it finds its port taken (counted in the file
-`count`) · strays: leaves descendants in sessions of their own · stubborn: ignores SIGTERM · open: takes
-everybody
+exit code at once · never: does not listen · strays: leaves descendants in sessions of their own · stubborn:
+ignores SIGTERM · open: takes everybody
 """
 
 from __future__ import annotations
@@ -69,22 +68,15 @@ if behaviour.get("strays"):
     while not text.endswith(b"\n"):
         text += os.read(readable, 100)
     pids += [int(word) for word in text.split()]
-if "pids" in behaviour:
-    Path(behaviour["pids"]).write_text(" ".join(map(str, pids)))
+Path(behaviour["pids"]).write_text(" ".join(map(str, pids)))
 if "die" in behaviour:
     print("\n".join(f"line {n}" for n in range(40)), flush=True)
-    print("RuntimeError: no memory for the cache", flush=True)
+    print("RuntimeError: no memory", flush=True)
     sys.exit(behaviour["die"])
-if "taken" in behaviour:
-    count = Path(behaviour["count"])
-    seen = int(count.read_text()) if count.exists() else 0
-    count.write_text(str(seen + 1))
-    if seen < behaviour["taken"]:
-        sys.exit("OSError: [Errno 98] Address already in use")
-if behaviour.get("stubborn"):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-else:
+if not behaviour.get("stubborn"):
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+else:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 while behaviour.get("never"):
     time.sleep(3600)
 port = int(sys.argv[sys.argv.index("--port") + 1])

@@ -16,10 +16,7 @@ from safetensors.numpy import save_file
 from rollouts.engines.server import ServerEngine
 from rollouts.testing.engine_contracts import make_request
 from rollouts.types import Completion
-from tests.support.fault_plan import (
-    AnyFault,
-    Fault,
-)
+from tests.support.fault_plan import AnyFault, Fault
 from tests.support.fault_server import DIALECTS, DialectName, FaultServer, open_fake_server
 
 Opened = tuple[FaultServer, ServerEngine]
@@ -30,15 +27,21 @@ VLLM_MODEL = {"model": "simulated", "max_model_len": 256, "logprobs_mode": "proc
 
 @asynccontextmanager
 async def open_both(
-    dialect: DialectName, *, silence_s: float = 60.0, context_length: int | None = None, **options: Any
+    dialect: DialectName, *, silence_s: float = 60.0, **options: Any
 ) -> AsyncIterator[Opened]:
     """A fake server and the real engine for it, after the handshake."""
     async with (
         open_fake_server(dialect, **{"vocab_size": 300, "context_length": 256} | options) as server,
-        server.open_engine(silence_s=silence_s, context_length=context_length) as engine,
+        server.open_engine(silence_s=silence_s) as engine,
     ):
         server.calls.clear()
         yield server, engine
+
+
+@asynccontextmanager
+async def open_engine(dialect: DialectName, **options: Any) -> AsyncIterator[ServerEngine]:
+    async with open_both(dialect, **options) as (_, engine):
+        yield engine
 
 
 def strike(server: FaultServer, what: AnyFault, *, update: bool = False) -> None:

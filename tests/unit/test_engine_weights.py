@@ -70,9 +70,8 @@ async def test_an_engine_that_is_behind_is_saved_and_restored_bit_for_bit_with_i
     assert_weights_equal(served, found[0])
     async with open_both() as (backend, engine):
         await train_to(backend, 2, seed=7)
-        assert await sync_as_saved(backend, engine, make_sync(), tmp_path, 2), (
-            "the trainer's weights are to be restored"
-        )
+        # true: the trainer's weights are to be restored
+        assert await sync_as_saved(backend, engine, make_sync(), tmp_path, 2)
         assert await engine.weight_version() == 1
         assert_weights_equal(served, await engine.copy_weights())
 

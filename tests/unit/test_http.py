@@ -37,7 +37,7 @@ class Server:
     def __init__(self, handle: Callable[[Peer], Awaitable[None]], tls: ssl.SSLContext | None) -> None:
         self.handle, self.tls = handle, tls
         self.url = ""
-        self.log: list[tuple[int, bytes]] = []  # connection and request
+        self.log: list[tuple[int, str]] = []  # connection and request
         self.accepted = self.open = 0
 
     async def serve(self, stream: Any) -> None:
@@ -54,25 +54,25 @@ class Server:
 class Peer:
     """The server's end of one connection; `number`: connections before it."""
 
-    def __init__(self, stream: Any, number: int, log: list[tuple[int, bytes]]) -> None:
+    def __init__(self, stream: Any, number: int, log: list[tuple[int, str]]) -> None:
         self.stream, self.number, self.log = stream, number, log
         self.send = stream.send_all
 
-    async def read_request(self) -> bytes:
-        """Head and body of the next request; b"" when the client is gone."""
+    async def read_request(self) -> str:
+        """The next request; "" when the client is gone."""
         received, needed = b"", 1
         while len(received) < needed:
             try:
                 received += (part := await self.stream.receive_some(1 << 20))
             except trio.BrokenResourceError:
-                part = b""
+                return ""
             if not part:
-                return b""
-            head, end, _ = received.lower().partition(b"\r\n\r\n")
-            length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
+                return ""
+            head, end, _ = received.partition(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
             needed = len(head) + 4 + length if end else len(received) + 1
-        self.log.append((self.number, received))
-        return received
+        self.log.append((self.number, received.decode()))
+        return received.decode()
 
     def reset_on_close(self) -> None:
         self.stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -116,7 +116,7 @@ async def test_a_request_names_host_key_type_and_length():
         await client.request("POST", "/generate", body=b'{"a": 1}')
         await client.request("GET", "/health?deep=1")
         await client.request("POST", "/pause")
-    post, get, empty = (request.decode().lower().split("\r\n") for _, request in server.log)
+    post, get, empty = (request.lower().split("\r\n") for _, request in server.log)
     assert (post[0], post[-1]) == ("post /v1/generate http/1.1", '{"a": 1}')
     assert {
         f"host: {server.url.removeprefix('http://')}",
@@ -208,30 +208,19 @@ async def test_a_connection_is_used_again_unless_it_is_over(headers: bytes, used
     assert [number for number, _ in server.log] == used
 
 
-async def test_idle_clients_are_used_last_in_first_out_and_leave_by_age_and_number(
+async def test_a_burst_leaves_no_more_than_max_idle_clients_which_leave_by_age(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ):
     """In virtual time, over transports instead of sockets."""
     monkeypatch.setattr(http, "MAX_IDLE", 10)
-    used: list[int] = []
 
-    def make_transport() -> httpx.MockTransport:
-        number = len(used)
+    async def handle(request: httpx.Request) -> httpx.Response:
+        await trio.sleep(0.01)
+        return httpx.Response(200, content=BODY)
 
-        async def handle(request: httpx.Request) -> httpx.Response:
-            used.append(number)
-            await trio.sleep(0.01 * (number % 100))  # a later one is put back later
-            return httpx.Response(200, content=BODY)
-
-        return httpx.MockTransport(handle)
-
-    async with open_http_client("http://h", transport=make_transport) as client:
+    async with open_http_client("http://h", transport=lambda: httpx.MockTransport(handle)) as client:
         await ask_at_once(client, 30)
         assert len(client._idle) == 10
-        newest = used[-1]
-        for _ in range(3):
-            await client.request("GET", "/")
-        assert used[-3:] == [newest] * 3
         for _ in range(9):  # each request puts one back and closes one that is too old
             await trio.sleep(http.IDLE_S)
             await client.request("GET", "/")
@@ -312,7 +301,7 @@ async def test_cancelling_closes_that_connection_and_no_other():
 
     async def handle(peer: Peer) -> None:
         while request := await peer.read_request():
-            if b"/slow" not in request:
+            if "/slow" not in request:
                 await peer.send(REPLY)
                 continue
             asked.set()

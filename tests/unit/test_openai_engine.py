@@ -5,7 +5,6 @@ of it can train.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,13 @@ import pytest
 import trio
 import trio.testing
 
-from rollouts.engines.openai import OpenAIEngine, make_completions_body, open_openai_engine, parse_completions
-from rollouts.errors import (
-    EngineError,
-    EngineSetupError,
-    ReplyError,
-    RequestRefused,
-)
+from rollouts.engines.openai import OpenAIEngine, open_openai_engine
+from rollouts.errors import EngineError, EngineSetupError, ReplyError, RequestRefused
 from rollouts.testing import engine_contracts
-from rollouts.testing.engine_contracts import make_request
+from rollouts.testing.engine_contracts import asked, make_request
 from rollouts.types import EngineLoad, Sample
 
-Answer = Callable[[dict[str, Any]], httpx.Response]
+FOUR_TOKENS = '{"text": "abcd", "finish_reason": "length", "token_ids": [1, 2, 3, 4]}'
 
 
 class Letters:
@@ -41,25 +35,24 @@ class Letters:
         return [0 if letter == "." else ord(letter) - 96 for letter in text]
 
 
-def four_tokens(body: dict[str, Any]) -> httpx.Response:
-    return httpx.Response(
-        200, json={"choices": [{"text": "abcd", "finish_reason": "length", "token_ids": [1, 2, 3, 4]}]}
-    )
-
-
 def open_engine(
-    answer: Answer = four_tokens, *, calls: list[Any] | None = None, **changes: Any
+    choices: str = FOUR_TOKENS, *, calls: list[Any] | None = None, hangs: bool = False, **changes: Any
 ) -> AbstractAsyncContextManager[OpenAIEngine]:
+    """The engine of an endpoint that answers these choices, JSON, to everything; `calls` gets bodies and
+    keys.
+    """
+
     async def handle(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "m"}]})
         assert request.url.path == "/v1/completions"
-        body = json.loads(request.content)
+        if hangs:
+            await trio.sleep_forever()
         if calls is not None:
-            calls.append((body, request.headers.get("authorization")))
-        return answer(body)
+            calls.append((json.loads(request.content), request.headers.get("authorization")))
+        return httpx.Response(200, text=f'{{"choices": [{choices}]}}')
 
-    options: dict[str, Any] = {
+    options = {
         "model": "m",
         "vocab_size": 27,
         "context_length": 64,
@@ -73,45 +66,22 @@ async def test_contract(check: Any):
     await check(open_engine)
 
 
-async def test_ids_go_out_and_come_back_without_a_tokenizer():
+async def test_ids_go_out_and_come_back_without_a_tokenizer_and_without_numbers_to_train_on():
     calls: list[Any] = []
     async with open_engine(calls=calls, api_key="key") as engine:
+        assert not engine.features.log_probs
         completion = await engine.generate(
             make_request(prompt=(5, 6), top_k=3, stop_token_ids=(7,), seed=2**63 + 1)
         )
     assert completion.token_ids.tolist() == [1, 2, 3, 4]
     assert np.isnan(completion.log_probs).all()
     assert completion.weight_versions.tolist() == [-1] * 4
-    body, authorization = calls[0]
+    ((body, authorization),) = calls
     assert authorization == "Bearer key"
-    assert body == {
-        "model": "m",
-        "prompt": [5, 6],
-        "max_tokens": 4,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 3,
-        "seed": 1,
-        "stop_token_ids": [7],
-        "return_token_ids": True,
-    }
-
-
-async def test_text_goes_out_and_comes_back_with_a_tokenizer():
-    calls: list[Any] = []
-    answer = httpx.Response(200, json={"choices": [{"text": "bad", "finish_reason": "stop"}]})
-    async with open_engine(lambda body: answer, calls=calls, tokenizer=Letters()) as engine:
-        completion = await engine.generate(make_request(prompt=(3, 1, 2, 0), stop_token_ids=(0,)))
-        assert any("tokenized again" in gap for gap in engine.features.gaps)
-    assert calls[0][0]["prompt"] == "cab."
-    assert calls[0][0]["stop"] == ["."]
-    assert (completion.token_ids.tolist(), completion.finish_reason) == ([2, 1, 4], "stop")
-
-
-async def test_no_sample_takes_its_log_probs_as_numbers():
-    async with open_engine() as engine:
-        assert not engine.features.log_probs
-        completion = await engine.generate(make_request())
+    assert body == json.loads(
+        """{"model": "m", "prompt": [5, 6], "max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": 3,
+        "seed": 1, "stop_token_ids": [7], "return_token_ids": true}"""
+    )
     with pytest.raises(ValueError, match="not finite"):
         Sample(
             id="a",
@@ -122,46 +92,40 @@ async def test_no_sample_takes_its_log_probs_as_numbers():
         )
 
 
-@pytest.mark.parametrize(
-    ("sampling", "message"),
-    [({"top_k": 5}, "top_k=5"), ({"stop_token_ids": (1, 2, 3, 4, 5)}, "5 stop tokens")],
-)
-def test_what_the_api_cannot_say_in_text_is_refused(sampling: dict[str, Any], message: str):
-    with pytest.raises(RequestRefused, match=message):
-        make_completions_body(make_request(**sampling), model="m", tokenizer=Letters())
+async def test_text_goes_out_and_comes_back_with_a_tokenizer():
+    calls: list[Any] = []
+    answer = '{"text": "bad", "finish_reason": "stop"}'
+    async with open_engine(answer, calls=calls, tokenizer=Letters()) as engine:
+        completion = await engine.generate(make_request(prompt=(3, 1, 2, 0), stop_token_ids=(0,)))
+        assert any("tokenized again" in gap for gap in engine.features.gaps)
+        for sampling, message in (
+            ({"top_k": 5}, "top_k=5"),
+            ({"stop_token_ids": (1, 2, 3, 4, 5)}, "5 stop tokens"),
+        ):
+            with pytest.raises(RequestRefused, match=message):  # the API cannot say it in text
+                await engine.generate(make_request(**sampling))
+    ((body, _),) = calls
+    assert (body["prompt"], body["stop"]) == ("cab.", ["."])
+    assert (completion.token_ids.tolist(), completion.finish_reason) == ([2, 1, 4], "stop")
 
 
 @pytest.mark.parametrize(
-    ("choices", "message"),
+    ("choices", "kind", "message"),
     [
-        ([], "0 choices"),
-        ([{"text": "a", "finish_reason": "length"}], "needs a tokenizer"),
-        (
-            [{"text": "a", "finish_reason": "length", "token_ids": [27]}],
-            "outside the vocabulary of 27",
-        ),
-        ([{"text": "a", "finish_reason": "tool_calls", "token_ids": [1]}], "Invalid enum value 'tool_calls'"),
-        ([{"text": "a", "finish_reason": None, "token_ids": [1]}], "Expected `str`"),
-        ([{"text": None, "finish_reason": "stop", "token_ids": [1]}], "Expected `str`"),
+        ("", ReplyError, "0 choices"),
+        ('{"text": "a", "finish_reason": "length"}', ReplyError, "needs a tokenizer"),
+        (FOUR_TOKENS.replace("4", "27"), ReplyError, "outside the vocabulary of 27"),
+        (FOUR_TOKENS.replace("length", "tool_calls"), ReplyError, "Invalid enum value 'tool_calls'"),
+        (FOUR_TOKENS.replace('"length"', "null"), ReplyError, "Expected `str`"),
+        (FOUR_TOKENS.replace('"abcd"', "null"), ReplyError, "Expected `str`"),
+        (FOUR_TOKENS.replace("[", "[5, "), ReplyError, "5 token_ids for max_new_tokens=4"),
+        ('{"text": "", "finish_reason": "content_filter"}', RequestRefused, "content filter"),
     ],
 )
-def test_answers_that_are_none_are_reply_errors(choices: list[Any], message: str):
-    with pytest.raises(ReplyError, match=message):
-        parse_completions(
-            json.dumps({"choices": choices}).encode(), make_request(), None, vocab_size=27, where="e"
-        )
-
-
-def test_an_answer_withheld_by_a_filter_is_the_requests_fault():
-    body = json.dumps({"choices": [{"text": "", "finish_reason": "content_filter"}]}).encode()
-    with pytest.raises(RequestRefused, match="content filter"):
-        parse_completions(body, make_request(), None, vocab_size=27, where="e")
-
-
-async def test_more_ids_than_asked_for_are_a_reply_error():
-    async with open_engine() as engine:
-        with pytest.raises(ReplyError, match="4 token_ids for max_new_tokens=3"):
-            await engine.generate(make_request(max_new_tokens=3))
+async def test_answers_that_are_none_are_typed_errors(choices: str, kind: type[Exception], message: str):
+    async with open_engine(choices) as engine:
+        with pytest.raises(kind, match=message):
+            await engine.generate(make_request())
 
 
 async def test_a_model_that_is_not_served_is_refused_when_opening():
@@ -171,25 +135,12 @@ async def test_a_model_that_is_not_served_is_refused_when_opening():
 
 
 async def test_abort_and_pause_abort_answer_what_is_on_its_way(autojump_clock: trio.testing.MockClock):
-    async def never(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/v1/models":
-            return httpx.Response(200, json={"data": [{"id": "m"}]})
-        await trio.sleep_forever()
-        raise AssertionError
-
-    async with open_engine(transport=lambda: httpx.MockTransport(never)) as engine:
+    async with open_engine(hangs=True) as engine:
         for end in (engine.abort_all, lambda: engine.pause("abort")):
-            answers: list[Any] = []
-
-            async def ask(answers: list[Any] = answers) -> None:
-                answers.append(await engine.generate(make_request()))
-
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(ask)
-                await trio.testing.wait_all_tasks_blocked()
+            async with asked(engine, make_request()) as answers:
                 assert await engine.load() == EngineLoad(running=1, waiting=0)
                 await end()
-            assert [(answer.finish_reason, len(answer.token_ids)) for answer in answers] == [("abort", 0)]
+            assert (answers["a"].finish_reason, len(answers["a"].token_ids)) == ("abort", 0)
             await engine.resume()
 
 
@@ -204,5 +155,4 @@ async def test_what_an_endpoint_cannot_do_is_refused_by_name():
         ):
             with pytest.raises(EngineError, match="openai-endpoint"):
                 await call()
-        assert await engine.weight_version() == -1
-        assert await engine.checksum() is None
+        assert (await engine.weight_version(), await engine.checksum()) == (-1, None)
