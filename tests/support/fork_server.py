@@ -30,24 +30,27 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from rollouts.processes.guard import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, find_children, prctl, reap
 
 DRAIN_S = 10.0  # for descendants of a program that has ended to end too
 END_S = 30.0  # for the others of a process that has failed, from SIGTERM to SIGKILL: what torchrun gives them
 ALONE: tuple[Mapping[str, str], ...] = ({},)
-ONE_THREAD = {
-    "OPENBLAS_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}  # forking is sound only while nothing else runs
+# forking is sound only while nothing else runs
+ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+OPTIONS = {
+    "command": None,  # executed instead of the program, as from a shell
+    "kill_after_s": None,  # SIGKILL then to the process number `killed`, if it still runs
+    "killed": 0,
+    "end_others": True,  # when a process fails the others are ended, as by torchrun
+    "limit_s": 300.0,
+    "drain": True,  # wait() also waits for descendants, and names those that did not end
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     """How one run of the program ended."""
 
     returncode: int  # of the process that failed first, 0 if none did; negative: the signal that ended it
@@ -55,12 +58,8 @@ class Ended:
     wall_s: float  # from its start to the end of the last process
     others_s: float  # from the end of the first process to that of the last
     timed_out: bool  # it was still running after limit_s, and was killed for that
-    leftover: tuple[
-        str,
-        ...,
-        # command lines of descendants that were still there after DRAIN_S, and were then killed; where
-        # `drain` asked
-    ]
+    # where `drain` asked: command lines of descendants that were killed, DRAIN_S after the program's end
+    leftover: tuple[str, ...]
 
 
 class ForkServer:
@@ -82,34 +81,23 @@ class ForkServer:
         errors: Path | None = None,
         environ: Mapping[str, str] | None = None,
         processes: Sequence[Mapping[str, str]] = ALONE,
-        command: Sequence[str] | None = None,
-        kill_after_s: float | None = None,
-        killed: int = 0,
-        end_others: bool = True,
-        limit_s: float = 300.0,
-        drain: bool = True,
+        **options: Any,
     ) -> list[int]:
         """Starts the program; the ids of its processes, one for each of `processes`, in whose environment it
         has those variables besides.
 
         It writes to the file `output`, and stderr to `errors` where that is given, and has `environ` on top
-        of the server's environment. With `command` that is executed instead, as from a shell. `kill_after_s`:
-        SIGKILL then to the process number `killed`, if it still runs. `end_others`: when a process fails the
-        others are ended, as by torchrun. `drain`: `wait` also waits for descendants, and tells which did not
-        end.
+        of the server's environment. `options` replace OPTIONS.
         """
+        assert options.keys() <= OPTIONS.keys(), options
         request = {
-            "argv": list(argv),
-            "environ": dict(environ or {}),
-            "processes": [dict(one) for one in processes],
-            "command": None if command is None else list(command),
+            **OPTIONS,
+            **options,
+            "argv": [*argv],
+            "environ": environ or {},
+            "processes": processes,
             "output": str(output),
             "errors": str(errors or output),
-            "kill_after_s": kill_after_s,
-            "killed": killed,
-            "end_others": end_others,
-            "limit_s": limit_s,
-            "drain": drain,
         }
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -118,10 +106,8 @@ class ForkServer:
 
     def wait(self) -> Ended:
         """Returns when the program that was started has ended, on all its processes."""
-        fields = self._read_reply()
-        return Ended(
-            **{**fields, "returncodes": tuple(fields["returncodes"]), "leftover": tuple(fields["leftover"])}
-        )
+        ended = Ended(**self._read_reply())
+        return ended._replace(returncodes=tuple(ended.returncodes), leftover=tuple(ended.leftover))
 
     def _read_reply(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -140,7 +126,7 @@ def place_ranks(count: int) -> tuple[Mapping[str, str], ...]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    places = ({"RANK": rank, "LOCAL_RANK": rank, **common} for rank in range(count))
+    places = [{"RANK": rank, "LOCAL_RANK": rank, **common} for rank in range(count)]
     return tuple({name: str(value) for name, value in place.items()} for place in places)
 
 
@@ -181,7 +167,7 @@ def main() -> None:
             request, started = json.loads(line), time.monotonic()
             pids = _start(program, request)
             print(json.dumps({"pids": pids}), file=replies, flush=True)
-            print(json.dumps(_watch(pids, request, started)), file=replies, flush=True)
+            print(json.dumps(_watch(pids, request, started)._asdict()), file=replies, flush=True)
 
 
 def _start(program: Any, request: Mapping[str, Any]) -> list[int]:
@@ -194,8 +180,8 @@ def _start(program: Any, request: Mapping[str, Any]) -> list[int]:
     return pids
 
 
-def _watch(pids: Sequence[int], request: Mapping[str, Any], started: float) -> dict[str, Any]:
-    """What `Ended` has. Whatever still runs is not reaped, so its id is still its own."""
+def _watch(pids: Sequence[int], request: Mapping[str, Any], started: float) -> Ended:
+    """How it ended. Whatever still runs is not reaped, so its id is still its own."""
     codes: dict[int, int] = {}
     limit = started + request["limit_s"]
     kill_at = math.inf if request["kill_after_s"] is None else started + request["kill_after_s"]
@@ -217,15 +203,11 @@ def _watch(pids: Sequence[int], request: Mapping[str, Any], started: float) -> d
         if running:
             signal.sigtimedwait({signal.SIGCHLD}, max(0.001, min(limit, end_at, kill_at) - now))
     ended = time.monotonic()
-    leftover = _drain() if request["drain"] else []
+    leftover = _drain() if request["drain"] else ()
     failed = [code for code in codes.values() if code]  # in the order in which they ended
-    times = {"wall_s": ended - started, "others_s": ended - first_end, "timed_out": ended >= limit}
-    return {
-        "returncode": (failed or [0])[0],
-        "returncodes": [codes[pid] for pid in pids],
-        **times,
-        "leftover": leftover,
-    }
+    ordered = tuple(codes[pid] for pid in pids)
+    timed_out = ended >= limit
+    return Ended((failed or [0])[0], ordered, ended - started, ended - first_end, timed_out, leftover)
 
 
 def _signal(pids: Sequence[int], number: signal.Signals) -> None:
@@ -240,13 +222,9 @@ def _become(program: Any, request: Mapping[str, Any], environ: Mapping[str, str]
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != server:  # it ended before we asked
             os._exit(0)
-        output, errors = (
-            os.open(request[name], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            for name in ("output", "errors")
-        )
-        null = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((null, 0), (output, 1), (errors, 2)):
-            os.dup2(source, target)
+        for target, name in enumerate((os.devnull, request["output"], request["errors"])):
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT if target else os.O_RDONLY
+            os.dup2(os.open(name, flags, 0o644), target)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         os.environ.update({**request["environ"], **environ})
         tempfile.tempdir = None  # as the environment says now, whatever an import has asked before
@@ -263,18 +241,17 @@ def _become(program: Any, request: Mapping[str, Any], environ: Mapping[str, str]
         os._exit(code)
 
 
-def _drain() -> list[str]:
+def _drain() -> tuple[str, ...]:
     """Command lines of the children that have not ended after DRAIN_S; they are killed."""
     deadline = time.monotonic() + DRAIN_S
     while (reap(), find_children())[1] and (left := deadline - time.monotonic()) > 0:
         signal.sigtimedwait({signal.SIGCHLD}, left)
-    leftover: list[str] = []
-    for pid in find_children():
-        line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-        leftover.append(line.decode("utf-8", "replace").strip())
+    leftover = find_children()
+    lines = [Path(f"/proc/{pid}/cmdline").read_text(errors="replace") for pid in leftover]
+    for pid in leftover:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return leftover
+    return tuple(line.replace("\0", " ").strip() for line in lines)
 
 
 if __name__ == "__main__":
