@@ -13,7 +13,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +34,27 @@ CONTEXT_LENGTH = 2048
 VOCAB_SIZE = 259  # of the byte tokenizer
 
 
+WORDS = {
+    "vllm": "vllm.entrypoints.openai.api_server --served-model-name policy --enforce-eager"
+    f" --max-model-len {CONTEXT_LENGTH}",
+    "sglang": f"sglang.launch_server --context-length {CONTEXT_LENGTH} --device cpu --sleep-on-idle"
+    " --attention-backend torch_native --max-total-tokens 16384 --max-running-requests 32",
+}
+ENVIRONMENT = {
+    "PYTHONDONTWRITEBYTECODE": "",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+Kind = Literal["vllm", "sglang"]
+Snapshots = tuple[Path, Path]
+
+
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    kind: Literal["vllm", "sglang"]
+    kind: Kind
     url: str
     api_key: str
     log: Path
@@ -50,27 +68,27 @@ def open_engine(server: RunningServer, **changes: Any) -> AbstractAsyncContextMa
 
 @pytest.fixture(scope="session")
 def vllm_python() -> Path:
-    return find_python("vLLM", "ROLLOUTS_VLLM_PYTHON", ROOT / ".venv-vllm")
+    return find_python("vllm")
 
 
 @pytest.fixture(scope="session")
 def sglang_python() -> Path:
-    return find_python("SGLang", "ROLLOUTS_SGLANG_PYTHON", ROOT / ".venv-sglang")
+    return find_python("sglang")
 
 
-def find_python(kind: str, variable: str, environment: Path) -> Path:
+def find_python(kind: Kind) -> Path:
     """The Python of an environment that has such a server; the test is skipped where there is none."""
-    named = os.environ.get(variable, "")
-    path = Path(named) if named else environment / "bin" / "python"
+    variable = f"ROLLOUTS_{kind.upper()}_PYTHON"
+    named = os.environ.get(variable)
+    path = Path(named or ROOT / f".venv-{kind}" / "bin" / "python")
     if not path.exists():
-        if named:
-            pytest.fail(f"{variable}={named} does not exist")
-        pytest.skip(f"no {kind}: {path} does not exist and {variable}, a Python that has it, is not set")
+        fail_or_skip = pytest.fail if named else pytest.skip
+        fail_or_skip(f"no {kind}: {path} does not exist; {variable} names a Python that has it")
     return path
 
 
 @pytest.fixture(scope="session")
-def snapshots(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def snapshots(tmp_path_factory: pytest.TempPathFactory) -> Snapshots:
     """Two models of one shape and different weights, with a tokenizer: the first is what servers are started
     with.
 
@@ -107,22 +125,33 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @contextlib.contextmanager
 def run_server(
-    command: Sequence[str], *, port: int, ready: str, environment: Mapping[str, str], log: Path
-) -> Iterator[int]:
-    """The pid of a server that answers GET `ready`, in a process group that is killed in the end."""
-    env = os.environ | {
-        "PYTHONDONTWRITEBYTECODE": "",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        **environment,
-    }
+    kind: Kind, python: Path, model: Path, folder: Path, *flags: str, **environment: str
+) -> Iterator[RunningServer]:
+    """A server on a CPU, in a process group that is killed in the end. Its log and key are in `folder`."""
+    port, api_key = find_free_port(), secrets.token_hex(16)
+    keys, log = folder / "keys.yaml", folder / "server.log"
+    keys.touch(mode=0o600)
+    keys.write_text(f'api-key: "{api_key}"\n')
+    words = f"{WORDS[kind]} --dtype float32 --host 127.0.0.1 --port {port}".split()
+    command = [
+        str(python),
+        "-m",
+        *words,
+        "--model-path" if kind == "sglang" else "--model",
+        str(model),
+        *flags,
+    ]
+    env = os.environ | ENVIRONMENT | {"VLLM_API_KEY": api_key} | environment
+    if kind == "sglang":
+        command += ["--config", str(keys)]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
         )
+    url = f"http://127.0.0.1:{port}"
     try:
-        _wait_ready(process, f"http://127.0.0.1:{port}{ready}", log)
-        yield process.pid
+        _wait_ready(process, url + ("/health" if kind == "vllm" else "/ready"), log)
+        yield RunningServer(kind, url, api_key, log, process.pid)
     finally:
         process.send_signal(signal.SIGTERM)  # its children end with it; what does not is killed
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -152,69 +181,21 @@ def find_free_port() -> int:
         return listener.getsockname()[1]
 
 
-@contextlib.contextmanager
-def run_vllm(
-    python: Path, model: Path, log: Path, *flags: str, dev_mode: bool = True
-) -> Iterator[RunningServer]:
-    """A vLLM server on a CPU."""
-    port, api_key = find_free_port(), secrets.token_hex(16)
-    settings = (
-        f"--host 127.0.0.1 --port {port} --served-model-name policy --max-model-len {CONTEXT_LENGTH}"
-        " --dtype float32 --enforce-eager"
-    ).split()
-    module = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command = [str(python), *module, *settings, *flags]
-    environment = {
-        "VLLM_SERVER_DEV_MODE": str(int(dev_mode)),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_API_KEY": api_key,
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    with run_server(command, port=port, ready="/health", environment=environment, log=log) as pid:
-        yield RunningServer("vllm", f"http://127.0.0.1:{port}", api_key, log, pid)
-
-
-@contextlib.contextmanager
-def run_sglang(
-    python: Path,
-    model: Path,
-    folder: Path,
-    *,
-    environment: Mapping[str, str] | None = None,
-) -> Iterator[RunningServer]:
-    """An SGLang server on a CPU. Its keys are in a file that only we can read."""
-    port, api_key = find_free_port(), secrets.token_hex(16)
-    keys, log = folder / "keys.yaml", folder / "server.log"
-    keys.touch(mode=0o600)
-    keys.write_text(f'api-key: "{api_key}"\n')
-    settings = (
-        f"--host 127.0.0.1 --port {port} --device cpu --attention-backend torch_native --dtype float32"
-        f" --context-length {CONTEXT_LENGTH} --max-total-tokens 16384 --max-running-requests 32"
-        " --sleep-on-idle"
-    ).split()
-    files = ["--model-path", str(model), "--config", str(keys)]
-    command = [str(python), "-m", "sglang.launch_server", *settings, *files]
-    with run_server(command, port=port, ready="/ready", environment=environment or {}, log=log) as pid:
-        yield RunningServer("sglang", f"http://127.0.0.1:{port}", api_key, log, pid)
-
-
 @pytest.fixture(scope="session")
 def vllm_server(
-    vllm_python: Path, snapshots: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+    vllm_python: Path, snapshots: Snapshots, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
     """A vLLM server with the settings that training needs."""
-    log = tmp_path_factory.mktemp("vllm") / "server.log"
-    with run_vllm(
-        vllm_python, snapshots[0], log, "--logprobs-mode", "processed_logprobs", "--enable-scale-out"
-    ) as server:
+    folder, flags = tmp_path_factory.mktemp("vllm"), ("--logprobs-mode", "processed_logprobs")
+    with run_server("vllm", vllm_python, snapshots[0], folder, "--enable-scale-out", *flags) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def sglang_server(
-    sglang_python: Path, snapshots: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+    sglang_python: Path, snapshots: Snapshots, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    with run_sglang(sglang_python, snapshots[0], tmp_path_factory.mktemp("sglang")) as server:
+    with run_server("sglang", sglang_python, snapshots[0], tmp_path_factory.mktemp("sglang")) as server:
         yield server
 
 

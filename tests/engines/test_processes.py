@@ -9,7 +9,6 @@ import signal
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import trio
@@ -19,7 +18,7 @@ from rollouts.errors import EngineSetupError
 from rollouts.models.load import resolve_model
 from rollouts.testing.engine_contracts import make_request
 
-from .conftest import RunningServer, open_engine
+from .conftest import Kind, RunningServer, open_engine
 
 pytestmark = pytest.mark.engines
 MODELS = {
@@ -31,7 +30,6 @@ ARGS = {
     "sglang": "--device cpu --max-total-tokens 4096 --context-length 256 --dtype float32",
 }
 VOCAB_SIZES = {"vllm": 49152, "sglang": 259}
-Kind = Literal["vllm", "sglang"]
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,13 @@ from rollouts.reference.score import open_frozen_reference
 from rollouts.reference.server import open_server_reference
 from rollouts.testing.torch_contracts import make_batch
 
-from .conftest import VOCAB_SIZE, RunningServer, open_engine
+from .conftest import VOCAB_SIZE, RunningServer, Snapshots, open_engine
 from .model_checks import load
 
 pytestmark = pytest.mark.engines
 
 
-async def test_a_server_gives_the_models_own_log_probs(server: RunningServer, snapshots: tuple[Path, Path]):
+async def test_a_server_gives_the_models_own_log_probs(server: RunningServer, snapshots: Snapshots):
     async with open_engine(server) as engine:
         await load(engine, snapshots[0])  # another test may have left other weights
     batches = [make_batch(seed) for seed in range(3)]

@@ -16,7 +16,7 @@ from rollouts.testing import engine_contracts
 from rollouts.testing.engine_contracts import LONG, asked, disturb, make_request, update_frozen
 from rollouts.types import Completion, GenerateRequest
 
-from .conftest import CONTEXT_LENGTH, VOCAB_SIZE, RunningServer, open_engine
+from .conftest import CONTEXT_LENGTH, VOCAB_SIZE, RunningServer, Snapshots, open_engine
 from .model_checks import load, score
 
 pytestmark = pytest.mark.engines
@@ -33,15 +33,15 @@ async def test_contract(check: Any, open_: Open):
     await check(open_)
 
 
-async def test_updates_show_in_version_log_probs_and_checksum(open_: Open, snapshots: tuple[Path, Path]):
+async def test_updates_show_in_version_log_probs_and_checksum(open_: Open, snapshots: Snapshots):
     await engine_contracts.check_update_from_checkpoint(open_, *snapshots)
 
 
-async def test_frozen_request_comes_back_whole_with_two_versions(open_: Open, snapshots: tuple[Path, Path]):
+async def test_frozen_request_comes_back_whole_with_two_versions(open_: Open, snapshots: Snapshots):
     await engine_contracts.check_keep_pause_spans_two_versions(open_, snapshots[1])
 
 
-async def test_bad_snapshots_change_nothing(open_: Open, snapshots: tuple[Path, Path], tmp_path: Path):
+async def test_bad_snapshots_change_nothing(open_: Open, snapshots: Snapshots, tmp_path: Path):
     await engine_contracts.check_bad_snapshots_change_nothing(open_, snapshots[1], tmp_path)
 
 
@@ -54,7 +54,7 @@ def assert_models_own(
 
 @pytest.mark.parametrize("temperatures", [(0.0,), (0.5,), (1.0,), (2.0,), (0.0, 0.5, 1.5)])
 async def test_log_probs_are_the_models_own_at_its_temperature(
-    temperatures: tuple[float, ...], open_: Open, snapshots: tuple[Path, Path]
+    temperatures: tuple[float, ...], open_: Open, snapshots: Snapshots
 ):
     """Also where several are in one batch; greedy ones are those of temperature 1."""
     requests = [
@@ -69,7 +69,7 @@ async def test_log_probs_are_the_models_own_at_its_temperature(
         assert_models_own(snapshots[0], request, answers[request.request_id])
 
 
-async def test_tokens_after_a_frozen_update_are_the_new_models_own(open_: Open, snapshots: tuple[Path, Path]):
+async def test_tokens_after_a_frozen_update_are_the_new_models_own(open_: Open, snapshots: Snapshots):
     """Scored by the new weights over everything before: keys and values of the old weights would show."""
     paths = [*snapshots]  # what the engine serves, and what it is brought to next
     async with open_() as engine:

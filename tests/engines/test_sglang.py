@@ -21,7 +21,7 @@ from rollouts.testing.engine_contracts import LONG, disturb, make_request
 from rollouts.types import Completion, GenerateRequest, RolloutBatch
 from rollouts.weight_sync.broadcast_servers import open_broadcast
 
-from .conftest import RunningServer, open_engine, run_sglang
+from .conftest import RunningServer, Snapshots, open_engine, run_server
 from .model_checks import load
 
 pytestmark = pytest.mark.engines
@@ -59,7 +59,7 @@ async def score_by_trainer(
 
 
 async def test_broadcast_gives_what_the_disk_gives_and_what_the_trainer_has(
-    sglang_server: RunningServer, snapshots: tuple[Path, Path]
+    sglang_server: RunningServer, snapshots: Snapshots
 ):
     request = make_request(prompt=(9, 8, 7), max_new_tokens=16, temperature=0.0)
     async with open_all(sglang_server, snapshots[1], bucket_bytes=50_000) as (engine, backend, transport):
@@ -88,7 +88,7 @@ async def test_broadcast_gives_what_the_disk_gives_and_what_the_trainer_has(
 
 
 async def test_request_in_flight_over_a_broadcast_has_two_versions(
-    sglang_server: RunningServer, snapshots: tuple[Path, Path]
+    sglang_server: RunningServer, snapshots: Snapshots
 ):
     async with open_all(sglang_server, snapshots[1], bucket_bytes=50_000) as (engine, backend, transport):
         await load(engine, snapshots[0])
@@ -108,7 +108,7 @@ async def test_request_in_flight_over_a_broadcast_has_two_versions(
 
 
 async def test_update_that_broke_off_in_the_middle_does_not_stand_in_the_way_of_the_next(
-    sglang_server: RunningServer, snapshots: tuple[Path, Path]
+    sglang_server: RunningServer, snapshots: Snapshots
 ):
     async with open_all(sglang_server, snapshots[1]) as (engine, backend, transport):
         assert await engine.dialect.begin_transfer()  # and nothing more: as if the trainer had died
@@ -118,11 +118,11 @@ async def test_update_that_broke_off_in_the_middle_does_not_stand_in_the_way_of_
 
 @pytest.fixture(scope="module")
 def other_server(
-    sglang_python: Path, snapshots: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+    sglang_python: Path, snapshots: Snapshots, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
     """A server whose log-probs are not of the distribution sampled from."""
     folder, unscaled = tmp_path_factory.mktemp("other"), {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
-    with run_sglang(sglang_python, snapshots[0], folder, environment=unscaled) as server:
+    with run_server("sglang", sglang_python, snapshots[0], folder, **unscaled) as server:
         yield server
 
 
@@ -133,7 +133,7 @@ async def test_server_with_unscaled_log_probs_is_refused(other_server: RunningSe
 
 
 async def test_server_that_dies_or_stops_in_an_update_is_reported_and_the_trainer_goes_on(
-    other_server: RunningServer, snapshots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    other_server: RunningServer, snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch
 ):
     async def take_it(_: Any) -> None:
         """Its log-probs do not matter here."""

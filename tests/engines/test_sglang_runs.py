@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import RunningServer
+from .conftest import RunningServer, Snapshots
 from .runs import STEPS, SYNC_EVERY, assert_proven, train, use_short
 
 pytestmark = pytest.mark.engines
@@ -34,7 +34,7 @@ def test_run_starts_a_server_updates_it_from_disk_and_leaves_nothing(sglang_pyth
 
 
 def test_run_on_a_running_server_updates_it_in_memory(
-    sglang_server: RunningServer, snapshots: tuple[Path, Path], tmp_path: Path
+    sglang_server: RunningServer, snapshots: Snapshots, tmp_path: Path
 ):
     from_disk, in_memory = count_updates(sglang_server.log)
     train(

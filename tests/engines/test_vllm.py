@@ -15,7 +15,7 @@ from rollouts.engines.openai import open_openai_engine
 from rollouts.errors import EngineError, EngineSetupError
 from rollouts.testing.engine_contracts import LONG, at_work, make_request
 
-from .conftest import CONTEXT_LENGTH, VOCAB_SIZE, RunningServer, open_engine, run_vllm
+from .conftest import CONTEXT_LENGTH, VOCAB_SIZE, RunningServer, Snapshots, open_engine, run_server
 from .model_checks import load
 
 pytestmark = pytest.mark.engines
@@ -32,7 +32,7 @@ async def test_frozen_request_finishes_under_pause_wait(vllm_server: RunningServ
 
 
 async def test_server_that_fails_in_a_load_has_no_version_until_an_update_succeeds(
-    vllm_server: RunningServer, snapshots: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vllm_server: RunningServer, snapshots: Snapshots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # the snapshot passes our check and is gone when the server looks for it, as when the two see different
     # file systems
@@ -64,7 +64,7 @@ async def test_server_that_fails_in_a_load_has_no_version_until_an_update_succee
     np.testing.assert_allclose(before.log_probs, after.log_probs, atol=1e-4)
 
 
-async def test_update_without_a_pause_is_refused(vllm_server: RunningServer, snapshots: tuple[Path, Path]):
+async def test_update_without_a_pause_is_refused(vllm_server: RunningServer, snapshots: Snapshots):
     async with open_engine(vllm_server) as engine:
         with pytest.raises(EngineError, match=r"call pause\(\)"):
             await engine.update_weights_from_checkpoint(snapshots[0], 99)
@@ -78,7 +78,7 @@ async def test_top_p_log_probs_are_those_of_the_tokens_kept(vllm_server: Running
 
 @pytest.mark.parametrize("speaks", ["ids", "text"])
 async def test_openai_engine_evaluates_on_the_same_server(
-    speaks: str, vllm_server: RunningServer, snapshots: tuple[Path, Path]
+    speaks: str, vllm_server: RunningServer, snapshots: Snapshots
 ):
     tokenizer = transformers.AutoTokenizer.from_pretrained(snapshots[0])
     async with (
@@ -107,22 +107,20 @@ async def test_openai_engine_evaluates_on_the_same_server(
 @pytest.mark.parametrize(
     ("flags", "dev_mode", "named"),
     [
-        ("", True, "--logprobs-mode processed_logprobs"),
-        ("--logprobs-mode processed_logprobs", False, "VLLM_SERVER_DEV_MODE=1"),
+        ("", "1", "--logprobs-mode processed_logprobs"),
+        ("--logprobs-mode processed_logprobs", "0", "VLLM_SERVER_DEV_MODE=1"),
     ],
 )  # the other settings are tried in unit tests, without a server of their own
 async def test_server_without_a_setting_is_refused_by_the_name_of_its_flag(
     flags: str,
-    dev_mode: bool,
+    dev_mode: str,
     named: str,
     vllm_python: Path,
-    snapshots: tuple[Path, Path],
+    snapshots: Snapshots,
     tmp_path: Path,
 ):
-    words, log = ["--enable-scale-out", *flags.split()], tmp_path / "server.log"
-    with (
-        run_vllm(vllm_python, snapshots[0], log, *words, dev_mode=dev_mode) as server,
-        pytest.raises(EngineSetupError, match=named),
-    ):
+    words = ["--enable-scale-out", *flags.split()]
+    opened = run_server("vllm", vllm_python, snapshots[0], tmp_path, *words, VLLM_SERVER_DEV_MODE=dev_mode)
+    with opened as server, pytest.raises(EngineSetupError, match=named):
         async with open_engine(server):
             pass

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import RunningServer
+from .conftest import RunningServer, Snapshots
 from .runs import (
     assert_proven,
     find_processes,
@@ -76,7 +76,7 @@ def lying_url(vllm_server: RunningServer) -> Iterator[str]:
 
 
 def test_a_server_that_keeps_its_old_weights_and_says_200_stops_the_run_before_a_sample_of_them_trains(
-    lying_url: str, vllm_server: RunningServer, snapshots: tuple[Path, Path], tmp_path: Path
+    lying_url: str, vllm_server: RunningServer, snapshots: Snapshots, tmp_path: Path
 ):
     errors = train(
         tmp_path,
@@ -101,7 +101,7 @@ def test_a_server_that_keeps_its_old_weights_and_says_200_stops_the_run_before_a
 
 
 def test_a_server_killed_in_the_middle_of_a_batch_costs_nothing_and_serves_again(
-    vllm_python: Path, snapshots: tuple[Path, Path], tmp_path: Path
+    vllm_python: Path, snapshots: Snapshots, tmp_path: Path
 ):
     mark = uuid.uuid4().hex
     command = make_command(

@@ -14,10 +14,9 @@ import trio.testing
 from safetensors.numpy import save_file
 
 from rollouts.engines.server import ServerEngine
-from rollouts.testing.engine_contracts import make_request
-from rollouts.types import Completion
 from tests.support.fault_plan import AnyFault, Fault
 from tests.support.fault_server import DIALECTS, DialectName, FaultServer, open_fake_server
+from tests.support.simulated_process import ServerSpeed
 
 Opened = tuple[FaultServer, ServerEngine]
 GENERATE = ("/inference/v1/generate", "/generate")
@@ -27,11 +26,12 @@ VLLM_MODEL = {"model": "simulated", "max_model_len": 256, "logprobs_mode": "proc
 
 @asynccontextmanager
 async def open_both(
-    dialect: DialectName, *, silence_s: float = 60.0, **options: Any
+    dialect: DialectName, *, silence_s: float = 60.0, token_s: float = 0.01, **options: Any
 ) -> AsyncIterator[Opened]:
     """A fake server and the real engine for it, after the handshake."""
+    options = {"vocab_size": 300, "context_length": 256, "speed": ServerSpeed(token_s=token_s)} | options
     async with (
-        open_fake_server(dialect, **{"vocab_size": 300, "context_length": 256} | options) as server,
+        open_fake_server(dialect, **options) as server,
         server.open_engine(silence_s=silence_s) as engine,
     ):
         server.calls.clear()
@@ -67,15 +67,3 @@ async def update(engine: ServerEngine, path: Path, version: int, mode: Any = "ab
 
 async def never(body: Any) -> None:
     await trio.sleep_forever()
-
-
-async def start(nursery: trio.Nursery, engine: ServerEngine, name: str, **sampling: Any) -> list[Completion]:
-    """A request that is at the server when this returns; its answer comes into the list."""
-    answers: list[Completion] = []
-
-    async def ask() -> None:
-        answers.append(await engine.generate(make_request(name, **sampling)))
-
-    nursery.start_soon(ask)
-    await trio.testing.wait_all_tasks_blocked()
-    return answers

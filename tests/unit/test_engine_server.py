@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from rollouts.errors import (
     ReplyError,
     RequestRefused,
 )
-from rollouts.testing.engine_contracts import CHECKS, make_request
+from rollouts.testing.engine_contracts import CHECKS, asked, make_request
 from tests.support.fault_plan import (
     BAD_REPLY_KINDS,
     BadReply,
@@ -33,8 +34,7 @@ from tests.support.fault_plan import (
     Crash,
     CutBody,
 )
-from tests.support.fault_server import DialectName, Reply, open_fake_server
-from tests.support.simulated_process import ServerSpeed
+from tests.support.fault_server import Reply, open_fake_server
 from tests.unit.server_engines import (
     BOTH,
     GENERATE,
@@ -42,7 +42,6 @@ from tests.unit.server_engines import (
     never,
     open_both,
     open_engine,
-    start,
     strike,
 )
 
@@ -56,14 +55,12 @@ CONTROL = {
 
 @BOTH
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_engines_keep_their_contract(
-    dialect: DialectName, check: Any, autojump_clock: trio.testing.MockClock
-):
+async def test_engines_keep_their_contract(dialect, check, autojump_clock):
     await check(partial(open_engine, dialect))
 
 
 @BOTH
-async def test_faults_are_typed(dialect: DialectName, autojump_clock: trio.testing.MockClock):
+async def test_faults_are_typed(dialect, autojump_clock):
     async with open_both(dialect, silence_s=2.0) as (server, engine):
         for what, kind in (
             (CutBody(30), ReplyError),
@@ -89,8 +86,8 @@ async def test_faults_are_typed(dialect: DialectName, autojump_clock: trio.testi
 
 
 @BOTH
-async def test_a_cancelled_caller_frees_its_row(dialect: DialectName, autojump_clock: trio.testing.MockClock):
-    async with open_both(dialect, speed=ServerSpeed(token_s=0.5)) as (server, engine):
+async def test_a_cancelled_caller_frees_its_row(dialect, autojump_clock):
+    async with open_both(dialect, token_s=0.5) as (server, engine):
         with trio.move_on_after(2):
             await engine.generate(make_request(max_new_tokens=100))
         assert server.process.tokens and not server.process.running
@@ -137,9 +134,7 @@ SHORT = '{"model": "m", "max_model_len": 128, "logprobs_mode": "processed_logpro
         ),
     ],
 )
-async def test_a_setting_that_would_falsify_training_is_refused_by_its_flag(
-    dialect: DialectName, said: str, named: str
-):
+async def test_a_setting_that_would_falsify_training_is_refused_by_its_flag(dialect, said, named):
     """`said`: settings of the server, and by path its answers: bodies, text, or statuses."""
     settings = json.loads(said)
     async with open_fake_server(dialect, vocab_size=300, context_length=256, settings=settings) as server:
@@ -166,7 +161,7 @@ async def test_log_probs_at_another_temperature_are_refused():
 
 
 @BOTH
-async def test_another_vocabulary_is_refused(dialect: DialectName, tmp_path: Path):
+async def test_another_vocabulary_is_refused(dialect, tmp_path: Path):
     (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 300}}')
     async with open_fake_server(dialect, vocab_size=300, model=str(tmp_path)) as server:
         async with server.open_engine() as engine:
@@ -177,7 +172,7 @@ async def test_another_vocabulary_is_refused(dialect: DialectName, tmp_path: Pat
 
 
 @BOTH
-async def test_a_server_that_is_gone_or_busy_is_not_one_with_wrong_settings(dialect: DialectName):
+async def test_a_server_that_is_gone_or_busy_is_not_one_with_wrong_settings(dialect):
     async with open_fake_server(dialect) as server:
         for error in (Reply(status=503), Reply(status=500)):
             server.overrides["/server_info"] = error
@@ -191,7 +186,7 @@ async def test_a_server_that_is_gone_or_busy_is_not_one_with_wrong_settings(dial
 
 
 @BOTH
-async def test_a_key_is_asked_for_sent_and_never_shown(dialect: DialectName):
+async def test_a_key_is_asked_for_sent_and_never_shown(dialect):
     async with open_fake_server(dialect, api_key="secret-1") as server:
         async with server.open_engine() as engine:
             await engine.generate(make_request())
@@ -212,7 +207,7 @@ async def test_a_key_is_asked_for_sent_and_never_shown(dialect: DialectName):
         ("sglang", {"enable_deterministic_inference": True}, True, "--enable-memory-saver"),
     ],
 )
-async def test_features_say_what_the_server_can(dialect: DialectName, settings: Any, seeds: bool, gap: str):
+async def test_features_say_what_the_server_can(dialect, settings, seeds, gap):
     async with open_both(dialect, settings=settings) as (server, engine):
         features = engine.features
         assert (features.seeds, features.context_length, features.checksum) == (seeds, 256, True)
@@ -235,7 +230,7 @@ async def test_features_say_what_the_server_can(dialect: DialectName, settings: 
         ({"stop_token_ids": (300,)}, "stop_token_ids"),
     ],
 )
-async def test_what_no_server_may_be_sent_is_refused_before_it_is(sampling: dict[str, Any], field: str):
+async def test_what_no_server_may_be_sent_is_refused_before_it_is(sampling, field):
     async with open_both("sglang") as (server, engine):
         with pytest.raises(RequestRefused, match=field):
             await engine.generate(make_request(**sampling))
@@ -243,7 +238,7 @@ async def test_what_no_server_may_be_sent_is_refused_before_it_is(sampling: dict
 
 
 @BOTH
-async def test_no_bad_reply_becomes_a_completion(dialect: DialectName):
+async def test_no_bad_reply_becomes_a_completion(dialect):
     async with open_both(dialect) as (server, engine):
         for kind in BAD_REPLY_KINDS:
             strike(server, BadReply(kind))
@@ -254,10 +249,8 @@ async def test_no_bad_reply_becomes_a_completion(dialect: DialectName):
 
 
 @BOTH
-async def test_silence_ends_a_request_when_the_server_stands_still_or_lost_it(
-    dialect: DialectName, autojump_clock: trio.testing.MockClock
-):
-    async with open_both(dialect, silence_s=10.0, speed=ServerSpeed(token_s=7.0)) as (server, engine):
+async def test_silence_ends_a_request_when_the_server_stands_still_or_lost_it(dialect, autojump_clock):
+    async with open_both(dialect, silence_s=10.0, token_s=7.0) as (server, engine):
         assert len((await engine.generate(make_request(max_new_tokens=20))).token_ids) == 20
         server.process.hang()
         with pytest.raises(EngineSilent), trio.fail_after(60):
@@ -269,19 +262,15 @@ async def test_silence_ends_a_request_when_the_server_stands_still_or_lost_it(
 
 
 @BOTH
-async def test_a_paused_server_may_be_silent(dialect: DialectName, autojump_clock: trio.testing.MockClock):
-    async with (
-        open_both(dialect, silence_s=10.0, speed=ServerSpeed(token_s=1.0)) as (_, engine),
-        trio.open_nursery() as nursery,
-    ):
-        answers = await start(nursery, engine, "a", max_new_tokens=8)
-        await trio.sleep(3.5)
-        await engine.pause("keep")
-        await trio.sleep(500)
-        assert not answers
-        await engine.resume()
-        await trio.sleep(10)
-        assert len(answers[0].token_ids) == 8
+async def test_a_paused_server_may_be_silent(dialect, autojump_clock):
+    async with open_both(dialect, silence_s=10.0, token_s=1.0) as (_, engine):
+        async with asked(engine, make_request(max_new_tokens=8)) as answers:
+            await trio.sleep(3.5)
+            await engine.pause("keep")
+            await trio.sleep(500)
+            assert not answers
+            await engine.resume()
+        assert len(answers["a"].token_ids) == 8
 
 
 async def test_ids_never_begin_with_one_another_and_two_runs_never_share_a_cache_of_one_version():
@@ -299,30 +288,21 @@ async def test_ids_never_begin_with_one_another_and_two_runs_never_share_a_cache
 
 
 @BOTH
-async def test_pause_wait_lets_requests_finish_before_the_server_is_paused(
-    dialect: DialectName, autojump_clock: trio.testing.MockClock
-):
-    async with (
-        open_both(dialect, speed=ServerSpeed(token_s=1.0)) as (server, engine),
-        trio.open_nursery() as nursery,
-    ):
-        first = await start(nursery, engine, "a", max_new_tokens=5)
-        await engine.pause("wait")
-        assert len(first[0].token_ids) == 5
-        assert server.process.paused is not None
-        second = await start(nursery, engine, "b")
-        assert len(server.paths(*GENERATE)) == 1, "it waits at the gate"
-        await engine.abort_all()
-        await trio.testing.wait_all_tasks_blocked()
-        assert second[0].finish_reason == "abort"
+async def test_pause_wait_lets_requests_finish_before_the_server_is_paused(dialect, autojump_clock):
+    async with open_both(dialect, token_s=1.0) as (server, engine):
+        async with asked(engine, make_request(max_new_tokens=5)) as first:
+            await engine.pause("wait")
+            assert len(first["a"].token_ids) == 5 and server.process.paused is not None
+        async with asked(engine, make_request("b")) as second:
+            assert len(server.paths(*GENERATE)) == 1, "it waits at the gate"
+            await engine.abort_all()
+        assert second["b"].finish_reason == "abort"
         await engine.resume()
 
 
 @BOTH
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
-async def test_a_pause_or_resume_that_fails_or_is_cancelled_holds_nobody_up(
-    dialect: DialectName, mode: Any, autojump_clock: trio.testing.MockClock
-):
+async def test_a_pause_or_resume_that_fails_or_is_cancelled_holds_nobody_up(dialect, mode, autojump_clock):
     pause, resume = CONTROL[dialect]
     async with open_both(dialect) as (server, engine):
         server.overrides = {pause: Reply(b"no", status=500), resume: Reply(b"no", status=500)}
@@ -341,37 +321,29 @@ async def test_a_pause_or_resume_that_fails_or_is_cancelled_holds_nobody_up(
 
 
 @BOTH
-async def test_an_abort_that_the_server_ignores_or_refuses_leaves_nobody_in_flight(
-    dialect: DialectName, autojump_clock: trio.testing.MockClock
-):
+async def test_an_abort_that_the_server_ignores_or_refuses_leaves_nobody_in_flight(dialect, autojump_clock):
     path = "/abort_requests" if dialect == "vllm" else "/abort_request"
-    async with open_both(dialect, speed=ServerSpeed(token_s=30.0)) as (server, engine):
-        for override, fails in (({}, False), (Reply(status=500), True)):
-            server.overrides[path] = override
-            async with trio.open_nursery() as nursery:
-                answers = await start(nursery, engine, "a")
-                began = trio.current_time()
-                if fails:
-                    with pytest.raises(InfrastructureError):
-                        await engine.abort_all()
-                else:
+    refused = pytest.raises(InfrastructureError)
+    async with open_both(dialect, token_s=30.0) as (server, engine):
+        for said, expected in (({}, nullcontext()), (Reply(status=500), refused)):
+            server.overrides[path] = said
+            async with asked(engine, make_request()) as answers:
+                with trio.fail_after(6.1), expected:
                     await engine.abort_all()
-                assert trio.current_time() - began <= 6.1
-            assert (answers[0].finish_reason, len(answers[0].token_ids)) == ("abort", 0)
+            assert (answers["a"].finish_reason, len(answers["a"].token_ids)) == ("abort", 0)
 
 
 @BOTH
-async def test_memory_is_released_only_while_nothing_runs_and_the_pause_survives(
-    dialect: DialectName, autojump_clock: trio.testing.MockClock
-):
-    settings: dict[str, Any] = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
-    calls = "/release_memory_occupation", "/resume_memory_occupation", "/pause_generation"
+async def test_memory_is_released_only_while_nothing_runs_and_the_pause_survives(dialect, autojump_clock):
     if dialect == "vllm":
         settings = {
             "model_config": VLLM_MODEL | {"enable_sleep_mode": True},
             "device_config": {"device": "cuda"},
         }
         calls = "/sleep", "/wake_up", "/pause"
+    else:
+        settings = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+        calls = "/release_memory_occupation", "/resume_memory_occupation", "/pause_generation"
     async with open_both(dialect, settings=settings) as (server, engine):
         server.overrides |= {path: {} for path in calls[:2]}
         with pytest.raises(EngineError, match="pause"):
@@ -385,14 +357,14 @@ async def test_memory_is_released_only_while_nothing_runs_and_the_pause_survives
             await engine.release_memory()
 
 
-async def test_closing_ends_whoever_waits(autojump_clock: trio.testing.MockClock):
+async def test_closing_ends_whoever_waits(autojump_clock):
     async def ask() -> None:
         with pytest.raises(EngineClosed):
             await engine.generate(make_request())
 
     async with (
         trio.open_nursery() as nursery,
-        open_both("vllm", speed=ServerSpeed(token_s=30.0)) as (_, engine),
+        open_both("vllm", token_s=30.0) as (_, engine),
     ):
         nursery.start_soon(ask)
         await trio.testing.wait_all_tasks_blocked()

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import trio
-import trio.testing
 from safetensors.numpy import save_file
 
 from rollouts.engines.sglang import SGLangServer
@@ -32,7 +28,7 @@ from tests.support.fault_plan import (
     UpdateFails,
     WrongVersion,
 )
-from tests.support.fault_server import DialectName, Reply
+from tests.support.fault_server import Reply
 from tests.support.simulated_process import BASE_WEIGHTS, compute_log_probs, read_snapshot
 from tests.unit.server_engines import (
     BOTH,
@@ -46,9 +42,7 @@ from tests.unit.server_engines import (
 
 
 @BOTH
-async def test_updates_keep_the_contract(
-    dialect: DialectName, tmp_path: Path, autojump_clock: trio.testing.MockClock
-):
+async def test_updates_keep_the_contract(dialect, tmp_path: Path, autojump_clock):
     first, second = (write_snapshot(tmp_path / str(value), value) for value in (1.0, 2.0))
     (tmp_path / "bad").mkdir()
     opened = partial(open_engine, dialect, context_length=4096)
@@ -58,7 +52,7 @@ async def test_updates_keep_the_contract(
 
 
 @BOTH
-async def test_an_update_becomes_what_is_served_under_its_version(dialect: DialectName, tmp_path: Path):
+async def test_an_update_becomes_what_is_served_under_its_version(dialect, tmp_path: Path):
     path = write_snapshot(tmp_path / "v7")
     async with open_both(dialect) as (server, engine):
         before = await engine.checksum()
@@ -70,17 +64,13 @@ async def test_an_update_becomes_what_is_served_under_its_version(dialect: Diale
         expected = compute_log_probs(read_snapshot(path), tokens)[3:]
         np.testing.assert_allclose(completion.log_probs, expected, atol=1e-6)
         if dialect == "vllm":
-            named = [
-                body["new_version"] for called, body in server.calls if called == "/update_weight_version"
-            ]
+            named = [body["new_version"] for path, body in server.calls if "weight_version" in path]
             assert named == ["loading", "7"]
 
 
 @BOTH
 @pytest.mark.parametrize("phase", [phase for phase in UPDATE_PHASES if phase != "probe"])
-async def test_a_phase_of_an_update_fails_and_the_next_update_works(
-    dialect: DialectName, phase: Any, tmp_path: Path
-):
+async def test_a_phase_of_an_update_fails_and_the_next_update_works(dialect, phase, tmp_path: Path):
     path = write_snapshot(tmp_path / "v7")
     async with open_both(dialect) as (server, engine):
         strike(server, UpdateFails(phase), update=True)
@@ -93,7 +83,7 @@ async def test_a_phase_of_an_update_fails_and_the_next_update_works(
 
 
 @BOTH
-async def test_stale_weights_are_seen_in_log_probs_alone(dialect: DialectName, tmp_path: Path):
+async def test_stale_weights_are_seen_in_log_probs_alone(dialect, tmp_path: Path):
     async with open_both(dialect) as (server, engine):
         strike(server, StaleWeights(), update=True)
         await update(engine, write_snapshot(tmp_path / "v7"), 7)
@@ -117,7 +107,7 @@ async def test_a_cache_that_is_not_reset_fails_the_update_and_leaves_no_version(
 
 
 @BOTH
-async def test_a_snapshot_of_another_model_is_not_sent(dialect: DialectName, tmp_path: Path):
+async def test_a_snapshot_of_another_model_is_not_sent(dialect, tmp_path: Path):
     base, other = write_snapshot(tmp_path / "base"), tmp_path / "other"
     other.mkdir()
     save_file({"another": np.zeros(3, np.float32)}, other / "model.safetensors")
@@ -138,7 +128,7 @@ async def test_a_snapshot_of_another_model_is_not_sent(dialect: DialectName, tmp
     ],
 )
 async def test_a_server_that_came_back_with_other_settings_is_not_updated(
-    dialect: DialectName, settings: Any, named: str, tmp_path: Path
+    dialect, settings, named, tmp_path: Path
 ):
     async with open_both(dialect) as (server, engine):
         server.settings = settings
@@ -183,12 +173,8 @@ async def test_transfers_to_sglang_have_no_version_while_they_are_under_way():
     async with open_both("sglang") as (server, engine):
         dialect = engine.dialect
         assert isinstance(dialect, SGLangServer)
-        states = iter(
-            [
-                Reply(json.dumps({"error": "a session is already open"}).encode(), status=400),
-                {"success": True},
-            ]
-        )
+        taken = Reply(b'{"error": "a session is already open"}', status=400)
+        states = iter([taken, {"success": True}])
         server.overrides |= {
             "/begin_weight_update": lambda body: next(states),
             "/end_weight_update": {"success": True},
