@@ -19,7 +19,7 @@ STEPS, SYNC_EVERY = 4, 2
 SHORT = (
     f"--model.threads 1 --rl.steps {STEPS} --rl.sync_every {SYNC_EVERY} --rl.rollout.num_prompts 4"
     " --rl.rollout.samples_per_prompt 8 --rl.optim.lr 1e-3 --eval.data.size 16 --rl.data.size 64"
-).split()
+)
 TRAIN = ROOT / "integration_training" / "train.py"
 REWARD = """
 def share_of_even_bytes(sample):
@@ -28,7 +28,7 @@ def share_of_even_bytes(sample):
 """
 
 
-def make_command(folder: Path, config: str, *arguments: str, program: Path = TRAIN) -> list[str]:
+def make_command(folder: Path, config: str, flags: str, *, program: Path = TRAIN) -> list[str]:
     """train.py with a config of integration_training/configs, writing into folder/run.
 
     It and its servers give way to the tests beside them, which have to reach a server in the middle of its
@@ -36,14 +36,13 @@ def make_command(folder: Path, config: str, *arguments: str, program: Path = TRA
     """
     path = str(ROOT / "integration_training" / "configs" / config)
     command = ["nice", "-n", "10", sys.executable, str(program), "--config", path, "--mode", "rl"]
-    return [*command, *arguments, "--output.dir", str(folder / "run")]
+    return [*command, *flags.split(), "--output.dir", str(folder / "run")]
 
 
-def use_short(folder: Path, model: object) -> list[str]:
+def use_short(folder: Path, model: object) -> str:
     """Settings of a short run of this model, with a reward that random models earn."""
     (folder / "reward.py").write_text(REWARD)
-    reward = f"{folder}/reward.py:share_of_even_bytes"
-    return [*SHORT, "--rl.rollout.reward", reward, "--model.name", str(model)]
+    return f"{SHORT} --rl.rollout.reward {folder}/reward.py:share_of_even_bytes --model.name {model}"
 
 
 def make_environment(folder: Path, mark: str, environment: dict[str, str]) -> dict[str, str]:
@@ -54,7 +53,8 @@ def make_environment(folder: Path, mark: str, environment: dict[str, str]) -> di
 def train(
     folder: Path,
     config: str,
-    *arguments: str,
+    flags: str,
+    *,
     exit_code: int = 0,
     program: Path = TRAIN,
     **environment: str,
@@ -62,7 +62,7 @@ def train(
     """What a run that ended with `exit_code` wrote to stderr. Nothing that it started runs any more."""
     mark = uuid.uuid4().hex
     result = subprocess.run(
-        make_command(folder, config, *arguments, program=program),
+        make_command(folder, config, flags, program=program),
         capture_output=True,
         text=True,
         env=make_environment(folder, mark, environment),

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,8 @@ def count_updates(log: Path) -> tuple[int, int]:
 
 
 def test_run_starts_a_server_updates_it_from_disk_and_leaves_nothing(sglang_python: Path, tmp_path: Path):
-    train(
-        tmp_path,
-        "demo_sglang.toml",
-        *use_short(tmp_path, "tiny:llama"),
-        "--engine.python",
-        str(sglang_python),
-    )
+    flags = f"{use_short(tmp_path, 'tiny:llama')} --engine.python {sglang_python}"
+    train(tmp_path, "demo_sglang.toml", flags)
     assert_proven(tmp_path / "run")
     assert count_updates(tmp_path / "run" / "engines" / "sglang-0.log") == (1 + STEPS // SYNC_EVERY, 0)
 
@@ -37,15 +31,8 @@ def test_run_on_a_running_server_updates_it_in_memory(
     sglang_server: RunningServer, snapshots: Snapshots, tmp_path: Path
 ):
     from_disk, in_memory = count_updates(sglang_server.log)
-    train(
-        tmp_path,
-        "demo_sglang.toml",
-        *use_short(tmp_path, snapshots[0]),
-        "--engine.urls",
-        json.dumps([sglang_server.url]),
-        "--engine.transport",
-        "memory",
-        SGLANG_API_KEY=sglang_server.api_key,
-    )
+    flags = f'--engine.urls ["{sglang_server.url}"] --engine.transport memory'
+    flags += f" {use_short(tmp_path, snapshots[0])}"
+    train(tmp_path, "demo_sglang.toml", flags, SGLANG_API_KEY=sglang_server.api_key)
     assert_proven(tmp_path / "run")
     assert count_updates(sglang_server.log) == (from_disk, in_memory + 1 + STEPS // SYNC_EVERY)

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -40,14 +39,12 @@ def test_a_language_model_learns_on_a_server_whose_weights_are_proven_every_seco
     vllm_python: Path, tmp_path: Path
 ):
     (tmp_path / "digits.py").write_text(REWARD)
-    train(
-        tmp_path,
-        "demo_vllm.toml",
-        *f"--engine.python {vllm_python} --rl.steps 10 --rl.rollout.num_prompts 8".split(),
-        *["--rl.rollout.samples_per_prompt", "8", "--eval.data.size", "16", "--model.threads", "1"],
-        "--rl.rollout.reward",
-        f"{tmp_path}/digits.py:share_of_digits",
+    flags = (
+        f"--engine.python {vllm_python} --rl.steps 10 --rl.rollout.num_prompts 8 --model.threads 1"
+        " --rl.rollout.samples_per_prompt 8 --eval.data.size 16"
+        f" --rl.rollout.reward {tmp_path}/digits.py:share_of_digits"
     )
+    train(tmp_path, "demo_vllm.toml", flags)
     run = tmp_path / "run"
     assert_proven(run, steps=range(1, 11))
     rewards = [row["reward/mean"] for row in read_rows(run / "metrics.jsonl")]
@@ -81,22 +78,17 @@ def test_a_server_that_keeps_its_old_weights_and_says_200_stops_the_run_before_a
     errors = train(
         tmp_path,
         "demo_vllm.toml",
-        *use_short(tmp_path, snapshots[0]),
-        "--engine.urls",
-        json.dumps([lying_url]),
+        f'{use_short(tmp_path, snapshots[0])} --engine.urls ["{lying_url}"]',
         exit_code=1,
         program=Path(__file__).with_name("impatient_train.py"),
         VLLM_API_KEY=vllm_server.api_key,
     )
     assert "WeightSyncError" in errors
     run = tmp_path / "run"
-    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [
-        1,
-        2,
-    ], "the step whose weights did not arrive is the last"
-    assert {
-        row["weight_version_max"] for row in read_rows(run / "samples.jsonl") if row["stage"] == "rl"
-    } == {0}
+    steps = [row["step"] for row in read_rows(run / "metrics.jsonl")]
+    assert steps == [1, 2], "the step whose weights did not arrive is the last"
+    samples = [row for row in read_rows(run / "samples.jsonl") if row["stage"] == "rl"]
+    assert {row["weight_version_max"] for row in samples} == {0}
     assert (run / "checkpoints" / "rl" / "step_2" / "manifest.json").exists()
 
 
@@ -104,15 +96,11 @@ def test_a_server_killed_in_the_middle_of_a_batch_costs_nothing_and_serves_again
     vllm_python: Path, snapshots: Snapshots, tmp_path: Path
 ):
     mark = uuid.uuid4().hex
-    command = make_command(
-        tmp_path,
-        "demo_vllm.toml",
-        *use_short(tmp_path, snapshots[0]),
-        "--engine.python",
-        str(vllm_python),
-        *["--engine.count", "2", "--rl.steps", "400", "--rl.rollout.max_new_tokens", "160"],
-        *["--output.checkpoint_every", "2"],
+    flags = (
+        f"{use_short(tmp_path, snapshots[0])} --engine.python {vllm_python} --engine.count 2"
+        " --rl.steps 400 --rl.rollout.max_new_tokens 160 --output.checkpoint_every 2"
     )
+    command = make_command(tmp_path, "demo_vllm.toml", flags)
     run_dir, errors = tmp_path / "run", tmp_path / "errors.txt"
     metrics, log = run_dir / "metrics.jsonl", run_dir / "engines" / "vllm-0.log"
     with errors.open("wb") as stderr:

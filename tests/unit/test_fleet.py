@@ -112,8 +112,7 @@ async def test_a_suspect_gets_nothing_while_it_is_checked(autojump_clock):
 
 
 async def test_a_suspect_of_another_version_goes_stale_and_is_announced(autojump_clock):
-    a, b = FakeEngine("a", fail(UNREACHABLE, times=1)), FakeEngine("b")
-    warnings: list[str] = []
+    a, b, warnings = FakeEngine("a", fail(UNREACHABLE, times=1)), FakeEngine("b"), []
     async with fleet_of(a, b, warnings=warnings) as fleet:
         a.version = -1  # its server was restarted by someone
         await fleet.generate(ask("r"))
@@ -143,8 +142,7 @@ async def test_a_reply_of_weights_nobody_committed_is_never_delivered(autojump_c
 )
 async def test_an_engine_that_fails_every_request_at_once_draws_no_others_and_dies(autojump_clock, error):
     """Though its health is fine."""
-    a, b = FakeEngine("a", fail(error, wait_s=0.01)), FakeEngine("b", seconds=10)
-    warnings: list[str] = []
+    a, b, warnings = FakeEngine("a", fail(error, wait_s=0.01)), FakeEngine("b", seconds=10), []
     async with fleet_of(a, b, warnings=warnings, max_concurrency=64) as fleet:
         results = await gather(fleet, *NAMES[:200])
         assert all(isinstance(result, Completion) for result in results)

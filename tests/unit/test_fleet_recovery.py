@@ -125,22 +125,6 @@ async def test_a_url_that_is_gone_is_asked_with_back_off_and_comes_back_stale(au
         assert trio.current_time() <= 1000 + 1 + 60 and a in fleet.members_for_update()
 
 
-async def test_everyone_waits_through_an_outage(autojump_clock):
-    engines = [FakeEngine(name, start_s=90) for name in "ab"]
-    warnings: list[str] = []
-    async with fleet_of(*engines, warnings=warnings) as fleet:
-        async with asking(fleet, *NAMES[:4]):
-            for engine in engines:
-                engine.exited.set()
-            for _ in engines:
-                await fleet.stale_members.receive()
-            update(fleet, 1)
-        assert trio.current_time() < 1 + 90 + 1.5
-    said = [text for text in warnings if "no engine" in text]
-    assert len(said) == 3
-    assert all(part in said[0] for part in ("restarting (signal 9", "4 requests wait", "for 30 s"))
-
-
 async def test_an_outage_beyond_the_limit_is_a_typed_error_for_everyone(autojump_clock):
     a = FakeEngine("a", fail(UNREACHABLE))
     a.health_error = EngineUnreachable("refused")

@@ -51,20 +51,6 @@ async def test_replies_during_an_update_are_held_until_the_commit(autojump_clock
         assert a.asked == ["early", "late"] and a.asked_at == [0, 10]
 
 
-async def test_a_held_reply_of_other_weights_than_the_committed_is_discarded(autojump_clock):
-    a, b = FakeEngine("a"), FakeEngine("b", hang)
-    async with fleet_of(a, b) as fleet:
-        async with asking(fleet, "r") as results:
-            assert a.asked == ["r"]
-            fleet.close_admission(a)
-            a.version = 7
-            await trio.sleep(2)
-            b.script, a.version = None, 1
-            fleet.commit(a, 1)
-        assert isinstance(answer := results["r"], Completion)
-        assert answer.weight_versions.tolist() == [0] and b.asked == ["r"]
-
-
 async def test_an_update_ends_a_check_under_way(autojump_clock):
     a, b = FakeEngine("a", fail(UNREACHABLE, times=1)), FakeEngine("b")
     a.health_hangs = True
