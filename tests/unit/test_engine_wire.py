@@ -31,14 +31,18 @@ from rollouts.types import Completion
 
 # vLLM 0.32.0, SmolLM2-135M, prompt 1 2 3, temperature 1
 VLLM = """{"request_id":"generate-tokens-abc","model":"policy","created":1795307680,"usage":{
-"prompt_tokens":3,"total_tokens":7,"completion_tokens":4,"prompt_tokens_details":null,"completion_tokens_details":null},
+"prompt_tokens":3,"total_tokens":7,"completion_tokens":4,"prompt_tokens_details":null,
+"completion_tokens_details":null},
 "prompt_logprobs":null,"prompt_token_id_logprobs":null,"prompt_token_ids":null,"mm_placeholders":null,
-"metrics":null,"kv_transfer_params":null,"ec_transfer_params":null,"output_mode":"tokens","choices":[{"index":0,
+"metrics":null,"kv_transfer_params":null,"ec_transfer_params":null,"output_mode":"tokens",
+"choices":[{"index":0,
 "finish_reason":"length","stop_reason":null,"token_ids":[2118,30,378,6734],"routed_experts":null,
 "sampling_mask":null,"weight_versions":[{"version":"default","start":0,"end":4}],"logprobs":{"content":[
 {"token_id":2118,"logprob":-8.270934104919434,"rank":725,"top_logprobs":[{"token_id":2118,
-"logprob":-8.270934104919434,"rank":725}]},{"token_id":30,"logprob":-1.3260724544525146,"rank":1,"top_logprobs":[
-{"token_id":30,"logprob":-1.3260724544525146,"rank":1}]},{"token_id":378,"logprob":-2.4623680114746094,"rank":2,
+"logprob":-8.270934104919434,"rank":725}]},{"token_id":30,"logprob":-1.3260724544525146,"rank":1,
+"top_logprobs":[
+{"token_id":30,"logprob":-1.3260724544525146,"rank":1}]},{"token_id":378,"logprob":-2.4623680114746094,
+"rank":2,
 "top_logprobs":[{"token_id":378,"logprob":-2.4623680114746094,"rank":2}]},{"token_id":6734,
 "logprob":-7.636433124542236,"rank":338,"top_logprobs":[{"token_id":6734,"logprob":-7.636433124542236,
 "rank":338}]}]}}]}"""
