@@ -17,8 +17,6 @@ from rollouts.engines.server import ServerEngine
 from rollouts.engines.sglang import SGLangServer
 from rollouts.engines.sglang_wire import ServerInfo
 from rollouts.engines.vllm import VLLMServer
-from rollouts.metrics.contributions import UpdateRecord
-from rollouts.metrics.spans import Span
 from rollouts.protocols import PauseMode, TrainingBackend, WeightSink
 from rollouts.testing.fakes import FakeBackend, FakeFuture
 from rollouts.types import EngineFeatures, FloatArray, ForwardBackwardResult, LossSpec, RolloutBatch, Sample
@@ -42,10 +40,7 @@ class SimulatedEngine(ServerEngine):
         health_path = "/health" if dialect == "vllm" else "/ready"
         server = Server(client, name=process.name, silence_s=silence_s, health_path=health_path)
         features = EngineFeatures(
-            vocab_size=process.vocab_size,
-            context_length=process.context_length,
-            name=process.name,
-            checksum=True,
+            process.vocab_size, process.context_length, name=process.name, checksum=True
         )
         if dialect == "vllm":
             spoken = VLLMServer(server, features, model="m", shapes=None, transfer_backend=None)
@@ -149,23 +144,12 @@ class SimulatedSnapshots:
 
 
 class NoLog:
-    async def log_step(
-        self,
-        stage: str,
-        step: int,
-        policy_version: int,
-        metrics: Mapping[str, float],
-        *,
-        updates: Sequence[UpdateRecord] = (),
-        spans: Sequence[Span] = (),
-    ) -> None: ...
+    async def log_step(self, *row: Any, **more: Any) -> None: ...
     async def log_samples(
         self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]
     ) -> None: ...
-    async def log_evaluation(
-        self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]
-    ) -> None: ...
-    async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None: ...
+    async def log_evaluation(self, *row: Any) -> None: ...
+    async def log_spans(self, *row: Any) -> None: ...
 
 
 class RecordingBuffer:

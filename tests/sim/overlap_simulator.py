@@ -14,10 +14,8 @@ tokens · token_s / slots, nor trained in less than train_s + hold_s.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,15 +27,10 @@ from rollouts.data.data_buffer import DataBuffer
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.rl import run_rl_training
-from rollouts.metrics.contributions import UpdateRecord
-from rollouts.metrics.spans import Span
 from rollouts.protocols import InferenceEngine, PauseMode, TrainingBackend
-from rollouts.testing.fakes import FakeBackend, FakeFuture, FakeTokenizer, fake_uniform
+from rollouts.testing.fakes import FakeBackend, FakeFuture, FakeTokenizer, ScriptedEngine, fake_uniform
 from rollouts.types import (
     Completion,
-    EngineFeatures,
-    EngineLoad,
-    FloatArray,
     ForwardBackwardResult,
     GenerateRequest,
     LossSpec,
@@ -45,6 +38,7 @@ from rollouts.types import (
     Sample,
     SamplingParams,
 )
+from tests.sim.fakes import NoLog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,35 +74,18 @@ class OverlapReport:
     generate_limit_s: float  # mean tokens of a delivered batch · token_s / slots
     train_limit_s: float  # train_s + hold_s
     lag_max: int
-    lag_mean: float
     stale: float  # groups dropped as too old
     mixed: int  # samples with tokens of several versions
     longest_s: float  # of any response, undisturbed
-    cpu_s: float  # of this process, for a step
-
-    @property
-    def of_limit(self) -> float:
-        """Time of a step over the larger limit: 1 is perfect overlap."""
-        return self.step_s / max(self.generate_limit_s, self.train_limit_s)
 
 
-class SlotEngine:
+class SlotEngine(ScriptedEngine):
     """Decodes `slots` requests at once; the others wait in order of arrival. Frozen requests keep their
     slots.
     """
 
     def __init__(self, setting: OverlapSetting) -> None:
-        self.features = EngineFeatures(
-            vocab_size=258,
-            context_length=10**9,
-            in_memory_update=False,
-            update_from_checkpoint=True,
-            shares_weights=False,
-            keep_pause=True,
-            deterministic=False,
-            name="slots",
-        )
-        self.version = 0
+        super().__init__(context_length=10**9)
         self.longest_tokens = 0
         self._setting = setting
         self._free = trio.CapacityLimiter(setting.slots)
@@ -133,28 +110,24 @@ class SlotEngine:
         while len(versions) < left and self._aborts == aborts:
             async with self._free:
                 await self._decode(versions, left, aborts)
-        finish = "stop" if len(versions) == left else "abort"
         count = len(versions)
         return Completion(
             request_id=request.request_id,
             token_ids=np.zeros(count, np.int64),
             log_probs=np.zeros(count, np.float32),
             weight_versions=np.asarray(versions, np.int64),
-            finish_reason=finish,
+            finish_reason="stop" if count == left else "abort",
         )
 
     async def _decode(self, versions: list[int], left: int, aborts: int) -> None:
         while len(versions) < left and self._aborts == aborts:
             await self._moving.wait()
-            began, version, token_s = trio.current_time(), self.version, self._setting.token_s
-            with trio.move_on_after((left - len(versions)) * token_s) as scope:
+            began, version, token_s = trio.current_time(), self._version, self._setting.token_s
+            most = left - len(versions)
+            with trio.move_on_after(most * token_s) as scope:
                 await self._disturbed.wait()
-            count = (
-                left - len(versions)
-                if scope.cancelled_caught
-                else int((trio.current_time() - began) / token_s + 1e-6)
-            )
-            versions += [version] * min(count, left - len(versions))
+            decoded = int((trio.current_time() - began) / token_s + 1e-6)
+            versions += [version] * (most if scope.cancelled_caught else min(decoded, most))
 
     def _disturb(self) -> None:
         disturbed, self._disturbed = self._disturbed, trio.Event()
@@ -175,45 +148,6 @@ class SlotEngine:
         self._disturb()
         await trio.lowlevel.checkpoint()
 
-    async def weight_version(self) -> int:
-        await trio.lowlevel.checkpoint()
-        return self.version
-
-    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
-        await trio.sleep(self._setting.pause_s)
-        self.version = version
-        return {}
-
-    async def checksum(self) -> str | None:
-        await trio.lowlevel.checkpoint()
-        return None
-
-    async def health(self) -> bool:
-        await trio.lowlevel.checkpoint()
-        return True
-
-    async def load(self) -> EngineLoad:
-        await trio.lowlevel.checkpoint()
-        return EngineLoad(running=self._free.borrowed_tokens, waiting=self._free.statistics().tasks_waiting)
-
-    async def release_memory(self) -> None:
-        await trio.lowlevel.checkpoint()
-
-    async def restore_memory(self) -> None:
-        await trio.lowlevel.checkpoint()
-
-    async def begin_update(self) -> None:
-        raise AssertionError("in_memory_update is False")
-
-    def receive_bucket(self, bucket: Sequence[tuple[str, Any]]) -> None:
-        raise AssertionError("in_memory_update is False")
-
-    async def finish_update(self, version: int) -> None:
-        raise AssertionError("in_memory_update is False")
-
-    def statistics(self) -> Mapping[str, float]:
-        return {}
-
 
 class SlowBackend(FakeBackend):
     """A FakeBackend of which only forward_backward takes time."""
@@ -229,7 +163,7 @@ class SlowBackend(FakeBackend):
         return future
 
 
-class _StepLog:
+class _StepLog(NoLog):
     """When each step was done, and what was in it."""
 
     def __init__(self) -> None:
@@ -237,35 +171,16 @@ class _StepLog:
         self.tokens: list[float] = []
         self.mixed = 0
 
-    async def log_step(
-        self,
-        stage: str,
-        step: int,
-        policy_version: int,
-        metrics: Mapping[str, float],
-        *,
-        updates: Sequence[UpdateRecord] = (),
-        spans: Sequence[Span] = (),
-    ) -> None:
+    async def log_step(self, *row: Any, **more: Any) -> None:
         self.times.append(trio.current_time())
         await trio.lowlevel.checkpoint()
 
     async def log_samples(
         self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]
     ) -> None:
-        if samples:
-            self.tokens.append(float(sum(sample.loss_mask.sum() for sample in samples)))
-            self.mixed += sum(
-                len(set(sample.weight_versions[sample.loss_mask].tolist())) > 1 for sample in samples
-            )
-        await trio.lowlevel.checkpoint()
-
-    async def log_evaluation(
-        self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]
-    ) -> None:
-        raise AssertionError("nothing is evaluated")
-
-    async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None:
+        sampled = [sample.weight_versions[sample.loss_mask].tolist() for sample in samples]
+        self.tokens += [float(sum(map(len, sampled)))] if sampled else []
+        self.mixed += sum(len(set(versions)) > 1 for versions in sampled)
         await trio.lowlevel.checkpoint()
 
 
@@ -276,27 +191,21 @@ class _SilentTokenizer(FakeTokenizer):
 
 def run_overlap(setting: OverlapSetting) -> OverlapReport:
     """Runs a setting. Deterministic but for the order in which trio runs what is due at one moment."""
-    cpu = time.process_time()
-    log, engine, statistics, lags = trio.run(
-        _run, setting, clock=trio.testing.MockClock(autojump_threshold=0)
-    )
-    cpu_s = (time.process_time() - cpu) / setting.steps
+    clock = trio.testing.MockClock(autojump_threshold=0)
+    log, engine, statistics, lags = trio.run(_run, setting, clock=clock)
     first, last = setting.warm_up, setting.steps - 1  # the last step waits for its own update
-    tokens = np.asarray(log.tokens[first:])
     return OverlapReport(
         step_s=(log.times[last - 1] - log.times[first - 1]) / (last - first),
-        generate_limit_s=float(tokens.mean()) * setting.token_s / setting.slots,
+        generate_limit_s=float(np.mean(log.tokens[first:])) * setting.token_s / setting.slots,
         train_limit_s=setting.train_s + setting.hold_s,
         lag_max=int(max(lags)),
-        lag_mean=float(np.mean(lags[first:])),
         stale=statistics.get("dropped/stale", 0.0),
         mixed=log.mixed,
         longest_s=engine.longest_tokens * setting.token_s,
-        cpu_s=cpu_s,
     )
 
 
-async def _run(setting: OverlapSetting) -> tuple[_StepLog, SlotEngine, Mapping[str, float], FloatArray]:
+async def _run(setting: OverlapSetting) -> tuple[_StepLog, SlotEngine, Mapping[str, float], list[float]]:
     config = RLTrainingConfig.model_validate(
         {
             "data": {"kind": "jsonl", "path": "unused.jsonl"},
@@ -329,7 +238,8 @@ async def _run(setting: OverlapSetting) -> tuple[_StepLog, SlotEngine, Mapping[s
             released.set()
         await trio.sleep(setting.export_s)
         await engine.pause("keep")
-        await engine.update_weights_from_checkpoint(Path("unused"), version)
+        await trio.sleep(setting.pause_s)
+        engine.set_version(version)
         await engine.resume()
         return {}
 
@@ -347,5 +257,4 @@ async def _run(setting: OverlapSetting) -> tuple[_StepLog, SlotEngine, Mapping[s
     history = await run_rl_training(
         backend, buffer, manager, [engine], config, log, sync_weights=sync_weights
     )
-    lags = np.asarray([row["off_policy/max"] for row in history])
-    return log, engine, manager.statistics(), lags
+    return log, engine, manager.statistics(), [row["off_policy/max"] for row in history]

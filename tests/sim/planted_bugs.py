@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -23,19 +22,6 @@ from rollouts.protocols import InferenceEngine
 from rollouts.types import RolloutBatch
 from rollouts.weight_sync import sync, update
 from tests.sim.invariants import Invariant
-
-
-@dataclass(frozen=True)
-class PlantedBug:
-    """A bug, and the invariants of which one must find it."""
-
-    plant: Callable[[pytest.MonkeyPatch], None]
-    found_by: tuple[Invariant, ...]
-
-    @property
-    def name(self) -> str:
-        return self.plant.__name__
-
 
 # --- weight sync --------------------------------------------------------------------------------------------
 
@@ -154,16 +140,17 @@ def accept_late_replies(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rl, "check_staleness", lambda lags, *, max_staleness: None)
 
 
-PLANTED_BUGS = (
-    PlantedBug(accept_late_replies, ("tokens",)),
-    PlantedBug(publish_before_verify, ("published",)),
-    PlantedBug(forget_to_resume, ("paused",)),
-    PlantedBug(commit_without_proof, ("weights", "tokens")),
-    PlantedBug(deliver_during_updates, ("tokens",)),
-    PlantedBug(forget_failed_requests, ("progress",)),
-    PlantedBug(keep_the_seat_of_failed_requests, ("seats",)),
-    PlantedBug(serve_restarted_engines, ("weights", "serving")),
-    PlantedBug(lose_prompts_of_failed_groups, ("prompts",)),
-    PlantedBug(count_trained_groups_twice, ("ledger",)),
-    PlantedBug(give_back_what_trained, ("prompts", "assertion")),
-)
+# a bug, and the invariants of which one must find it
+PLANTED_BUGS: dict[Callable[[pytest.MonkeyPatch], None], tuple[Invariant, ...]] = {
+    accept_late_replies: ("tokens",),
+    publish_before_verify: ("published",),
+    forget_to_resume: ("paused",),
+    commit_without_proof: ("weights", "tokens"),
+    deliver_during_updates: ("tokens",),
+    forget_failed_requests: ("progress",),
+    keep_the_seat_of_failed_requests: ("seats",),
+    serve_restarted_engines: ("weights", "serving"),
+    lose_prompts_of_failed_groups: ("prompts",),
+    count_trained_groups_twice: ("ledger",),
+    give_back_what_trained: ("prompts", "assertion"),
+}

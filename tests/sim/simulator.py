@@ -81,17 +81,6 @@ def run_fleet_simulation(schedule: FleetSchedule) -> FleetReport:
     return simulation.report
 
 
-def describe_report(report: FleetReport) -> str:
-    """One line."""
-    faults = ", ".join(f"{count} {kind}" for kind, count in sorted(report.faults.items()))
-    after = f" after {', '.join(report.interruptions)}" if report.interruptions else ""
-    return (
-        f"{report.outcome}{after}; {report.steps} steps, {report.syncs} syncs, {report.requests} requests,"
-        f" {report.trained_tokens} tokens trained in {report.virtual_s:.0f} virtual seconds; {report.events}"
-        f" events checked; {report.faults.total()} faults: {faults}"
-    )
-
-
 def _seed_scheduler(seed: int) -> None:
     """Which of several tasks that wake at once runs first is drawn from the seed too, so that a seed repeats
     its run.
@@ -427,17 +416,14 @@ class _Simulation(Checks):
         """Waits until all who can serve do, and looks for what was left behind."""
         for _ in range(MOST_SETTLES):
             await trio.sleep(SETTLE_S)
-            missing = self.find_missing(trainer)
-            if not missing:
+            if not self.find_missing(trainer):
                 break
             try:
                 await self.sync_weights(trainer.backend, [trainer.fleet], trainer.backend.weight_version)
             except (WeightSyncError, FleetDown) as error:
                 self.check_explained(error, trainer)
-        else:
-            missing = self.find_missing(trainer)
-            if missing:
-                raise BrokenInvariant("recovered", f"{', '.join(missing)} serve no more; {self.describe()}")
+        if missing := self.find_missing(trainer):
+            raise BrokenInvariant("recovered", f"{', '.join(missing)} serve no more; {self.describe()}")
         self.check_idle(trainer)
         self.report.statistics = trainer.manager.statistics()
 
@@ -482,10 +468,7 @@ class _Simulation(Checks):
         if report.outcome != "completed":
             return
         had = (report.syncs, report.requests, report.faults.total())
-        if any(
-            count < least
-            for count, least in zip(had, (LEAST_SYNCS, LEAST_REQUESTS, LEAST_FAULTS), strict=True)
-        ):
+        if np.any(np.less(had, (LEAST_SYNCS, LEAST_REQUESTS, LEAST_FAULTS))):
             self.broken = BrokenInvariant("minimum", f"syncs, requests, faults: {had}")
 
     def describe(self) -> str:
