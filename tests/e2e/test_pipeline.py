@@ -213,7 +213,7 @@ FORWARD = "train.after_forward_backward"
 WRONG = {
     "a misspelt loss": (
         ("--preference.loss", "dpoo"),
-        "preference loss 'dpoo' is not known; did you mean 'dpo'?",
+        "'dpoo' is not known; did you mean 'dpo'?",
     ),
     "a parameter of another loss": (
         ("--preference.loss_params.betta", "0.1"),

@@ -195,6 +195,7 @@ def test_every_update_of_every_kind_of_run_replays(
         losses += re.findall(r"^rl step.*, loss (\w+)", out, re.MULTILINE)
         assert out.count(" same") >= len(updates[step]) + 1, "each update, and the merged loss"
         assert replay(run_dir.root, step, "--update", "0") == 0
+        capsys.readouterr()
         shares = sum(row["share"] for row in read_step(run_dir, step)[1])
         assert shares == pytest.approx(len(updates[step]), abs=1e-5)
     assert len(run_dir.updates_log.read_text().splitlines()) == sum(map(len, updates.values()))
