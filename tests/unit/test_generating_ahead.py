@@ -127,7 +127,8 @@ async def test_what_fails_beside_training_is_raised_by_the_next_call_and_the_one
 
     def script(request: GenerateRequest) -> ScriptedReply:
         failing = broken and group_of(request.request_id) > 1
-        return ScriptedReply("ab", 1.0, error=of_engine if failing else None)
+        token_s = 1.0 + 0.01 * group_of(request.request_id)  # groups finish in launch order
+        return ScriptedReply("ab", token_s, error=of_engine if failing else None)
 
     run = start(script=script, filters=[broken_filter], max_staleness=2)
     async with run.manager.generating():
