@@ -21,7 +21,6 @@ from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.models.devices import use_device
 from rollouts.models.forward_plan import describe_plan, plan_forward
 from rollouts.models.layers import checkpoint_layers
-from rollouts.models.load import choose_attention
 from rollouts.models.optim import create_adamw_optimizer
 from rollouts.models.quiet import quiet_transformers
 from rollouts.types import IntArray, LossSpec, RolloutBatch
@@ -145,12 +144,9 @@ def make_model(shape: Shape, place: Place, *, dtype: torch.dtype = torch.float32
         "eos_token_id": 2,
     }
     config = transformers.Qwen2Config(**sizes) if shape.kind == "qwen2" else transformers.Qwen3Config(**sizes)
-    attention = choose_attention("Qwen2ForCausalLM" if shape.kind == "qwen2" else "Qwen3ForCausalLM")
     torch.manual_seed(0)
     with quiet_transformers(), torch.device(place.device):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, dtype=dtype
-        )
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
     return model.eval()
 
 

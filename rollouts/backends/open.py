@@ -31,13 +31,13 @@ from rollouts.backends.trainer import Trainer
 from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.errors import ConfigError, ModelError
+from rollouts.models.classes import ModelHead
 from rollouts.models.devices import use_device
 from rollouts.models.directories import compute_model_digests
 from rollouts.models.forward_plan import log_plan
 from rollouts.models.layers import checkpoint_layers
-from rollouts.models.load import ModelHead, load_hf_model
 from rollouts.models.optim import create_adamw_optimizer
-from rollouts.models.scalar_head import load_scalar_model, set_padding_token
+from rollouts.models.scalar_head import set_padding_token
 from rollouts.models.sharded import load_sharded_weights, make_meta_model
 from rollouts.ranks.channel import NoOtherRanks, RankChannel
 from rollouts.ranks.group import AgreedFailure, Ranks, all_gather_bytes, meet_all, run_agreed
@@ -223,19 +223,14 @@ def open_trainer(options: TrainerOptions, ranks: Ranks, check_open: Callable[[],
 
 def load_model(options: TrainerOptions, ranks: Ranks) -> PreTrainedModel:
     """The whole model, or this rank's shards of it."""
-    path, dtype = Path(options.model_path), getattr(torch, options.dtype)
-    if ranks.mesh is None:
-        load = load_scalar_model if options.head == "scalar" else load_hf_model
-        loaded: Any = load(path, dtype=dtype)  # transformers types .to narrowly
-        model = loaded.to(ranks.device)
-    else:
-        model = make_meta_model(path, dtype=dtype, head=options.head)
+    path = Path(options.model_path)
+    model = make_meta_model(path, dtype=getattr(torch, options.dtype), head=options.head)
     if options.gradient_checkpointing:
         checkpoint_layers(model)
     if ranks.mesh is not None:
         shard_model(model, ranks, cpu_offload=options.cpu_offload)
-        device = "cpu" if options.cpu_offload else ranks.device
-        load_sharded_weights(model, path, device=device, buffer_device=ranks.device, new_head=True)
+    device = "cpu" if options.cpu_offload else ranks.device
+    load_sharded_weights(model, path, device=device, buffer_device=ranks.device, new_head=True)
     return model
 
 

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rollouts.errors import ModelError
+from rollouts.models.classes import ModelHead, find_class
 from rollouts.models.directories import check_model_directory, choose_model_cache
 from rollouts.models.gguf import make_bundled_model, make_gguf_model
-from rollouts.models.quiet import naming_errors, quiet_transformers
+from rollouts.models.quiet import LOCAL, naming_errors, quiet_transformers
+from rollouts.models.sharded import load_sharded_weights, make_meta_model
 from rollouts.models.tiny import make_tiny
 from rollouts.models.tokenizers import (
     check_chat_template_compiles,
@@ -25,24 +27,15 @@ from rollouts.models.tokenizers import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-ModelHead = Literal["tokens", "scalar"]
-"""What a model says at each position: log-probs of the next token, or one number. See
-rollouts.models.scalar_head.
-"""
-
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 HUB_IGNORED = ["original/*", "consolidated*"]  # the same weights in the format of their authors
-# ends of names of what is not a causal model
-OTHER_HEADS = ("Model", "ForMaskedLM", "ForPreTraining", "Classification", "ForQuestionAnswering")
 HUB_WAY_OUT = "check the spelling, HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT, or give a directory or file"
-LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 def resolve_model(
     name: str, *, cache_dir: Path | None = None, seed: int = 0, head: ModelHead = "tokens"
 ) -> Path:
-    """The directory of a model that is ready to load, with load_hf_model or, for head="scalar", with
-    load_scalar_model.
+    """The directory of a model that is ready to load, with load_hf_model and the same `head`.
 
     "bundled:NAME": converted once from an installed package. "tiny:KIND": random, made from `seed` (see
     rollouts.models.tiny). A directory: checked. A *.gguf file: converted once. "org/model:file.gguf": such a
@@ -78,127 +71,29 @@ def resolve_model(
             )
         with naming_errors(missing, HUB_WAY_OUT), quiet_transformers():
             # gigabytes of a model that cannot be used are not asked for
-            _find_class(Path(hf_hub_download(name, "config.json")).parent, head)
+            find_class(Path(hf_hub_download(name, "config.json")).parent, head)
             path = Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
     check_model_directory(path)
-    _find_class(path, head)
+    find_class(path, head)
     return path
-
-
-# --- classes ------------------------------------------------------------------------------------------------
-
-
-def has_own_scalar_head(path: Path) -> bool:
-    """Whether the files in a directory that a scalar model can be made of hold the scalar head; else it is a
-    causal model's, and the head is new.
-    """
-    found, config = _find_class(path, "scalar")
-    return found in config["architectures"]
-
-
-def _find_class(path: Path, head: ModelHead) -> tuple[str, dict[str, Any]]:
-    """Name of transformers' class for the model in a directory with that head, and its config.json, with a
-    list of architectures: all that is read.
-
-    The directory holds a causal language model, or one with a scalar head itself. Raises ModelError, with the
-    way out, for what cannot be trained: another kind of model or head, code in the directory, packed weights.
-    """
-    from transformers.models.auto import modeling_auto
-
-    with naming_errors(f"{path / 'config.json'} cannot be read"):
-        config = json.loads((path / "config.json").read_text("utf-8"))
-        written = config["architectures"] = [str(name) for name in config.get("architectures") or []]
-    kind, packed = str(config.get("model_type")), config.get("quantization_config")
-    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "")
-    scalar = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind, "")
-    found = causal if head == "tokens" else scalar
-    other = bool(written) and all(name.endswith(OTHER_HEADS) for name in written)
-    other = other or bool(written and config.get("is_encoder_decoder"))
-    # 2 where nothing is written, as for transformers
-    labels = len(config.get("id2label") or ()) or config.get("num_labels", 2)
-    method = packed.get("quant_method") if isinstance(packed, dict) else packed
-    problems = {
-        "needs code from its directory (auto_map), which is never run; use a model that transformers itself"
-        " implements": not causal and config.get("auto_map"),
-        "is not a causal language model that transformers has; use a decoder-only model, one named"
-        " …ForCausalLM": not causal,
-        "reads images or sound as well; use its text-only model, one named …ForCausalLM": causal.endswith(
-            "ForConditionalGeneration"
-        ),
-        f"has weights packed by {method!r} (quantization_config), which cannot train; use the model it was"
-        " made from": packed,
-        "cannot have a scalar head: transformers has no …ForSequenceClassification for it; use a Llama, Qwen"
-        " or Gemma": not found,
-        "was not trained to predict the next token; use a model named …ForCausalLM": head == "tokens"
-        and other
-        and causal not in written,
-        "has neither the head of a causal language model nor a scalar one; use a model named"
-        f" {causal} or {scalar}": head == "scalar" and other and not {causal, scalar} & set(written),
-        f"has {labels} labels, and a scalar head has one; use a reward model with num_labels=1, or the model"
-        f" named {causal}": head == "scalar" and scalar in written and labels != 1,
-    }
-    for problem, holds in problems.items():
-        if holds:
-            raise ModelError(f"the model in {path} (model_type={kind!r}, architectures={written}) {problem}")
-    return found, config
 
 
 # --- loading ------------------------------------------------------------------------------------------------
 
 
-def load_hf_model(path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_hf_model(
+    path: Path, *, dtype: torch.dtype = torch.float32, head: ModelHead = "tokens"
+) -> PreTrainedModel:
     """The causal language model in a directory, on the CPU, in evaluation mode, with every weight from the
-    files.
+    files; for head="scalar" the model with one scalar head, which is 0 if the directory is a causal model's.
 
     safetensors only, no code from the directory, SDPA attention where the model has it (one with capped
-    scores has not). Raises ModelError if it cannot be loaded, is of another kind, or the files lack a weight.
+    scores has not). Raises ModelError if it cannot be loaded, is of another kind, or its files and its
+    config.json do not agree on the weights.
     """
-    model, missing = load_pretrained(path, dtype, "tokens")
-    check_complete(path, missing)
+    model = make_meta_model(path, dtype=dtype, head=head)
+    load_sharded_weights(model, path, new_head=True)
     return model
-
-
-def load_pretrained(path: Path, dtype: torch.dtype, head: ModelHead) -> tuple[PreTrainedModel, set[str]]:
-    """The model in a directory with that head, and the weights that the files lack, which transformers has
-    made up. Raises ModelError.
-    """
-    auto, attention, labels = choose_auto(path, head)
-    options = {"output_loading_info": True, "use_safetensors": True, "attn_implementation": attention}
-    with naming_errors(f"the model in {path} cannot be loaded"), quiet_transformers():
-        model, loading = auto.from_pretrained(str(path), dtype=dtype, **options, **LOCAL, **labels)
-    return model, set(loading["missing_keys"])
-
-
-def choose_auto(path: Path, head: ModelHead) -> tuple[Any, str, dict[str, Any]]:
-    """For the model in a directory with that head: transformers' Auto class, the attention it runs with, and
-    the settings of a new head. Raises ModelError.
-    """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    check_model_directory(path)
-    found, config = _find_class(path, head)
-    if head == "tokens":
-        return AutoModelForCausalLM, choose_attention(found), {}
-    labels = {} if found in config["architectures"] else {"num_labels": 1}
-    return AutoModelForSequenceClassification, choose_attention(found), labels
-
-
-def check_complete(path: Path, missing: set[str]) -> None:
-    """Raises ModelError if weights are missing: transformers would train them from random values."""
-    if missing:
-        raise ModelError(
-            f"the weights in {path} lack {min(missing)} (and {len(missing) - 1} more); copy the model"
-            " directory again"
-        )
-
-
-def choose_attention(class_name: str) -> str:
-    """The attention that a class of transformers runs with here: SDPA where it has it, "eager" where it has
-    not (one with capped scores).
-    """
-    import transformers
-
-    return "sdpa" if getattr(getattr(transformers, class_name, None), "_supports_sdpa", False) else "eager"
 
 
 def load_tokenizer(path: Path, *, chat_template: Path | None = None) -> PreTrainedTokenizerBase:

@@ -2,7 +2,7 @@
 masked is not computed.
 
     subtree_end [S] ──find_pieces──► rectangles of the S x S square that hold every visible pair once
-    queries, keys, values ──attend_in_pieces──► each rectangle by a fused kernel; softmaxes merged by their
+    queries, keys, values ──attend_packed──► each rectangle by a fused kernel; softmaxes merged by their
         log-sum-exp
 
 A node's descendants are the nodes after it, up to subtree_end, so the keys of a shared beginning are seen by
@@ -19,17 +19,18 @@ the `sliding_window` that transformers hands to its attention.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollouts.types import BoolArray, IntArray
+from rollouts.types import IntArray
 
 ARGUMENT = "packed_row"  # of the model's forward
 # Nodes of the largest triangle or masked square, measured on a server's CPU for models of 0.1 M to 135 M
@@ -43,22 +44,19 @@ HIDDEN = -30000.0
 UNKNOWN = ("softcap", "position_bias", "s_aux")  # what a layer may ask of attention, and a packed row has not
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class Piece(NamedTuple):
     """Queries against keys of one row."""
 
     queries: slice
     keys: slice
     causal: bool = False  # a square on the diagonal of one sequence: its upper half is hidden
-    visible: BoolArray | None = None  # [queries, keys]; None: all of them, or the causal half
+    # [queries, keys], added to scores: 0 or HIDDEN; None: all is visible, or the causal half
+    mask: Tensor | None = None
 
     def cut(self, *tensors: Tensor) -> list[Tensor]:
         """The piece's queries of the first of the tensors [1, H, S, D], and its keys of the others."""
         first, *others = tensors
         return [first[:, :, self.queries], *(other[:, :, self.keys] for other in others)]
-
-
-Masked = Sequence[tuple[Piece, Tensor | None]]  # with the masks, [queries, keys], of those that have one
 
 
 @dataclass(slots=True, eq=False)  # not frozen: torch.compile would make a case of every value
@@ -68,122 +66,71 @@ class PackedRow:
     subtree_end: IntArray  # [S] first node after the subtree
     depths: IntArray  # [S] position ids
     tile: int = TILE
-    # by the layers' window: masked pieces, or an accelerator's mask of blocks; empty until a layer reads it
+    # by the layers' window: pieces, or an accelerator's mask of blocks; empty until a layer reads it
     made: dict[int | None, Any] = field(default_factory=dict)
 
 
 # --- pieces -------------------------------------------------------------------------------------------------
 
 
-def find_pieces(subtree_end: IntArray, tile: int = TILE) -> list[Piece]:
-    """Pieces that hold every pair (i, j) with j <= i < subtree_end[j] exactly once and, beside masked ones,
-    no other.
+def find_pieces(row: PackedRow, window: int | None, dtype: torch.dtype) -> list[Piece]:
+    """Pieces that hold every visible pair (i, j), j <= i < subtree_end[j], exactly once and, beside masked
+    ones, no other. With a window a node sees only those less than `window` above it, counted along its path,
+    that is in depths.
 
-    A node's piece on the diagonal comes before the others that have it as a query. The longest unbranched run
-    of nodes is a segment; its keys are seen by itself, in halves, and by all that follows it in its subtree.
-    Subtrees side by side of at most `tile` nodes together share one masked square.
+    A node's piece on the diagonal comes before the others that have it as a query. The square of the row is
+    cut where subtrees end and where a sequence branches; then what lies below the diagonal is visible as a
+    whole or not at all, but for the edge of a window. Subtrees side by side of at most `tile` nodes together
+    share one masked square.
     """
-    count, ends, nodes = len(subtree_end), subtree_end.tolist(), np.arange(1, len(subtree_end))
-    only_child = (subtree_end[1:] == subtree_end[:-1]) & (nodes < subtree_end[:-1])  # of the node before
-    starts = np.concatenate([[0], nodes[~only_child], [count]])
-    segment_end = np.repeat(starts[1:], np.diff(starts)).tolist()  # of the segment that a node is in
-    pieces: list[Piece] = []
-    forests = [(0, count)]  # ranges of whole subtrees side by side, still to be cut
-
-    def add_square(first: int, end: int) -> None:
-        """Of whole subtrees [first, end); a single sequence needs no mask."""
-        if first < end == segment_end[first]:
-            pieces.extend(halve(first, end, tile))
-        elif first < end:
-            own, square = np.arange(first, end), slice(first, end)
-            seen = (own[:, None] >= own) & (own[:, None] < subtree_end[square])
-            pieces.append(Piece(square, square, visible=seen))
-
-    while forests:
-        first, end = forests.pop()
-        block = node = first
-        while node < end:
-            after = ends[node]
-            if after - block > tile:
-                add_square(block, node)
-                block = node
-            if after - node > tile:
-                fork = segment_end[node]
-                pieces += halve(node, fork, tile)
-                if fork < after:
-                    pieces.append(Piece(slice(fork, after), slice(node, fork)))
-                    forests.append((fork, after))
-                block = after
-            node = after
-        add_square(block, end)
-    return sorted(pieces, key=lambda piece: piece.queries != piece.keys)  # stable: the diagonal first
-
-
-def halve(first: int, end: int, tile: int) -> list[Piece]:
-    """The triangle of one sequence: small triangles, and the squares between them."""
-    length = end - first
-    if length <= tile:
-        return [Piece(slice(first, end), slice(first, end), causal=True)]
-    half = first + tile * (-(-length // tile) // 2)
-    square = Piece(slice(half, end), slice(first, half))
-    return [*halve(first, half, tile), square, *halve(half, end, tile)]
-
-
-def narrow_pieces(pieces: Sequence[Piece], depths: IntArray, window: int, tile: int = TILE) -> list[Piece]:
-    """`pieces` of a layer in which a node sees only those less than `window` above it, counted along its
-    path, that is in depths.
-
-    What lies outside of every query's window is left out; what the edge goes through has a mask.
-    """
-    found: list[Piece] = []
-    for piece in pieces:
-        plain = not piece.causal and piece.visible is None
-        step = WINDOW_TILES * tile if plain else len(depths)  # the others are small
-        for queries, keys in product(_split(piece.queries, step), _split(piece.keys, step)):
-            inside = depths[queries, None] - depths[keys] < window
-            if inside.all():
-                found.append(replace(piece, queries=queries, keys=keys))
+    ends, depths, tile = row.subtree_end, row.depths, row.tile
+    nodes, reach = np.arange(1, len(ends)), math.inf if window is None else window
+    only_child = (ends[1:] == ends[:-1]) & (nodes < ends[:-1])  # of the node before
+    branches = np.append(nodes[~only_child], len(ends))  # where an unbranched run of nodes ends
+    row_square = slice(0, len(ends))
+    pieces, blocks = list[Piece](), [(row_square, row_square)]
+    while blocks:
+        queries, keys = blocks.pop()
+        first, end, cut = queries.start, queries.stop, queries.stop
+        if queries != keys:
+            if depths[queries].max() - depths[keys].min() < reach:
+                pieces.append(Piece(queries, keys))
                 continue
-            if piece.causal:
-                inside = np.tril(inside)
-            elif piece.visible is not None:
-                inside &= piece.visible
-            if inside.any():
-                found.append(Piece(queries, keys, visible=inside))
-    return found
+            if max(end - first, keys.stop - keys.start) > WINDOW_TILES * tile:
+                blocks += product(_halve(queries), _halve(keys))
+                continue
+        elif (branch := int(branches[np.searchsorted(branches, first, side="right")])) >= end:
+            if end - first <= min(tile, reach):
+                pieces.append(Piece(queries, keys, causal=True))
+                continue
+            if end - first > tile:
+                cut = first + tile * (-(-(end - first) // tile) // 2)
+        else:
+            cut = int(ends[first])
+            while cut < end and ends[cut] - first <= tile:
+                cut = int(ends[cut])
+            if cut == end > first + tile:  # one tree
+                cut = branch
+        if cut < end:
+            before, after = slice(first, cut), slice(cut, end)
+            blocks += [(after, after), (before, before)]
+            if ends[first] > cut:
+                blocks.append((after, before))
+            continue
+        i, j = np.ogrid[queries, keys]
+        seen = (j <= i) & (i < ends[j]) & (depths[i] - depths[j] < reach)
+        if seen.any():
+            mask = torch.from_numpy(np.where(seen, 0.0, HIDDEN)).to(dtype)
+            pieces.append(Piece(queries, keys, mask=mask))
+    return sorted(pieces, key=lambda piece: piece.queries != piece.keys)
 
 
-def _split(whole: slice, step: int) -> list[slice]:
-    return [slice(at, min(at + step, whole.stop)) for at in range(whole.start, whole.stop, step)]
-
-
-def make_masked_pieces(row: PackedRow, window: int | None, dtype: torch.dtype) -> Masked:
-    """The pieces of a row for layers with a window, or without one; masks are what is added to scores, 0 or
-    HIDDEN.
-    """
-    pieces = find_pieces(row.subtree_end, row.tile)
-    if window is not None:
-        pieces = narrow_pieces(pieces, row.depths, window, row.tile)
-    return [
-        (piece, None if seen is None else torch.from_numpy(np.where(seen, 0.0, HIDDEN)).to(dtype))
-        for piece in pieces
-        for seen in (piece.visible,)
-    ]
+def _halve(whole: slice) -> list[slice]:
+    middle = (whole.start + whole.stop) // 2
+    return [slice(whole.start, middle)] * (middle > whole.start) + [slice(middle, whole.stop)]
 
 
 # --- kernels ------------------------------------------------------------------------------------------------
-
-
-def attend_in_pieces(
-    query: Tensor, key: Tensor, value: Tensor, pieces: Masked, scale: float | None
-) -> Tensor:
-    """softmax(query · keyᵀ · scale) · value over the pieces: query [1, H, S, D], key and value [1, H /
-    groups, S, D]; [1, H, S, D].
-
-    scale: None for 1 / √D. Gradients go to all three, exactly. Every query must have a key in the first piece
-    that it is in. CPU only.
-    """
-    return _Pieces.apply(query, key, value, pieces, scale)  # pyright: ignore[reportReturnType]
 
 
 class _Pieces(torch.autograd.Function):
@@ -195,7 +142,7 @@ class _Pieces(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: Masked, scale: float | None
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: Sequence[Piece], scale: float | None
     ) -> Tensor:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -203,10 +150,9 @@ class _Pieces(torch.autograd.Function):
         # the order that the kernel writes
         log_sum = torch.empty((1, count, heads), dtype=wide).transpose(1, 2)
         merged = torch.empty((1, count, heads, size), dtype=wide).transpose(1, 2)
-        for piece, mask in pieces:
-            found, own_sum = kernel(
-                *piece.cut(query, key, value), 0.0, piece.causal, attn_mask=mask, scale=scale
-            )
+        for piece in pieces:
+            inputs = piece.cut(query, key, value)
+            found, own_sum = kernel(*inputs, 0.0, piece.causal, attn_mask=piece.mask, scale=scale)
             if piece.queries == piece.keys:  # these come first, and cover all queries
                 merged[:, :, piece.queries], log_sum[:, :, piece.queries] = found, own_sum
                 continue
@@ -227,10 +173,10 @@ class _Pieces(torch.autograd.Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         grad = grads[0].to(query.dtype)
         sums = [torch.zeros_like(tensor, dtype=wide) for tensor in (query, key, value)]
-        for piece, mask in ctx.pieces:
+        for piece in ctx.pieces:
             cut = piece.cut(query, key, value)
             inputs = [*piece.cut(grad), *cut, *piece.cut(output), *piece.cut(log_sum)]
-            found = kernel(*inputs, 0.0, piece.causal, attn_mask=mask, scale=ctx.scale)
+            found = kernel(*inputs, 0.0, piece.causal, attn_mask=piece.mask, scale=ctx.scale)
             for total, part in zip(piece.cut(*sums), found, strict=True):
                 total += part
         return sums[0].to(query.dtype), sums[1].to(query.dtype), sums[2].to(query.dtype), None, None
@@ -264,8 +210,11 @@ def _compile_flex() -> Any:  # pragma: gpu
 def attend_packed(
     query: Tensor, key: Tensor, value: Tensor, row: PackedRow, *, window: int | None, scale: float | None
 ) -> Tensor:
-    """[1, S, H, D], what transformers expects of an attention function. Raises ValueError if the tensors are
-    not those of the row.
+    """softmax(query · keyᵀ · scale) · value of what is visible, [1, S, H, D] as transformers expects it:
+    query [1, H, S, D], key and value [1, H / groups, S, D].
+
+    scale: None for 1 / √D. Gradients go to all three, exactly. Raises ValueError if the tensors are not those
+    of the row.
     """
     count = len(row.subtree_end)
     if not (len(query) == 1 and query.shape[-2] == key.shape[-2] == count):
@@ -279,8 +228,8 @@ def attend_packed(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if device.type == "cpu":
         if window not in row.made:
-            row.made[window] = make_masked_pieces(row, window, query.dtype)
-        found = attend_in_pieces(query, key, value, row.made[window], scale)
+            row.made[window] = find_pieces(row, window, query.dtype)
+        found: Any = _Pieces.apply(query, key, value, row.made[window], scale)
     else:  # pragma: gpu
         if window not in row.made:
             row.made[window] = make_block_mask(row, window, device)
@@ -289,15 +238,12 @@ def attend_packed(
     return found.transpose(1, 2).contiguous()
 
 
+@cache
 def register_packed_attention() -> None:
-    """Models that attend by "sdpa" understand `packed_row` from now on; without it they do what they did. May
-    be called again.
-    """
+    """Models that attend by "sdpa" understand `packed_row` from now on; without it they do what they did."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
     before: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    if getattr(before, "takes_packed_row", False):
-        return
     # pieces differ from row to row; every row would be a program
     run: Any = torch.compiler.disable(attend_packed)
 
@@ -308,11 +254,9 @@ def register_packed_attention() -> None:
         if row is None:
             return before(module, query, key, value, *inputs, **options)
         asked = [name for name in UNKNOWN if options.get(name) is not None]
-        asked += ["dropout"] if options.get("dropout") else []
-        if asked:
+        if asked := asked + ["dropout"] * bool(options.get("dropout")):
             raise ValueError(f"attention of packed rows knows no {', '.join(asked)}")
-        window, scale = options.get("sliding_window"), options.get("scaling")
-        return run(query, key, value, row, window=window, scale=scale), None
+        sizes = {"window": options.get("sliding_window"), "scale": options.get("scaling")}
+        return run(query, key, value, row, **sizes), None
 
-    attend.takes_packed_row = True  # pyright: ignore[reportFunctionMemberAccess]
     AttentionInterface.register("sdpa", attend)

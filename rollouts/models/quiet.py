@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from safetensors import SafetensorError
 
 from rollouts.errors import ModelError
 
+# of each call of transformers: nothing from a hub, no code from a directory
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 # what transformers and the hub raise on directories and names that they cannot use
 LOAD_ERRORS = (
     OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, SafetensorError,

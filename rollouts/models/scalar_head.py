@@ -11,14 +11,10 @@ takes the last token's as the score of a sequence.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-
-from rollouts.errors import ModelError
-from rollouts.models.load import check_complete, has_own_scalar_head, load_pretrained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,35 +22,6 @@ if TYPE_CHECKING:
 HEAD = "score"  # transformers' name of the module
 HEAD_WEIGHT = f"{HEAD}.weight"
 PROBING_DIRECTIONS = 16
-
-
-def load_scalar_model(
-    path: Path, *, dtype: torch.dtype = torch.float32, new_head: bool = True
-) -> PreTrainedModel:
-    """The model in a directory with one scalar head, on the CPU, in evaluation mode; every weight is from the
-    files but a new head, which is 0.
-
-    new_head: False where the head too must be in the files, as in those of a checkpoint. Loaded as strictly
-    as load_hf_model does. Raises ModelError as that does, and for what find_scalar_class refuses.
-    """
-    with torch.random.fork_rng(devices=[]):  # transformers draws a head, which is not kept
-        model, missing = load_pretrained(path, dtype, "scalar")
-    check_scalar_head(model, path)
-    made = {HEAD_WEIGHT} if new_head and not has_own_scalar_head(path) else set()
-    check_complete(path, missing - made)
-    if made:
-        with torch.no_grad():
-            get_scalar_weight(model).zero_()
-    return model
-
-
-def check_scalar_head(model: PreTrainedModel, path: Path) -> None:
-    """Raises ModelError if the model of a directory has another head than one matrix [1, H]."""
-    if not has_scalar_head(model) or get_scalar_weight(model).shape[0] != 1:
-        raise ModelError(
-            f"{type(model).__name__} of the model in {path} has no head {HEAD_WEIGHT} of shape [1, H]; use a"
-            " Llama, Qwen or Gemma"
-        )
 
 
 def has_scalar_head(model: torch.nn.Module) -> bool:

@@ -1,7 +1,7 @@
-"""Models whose weights are spread over ranks: made without memory, filled by slices, so that no rank ever
-holds the whole.
+"""A directory's weights in a torch module, whole or spread over ranks: made without memory, filled by
+slices, so that no rank ever holds the whole.
 
-    make_meta_model(path) ─► fully_shard (the caller)
+    make_meta_model(path) ─► fully_shard (the caller, if at all)
         ─► load_sharded_weights(model, path): each rank reads its rows of every weight
 
     names and shapes in the files ─► transformers' renamings
@@ -28,15 +28,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollouts.errors import ModelError
+from rollouts.models.classes import ModelHead, find_class, has_own_scalar_head
 from rollouts.models.directories import check_model_directory, list_weight_files
-from rollouts.models.load import (
-    LOCAL,
-    ModelHead,
-    choose_auto,
-    has_own_scalar_head,
-)
-from rollouts.models.quiet import describe_error, naming_errors, quiet_transformers
-from rollouts.models.scalar_head import HEAD_WEIGHT, check_scalar_head, has_scalar_head
+from rollouts.models.quiet import LOCAL, describe_error, naming_errors, quiet_transformers
+from rollouts.models.scalar_head import HEAD_WEIGHT, get_scalar_weight, has_scalar_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,24 +48,37 @@ def make_meta_model(
     """The model of a directory without its weights: parameters on the meta device, buffers that no file holds
     as they must be.
 
-    Evaluation mode, attention as load_hf_model chooses it. Shard it, then load_sharded_weights.
-    `Module.to_empty` would lose the buffers: load_sharded_weights gives the parameters their memory. head:
-    "scalar" makes a model as load_scalar_model does. Raises ModelError as those do.
+    Evaluation mode; SDPA attention, or "eager" where the model has none (one with capped scores). Shard it,
+    then load_sharded_weights. `Module.to_empty` would lose the buffers: load_sharded_weights gives the
+    parameters their memory. head: "scalar" makes a model with one scalar head. Raises ModelError as
+    load_hf_model does.
     """
-    from transformers import AutoConfig, GenerationConfig
+    import transformers
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    auto, attention, labels = choose_auto(path, head)
-    with naming_errors(f"the model in {path} cannot be made"), quiet_transformers():
-        config = AutoConfig.from_pretrained(str(path), **LOCAL, **labels)
-        options = {"attn_implementation": attention, "trust_remote_code": False}
-        with torch.device("meta"):
-            model = auto.from_config(config, dtype=dtype, **options)
-        if model.can_generate() and (path / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
-        _compute_buffers(model)
+    check_model_directory(path)
+    name, written = find_class(path, head)
+    auto: Any = transformers.AutoModelForCausalLM
+    labels: dict[str, Any] = {}
     if head == "scalar":
-        check_scalar_head(model, path)
+        auto = transformers.AutoModelForSequenceClassification
+        labels = {} if name in written["architectures"] else {"num_labels": 1}
+    with naming_errors(f"the model in {path} cannot be made"), quiet_transformers():
+        config = transformers.AutoConfig.from_pretrained(str(path), **LOCAL, **labels)
+        attention = "sdpa" if getattr(getattr(transformers, name), "_supports_sdpa", False) else "eager"
+        with torch.device("meta"):
+            model = auto.from_config(
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+            )
+        if model.can_generate() and (path / "generation_config.json").is_file():
+            generation = transformers.GenerationConfig.from_pretrained(str(path), local_files_only=True)
+            model.generation_config = generation
+        _compute_buffers(model)
+    if head == "scalar" and (not has_scalar_head(model) or get_scalar_weight(model).shape[0] != 1):
+        raise ModelError(
+            f"{name} of the model in {path} has no head {HEAD_WEIGHT} of shape [1, H]; use a Llama, Qwen or"
+            " Gemma"
+        )
     # before sharding gives the classes other names, by which it looks them up
     setattr(model, CONVERSIONS, get_model_conversion_mapping(model))
     return model.eval()
@@ -145,9 +153,8 @@ def load_sharded_weights(
     """Fills a model, sharded or not, with the weights in a directory; this rank reads its own slices.
 
     A model on the meta device gets memory on `device`, for buffers on `buffer_device` where that is another
-    (parameters offloaded to the CPU); parameters that have memory stay the same objects. What the model then
-    computes is bit for bit what one from load_hf_model does. new_head: a scalar head becomes 0 where the
-    directory is a causal model's, as in load_scalar_model. Raises ModelError, the same on every rank and
+    (parameters offloaded to the CPU); parameters that have memory stay the same objects. new_head: a scalar
+    head becomes 0 where the directory is a causal model's. Raises ModelError, the same on every rank and
     before anything is changed, naming weights that are missing, unknown, misshapen or laid out in a way that
     is not known; a disk that fails later may raise on one rank only. Call it on every rank; it does not
     communicate.
@@ -164,14 +171,12 @@ def load_sharded_weights(
         for name in new:
             get_local(weights[name]).zero_()
         for group in groups:
-            weight = weights[aliases.get(group.target, group.target)]
+            rows = None  # of a tensor that is a weight as it is, this rank's alone
             if group.converter is None:
-                get_local(weight).copy_(read_tensors(group.sources[:1], compute_local_slices(weight))[0])
-                continue
-            whole = [tensor.to(weight.dtype) for tensor in read_tensors(group.sources)]
-            for name, tensor in convert_group(model, group, whole).items():
+                rows = compute_local_slices(weights[aliases.get(group.target, group.target)])
+            for name, tensor in convert_group(model, group, read_tensors(group.sources, rows)).items():
                 weight = weights[aliases.get(name, name)]
-                get_local(weight).copy_(tensor[compute_local_slices(weight)])
+                get_local(weight).copy_(tensor if rows else tensor[compute_local_slices(weight)])
     # what transformers notes when it loads: saving undoes it
     cast(Any, model)._weight_conversions = used_conversions
 

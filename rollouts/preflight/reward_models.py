@@ -44,7 +44,8 @@ def find_scalar_model(config: RunConfig, run_dir: RunDir, setting: str, name: st
     Raises ConfigError if this run has trained none or a reward model has no scalar head, ModelError if there
     is no such model.
     """
-    from rollouts.models.load import has_own_scalar_head, resolve_model
+    from rollouts.models.classes import has_own_scalar_head
+    from rollouts.models.load import resolve_model
 
     if name == STAGE:
         steps = config.reward_model.steps if config.reward_model else 0

@@ -14,10 +14,10 @@ import trio
 from rollouts.data.packing import make_micro_batches, spread_to_rows
 from rollouts.device_thread import DeviceThread
 from rollouts.errors import BackendClosed
+from rollouts.models.classes import ModelHead
 from rollouts.models.forward_plan import plan_forward
-from rollouts.models.load import ModelHead, load_hf_model
+from rollouts.models.load import load_hf_model
 from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
-from rollouts.models.scalar_head import load_scalar_model
 from rollouts.reference.quantize import compare_log_probs, load_torchao, quantize_model, sample_probe
 from rollouts.types import FloatArray, RolloutBatch
 
@@ -124,11 +124,8 @@ async def open_frozen_reference(
         quantised = dtype in ("8bit", "4bit")
         if quantised:
             load_torchao()  # before the minutes that a large model takes
-        model: Any = (
-            load_scalar_model(path)
-            if head == "scalar"
-            else load_hf_model(path, dtype=torch.float32 if quantised else getattr(torch, dtype))
-        )
+        own_dtype = torch.float32 if quantised or head == "scalar" else getattr(torch, dtype)
+        model: Any = load_hf_model(path, dtype=own_dtype, head=head)
         model = model.to("cpu" if quantised else device).requires_grad_(False)
         reference = FrozenReference(model, device_thread, micro_batch_tokens)
         if not quantised:

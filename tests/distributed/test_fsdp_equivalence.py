@@ -21,7 +21,6 @@ from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.device_thread import open_device_thread
 from rollouts.models.load import load_hf_model
 from rollouts.models.optim import create_adamw_optimizer
-from rollouts.models.scalar_head import load_scalar_model
 from tests.distributed.job import run_ranks
 from tests.distributed.train_program import (
     HALF,
@@ -62,8 +61,8 @@ def train_alone(number: int, cases: str) -> tuple[dict[str, Any], dict[str, Tens
     case = {"ten": TEN_STEPS, "others": OTHERS}[cases][number]
 
     async def run() -> tuple[dict[str, Any], dict[str, Tensor], list[float]]:
-        load = load_scalar_model if case.options.get("head") == "scalar" else load_hf_model
-        model = load(find_model(case.model), dtype=getattr(torch, case.dtype))
+        head = case.options.get("head", "tokens")
+        model = load_hf_model(find_model(case.model), dtype=getattr(torch, case.dtype), head=head)
         async with open_device_thread(name="trainer", torch_threads=1) as thread:
             optimizer = create_adamw_optimizer(model, OPTIM)
             backend = PyTorchTrainingBackend(model, optimizer, thread, **backend_options(case))

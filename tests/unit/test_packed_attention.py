@@ -18,14 +18,10 @@ from rollouts.models.log_probs import compute_micro_batch_outputs
 from rollouts.models.packed_attention import (
     SMALL_TILE,
     TILE,
-    WINDOW_TILES,
     PackedRow,
-    attend_in_pieces,
     attend_packed,
     find_pieces,
     make_block_mask,
-    make_masked_pieces,
-    narrow_pieces,
     register_packed_attention,
 )
 from rollouts.models.tiny import make_tiny
@@ -78,37 +74,45 @@ def test_output_and_gradients_are_those_of_a_dense_mask(seed: int, window: int |
     longest = 25 if tile > SMALL_TILE else 9
     ends, depths = put_side_by_side([make_tree(rng, int(rng.integers(0, 3)), longest) for _ in range(3)])
     tensors = query, key, value = draw_heads(len(ends), seed=seed)
-    pieces = make_masked_pieces(PackedRow(ends, depths, tile), window, torch.float64)
-    output = attend_in_pieces(query, key, value, pieces, 0.3)
+    row = PackedRow(ends, depths, tile)
+    output = attend_packed(query, key, value, row, window=window, scale=0.3).transpose(1, 2)
     expected = attend_densely(query, key, value, see_densely(ends, depths, window), 0.3)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
     grads = [torch.autograd.grad(one, tensors, weights) for one in (output, expected)]
     torch.testing.assert_close((output, *grads[0]), (expected, *grads[1]), atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("tile", [SMALL_TILE, TILE])
-def test_every_visible_pair_is_in_one_piece_and_few_others_are_computed(tile: int):
-    longest = 200 if tile == TILE else 9
-    ends, depths = put_side_by_side([make_tree(np.random.default_rng(seed), 2, longest) for seed in range(2)])
-    times = np.zeros((len(ends), len(ends)), np.int64)
+def trees(*, longest: int, count: int = 2, levels: int = 2) -> tuple[IntArray, IntArray]:
+    return put_side_by_side(
+        [make_tree(np.random.default_rng(seed), levels, longest) for seed in range(count)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("tree", "tile", "window", "spare"),
+    [
+        # of each triangle or masked square at most the whole
+        (trees(longest=9), SMALL_TILE, None, SMALL_TILE),
+        (trees(longest=200), TILE, None, TILE),
+        # at the edge of a window masked squares of four tiles
+        ((np.full(4096, 4096), np.arange(4096)), TILE, 600, 8 * TILE),
+    ],
+)
+def test_every_visible_pair_is_in_one_piece_and_few_others_are_computed(
+    tree: tuple[IntArray, IntArray], tile: int, window: int | None, spare: int
+):
+    times = np.zeros((len(tree[0]),) * 2, np.int64)
     computed = 0
-    for piece in find_pieces(ends, tile):
+    for piece in find_pieces(PackedRow(*tree, tile), window, torch.float32):
         square = np.ones_like(times[piece.queries, piece.keys], np.bool_)
         computed += square.size
-        seen = np.tril(square) if piece.causal else square if piece.visible is None else piece.visible
-        times[piece.queries, piece.keys] += seen
-    visible = see_densely(ends, depths).numpy()
+        if piece.mask is not None:
+            assert square.size <= (4 * tile) ** 2
+            square = piece.mask.numpy() == 0
+        times[piece.queries, piece.keys] += np.tril(square) if piece.causal else square
+    visible = see_densely(*tree, window).numpy()
     np.testing.assert_array_equal(times, visible)
-    # of each triangle or masked square at most the whole
-    assert computed <= visible.sum() + tile * len(ends)
-
-
-def test_keys_outside_of_every_window_are_not_computed():
-    ends, depths = np.full(4096, 4096), np.arange(4096)
-    pieces = narrow_pieces(find_pieces(ends), depths, 600)
-    step, square = WINDOW_TILES * TILE, np.empty((4096, 4096), np.bool_)
-    assert sum(square[piece.queries, piece.keys].size for piece in pieces) < 4096 * (600 + 2 * step)
-    assert max(piece.visible.size for piece in pieces if piece.visible is not None) <= step**2
+    assert computed <= visible.sum() + spare * len(times)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -117,7 +121,7 @@ def test_flex_attention_with_our_blocks_is_the_dense_mask(window: int | None):
     """As an accelerator would compute it, but not compiled."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    ends, depths = put_side_by_side([make_tree(np.random.default_rng(seed), 1, 20) for seed in range(3)])
+    ends, depths = trees(longest=20, count=3, levels=1)
     blocks = make_block_mask(PackedRow(ends, depths), window, torch.device("cpu"))
     query, key, value = (tensor.detach() for tensor in draw_heads(len(ends), dtype=torch.float32))
     found: Any = flex_attention(query, key, value, block_mask=blocks, scale=0.3, enable_gqa=True)
@@ -133,7 +137,7 @@ def test_the_kernel_of_an_accelerator_is_the_dense_mask(
 ):
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    ends, depths = put_side_by_side([make_tree(np.random.default_rng(seed), 1, 150) for seed in range(3)])
+    ends, depths = trees(longest=150, count=3, levels=1)
     exact = [tensor.detach().cuda().requires_grad_() for tensor in draw_heads(len(ends), size=64)]
     tensors = query, key, value = [tensor.detach().to(dtype).requires_grad_() for tensor in exact]
     row = PackedRow(ends, depths)

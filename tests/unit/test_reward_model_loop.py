@@ -27,9 +27,9 @@ from rollouts.loops.linearised import on_thread
 from rollouts.loops.reward_model import run_reward_model_training
 from rollouts.losses.row_losses import make_score_loss, measure_calibration
 from rollouts.models.export import save_hf_model
-from rollouts.models.load import load_tokenizer, resolve_model
+from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.optim import create_adamw_optimizer
-from rollouts.models.scalar_head import get_scalar_weight, load_scalar_model, set_padding_token
+from rollouts.models.scalar_head import get_scalar_weight, set_padding_token
 from tests.unit.test_loops import Diary, MemoryLogger
 from tests.unit.test_preference_loops import assert_close, make_pairs, weights_of
 
@@ -43,7 +43,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small reward model with a random head."""
     cache = tmp_path_factory.mktemp("models")
     causal = resolve_model("tiny:llama", cache_dir=cache)
-    model = load_scalar_model(causal)
+    model = load_hf_model(causal, head="scalar")
     set_padding_token(model, load_tokenizer(causal))
     with torch.no_grad():
         get_scalar_weight(model).copy_(torch.randn((1, 64), generator=torch.Generator().manual_seed(1)) * 0.1)
@@ -58,7 +58,7 @@ def config_of(**changes: Any) -> RewardModelTrainingConfig:
 
 @asynccontextmanager
 async def open_backend(path: Path, **options: Any) -> AsyncIterator[Any]:
-    model = load_scalar_model(path)
+    model = load_hf_model(path, head="scalar")
     async with open_device_thread(name="trainer", torch_threads=1) as device_thread:
         yield PyTorchTrainingBackend(
             model, create_adamw_optimizer(model, OPTIM), device_thread, optim=OPTIM, total_steps=10, **options

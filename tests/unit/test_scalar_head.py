@@ -24,13 +24,7 @@ from rollouts.models.export import save_hf_model
 from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.padded import pad_rows
-from rollouts.models.scalar_head import (
-    get_scalar_weight,
-    has_scalar_head,
-    load_scalar_model,
-    set_padding_token,
-)
-from rollouts.models.sharded import load_sharded_weights, make_meta_model
+from rollouts.models.scalar_head import get_scalar_weight, has_scalar_head, set_padding_token
 from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import LossSpec, RolloutBatch
@@ -59,7 +53,7 @@ def scalar(causal: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     """Directories of the same models with a random scalar head."""
     folder = tmp_path_factory.mktemp("scalar")
     for kind in causal:
-        model = load_scalar_model(causal[kind])
+        model = load_hf_model(causal[kind], head="scalar")
         set_padding_token(model, load_tokenizer(causal[kind]))
         with torch.no_grad():
             get_scalar_weight(model).normal_(0.0, 0.1, generator=torch.Generator().manual_seed(1))
@@ -68,7 +62,7 @@ def scalar(causal: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def open_backend(path: Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    return plain_backend.open_backend(load_scalar_model(path, dtype=dtype), **options)
+    return plain_backend.open_backend(load_hf_model(path, dtype=dtype, head="scalar"), **options)
 
 
 def make_critic_batch(seed: int = 0) -> RolloutBatch:
@@ -100,7 +94,7 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["byte", *KINDS])
 def test_a_causal_model_gets_a_head_of_zero_and_keeps_its_decoder(kind: str, causal: dict[str, Path]):
-    model, original = load_scalar_model(causal[kind]), load_hf_model(causal[kind])
+    model, original = load_hf_model(causal[kind], head="scalar"), load_hf_model(causal[kind])
     theirs = dict(original.named_parameters()) | {"score.weight": torch.zeros(1, 64)}
     theirs.pop("lm_head.weight", None)
     assert (has_scalar_head(model), has_scalar_head(original), model.training) == (True, False, False)
@@ -112,14 +106,13 @@ def test_a_causal_model_gets_a_head_of_zero_and_keeps_its_decoder(kind: str, cau
 def test_a_saved_scalar_model_is_itself_again_here_and_in_transformers(
     kind: str, scalar: dict[str, Path], tmp_path: Path
 ):
-    ours = load_scalar_model(scalar[kind])
+    ours = load_hf_model(scalar[kind], head="scalar")
     theirs = AutoModelForSequenceClassification.from_pretrained(str(scalar[kind]))
     assert theirs.config.pad_token_id == 256 and get_scalar_weight(ours).any()
     contract.assert_weights_equal(dict(ours.named_parameters()), dict(theirs.named_parameters()))
     named = Path(shutil.copytree(scalar[kind], tmp_path / "named"))
     edit_json(named / "config.json", id2label={"0": "helpful"}, label2id={"helpful": 0})
-    for model in (load_scalar_model(named), make_meta_model(named, head="scalar")):
-        assert model.config.id2label == {0: "helpful"}
+    assert load_hf_model(named, head="scalar").config.id2label == {0: "helpful"}
 
 
 def test_a_scalar_model_is_resolved_as_one_and_refused_as_a_causal_one(
@@ -129,19 +122,6 @@ def test_a_scalar_model_is_resolved_as_one_and_refused_as_a_causal_one(
     assert resolve_model(str(causal["llama"]), head="scalar") == causal["llama"]
     with pytest.raises(ModelError, match="was not trained to predict the next token"):
         resolve_model(str(scalar["llama"]))
-
-
-@pytest.mark.parametrize("source", ["causal", "scalar"])
-@pytest.mark.parametrize("kind", [*KINDS, "gpt2"])
-def test_a_model_filled_by_slices_is_the_loaded_one(
-    kind: str, source: str, causal: dict[str, Path], scalar: dict[str, Path]
-):
-    path = {"causal": causal, "scalar": scalar}[source][kind]
-    made, loaded = make_meta_model(path, head="scalar"), load_scalar_model(path)
-    assert all(parameter.is_meta for parameter in made.parameters())
-    load_sharded_weights(made, path, new_head=True)
-    contract.assert_weights_equal(dict(made.named_parameters()), dict(loaded.named_parameters()))
-    assert type(made) is type(loaded) and made.config.num_labels == 1
 
 
 # --- scores and values --------------------------------------------------------------------------------------
@@ -202,7 +182,7 @@ async def test_every_split_has_the_gradient_of_a_plain_forward_of_each_row(
     """
     batch = make_critic_batch()
     assert batch.returns is not None and batch.old_values is not None
-    model = load_scalar_model(scalar[kind], dtype=dtype)
+    model = load_hf_model(scalar[kind], dtype=dtype, head="scalar")
     terms: list[Tensor] = []
     for row, values in enumerate(slow_values(model, batch)):
         mask = batch.loss_masks[row]
@@ -228,7 +208,7 @@ async def test_every_split_has_the_gradient_of_a_plain_forward_of_each_row(
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "moe", "gemma"])
 def test_a_scalar_model_runs_as_its_causal_model_does(kind: str, causal: dict[str, Path]):
     """A head of exactly 0 proves nothing by itself: the layouts are those that hold for the hidden states."""
-    plan = plan_forward(load_scalar_model(causal[kind]))
+    plan = plan_forward(load_hf_model(causal[kind], head="scalar"))
     expected = plan_forward(load_hf_model(causal[kind]))
     assert plan == dataclasses.replace(expected, head="scalar", logit_scale=1.0)
     assert plan.choose_layout(100) == ("rows" if kind == "gemma" else "packed")
@@ -244,7 +224,7 @@ def test_a_scalar_model_runs_as_its_causal_model_does(kind: str, causal: dict[st
 def test_a_model_that_sees_the_padding_or_the_future_is_found_out_though_its_head_is_zero(
     spoil: Callable[[Tensor], Tensor], layout: str | None, causal: dict[str, Path]
 ):
-    model = load_scalar_model(causal["llama"])
+    model = load_hf_model(causal["llama"], head="scalar")
     forward = model.get_decoder().forward
 
     def run(*given: Any, **inputs: Any) -> Any:
@@ -261,7 +241,7 @@ def test_a_model_that_sees_the_padding_or_the_future_is_found_out_though_its_hea
 
 
 def test_a_model_that_changes_what_its_head_gets_is_refused(causal: dict[str, Path]):
-    model = load_scalar_model(causal["llama"])
+    model = load_hf_model(causal["llama"], head="scalar")
     model.get_submodule("score").register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
     with pytest.raises(ModelError, match="puts its head on something else than its decoder's hidden states"):
         plan_forward(model)
@@ -292,7 +272,7 @@ async def test_a_loss_that_needs_entropy_says_that_there_is_none(scalar: dict[st
 def test_the_padding_token_is_the_tokenizers_unless_it_ends_answers(causal: dict[str, Path], tmp_path: Path):
     copied = Path(shutil.copytree(causal["byte"], tmp_path / "copied"))
     edit_json(copied / "config.json", pad_token_id=None)
-    model, tokenizer = load_scalar_model(copied), load_tokenizer(copied)
+    model, tokenizer = load_hf_model(copied, head="scalar"), load_tokenizer(copied)
     tokenizer.pad_token = tokenizer.eos_token
     for given, wanted in ((None, None), (tokenizer, None), (load_tokenizer(causal["byte"]), 256)):
         set_padding_token(model, given)
