@@ -43,7 +43,6 @@ def add_explain_parser(commands: Any) -> None:
         ("key", "a setting or table, for example rl.rollout"),
     ):
         add(name, nargs="?", default="", metavar=name.upper(), help=meaning)
-    add("--markdown", action="store_true", help="the page docs/config.md")
 
 
 def add_check_parser(commands: Any) -> None:
@@ -75,12 +74,9 @@ def run_init(arguments: argparse.Namespace) -> int:
 
 def run_explain(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints settings. Raises ConfigError for a setting that does not exist, or a config that is wrong."""
-    from rollouts.config.explain import explain_config, explain_markdown
+    from rollouts.config.explain import explain_config
     from rollouts.config.load import load_with_origins
 
-    if arguments.markdown:
-        print(explain_markdown(), end="", flush=True)
-        return 0
     words = [word for word in (arguments.config, arguments.key) if word]
     has_config = bool(words) and (len(words) == 2 or words[0].endswith(".toml") or Path(words[0]).is_file())
     key = "" if has_config and len(words) == 1 else words[-1] if words else ""

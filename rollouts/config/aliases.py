@@ -4,51 +4,49 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple, TypeVar
-
-Entry = TypeVar("Entry")
+from typing import Any
 
 # Settings of earlier versions, by as much of the end of their dotted names as tells them apart, and what
 # replaces them. A resolved config that has one stays readable.
-REMOVED: Mapping[str, str] = {
-    "engine.admin_key_env": "start SGLang with --api-key alone; api_key_env",
-    "engine.silence_s": "a server without any progress for 120 s is suspected",
-    "optim.eps": "it is 1e-8",
-    "output.keep_best": "with keep_checkpoints and [eval] the best checkpoint always stays",
-    "reference.ema_decay": "set policy_weight = 1 - ema_decay",
-    "reward_model.centring": "it is 0.01",
-    "rl.share_prefix": "a prompt is computed once wherever that is exact",
-    "rollout.reward_workers": "there is one process per core that this process may use (taskset limits them)",
-    "rl.skip_zero_advantage": "samples without advantage are left out wherever the gradient stays the same",
-    "distributed.max_restarts": "start it with torchrun --nproc-per-node=N --max-restarts=M",
-    "distributed.reduce_each_micro_batch": "cpu_offload sums gradients after every micro-batch too",
-    "output.metric_aliases": "trackers get metrics under the names of docs/run_directory.md",
-    "reference.server_model": "a reference's server serves one model, whose name is asked for",
-    "reference.server": "the server says what it is",
-    "reference.api_key_env": "the key is in the environment variable VLLM_API_KEY or SGLANG_API_KEY",
-    "reference.every": 'write update = "ema(every=4)"',
-    "reference.policy_weight": 'write update = "ema(policy_weight=0.05)"',
-    "engine.api_key_env": "the key is in the environment variable VLLM_API_KEY or SGLANG_API_KEY",
-    "engine.dtype": 'write args = ["--dtype", "float32"]',
-    "engine.context_length": 'write args = ["--max-model-len", "1024"], or "--context-length" of SGLang',
-    "engine.max_concurrency": "a server gets at most 256 requests at once, fewer while it answers 429 or 503",
-    "engine.down_limit_s": "without any server in service the run saves and stops after 900 s",
-    "output.token_arrays_gib": "per-token arrays of the newest steps are kept up to 4 GiB",
-    "data.subset": 'write dataset = "openai/gsm8k:main"',
-    "data.streaming": "a dataset of the hub is streamed if size is set",
-    "data.name": "a source is called by its file, dataset or function",
-    "optim.beta1": "it is 0.9",
-    "optim.min_lr_ratio": "linear and cosine end at 0",
-    "optim.max_nonfinite_steps": "it is 3",
-    "sft.thinking": "assistant turns train with their thinking; leave reasoning_content out of the rows",
-    "rl.kl_control_params": 'write kl_control = "proportional(target=6, horizon=1000)"',
-    "rl.importance_cap": "write loss_params = { importance_cap = 3 }",
-    "changes.importance_cap": "write loss_params = { importance_cap = 3 }",
-    "critic.clip": "it is 0.2",
-    "preference.reference": "rows are scored once, a reference that moves scores every batch",
-    "rollout.reward_combine": "combine the parts in the reward function, or weigh them by reward_weights",
-    "rollout.reward_memory_gib": "a process that runs rewards may have 4 GiB",
-}
+GONE = """
+engine.admin_key_env: start SGLang with --api-key alone; api_key_env
+engine.silence_s: a server without any progress for 120 s is suspected
+optim.eps: it is 1e-8
+output.keep_best: with keep_checkpoints and [eval] the best checkpoint always stays
+reference.ema_decay: set policy_weight = 1 - ema_decay
+reward_model.centring: it is 0.01
+rl.share_prefix: a prompt is computed once wherever that is exact
+rollout.reward_workers: there is one process per core that this process may use (taskset limits them)
+rl.skip_zero_advantage: samples without advantage are left out wherever the gradient stays the same
+distributed.max_restarts: start it with torchrun --nproc-per-node=N --max-restarts=M
+distributed.reduce_each_micro_batch: cpu_offload sums gradients after every micro-batch too
+output.metric_aliases: trackers get metrics under the names of docs/run_directory.md
+reference.server_model: a reference's server serves one model, whose name is asked for
+reference.server: the server says what it is
+reference.api_key_env: the key is in the environment variable VLLM_API_KEY or SGLANG_API_KEY
+reference.every: write update = "ema(every=4)"
+reference.policy_weight: write update = "ema(policy_weight=0.05)"
+engine.api_key_env: the key is in the environment variable VLLM_API_KEY or SGLANG_API_KEY
+engine.dtype: write args = ["--dtype", "float32"]
+engine.context_length: write args = ["--max-model-len", "1024"], or "--context-length" of SGLang
+engine.max_concurrency: a server gets at most 256 requests at once, fewer while it answers 429 or 503
+engine.down_limit_s: without any server in service the run saves and stops after 900 s
+output.token_arrays_gib: per-token arrays of the newest steps are kept up to 4 GiB
+data.subset: write dataset = "openai/gsm8k:main"
+data.streaming: a dataset of the hub is streamed if size is set
+data.name: a source is called by its file, dataset or function
+optim.beta1: it is 0.9
+optim.min_lr_ratio: linear and cosine end at 0
+optim.max_nonfinite_steps: it is 3
+sft.thinking: assistant turns train with their thinking; leave reasoning_content out of the rows
+rl.kl_control_params: write kl_control = "proportional(target=6, horizon=1000)"
+rl.importance_cap: write loss_params = { importance_cap = 3 }
+changes.importance_cap: write loss_params = { importance_cap = 3 }
+critic.clip: it is 0.2
+preference.reference: rows are scored once, a reference that moves scores every batch
+rollout.reward_combine: combine the parts in the reward function, or weigh them by reward_weights
+rollout.reward_memory_gib: a process that runs rewards may have 4 GiB
+"""
 
 # Our settings (several where two stages have one, or where one of theirs is two of ours), what differs (in
 # brackets), and below them their names: as many of the last parts of a dotted name as tell it apart. They are
@@ -284,35 +282,18 @@ deterministic:
     full_determinism deterministic_mode batch_invariant
 """
 
-
-class Alias(NamedTuple):
-    """Our settings for somebody else's name."""
-
-    keys: list[str]  # dotted
-    note: str  # what differs; empty: nothing to know
-
-
-ALIASES: Mapping[str, Alias] = {
-    name: Alias(keys.split(), note)
+REMOVED: Mapping[str, str] = dict(re.findall(r"^(\S+): (.+)$", GONE, re.MULTILINE))
+ALIASES: Mapping[str, tuple[list[str], str]] = {  # their name: (our dotted keys, what differs in brackets)
+    name: (keys.split(), note)
     for keys, note, names in re.findall(
-        r"^(\w.*?)(?: \((.*)\))?:\n((?:    .*\n)+)", NAMES_ELSEWHERE, re.MULTILINE
+        r"^(\w.*?)( \(.*\))?:\n((?:    .*\n)+)", NAMES_ELSEWHERE, re.MULTILINE
     )
     for name in names.split()
 }
 
 
-def find_removed(dotted: str) -> str | None:
-    """What replaces a setting of an earlier version; None if there was none of that name."""
-    return _look_up(REMOVED, dotted)
-
-
-def find_alias(dotted: str) -> Alias | None:
-    """What a name of another framework is here."""
-    return _look_up(ALIASES, dotted.lower().replace("-", "_"))
-
-
-def _look_up(table: Mapping[str, Entry], dotted: str) -> Entry | None:
-    """The entry of as many last parts of the name as the table knows."""
-    parts = dotted.split(".")
+def find_name(table: Mapping[str, Any], dotted: str) -> Any:
+    """The entry of as many last parts of the name as the table knows; None if it knows none."""
+    parts = dotted.lower().replace("-", "_").split(".")
     names = (".".join(parts[start:]) for start in range(len(parts)))
     return next((table[name] for name in names if name in table), None)

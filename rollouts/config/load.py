@@ -11,7 +11,8 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ import tomli_w
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from rollouts.config.aliases import find_alias, find_removed
+from rollouts.config.aliases import ALIASES, REMOVED, find_name
 from rollouts.config.explain import (
     ConfigKey,
     SetValue,
@@ -32,21 +33,20 @@ from rollouts.config.explain import (
 )
 from rollouts.config.schema import RunConfig
 from rollouts.config.secrets import flatten
-from rollouts.config.spelling import nearest
+from rollouts.config.spelling import did_you_mean
 from rollouts.errors import ConfigError, RunDirError
 
-# On resume: what a run writes and how long it goes on, not what it computes.
-MAY_CHANGE = (
-    *("name", "output", "distributed", "sft.steps", "sft.eval_every", "rl.steps", "rl.eval_every"),
-    *("preference.steps", "preference.eval_every", "reward_model.steps", "reward_model.eval_every"),
-    "rl.rollout.reward_timeout_s",
-    "model.device",  # a run that promised equal bits has only one
-)
+# On resume: what a run writes and how long it goes on, not what it computes. (Of devices, a run that promised
+# equal bits has only one.)
+MAY_CHANGE = """
+name output distributed rl.rollout.reward_timeout_s model.device rl.steps rl.eval_every sft.steps
+sft.eval_every preference.steps preference.eval_every reward_model.steps reward_model.eval_every
+"""
 # How fast it computes may change too, unless the run promised equal bits: these change the order of sums.
-CHANGES_BITS = (
-    *("model.threads", "model.compile", "engine.max_rows", "rl.share_prefix"),
-    *(f"{stage}.micro_batch_tokens" for stage in ("sft", "rl", "preference", "reward_model")),
-)
+CHANGES_BITS = """
+model.threads model.compile engine.max_rows sft.micro_batch_tokens rl.micro_batch_tokens
+preference.micro_batch_tokens reward_model.micro_batch_tokens
+"""
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -64,10 +64,8 @@ def load_with_origins(
     path: Path | str, overrides: Sequence[str] = ()
 ) -> tuple[RunConfig, dict[str, SetValue]]:
     """`load_config`, and every setting's value with where it comes from. Raises ConfigError alike."""
-    settings = read_toml(Path(path))
+    settings, words, problems = read_toml(Path(path)), list(overrides), list[str]()
     origins = dict.fromkeys(flatten(settings), str(path))
-    problems: list[str] = []
-    words = list(overrides)
     while words:
         flag, equals, text = words.pop(0).partition("=")
         try:
@@ -75,9 +73,8 @@ def load_with_origins(
                 raise ConfigError("a stray word; settings are given as --section.key value")
             if not equals and (not words or words[0].startswith("--")):
                 raise ConfigError(f"has no value; write {flag} VALUE")
-            dotted = flag.removeprefix("--")
-            _apply_override(settings, dotted, text if equals else words.pop(0))
-            origins[dotted] = flag
+            _apply_override(settings, flag[2:], text if equals else words.pop(0))
+            origins[flag[2:]] = flag
         except ConfigError as error:
             problems.append(f"{flag}: {error}")
     config, found = _validate(settings, Path(path))
@@ -87,8 +84,8 @@ def load_with_origins(
     if problems or not config:
         count = [f"{len(problems)} problems:"] if len(problems) > 1 else []
         raise ConfigError("\n  ".join([*count, *problems]))
-    values = flatten(config.model_dump())
-    return config, {key: SetValue(format_value(values[key]), origins.get(key, "default")) for key in values}
+    values = flatten(config.model_dump()).items()
+    return config, {key: SetValue(format_value(value), origins.get(key, "default")) for key, value in values}
 
 
 def load_recorded(path: Path) -> RunConfig:
@@ -98,7 +95,7 @@ def load_recorded(path: Path) -> RunConfig:
     Raises ConfigError.
     """
     settings = read_toml(path)
-    _replace_removed(settings, "")
+    _replace_removed([settings], "")
     config, problems = _validate(settings, path)
     if not config:
         raise ConfigError(f"{path}: {'; '.join(problems.values())}")
@@ -109,35 +106,31 @@ def _validate(settings: Mapping[str, Any], path: Path) -> tuple[RunConfig | None
     """The config, or None and what is wrong by dotted key."""
     try:
         return RunConfig.model_validate(settings, context=path.absolute().parent), {}
-    except ValidationError as error:
+    except ValidationError as error:  # of a union the first problem counts: it has one for each member
+        found = [each for detail in error.errors() for each in _describe_problem(detail, settings)]
         problems: dict[str, str] = {}
-        for detail in error.errors(include_url=False):
-            for key, message in _describe_problem(detail, settings):
-                problems.setdefault(key, message)  # of a union the first: it has one for each member
+        for key, message in found:
+            problems.setdefault(key, message)
         return None, problems
 
 
-def _replace_removed(table: Any, prefix: str) -> None:
-    for item in table if isinstance(table, list) else [table]:
-        if not isinstance(item, dict):
-            continue
-        cap, params = item.get("importance_cap"), item.get("loss_params", {})
-        if cap is not None and item.get("recompute_old") and "correction" not in params:
-            item["loss_params"] = {"importance_cap": cap, **params}
-        if item.get("subset") and "dataset" in item:
-            item["dataset"] += f":{item['subset']}"
-        numbers = item.get("kl_control_params") or {
-            key: item[key] for key in ("every", "policy_weight") if key in item
-        }
-        for name in ("kl_control", "update"):
-            if numbers and item.get(name, "none") != "none":
-                item[name] += f"({', '.join(f'{key}={value}' for key, value in numbers.items())})"
-        for name in list(item):
-            key = config_keys().get(dotted := f"{prefix}{name}")
+def _replace_removed(tables: Sequence[dict[str, Any]], prefix: str) -> None:
+    for table in tables:
+        cap, params = table.get("importance_cap"), table.get("loss_params", {})
+        if cap is not None and table.get("recompute_old") and "correction" not in params:
+            table["loss_params"] = {"importance_cap": cap, **params}
+        if table.get("subset"):
+            table["dataset"] += f":{table['subset']}"
+        moves = {name: table[name] for name in ("every", "policy_weight") if name in table}
+        for name, numbers in (("kl_control", table.get("kl_control_params")), ("update", moves)):
+            if numbers and table.get(name, "none") != "none":
+                table[name] += f"({', '.join(f'{key}={value}' for key, value in numbers.items())})"
+        for name, value in list(table.items()):
+            key = config_keys().get(f"{prefix}{name}")
             if key and key.section:
-                _replace_removed(item[name], f"{dotted}.")
-            elif not key and find_removed(dotted):
-                del item[name]
+                _replace_removed(value if isinstance(value, list) else [value], f"{prefix}{name}.")
+            elif not key and find_name(REMOVED, f"{prefix}{name}"):
+                del table[name]
 
 
 def read_toml(file: Path) -> dict[str, Any]:
@@ -146,24 +139,15 @@ def read_toml(file: Path) -> dict[str, Any]:
         settings = tomllib.loads(file.read_bytes().decode("utf-8"))
         flatten(settings)  # raises RecursionError where tables are nested too deep for everything else
         return settings
-    except FileNotFoundError as error:
-        raise ConfigError(f"{file}: there is no such file; name a TOML file with --config FILE") from error
     except (OSError, ValueError, RecursionError) as error:  # a NUL in the name, not UTF-8, not TOML
-        raise ConfigError(f"{str(file)!r} cannot be read as TOML: {error}") from error
+        raise ConfigError(
+            f"{str(file)!r} cannot be read as TOML ({error}); name a TOML file with --config FILE"
+        ) from error
 
 
 def dump_config(config: RunConfig) -> str:
-    """TOML that `load_config` reads back equal: every setting written out, unset ones left out.
-
-    Raises ConfigError if data.params holds a value that TOML cannot write.
-    """
-    try:
-        return tomli_w.dumps(config.model_dump())
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"the config cannot be written as TOML: {error}; data.params and loss_params hold TOML values"
-            " only"
-        ) from error
+    """TOML that `load_config` reads back equal: every setting written out, unset ones left out."""
+    return tomli_w.dumps(config.model_dump())
 
 
 def training_digest(config: RunConfig) -> str:
@@ -177,21 +161,22 @@ def training_digest(config: RunConfig) -> str:
     """
     decisive: dict[str, Any] = {}
     for dotted, value in flatten(config.model_dump()).items():
-        key, *tables = [config_keys().get(without_numbers(name)) for name in list_around(dotted)]
-        if _may_change(dotted, config) or (key and key.section):
-            continue
-        if not key or key.default != format_value(value) or dotted.startswith("rl.changes."):
-            decisive[dotted] = _last_part(value)
-        for table, name in zip(tables, list_around(dotted)[1:], strict=True):
-            if table and table.section and table.default and not re.match(r"\.\d", dotted[len(name) :]):
-                decisive[name] = {}
+        for name in () if _may_change(dotted, config) else list_around(dotted):
+            key, inside = config_keys().get(without_numbers(name)), dotted[len(name) :]
+            if key and key.section:
+                if inside and key.default and not re.match(r"\.\d", inside):
+                    decisive[name] = {}
+            elif not inside and (
+                not key or key.default != format_value(value) or dotted.startswith("rl.changes.")
+            ):
+                decisive[name] = _last_part(value)
     text = json.dumps(decisive, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _may_change(key: str, saved: RunConfig) -> bool:
-    free = MAY_CHANGE if saved.deterministic else MAY_CHANGE + CHANGES_BITS
-    return any(name in free for name in list_around(key))
+    free = MAY_CHANGE + ("" if saved.deterministic else CHANGES_BITS)
+    return not set(free.split()).isdisjoint(list_around(key))
 
 
 def _last_part(value: Any) -> Any:
@@ -207,10 +192,8 @@ def check_same_run(saved: RunConfig, now: RunConfig) -> None:
     CHANGES_BITS); what it computes may not. With a linear or cosine schedule, more steps stretch the rest of
     it.
     """
-    lines = [
-        f"\n  {line}" for key, line in _differences(saved, now, "then", "now") if not _may_change(key, saved)
-    ]
-    if lines:
+    found = _find_differences(saved, now, "then", "now")
+    if lines := [f"\n  {line}" for key, line in found.items() if not _may_change(key, saved)]:
         raise RunDirError(
             "the run directory was made with other settings; go on with those, or name another"
             f" --output.dir:{''.join(lines)}"
@@ -222,16 +205,22 @@ def check_same_config(config: RunConfig, dumped: str, *, whose: str) -> None:
     wrote as `dumped`.
     """
     other = RunConfig.model_validate(tomllib.loads(dumped))
-    for _, line in _differences(config, other, "here", f"on {whose}"):
+    for line in _find_differences(config, other, "here", f"on {whose}").values():
         raise ConfigError(f"{line}; start all ranks with the same config file and flags")
 
 
-def _differences(one: RunConfig, two: RunConfig, here: str, there: str) -> Iterable[tuple[str, str]]:
+def _find_differences(one: RunConfig, two: RunConfig, here: str, there: str) -> dict[str, str]:
+    """By setting, both values where they differ; `here` and `there` say which is whose."""
     before, after = flatten(one.model_dump()), flatten(two.model_dump())
-    for key in before | after:
-        if before.get(key) != after.get(key):
-            first, second = (format_value(s[key]) if key in s else "unset" for s in (before, after))
-            yield key, f"{key}: {first} {here}, {second} {there}"
+    return {
+        key: f"{key}: {_format(before, key)} {here}, {_format(after, key)} {there}"
+        for key in before | after
+        if before.get(key) != after.get(key)
+    }
+
+
+def _format(values: Mapping[str, Any], key: str) -> str:
+    return format_value(values[key]) if key in values else "unset"
 
 
 # --- flags --------------------------------------------------------------------------------------------------
@@ -244,9 +233,9 @@ def _apply_override(settings: dict[str, Any], dotted: str, text: str) -> None:
         raise ConfigError(describe_unknown_key(dotted))
     if key.section or (key.takes_any_key and key.key == dotted):
         raise ConfigError(f"{dotted} is a table; set one of its keys, as --{dotted}.NAME VALUE")
-    parts = dotted.split(".")
-    if len(parts) > 1 and parts[0] not in settings and config_keys()[parts[0]].default == "unset":
-        raise ConfigError(f"the file has no [{parts[0]}] table; add one, or leave the flag out")
+    first, *_ = parts = dotted.split(".")
+    if first not in settings and key.table and config_keys()[first].default == "unset":
+        raise ConfigError(f"the file has no [{first}] table; add one, or leave the flag out")
     holder, table = settings, cast(Any, settings)
     for part in parts:
         if isinstance(table, list) or part.isdecimal():
@@ -272,13 +261,9 @@ def _parse_override(text: str, key: ConfigKey) -> object:
         [value] = tomllib.loads(f"value = {text}").values()
     except ValueError:  # no TOML, or a second line
         value = text
-    if key.takes_any_key:
-        return value
-    for meant in (value, text):
-        try:
+    for meant in () if key.takes_any_key else (value, text):
+        with suppress(ValidationError):
             return TypeAdapter(key.field.rebuild_annotation()).validate_python(meant, context=Path.cwd())
-        except ValidationError:
-            continue
     return value
 
 
@@ -289,32 +274,23 @@ def _describe_problem(detail: ErrorDetails, settings: Mapping[str, Any]) -> Iter
     """(dotted key, message) of one pydantic error; of an unknown table, also for each
     key in it that is another framework's.
     """
-    dotted = _locate(detail["loc"], settings)
-    value, kind, message = detail["input"], detail["type"], detail["msg"]
-    context = detail.get("ctx", {})
+    dotted, value, kind = _locate(detail["loc"], settings), detail["input"], detail["type"]
     if kind == "extra_forbidden":
-        foreign = (key for key in flatten(value, dotted) if find_alias(key))
+        foreign = (key for key in flatten(value, dotted) if find_name(ALIASES, key))
         yield from ((key, describe_unknown_key(key)) for key in (dotted, *foreign))
-    elif kind == "missing":
-        yield dotted, f"{dotted} is missing"
-    elif kind == "value_error":
-        yield dotted, f"{dotted}: {context['error']}".removeprefix(": ")
+    elif kind in ("missing", "value_error"):
+        error = detail.get("ctx", {}).get("error")
+        yield dotted, f"{dotted}: {error}".removeprefix(": ") if error else f"{dotted} is missing"
     else:
-        close = kind == "literal_error" and nearest(str(value), re.findall("'(.*?)'", context["expected"]))
-        hint = f"; did you mean {format_value(close)}?" if close else ""
-        yield dotted, f"{dotted} = {format_value(value)}: {message}{hint}"
+        known = re.findall("'(.*?)'", detail["msg"]) if kind == "literal_error" else ()
+        yield dotted, f"{dotted} = {format_value(value)}: {detail['msg']}{did_you_mean(str(value), known)}"
 
 
 def _locate(loc: Sequence[Any], settings: Any) -> str:
-    """The dotted key that a pydantic location means, without the members of unions that pydantic appends, and
-    without the number of a list's only item.
-    """
+    """The dotted key that a pydantic location means, without the members of unions that pydantic appends."""
     parts: list[str] = []
     for part in loc:
-        if isinstance(settings, Mapping) and isinstance(part, str):
-            parts.append(part)
-            settings = settings.get(part)
-        elif isinstance(settings, list) and isinstance(part, int):
-            parts += [str(part)] if len(settings) > 1 else []
-            settings = settings[part]
+        if isinstance(settings, list if isinstance(part, int) else Mapping):
+            parts.append(str(part))
+            settings = settings[part] if isinstance(part, int) else settings.get(part)
     return ".".join(parts)

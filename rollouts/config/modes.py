@@ -9,7 +9,7 @@ from rollouts.config.schema import (
     RunConfig,
     SFTTrainingConfig,
 )
-from rollouts.config.spelling import nearest_names
+from rollouts.config.spelling import did_you_mean
 from rollouts.errors import ConfigError
 
 STAGES = ("sft", "preference", "reward_model", "rl")
@@ -26,19 +26,14 @@ def parse_mode(mode: str) -> tuple[str, ...]:
     stages = tuple(ALIASES.get(stage, stage) for stage in mode.split("+"))
     for stage in stages:
         if stage not in STAGES:
-            [close] = nearest_names(stage, [*STAGES, *ALIASES], count=1, at_least=0)
             raise ConfigError(
-                f"--mode {mode}: there is no stage {stage!r}; did you mean {close!r}? Stages are"
-                f" {', '.join(STAGES)}, joined by +"
+                f"--mode {mode}: there is no stage {stage!r}{did_you_mean(stage, [*STAGES, *ALIASES])}; a"
+                f" stage is {' or '.join(STAGES)}, joined by +"
             )
-        if stages.count(stage) > 1:
-            raise ConfigError(
-                f"--mode {mode}: the stage {stage!r} is there {stages.count(stage)} times; a run has each"
-                " once"
-            )
-    if "sft" in stages[1:] or "rl" in stages[:-1]:
+    if len(set(stages)) < len(stages) or "sft" in stages[1:] or "rl" in stages[:-1]:
         raise ConfigError(
-            f"--mode {mode}: sft is the first stage and rl (or ppo) the last one; put them in this order"
+            f"--mode {mode}: a run has each stage once, sft as the first and rl (or ppo) as the last one; put"
+            " them in this order"
         )
     return stages
 

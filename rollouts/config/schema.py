@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from rollouts.config.tables import (
     DistributedConfig,
@@ -13,13 +23,9 @@ from rollouts.config.tables import (
     EvalConfig,
     FunctionText,
     ModelConfig,
-    NaturalFloat,
-    NaturalInt,
     OptimConfig,
     OutputConfig,
     Params,
-    PositiveFloat,
-    PositiveInt,
     ReferenceConfig,
     RolloutConfig,
     Section,
@@ -48,7 +54,7 @@ class StageConfig(Section):
     """training steps of the stage"""
     micro_batch_tokens: PositiveInt = 8192
     """padded tokens of one forward pass"""
-    eval_every: NaturalInt = 0
+    eval_every: NonNegativeInt = 0
     """steps; 0: only before and after"""
     optim: OptimConfig = OptimConfig()
 
@@ -71,7 +77,7 @@ class RowStageConfig(StageConfig):
 class PairStageConfig(RowStageConfig):
     """What every stage that trains on preferences has."""
 
-    held_out: NaturalInt = 0
+    held_out: NonNegativeInt = 0
     """pairs (of "kto" responses) off the end of the data that are evaluated and do not train"""
 
 
@@ -129,7 +135,7 @@ class AlgorithmConfig(LossConfig):
     """the ratio is clipped below 1 - clip_low; of ppo_clip and clip_cov"""
     clip_high: PositiveFloat = 0.2
     """the ratio is clipped above 1 + clip_high; of ppo_clip and clip_cov"""
-    kl_coef: NaturalFloat = 0.0
+    kl_coef: NonNegativeFloat = 0.0
     """0, here and in changes: no reference model is loaded"""
     kl_in: Literal["reward", "loss"] = "reward"
     """where the KL term goes"""
@@ -146,12 +152,12 @@ class AlgorithmChange(AlgorithmConfig):
 
     from_step: Annotated[int, Field(ge=2)]
     """the first step that has them"""
-    kl_ramp_steps: NaturalInt = 0
+    kl_ramp_steps: NonNegativeInt = 0
     """over so many steps kl_coef moves here in a straight line; 0: at once"""
 
-    def given(self) -> list[str]:
-        """The names of the settings that change, in the order of the schema."""
-        return [name for name in super().given() if name in self.model_fields_set]
+    @model_serializer(mode="wrap")
+    def _dump(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if name in self.model_fields_set}
 
 
 class CriticConfig(Section):
@@ -177,7 +183,7 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
     """how kl_coef follows the measured KL, from step to step: fixed, "proportional(target=6, horizon=1000)"
     or "two_sided(target=6, tolerance=1)"
     """
-    kl_stop: NaturalFloat = 0.0
+    kl_stop: NonNegativeFloat = 0.0
     """no more updates on a batch once approx_kl/mean is above, in nats per token; 0: never"""
     updates_per_batch: PositiveInt = 1
     """times that each batch is trained on: optimizer steps, or passes of `minibatches` of them"""
@@ -185,7 +191,7 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
     """parts that each pass divides the groups of a batch into anew, one optimizer step each"""
     sync_every: PositiveInt = 1
     """steps between weight updates of the engines"""
-    max_staleness: NaturalInt = 0
+    max_staleness: NonNegativeInt = 0
     """steps a trained token may lag behind the trainer"""
     changes: Annotated[list[AlgorithmChange], *Tables] = []
 
@@ -201,12 +207,12 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
         refuse(self._list_rules())
         last, control = 1, self.kl_control
         for change, table in zip(self.changes, list_tables(self, self.changes)[1:], strict=True):
-            where, given = f"changes with from_step={change.from_step}", change.given()
+            where, given = f"changes with from_step={change.from_step}", change.model_fields_set
             piece = self.model_copy(update={**table, "changes": []})
             rules = {
                 f"{where} comes after from_step={last}; write the changes in the order of their steps, one a"
                 " step": change.from_step <= last,
-                f"{where} changes nothing; name a setting, or leave it out": given == ["from_step"],
+                f"{where} changes nothing; name a setting, or leave it out": given == {"from_step"},
                 f"{where} has kl_ramp_steps; it needs kl_coef beside it and kl_control='fixed', not"
                 f" {control!r}": change.kl_ramp_steps and ("kl_coef" not in given or control != "fixed"),
             }
@@ -279,7 +285,7 @@ def list_tables(settings: AlgorithmConfig, changes: Sequence[AlgorithmChange]) -
     tables = [{name: getattr(settings, name) for name in fields}]
     for change in changes:
         before = tables[-1]
-        named = {name: getattr(change, name) for name in change.given() if name in fields}
+        named = {name: getattr(change, name) for name in change.model_fields_set if name in fields}
         for key, others in BEGINS_WITH.items():
             if key in named and named[key] != before[key]:
                 named = {name: fields[name].default for name in others} | named
@@ -336,7 +342,7 @@ class RunConfig(Section):
         steps = {"rl.eval_every": self.rl.eval_every, "output.checkpoint_every": self.output.checkpoint_every}
         shares = engine.kind == "local" and engine.mode == "shared"
         coefs = [table["kl_coef"] for table in list_tables(self.rl, self.rl.changes)]
-        coefs += [change.kl_coef for change in self.rl.changes if "kl_coef" in change.given()]
+        coefs += [change.kl_coef for change in self.rl.changes if "kl_coef" in change.model_fields_set]
         moves = self.reference.update != "none" and self.rl.kl_control == "fixed"
         return {
             **rules,

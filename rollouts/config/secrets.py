@@ -41,8 +41,8 @@ def flatten(value: Any, key: str = "") -> dict[str, Any]:
         value = dict(enumerate(value))
     if not isinstance(value, Mapping):
         return {key: value}
-    inside = [flatten(inner, f"{key}.{name}" if key else str(name)) for name, inner in value.items()]
-    return {name: item for table in inside for name, item in table.items()}
+    inside = (flatten(inner, f"{key}.{name}".lstrip(".")) for name, inner in value.items())
+    return dict(item for table in inside for item in table.items())
 
 
 def flatten_settings(table: Mapping[str, Any]) -> dict[str, str]:

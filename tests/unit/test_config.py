@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from rollouts.config.aliases import ALIASES, find_removed
+from rollouts.config.aliases import ALIASES, REMOVED
 from rollouts.config.explain import (
     config_keys,
     describe_unknown_key,
     explain_config,
-    explain_markdown,
 )
 from rollouts.config.load import (
     check_same_run,
@@ -102,7 +101,7 @@ def test_flags_are_read_as_their_setting_asks(write):
 
 def test_every_alias_points_to_settings_that_exist():
     assert len(ALIASES) >= 80
-    assert [key for alias in ALIASES.values() for key in alias.keys if key not in config_keys()] == []
+    assert [key for ours, _ in ALIASES.values() for key in ours if key not in config_keys()] == []
     assert [name for name in ALIASES if name in config_keys()] == [], "a setting of ours is no foreign name"
 
 
@@ -174,12 +173,12 @@ def test_all_problems_of_a_file_are_listed_one_a_line(write):
     found = problems_of(write(text))
     starts = [
         "deterministic = 1: ", 'model.autocast = "bflot16": ', "sft.data: path is missing", "sft.steps = 0: ",
-        "rl.kl_coef = inf: ", 'rl.data.kind = "csv": ', "rl.steps is missing", "rl.rollout.temperature = 0: ",
-        "rl.rollout.filters = 3: ", "rl.rollout.max_failed_fraction = 2: ",
+        "rl.kl_coef = Infinity: ", 'rl.data.kind = "csv": ', "rl.steps is missing",
+        "rl.rollout.temperature = 0: ", "rl.rollout.filters.0 = 3: ", "rl.rollout.max_failed_fraction = 2: ",
         "unknown key rll; did you mean rl?",
     ]  # fmt: skip
     assert [next((start for start in starts if line.startswith(start)), line) for line in found] == starts
-    assert 'did you mean "bfloat16"?' in found[1]
+    assert "did you mean bfloat16?" in found[1]
 
 
 @pytest.mark.parametrize(
@@ -207,6 +206,7 @@ data.train_batch_size       | rl.rollout.num_prompts
 algorithm.kl_ctrl.kl_coef   | rl.kl_coef
 NUM_GENERATIONS             | rl.rollout.samples_per_prompt
 trainer.save_freq           | output.checkpoint_every
+eval.zzzzzz                 | eval.data
 """
 
 
@@ -217,15 +217,9 @@ def test_a_wrong_key_gets_the_right_one_suggested(wrong, right):
     ].split(" or ")
 
 
-def test_a_key_like_no_other_is_answered_with_the_valid_ones():
-    assert describe_unknown_key("eval.zzzzzz").startswith(
-        "unknown key eval.zzzzzz; valid in [eval]: samples_per_"
-    )
-
-
 def test_a_setting_that_is_gone_is_refused_with_what_replaces_it_and_left_out_of_old_records(write):
     key, text = "reference.server_model", '[reference]\nserver_model = "policy"\n'
-    assert problems_of(write(text)) == [f"{key} is no setting any more: {find_removed(key)}"]
+    assert problems_of(write(text)) == [f"{key} is no setting any more: {REMOVED[key]}"]
     assert load_recorded(write("seed = 3\n" + text)) == RunConfig(seed=3)
 
 
@@ -248,7 +242,7 @@ changes = { from_step = 3, kl_coef = 0.2 }
     assert config.rl.data[0].dataset == "a/b:c"
     assert config.reference.rule() == (0.5, 2)
     assert load_config(write(dump_config(config))) == config
-    assert config.rl.changes[0].given() == ["kl_coef", "from_step"]
+    assert config.rl.changes[0].model_fields_set == {"kl_coef", "from_step"}
 
 
 def test_every_value_says_where_it_comes_from(write):
@@ -262,7 +256,7 @@ def test_every_value_says_where_it_comes_from(write):
 
 def test_the_explanation_has_every_setting_once_and_there_are_few():
     text = explain_config()
-    shown = re.findall(r"^([a-z0-9_.]+) +[^ ].*\(", text, re.MULTILINE)
+    shown = re.findall(r"^- `([a-z0-9_.]+)` = `.*\(", text, re.MULTILINE)
     assert len(shown) == len(set(shown)) <= 90
     assert text.endswith(f"\n{len(shown)} settings\n")
     names = {key.rpartition(".")[2] for key in shown}
@@ -270,14 +264,14 @@ def test_the_explanation_has_every_setting_once_and_there_are_few():
         assert f"[{key.key}]" in text if key.section else key.name in names, key.key
         assert key.meaning, key.key
     assert "1e-06 in [preference.optim]" in text
-    assert re.search(r"^rl.steps +required ", explain_config("rl"), re.MULTILINE)
+    assert "- `rl.steps` = `required`: training steps" in explain_config("rl")
     with pytest.raises(ConfigError, match="did you mean"):
         explain_config("rl.temprature")
 
 
 def test_the_page_of_settings_is_what_the_schema_says():
     page = Path(__file__).resolve().parents[2] / "docs" / "config.md"
-    assert page.read_text() == explain_markdown(), "python -m rollouts explain --markdown > docs/config.md"
+    assert page.read_text() == explain_config(), "python -m rollouts explain > docs/config.md"
 
 
 # --- paths --------------------------------------------------------------------------------------------------
@@ -356,14 +350,6 @@ def test_a_dumped_config_loads_back_equal(write, tmp_path):
     saved.parent.mkdir()
     saved.write_text(dump_config(config), encoding="utf-8")
     assert load_config(saved) == config
-
-
-def test_a_config_that_toml_cannot_hold_is_refused_by_name():
-    config = RunConfig.model_validate(
-        {"eval": {"data": {"kind": "reasoning_gym", "dataset": "x", "size": 1, "params": {"a": object()}}}}
-    )
-    with pytest.raises(ConfigError, match=r"data\.params"):
-        dump_config(config)
 
 
 FREE = "--rl.steps 9 --output.keep_checkpoints 2 --name other --model.device cpu --distributed.ranks 2"

@@ -34,12 +34,12 @@ sft+preference+reward_model+rl   | sft preference reward_model rl
 reward_model+preference          | reward_model preference
 """
 REFUSED = """
-preferences    | there is no stage 'preferences'; did you mean 'preference'? Stages are sft,
-ppo2           | there is no stage 'ppo2'; did you mean 'ppo'?
+preferences    | there is no stage 'preferences'; did you mean preference?; a stage is sft or
+ppo2           | there is no stage 'ppo2'; did you mean ppo?
 sft+           | --mode sft+: there is no stage ''
-ppo+rl         | --mode ppo+rl: the stage 'rl' is there 2 times; a run has each once
-rl+sft         | sft is the first stage and rl (or ppo) the last one; put them in this order
-preference+sft | sft is the first stage
+ppo+rl         | --mode ppo+rl: a run has each stage once
+rl+sft         | sft as the first and rl (or ppo) as the last one; put them in this order
+preference+sft | sft as the first
 """
 
 

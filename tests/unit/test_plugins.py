@@ -68,11 +68,11 @@ r.py:                          | write module:function or path/file.py:function
                                | write module:function or path/file.py:function
 rr.py:score                    | /rr.py; did you mean r.py?
 gone/rr.py:score               | there is no file
-tasks/r:score                  | looks like a file
-no_such_package.rewards:score  | there is no module no_such_package
+tasks/r:score                  | write path/file.py:function
+no_such_package.rewards:score  | install no_such_package, put its
 r.py:scor                      | r.py has no scor; did you mean score?
 r.py:number                    | it is of type int; it must be a function
-neighbour.py:score             | helper lies beside it but is not installed
+neighbour.py:score             | install helper, put its directory on PYTHONPATH
 odd.py:score                   | RuntimeError: no score
 """
 
@@ -109,7 +109,7 @@ def test_whatever_an_import_raises_is_kept_as_the_cause_and_may_be_corrected(
     write(text, "raising_plugin.py")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    with pytest.raises(PlugInError, match=r"importing .*raising_plugin.* failed: ") as caught:
+    with pytest.raises(PlugInError, match=r"importing .*raising_plugin.* failed") as caught:
         load_function(name, role="reward", base_dir=tmp_path)
     assert caught.value.__cause__ is not None
     write(SCORE, "raising_plugin.py")
@@ -129,7 +129,6 @@ generate | sample, engine           |
 filter   | group, batch             |
 rows     | size, seed, digits       | fits
 rows     | size                     |
-loss     | anything, at, all, goes  | fits
 """
 
 
