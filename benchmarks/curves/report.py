@@ -113,8 +113,6 @@ def draw_group(jobs: Sequence[Job], results: Results, path: Path) -> None:
 
 def draw_panel(axes: Any, job: Job, bar: Bar, results: Results) -> None:
     """One metric of one job, a colour for each seed, on matplotlib axes."""
-    from rollouts.inspect.chart import smooth_values
-
     axes.set_title(f"{job.name}: {bar.metric}", fontsize=8)
     axes.tick_params(labelsize=7)
     axes.grid(alpha=0.3)
@@ -122,7 +120,8 @@ def draw_panel(axes: Any, job: Job, bar: Bar, results: Results) -> None:
         curve = results[name]["curves"][bar.metric]
         axes.plot(curve["steps"], curve["values"], linewidth=0.6, alpha=0.4, color=f"C{index}")
         values = np.array(curve["values"])
-        smoothed = smooth_values(values, min(25, max(1, len(values) // 10)))
+        window = min(25, max(1, len(values) // 10))
+        smoothed = [values[max(0, end - window) : end].mean() for end in range(1, len(values) + 1)]
         axes.plot(curve["steps"], smoothed, linewidth=1.4, color=f"C{index}")
     if bar.kind in ("near", "beyond"):
         axes.axhspan(bar.target - bar.tolerance, bar.target + bar.tolerance, alpha=0.15, color="C2")

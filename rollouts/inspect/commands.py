@@ -14,7 +14,7 @@ import msgspec
 from rich.console import Console
 
 from rollouts.errors import ConfigError, RunDirError
-from rollouts.inspect.chart import NAMES, collect_panels, draw_chart, save_png
+from rollouts.inspect.chart import collect_panels, draw_chart, save_png
 from rollouts.inspect.facts import ACCURACY, count_of
 from rollouts.inspect.overview import print_comparison, print_run
 from rollouts.inspect.record import KINDS, Record, find_parts, open_record, open_records
@@ -22,10 +22,12 @@ from rollouts.inspect.samples import find_samples, print_sample, print_samples
 from rollouts.inspect.terminal import make_console, make_safe, make_table, write_lines
 from rollouts.inspect.trace import export_trace
 
-PICTURES = (  # panels of the PNG
-    *("reward/mean", "loss/total", "response_length/mean", "entropy/mean", "rewards/margins"),
-    *("value/explained_variance", "optim/grad_norm", "time/step"),
-)
+# panels of the PNG
+PICTURES = f"""
+    SELECT name FROM totals, (SELECT ['reward/mean', 'loss/total', 'response_length/mean', 'entropy/mean',
+        'rewards/margins', 'value/explained_variance', 'optim/grad_norm', 'time/step'] AS wanted)
+    WHERE list_contains(wanted, name) OR regexp_matches(name, '{ACCURACY}')
+    GROUP BY name, wanted ORDER BY list_position(wanted, name), name"""
 SHOWN_ROWS = 200  # of the table of a query
 SHOWN_CHARACTERS = 200  # of a cell of it
 SEARCH = ("step", "last", "stage", "status", "group", "grep", "sort", "reverse", "limit")  # of find_samples
@@ -56,8 +58,7 @@ def print_picture(console: Console, record: Record, png: Path | None) -> None:
     path = png or record.root / "curves.png"
     rows = [part for kind in ("metrics", "evaluations") for part in find_parts(record.run_dir, kind)]
     changed = max((part.stat().st_mtime for part in rows), default=0.0)
-    known = dict.fromkeys(row["name"] for row in record.rows(NAMES))
-    names = [name for name in PICTURES if name in known] + list(filter(ACCURACY.fullmatch, known))
+    names = [row["name"] for row in record.rows(PICTURES)]
     said = f"wrote {path}"
     try:
         if not names:
@@ -96,10 +97,10 @@ def run_plot(arguments: argparse.Namespace) -> int:
         )
     console = make_console()
     with open_records([arguments.run_dir, *further]) as records:
-        panels = collect_panels(records, metrics, stage=arguments.stage)
-    how = {"smooth": arguments.smooth, "log": arguments.log}
+        log, smooth = arguments.log, arguments.smooth
+        panels = collect_panels(records, metrics, stage=arguments.stage, smooth=smooth, log=log)
     if arguments.png is not None:
-        save_png(panels, arguments.png, **how)
+        save_png(panels, arguments.png, log=log)
         console.print(f"wrote {arguments.png}", soft_wrap=True)
         return 0
     # runs lie over each other, or below each other where there are no colours
@@ -109,7 +110,7 @@ def run_plot(arguments: argparse.Namespace) -> int:
             if len(panel) > len(curves):
                 console.print(curves[0].run, soft_wrap=True)
             width = max(20, min(100, console.width - 14))
-            console.print(draw_chart(curves, width=width, **how), soft_wrap=True)
+            console.print(draw_chart(curves, width=width, log=log), soft_wrap=True)
             console.print()
     return 0
 

@@ -1,53 +1,55 @@
-"""What there is to say of a run: statements and texts that the terminal and the report share."""
+"""What there is to say of a run: tables and statements that the commands and the report share."""
 
 from __future__ import annotations
 
-import re
 import tomllib
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rollouts.config.secrets import flatten_settings, remove_secrets
 from rollouts.errors import RunDirError
 from rollouts.inspect.record import Record
-from rollouts.metrics.jsonl import Row
 from rollouts.run_dir import RunDir
 
-ACCURACY = re.compile(r"eval/(?P<name>.+)/(?P<stat>(?:avg|pass)@\d+|accuracy)")
-TROUBLE = {
-    "optim/skipped_steps": "optimizer steps changed nothing: loss or gradient was not finite",
-    "checkpoint/failed": "checkpoints could not be saved",
-    "weight_sync/engines_failed": "weight updates of an engine failed",
-}
-STEP_FACTS = {  # metric: heading, format; what a step says of itself
-    "reward/mean": ("reward", ".3f"),
-    "loss/total": ("loss", ".4g"),
-    "optim/grad_norm": ("grad norm", ".3g"),
-    "response_length/mean": ("length", ".1f"),
-    "truncated/frac": ("cut", ".2f"),
-    "off_policy/max": ("lag", ".0f"),
-    "perf/trained_tokens_per_s": ("tok/s", ".0f"),
-    "perf/generated_tokens_per_s": ("tok/s", ".0f"),
-    "time/step": ("s/step", ".2f"),
-    "entropy/mean": ("entropy", ".3f"),
-    "clip_ratio": ("clipped", ".3f"),
-    "optim/lr": ("lr", ".2e"),
-    "rewards/margins": ("margin", ".3f"),
-    "rewards/accuracies": ("ranked right", ".2f"),
-    "value/mean": ("value", ".3f"),
-    "value/explained_variance": ("explained", ".2f"),
-}
+ACCURACY = r"^eval/.+/((avg|pass)@\d+|accuracy)$"  # metrics that are shares
+# `telling()`: metrics that are shown first, in order; `troubles`: what went wrong in a step, by metric;
+# `step_facts`: what a step says of itself, by metric, with its heading (of two with one heading the later
+# counts); `describe_step(row)`: the text of each heading, of a row as JSON
+DESCRIBING = r"""
+    CREATE OR REPLACE MACRO telling() AS [
+        'reward/mean', 'loss/total', 'rewards/accuracies', 'rewards/margins', 'loss/nll', 'entropy/mean',
+        'response_length/mean', 'truncated/frac', 'optim/grad_norm', 'kl/ref', 'mismatch_kl/mean',
+        'clip_ratio', 'off_policy/mean', 'groups/zero_std_frac', 'value/explained_variance',
+        'importance_weight/ess', 'perf/generated_tokens_per_s', 'perf/trained_tokens_per_s', 'time/step',
+        'optim/lr'];
+    CREATE OR REPLACE TABLE troubles AS FROM (VALUES
+        ('optim/skipped_steps', 'optimizer steps changed nothing: loss or gradient was not finite'),
+        ('checkpoint/failed', 'checkpoints could not be saved'),
+        ('weight_sync/engines_failed', 'weight updates of an engine failed')) AS known(name, what);
+    CREATE OR REPLACE TABLE step_facts AS SELECT *, row_number() OVER () AS number FROM (VALUES
+        ('reward/mean', 'reward', '%.3f'), ('loss/total', 'loss', '%.4g'),
+        ('optim/grad_norm', 'grad norm', '%.3g'), ('response_length/mean', 'length', '%.1f'),
+        ('truncated/frac', 'cut', '%.2f'), ('off_policy/max', 'lag', '%.0f'),
+        ('perf/trained_tokens_per_s', 'tok/s', '%.0f'), ('perf/generated_tokens_per_s', 'tok/s', '%.0f'),
+        ('time/step', 's/step', '%.2f'), ('entropy/mean', 'entropy', '%.3f'),
+        ('clip_ratio', 'clipped', '%.3f'), ('optim/lr', 'lr', '%.2e'),
+        ('rewards/margins', 'margin', '%.3f'), ('rewards/accuracies', 'ranked right', '%.2f'),
+        ('value/mean', 'value', '%.3f'), ('value/explained_variance', 'explained', '%.2f')
+    ) AS known(name, heading, form);
+    CREATE OR REPLACE MACRO finite(x) AS if(isfinite(x), x, NULL);
+    CREATE OR REPLACE MACRO number_of(row, name) AS
+        finite(TRY_CAST(row->>('$."' || name || '"') AS DOUBLE));
+    CREATE OR REPLACE MACRO describe_step(row) AS (
+        SELECT map_from_entries(list((heading, shown) ORDER BY number))
+        FROM (SELECT heading, min(number) AS number,
+                arg_max(printf(form, value), number) FILTER (value IS NOT NULL) AS shown
+            FROM (SELECT *, number_of(row, name) AS value FROM step_facts) GROUP BY heading))"""
 # the columns of samples_held; `failure` is the metadata's of one that failed
 SAMPLE_FACTS = """stage, step, attempt, status, policy_version - weight_version_min AS lag,
     weight_version_max > weight_version_min AS mixed,
     CASE WHEN status = 'failed' THEN metadata->'$.failure' END AS failure,
     CASE WHEN status = 'failed' THEN id END AS failed_id"""
 # `messages`: by class and text, the most frequent first; texts that differ in numbers are one, shown as the
-# first was. Numbers have four digits, and no exponent where the whole part is longer.
-DESCRIBING = r"""
-    CREATE OR REPLACE MACRO brief(x) AS
-        if(abs(x) >= 1e4 AND abs(x) < 1e7, printf('%.0f', x), format('{:.4g}', x));
-    CREATE OR REPLACE MACRO percent(part, whole) AS printf('%.1f %%', 100 * part / nullif(whole, 0));
+# first was
+MESSAGES = r"""
     CREATE OR REPLACE VIEW messages AS
     SELECT class, function, arg_min(text, place) AS text, count(*) AS count, min(step) AS first,
         max(step) AS last, arg_min(failed_id, place) AS sample, arg_min(stage, place) AS stage,
@@ -73,43 +75,15 @@ DROPPED = """
         percent(sum(total), (SELECT sum(total) FROM totals WHERE name = 'groups/drawn')) AS ">of those drawn"
     FROM totals WHERE name LIKE 'groups/dropped/%' GROUP BY name HAVING sum(total) > 0
     ORDER BY sum(total) DESC"""
+TROUBLE = """
+    SELECT what, sum(total) AS total FROM totals JOIN troubles USING (name)
+    GROUP BY what HAVING sum(total) > 0 ORDER BY min(troubles.rowid)"""
 
 
 def load_facts(record: Record, more: str = "") -> None:
-    """Loads samples_held, with `more` columns, and makes the macros and views of this page."""
+    """Loads samples_held, with `more` columns, and makes the tables, macros and views of this page."""
     record.load("samples", SAMPLE_FACTS + more)
-    record.connection.execute(DESCRIBING)
-
-
-def find_trouble(record: Record) -> list[tuple[str, float]]:
-    """What went wrong in steps, and how often."""
-    totals = {
-        row["name"]: row["total"]
-        for row in record.rows("SELECT name, sum(total) AS total FROM totals GROUP BY name")
-    }
-    return [(what, totals[name]) for name, what in TROUBLE.items() if totals.get(name)]
-
-
-def describe_step(row: Row) -> dict[str, str]:
-    """The main numbers that a row of metrics has, by heading."""
-    return {
-        heading: format(row[name], form)
-        for name, (heading, form) in STEP_FACTS.items()
-        if isinstance(row.get(name), int | float)
-    }
-
-
-def find_failure(row: Row) -> dict[str, Any]:
-    """Why a sample failed, by its row; empty where that is not known."""
-    metadata = row.get("metadata")
-    failure = metadata.get("failure") if isinstance(metadata, dict) else None
-    return failure if isinstance(failure, dict) else {}
-
-
-def describe_failure(failure: Mapping[str, Any]) -> str:
-    """`function: message` of a failed sample on one line."""
-    texts = (str(failure[name]) for name in ("function", "message") if failure.get(name))
-    return " ".join(": ".join(texts).split())
+    record.connection.execute(f"{DESCRIBING};{MESSAGES}")
 
 
 def count_of(number: int, thing: str) -> str:
@@ -129,10 +103,3 @@ def read_settings(run_dir: RunDir) -> dict[str, str]:
     except ValueError as error:
         raise RunDirError(f"{run_dir.config} is not TOML ({error}); restore the file") from error
     return flatten_settings(remove_secrets("", table))
-
-
-def find_differences(settings: Sequence[Mapping[str, str]]) -> dict[str, list[str | None]]:
-    """Settings that are not the same in all runs, with each run's value, None where it has none."""
-    names = dict.fromkeys(name for run in settings for name in run if name != "output.dir")
-    values = {name: [run.get(name) for run in settings] for name in names}
-    return {name: found for name, found in values.items() if len(set(found)) > 1}

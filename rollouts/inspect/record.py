@@ -23,19 +23,22 @@ from rollouts.errors import RunDirError
 from rollouts.metrics.jsonl import Row, parse_row, read_backwards
 from rollouts.run_dir import RunDir, check_links, checkpoint_manifest, list_parts, parse_step
 
-HEAD = "schema BIGINT, stage VARCHAR, step BIGINT, policy_version BIGINT, attempt BIGINT, time_unix DOUBLE"
-# of the rows of each kind; metrics and evaluations also have a column for each metric
+HEAD = "schema BIGINT, stage VARCHAR, step BIGINT, policy_version BIGINT, attempt BIGINT, time_unix DOUBLE, "
 FIELDS = {
-    "metrics": HEAD,
-    "evaluations": f"{HEAD}, name VARCHAR",
-    "samples": f"{HEAD}, id VARCHAR, group_index BIGINT, status VARCHAR, reward DOUBLE, tokens BIGINT,"
+    "metrics": "",
+    "evaluations": "name VARCHAR",
+    "samples": "id VARCHAR, group_index BIGINT, status VARCHAR, reward DOUBLE, tokens BIGINT,"
     " response_length BIGINT, weight_version_min BIGINT, weight_version_max BIGINT, prompt JSON,"
     " response VARCHAR, rewards JSON, rewards_cut BIGINT, metadata JSON, metadata_cut BIGINT",
-    "contributions": f"{HEAD}, update BIGINT, loss DOUBLE, denominator DOUBLE, skipped VARCHAR, id VARCHAR,"
+    "contributions": "update BIGINT, loss DOUBLE, denominator DOUBLE, skipped VARCHAR, id VARCHAR,"
     " group_index BIGINT, row BIGINT, advantage DOUBLE, weight DOUBLE, share DOUBLE, tokens BIGINT,"
     " reward DOUBLE, shard VARCHAR, offset BIGINT, length BIGINT",
-    "spans": f"{HEAD}, name VARCHAR, track VARCHAR, id VARCHAR, start_unix DOUBLE, duration_s DOUBLE,"
-    " tokens BIGINT",
+    "spans": "name VARCHAR, track VARCHAR, id VARCHAR, start_unix DOUBLE, duration_s DOUBLE, tokens BIGINT",
+}
+# of the rows of each kind; metrics and evaluations also have a column for each metric
+COLUMNS = {
+    kind: dict(field.split() for field in (HEAD + fields).split(", ") if field)
+    for kind, fields in FIELDS.items()
 }
 KINDS = tuple(FIELDS)
 IS_ROW = "(stage IS NOT NULL AND step IS NOT NULL AND attempt IS NOT NULL)"
@@ -48,6 +51,18 @@ SETTINGS = f"""
     SET autoinstall_known_extensions = false;
     SET autoload_known_extensions = false;"""
 CLOSING = "SET allowed_paths = [{}]; SET enable_external_access = false; SET lock_configuration = true"
+# How values are shown: numbers with four digits and no exponent where the whole part is longer; means as a
+# course between the lowest and the highest, a blank for none.
+SHOWING = """
+    CREATE MACRO brief(x) AS
+        if(abs(x) >= 1e4 AND abs(x) < 1e7, printf('%.0f', x), format('{:.4g}', x));
+    CREATE MACRO bar(share) AS
+        repeat('█', round(least(1, greatest(0, share)) * getvariable('room'))::INT);
+    CREATE MACRO percent(part, whole) AS printf('%.1f %%', 100 * part / nullif(whole, 0));
+    CREATE MACRO sparkline(means) AS array_to_string([CASE WHEN mean IS NULL THEN ' ' ELSE
+        substr('▁▂▃▄▅▆▇█', 1 + least(7, floor(8 * coalesce(
+            (mean - list_min(means)) / nullif(list_max(means) - list_min(means), 0), 0.5)))::INT, 1) END
+        FOR mean IN means], '')"""
 # `points`: a row for each finite value of a metric or an evaluation; `totals`: a row for each stage and
 # name; `stages`: those that have steps, in order of appearance. A place is the number of a line of its file.
 POINTS = """
@@ -112,21 +127,19 @@ class Record:
 
     def add_views(self, kind: str) -> None:
         """Makes the views of a kind."""
-        columns = dict(field.split() for field in FIELDS[kind].split(", "))
-        files = self.list_files(kind)
-        if files and kind in ("metrics", "evaluations"):
+        columns, files = COLUMNS[kind], self.list_files(kind)
+        if kind in ("metrics", "evaluations"):
             found = self.connection.execute(
                 "SELECT DISTINCT unnest(names) FROM (SELECT DISTINCT json_keys(json) AS names"
                 f" FROM read_ndjson_objects([{files}], {JSON_OPTIONS}) WHERE json_type(json) = 'OBJECT')"
             ).fetchall()
             # DuckDB does not tell names apart by case: the first of equal ones stays
             names = {name.lower(): name for (name,) in sorted(found, reverse=True) if name}
-            columns |= {names[low]: "DOUBLE" for low in sorted(names.keys() - columns.keys())}
-        schema = ", ".join(f"{quote_name(name)}: '{kind}'" for name, kind in columns.items())
-        empty = ", ".join(f"NULL::{kind} AS {quote_name(name)}" for name, kind in columns.items())
-        lines = f"FROM read_json([{files}], {JSON_OPTIONS}, columns = {{{schema}}})"
+            columns = columns | {names[low]: "DOUBLE" for low in sorted(names.keys() - columns.keys())}
+        schema = ", ".join(f"{quote_name(name)}: '{form}'" for name, form in columns.items())
         self.connection.execute(
-            f"CREATE OR REPLACE VIEW {kind}_lines AS {lines if files else f'SELECT {empty} WHERE false'};"
+            f"CREATE OR REPLACE VIEW {kind}_lines AS"
+            f" FROM read_json([{files}], {JSON_OPTIONS}, columns = {{{schema}}});"
             f"CREATE OR REPLACE VIEW {kind}_all AS FROM {kind}_lines WHERE {IS_ROW};"
             f"CREATE OR REPLACE VIEW {kind} AS FROM {kind}_all WHERE {is_newest(kind, f'{kind}_all')}"
         )
@@ -157,19 +170,18 @@ class Record:
         """The rows at these places, in their order."""
         if not places:
             return []
-        schema = json.dumps(dict(field.split() for field in FIELDS[kind].split(", ")))
         found = self.rows(
             "SELECT place, unnest(json_transform(json, ?)) FROM (SELECT json, row_number() OVER () - 1 AS"
             f" place FROM read_ndjson_objects([{self.list_files(kind)}], {JSON_OPTIONS}))"
             " WHERE place IN (SELECT unnest(?::BIGINT[]))",
-            [schema, list(places)],
+            [json.dumps(COLUMNS[kind]), list(places)],
         )
         by_place = {row.pop("place"): row for row in found}
         return [by_place[place] for place in places]
 
     def list_files(self, kind: str) -> str:
-        """The files of a kind as SQL has them."""
-        return ", ".join(quote_text(str(part)) for part in find_parts(self.run_dir, kind))
+        """The files of a kind as SQL has them; an empty one where there are none."""
+        return ", ".join(quote_text(str(part)) for part in find_parts(self.run_dir, kind) or ["/dev/null"])
 
     def load_points(self) -> None:
         """Loads metrics and evaluations, and makes the tables of POINTS."""
@@ -178,12 +190,18 @@ class Record:
         self.connection.execute(POINTS)
         self.stages = self.rows("FROM stages")
 
-    def read_curve(self, stage: str, name: str, run: str = "") -> Curve:
-        """A metric of `totals`: its finite values by step."""
+    def read_curve(
+        self, stage: str, name: str, run: str = "", *, smooth: int = 1, log: bool = False
+    ) -> Curve:
+        """A metric of `totals` by step: its finite values, each the mean of `smooth` up to it; with `log`
+        only values above 0.
+        """
         table = "evaluations" if name.startswith("eval/") else "metrics"
         found = self.connection.execute(
-            f"SELECT step, {quote_name(name)} AS value FROM {table}_held"
-            " WHERE stage = ? AND isfinite(value) ORDER BY step, rowid",
+            f"SELECT step, avg(value) OVER (ORDER BY step, place ROWS {smooth - 1} PRECEDING) AS value"
+            f" FROM (SELECT step, rowid AS place, {quote_name(name)} AS value FROM {table}_held"
+            f" WHERE stage = ?) WHERE isfinite(value) AND value > {'0' if log else '-1e999'}"
+            " ORDER BY step, place",
             [stage],
         ).fetchnumpy()
         return Curve(stage, name, *map(np.ma.getdata, found.values()), run=run)
@@ -220,8 +238,8 @@ def open_record(root: Path, *, points: bool = False) -> Iterator[Record]:
     check_links(run_dir)
     with duckdb.connect(":memory:") as connection:
         record = Record(run_dir, connection)
-        paths = ", ".join(filter(None, map(record.list_files, KINDS)))
-        connection.execute(SETTINGS + CLOSING.format(paths))
+        paths = ", ".join(map(record.list_files, KINDS))
+        connection.execute(f"{SETTINGS}{CLOSING.format(paths)};{SHOWING}")
         try:
             if points:
                 record.load_points()

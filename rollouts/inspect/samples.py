@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rollouts.errors import ConfigError, RecordError, RunDirError
-from rollouts.inspect.facts import count_of, describe_failure, find_failure
+from rollouts.inspect.facts import count_of
 from rollouts.inspect.record import Record
 from rollouts.inspect.terminal import make_safe
 from rollouts.inspect.token_texts import load_tokenizer, split_text
@@ -138,8 +138,9 @@ def print_sample(console: Console, row: Row, marked: Text | None = None) -> None
     if len(rewards := row.get("rewards") or {}) > 1:
         parts = ", ".join(f"{name} {value}" for name, value in rewards.items())
         lines.append(Text(f"rewards: {parts}", style="dim"))
-    if failure := find_failure(row):
-        lines.append(Text(f"failed: {failure.get('class')} in {describe_failure(failure)}", style="dim"))
+    if isinstance(failure := (row.get("metadata") or {}).get("failure"), dict):
+        text = f"failed: {failure.get('class')} in {failure.get('function')}: {failure.get('message')}"
+        lines.append(Text(" ".join(text.split()), style="dim"))
     for line in [*lines, ""]:
         console.print(line, soft_wrap=True)
 

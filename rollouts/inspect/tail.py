@@ -1,6 +1,6 @@
 """The command `tail`: a run while it goes on, on one screen.
 
-    files ──► FileCursor.read_new ──► the newest rows of each kind ──► draw_screen, or a line a step
+    files ──► read_lines ──► the newest rows of each kind, in tables ──► SCREEN, or LINES: one a step
 
 Rows are taken when they are whole. A long file is followed from its last START_BYTES on.
 """
@@ -8,176 +8,180 @@ Rows are taken when they are whole. A long file is followed from its last START_
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from itertools import dropwhile
 from pathlib import Path
 
-import numpy as np
+import duckdb
 import trio
-from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from rollouts.inspect.chart import compute_means, draw_sparkline
-from rollouts.inspect.facts import TROUBLE, describe_failure, describe_step, find_failure, read_settings
-from rollouts.inspect.record import open_run_dir
-from rollouts.inspect.terminal import format_duration, format_number, make_safe
-from rollouts.metrics.jsonl import Row, has_place, parse_row
-from rollouts.run_dir import Activity, describe_activity, find_activity, list_parts
+from rollouts.inspect.facts import DESCRIBING, read_settings
+from rollouts.inspect.record import SHOWING, open_run_dir
+from rollouts.inspect.terminal import make_safe
+from rollouts.metrics.jsonl import Place, read_lines
+from rollouts.run_dir import RunDir, describe_activity, find_activity, list_parts
 
-START_BYTES = 8 << 20  # of the end of each of the last two parts that is read at first
-PACE_ROWS = 20  # rows whose times tell how long a step takes
-PRINTED_ROWS = 20  # lines for one look: the first look finds the whole run
+START_BYTES = 8 << 20  # of the end of each kind of file that is read at first
 HELD_ROWS = {"metrics": 2000, "evaluations": 1, "samples": 5, "spans": 20_000}  # the newest of each kind
-SHOWN_WARNINGS = 4
-COURSES = ("reward/mean", "rewards/accuracies", "loss/total")  # the first that a stage has is drawn
-NOT_PHASES = ("time/step", "time/weight_sync_pause")  # the whole, and a part of another phase
+OPENING = f"""
+    SET threads = 1;
+    {SHOWING};
+    {DESCRIBING};
+    CREATE MACRO lasting(s) AS CASE WHEN s < 100 THEN format('{{:.3g}} s', if(s < 0, 0, s))
+        WHEN s < 6000 THEN format('{{:.3g}} min', s / 60) ELSE format('{{:.1f}} h', s / 3600) END;
+    CREATE SEQUENCE places;
+    CREATE TABLE asked (stage VARCHAR, total BIGINT);
+    CREATE TABLE numbers (place BIGINT, name VARCHAR, value DOUBLE)"""
+TABLE = (
+    "CREATE TABLE {} (place BIGINT, stage VARCHAR, step BIGINT, attempt BIGINT, time_unix DOUBLE, row JSON)"
+)
+# lines that are no rows, and rows that do not say of which stage, step and attempt they are, are left out; of
+# spans all but requests
+TAKE = """
+    CREATE OR REPLACE TABLE {0} AS FROM (
+        FROM {0} UNION ALL
+        SELECT nextval('places') AS place, row->>'stage' AS stage, TRY_CAST(row->>'step' AS BIGINT) AS step,
+            TRY_CAST(row->>'attempt' AS BIGINT) AS attempt, TRY_CAST(row->>'time_unix' AS DOUBLE), row
+        FROM (SELECT TRY_CAST(unnest(?::VARCHAR[]) AS JSON) AS row)
+        WHERE row->>'stage' IS NOT NULL AND TRY_CAST(row->>'step' AS BIGINT) IS NOT NULL
+            AND TRY_CAST(row->>'attempt' AS BIGINT) IS NOT NULL
+            AND ('{0}' != 'spans' OR row->>'name' = 'generate'))
+    QUALIFY row_number() OVER (ORDER BY place DESC) <= {1}"""
+# those that the screen needs of all steps
+NUMBERS = """
+    INSERT INTO numbers
+    SELECT place, key, TRY_CAST(value AS DOUBLE) AS number
+    FROM (FROM metrics ANTI JOIN numbers USING (place)) AS fresh, json_each(fresh.row)
+    WHERE (key IN (SELECT name FROM troubles) OR key LIKE 'fail/%'
+        OR key IN ('reward/mean', 'rewards/accuracies', 'loss/total')) AND isfinite(number)"""
+# `steps`: the rows of metrics without those after the step from which a later attempt went on
+STEPS = """
+    CREATE VIEW begun AS
+    SELECT stage, attempt, min(step) AS first, min(place) AS place FROM metrics GROUP BY ALL;
+    CREATE VIEW steps AS
+    SELECT metrics.*, total, format('{} step {}', stage, step) || coalesce(' of ' || total, '') AS title
+    FROM metrics LEFT JOIN asked USING (stage) WHERE NOT EXISTS (FROM begun WHERE begun.stage = metrics.stage
+        AND begun.attempt > metrics.attempt AND begun.first <= metrics.step);
+    CREATE MACRO join_facts(row, separator) AS array_to_string(
+        [fact.key || ' ' || fact.value FOR fact IN map_entries(describe_step(row)) IF fact.value IS NOT NULL],
+        separator)"""
+# of the newest rows, each step a line; the first look finds the whole run
+LINES = """
+    SELECT title || '  ' || join_facts(row, '  ')
+    FROM (FROM steps WHERE place > coalesce(getvariable('printed'), 0) ORDER BY place DESC LIMIT 20)
+    ORDER BY place"""
+PRINTED = "SET VARIABLE printed = (SELECT max(place) FROM steps)"
+# where the run is and what its newest row says; the course of the first of three metrics that the stage has;
+# then what engines, evaluations and samples say, and the last four warnings
+SCREEN = """
+    WITH newest AS (FROM steps ORDER BY place DESC LIMIT 1),
+    own AS (FROM steps SEMI JOIN newest USING (stage)),
+    pace AS (SELECT median(seconds) AS seconds FROM (
+        SELECT time_unix - lag(time_unix) OVER (ORDER BY place) AS seconds
+        FROM (FROM own SEMI JOIN newest USING (attempt) ORDER BY place DESC LIMIT 20))),
+    courses AS (
+        SELECT *, list_position(['loss/total', 'rewards/accuracies', 'reward/mean'], name) AS rank
+        FROM own JOIN numbers USING (place) WHERE rank IS NOT NULL),
+    drawn AS (
+        SELECT *, min(step) OVER () AS low, max(step) OVER () - low + 1 AS span,
+            least(span, greatest(10, least(60, $width - len(name) - 30)))::INT AS columns FROM courses
+        WHERE rank = (SELECT rank FROM courses GROUP BY rank HAVING count(*) > 1 ORDER BY 1 DESC LIMIT 1)),
+    course AS (
+        SELECT map_from_entries(list((place, mean))) AS means
+        FROM (SELECT (step - low) * columns // span AS place, avg(value) AS mean FROM drawn GROUP BY ALL)),
+    warnings AS (
+        SELECT 1 AS part, place, format('{}: attempt {} goes on from step {}',
+            stage, attempt, first) AS text
+        FROM begun WHERE EXISTS (FROM metrics WHERE metrics.stage = begun.stage
+            AND metrics.attempt < begun.attempt AND metrics.step >= begun.first)
+        UNION ALL
+        SELECT 1, place, format('{} step {}: {:g} {}', stage, step, value, what)
+        FROM steps JOIN numbers USING (place) JOIN troubles USING (name) WHERE value > 0
+        UNION ALL
+        SELECT 2, place, format('{} step {}: {}: {}', stage, step, coalesce(row->>'id', ''), regexp_replace(
+            concat_ws(': ', row->>'$.metadata.failure.function', row->>'$.metadata.failure.message'),
+            '\\s+', ' ', 'g')) FROM samples WHERE row->>'status' = 'failed')
+    SELECT line FROM (
+        SELECT 0 AS part, 0 AS place, $state AS line UNION ALL
+        SELECT 1, 0, 'no step has ended yet' WHERE NOT EXISTS (FROM steps)
+        UNION ALL
+        SELECT 1, 0, title || format(', attempt {}', attempt)
+            || coalesce(format(', {} ago', lasting($now - time_unix)), '')
+            || coalesce(if($goes_on, format(', {} left', lasting(pace.seconds * (total - step))),
+                NULL), '') FROM newest, pace
+        UNION ALL
+        SELECT 2, 0, format('{} {} {} {}', any_value(name), brief(arg_min(drawn.value, drawn.place)),
+            sparkline([any_value(means)[place] FOR place IN range(any_value(columns))]),
+            brief(arg_max(drawn.value, drawn.place))) FROM drawn, course HAVING count(*) > 0
+        UNION ALL
+        SELECT 3, 0, nullif(join_facts(row, '   '), '') FROM newest
+        UNION ALL
+        SELECT 4, 0, 'phases    ' || string_agg(
+            format('{} {:.2f} s', key[6:], seconds), '  ' ORDER BY seconds DESC)
+        FROM (SELECT key, TRY_CAST(value AS DOUBLE) AS seconds FROM newest, json_each(newest.row))
+        WHERE key LIKE 'time/%' AND key NOT IN ('time/step', 'time/weight_sync_pause') AND seconds IS NOT NULL
+        UNION ALL
+        SELECT 5, min(place), format('engine    {}: {} requests, {} tokens in step {}', row->>'track',
+            count(*), sum(TRY_CAST(row->>'tokens' AS BIGINT)), step)
+        FROM spans SEMI JOIN (FROM spans ORDER BY place DESC LIMIT 1) AS one USING (stage, step)
+        GROUP BY row->>'track', step
+        UNION ALL
+        SELECT 6, 0, format('evaluated {} step {}: ', any_value(stage), any_value(step)) || array_to_string(
+            list(key || ' ' || brief(TRY_CAST(value AS DOUBLE)) ORDER BY id)[:4], ', ')
+        FROM evaluations, json_each(evaluations.row)
+        WHERE contains(key, '/') AND TRY_CAST(value AS DOUBLE) IS NOT NULL HAVING count(*) > 0
+        UNION ALL
+        SELECT 7, 0, 'failed    ' || string_agg(
+            format('{} {:.0f}', name[6:], total), ', ' ORDER BY total DESC)
+        FROM (SELECT name, sum(value) AS total FROM steps JOIN numbers USING (place)
+            WHERE name LIKE 'fail/%' GROUP BY name HAVING total > 0)
+        UNION ALL
+        SELECT 8, place, format('sample    {} {} {} {} reward {}: {}', stage, step, coalesce(row->>'id', ''),
+            coalesce(row->>'status', ''), coalesce(printf('%.3g', number_of(row, 'reward')), 'none'),
+            coalesce(left(row->>'response', 2 * $width), '')) FROM samples
+        UNION ALL
+        SELECT 8 + part, place, 'warning   ' || text
+        FROM (FROM warnings ORDER BY part DESC, place DESC LIMIT 4))
+    WHERE line IS NOT NULL ORDER BY part, place"""
 
 
-@dataclass(slots=True)
-class FileCursor:
-    """How far one .jsonl file was read."""
-
-    path: Path  # of the first part
-    part: Path | None = None  # the one that is read
-    offset: int = 0  # bytes of that part, always the beginning of a line but at first
-
-    def read_new(self) -> list[Row]:
-        """The rows of the lines that were ended since, over parts that were begun since. Damaged ones are
-        left out.
-        """
-        rows: list[Row] = []
-        parts, first = list_parts(self.path), self.part is None
-        for part in parts[-2:] if first else list(dropwhile(lambda part: part != self.part, parts)):
-            if part != self.part:
-                self.part, self.offset = part, max(0, part.stat().st_size - START_BYTES) if first else 0
-            with part.open("rb") as file:
-                file.seek(self.offset)
-                lines, newline, _ = file.read().rpartition(b"\n")
-            self.offset += len(lines) + len(newline)
-            found = map(parse_row, lines.split(b"\n"))
-            rows += [row for row in found if row and has_place(row) and isinstance(row.get("stage"), str)]
-        return rows
-
-
-def find_steps(rows: Iterable[Row]) -> tuple[list[Row], list[str]]:
-    """The rows of metrics, without those after the step from which a later attempt went on; and warnings."""
-    steps: list[Row] = []
-    warnings: list[str] = []
-    for row in rows:
-        stage, step, attempt, held = row["stage"], row["step"], row["attempt"], len(steps)
-        while (
-            steps
-            and steps[-1]["stage"] == stage
-            and steps[-1]["step"] >= step
-            and steps[-1]["attempt"] < attempt
-        ):
-            steps.pop()
-        if len(steps) < held:
-            warnings.append(f"{stage}: attempt {attempt} goes on from step {step}")
-        steps.append({name: of for name, of in row.items() if "/" not in name or type(of) in (int, float)})
-        known = {TROUBLE[name]: count for name in TROUBLE if (count := steps[-1].get(name))}
-        warnings += [f"{stage} step {step}: {count:g} {what}" for what, count in known.items()]
-    return steps, warnings
-
-
-def estimate_left_s(steps: Sequence[Row], asked: Mapping[str, int]) -> float | None:
-    """Seconds that the rest of the stage takes at the pace of its last rows; None where that is not known."""
-    last = steps[-1]
-    own = [row for row in steps if all(row[name] == last[name] for name in ("stage", "attempt"))]
-    times = [row["time_unix"] for row in own[-PACE_ROWS:] if "time_unix" in row]
-    if len(times) < 2 or last["stage"] not in asked:
-        return None
-    return max(0.0, float(np.median(np.diff(times))) * (asked[last["stage"]] - last["step"]))
-
-
-def describe_place(row: Row, asked: Mapping[str, int]) -> str:
-    """Stage and step of a row, and how many steps the config asks for."""
-    total = f" of {asked[row['stage']]}" if row["stage"] in asked else ""
-    return f"{row['stage']} step {row['step']}{total}"
-
-
-def draw_screen(
-    root: Path,
-    history: Mapping[str, Iterable[Row]],
-    asked: Mapping[str, int],
-    activity: Activity,
-    *,
-    width: int,
-    now_unix: float,
-) -> Text:
-    """What is known of the run, at most about 25 lines of `width` characters. `asked`: steps by stage."""
-    steps, warnings = find_steps(history["metrics"])
-    lines = [f"{root}: {describe_activity(activity)}"]
-    lines += (
-        draw_step(steps, asked, activity, width=width, now_unix=now_unix)
-        if steps
-        else ["no step has ended yet"]
+def open_tables(root: Path) -> duckdb.DuckDBPyConnection:
+    """A database in memory that has no rows yet, and the steps that the config asks of each stage."""
+    settings = read_settings(open_run_dir(root))
+    asked = {
+        name[:-6]: text for name, text in settings.items() if name.endswith(".steps") and text.isdecimal()
+    }
+    connection = duckdb.connect(":memory:")
+    connection.execute(";".join([OPENING, *map(TABLE.format, HELD_ROWS), STEPS]))
+    connection.execute(
+        "INSERT INTO asked SELECT unnest(?::VARCHAR[]), unnest(?::VARCHAR[])",
+        [list(asked), [*asked.values()]],
     )
-    requests = [
-        row for row in history["spans"] if row.get("name") == "generate" and type(row.get("tokens")) is int
-    ]
-    tokens: dict[str, list[int]] = {}
-    for row in requests:
-        if all(row[name] == requests[-1][name] for name in ("stage", "step")):
-            tokens.setdefault(str(row.get("track")), []).append(row["tokens"])
-    for name, counts in tokens.items():
-        step = requests[-1]["step"]
-        lines.append(f"engine    {name}: {len(counts)} requests, {sum(counts)} tokens in step {step}")
-    for row in history["evaluations"]:
-        values = [
-            f"{name} {format_number(of)}" for name, of in row.items() if "/" in name and isinstance(of, float)
-        ]
-        lines.append(f"evaluated {row['stage']} step {row['step']}: {', '.join(values[:4])}")
-    failed: Counter[str] = Counter()
-    for row in steps:
-        failed.update({name[5:]: row[name] for name in row if name.startswith("fail/") and row[name]})
-    if failed:
-        lines.append(f"failed    {', '.join(f'{kind} {count:.0f}' for kind, count in failed.most_common())}")
-    for row in history["samples"]:
-        reward = f"{row['reward']:.3g}" if isinstance(row.get("reward"), int | float) else "none"
-        place = f"{row['stage']} {row['step']} {row.get('id', '')} {row.get('status', '')}"
-        lines.append(f"sample    {place} reward {reward}: {row.get('response', '')}")
-        if row.get("status") == "failed":
-            why = describe_failure(find_failure(row))
-            warnings.append(f"{row['stage']} step {row['step']}: {row.get('id', '')}: {why}")
-    lines += [f"warning   {text}" for text in warnings[-SHOWN_WARNINGS:]]
-    return Text("\n".join(clip(line, width) for line in lines))
+    return connection
 
 
-def draw_step(
-    rows: Sequence[Row], asked: Mapping[str, int], activity: Activity, *, width: int, now_unix: float
-) -> list[str]:
-    """Where the run is, and what its newest row says."""
-    last, left = rows[-1], estimate_left_s(rows, asked)
-    place = f"{describe_place(last, asked)}, attempt {last['attempt']}"
-    if "time_unix" in last:
-        place += f", {format_duration(max(0.0, now_unix - last['time_unix']))} ago"
-    if left is not None and activity.may_go_on:
-        place += f", {format_duration(left)} left"
-    lines = [place]
-    own = [row for row in rows if row["stage"] == last["stage"]]
-    held = {name: [row for row in own if name in row] for name in COURSES}
-    for name in [name for name in COURSES if len(held[name]) > 1][:1]:
-        steps, values = (np.array([row[key] for row in held[name]]) for key in ("step", name))
-        span = int(steps.max() - steps.min()) + 1
-        count = min(max(10, min(60, width - len(name) - 30)), span)
-        course = draw_sparkline(compute_means((steps - steps.min()) * count // span, values, count))
-        lines.append(f"{name} {format_number(values[0])} {course} {format_number(values[-1])}")
-    lines.append("   ".join(map(" ".join, describe_step(last).items())))
-    phases = [(of, name) for name, of in last.items() if name.startswith("time/") and name not in NOT_PHASES]
-    shown = "  ".join(f"{name[5:]} {seconds:.2f} s" for seconds, name in sorted(phases, reverse=True))
-    return [*lines, f"phases    {shown}"] if shown else lines
+def find_start(path: Path) -> Place:
+    """The place START_BYTES before the end of a file, over its parts."""
+    room = START_BYTES
+    for number, part in reversed(list(enumerate(list_parts(path)))):
+        room -= part.stat().st_size
+        if room < 0:
+            return Place(number, -room)
+    return Place()
 
 
-def clip(line: str, width: int) -> str:
-    """The line as it can stand on a terminal: safe, and no wider than `width` columns."""
-    shown = make_safe(line[: 2 * width], one_line=True)
-    return shown if cell_len(shown) <= width else f"{set_cell_size(shown, width - 1)}…"
+def take_rows(connection: duckdb.DuckDBPyConnection, root: Path, places: dict[str, Place]) -> bool:
+    """Whether lines were ended since, whose rows are in the tables now, and the places behind them."""
+    found = False
+    for kind, held in HELD_ROWS.items():
+        if lines := list(read_lines(root / f"{kind}.jsonl", places[kind])):
+            found, places[kind] = True, lines[-1][1]
+            texts = [line.decode(errors="replace") for line, _ in lines]
+            connection.execute(TAKE.format(kind, held), [texts])
+            connection.execute(NUMBERS)
+    return found
 
 
 async def follow(root: Path, console: Console, every_s: float, once: bool) -> None:
@@ -186,36 +190,25 @@ async def follow(root: Path, console: Console, every_s: float, once: bool) -> No
     Ends after a look that began when the run was not at work, so that no row is missed. Raises RunDirError
     for a directory that is no run.
     """
-    run_dir = open_run_dir(root)
-    settings = read_settings(run_dir)
-    asked = {
-        name[:-6]: int(text)
-        for name, text in settings.items()
-        if name.endswith(".steps") and text.isdecimal()
-    }
-    history = {kind: deque[Row](maxlen=count) for kind, count in HELD_ROWS.items()}
-    cursors = {kind: FileCursor(root / f"{kind}.jsonl") for kind in history}
-    shown: Activity | None = None
+    connection, shown = open_tables(root), ""
+    places = {kind: find_start(root / f"{kind}.jsonl") for kind in HELD_ROWS}
     lively = console.is_terminal and not once
-    with Live(console=console, auto_refresh=False) if lively else nullcontext() as live:
+    with connection, Live(console=console, auto_refresh=False) if lively else nullcontext() as live:
         while True:
-            activity = find_activity(run_dir)
-            found = {kind: cursor.read_new() for kind, cursor in cursors.items()}
-            for kind, rows in found.items():
-                history[kind].extend(rows)
-            if any(found.values()) or activity != shown:
-                shown = activity
-                screen = draw_screen(
-                    root, history, asked, activity, width=console.width, now_unix=time.time()
-                )
+            activity = find_activity(RunDir(root))
+            state = f"{root}: {describe_activity(activity)}"
+            if take_rows(connection, root, places) or state != shown:
+                shown, whole = state, lively or once or not activity.may_go_on
+                values = {"state": state, "width": console.width, "now": time.time()}
+                values["goes_on"] = activity.may_go_on
+                found = connection.execute(SCREEN, values) if whole else connection.execute(LINES)
+                lines = [make_safe(line, one_line=True) for (line,) in found.fetchall()]
+                connection.execute(PRINTED)
+                text = Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
                 if live is not None:
-                    live.update(screen, refresh=True)
-                elif once or not activity.may_go_on:
-                    console.print(screen, soft_wrap=True)
-                else:
-                    for row in found["metrics"][-PRINTED_ROWS:]:
-                        facts = [describe_place(row, asked), *map(" ".join, describe_step(row).items())]
-                        console.print(clip("  ".join(facts), console.width), soft_wrap=True)
+                    live.update(text, refresh=True)
+                elif lines:
+                    console.print(text)
             if once or not activity.may_go_on:
                 return
             await trio.sleep(every_s)

@@ -6,6 +6,7 @@ import io
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -61,40 +62,31 @@ def make_table(
     table = Table(title=title or None, title_justify="left", title_style="bold", pad_edge=lines)
     table.box, table.padding = (HEAVY_HEAD, (0, 1)) if lines else (None, (0, 2, 0, 0))
     for name in headings:
-        style = "cyan" if name.startswith("|") else ""
-        table.add_column(name.lstrip(">|"), justify="right" if name.startswith(">") else "left", style=style)
-        table.columns[-1].overflow = "fold"
+        style, justify = "cyan" * name.startswith("|"), "right" if name.startswith(">") else "left"
+        table.add_column(name.lstrip(">|"), justify=justify, style=style, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
 
 
 def tabulate(
-    title: str, rows: Sequence[Mapping[str, str]], *, lines: bool = True, absent: str = "", width: int = 0
+    title: str, rows: Sequence[Mapping[str, object]], *, lines: bool = True, absent: str = "", width: int = 0
 ) -> Table:
     """A table with a row for each mapping, and a column for each heading that has a text in some row.
 
     With `width`, columns that do not fit are left out, and the title says how many.
     """
+    texts = [{name: str(of) for name, of in row.items() if of is not None} for row in rows]
     known = dict.fromkeys(name for row in rows for name in row)
-    headings = [name for name in known if any(row.get(name) for row in rows)]
-    used, fit = 1, 0
-    for name in headings:
-        used += max(len(name.lstrip(">|")), *(len(row.get(name, "")) for row in rows)) + 3
-        fit += not width or used <= width or fit < 2
-    if fit < len(headings):
-        title += f" ({len(headings) - fit} more columns in a wider terminal)"
-    cells = [[row.get(name) or absent for name in headings[:fit]] for row in rows]
-    return make_table(title, headings[:fit], cells, lines=lines)
+    sizes = {name: max(len(row.get(name, "")) for row in texts) for name in known}
+    names = [name for name, size in sizes.items() if size]
+    ends = accumulate(max(sizes[name], len(name.lstrip(">|"))) + 3 for name in names)
+    fit = max(2, sum(end < width for end in ends)) if width else len(names)
+    title += f" ({len(names) - fit} more columns in a wider terminal)" * (fit < len(names))
+    cells = ([row.get(name) or absent for name in names[:fit]] for row in texts)
+    return make_table(title, names[:fit], cells, lines=lines)
 
 
-def format_duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3.5 h`."""
-    if seconds < 100:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.3g} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-def format_number(value: float, digits: int = 4) -> str:
+def format_number(value: float, digits: int = 4, *, sign: str = "-") -> str:
     """A number with so many significant digits: 12.35, 0.0012, 12346 where the whole part is longer."""
-    return f"{value:.0f}" if 10**digits <= abs(value) < 10**7 else f"{value:.{digits}g}"
+    return f"{value:{sign}.0f}" if 10**digits <= abs(value) < 10**7 else f"{value:{sign}.{digits}g}"

@@ -13,14 +13,16 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from rollouts.errors import RunDirError
-from rollouts.run_dir import RunDir, list_parts
+from rollouts.run_dir import RunDir, list_parts, part_path
 
+LINE_BYTES = 1 << 16  # of a row, at most, where a file has lost its end
 Row = dict[str, Any]
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 _decode = msgspec.json.Decoder().decode
 
 
@@ -68,6 +70,31 @@ def iterate_rows(path: Path, *, report: Callable[[str], None]) -> Iterator[Row]:
                         f"{part}: the last line is torn ({len(line)} bytes) and left out; its writer was"
                         " killed, or is writing it"
                     )
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A place in a .jsonl file: the beginning of a row."""
+
+    part: NonNegative = 0  # 0 is NAME.jsonl, n is NAME.n.jsonl
+    offset: NonNegative = 0  # bytes from the beginning of the part
+
+
+def read_lines(path: Path, place: Place) -> Iterator[tuple[bytes, Place]]:
+    """Each whole line after a place, over the parts, with the place after it. A line without its newline is
+    waited for. Raises OSError.
+    """
+    part, offset, has_next = place.part, place.offset, True
+    while has_next:
+        # looked at before the part is read: a part begins when the last row of the one before is written
+        has_next = part_path(path, part + 1).exists()
+        with suppress(FileNotFoundError), part_path(path, part).open("rb") as file:
+            # at the beginning of a line also where a power cut has taken the file's end, and rows were added
+            offset = min(offset, file.seek(0, os.SEEK_END))
+            begin = file.seek(max(0, offset - LINE_BYTES))
+            file.seek(begin + file.read(offset - begin).rfind(b"\n") + 1)
+            while (line := file.readline()).endswith(b"\n"):
+                yield line, Place(part, file.tell())
+        part, offset = part + 1, 0
 
 
 def newest_attempts(rows: Iterable[Row]) -> list[Row]:

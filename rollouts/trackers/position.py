@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import io
 import math
 import os
 import uuid
@@ -15,10 +14,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from rollouts.errors import RunDirError
-from rollouts.run_dir import part_path
-from rollouts.trackers.sinks import NonNegative, Place, TrackedRow
-
-LINE_BYTES = 1 << 16  # of a row, at most, where a file has lost its end
+from rollouts.metrics.jsonl import NonNegative, Place, read_lines
+from rollouts.trackers.sinks import TrackedRow
 
 
 class LeftOut(msgspec.Struct, frozen=True):
@@ -115,7 +112,7 @@ def read_batch(
     """
     rows: list[TrackedRow] = []
     ends: dict[str, Place] = {}
-    sources = [read_lines(root, file, position.files.get(file, Place()), say) for file in files]
+    sources = [parse_lines(root, file, position.files.get(file, Place()), say) for file in files]
     for _, file, row, end in heapq.merge(*sources, key=itemgetter(0)):
         if row is not None:
             if len(rows) == limit:
@@ -125,29 +122,16 @@ def read_batch(
     return Batch(rows, ends)
 
 
-def read_lines(
+def parse_lines(
     root: Path, file: str, place: Place, say: Callable[[str], None]
 ) -> Iterator[tuple[float, str, Mapping[str, Any] | None, Place]]:
     """(time, file, row, where the next line begins) of each whole line; row None: it is none."""
-    part, offset, has_next = place.part, place.offset, True
-    while has_next:
-        path, following = (part_path(root / f"{file}.jsonl", number) for number in (part, part + 1))
-        # looked at before the part is read: a part begins when the last row of the one before is written
-        has_next = following.exists()
-        with path.open("rb") if path.exists() else io.BytesIO() as opened:
-            # at the beginning of a line also where a power cut has taken the file's end, and rows were added
-            offset = min(offset, opened.seek(0, io.SEEK_END))
-            begin = opened.seek(max(0, offset - LINE_BYTES))
-            opened.seek(begin + opened.read(offset - begin).rfind(b"\n") + 1)
-            for line in iter(opened.readline, b""):
-                if not line.endswith(b"\n"):
-                    break
-                end, row = Place(part, opened.tell()), None
-                try:
-                    row = msgspec.json.decode(line)
-                    time_unix = msgspec.convert(row, Head).time_unix
-                except (ValueError, RecursionError):
-                    say(f"{path.name}: no row ends at byte {end.offset} ({line[:40]!r}…): passed over")
-                    row, time_unix = None, -math.inf
-                yield time_unix, file, row, end
-        part, offset = part + 1, 0
+    for line, end in read_lines(root / f"{file}.jsonl", place):
+        row, time_unix = None, -math.inf
+        try:
+            row = msgspec.json.decode(line)
+            time_unix = msgspec.convert(row, Head).time_unix
+        except (ValueError, RecursionError):
+            row = None
+            say(f"{file}.jsonl: no row ends at byte {end.offset} ({line[:40]!r}…): passed over")
+        yield time_unix, file, row, end

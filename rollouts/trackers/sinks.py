@@ -12,23 +12,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
-
-import msgspec
+from typing import Any, Protocol
 
 from rollouts.errors import ConfigError, SinkRefused
+from rollouts.metrics.jsonl import Place
 
 HEAD_FIELDS = frozenset({"schema", "stage", "step", "policy_version", "attempt", "time_unix", "name"})
 Mark = Mapping[str, Any]  # JSON values
-NonNegative = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class Place(msgspec.Struct, frozen=True):
-    """A place in a file of the run: the beginning of a row."""
-
-    part: NonNegative = 0  # 0 is NAME.jsonl, n is NAME.n.jsonl
-    offset: NonNegative = 0  # bytes from the beginning of the part
-
 
 START = Place()
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollouts.cli import main
 from rollouts.errors import ConfigError, RunDirError
-from rollouts.inspect.chart import compute_means, draw_chart, draw_sparkline, smooth_values
+from rollouts.inspect.chart import draw_chart
 from rollouts.inspect.commands import format_cell, run_sql
 from rollouts.inspect.record import Curve, open_record
 from rollouts.metrics.jsonl import newest_attempts, read_rows
@@ -174,11 +174,18 @@ def test_runs_are_compared_at_equal_steps(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_curves_of_a_line_have_no_gaps():
-    np.testing.assert_allclose(smooth_values(np.array([1.0, 2.0, 6.0]), 2), [1.0, 1.5, 4.0])
-    assert draw_sparkline(np.array([0.0, 1.0, 2.0])) == "▁▅█"
-    assert draw_sparkline(compute_means(np.array([0, 2, 2]), np.ones(3), 3)) == "▅ ▅"
     text = draw_chart([Curve("rl", "x", np.array([1, 2]), np.array([0.0, 1.0]))], width=4, height=2).plain
     assert text == "   rl x\n1 ┤⠀⠀⡠⠊\n0 ┤⡠⠊⠀⠀\n   1step 2"
+
+
+def test_a_curve_is_smoothed_by_means_up_to_each_value(tmp_path: Path):
+    write_rows(tmp_path / "metrics.jsonl", *({"step": step, "x/y": of} for step, of in enumerate((1, 2, -6))))
+    with open_record(tmp_path, points=True) as record:
+        assert record.read_curve("rl", "x/y", smooth=2).values.tolist() == [1.0, 1.5, -2.0]
+        assert record.read_curve("rl", "x/y", log=True).values.tolist() == [1.0, 2.0]
+        assert record.rows("SELECT sparkline([0.0, 1, 2]) AS a, sparkline([1, NULL, 1]) AS b") == [
+            {"a": "▁▅█", "b": "▅ ▅"}
+        ]
 
 
 def test_plot_chooses_metrics_by_pattern_and_stacks_runs_without_colours(

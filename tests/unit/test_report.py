@@ -156,7 +156,6 @@ def test_several_runs_are_compared_and_a_path_that_cannot_be_written_is_named(tm
     write_report(runs, tmp_path / "both.html")
     report = Page(tmp_path / "both.html").data("report-data")
     assert len({item["name"] for item in report["runs"]}) == 2
-    assert report["differences"] == [["rl.optim.lr", ["0.001", "0.005"]]]
     with pytest.raises(StorageError, match=r"missing/report\.html cannot be written .*--output"):
         write_report(runs[:1], tmp_path / "missing" / "report.html")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from rollouts.inspect.facts import DROPPED, OUTCOMES, find_trouble, load_facts, read_settings
+from rollouts.inspect.facts import DROPPED, OUTCOMES, TROUBLE, load_facts, read_settings
 from rollouts.inspect.record import Record, find_checkpoints
 from rollouts.inspect.report.samples import gather_samples
 from rollouts.run_dir import RunDir, describe_activity, find_activity
@@ -91,6 +91,7 @@ TABLES = {
     "phases": CURVES.format(value="sum(COLUMNS('^(time/.*|no metric)$')) / count(*)"),  # absent ones are 0
     "failed": FAILED.format(),
     "dropped": DROPPED,
+    "trouble": TROUBLE,
     "messages": "SELECT * EXCLUDE (place) FROM messages",
     "spreads": SPREADS,
     "evaluations": "SELECT * EXCLUDE (schema, attempt) FROM evaluations_held ORDER BY rowid",
@@ -127,7 +128,6 @@ def gather_run(record: Record, name: str = "", *, points: int = POINTS, sample_b
         "notes": [*record.notes, *samples.remarks],
         "messages": tables["messages"][:MESSAGES],
         "more_messages": max(0, len(tables["messages"]) - MESSAGES),
-        "trouble": find_trouble(record),
         "updates": read_updates(record.run_dir),
         "config": list(read_settings(record.run_dir).items()),
         "samples": {"total": samples.total, "shown": len(samples.texts), "how": samples.how},

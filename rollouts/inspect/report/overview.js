@@ -38,7 +38,10 @@ function stageTable(run) {
 
 function addDifferences() {
   if (!several) return;
-  const rows = report.differences.map(([key, values]) => [el("span", { class: "mono" }, key), ...values.map((value) => el("span", { class: "mono" }, value ?? "–"))]);
+  const settings = runs.map((run) => new Map(run.config));
+  const names = [...new Set(settings.flatMap((own) => [...own.keys()]))].filter((key) => key !== "output.dir");
+  const differing = names.map((key) => [key, settings.map((own) => own.get(key))]).filter(([, values]) => new Set(values).size > 1);
+  const rows = differing.map(([key, values]) => [el("span", { class: "mono" }, key), ...values.map((value) => el("span", { class: "mono" }, value ?? "–"))]);
   addSection(
     "differences", "Settings that differ",
     rows.length ? table([["setting", ""], ...runs.map((run) => [run.name, "wrap"])], rows, { label: "Settings that differ" }) : el("p", { class: "soft" }, "None but the run's directory."),
@@ -55,7 +58,7 @@ function failureParts(run, index) {
   const parts = [];
   if (classes.length) parts.push(classTable(run, classes));
   if (messages.length) parts.push(messageTable(run, index, messages));
-  const bars = [...dropped.map(([name, total]) => [`groups dropped: ${name}`, count(total)]), ...trouble.map(([name, total]) => [name, number(total)])];
+  const bars = [...dropped.map(([name, total]) => [`groups dropped: ${name}`, count(total)]), ...trouble.map(({ what, total }) => [what, number(total)])];
   if (bars.length) parts.push(table([["what", ""], ["how often", "number"]], bars, { caption: "Dropped and skipped" }));
   return several && parts.length ? [el("h3", {}, run.name), ...parts] : parts;
 }

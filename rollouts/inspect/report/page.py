@@ -16,7 +16,6 @@ from pathlib import Path
 
 from rollouts import __version__
 from rollouts.errors import StorageError
-from rollouts.inspect.facts import find_differences
 from rollouts.inspect.record import open_records
 from rollouts.inspect.report.gather import CURVE_VALUES, POINTS, RunReport, gather_run
 from rollouts.inspect.report.samples import encode_json
@@ -69,7 +68,6 @@ def make_page(runs: Sequence[RunReport]) -> str:
         "version": __version__,
         "made": int(time.time()),
         "runs": facts,
-        "differences": list(find_differences([dict(run["config"]) for run in facts]).items()),
     }
     files = resources.files("rollouts.inspect.report")
     style, *scripts, frame = (
