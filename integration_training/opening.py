@@ -44,15 +44,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rollouts.backends.fsdp import FSDPTrainingBackend
-    from rollouts.backends.policy_and_critic import PolicyAndCritic
     from rollouts.backends.pytorch import PyTorchTrainingBackend
     from rollouts.checkpoints.writer import CheckpointWriter, Keep
     from rollouts.ranks.meet import OpenRanks
 
     Backend = PyTorchTrainingBackend | FSDPTrainingBackend
-    Saved = Backend | PolicyAndCritic
 
 HELD_OUT = "heldout"
+CRITIC = "critic"  # the folder of a checkpoint that holds the critic
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,6 @@ class Stage:
     name: str
     backend: Backend
     critic: Backend | None  # trains beside it, where [rl.critic] asks for one
-    saved: Saved  # both, or the backend alone: what checkpoints hold
     engine: InferenceEngine | None  # the embedded engine or a fleet; None: the model has no head to generate
     sync_weights: SyncWeights | None  # brings every engine to the backend's version; None without an engine
     checkpoints: CheckpointWriter
@@ -99,14 +97,12 @@ async def open_stage(run: Run, stage: str, model_path: Path) -> AsyncIterator[St
     as the config says.
     """
     from rollouts.backends.open import choose_autocast_dtype
-    from rollouts.backends.policy_and_critic import PolicyAndCritic
     from rollouts.checkpoints.writer import open_checkpoint_writer
 
     async with (
         open_backend(run, stage, model_path) as backend,
         open_critic(run, stage, backend, model_path) as critic,
     ):
-        saved = PolicyAndCritic(backend, critic) if critic else backend
         dtype = choose_autocast_dtype(choose_autocast(run.config), run.device)
         open_engine: Any = nullcontext((None, None))
         if stage == "rl" and run.config.engine.kind != "local":
@@ -116,7 +112,7 @@ async def open_stage(run: Run, stage: str, model_path: Path) -> AsyncIterator[St
         async with (
             open_engine as (engine, sync_weights),
             open_checkpoint_writer(
-                saved,
+                {"": backend} | ({CRITIC: critic} if critic else {}),
                 run.run_dir,
                 stage,
                 config_hash=training_digest(run.config),
@@ -125,7 +121,7 @@ async def open_stage(run: Run, stage: str, model_path: Path) -> AsyncIterator[St
                 spans=run.spans,
             ) as checkpoints,
         ):
-            yield Stage(stage, backend, critic, saved, engine, sync_weights, checkpoints)
+            yield Stage(stage, backend, critic, engine, sync_weights, checkpoints)
 
 
 def open_backend(
@@ -171,7 +167,6 @@ async def open_critic(
     if config is None:
         yield None
         return
-    from rollouts.backends.policy_and_critic import CRITIC
     from rollouts.preflight import reward_models
 
     path = model_path

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from integration_training.opening import Run, Stage, choose_keep, open_scorer, open_stage, say, warn
+from integration_training.opening import CRITIC, Run, Stage, choose_keep, open_scorer, open_stage, say, warn
 from integration_training.reports import PAIRS, evaluate_once, evaluate_pairs_once, is_evaluated
 from integration_training.rl import train_rl
 from integration_training.surroundings import completed_steps, surround
@@ -85,7 +85,9 @@ async def run_stage(
         reach("stage.opened")
         if newest is not None:
             reach("resume.verified")
-            await opened.saved.load(newest).result()
+            await opened.backend.load(newest).result()
+            if opened.critic is not None:
+                await opened.critic.load(newest / CRITIC).result()
             reach("resume.restored")
         if stage == "rl":
             await sync_at_start(opened, newest, trains=completed < config.steps)
@@ -162,7 +164,8 @@ async def train_preference(run: Run, opened: Stage, newest: Path | None, start: 
                 async with scorer as frozen:  # scores every row once, and is gone before training begins
                     held_out = await preference.score_samples(held_out, config, frozen)
                     if completed_steps(newest) < config.steps:
-                        training = await preference.score_mixture(training, config, frozen)
+                        scored = await preference.score_samples(training.samples, config, frozen)
+                        training = training.with_samples(scored)
         both: dict[str, Any] = {"loss": make_preference_loss(run, opened), "reference": reference}
         return await train_and_measure(
             run,

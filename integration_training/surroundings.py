@@ -36,24 +36,20 @@ def surround(
     a reference that moves and, between two updates of the engine, its weights; the last save ends before the
     loop does, others beside training.
     """
-    from rollouts.checkpoints.writer import write_in_turn
+    from rollouts.checkpoints.writer import write_into
     from rollouts.reference.moving import REFERENCE, MovingReference
     from rollouts.weight_sync.engine_weights import hold_engine_weights
 
     section = stage_config(run.config, opened.name)
 
     async def save(step: int, encode: EncodeState) -> None:
-        write_more = None
+        write_more: list[Callable[[Path], Awaitable[None]]] = []
         if isinstance(section, RLTrainingConfig) and step % section.sync_every != 0:
             assert opened.engine is not None
-            write_more = await hold_engine_weights(opened.engine, step)
+            write_engine = await hold_engine_weights(opened.engine, step)
+            write_more += [write_engine] if write_engine else []
         if isinstance(reference, MovingReference):
-            write_reference = await reference.hold()
-
-            async def write(path: Path) -> None:
-                await write_reference(path / REFERENCE)
-
-            write_more = write_in_turn(write, write_more)
+            write_more.append(write_into(REFERENCE, await reference.hold()))
         last = step == section.steps or run.stop.is_requested()
         await opened.checkpoints.save(step, encode(), last=last, write_more=write_more)
 

@@ -114,7 +114,7 @@ class HeldPart:
         many of them hold weights, and wait for their names. Raises OSError; RunDirError on a rank that does
         not see `path`.
         """
-        rank = self.state.layout.rank
+        rank = self.state.rank
         check_seen(path, rank)
         if rank == 0:
             write_description(self.model, path, self.tokenizer)

@@ -1,8 +1,8 @@
 """A backend's training state in a checkpoint's `state/`, written by any number of ranks, read by any.
 
     optimizer.safetensors         one rank: exp_avg/NAME, exp_avg_sq/NAME, step/NAME; rng/cpu, rng/cuda
-    optimizer-R-of-W.safetensors  rank R of W: its rows of the moments, its random states; offsets, shapes of
-                                  the whole and steps as JSON in the header's metadata under "layout"
+    optimizer-R-of-W.safetensors  rank R of W: the same, with its own rows of the moments and its own random
+                                  states; the rows of all files, in the order of the ranks, are the whole
     backend.json                  the backend's counters
 
 Random states: rank r goes on with those of rank r; a rank that is new draws from a seed made of those of rank
@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,11 +36,16 @@ from rollouts.run_dir import checkpoint_state_dir
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-OPTIMIZER_FILE, BACKEND_FILE = "optimizer.safetensors", "backend.json"
+BACKEND_FILE = "backend.json"
 CPU_RNG, CUDA_RNG = "rng/cpu", "rng/cuda"
-MOMENTS, STEP, LAYOUT = ("exp_avg", "exp_avg_sq"), "step", "layout"
-SHARD_NAME = re.compile(r"optimizer-(\d+)-of-(\d+)\.safetensors")
+MOMENTS, STEP = ("exp_avg", "exp_avg_sq"), "step"
+SHARD_NAME = re.compile(r"optimizer-\d+-of-(\d+)\.safetensors")
 WAY_OUT = "resume from another checkpoint"
+
+
+def name_optimizer_file(rank: int, world_size: int) -> str:
+    """The file that a rank writes."""
+    return "optimizer.safetensors" if world_size == 1 else f"optimizer-{rank}-of-{world_size}.safetensors"
 
 
 def copy_random_states(device: torch.device) -> dict[str, Tensor]:
@@ -64,28 +67,13 @@ def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> Non
 # --- saving -------------------------------------------------------------------------------------------------
 
 
-class Extent(msgspec.Struct, frozen=True):
-    """Where a rank's part of a tensor lies in the whole."""
-
-    shape: tuple[int, ...]  # of the whole
-    offset: tuple[int, ...]
-
-
-class Layout(msgspec.Struct, frozen=True):
-    """What a rank's file says of itself."""
-
-    rank: int
-    ranks: int
-    steps: dict[str, float]  # of AdamW, by parameter name; the same in every file
-    tensors: dict[str, Extent]  # by key
-
-
 @dataclass(frozen=True, slots=True)
 class HeldState:
     """One rank's part of the training state between two steps."""
 
-    tensors: Mapping[str, Tensor]  # this rank's rows of the moments, and its random states
-    layout: Layout
+    tensors: Mapping[str, Tensor]  # this rank's rows of the moments, AdamW's steps, its random states
+    rank: int
+    world_size: int
     position: Mapping[str, float]
 
     def write(self, checkpoint: Path) -> None:
@@ -93,19 +81,15 @@ class HeldState:
 
         Synced where rank 0 will not do it: another machine's memory may hold the bytes back.
         """
-        folder, layout = checkpoint_state_dir(checkpoint), self.layout
+        folder = checkpoint_state_dir(checkpoint)
         folder.mkdir(parents=True, exist_ok=True)
-        if layout.ranks == 1:
-            steps = {f"{STEP}/{name}": torch.tensor(step) for name, step in layout.steps.items()}
-            write_safetensors(folder / OPTIMIZER_FILE, {**self.tensors, **steps})
-        else:
-            file = folder / f"optimizer-{layout.rank}-of-{layout.ranks}.safetensors"
-            write_safetensors(file, self.tensors, metadata={LAYOUT: msgspec.json.encode(layout).decode()})
-            if layout.rank:
-                fsync_path(file)
-        if layout.rank == 0:
-            text = json.dumps(dict(self.position), indent=1, allow_nan=False)
-            (folder / BACKEND_FILE).write_text(text, encoding="utf-8")
+        file = folder / name_optimizer_file(self.rank, self.world_size)
+        write_safetensors(file, self.tensors)
+        if self.rank:
+            fsync_path(file)
+            return
+        text = json.dumps(dict(self.position), indent=1, allow_nan=False)
+        (folder / BACKEND_FILE).write_text(text, encoding="utf-8")
 
 
 def hold_state(
@@ -123,29 +107,15 @@ def hold_state(
     """
     reshard(model)
     tensors = copy_random_states(find_device(model))
-    extents: dict[str, Extent] = {}
-    steps: dict[str, float] = {}
     for name, parameter in model.named_parameters():
-        offset = tuple(cut.start for cut in compute_local_slices(parameter))
         for kind, value in optimizer.state.get(parameter, {}).items():
-            local = get_local(value)
-            if kind == STEP:
-                steps[name] = float(local)
-            elif local.numel() and ranks.first_replica:
+            if kind == STEP or ranks.first_replica:
+                local = get_local(value)
                 tensors[f"{kind}/{name}"] = local.to("cpu", copy=True).contiguous() if copied else local
-                extents[f"{kind}/{name}"] = Extent(tuple(parameter.shape), offset)
-    return HeldState(tensors, Layout(ranks.rank, ranks.world_size, steps, extents), dict(position))
+    return HeldState(tensors, ranks.rank, ranks.world_size, dict(position))
 
 
 # --- loading ------------------------------------------------------------------------------------------------
-
-
-class Piece(NamedTuple):
-    """A part of a tensor as it lies in a file."""
-
-    file: Path
-    extent: Extent
-    size: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,159 +143,107 @@ def read_state(
     """
     reshard(model)
     folder = checkpoint_state_dir(checkpoint)
-    files = find_optimizer_files(folder)
-    steps, pieces = read_headers(files)
+    files = open_optimizer_files(folder)
     position = read_position(folder / BACKEND_FILE, fields)
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
-    check_headers(files[0], steps, pieces, parameters)
     random_states = read_random_states(files, ranks.rank, find_device(model))
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    keys = {key for file in files for key in file.shapes if not key.startswith("rng/")}
     states: dict[Tensor, dict[str, Tensor]] = {}
-    for name, step in steps.items():
+    for name in sorted({key.partition("/")[2] for key in keys}):
+        if name not in parameters:
+            raise CheckpointError(
+                f"{folder} has moments of {name!r}, which the model does not have; it is another model's"
+                " checkpoint"
+            )
         parameter = parameters[name]
-        local = get_local(parameter)
         # fused AdamW wants the step on the parameter's device
-        state = {STEP: torch.tensor(step, dtype=torch.float32, device=local.device)}
+        state = {STEP: read_step(files, name).to(get_local(parameter).device)}
         for kind in MOMENTS:
-            key, slices = f"{kind}/{name}", compute_local_slices(parameter)
-            part = read_part(pieces.get(key, ()), key, slices, parameter.dtype).to(local.device)
-            if isinstance(parameter, DTensor):
-                shape: Any = {"shape": parameter.shape, "stride": parameter.stride()}
-                mesh, placements = parameter.device_mesh, parameter.placements
-                part = DTensor.from_local(part, mesh, placements, run_check=False, **shape)
-            state[kind] = part
+            state[kind] = read_rows(files, f"{kind}/{name}", parameter)
         states[parameter] = state
     return LoadedState(position, states, random_states)
 
 
-@contextmanager
-def _open_file(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); {WAY_OUT}") from error
+class OptimizerFile(NamedTuple):
+    """One rank's file, open for reading."""
+
+    path: Path
+    content: Any  # what safe_open gives
+    shapes: Mapping[str, tuple[int, ...]]  # by key
 
 
-def find_optimizer_files(folder: Path) -> list[Path]:
+def open_optimizer_files(folder: Path) -> list[OptimizerFile]:
     """The one file of a single process, or those of all ranks in order. Raises CheckpointError naming one
-    that is missing or of another save.
+    that is missing, of another save or damaged.
     """
-    found = sorted(path.name for path in folder.glob("optimizer*"))
-    counts = {int(match[2]) for name in found if (match := SHARD_NAME.fullmatch(name))}
-    if not counts:
-        return [folder / OPTIMIZER_FILE]
-    ranks = min(counts)
-    wanted = [f"optimizer-{rank}-of-{ranks}.safetensors" for rank in range(ranks)]
-    for name in wanted:
-        if name not in found:
-            raise CheckpointError(f"{folder / name} is missing; {ranks} ranks saved the optimizer; {WAY_OUT}")
-    for name in found:
-        if name not in wanted:
-            raise CheckpointError(f"{folder / name} and {folder / wanted[0]} are of two saves; {WAY_OUT}")
-    return [folder / name for name in wanted]
+    found = {path.name for path in folder.glob("optimizer*")}
+    counts = [int(match[1]) for name in found if (match := SHARD_NAME.fullmatch(name))]
+    world_size = min(counts, default=1)
+    wanted = [name_optimizer_file(rank, world_size) for rank in range(world_size)]
+    for name in sorted(found ^ set(wanted)):
+        what = "is missing" if name in wanted else "is of another save"
+        raise CheckpointError(f"{folder / name} {what}; {world_size} ranks saved the optimizer; {WAY_OUT}")
+    files: list[OptimizerFile] = []
+    for path in (folder / name for name in wanted):
+        try:
+            content: Any = safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); {WAY_OUT}") from error
+        shapes = {key: tuple(content.get_slice(key).get_shape()) for key in content.keys()}  # noqa: SIM118
+        files.append(OptimizerFile(path, content, shapes))
+    return files
 
 
-def read_headers(files: Sequence[Path]) -> tuple[dict[str, float], dict[str, list[Piece]]]:
-    """AdamW's steps by parameter name, and by key where the pieces of a moment lie. Raises CheckpointError
-    naming the file.
+def read_step(files: Sequence[OptimizerFile], name: str) -> Tensor:
+    """AdamW's step of a parameter. Raises CheckpointError unless every file has the same."""
+    key = f"{STEP}/{name}"
+    steps = [file.content.get_tensor(key) if key in file.shapes else None for file in files]
+    if steps[0] is None or any(step is None or not torch.equal(step, steps[0]) for step in steps):
+        raise CheckpointError(f"{files[0].path.parent} has the steps {steps} of {name}, by rank; {WAY_OUT}")
+    return steps[0]
+
+
+def read_rows(files: Sequence[OptimizerFile], key: str, parameter: Tensor) -> Tensor:
+    """This rank's rows of a moment, laid out as the parameter, in the precision of the files. Reads no more.
+    Raises CheckpointError unless the files together have the parameter's shape.
     """
-    steps: dict[str, float] = {}
-    pieces: dict[str, list[Piece]] = {}
-    for rank, path in enumerate(files):
-        with _open_file(path) as file:
-            sizes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-            if path.name == OPTIMIZER_FILE:
-                scalars = [key for key, size in sizes.items() if key.startswith(f"{STEP}/") and not size]
-                own = {key.partition("/")[2]: float(file.get_tensor(key)) for key in scalars}
-                moments = [key for key in sizes if key.partition("/")[0] in MOMENTS]
-                tensors = {key: Extent(sizes[key], (0,) * len(sizes[key])) for key in moments}
-                layout = Layout(0, 1, own, tensors)
-            else:
-                try:
-                    layout = msgspec.json.decode((file.metadata() or {}).get(LAYOUT, ""), type=Layout)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    raise CheckpointError(
-                        f"{path}: its metadata has no readable {LAYOUT} ({error}); {WAY_OUT}"
-                    ) from error
-        if (layout.rank, layout.ranks) != (rank, len(files)):
-            raise CheckpointError(f"{path}: {LAYOUT} says rank {layout.rank} of {layout.ranks}; {WAY_OUT}")
-        if rank and layout.steps != steps:
-            raise CheckpointError(f"{path} and {files[0]} are of two saves: other steps; {WAY_OUT}")
-        steps = layout.steps
-        for key, extent in layout.tensors.items():
-            lying = pieces.setdefault(key, [])
-            if key not in sizes or any(other.extent.shape != extent.shape for other in lying):
-                raise CheckpointError(f"{path}: {key!r} is not what its {LAYOUT} says; {WAY_OUT}")
-            lying.append(Piece(path, extent, sizes[key]))
-    return steps, pieces
+    shape, pieces = tuple(parameter.shape), [file for file in files if key in file.shapes]
+    shapes = [file.shapes[key] for file in pieces]
+    whole = [(sum(size[0] for size in shapes), *size[1:]) if size else size for size in shapes]
+    if not shapes or any(one != shape for one in whole):
+        raise CheckpointError(
+            f"{files[0].path.parent}: {key!r} has shape {whole[0] if whole else None}, the model's parameter"
+            f" {shape}; elements are missing, or it is another model's checkpoint; {WAY_OUT}"
+        )
+    local = get_local(parameter)
+    if not shape:
+        return pieces[0].content.get_tensor(key).to(local.device)
+    rows, start, parts = compute_local_slices(parameter)[0], 0, list[Tensor]()
+    for file, size in zip(pieces, shapes, strict=True):
+        first, last = max(rows.start - start, 0), min(rows.stop - start, size[0])
+        if first < last:
+            parts.append(file.content.get_slice(key)[first:last])
+        start += size[0]
+    part = (torch.cat(parts) if parts else torch.empty_like(local)).to(local.device)
+    if not isinstance(parameter, DTensor):
+        return part
+    layout: Any = {"shape": parameter.shape, "stride": parameter.stride()}
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, **layout)
 
 
-def check_headers(
-    file: Path,
-    steps: Mapping[str, float],
-    pieces: Mapping[str, Sequence[Piece]],
-    parameters: Mapping[str, Tensor],
-) -> None:
-    """Raises CheckpointError unless everything is of a parameter of the model, and what AdamW needs of it."""
-    for key, lying in pieces.items():
-        shape, parameter = lying[0].extent.shape, parameters.get(key.partition("/")[2])
-        if parameter is None or tuple(parameter.shape) != shape:
-            has = "does not exist" if parameter is None else tuple(parameter.shape)
-            raise CheckpointError(
-                f"{lying[0].file}: {key!r} has shape {shape}, the model's parameter {has}; it is another"
-                " model's checkpoint"
-            )
-    kinds = {name: {STEP} for name in steps}
-    for key in pieces:
-        kind, _, name = key.partition("/")
-        kinds.setdefault(name, set()).add(kind)
-    for name, has in sorted(kinds.items()):
-        # of a parameter without elements the files hold no moments
-        empty = name in parameters and parameters[name].numel() == 0
-        if has != {STEP, *MOMENTS} and not (empty and has == {STEP}):
-            raise CheckpointError(f"{file} has {sorted(has)} of {name}; AdamW needs {[*MOMENTS, STEP]}")
-
-
-def read_part(pieces: Sequence[Piece], key: str, slices: Sequence[slice], dtype: torch.dtype) -> Tensor:
-    """A part of a moment, put together from the files that have something of it, in the precision in which
-    they do. Reads no more. dtype: of a part without elements. Raises CheckpointError if elements are lacking.
-    """
-    size = [cut.stop - cut.start for cut in slices]
-    part, filled = torch.empty(size, dtype=dtype), 0
-    for file, extent, lengths in pieces:
-        starts = [max(at, cut.start) for at, cut in zip(extent.offset, slices, strict=True)]
-        ends = [min(at + n, cut.stop) for at, n, cut in zip(extent.offset, lengths, slices, strict=True)]
-        if any(end <= start for start, end in zip(starts, ends, strict=True)):
-            continue
-
-        def cut_from(origin: Sequence[int], starts: list[int] = starts, ends: list[int] = ends) -> Any:
-            return tuple(slice(a - o, b - o) for a, b, o in zip(starts, ends, origin, strict=True))
-
-        with _open_file(file) as opened:
-            content = opened.get_slice(key)[cut_from(extent.offset)] if size else opened.get_tensor(key)
-        part = part.to(content.dtype)
-        part[cut_from([cut.start for cut in slices])] = content
-        filled += content.numel()
-    if filled != math.prod(size):
-        folder = pieces[0].file.parent if pieces else "state/"
-        raise CheckpointError(f"{folder}: the files lack elements of {key!r}; {WAY_OUT}")
-    return part
-
-
-def read_random_states(files: Sequence[Path], rank: int, device: torch.device) -> dict[str, Tensor]:
+def read_random_states(files: Sequence[OptimizerFile], rank: int, device: torch.device) -> dict[str, Tensor]:
     """The states that this rank's generators go on with. Raises CheckpointError if torch refuses one."""
-    path = files[rank % len(files)]
+    file = files[rank % len(files)]
     kinds = {CPU_RNG: torch.device("cpu")} | ({CUDA_RNG: device} if device.type == "cuda" else {})
-    with _open_file(path) as file:
-        saved = {key: file.get_tensor(key) for key in kinds if key in file.keys()}  # noqa: SIM118
     found: dict[str, Tensor] = {}
-    for key, state in saved.items():
-        generator = torch.Generator(kinds[key])
+    for key in kinds.keys() & file.shapes.keys():
+        state, generator = file.content.get_tensor(key), torch.Generator(kinds[key])
         try:
             generator.set_state(state)
         except (RuntimeError, TypeError) as error:
             raise CheckpointError(
-                f"{path}: {key!r} is no random state of this torch ({error}); {WAY_OUT}"
+                f"{file.path}: {key!r} is no random state of this torch ({error}); {WAY_OUT}"
             ) from error
         if rank >= len(files):
             digest = hashlib.sha256(state.numpy().tobytes() + f"rank {rank}".encode()).digest()
@@ -336,12 +254,8 @@ def read_random_states(files: Sequence[Path], rank: int, device: torch.device) -
 
 def read_position(path: Path, fields: Collection[str]) -> dict[str, float]:
     """The counters of the backend. Raises CheckpointError naming one that is missing or no number."""
+    kind = msgspec.defstruct("Position", [(name, float) for name in fields])
     try:
-        position: Any = json.loads(path.read_text(encoding="utf-8"))
+        return msgspec.structs.asdict(msgspec.json.decode(path.read_bytes(), type=kind))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); {WAY_OUT}") from error
-    for name in fields:
-        value = position.get(name) if isinstance(position, dict) else None
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise CheckpointError(f"{path} has {name}={value!r}; it must be a number: {WAY_OUT}")
-    return position

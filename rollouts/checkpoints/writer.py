@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ class HeldCopy(Protocol):
 
 
 class SavingBackend(Protocol):
-    """A TrainingBackend, or several that are saved together."""
+    """A TrainingBackend that can be saved while it trains."""
 
     def save(self, path: Path) -> TrainFuture[None]: ...
     def reset(self) -> TrainFuture[None]: ...
@@ -88,33 +88,20 @@ def retain(run_dir: RunDir, stage: str, keep: Keep, warn: Callable[[str], object
         warn(f"warning: old checkpoints could not be removed and take up space: {error}")
 
 
+@dataclass(slots=True, eq=False)
 class CheckpointWriter:
     """Saves the checkpoints of one stage. Made by open_checkpoint_writer."""
 
-    def __init__(
-        self,
-        nursery: trio.Nursery,
-        backend: SavingBackend,
-        run_dir: RunDir,
-        stage: str,
-        config_hash: str | None,
-        keep: Keep,
-        warn: Callable[[str], object],
-        spans: SpanRecorder | None,
-    ) -> None:
-        self._nursery = nursery
-        self._backend = backend
-        self._run_dir = run_dir
-        self._stage = stage
-        self._config_hash = config_hash
-        self._keep = keep
-        self._warn = warn
-        self._spans = spans
-        self._idle = trio.Event()  # set while nothing is being written
-        self._idle.set()
-        self._failed_before_row = 0.0
-        names = ("saved", "failed", "beside_training", "held_up_s", "write_s")
-        self._statistics: dict[str, float] = dict.fromkeys(names, 0.0)
+    nursery: trio.Nursery
+    backends: Mapping[str, SavingBackend]
+    run_dir: RunDir
+    stage: str
+    config_hash: str | None
+    keep: Keep
+    warn: Callable[[str], object]
+    spans: SpanRecorder
+    _written: trio.Event | None = None  # of the newest save beside training
+    _failed: int = 0  # saves, since the last row
 
     async def save(
         self,
@@ -122,10 +109,10 @@ class CheckpointWriter:
         state: Mapping[str, JSONValue],
         *,
         last: bool = False,
-        write_more: WriteModel | None = None,
+        write_more: Sequence[WriteModel] = (),
     ) -> None:
         """Saves `step`, completed and idle, with the loop's `state`, which is read before training goes on,
-        and what `write_more` puts beside the backend's files.
+        and what `write_more` puts beside the backends' files.
 
         Waits for the save before it, then for the copy only, or, where there is no room for one and for the
         `last` save of a stage, until the checkpoint is in place. Raises StorageError if the disk refuses the
@@ -134,130 +121,139 @@ class CheckpointWriter:
         started = time.perf_counter()
         check_json("state", state)
         write = partial(self._write, step, json.loads(encode_json(state)), write_more)
-        await self._idle.wait()
-        held: HeldCopy | None = None if last else await self._backend.capture().result()
-        if held is None:
-            await self._save_now(write, last=last)
-        else:
-            self._idle = trio.Event()
-            self._nursery.start_soon(self._save_beside, write, held, self._idle)
+        await self.wait_written()
+        with ExitStack() as copies:
+            held = None if last else await self._capture(copies)
+            if held is None:
+                copies.close()
+                await self._save_now(write, last=last)
+            else:
+                self._written = trio.Event()
+                self.nursery.start_soon(
+                    self._save_beside, partial(write, held), copies.pop_all(), self._written
+                )
         held_up_s = time.perf_counter() - started
-        self._statistics["held_up_s"] += held_up_s
-        if self._spans is not None:
-            self._spans.add("checkpoint", TRAINER, held_up_s, held_up_s)
+        self.spans.add("checkpoint", TRAINER, held_up_s, held_up_s)
 
     async def is_saved(self, step: int) -> bool:
         """Whether the checkpoint of `step` is in place, once no save is at work; of step 0, which is none, it
         always is.
         """
-        await self._idle.wait()
+        await self.wait_written()
         return step == 0 or await trio.to_thread.run_sync(
-            is_complete, self._run_dir.checkpoint(self._stage, step)
+            is_complete, self.run_dir.checkpoint(self.stage, step)
         )
 
     async def wait_written(self) -> None:
         """Returns when no save is at work."""
-        await self._idle.wait()
+        if self._written is not None:
+            await self._written.wait()
 
     def take_metrics(self) -> dict[str, float]:
         """For the next row: how many saves failed since this was last asked; nothing if none did."""
-        failed = self._statistics["failed"] - self._failed_before_row
-        self._failed_before_row += failed
-        return {"checkpoint/failed": failed} if failed else {}
-
-    def statistics(self) -> Mapping[str, float]:
-        """Saves that are in place and that failed, how many of them beside training, seconds training waited,
-        seconds the last write took.
-        """
-        return dict(self._statistics)
+        failed, self._failed = self._failed, 0
+        return {"checkpoint/failed": float(failed)} if failed else {}
 
     def warn_if_tight(self) -> None:
         """Warns when the disk has no room for two checkpoints: the next is written before the last one may
         go.
         """
-        root = self._run_dir.root.absolute()
+        root = self.run_dir.root.absolute()
         folder = next(path for path in (root, *root.parents) if path.is_dir())
         free, needed = shutil.disk_usage(folder).free, 2 * self._expected_bytes()
         if free < needed:
-            self._warn(
+            self.warn(
                 f"warning: {folder} has {format_bytes(free)} free and two checkpoints of this model take"
                 f" {format_bytes(needed)}; a save that finds no room fails and training goes on: free space,"
                 " or name another directory with --output.dir DIR"
             )
 
     def _expected_bytes(self) -> int:
-        return self._backend.state_bytes() + DISK_MARGIN_BYTES
+        return sum(backend.state_bytes() for backend in self.backends.values()) + DISK_MARGIN_BYTES
 
-    async def _save_now(self, write: Callable[[WriteModel], Awaitable[None]], *, last: bool) -> None:
-        async def write_model(path: Path) -> None:
-            await self._backend.save(path).result()
+    async def _capture(self, copies: ExitStack) -> list[WriteModel] | None:
+        """What writes a copy of each backend, which `copies` frees; None if there is no room for one."""
+        writes: list[WriteModel] = []
+        for folder, backend in self.backends.items():
+            held: HeldCopy | None = await backend.capture().result()
+            if held is None:
+                return None
+            copies.callback(held.drop)
+            writes.append(write_into(folder, held))
+        return writes
 
+    async def _save_now(
+        self, write: Callable[[Sequence[WriteModel]], Awaitable[None]], *, last: bool
+    ) -> None:
+        writes = [
+            write_into(folder, lambda path, backend=backend: backend.save(path).result())
+            for folder, backend in self.backends.items()
+        ]
         for tries_left in (1, 0) if last else (0,):
             try:
-                await write(write_model)
+                await write(writes)
                 return
             except StorageError as error:
-                await self._backend.reset().result()  # it takes a save that failed for a failed step
+                for backend in self.backends.values():
+                    await backend.reset().result()  # it takes a save that failed for a failed step
                 self._note_failure(error, "; once more" if tries_left else "")
                 if last and not tries_left:
                     raise
 
     async def _save_beside(
-        self, write: Callable[[WriteModel], Awaitable[None]], held: HeldCopy, done: trio.Event
+        self, write: Callable[[], Awaitable[None]], copies: ExitStack, done: trio.Event
     ) -> None:
-        with trio.CancelScope(shield=True):  # it ends by itself: threads that write files
+        with trio.CancelScope(shield=True), copies:  # it ends by itself: threads that write files
             try:
-                await write(held)
-                self._statistics["beside_training"] += 1
+                await write()
             except StorageError as error:
                 self._note_failure(error, "; training goes on and the next checkpoint is saved as usual")
             finally:
                 done.set()
-                held.drop()
 
     async def _write(
         self,
         step: int,
         state: Mapping[str, JSONValue],
-        write_more: WriteModel | None,
-        write_model: WriteModel,
+        write_more: Sequence[WriteModel],
+        writes: Sequence[WriteModel],
     ) -> None:
+        async def write_model(path: Path) -> None:
+            for write in (*writes, *write_more):
+                await write(path)
+
         started = time.perf_counter()
         await save_checkpoint(
-            self._run_dir.checkpoint(self._stage, step),
-            write_model=write_in_turn(write_model, write_more),
+            self.run_dir.checkpoint(self.stage, step),
+            write_model=write_model,
             state=state,
-            stage=self._stage,
+            stage=self.stage,
             step=step,
-            config_hash=self._config_hash,
+            config_hash=self.config_hash,
             expected_bytes=self._expected_bytes(),
         )
-        write_s = self._statistics["write_s"] = time.perf_counter() - started
-        if self._spans is not None:
-            self._spans.add("checkpoint_write", CHECKPOINTS, write_s, write_s)
-        self._statistics["saved"] += 1
-        await trio.to_thread.run_sync(retain, self._run_dir, self._stage, self._keep, self._warn)
+        write_s = time.perf_counter() - started
+        self.spans.add("checkpoint_write", CHECKPOINTS, write_s, write_s)
+        await trio.to_thread.run_sync(retain, self.run_dir, self.stage, self.keep, self.warn)
 
     def _note_failure(self, error: StorageError, then: str) -> None:
-        self._statistics["failed"] += 1
-        self._warn(f"warning: checkpoint not saved: {error}{then}")
+        self._failed += 1
+        self.warn(f"warning: checkpoint not saved: {error}{then}")
 
 
-def write_in_turn(first: WriteModel, second: WriteModel | None) -> WriteModel:
-    """What writes both into one directory."""
-    if second is None:
-        return first
+def write_into(folder: str, write: WriteModel) -> WriteModel:
+    """`write`, into a folder of the directory that it is given; "": the directory itself."""
 
-    async def write(path: Path) -> None:
-        await first(path)
-        await second(path)
+    async def write_folder(path: Path) -> None:
+        (path / folder).mkdir(exist_ok=True)
+        await write(path / folder)
 
-    return write
+    return write_folder
 
 
 @asynccontextmanager
 async def open_checkpoint_writer(
-    backend: SavingBackend,
+    backends: Mapping[str, SavingBackend],
     run_dir: RunDir,
     stage: str,
     *,
@@ -266,13 +262,15 @@ async def open_checkpoint_writer(
     warn: Callable[[str], object],
     spans: SpanRecorder | None = None,
 ) -> AsyncIterator[CheckpointWriter]:
-    """Saves of `stage` for as long as the context is open, one at a time; the backend must stay open for
-    longer.
+    """Saves of `stage` for as long as the context is open, one at a time; the backends must stay open for
+    longer. `backends`: by the folder of a checkpoint in which each lies; "" is the checkpoint itself.
 
     `warn` takes a line about what failed and training outlives. `spans` records how long each save held
     training up, and how long it was written.
     """
     async with trio.open_nursery() as nursery:
-        writer = CheckpointWriter(nursery, backend, run_dir, stage, config_hash, keep, warn, spans)
+        writer = CheckpointWriter(
+            nursery, backends, run_dir, stage, config_hash, keep, warn, spans or SpanRecorder()
+        )
         writer.warn_if_tight()
         yield writer

@@ -1,5 +1,5 @@
-"""Training on losses that need several rows at once: a pass without gradient, the loss's slope for every row,
-a step with these slopes.
+"""Training on batches of a dataset, one update each; also on losses that need several rows at once: a pass
+without gradient, the loss's slope for every row, a step with these slopes.
 
     prepare(step) ──► forward ──► RowLoss ──► advantages ──► forward_backward("linear"), optim_step
 
@@ -45,16 +45,23 @@ def on_thread(
     return call
 
 
-class LinearisedStep(NamedTuple):
+class PreparedStep(NamedTuple):
     """What a step trains on."""
 
-    rows: RolloutBatch  # without advantages
-    found: LinearisedRows  # of these rows
+    batch: RolloutBatch
+    loss: LossSpec
+    found: LinearisedRows | None = None  # the true loss of the rows, where `loss` is its linear surrogate
 
 
-async def run_linearised_steps(
+def prepare_linear_step(rows: RolloutBatch, found: LinearisedRows) -> PreparedStep:
+    """A step whose gradient is that of the true loss, `found` of these rows."""
+    batch = dataclasses.replace(rows, advantages=spread_scores(found.advantages, rows))
+    return PreparedStep(batch, LossSpec("linear", unit="constant", constant=found.total), found)
+
+
+async def run_batch_steps(
     backend: TrainingBackend,
-    prepare: Callable[[int], Awaitable[LinearisedStep]],
+    prepare: Callable[[int, PhaseTimer], Awaitable[PreparedStep]],
     metrics_logger: MetricsLogger,
     *,
     stage: str,
@@ -62,22 +69,20 @@ async def run_linearised_steps(
     completed_steps: int,
     hooks: StepHooks | None,
 ) -> list[dict[str, float]]:
-    """The metrics of every step that ran, `completed_steps` + 1 to config.steps. `prepare` is called with the
-    step, counted from 1. `loss/total` and the loss's own metrics are those of the true loss.
+    """The metrics of every step that ran, `completed_steps` + 1 to config.steps: one update on one batch
+    each. `prepare` is called with the step, counted from 1. Where the loss is linearised, `loss/total` and
+    the loss's own metrics are those of the true loss.
     """
     history: list[dict[str, float]] = []
     async with surround_steps(hooks or StepHooks(), config, backend, completed=completed_steps) as steps:
         for step in range(completed_steps + 1, config.steps + 1):
             timer = PhaseTimer()
-            with timer.phase("log_probs"):
-                rows, found = await prepare(step)
-            batch = dataclasses.replace(rows, advantages=spread_scores(found.advantages, rows))
+            batch, loss, found = await prepare(step, timer)
             with timer.phase("train"):
-                loss = LossSpec("linear", unit="constant", constant=found.total)
                 [(forward, optim)] = await train(backend, [(batch, loss)])
             async with steps.completing(step):
                 metrics = step_metrics(forward, optim)
-                if forward.loss is not None:  # that of the surrogate
+                if found is not None and forward.loss is not None:  # that of the surrogate
                     forward = dataclasses.replace(forward, loss=found.loss)
                     metrics |= {**metric_values(found.metrics), "loss/total": found.loss}
                 metrics |= timer.metrics()

@@ -26,18 +26,21 @@ from rollouts.data.preference import (
 from rollouts.errors import ConfigError
 from rollouts.loops.linearised import (
     AsyncRowLoss,
-    LinearisedStep,
-    run_linearised_steps,
+    PreparedStep,
+    prepare_linear_step,
+    run_batch_steps,
     sum_rows,
 )
 from rollouts.loops.steps import StepHooks
+from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import LogProbScorer, MetricsLogger, TrainingBackend
-from rollouts.types import RolloutBatch, metric_values
+from rollouts.types import metric_values
 
 if TYPE_CHECKING:
     from rollouts.losses.row_losses import LinearisedRows
 
 S = TypeVar("S", PairSample, LabelledSample)
+P = TypeVar("P", bound=PreferenceSample)
 Sums = NDArray[np.float64]  # [B] nats, log-probs of responses
 KTO = "kto"
 HIGHEST_EXPONENT = 709.0  # exp of more overflows float64
@@ -61,18 +64,18 @@ async def run_preference_training(
     of (seed, step). Every step is two passes: one without gradient gives each response's log-prob, from which
     `loss` (made by rollouts.losses.row_losses, on the backend's thread) takes the loss and its slopes; the
     other trains with these. Both are the whole batch's, so micro-batches and ranks do not matter. `reference`
-    scores every batch; samples that score_mixture has scored need none. Raises ConfigError without the
+    scores every batch; samples that score_samples has scored need none. Raises ConfigError without the
     reference that the loss asks for.
     """
 
-    async def prepare(step: int) -> LinearisedStep:
+    async def prepare(step: int, timer: PhaseTimer) -> PreparedStep:
         samples = select_samples(data, config.batch_size, step - 1, seed)
-        _, found = await linearise_samples(backend, samples, config, loss=loss, reference=reference)
-        return LinearisedStep(
-            make_preference_batch(samples, rows_per_sample=1 if config.loss == KTO else 2), found
-        )
+        with timer.phase("log_probs"):
+            _, found = await linearise_samples(backend, samples, config, loss=loss, reference=reference)
+        rows = make_preference_batch(samples, rows_per_sample=1 if config.loss == KTO else 2)
+        return prepare_linear_step(rows, found)
 
-    return await run_linearised_steps(
+    return await run_batch_steps(
         backend,
         prepare,
         metrics_logger,
@@ -127,21 +130,21 @@ async def linearise_samples(
     Of pairs both rows train, of labelled samples the first. Raises ConfigError without the reference that
     config asks for.
     """
-    scored = make_preference_batch(samples, rows_per_sample=count_rows(config))
+    rows_per_sample = count_rows(config)
+    scored = make_preference_batch(samples, rows_per_sample=rows_per_sample)
     sums = sum_rows(await backend.forward(scored).result())
-    ref = await _find_reference_sums(samples, scored, config, reference)
+    ref = await _find_reference_sums(samples, config, reference)
     assert isinstance(samples[0], LabelledSample) == (config.loss == KTO), (
         "KTO trains on labelled samples, the other losses on pairs"
     )
-    if isinstance(samples[0], PairSample):
+    if config.loss != KTO:
         return sums, await loss(sums, ref_log_probs=ref, lengths=scored.response_lengths)
-    good = np.asarray([isinstance(sample, LabelledSample) and sample.desirable for sample in samples])
-    if count_rows(config) == 1:
-        return sums, await loss(sums, ref_log_probs=ref, desirable=good, others=None, ref_others=None)
     assert ref is not None
-    return sums, await loss(
-        sums[0::2], ref_log_probs=ref[0::2], desirable=good, others=sums[1::2], ref_others=ref[1::2]
+    (own, others), (ref_own, ref_others) = (
+        (values[::rows_per_sample], values[1::2] if rows_per_sample == 2 else None) for values in (sums, ref)
     )
+    good = np.asarray([isinstance(sample, LabelledSample) and sample.desirable for sample in samples])
+    return sums, await loss(own, ref_log_probs=ref_own, desirable=good, others=others, ref_others=ref_others)
 
 
 def count_rows(config: PreferenceTrainingConfig) -> int:
@@ -152,43 +155,18 @@ def count_rows(config: PreferenceTrainingConfig) -> int:
 
 
 async def _find_reference_sums(
-    samples: Sequence[PreferenceSample],
-    scored: RolloutBatch,
-    config: PreferenceTrainingConfig,
-    reference: LogProbScorer | None,
+    samples: Sequence[PreferenceSample], config: PreferenceTrainingConfig, reference: LogProbScorer | None
 ) -> Sums | None:
-    known = [sample.ref_log_probs for sample in samples]
-    if all(sums is not None for sums in known):
-        return np.asarray(
-            [value for sums in known if sums is not None for value in sums[: count_rows(config)]]
-        )
-    if reference is None and (config.loss in REFERENCE_FREE or ":" in config.loss):
+    optional = config.loss in REFERENCE_FREE or ":" in config.loss
+    if reference is None and optional and any(sample.ref_log_probs is None for sample in samples):
         return None
-    return sum_rows(await _require(reference, config).score(scored))
-
-
-def _require(reference: LogProbScorer | None, config: PreferenceTrainingConfig) -> LogProbScorer:
-    if reference is None:
-        raise ConfigError(
-            f"preference.loss={config.loss!r} compares with a reference model; pass reference=, or samples"
-            " that it has scored"
-        )
-    return reference
-
-
-# --- the reference, once ------------------------------------------------------------------------------------
-
-
-async def score_mixture(
-    data: Mixture[S], config: PreferenceTrainingConfig, reference: LogProbScorer | None
-) -> Mixture[S]:
-    """The data with the reference's log-probs in every sample; see score_samples."""
-    return data.with_samples(await score_samples(data.samples, config, reference))
+    scored, count = await score_samples(samples, config, reference), count_rows(config)
+    return np.asarray([value for sample in scored for value in (sample.ref_log_probs or ())[:count]])
 
 
 async def score_samples(
-    samples: Sequence[S], config: PreferenceTrainingConfig, reference: LogProbScorer | None
-) -> list[S]:
+    samples: Sequence[P], config: PreferenceTrainingConfig, reference: LogProbScorer | None
+) -> list[P]:
     """The samples with the reference's log-probs of their rows, in chunks of config.batch_size in order;
     those that are scored stay as they are.
 
@@ -196,13 +174,18 @@ async def score_samples(
     same numbers, of a reference that gives the same. Raises ConfigError if there is something to score and no
     reference.
     """
-    found = list(samples)
+    found, count = list(samples), count_rows(config)
     places = [place for place, sample in enumerate(found) if sample.ref_log_probs is None]
-    per_sample = count_rows(config)
+    if places and reference is None:
+        raise ConfigError(
+            f"preference.loss={config.loss!r} compares with a reference model; pass reference=, or samples"
+            " that it has scored"
+        )
     for begin in range(0, len(places), config.batch_size):
         chunk = places[begin : begin + config.batch_size]
-        batch = make_preference_batch([found[place] for place in chunk], rows_per_sample=per_sample)
-        sums = sum_rows(await _require(reference, config).score(batch)).reshape(-1, per_sample)
+        batch = make_preference_batch([found[place] for place in chunk], rows_per_sample=count)
+        assert reference is not None
+        sums = sum_rows(await reference.score(batch)).reshape(-1, count)
         for place, values in zip(chunk, sums.tolist(), strict=True):
             found[place] = replace(found[place], ref_log_probs=tuple(values))
     return found
@@ -215,18 +198,12 @@ def _compute_perplexities(samples: Sequence[PreferenceSample], sums: Sums) -> di
     """exp(−Σ log-prob / Σ tokens) of the rows of each kind, from `sums`, which begin with the rows of the
     first sample; a kind without rows, or with a token of probability 0, is absent.
     """
-    per_sample = len(sums) // len(samples)
-    totals: dict[str, list[float]] = {"chosen": [0.0, 0.0], "rejected": [0.0, 0.0]}
-    for index, sample in enumerate(samples):
-        kinds = (
-            ("chosen", "rejected")
-            if isinstance(sample, PairSample)
-            else ("chosen" if sample.desirable else "rejected",)
-        )
-        for kind, row, value in zip(kinds, sample.rows, sums[index * per_sample :].tolist(), strict=False):
-            totals[kind][0] -= value
-            totals[kind][1] += float(row.loss_mask.sum())
+    totals = {"chosen": np.zeros(2), "rejected": np.zeros(2)}
+    for sample, values in zip(samples, sums.reshape(len(samples), -1).tolist(), strict=True):
+        pair = isinstance(sample, PairSample)
+        kinds = ("chosen", "rejected") if pair else ("chosen" if sample.desirable else "rejected",)
+        for kind, row, value in zip(kinds, sample.rows, values, strict=False):
+            totals[kind] += -value, row.loss_mask.sum()
     means = {kind: total / count for kind, (total, count) in totals.items() if count}
-    return {
-        f"perplexity/{kind}": math.exp(mean) for kind, mean in means.items() if mean < HIGHEST_EXPONENT
-    }  # a NaN is not below either
+    # a NaN is not below either
+    return {f"perplexity/{kind}": math.exp(mean) for kind, mean in means.items() if mean < HIGHEST_EXPONENT}

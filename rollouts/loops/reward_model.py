@@ -16,8 +16,9 @@ from rollouts.config.schema import RewardModelTrainingConfig
 from rollouts.data.mixture import Mixture, select_samples
 from rollouts.data.preference import PairSample
 from rollouts.data.scores import make_score_batch, read_scores
-from rollouts.loops.linearised import AsyncRowLoss, LinearisedStep, run_linearised_steps
+from rollouts.loops.linearised import AsyncRowLoss, PreparedStep, prepare_linear_step, run_batch_steps
 from rollouts.loops.steps import StepHooks
+from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import MetricsLogger, TrainingBackend
 from rollouts.types import RolloutBatch
 
@@ -44,13 +45,14 @@ async def run_reward_model_training(
     micro-batches and ranks do not matter.
     """
 
-    async def prepare(step: int) -> LinearisedStep:
+    async def prepare(step: int, timer: PhaseTimer) -> PreparedStep:
         samples = select_samples(data, config.batch_size, step - 1, seed)
-        rows = make_pair_score_batch(samples)
         margins = np.asarray([sample.margin for sample in samples], np.float64)
-        return LinearisedStep(rows, await loss(await score_pairs(backend, rows), margins=margins))
+        with timer.phase("log_probs"):
+            rows, scores = await score_pairs(backend, samples)
+            return prepare_linear_step(rows, await loss(scores, margins=margins))
 
-    return await run_linearised_steps(
+    return await run_batch_steps(
         backend,
         prepare,
         metrics_logger,
@@ -69,15 +71,13 @@ async def evaluate_reward_model(
     """
     if not held_out:
         return {}
-    scores = await score_pairs(backend, make_pair_score_batch(held_out))
+    _, scores = await score_pairs(backend, held_out)
     return {f"eval/{name}/{key}": value for key, value in (await measure(scores)).items()}
 
 
-def make_pair_score_batch(samples: Sequence[PairSample]) -> RolloutBatch:
-    """[2P] rows to score, chosen and rejected in turn."""
-    return make_score_batch([row.token_ids for sample in samples for row in sample.rows])
-
-
-async def score_pairs(backend: TrainingBackend, rows: RolloutBatch) -> NDArray[np.float64]:
-    """[B] the score of each row of a batch that make_score_batch made."""
-    return read_scores(await backend.forward(rows).result(), rows).astype(np.float64)
+async def score_pairs(
+    backend: TrainingBackend, samples: Sequence[PairSample]
+) -> tuple[RolloutBatch, NDArray[np.float64]]:
+    """(rows, their scores [2P]), chosen and rejected in turn."""
+    rows = make_score_batch([row.token_ids for sample in samples for row in sample.rows])
+    return rows, read_scores(await backend.forward(rows).result(), rows).astype(np.float64)

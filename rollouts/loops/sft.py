@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rollouts.config.schema import SFTTrainingConfig
 from rollouts.data.mixture import Mixture, make_mixture, select_samples
 from rollouts.data.sft import SFTSample, make_sft_batch
-from rollouts.loops.steps import StepHooks, surround_steps
-from rollouts.loops.updates import record_updates, step_metrics, train
+from rollouts.loops.linearised import PreparedStep, run_batch_steps
+from rollouts.loops.steps import StepHooks
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import MetricsLogger, TrainingBackend
 from rollouts.types import LossSpec
@@ -32,24 +32,17 @@ async def run_sft_training(
     batches cost no time to make.
     """
     mixture = data if isinstance(data, Mixture) else make_mixture(data)
-    history: list[dict[str, float]] = []
-    async with surround_steps(hooks or StepHooks(), config, backend, completed=completed_steps) as steps:
-        for step in range(completed_steps + 1, config.steps + 1):
-            timer = PhaseTimer()
-            batch = make_sft_batch(select_samples(mixture, config.batch_size, step - 1, seed))
-            with timer.phase("train"):
-                results = await train(backend, [(batch, LossSpec("sft"))])
-            async with steps.completing(step):
-                metrics = step_metrics(*results[0]) | timer.metrics()
-                trained_tokens = float(batch.response_lengths.sum())
-                metrics["perf/trained_tokens_per_s"] = trained_tokens / timer.seconds("train")
-                await metrics_logger.log_step(
-                    "sft",
-                    step,
-                    step - 1,
-                    metrics,
-                    updates=record_updates(f"sft step {step}", [batch], results),
-                    spans=timer.spans(),
-                )
-                history.append(metrics)
-    return history
+
+    async def prepare(step: int, _: PhaseTimer) -> PreparedStep:
+        samples = select_samples(mixture, config.batch_size, step - 1, seed)
+        return PreparedStep(make_sft_batch(samples), LossSpec("sft"))
+
+    return await run_batch_steps(
+        backend,
+        prepare,
+        metrics_logger,
+        stage="sft",
+        config=config,
+        completed_steps=completed_steps,
+        hooks=hooks,
+    )

@@ -81,14 +81,14 @@ class Done:
 
 @asynccontextmanager
 async def open_writer(
-    backend: object,
+    backend: object | dict[str, object],
     tmp_path: Path,
     warnings: list[str],
     *,
     keep: Keep | None = None,
 ) -> AsyncIterator[CheckpointWriter]:
     opened = open_checkpoint_writer(
-        backend,
+        backend if isinstance(backend, dict) else {"": backend},
         RunDir(tmp_path),
         "rl",
         config_hash="abc",
@@ -99,8 +99,8 @@ async def open_writer(
         yield writer
 
 
-def read_value(tmp_path: Path, step: int) -> str:
-    return (RunDir(tmp_path).checkpoint("rl", step) / "model").read_text()
+def read_value(tmp_path: Path, step: int | str) -> str:
+    return (RunDir(tmp_path).stage_checkpoints("rl") / f"step_{step}" / "model").read_text()
 
 
 async def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_its_own_step(tmp_path):
@@ -129,10 +129,10 @@ async def test_what_is_written_besides_belongs_to_the_checkpoint_and_can_fail_it
         (path / "more").write_text((path / "model").read_text() + "!")
 
     async with open_writer(backend, tmp_path, warnings) as writer:
-        await writer.save(1, {}, write_more=write_more)
+        await writer.save(1, {}, write_more=[write_more])
         await writer.wait_written()
         refuse = True
-        await writer.save(2, {}, write_more=write_more)
+        await writer.save(2, {}, write_more=[write_more])
     path = RunDir(tmp_path).checkpoint("rl", 1)
     assert (path / "more").read_text() == "0!"
     assert "more" in [record.path for record in read_manifest(path).files]
@@ -162,6 +162,18 @@ async def test_without_room_for_a_copy_training_waits(tmp_path):
         await writer.save(1, {})
         assert read_value(tmp_path, 1) == "0"
     assert backend.calls == ["capture", "save"]
+
+
+@pytest.mark.parametrize("room", [True, False])
+async def test_a_critic_is_saved_beside_the_policy_and_a_copy_of_one_alone_is_freed(tmp_path, room):
+    policy, critic = SlowBackend(), SlowBackend(room=room)
+    policy.go.set()
+    critic.go.set()
+    critic.value = 7
+    async with open_writer({"": policy, "critic": critic}, tmp_path, []) as writer:
+        await writer.save(1, {})
+    assert (read_value(tmp_path, 1), read_value(tmp_path, "1/critic")) == ("0", "7")
+    assert policy.calls == (["capture", "write", "drop"] if room else ["capture", "drop", "save"])
 
 
 async def test_a_save_that_fails_while_training_waits_leaves_the_backend_usable(tmp_path):
@@ -216,6 +228,3 @@ async def test_too_little_room_for_two_checkpoints_is_a_warning_at_the_start(tmp
     async with open_writer(HugeBackend(), tmp_path / "not" / "there", warnings):
         pass
     assert "two checkpoints of this model take 2097152.0 GiB" in warnings[0]
-
-
-# --- the real backend ---------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from rollouts.loops.linearised import on_thread
 from rollouts.loops.preference import (
     evaluate_preferences,
     run_preference_training,
-    score_mixture,
+    score_samples,
 )
 from rollouts.losses.inputs import LossOutput
 from rollouts.losses.row_losses import (
@@ -266,8 +266,8 @@ async def test_kto_is_the_plain_one_with_the_whole_batchs_reference_point_and_ba
 async def test_a_precomputed_reference_is_asked_once_per_row_and_gives_what_a_live_one_gives():
     samples, once, live = make_pairs(6), PlainReference(reference_model()), PlainReference(reference_model())
     config = config_of(steps=5)
-    scored = await score_mixture(make_mixture(samples), config, once)
-    one = await train_pairs(config, list(scored.samples))  # the reference may be gone by then
+    scored = await score_samples(samples, config, once)
+    one = await train_pairs(config, scored)  # the reference may be gone by then
     other = await train_pairs(config, samples, reference=live)
     assert (once.scored, live.scored) == (12, 5 * 8)
     assert_close(one[0], other[0], 0.0)
