@@ -47,8 +47,7 @@ import numpy as np
 from benchmarks.harness import compute_ratio, finish, take_turns
 from rollouts.backends.shares import compute_cost, deal_rounds
 from rollouts.data.packing import MicroBatch, make_micro_batches, spread_to_rows
-from rollouts.data.packing_plans import compute_round_cost, estimate_attention_cost, plan_one_row
-from rollouts.data.tries import sort_rows
+from rollouts.data.packing_plans import compute_round_cost, estimate_attention_cost, plan_rows, sort_rows
 from rollouts.types import BoolArray, IntArray
 
 BUDGET = 16_384
@@ -401,10 +400,15 @@ def measure_verl(module: ModuleType | None, rows: Rows, ranks: int) -> dict[str,
 
     def ours() -> list[list[int | None]]:
         found = sort_rows(rows.tokens, np.arange(len(lengths)), lengths, share=False)
-        plan = plan_one_row(
-            found, BUDGET, ranks=ranks, micro_batch_cost=MICRO_BATCH_COST, attention_cost=ATTENTION
+        plan = plan_rows(
+            found,
+            BUDGET,
+            packed=True,
+            ranks=ranks,
+            micro_batch_cost=MICRO_BATCH_COST,
+            attention_cost=ATTENTION,
         )
-        return deal_rounds([float(prices[found.numbers[one.order]].sum()) for one in plan], ranks)
+        return deal_rounds([float(prices[found.numbers[order]].sum()) for order, _ in plan], ranks)
 
     prices = lengths * (1 + ATTENTION * (lengths + 1) / 2)
     dealt = theirs()

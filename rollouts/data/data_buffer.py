@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,18 +19,8 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
-import numpy as np
-
 from rollouts.data.messages import naming
-from rollouts.data.mixture import (
-    SOURCE_FIELD,
-    Mixture,
-    Source,
-    Turns,
-    make_mixture,
-    order_rows,
-    parse_weights,
-)
+from rollouts.data.mixture import SOURCE_FIELD, Mixture, Turns, make_mixture, parse_weights
 from rollouts.data.rows import Row, parse_row
 from rollouts.errors import DataError
 from rollouts.types import IntArray, JSONValue
@@ -51,20 +42,6 @@ class PromptRow:
         return self.epoch, self.prompt_id
 
 
-@dataclass(slots=True)
-class _Stream:
-    """One source and how far its stream is."""
-
-    source: Source[Row]
-    epoch: int = 0
-    cursor: int = 0  # rows of this epoch that were drawn; holes do not count
-    order: IntArray | None = None  # of this epoch, without holes; None: not made yet
-
-    @property
-    def drawn(self) -> int:
-        return self.epoch * len(self.source.good) + self.cursor
-
-
 class DataBuffer:
     """An endless seeded stream of prompts. The order depends on seed, sizes, names, holes and weights, not on
     ranks or on who draws.
@@ -79,20 +56,21 @@ class DataBuffer:
         """
         mixture = rows if isinstance(rows, Mixture) else make_mixture(list(map(_check_row, rows, count())))
         self._several = len(mixture.sources) > 1
-        for source in mixture.sources:
+        # by what their prompts' ids begin with
+        self._sources = {f"{one.name}/" if self._several else "": one for one in mixture.sources}
+        for prefix, source in self._sources.items():
             if not source.good:
-                name = f"{source.name} " if self._several else ""
-                raise DataError(f"the dataset {name}has no rows; a DataBuffer needs at least one prompt")
+                raise DataError(f"the dataset {prefix}has no rows; a DataBuffer needs at least one prompt")
+        self._names = [source.name for source in mixture.sources]
         self._seed = seed
         self._shuffle = shuffle
-        self._streams = [_Stream(source) for source in mixture.sources]
-        self._names = [source.name for source in mixture.sources]
+        self._drawn = dict.fromkeys(self._sources, 0)  # rows taken off each stream, each once an epoch
         self._turns = Turns([source.weight for source in mixture.sources])
         self._returned: deque[PromptRow] = deque()
 
     def __len__(self) -> int:
         """Rows of all sources that can be drawn."""
-        return sum(len(stream.source.good) for stream in self._streams)
+        return sum(len(source.good) for source in self._sources.values())
 
     def get_prompts(self, count: int) -> list[PromptRow]:
         """The next `count` prompts: returned ones first, then the stream, over as many epochs as it takes."""
@@ -107,11 +85,11 @@ class DataBuffer:
         """
         here = {prompt.key for prompt in self._returned}
         for prompt in prompts:
-            stream, index = self._find(prompt.prompt_id)
-            was_drawn = 0 <= prompt.epoch < stream.epoch
-            if prompt.epoch == stream.epoch:
-                was_drawn = index in self._order(stream)[: stream.cursor]
-            if prompt.key in here or not was_drawn:
+            prefix, index = self._find(prompt.prompt_id)
+            size = len(self._sources[prefix].good)
+            drawn = self._drawn[prefix] - prompt.epoch * size  # of its epoch, and of those that followed
+            was_drawn = drawn >= size or index in self._order(prefix, prompt.epoch)[: max(drawn, 0)]
+            if prompt.key in here or prompt.epoch < 0 or not was_drawn:
                 raise DataError(
                     f"prompt {prompt.prompt_id} of epoch {prompt.epoch} is not out: return a prompt once"
                     " after each draw"
@@ -123,11 +101,11 @@ class DataBuffer:
         """The prompt with that id, for records that keep only ids. Raises DataError if the dataset has no
         such row.
         """
-        stream, index = self._find(prompt_id)
-        row = stream.source.rows[index]
+        prefix, index = self._find(prompt_id)
+        source = self._sources[prefix]
+        row = source.rows[index]
         assert row is not None, "a hole was drawn"
-        row = {**row, SOURCE_FIELD: stream.source.name} if self._several else row
-        return PromptRow(prompt_id, epoch, row)
+        return PromptRow(prompt_id, epoch, {**row, SOURCE_FIELD: source.name} if self._several else row)
 
     # --- weights --------------------------------------------------------------------------------------------
 
@@ -154,7 +132,7 @@ class DataBuffer:
 
     def drawn_by_source(self) -> dict[str, int]:
         """Prompts taken off the stream of each source, each once, returned ones too."""
-        return {stream.source.name: stream.drawn for stream in self._streams}
+        return dict(zip(self._names, self._drawn.values(), strict=True))
 
     # --- state ----------------------------------------------------------------------------------------------
 
@@ -162,22 +140,15 @@ class DataBuffer:
         """Everything an exact resume needs, as JSON. The rows themselves are not in it, only their
         fingerprint.
         """
-        turns = self._turns
-        common: dict[str, JSONValue] = {
+        return {
             "seed": self._seed,
             "shuffle": self._shuffle,
             "returned": [[prompt.prompt_id, prompt.epoch] for prompt in self._returned],
             "rows": len(self),
             "fingerprint": self.fingerprint,
-        }
-        if not self._several:
-            return {**common, "epoch": self._streams[0].epoch, "cursor": self._streams[0].cursor}
-        return {
-            **common,
-            "sources": [[stream.source.name, stream.epoch, stream.cursor] for stream in self._streams],
-            "weights": list(turns.weights),
-            "counts": list(turns.counts),
-            "owed": list(turns.owed),
+            "drawn": list(self._drawn.values()),
+            "weights": list(self._turns.weights),
+            "owed": list(self._turns.owed),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -185,6 +156,8 @@ class DataBuffer:
 
         Raises DataError, changing nothing, for another dataset's state.
         """
+        if "drawn" not in state:
+            raise DataError("the saved data order is of an earlier version; start a new run from its weights")
         if state["fingerprint"] != self.fingerprint:
             raise DataError(
                 f"the saved data order is of dataset {state['fingerprint']} ({state['rows']} rows), this one"
@@ -193,14 +166,9 @@ class DataBuffer:
             )
         self._returned = deque(self.find_prompt(prompt_id, epoch) for prompt_id, epoch in state["returned"])
         self._seed, self._shuffle = state["seed"], state["shuffle"]
-        places = state["sources"] if self._several else [["", state["epoch"], state["cursor"]]]
-        self._streams = [
-            _Stream(stream.source, epoch, cursor)
-            for stream, (_, epoch, cursor) in zip(self._streams, places, strict=True)
-        ]
-        if self._several:
-            self._turns = Turns(state["weights"])
-            self._turns.counts, self._turns.owed = list(state["counts"]), list(state["owed"])
+        self._drawn = dict(zip(self._sources, state["drawn"], strict=True))
+        self._turns = Turns(state["weights"])
+        self._turns.owed = list(state["owed"])
 
     def statistics(self) -> Mapping[str, float]:
         """`epoch`, `drawn` (prompts taken off the stream, each once), `returned` (waiting to be drawn again).
@@ -211,16 +179,18 @@ class DataBuffer:
         """
         amounts = self._turns.amounts
         values: dict[str, float] = {
-            "epoch": min(stream.epoch for stream in self._streams),
-            "drawn": sum(stream.drawn for stream in self._streams),
-            "returned": len(self._returned),
+            "epoch": math.inf,
+            "drawn": float(sum(self._drawn.values())),
+            "returned": float(len(self._returned)),
         }
-        for stream, amount in zip(self._streams, amounts, strict=True):
+        for source, drawn, amount in zip(self._sources.values(), self._drawn.values(), amounts, strict=True):
+            epoch = float(max(drawn - 1, 0) // len(source.good))
+            values["epoch"] = min(values["epoch"], epoch)
             if self._several:
-                name = f"source/{stream.source.name}"
-                values[f"{name}/epoch"], values[f"{name}/drawn"] = stream.epoch, stream.drawn
+                name = f"source/{source.name}"
+                values[f"{name}/epoch"], values[f"{name}/drawn"] = epoch, float(drawn)
                 values[f"{name}/share"] = amount / sum(amounts)
-        return {name: float(value) for name, value in values.items()}
+        return values
 
     @cached_property
     def fingerprint(self) -> str:
@@ -230,41 +200,33 @@ class DataBuffer:
         Weights are not in it: a curriculum changes them, and the state has them.
         """
         named: list[list[str]] = []
-        for stream in self._streams:
+        for source in self._sources.values():
             digest = hashlib.sha256()
-            for row in stream.source.rows:
+            for row in source.rows:
                 digest.update(json.dumps(row, sort_keys=True, separators=(",", ":")).encode() + b"\n")
-            named.append([stream.source.name, digest.hexdigest()])
+            named.append([source.name, digest.hexdigest()])
         whole = hashlib.sha256(json.dumps(named).encode()).hexdigest() if self._several else named[0][1]
         return whole[:16]
 
     def _next_prompt(self) -> PromptRow:
-        stream = self._streams[self._turns.take()]
-        if stream.cursor == len(stream.source.good):
-            stream.epoch, stream.cursor, stream.order = stream.epoch + 1, 0, None
-        index = self._order(stream)[stream.cursor]
-        stream.cursor += 1
-        return self.find_prompt(f"{self._prefix(stream)}row-{index}", stream.epoch)
+        prefix, source = list(self._sources.items())[self._turns.take()]
+        epoch, place = divmod(self._drawn[prefix], len(source.good))
+        self._drawn[prefix] += 1
+        return self.find_prompt(f"{prefix}row-{self._order(prefix, epoch)[place]}", epoch)
 
-    def _prefix(self, stream: _Stream) -> str:
-        return f"{stream.source.name}/" if self._several else ""
+    def _order(self, prefix: str, epoch: int) -> IntArray:
+        """The positions of the rows of a source's epoch, in the order in which they are drawn."""
+        digest = hashlib.sha256(f"{self._seed}/{prefix}{epoch}".encode()).digest()
+        return self._sources[prefix].order(int.from_bytes(digest[:16], "big") if self._shuffle else -1)
 
-    def _order(self, stream: _Stream) -> IntArray:
-        """The positions of the rows of the stream's epoch, in the order in which they are drawn."""
-        if stream.order is None:
-            digest = hashlib.sha256(f"{self._seed}/{self._prefix(stream)}{stream.epoch}".encode()).digest()
-            order = order_rows(stream.source.rows, int.from_bytes(digest[:16], "big"))
-            stream.order = order if self._shuffle else np.sort(order)
-        return stream.order
-
-    def _find(self, prompt_id: str) -> tuple[_Stream, int]:
-        row = prompt_id.rpartition("/")[2]
-        for stream in self._streams:
-            rows, digits = stream.source.rows, row.removeprefix("row-")
-            index = int(digits) if digits.isdecimal() else len(rows)
-            if f"{self._prefix(stream)}row-{index}" == prompt_id and index < len(rows) and rows[index]:
-                return stream, index
-        raise DataError(f"prompt {prompt_id!r} is none of the {len(self)} rows of this dataset")
+    def _find(self, prompt_id: str) -> tuple[str, int]:
+        """(the prefix of its source, the position of its row)."""
+        prefix, _, digits = prompt_id.rpartition("row-")
+        rows = self._sources[prefix].rows if prefix in self._sources else ()
+        index = int(digits) if digits.isdecimal() else len(rows)
+        if index >= len(rows) or rows[index] is None:
+            raise DataError(f"prompt {prompt_id!r} is none of the {len(self)} rows of this dataset")
+        return prefix, index
 
 
 def _check_row(row: Mapping[str, Any] | None, index: int) -> Row | None:

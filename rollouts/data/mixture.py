@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from rollouts.types import IntArray
 S = TypeVar("S")
 T = TypeVar("T")
 SOURCE_FIELD = "source"  # of a sample's metadata, when there are several sources
-OWED_UNIT = 1_000_000  # parts of a draw in which a debt is kept when weights change
+DRAW_PARTS = 1_000_000  # of a draw, in which a debt is kept when weights change
 
 
 @dataclass(frozen=True, eq=False)  # without slots: what is counted once is kept
@@ -41,6 +41,23 @@ class Source(Generic[T]):
     def good(self) -> list[T]:
         """The rows that are no holes."""
         return [row for row in self.rows if row is not None]
+
+    @cached_property
+    def _orders(self) -> dict[int, IntArray]:
+        return {}
+
+    def order(self, key: int) -> IntArray:
+        """The positions of the rows that are no holes, in an order that depends on the number of rows and
+        `key`: a stable sort of raw 64-bit draws of Philox, which numpy promises not to change, unlike its
+        shuffles. A negative key is their own order. The newest order is kept.
+        """
+        if key not in self._orders:
+            places = np.arange(len(self.rows))
+            if key >= 0:
+                places = np.argsort(np.random.Philox(key=key).random_raw(len(places)), kind="stable")
+            self._orders.clear()
+            self._orders[key] = places[np.array([row is not None for row in self.rows])[places]]
+        return self._orders[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,26 +76,16 @@ class Mixture(Generic[T]):
     def with_samples(self, samples: Iterable[S]) -> Mixture[S]:
         """The same with other samples in the places of these, in order."""
         left = iter(samples)
-        sources = [
-            Source(
-                source.name, source.weight, tuple(None if row is None else next(left) for row in source.rows)
-            )
-            for source in self.sources
-        ]
-        return Mixture(tuple(sources), self.truncated, self.dropped)
+        sources = tuple(
+            Source(one.name, one.weight, tuple(None if row is None else next(left) for row in one.rows))
+            for one in self.sources
+        )
+        return Mixture(sources, self.truncated, self.dropped)
 
 
 def make_mixture(rows: Sequence[T | None]) -> Mixture[T]:
     """One source of these rows, where None is a hole."""
     return Mixture((Source("source-0", 1.0, tuple(rows)),))
-
-
-def order_rows(rows: Sequence[object | None], key: int) -> IntArray:
-    """The positions of the rows that are no holes, in an order that depends on the number of rows and `key`:
-    a stable sort of raw 64-bit draws of Philox, which numpy promises not to change, unlike its shuffles.
-    """
-    order = np.argsort(np.random.Philox(key=key).random_raw(len(rows)), kind="stable").astype(np.int64)
-    return order[np.array([row is not None for row in rows])[order]]
 
 
 def parse_weights(weights: object, names: Sequence[str]) -> tuple[float, ...] | None:
@@ -103,25 +110,19 @@ class Turns:
     def __init__(self, weights: Sequence[float]) -> None:
         self.weights = tuple(weights)
         self.amounts = compute_amounts(weights)
-        self.counts = [0] * len(weights)  # draws of each source since the weights were last changed
-        self.owed = [0] * len(
-            weights
-        )  # what each had coming then, in OWED_UNIT parts of a draw; the sum is 0
+        # what each source has coming, in parts of which a draw has DRAW_PARTS * sum(amounts); the sum is 0
+        self.owed = [0] * len(weights)
 
     def take(self) -> int:
         """The source that is drawn now: of those whose next draw is due, the one that would be a whole draw
         behind soonest; among equals the one that is furthest behind, then the first.
         """
-        total, turn = sum(self.amounts), sum(self.counts) + 1
-        due: list[tuple[int, int, int]] = []
-        for index, (amount, count, owed) in enumerate(zip(self.amounts, self.counts, self.owed, strict=True)):
-            had = OWED_UNIT * count - owed
-            behind = OWED_UNIT * amount * turn - had * total
-            if amount and behind > 0:
-                deadline = -(-total * (had + OWED_UNIT) // (OWED_UNIT * amount))
-                due.append((deadline, -behind, index))
-        index = min(due)[2]
-        self.counts[index] += 1
+        shares = [DRAW_PARTS * amount for amount in self.amounts]
+        self.owed = [owed + share for owed, share in zip(self.owed, shares, strict=True)]
+        draw = sum(shares)
+        due = [index for index, owed in enumerate(self.owed) if owed > 0]
+        index = max(due, key=lambda one: ((self.owed[one] - draw) // shares[one], self.owed[one]))
+        self.owed[index] -= draw
         return index
 
     def set_weights(self, weights: Sequence[float]) -> None:
@@ -134,18 +135,14 @@ class Turns:
         self.weights, amounts = tuple(weights), compute_amounts(weights)
         if amounts == self.amounts:
             return
-        drawn = Fraction(sum(self.counts), sum(self.amounts))
-        debts = [
-            amount * drawn - count + Fraction(owed, OWED_UNIT)
-            for amount, count, owed in zip(self.amounts, self.counts, self.owed, strict=True)
-        ]
-        left = sum(debt for debt, new in zip(debts, amounts, strict=True) if not new) / sum(amounts)
+        before, after = sum(self.amounts), sum(amounts)
+        given_up = sum(owed for owed, amount in zip(self.owed, amounts, strict=True) if not amount)
         self.owed = [
-            math.floor((debt + left * new) * OWED_UNIT) if new else 0
-            for debt, new in zip(debts, amounts, strict=True)
+            (owed * after + given_up * amount) // before if amount else 0
+            for owed, amount in zip(self.owed, amounts, strict=True)
         ]
         self.owed[amounts.index(max(amounts))] -= sum(self.owed)
-        self.amounts, self.counts = amounts, [0] * len(amounts)
+        self.amounts = amounts
 
 
 def compute_amounts(weights: Sequence[float]) -> tuple[int, ...]:
@@ -170,34 +167,30 @@ def select_samples(mixture: Mixture[T], batch_size: int, step: int, seed: int) -
     """
     assert batch_size > 0 and step >= 0, (batch_size, step)
     sources = mixture.sources
-    turns, taken = _start_turns(tuple(source.weight for source in sources))
-    cycle, first = sum(turns.amounts), step * batch_size
-    while len(taken) < min(cycle, first + batch_size):
-        taken.append(turns.take())  # after a cycle the turns begin again
-    cycles, rest = divmod(first, cycle)
-    before = np.bincount(np.array(taken)[:rest], minlength=len(sources))
-    drawn = (cycles * np.array(turns.amounts) + before).tolist()
+    turns, counts, taken = _start_turns(tuple(source.weight for source in sources))
     chosen: list[T] = []
-    for turn in range(first, first + batch_size):
-        index = taken[turn % cycle]
+    for turn in range(step * batch_size, (step + 1) * batch_size):
+        cycle, place = divmod(turn, sum(turns.amounts))  # after a cycle the turns begin again
+        while len(taken) <= place:
+            index = turns.take()
+            taken.append(counts[index] << 16 | index)
+            counts[index] += 1
+        earlier, index = divmod(taken[place], 1 << 16)
         source = sources[index]
-        epoch, place = divmod(drawn[index], len(source.good))
-        order = _order_epoch(source, epoch, seed, source.name if len(sources) > 1 else "")
-        sample = source.rows[order[place]]
+        epoch, place = divmod(cycle * turns.amounts[index] + earlier, len(source.good))
+        key = epoch << 64 | seed % 2**64
+        if len(sources) > 1:
+            text = f"sft/{seed}/{source.name}/{epoch}"
+            key = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "little")
+        sample = source.rows[source.order(key)[place]]
         assert sample is not None, "a hole was drawn"
         chosen.append(sample)
-        drawn[index] += 1
     return chosen
 
 
 @lru_cache(maxsize=8)
-def _start_turns(weights: tuple[float, ...]) -> tuple[Turns, array[int]]:
-    """The turns of SFT's draws with these weights, and those that were taken so far: a caller takes more."""
-    return Turns(weights), array("H")
-
-
-@lru_cache(maxsize=32)
-def _order_epoch(source: Source[Any], epoch: int, seed: int, name: str) -> IntArray:
-    digest = hashlib.sha256(f"sft/{seed}/{name}/{epoch}".encode()).digest()
-    key = int.from_bytes(digest[:16], "little") if name else epoch << 64 | seed % 2**64
-    return order_rows(source.rows, key)
+def _start_turns(weights: tuple[float, ...]) -> tuple[Turns, list[int], array[int]]:
+    """The turns of SFT's draws with these weights, how often each source was drawn, and each draw so far, as
+    the earlier draws of its source << 16 | the source: a caller takes more.
+    """
+    return Turns(weights), [0] * len(weights), array("Q")

@@ -22,18 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
-from rollouts.data.packing_plans import (
-    ATTENTION_COST,
-    MICRO_BATCH_COST,
-    MicroBatchPlan,
-    plan_one_row,
-    plan_padded,
-)
-from rollouts.data.tries import SortedRows, sort_rows
+from rollouts.data.packing_plans import ATTENTION_COST, MICRO_BATCH_COST, SortedRows, plan_rows, sort_rows
 from rollouts.types import BoolArray, FloatArray, IntArray
 
 
@@ -87,56 +79,61 @@ def make_micro_batches(
     if not len(trained):
         return []
     rows = sort_rows(tokens, trained, lengths[trained], share=share_prefix and padding_free)
-    plan = partial(plan_one_row, attention_cost=attention_cost) if padding_free else plan_padded
-    plans = plan(rows, micro_batch_tokens, ranks=ranks, micro_batch_cost=micro_batch_cost)
-    return [_make_micro_batch(rows, one, tokens, loss_masks, packed=padding_free) for one in plans]
+    plans = plan_rows(
+        rows,
+        micro_batch_tokens,
+        packed=padding_free,
+        ranks=ranks,
+        attention_cost=attention_cost,
+        micro_batch_cost=micro_batch_cost,
+    )
+    return [_make_micro_batch(rows, *plan, tokens, loss_masks, packed=padding_free) for plan in plans]
 
 
 def _needed_length(row: int, mask: BoolArray) -> int:
     """How many tokens of a row must be computed: those before its last trained token."""
-    if not len(mask):
-        return 0
-    if mask[0]:
+    if mask[:1].any():
         raise ValueError(
             f"loss_masks[{row}] trains the first token; nothing comes before it to predict it from: mask"
             " it out"
         )
-    behind = int(mask[::-1].argmax())
-    return len(mask) - 1 - behind if mask[-1 - behind] else 0
+    return len(mask) - 1 - int(mask[::-1].argmax()) if mask.any() else 0
 
 
 def _make_micro_batch(
     rows: SortedRows,
-    plan: MicroBatchPlan,
+    order: IntArray,
+    common: IntArray,
     tokens: Sequence[IntArray],
     loss_masks: Sequence[BoolArray],
     *,
     packed: bool,
 ) -> MicroBatch:
-    numbers, lengths = rows.numbers[plan.order], rows.lengths[plan.order]
-    width = int((lengths - plan.common).sum() if packed else lengths.max())
-    starts = np.cumsum(lengths - plan.common) - (lengths - plan.common)
-    if not packed:
-        starts = np.arange(len(lengths)) * width
+    numbers, lengths = rows.numbers[order], rows.lengths[order]
+    own, longest = lengths - common, int(lengths.max())
+    width = int(own.sum()) if packed else longest
+    starts = np.cumsum(own) - own if packed else np.arange(len(lengths)) * width
     input_ids, position_ids = np.zeros((2, width if packed else len(lengths) * width), np.int64)
-    path = np.zeros(int(lengths.max()), np.int64)  # the node of each depth of the row
-    nodes: list[IntArray] = []
+    ends = np.full(len(input_ids), width)
+    path, end_by_depth = np.zeros(longest, np.int64), np.full(longest, width)  # of the nodes of each depth
     trained: list[IntArray] = []
-    cut = zip(numbers.tolist(), starts.tolist(), plan.common.tolist(), lengths.tolist(), strict=True)
-    for row, start, common, length in cut:
-        own = slice(start, start + length - common)
-        input_ids[own], position_ids[own] = tokens[row][common:length], np.arange(common, length)
-        path[common:length] = np.arange(own.start, own.stop)
-        positions = np.flatnonzero(loss_masks[row][: length + 1])
-        trained.append(positions)
-        nodes.append(path[positions - 1])
-    wanted = [tokens[row][at] for row, at in zip(numbers.tolist(), trained, strict=True)]
-    keys = np.concatenate(nodes) << 32 | np.concatenate(wanted)  # a node and a token id fit 32 bits each
-    if np.any(keys[1:] <= keys[:-1]):
-        pairs, token_pairs = np.unique(keys, return_inverse=True)
-    else:
-        pairs, token_pairs = keys, np.arange(len(keys))
-    ends = find_subtree_ends(lengths, plan.common) if packed else np.full(len(input_ids), width)
+    keys: list[IntArray] = []
+    cut = list(zip(*(one.tolist() for one in (numbers, starts, common, lengths)), strict=True))
+    for row, start, shared, length in cut:
+        mine = slice(start, start + length - shared)
+        input_ids[mine], position_ids[mine] = tokens[row][shared:length], np.arange(shared, length)
+        path[shared:length] = np.arange(mine.start, mine.stop)
+        trained.append(np.flatnonzero(loss_masks[row][: length + 1]))
+        # a node and a token id fit 32 bits each
+        keys.append(path[trained[-1] - 1] << 32 | tokens[row][trained[-1]])
+    for _, start, shared, length in reversed(cut if packed else []):
+        # a node's subtree ends with the first later row that shares at most the tokens above the node
+        ends[start : start + length - shared] = end_by_depth[shared:length]
+        end_by_depth[shared:] = start
+    pairs = np.concatenate(keys)
+    token_pairs = np.arange(len(pairs))
+    if np.any(pairs[1:] <= pairs[:-1]):
+        pairs, token_pairs = np.unique(pairs, return_inverse=True)
     return MicroBatch(
         rows=numbers,
         input_ids=input_ids.reshape(-1, width),
@@ -149,31 +146,6 @@ def _make_micro_batch(
         token_positions=np.concatenate(trained),
         token_pairs=token_pairs,
     )
-
-
-def find_subtree_ends(lengths: IntArray, common: IntArray) -> IntArray:
-    """[S] first node after each node's subtree, of rows in lexicographic order, each with the tokens that it
-    has in common with the one before.
-
-    The subtree of a row's node at depth d ends with the first later row that has at most d tokens in common
-    with the one before it.
-    """
-    starts = np.concatenate([[0], np.cumsum(lengths - common)]).tolist()
-    found = np.empty(starts[-1], np.int64)
-    later = [(-1, starts[-1])]  # (common, first node) of later rows that end subtrees, the nearest last
-    for row in reversed(range(len(lengths))):
-        top, shared, start = int(lengths[row]), int(common[row]), starts[row]
-        while top > shared:
-            limit, end = later[-1]
-            bottom = max(limit, shared)
-            found[start + bottom - shared : start + top - shared] = end
-            top = min(top, bottom)
-            if limit > shared:
-                later.pop()
-        while later[-1][0] >= shared:
-            later.pop()
-        later.append((shared, start))
-    return found
 
 
 def spread_to_rows(

@@ -16,7 +16,7 @@ from rollouts.config.tables import DataSourceConfig
 from rollouts.data.data_buffer import DataBuffer, PromptRow
 from rollouts.data.datasets import load_sources
 from rollouts.data.held_out import exclude_prompts
-from rollouts.data.mixture import OWED_UNIT, Mixture, Source, Turns, select_samples
+from rollouts.data.mixture import DRAW_PARTS, Mixture, Source, Turns, select_samples
 from rollouts.errors import DataError
 
 
@@ -133,16 +133,15 @@ def test_a_small_source_has_its_turns_when_weights_change_before_every_batch():
 def test_a_source_that_pauses_gives_up_what_it_had_coming():
     # after 1 draw at 1:1 the second has half a draw coming; when it pauses, the other half a draw too much is
     # forgiven
-    half = OWED_UNIT // 2
     for before, after, owed in (
         ([1, 1], [1, 0], [0, 0]),
-        ([1, 1], [3, 1], [-half, half]),
-        ([1, 1, 1], [1, 1, 0], [-half, half, 0]),
+        ([1, 1], [3, 1], [-0.5, 0.5]),
+        ([1, 1, 1], [1, 1, 0], [-0.5, 0.5, 0]),
     ):
         turns = Turns(before)
         turns.take()
         turns.set_weights(after)
-        assert turns.owed == owed
+        assert [one / DRAW_PARTS / sum(turns.amounts) for one in turns.owed] == owed
 
 
 @pytest.mark.parametrize(
