@@ -1,7 +1,7 @@
 """Preference data as training rows: pairs of responses to one prompt, or single responses that are marked
 good or bad.
 
-    rows ──prepare_*_mixture──► Mixture ──split_held_out──► what trains; what is held out
+    rows ──prepare_preference_mixture──► Mixture ──split_held_out──► what trains; what is held out
 
 Every sample gives two token rows that begin with one prompt and end with the last token that trains: chosen
 and rejected, or a completion and, after the same prompt, the completion of another prompt, with which KTO
@@ -10,10 +10,10 @@ estimates its reference point.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TypeVar
 
 import numpy as np
 
@@ -36,111 +36,72 @@ HELD_OUT = "held_out_prompt"  # a held-out sample has the same prompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PairSample:
-    """Two responses to one prompt, ready to train. The token rows are equal up to the first token that trains
-    in either.
-    """
+class PreferenceSample:
+    """Two responses to one prompt, or one that is marked good or bad, ready to train."""
 
-    chosen: SFTSample
-    rejected: SFTSample
+    # chosen and rejected; or the completion and, after the same prompt, that of another one. They are equal
+    # up to the first token that trains in either
+    rows: tuple[SFTSample, SFTSample]
     row_id: int  # position of its row in the dataset
     margin: float = 0.0  # how much better the chosen response is said to be; reward models read it
-    # nats, of chosen and rejected under a frozen reference; None: not scored
+    desirable: bool | None = None  # the mark of the completion; None: a pair
+    # nats, of the rows that are scored under a frozen reference; None: not scored
     ref_log_probs: tuple[float, ...] | None = None
-
-    @property
-    def rows(self) -> tuple[SFTSample, SFTSample]:
-        return self.chosen, self.rejected
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LabelledSample:
-    """A response that is marked good or bad, ready to train."""
-
-    completion: SFTSample
-    other: SFTSample  # this prompt followed by the completion of another one
-    desirable: bool
-    row_id: int  # position of its row in the dataset
-    # nats, of completion and, where it is needed, other under a reference; None: not scored
-    ref_log_probs: tuple[float, ...] | None = None
-
-    @property
-    def rows(self) -> tuple[SFTSample, SFTSample]:
-        return self.completion, self.other
-
-
-PreferenceSample = PairSample | LabelledSample
-S = TypeVar("S", PairSample, LabelledSample)
 
 
 # --- rows → samples -----------------------------------------------------------------------------------------
 
 
-def prepare_pair_mixture(
+def prepare_preference_mixture(
     mixture: Mixture[Row],
     tokenizer: ChatTokenizer,
     *,
+    labelled: bool,
     max_length: int,
     options: TemplateOptions = DEFAULT_OPTIONS,
     name: str = "preference.data",
-) -> Mixture[PairSample]:
-    """Every row of use "pair" as a sample whose token rows have at most `max_length` tokens; only the
-    responses train.
+) -> Mixture[PreferenceSample]:
+    """Every row of use "pair", or "labelled", as a sample whose token rows have at most `max_length` tokens;
+    only the responses train. The second row of a labelled sample has the completion of the next row of all
+    sources whose prompt is another.
 
-    A longer response is cut on the right if tokens of it remain. A pair is dropped as a whole if one response
-    has none left, or if the two are the same then; all of this is counted. Raises as prepare_samples.
+    A longer response is cut on the right if tokens of it remain. A sample is dropped as a whole if a response
+    has none left, a pair also if the two are the same then; all of this is counted. Raises as
+    prepare_samples, and DataError if all prompts of labelled rows are the same.
     """
+    rows = mixture.samples
+    pairs = [{field: row[field] for field in ("chosen", "rejected")} for row in rows if not labelled]
+    if labelled:
+        try:
+            others = mismatch_completions([json.dumps(row["prompt"], sort_keys=True) for row in rows])
+        except ValueError as error:
+            raise DataError(f"{name}: {error}; use rows of several prompts") from error
+        pairs = [
+            {"completion": row["completion"], "the completion of another row": rows[other]["completion"]}
+            for row, other in zip(rows, others, strict=True)
+        ]
+    left = iter(pairs)
 
-    def prepare(row: Row, row_id: int) -> tuple[PairSample, int] | str:
-        whole = [_tokenize_response(row, at, row_id, tokenizer, options) for at in ("chosen", "rejected")]
-        assert len({_find_prompt(response) for response in whole}) == 1, row_id
-        chosen, rejected = (response.cut(max_length) for response in whole)
-        if not chosen.loss_mask.any():
+    def prepare(row: Row, row_id: int) -> tuple[PreferenceSample, int] | str:
+        tools, whole = parse_tools(row.get("tools"), where="tools"), list[SFTSample]()
+        for field, response in next(left).items():
+            with naming(field):
+                conversation = tokenize_conversation(
+                    [*row["prompt"], *response], tokenizer, train_on="last", options=options, tools=tools
+                )
+            end = conversation.spans[-1].end
+            whole.append(SFTSample(conversation.token_ids, compute_loss_mask(conversation), row_id).cut(end))
+        first, second = (response.cut(max_length) for response in whole)
+        assert len({response.token_ids[~response.loss_mask].tobytes() for response in whole}) == 1, row_id
+        if not first.loss_mask.any():
             return NO_TOKENS
-        if np.array_equal(chosen.token_ids, rejected.token_ids):
+        if not labelled and np.array_equal(first.token_ids, second.token_ids):
             return SAME_RESPONSE
-        sample = PairSample(chosen, rejected, row_id, float(row.get("margin") or 0.0))
-        return sample, sum(len(response.token_ids) > max_length for response in whole)
+        margin, desirable = float(row.get("margin") or 0.0), row["label"] if labelled else None
+        num_cut = sum(len(response.token_ids) > max_length for response in whole[: 1 if labelled else 2])
+        return PreferenceSample((first, second), row_id, margin, desirable), num_cut
 
     return prepare_samples(mixture, prepare, max_length=max_length, name=name)
-
-
-def prepare_labelled_mixture(
-    mixture: Mixture[Row],
-    tokenizer: ChatTokenizer,
-    *,
-    max_length: int,
-    options: TemplateOptions = DEFAULT_OPTIONS,
-    name: str = "preference.data",
-) -> Mixture[LabelledSample]:
-    """The same for rows of use "labelled". A sample's `other` row has the completion of the next sample of
-    all sources whose prompt is another.
-
-    Raises what prepare_pair_mixture raises, and DataError if all prompts are the same.
-    """
-
-    def prepare(row: Row, row_id: int) -> tuple[LabelledSample, int] | str:
-        whole = _tokenize_response(row, "completion", row_id, tokenizer, options)
-        if not whole.loss_mask[:max_length].any():
-            return NO_TOKENS
-        return LabelledSample(whole, whole, row["label"], row_id), int(len(whole.token_ids) > max_length)
-
-    prepared = prepare_samples(mixture, prepare, max_length=max_length, name=name)
-    samples = prepared.samples
-    try:
-        others = mismatch_completions([prompt_of(sample) for sample in samples])
-    except ValueError as error:
-        raise DataError(f"{name}: {error}; use rows of several prompts") from error
-    finished: list[LabelledSample] = []
-    for sample, other in zip(samples, others, strict=True):
-        own, response = sample.completion, samples[other].completion
-        start = len(response.token_ids) - int(response.loss_mask.sum())
-        token_ids = np.concatenate([own.token_ids[~own.loss_mask], response.token_ids[start:]])
-        mismatched = SFTSample(
-            token_ids, np.arange(len(token_ids)) >= int((~own.loss_mask).sum()), own.row_id
-        )
-        finished.append(replace(sample, completion=own.cut(max_length), other=mismatched.cut(max_length)))
-    return prepared.with_samples(finished)
 
 
 def mismatch_completions(prompt_ids: Sequence[Hashable]) -> list[int]:
@@ -161,31 +122,14 @@ def mismatch_completions(prompt_ids: Sequence[Hashable]) -> list[int]:
     return [index % count for index in following[:count]]
 
 
-def _tokenize_response(
-    row: Row, field: str, row_id: int, tokenizer: ChatTokenizer, options: TemplateOptions
-) -> SFTSample:
-    """The prompt and the response in `field` up to its last token, on which alone the mask is set."""
-    tools = parse_tools(row.get("tools"), where="tools")
-    with naming(field):
-        conversation = tokenize_conversation(
-            [*row["prompt"], *row[field]], tokenizer, train_on="last", options=options, tools=tools
-        )
-    whole = SFTSample(conversation.token_ids, compute_loss_mask(conversation), row_id)
-    return whole.cut(conversation.spans[-1].end)
-
-
-def _find_prompt(row: SFTSample) -> bytes:
-    return row.token_ids[~row.loss_mask].tobytes()
-
-
 def prompt_of(sample: PreferenceSample) -> bytes:
     """The token ids before the response: equal for samples of one prompt, and for no others."""
-    return _find_prompt(sample.rows[0])
+    return sample.rows[0].token_ids[~sample.rows[0].loss_mask].tobytes()
 
 
-def count_labels(samples: Sequence[LabelledSample]) -> tuple[int, int]:
+def count_labels(samples: Sequence[PreferenceSample]) -> tuple[int, int]:
     """(desirable, undesirable) samples."""
-    desirable = sum(sample.desirable for sample in samples)
+    desirable = sum(bool(sample.desirable) for sample in samples)
     return desirable, len(samples) - desirable
 
 
@@ -193,36 +137,35 @@ def count_labels(samples: Sequence[LabelledSample]) -> tuple[int, int]:
 
 
 def split_held_out(
-    mixture: Mixture[S], count: int, *, name: str = "preference"
-) -> tuple[Mixture[S], tuple[S, ...]]:
+    mixture: Mixture[PreferenceSample], count: int, *, name: str = "preference"
+) -> tuple[Mixture[PreferenceSample], tuple[PreferenceSample, ...]]:
     """(what trains, the held-out samples): `count` samples off the ends of the sources, from each in
     proportion to its size.
 
     Samples whose prompt is held out do not train either; they are counted as dropped. Raises DataError naming
     `name`.held_out if a source has none left.
     """
-    total = len(mixture.samples)
-    held_out: list[S] = []
-    for source, end in zip(
-        mixture.sources, accumulate(len(source.good) for source in mixture.sources), strict=True
-    ):
+    total, held_out = len(mixture.samples), list[PreferenceSample]()
+    ends = accumulate(len(source.good) for source in mixture.sources)
+    for source, end in zip(mixture.sources, ends, strict=True):
         share = end * min(count, total) // total - len(held_out)  # rounded so that the sum is exact
         held_out += source.good[len(source.good) - share :]
-    asked = {prompt_of(sample) for sample in held_out}
+    asked = set(map(prompt_of, held_out))
     kept = [
         replace(source, rows=tuple(row for row in source.rows if row is None or prompt_of(row) not in asked))
         for source in mixture.sources
     ]
-    empty = next((source.name for source in kept if not source.good), None)
-    if empty is not None:
-        which = f" of {empty}" if len(kept) > 1 else ""
-        raise DataError(
-            f"{name}.held_out={count} of {total} samples, and all others with the same prompts: none{which}"
-            " is left to train on"
-        )
-    same_prompt = total - len(held_out) - sum(len(source.good) for source in kept)
-    dropped = {**mixture.dropped, HELD_OUT: same_prompt} if same_prompt else mixture.dropped
-    return replace(mixture, sources=tuple(kept), dropped=dropped), tuple(held_out)
+    training = replace(mixture, sources=tuple(kept))
+    for source in kept:
+        if not source.good:
+            which = f" of {source.name}" if len(kept) > 1 else ""
+            raise DataError(
+                f"{name}.held_out={count} of {total} samples, and all others with the same prompts:"
+                f" none{which} is left to train on"
+            )
+    if same_prompt := total - len(held_out) - len(training.samples):
+        training = replace(training, dropped={**mixture.dropped, HELD_OUT: same_prompt})
+    return training, tuple(held_out)
 
 
 def make_preference_batch(samples: Sequence[PreferenceSample], *, rows_per_sample: int = 2) -> RolloutBatch:

@@ -10,19 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollouts.config.schema import REFERENCE_FREE, PreferenceTrainingConfig
 from rollouts.data.mixture import Mixture, select_samples
-from rollouts.data.preference import (
-    LabelledSample,
-    PairSample,
-    PreferenceSample,
-    make_preference_batch,
-)
+from rollouts.data.preference import PreferenceSample, make_preference_batch
 from rollouts.errors import ConfigError
 from rollouts.loops.linearised import (
     AsyncRowLoss,
@@ -39,8 +34,6 @@ from rollouts.types import metric_values
 if TYPE_CHECKING:
     from rollouts.losses.row_losses import LinearisedRows
 
-S = TypeVar("S", PairSample, LabelledSample)
-P = TypeVar("P", bound=PreferenceSample)
 Sums = NDArray[np.float64]  # [B] nats, log-probs of responses
 KTO = "kto"
 HIGHEST_EXPONENT = 709.0  # exp of more overflows float64
@@ -48,7 +41,7 @@ HIGHEST_EXPONENT = 709.0  # exp of more overflows float64
 
 async def run_preference_training(
     backend: TrainingBackend,
-    data: Mixture[S],
+    data: Mixture[PreferenceSample],
     config: PreferenceTrainingConfig,
     metrics_logger: MetricsLogger,
     *,
@@ -88,7 +81,7 @@ async def run_preference_training(
 
 async def evaluate_preferences(
     backend: TrainingBackend,
-    held_out: Sequence[S],
+    held_out: Sequence[PreferenceSample],
     config: PreferenceTrainingConfig,
     *,
     loss: AsyncRowLoss,
@@ -134,7 +127,7 @@ async def linearise_samples(
     scored = make_preference_batch(samples, rows_per_sample=rows_per_sample)
     sums = sum_rows(await backend.forward(scored).result())
     ref = await _find_reference_sums(samples, config, reference)
-    assert isinstance(samples[0], LabelledSample) == (config.loss == KTO), (
+    assert (samples[0].desirable is not None) == (config.loss == KTO), (
         "KTO trains on labelled samples, the other losses on pairs"
     )
     if config.loss != KTO:
@@ -143,7 +136,7 @@ async def linearise_samples(
     (own, others), (ref_own, ref_others) = (
         (values[::rows_per_sample], values[1::2] if rows_per_sample == 2 else None) for values in (sums, ref)
     )
-    good = np.asarray([isinstance(sample, LabelledSample) and sample.desirable for sample in samples])
+    good = np.asarray([sample.desirable for sample in samples])
     return sums, await loss(own, ref_log_probs=ref_own, desirable=good, others=others, ref_others=ref_others)
 
 
@@ -165,8 +158,8 @@ async def _find_reference_sums(
 
 
 async def score_samples(
-    samples: Sequence[P], config: PreferenceTrainingConfig, reference: LogProbScorer | None
-) -> list[P]:
+    samples: Sequence[PreferenceSample], config: PreferenceTrainingConfig, reference: LogProbScorer | None
+) -> list[PreferenceSample]:
     """The samples with the reference's log-probs of their rows, in chunks of config.batch_size in order;
     those that are scored stay as they are.
 
@@ -200,7 +193,7 @@ def _compute_perplexities(samples: Sequence[PreferenceSample], sums: Sums) -> di
     """
     totals = {"chosen": np.zeros(2), "rejected": np.zeros(2)}
     for sample, values in zip(samples, sums.reshape(len(samples), -1).tolist(), strict=True):
-        pair = isinstance(sample, PairSample)
+        pair = sample.desirable is None
         kinds = ("chosen", "rejected") if pair else ("chosen" if sample.desirable else "rejected",)
         for kind, row, value in zip(kinds, sample.rows, values, strict=False):
             totals[kind] += -value, row.loss_mask.sum()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rollouts.config.schema import RewardModelTrainingConfig
 from rollouts.data.mixture import Mixture, select_samples
-from rollouts.data.preference import PairSample
+from rollouts.data.preference import PreferenceSample
 from rollouts.data.scores import make_score_batch, read_scores
 from rollouts.loops.linearised import AsyncRowLoss, PreparedStep, prepare_linear_step, run_batch_steps
 from rollouts.loops.steps import StepHooks
@@ -28,7 +28,7 @@ Measure = Callable[[NDArray[np.float64]], Awaitable[Mapping[str, float]]]
 
 async def run_reward_model_training(
     backend: TrainingBackend,
-    data: Mixture[PairSample],
+    data: Mixture[PreferenceSample],
     config: RewardModelTrainingConfig,
     metrics_logger: MetricsLogger,
     *,
@@ -64,7 +64,7 @@ async def run_reward_model_training(
 
 
 async def evaluate_reward_model(
-    backend: TrainingBackend, held_out: Sequence[PairSample], *, measure: Measure, name: str = "pairs"
+    backend: TrainingBackend, held_out: Sequence[PreferenceSample], *, measure: Measure, name: str = "pairs"
 ) -> dict[str, float]:
     """`eval/{name}/accuracy`, `/ece`, `/brier` and `/nll` of held-out pairs under the backend's weights (see
     compute_pair_calibration); empty without a pair. Raises ModelError if a score is not finite.
@@ -76,7 +76,7 @@ async def evaluate_reward_model(
 
 
 async def score_pairs(
-    backend: TrainingBackend, samples: Sequence[PairSample]
+    backend: TrainingBackend, samples: Sequence[PreferenceSample]
 ) -> tuple[RolloutBatch, NDArray[np.float64]]:
     """(rows, their scores [2P]), chosen and rejected in turn."""
     rows = make_score_batch([row.token_ids for sample in samples for row in sample.rows])

@@ -20,9 +20,8 @@ from rollouts.data.held_out import exclude_prompts, unique_prompts
 from rollouts.data.messages import naming, parse_tools
 from rollouts.data.mixture import Mixture
 from rollouts.data.preference import (
-    PairSample,
-    prepare_labelled_mixture,
-    prepare_pair_mixture,
+    PreferenceSample,
+    prepare_preference_mixture,
     split_held_out,
 )
 from rollouts.data.rows import Row, RowUse
@@ -54,8 +53,8 @@ class Rows:
 class PreparedPreferences:
     """Pairs of a stage, or labelled responses for KTO."""
 
-    training: Mixture[Any]
-    held_out: tuple[Any, ...]
+    training: Mixture[PreferenceSample]
+    held_out: tuple[PreferenceSample, ...]
 
 
 @dataclass(slots=True)
@@ -230,7 +229,7 @@ def _describe_first(findings: Findings, subject: str, sample: Any, tokenizer: An
     """
     texts = {"conversation": sample}
     if not isinstance(sample, SFTSample):
-        names = ("chosen", "rejected") if isinstance(sample, PairSample) else ("labelled",)
+        names = ("chosen", "rejected") if sample.desirable is None else ("labelled",)
         texts = {f"{name} response": row for name, row in zip(names, sample.rows, strict=False)}
     for what, row in texts.items():
         mask = row.loss_mask
@@ -253,13 +252,13 @@ def prepare_preferences(
     config: RunConfig, stage: str, mixture: Mixture[Row], tokenizer: ChatTokenizer
 ) -> PreparedPreferences:
     """What the stage "preference" or "reward_model" trains on and what it is evaluated on. Raises DataError
-    and ModelError as prepare_pair_mixture and split_held_out do.
+    and ModelError as prepare_preference_mixture and split_held_out do.
     """
     section: Any = stage_config(config, stage)
-    labelled = choose_use(config, stage) == "labelled"
-    samples: Mixture[Any] = (prepare_labelled_mixture if labelled else prepare_pair_mixture)(
+    samples = prepare_preference_mixture(
         mixture,
         tokenizer,
+        labelled=choose_use(config, stage) == "labelled",
         max_length=section.max_length,
         options=TemplateOptions(config.model.template_params),
         name=f"{stage}.data",

@@ -18,11 +18,9 @@ from rollouts.config.tables import DataSourceConfig
 from rollouts.data.messages import RowProblem
 from rollouts.data.mixture import Mixture, Source, make_mixture
 from rollouts.data.preference import (
-    LabelledSample,
     make_preference_batch,
     mismatch_completions,
-    prepare_labelled_mixture,
-    prepare_pair_mixture,
+    prepare_preference_mixture,
     prompt_of,
     split_held_out,
 )
@@ -53,16 +51,20 @@ def split_labelled(row):
 
 
 def pairs(*rows, max_length=99):
-    return prepare_pair_mixture(
+    return prepare_preference_mixture(
         make_mixture([None if row is None else split_pair(row) for row in rows]),
         byte_tokenizer(),
+        labelled=False,
         max_length=max_length,
     )
 
 
 def labels(*rows, max_length=99):
-    return prepare_labelled_mixture(
-        make_mixture([split_labelled(row) for row in rows]), byte_tokenizer(), max_length=max_length
+    return prepare_preference_mixture(
+        make_mixture([split_labelled(row) for row in rows]),
+        byte_tokenizer(),
+        labelled=True,
+        max_length=max_length,
     )
 
 
@@ -133,13 +135,15 @@ def test_the_response_trains_as_the_last_turn_of_an_sft_row_does():
     conversation = [ASK, GOOD, ASK, BAD]
     row = {"chosen": conversation, "rejected": [*conversation[:-1], GOOD]}
     for tokenizer in (byte_tokenizer(), *map(family_tokenizer, ("qwen3", "llama3_1", "gemma"))):
-        (sample,) = prepare_pair_mixture(make_mixture([split_pair(row)]), tokenizer, max_length=999).samples
+        (sample,) = prepare_preference_mixture(
+            make_mixture([split_pair(row)]), tokenizer, labelled=False, max_length=999
+        ).samples
         (whole,) = prepare_sft_mixture(
             make_mixture([{"messages": conversation}]), tokenizer, max_length=999, train_on="last"
         ).samples
         end = int(np.flatnonzero(whole.loss_mask)[-1]) + 1
-        assert sample.chosen.token_ids.tolist() == whole.token_ids[:end].tolist()
-        assert sample.chosen.loss_mask.tolist() == whole.loss_mask[:end].tolist()
+        assert sample.rows[0].token_ids.tolist() == whole.token_ids[:end].tolist()
+        assert sample.rows[0].loss_mask.tolist() == whole.loss_mask[:end].tolist()
 
 
 def test_a_pair_falls_as_a_whole_and_by_reason():
@@ -163,8 +167,8 @@ def test_a_mismatched_row_is_the_prompt_with_the_next_completion_of_another_prom
     wanted = [("q", "def", [20, 21, 22, 23]), ("q", "def", [20, 21, 22, 23]), ("rr", "ab", [21, 22, 23])]
     for sample, (prompt, answer, trained) in zip(data.samples, wanted, strict=True):
         text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>"
-        assert text_of(sample.other) == text
-        assert np.flatnonzero(sample.other.loss_mask).tolist() == trained
+        assert text_of(sample.rows[1]) == text
+        assert np.flatnonzero(sample.rows[1].loss_mask).tolist() == trained
     assert [sample.desirable for sample in data.samples] == [True, False, True]
 
 
@@ -186,7 +190,7 @@ def test_held_out_pairs_come_off_the_end_and_their_prompts_do_not_train():
 def test_every_source_gives_its_share_of_what_is_held_out():
     rows = [split_pair(row) for row in numbered(9)]
     sources = (Source("a", 1.0, tuple(rows[:6])), Source("b", 1.0, (*rows[6:8], None, rows[8])))
-    data = prepare_pair_mixture(Mixture(sources), byte_tokenizer(), max_length=99)
+    data = prepare_preference_mixture(Mixture(sources), byte_tokenizer(), labelled=False, max_length=99)
     training, held_out = split_held_out(data, 3)
     assert [(sample.row_id, len(prompt_of(sample))) for sample in held_out] == [(4, 160), (5, 160), (3, 160)]
     assert [len(source.rows) for source in training.sources] == [4, 3]
@@ -223,7 +227,7 @@ def test_a_stage_prepares_what_its_loss_trains_on():
         [split_labelled({"prompt": text, "completion": "a", "label": True}) for text in "xyz"]
     )
     kto = prepare_preferences(run_config(loss="kto"), "preference", labelled, byte_tokenizer())
-    assert isinstance(kto.training.samples[0], LabelledSample)
+    assert kto.training.samples[0].desirable
     with pytest.raises(ConfigError, match=r"no \[reward_model\] table"):
         prepare_preferences(run_config(), "reward_model", rows, byte_tokenizer())
 

@@ -19,8 +19,7 @@ from rollouts.config.schema import PreferenceTrainingConfig
 from rollouts.config.tables import DataSourceConfig, OptimConfig
 from rollouts.data.mixture import make_mixture, select_samples
 from rollouts.data.preference import (
-    LabelledSample,
-    PairSample,
+    PreferenceSample,
     count_labels,
 )
 from rollouts.data.sft import SFTSample
@@ -55,18 +54,18 @@ def make_row(rng: np.random.Generator, prompt: Sequence[int], row_id: int) -> SF
     return SFTSample(tokens, np.arange(len(tokens)) >= len(prompt), row_id)
 
 
-def make_pairs(count: int, seed: int = 0) -> list[PairSample]:
+def make_pairs(count: int, seed: int = 0) -> list[PreferenceSample]:
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(3, 60, rng.integers(2, 7)).tolist() for _ in range(count)]
     return [
-        PairSample(make_row(rng, prompt, row), make_row(rng, prompt, row), row, margin=float(row))
+        PreferenceSample((make_row(rng, prompt, row), make_row(rng, prompt, row)), row, margin=float(row))
         for row, prompt in enumerate(prompts)
     ]
 
 
-def make_labelled(count: int, seed: int = 0) -> list[LabelledSample]:
+def make_labelled(count: int, seed: int = 0) -> list[PreferenceSample]:
     return [
-        LabelledSample(pair.chosen, pair.rejected, index % 3 != 0, index)
+        PreferenceSample(pair.rows, index, desirable=index % 3 != 0)
         for index, pair in enumerate(make_pairs(count, seed))
     ]
 
@@ -131,7 +130,7 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
         )
 
 
-def plain_pair_loss(model: Any, reference: Any, sample: PairSample, loss: str) -> Tensor:
+def plain_pair_loss(model: Any, reference: Any, sample: PreferenceSample, loss: str) -> Tensor:
     """What the papers write, of one pair."""
     good, bad = (response_log_prob(model, row) for row in sample.rows)
     len_good, len_bad = (int(row.loss_mask.sum()) for row in sample.rows)
@@ -148,20 +147,20 @@ def plain_pair_loss(model: Any, reference: Any, sample: PairSample, loss: str) -
 
 
 def plain_kto_loss(
-    model: Any, reference: Any, samples: Sequence[LabelledSample], weights: tuple[float, float]
+    model: Any, reference: Any, samples: Sequence[PreferenceSample], weights: tuple[float, float]
 ) -> Tensor:
     """The mean over the batch, its reference point from the mismatched rows."""
     with torch.no_grad():
         gaps = [
-            response_log_prob(model, sample.other) - response_log_prob(reference, sample.other)
+            response_log_prob(model, sample.rows[1]) - response_log_prob(reference, sample.rows[1])
             for sample in samples
         ]
         point = torch.stack(gaps).mean().clamp(min=0)
     total: Any = 0.0
     for sample in samples:
         with torch.no_grad():
-            ref = response_log_prob(reference, sample.completion)
-        gap = response_log_prob(model, sample.completion) - ref
+            ref = response_log_prob(reference, sample.rows[0])
+        gap = response_log_prob(model, sample.rows[0]) - ref
         sign, weight = (1, weights[0]) if sample.desirable else (-1, weights[1])
         total = total + weight * (1 - torch.sigmoid(sign * BETA * (gap - point)))
     return total / len(samples)

@@ -20,7 +20,7 @@ from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.schema import RewardModelTrainingConfig
 from rollouts.config.tables import DataSourceConfig, OptimConfig
 from rollouts.data.mixture import make_mixture, select_samples
-from rollouts.data.preference import PairSample
+from rollouts.data.preference import PreferenceSample
 from rollouts.device_thread import open_device_thread
 from rollouts.errors import ModelError
 from rollouts.loops.linearised import on_thread
@@ -67,7 +67,7 @@ async def open_backend(path: Path, **options: Any) -> AsyncIterator[Any]:
 
 async def train(
     backend: Any,
-    samples: Sequence[PairSample],
+    samples: Sequence[PreferenceSample],
     config: RewardModelTrainingConfig,
     logger: Any = None,
     **loop: Any,
@@ -83,7 +83,7 @@ def score(model: Any, tokens: Any) -> Tensor:
     return model(input_ids=torch.from_numpy(np.asarray(tokens))[None]).logits[0, 0]
 
 
-def plain_loss(model: Any, samples: Sequence[PairSample]) -> Tensor:
+def plain_loss(model: Any, samples: Sequence[PreferenceSample]) -> Tensor:
     losses = []
     for sample in samples:
         good, bad = (score(model, row.token_ids) for row in sample.rows)
