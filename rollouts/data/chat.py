@@ -10,26 +10,90 @@ follow. So spans are found by rendering, never by searching for the content: wha
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
-from typing import Literal, cast
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 
-from rollouts.data.chat_templates import (
-    DEFAULT_OPTIONS,
-    ChatTokenizer,
-    Template,
-    TemplateOptions,
-    Tools,
-    make_template,
-)
+from rollouts.config.spelling import did_you_mean
 from rollouts.data.messages import parse_messages
 from rollouts.data.rows import says_something
 from rollouts.errors import DataError, ModelError
+from rollouts.messages import JSONValue, parse_tool_arguments
 from rollouts.types import BoolArray, ChatMessage, IntArray
+
+Tools = Sequence[Mapping[str, JSONValue]]  # JSON schemas of the tools that a conversation may call
+
+
+class ChatTokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used here."""
+
+    chat_template: Any
+    all_special_tokens: Any
+
+    @property
+    def added_tokens_decoder(self) -> Any: ...  # id → AddedToken
+
+    def apply_chat_template(
+        self, conversation: Any, *, tokenize: bool = ..., add_generation_prompt: bool = ...
+    ) -> Any: ...
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """What a run tells its chat template beside the messages."""
+
+    params: Mapping[str, JSONValue] = field(default_factory=dict)  # by name, such as enable_thinking
+
+
+DEFAULT_OPTIONS = TemplateOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A tokenizer's chat template with what it is given beside the messages, and the form in which it takes
+    tool calls.
+    """
+
+    tokenizer: ChatTokenizer
+    params: Mapping[str, JSONValue]
+    tools: Tools | None = None
+    # most templates write arguments as JSON themselves; some want the text of it
+    arguments_as_text: bool = False
+    empty_content: str | None = ""  # of a turn with nothing but tool calls; some templates want none
+
+    def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = False) -> str:
+        """What the template writes. Raises DataError if it refuses the messages."""
+        apply: Any = self.tokenizer.apply_chat_template
+        params: dict[str, Any] = {**self.params, "add_generation_prompt": add_generation_prompt}
+        if self.tools:
+            params["tools"] = [dict(tool) for tool in self.tools]
+        try:
+            return apply([self._in_form(message) for message in messages], tokenize=False, **params)
+        except Exception as error:  # a template raises what its author chose, and jinja adds its own
+            roles = ", ".join(message["role"] for message in messages)
+            raise DataError(
+                f"the chat template refuses messages with the roles {roles}: {type(error).__name__}: {error}"
+            ) from error
+
+    def _in_form(self, message: ChatMessage) -> ChatMessage:
+        if "tool_calls" not in message:
+            return message
+        calls: list[dict[str, Any]] = []
+        for call in message["tool_calls"]:
+            given = call["function"]["arguments"]
+            arguments: Any = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            if not self.arguments_as_text:
+                arguments = parse_tool_arguments(given, "arguments")
+            calls.append(_change(call, arguments=arguments))
+        content = message["content"] or self.empty_content
+        return cast(ChatMessage, {**message, "content": content, "tool_calls": calls})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +173,14 @@ def tokenize_conversation(
     messages = parse_messages(list(messages), where="messages")
     template = make_template(messages, tokenizer, options, tools)
     text = template.render(messages)
-    turns = _choose_turns(messages, train_on)
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        raise DataError("the conversation has no assistant turn to train on")
+    turns = turns if train_on == "all" else turns[-1:]
     marks = [mark for turn in turns for mark in _find_turn(messages, turn, text, template)]
-    token_ids, token_marks = _tokenize_with_marks(text, marks, tokenizer, turns)
-    spans = tuple(
-        MessageSpan("assistant", turn, start, end)
-        for turn, start, end in zip(turns, token_marks[::2], token_marks[1::2], strict=True)
-    )
+    token_ids, positions = _tokenize_with_marks(text, marks, tokenizer, turns)
+    ends = zip(turns, positions[::2], positions[1::2], strict=True)
+    spans = tuple(MessageSpan("assistant", turn, start, end) for turn, start, end in ends)
     return TokenizedConversation(np.asarray(token_ids, np.int64), spans)
 
 
@@ -127,22 +192,100 @@ def compute_loss_mask(conversation: TokenizedConversation) -> BoolArray:
     return mask
 
 
-def _choose_turns(messages: Sequence[ChatMessage], train_on: TrainOn) -> list[int]:
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if not turns:
-        raise DataError("the conversation has no assistant turn to train on")
-    chosen = turns if train_on == "all" else turns[-1:]
-    for turn in chosen:
-        if turn == 0:
-            raise DataError(
-                "message 0 is an assistant turn; a conversation begins with a system or user turn"
+# --- templates ----------------------------------------------------------------------------------------------
+
+
+def make_template(
+    messages: Sequence[ChatMessage], tokenizer: ChatTokenizer, options: TemplateOptions, tools: Tools | None
+) -> Template:
+    """The template, ready for these messages. Raises if there is none, or it has no place for a parameter,
+    the tools or a tool call.
+    """
+    if not tokenizer.chat_template:
+        raise ModelError(
+            "the tokenizer has no chat template; use an instruct model, set model.chat_template, or put"
+            " chat_template.jinja into the model directory"
+        )
+    if options.params:
+        _check_params(options.params, tokenizer)
+    template = Template(tokenizer, options.params, tools or None)
+    if any(message.get("tool_calls") for message in messages):
+        template = _choose_form(messages, template)
+    if tools and template.render(messages) == replace(template, tools=None).render(messages):
+        raise DataError(
+            "the row has tools, and the chat template does not write them; describe them in the system prompt"
+            " and remove `tools` from the row, or set model.chat_template to one that does"
+        )
+    return template
+
+
+def _check_params(params: Mapping[str, JSONValue], tokenizer: ChatTokenizer) -> None:
+    """Raises ModelError for a parameter that the template does not read, or that is not the user's to set."""
+    from jinja2 import Environment, TemplateSyntaxError, meta  # comes with chat templates
+
+    chat_template = tokenizer.chat_template
+    sources = chat_template.values() if isinstance(chat_template, Mapping) else [chat_template]
+    # transformers' own tag, which jinja does not know
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", "\n".join(map(str, sources)))
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True).parse(plain)
+    except TemplateSyntaxError as error:
+        raise ModelError(f"the chat template is no Jinja template: {error}") from error
+    own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    readable = meta.find_undeclared_variables(tree) - own
+    for name in params:
+        if name not in readable:
+            problem = "rollouts sets it" if name in own else "the chat template does not read it"
+            raise ModelError(f"model.template_params.{name}: {problem}{did_you_mean(name, sorted(readable))}")
+
+
+def _choose_form(messages: Sequence[ChatMessage], template: Template) -> Template:
+    """The template in the first form in which it writes every tool call, tried with names and arguments that
+    occur nowhere else.
+    """
+    marks: dict[str, int] = {}  # of every call, with the position of its message
+    marked: list[ChatMessage] = []
+    for index, message in enumerate(messages):
+        calls: list[dict[str, Any]] = []
+        for call in message.get("tool_calls", ()):
+            mark = f"q{len(marks)}zq"
+            marks[mark] = index
+            calls.append(_change(call, name=f"name{mark}", arguments={f"key{mark}": f"value{mark}"}))
+        marked.append(cast(ChatMessage, {**message, "tool_calls": calls}) if calls else message)
+    problems: list[DataError] = []
+    for as_text, empty_content in ((False, ""), (True, ""), (False, None), (True, None)):
+        tried = replace(template, arguments_as_text=as_text, empty_content=empty_content)
+        try:
+            text = tried.render(marked)
+        except DataError as error:
+            problems.append(error)
+            continue
+        lacking = [index for mark, index in marks.items() if not _writes_call(text, mark)]
+        if not lacking:
+            return tried
+        problems.append(
+            DataError(
+                f"the chat template does not write every tool call of message {lacking[0]} (with its"
+                " arguments); set model.chat_template to one that does, or leave the row out"
             )
-        if not says_something(messages[turn]):
-            raise DataError(
-                f"message {turn} is an assistant turn that says nothing: no content, no thinking, no tool"
-                " calls; leave the row out"
-            )
-    return chosen
+        )
+    # the template's own refusal comes after what it leaves out, and text where an object is wanted comes last
+    causes = [problem.__cause__ for problem in problems]
+    ranks = [(cause is not None) + isinstance(cause, TypeError) for cause in causes]
+    raise problems[ranks.index(min(ranks))]
+
+
+def _writes_call(text: str, mark: str) -> bool:
+    """Whether the call with this mark is written in full, its argument neither in Python's notation nor as
+    JSON text within JSON.
+    """
+    spoilt = f"{{'key{mark}'" in text or f'\\"key{mark}' in text
+    return not spoilt and all(f"{part}{mark}" in text for part in ("name", "key", "value"))
+
+
+def _change(call: Mapping[str, Any], **parts: Any) -> dict[str, Any]:
+    """A tool call with other parts of its function."""
+    return {**call, "function": {**call["function"], **parts}}
 
 
 # --- spans --------------------------------------------------------------------------------------------------
@@ -150,9 +293,15 @@ def _choose_turns(messages: Sequence[ChatMessage], train_on: TrainOn) -> list[in
 
 def _find_turn(messages: Sequence[ChatMessage], turn: int, text: str, template: Template) -> tuple[int, int]:
     """(start, end) in characters of what turn `turn` teaches."""
+    if turn == 0:
+        raise DataError("message 0 is an assistant turn; a conversation begins with a system or user turn")
+    if not says_something(messages[turn]):
+        raise DataError(
+            f"message {turn} is an assistant turn that says nothing: no content, no thinking, no tool calls;"
+            " leave the row out"
+        )
     prompt = template.render(messages[:turn], add_generation_prompt=True)
-    is_last = turn == len(messages) - 1
-    ended = text if is_last else template.render(messages[: turn + 1])
+    ended = text if turn == len(messages) - 1 else template.render(messages[: turn + 1])
     if not ended.startswith(prompt):
         raise ModelError(
             f"the chat template writes another header before message {turn} than it does for generation"
@@ -191,12 +340,12 @@ def _find_unwritten(
     """
     message = messages[turn]
     content = message["content"]
-    parts = {"reasoning_content": "thinking (reasoning_content)"}
+    parts = {"thinking (reasoning_content)": "reasoning_content"}
     if message.get("tool_calls"):
-        parts["content"] = "content beside its tool calls"
-    for key, part in parts.items():
+        parts["content beside its tool calls"] = "content"
+    for part, key in parts.items():
         value = str(message.get(key, "")).strip()
-        other = cast(ChatMessage, message | {key: f"{value} {value}"})
+        other = cast(ChatMessage, {**message, key: f"{value} {value}"})
         if value and template.render([*messages[:turn], other]) == ended:
             return part
     wanted, given, written = ("".join(text.split()) for text in (content, prompt, ended[len(prompt) :]))
@@ -210,56 +359,33 @@ def _find_unwritten(
 def _find_end(body: str, messages: Sequence[ChatMessage], turn: int, template: Template) -> int | None:
     """Where the end token of the turn ends in what was written after its prompt; None if it ends without one.
 
-    What follows the content, or the tool calls, must be special tokens and white space alone. If there are
-    several, as after a tool call or where a template closes the conversation too, the one that ends a plain
-    answer in this place is meant, otherwise the first. Some tokenizers end a turn with an added token that is
-    not marked as special; it must be that one.
+    What follows the content, or the tool calls, must be added tokens and white space alone. If there is not
+    one special token among them, as after a tool call, where a template closes the conversation too, or where
+    the tokenizer does not mark the token as special, the one that ends a plain answer in this place is meant,
+    otherwise the first special one.
     """
-    added = list(template.tokenizer.added_tokens_decoder.values())
-    special = _match_any([*template.tokenizer.all_special_tokens, *(t.content for t in added if t.special)])
+    added = template.tokenizer.added_tokens_decoder.values()
+    special = {*template.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+    tokens = sorted({*special, *(token.content for token in added)}, key=len, reverse=True)
+    token = "|".join(re.escape(text) for text in tokens if text.strip()) or "(?!)"
     content = messages[turn]["content"].strip()
     begin = body.find(content) + len(content) if content in body else 0
-    tail = _find_tail(body, begin, special)
-    if len(tail) == 1:
-        return tail[0].end()
-    every = _match_any([*template.tokenizer.all_special_tokens, *(t.content for t in added)])
-    usual = _find_usual_end(messages[:turn], template, every)
-    chosen = [found for found in tail or _find_tail(body, begin, every) if found.group() == usual] or tail
-    return chosen[0].end() if chosen else None
-
-
-def _match_any(tokens: Iterable[str]) -> str:
-    """A pattern of any of the tokens, the longest first."""
-    texts = sorted({token for token in tokens if token.strip()}, key=len, reverse=True)
-    return "|".join(map(re.escape, texts)) or "(?!)"
-
-
-def _find_tail(body: str, begin: int, token: str) -> list[re.Match[str]]:
-    """The tokens that end body[begin:], with nothing but white space between and after them."""
     run = re.compile(rf"(?:(?:{token})\s*)+\Z").search(body, begin)
-    return list(re.compile(token).finditer(body, run.start())) if run else []
-
-
-def _find_usual_end(before: Sequence[ChatMessage], template: Template, token: str) -> str | None:
-    """The token that the template writes after a plain answer to the messages `before`; None if it refuses
-    one there.
-    """
-    answer = ChatMessage(role="assistant", content="plain answer")
-    try:
-        rest = template.render([*before, answer]).rpartition(answer["content"])[2]
-    except DataError:
-        return None
-    found = re.match(rf"\s*({token})", rest)
-    return found[1] if found else None
+    tail = list(re.compile(token).finditer(body, run.start())) if run else []
+    ends = [found for found in tail if found[0] in special]
+    if tail and len(ends) != 1:
+        answer = ChatMessage(role="assistant", content="plain answer")
+        with suppress(DataError):  # some templates refuse one there
+            rest = template.render([*messages[:turn], answer]).rpartition(answer["content"])[2]
+            usual = re.match(rf"\s*({token})", rest)
+            ends = [found for found in tail if usual and found[0] == usual[1]] or ends
+    return ends[0].end() if ends else None
 
 
 def _first_difference(first: str, second: str) -> str:
     pairs = enumerate(zip(first, second, strict=False))
     at = next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
     return f"at character {at}: {first[at : at + 20]!r} against {second[at : at + 20]!r}"
-
-
-# --- tokens -------------------------------------------------------------------------------------------------
 
 
 def _tokenize_with_marks(
@@ -269,27 +395,22 @@ def _tokenize_with_marks(
 
     Raises DataError if a mark lies within a token.
     """
-
-    def encode(piece: str) -> list[int]:
-        return list(tokenizer.encode(piece, add_special_tokens=False))
-
-    token_ids = encode(text)
-    pieces = [encode(text[begin:end]) for begin, end in pairwise([0, *marks, len(text)])]
-    positions = list(accumulate(map(len, pieces)))[:-1]
-    # Some tokenizers put a space before the first word of any text, so that pieces differ where the whole
-    # does not. Then prefixes are compared; those before a later turn always, for generation gets one piece.
-    are_pieces = list(chain.from_iterable(pieces)) == token_ids
+    token_ids = list(tokenizer.encode(text, add_special_tokens=False))
+    positions: list[int] = []
     for number, mark in enumerate(marks):
-        if are_pieces and (number == 0 or number % 2):
-            continue
-        prefix = encode(text[:mark])
-        if token_ids[: len(prefix)] != prefix:
-            edge = "ends" if number % 2 else "begins"
+        # Generation gets all that is before a turn as one piece. The turn itself is tokenized alone, or with
+        # what is before it by tokenizers that put a space before the first word of any text.
+        pieces = [(0, 0)] if number % 2 == 0 else [(marks[number - 1], positions[-1]), (0, 0)]
+        for begin, position in pieces:
+            piece = list(tokenizer.encode(text[begin:mark], add_special_tokens=False))
+            if token_ids[position : position + len(piece)] == piece:
+                positions.append(position + len(piece))
+                break
+        else:
             raise DataError(
-                f"message {turns[number // 2]} {edge} within a token (near"
+                f"message {turns[number // 2]} {'ends' if number % 2 else 'begins'} within a token (near"
                 f" {text[max(0, mark - 10) : mark + 10]!r}): the model would never be asked for it that way;"
                 " strip white space from both ends of the content, or use a template, or parameters of it,"
                 " with another header"
             )
-        positions[number] = len(prefix)
     return token_ids, positions

@@ -343,10 +343,7 @@ def check_ledger(state: Mapping[str, JSONValue]) -> list[str]:
     used += sum(count for name, count in ledger["failed"].items() if name != "infrastructure")
     held = len(manager["held"]) + len(manager["unfinished"])
     waiting = len(buffer["returned"]) + len(manager["in_flight"])
-    places = buffer["sources"] if "sources" in buffer else [["", buffer["epoch"], buffer["cursor"]]]
-    if len(places) > 1:
-        return []  # epochs of several sources have lengths that the state does not tell
-    drawn = places[0][1] * buffer["rows"] + places[0][2]
+    drawn = sum(buffer["drawn"])
     if drawn != used + held + waiting:
         return [f"{drawn} prompts were drawn; {used} are used up, {held} held, {waiting} wait: {ledger}"]
     return []

@@ -177,7 +177,7 @@ class RLRun:
             buffer, manager = self.diary.states[step]
             there = sum(len(manager[name]) for name in ("held", "unfinished", "in_flight"))
             assert manager["ledger"]["trained"] == 2 * step
-            assert buffer["cursor"] == 2 * step + there + len(buffer["returned"])
+            assert buffer["drawn"] == [2 * step + there + len(buffer["returned"])]
 
 
 async def test_rl_trains_syncs_and_logs_once_per_step(autojump_clock):
