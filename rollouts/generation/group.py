@@ -401,7 +401,7 @@ def fail_sample(sample: Sample, error: RolloutsError, failure_class: str, functi
     cause = error.__cause__ or (None if isinstance(error, UserFunctionError) else error)
     trace = ""
     if isinstance(cause, RaisedInWorker):
-        trace = cause.traceback_text
+        trace = str(cause)
     elif cause is not None:
         trace = "".join(traceback.format_exception(cause, limit=-TRACEBACK_FRAMES, chain=False))
     return _fail(sample, failure_class, function, str(error), trace[-TRACEBACK_CHARS:])

@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 REPORT_BYTES = 1 << 16  # what a pipe holds: who reports more waits for ever, and is killed in time
+START_S = 60.0  # until the first report; a machine so busy that it takes longer is no fault of the program
 
 
 class ProgramEnd(NamedTuple):
@@ -22,24 +23,31 @@ class ProgramEnd(NamedTuple):
 
 
 def run_program(
-    argv: Sequence[str],
-    *,
-    request: bytes,
-    stdin: bytes,
-    cwd: str,
-    start_s: float,
-    timeout_s: float,
-    output_bytes: int,
+    argv: Sequence[str], *, request: bytes, stdin: bytes, cwd: str, timeout_s: float, output_bytes: int
 ) -> ProgramEnd:
     """Runs a program in a session of its own, without environment and without files, and kills its group when
     it ends or is late.
 
     Two descriptors are the last words of its command: one to read the request from, one to report to. It has
-    `start_s` until its first report and `timeout_s` after it. At most `output_bytes` + 1 of its output are
+    START_S until its first report and `timeout_s` after it. At most `output_bytes` + 1 of its output are
     read (0: it goes nowhere); the program itself must limit the size of its files. Blocking.
     """
     with ExitStack() as stack:
-        request_fd, stdin_fd, stdout_fd = (_open_memory(stack, text) for text in (request, stdin, b""))
+
+        def open_memory(content: bytes) -> int:
+            """A file in memory, at its beginning."""
+            file = stack.enter_context(os.fdopen(os.memfd_create("rollouts-program", 0), "w+b", buffering=0))
+            file.write(content)
+            file.seek(0)
+            return file.fileno()
+
+        def wait_readable(timeout_s: float, *fds: int) -> bool:
+            poll = select.poll()
+            for fd in fds:
+                poll.register(fd, select.POLLIN)
+            return bool(poll.poll(timeout_s * 1000))
+
+        request_fd, stdin_fd, stdout_fd = map(open_memory, (request, stdin, b""))
         report_fd, report_end = os.pipe()
         stack.callback(os.close, report_fd)
         process = subprocess.Popen(
@@ -56,9 +64,7 @@ def run_program(
         exit_fd = os.pidfd_open(process.pid)
         stack.callback(os.close, exit_fd)
         try:
-            has_ended = False
-            if _wait_readable([report_fd, exit_fd], start_s):
-                has_ended = _wait_readable([exit_fd], timeout_s)
+            has_ended = wait_readable(START_S, report_fd, exit_fd) and wait_readable(timeout_s, exit_fd)
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # not waited for yet, so that the number is its own
@@ -67,22 +73,4 @@ def run_program(
         reports = b""
         with suppress(BlockingIOError):
             reports = os.read(report_fd, REPORT_BYTES)
-        stdout = os.pread(stdout_fd, output_bytes + 1, 0)
-    return ProgramEnd(status if has_ended else None, reports, stdout)
-
-
-def _open_memory(stack: ExitStack, content: bytes) -> int:
-    """A file in memory, at its beginning."""
-    fd = os.memfd_create("rollouts-program", 0)
-    stack.callback(os.close, fd)
-    with os.fdopen(fd, "wb", closefd=False) as file:
-        file.write(content)
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
-
-
-def _wait_readable(fds: Sequence[int], timeout_s: float) -> bool:
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
+        return ProgramEnd(status if has_ended else None, reports, os.pread(stdout_fd, output_bytes + 1, 0))

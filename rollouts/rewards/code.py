@@ -22,7 +22,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollouts.errors import ConfigError, DataError, UserFunctionError
 from rollouts.processes.program import run_program
@@ -33,7 +33,6 @@ CHILD = Path(__file__).with_name("code_child.py")
 FENCED = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 PYTHON = ("python", "python3", "py")
 LATE = "it took longer than"
-START_S = 60.0  # Python starts in much less; a machine so busy that it does not is no fault of the response
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +63,6 @@ DEFAULT_LIMITS = Limits()
 
 
 Test = str | Mapping[str, str]  # a source that runs after the response, or a program's "input" and "output"
-
-
-class ChildEnd(NamedTuple):
-    """What a child left."""
-
-    reports: Mapping[str, Mapping[str, Any]]  # by status; "" is the first, which names its isolation
-    stdout: bytes
-    status: int | None  # exit status; None: it broke a limit, which `note` names
-    note: str
 
 
 def code_passes_tests(sample: Sample) -> RewardResult:
@@ -108,8 +98,8 @@ def make_code_reward(
     Raises ConfigError for a bad option or isolation that is not to be had.
     """
     _check_options(limits, require, import_paths)
-    missing = [name for name in require if not getattr(describe_isolation(namespaces=namespaces), name)]
-    if missing:
+    isolation = asdict(describe_isolation(namespaces=namespaces)) if require else {}
+    if missing := [name for name in require if not isolation[name]]:
         raise ConfigError(
             f"require={list(require)}: this host gives the code no isolation of {', '.join(missing)}; run as"
             " root or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, or a container that"
@@ -123,20 +113,20 @@ def make_code_reward(
             "entry_point": _read_entry_point(sample),
             "import_paths": [str(path) for path in import_paths],
             "expected": isolation,
+            "namespaces": namespaces,
         }
         notes, compiled = list[str](), True  # why each test failed, "" where it passed
         for test in tests:
-            end = _run_child(request, test, limits, namespaces=namespaces, where=f"sample {sample.id}: ")
-            notes.append(_judge(end, test))
-            compiled &= "compiled" in end.reports
-            if not compiled or end.note.startswith(LATE):
+            reports, note = _run_child(request, test, limits, where=f"sample {sample.id}: ")
+            notes.append(note)
+            compiled &= "compiled" in reports
+            if not compiled or note.startswith(LATE):
                 break
         passed = notes.count("")
         failed = next((f"; test {at}: {note}" for at, note in enumerate(notes) if note), "")
         there = ", ".join(name for name, is_there in isolation.items() if is_there) or "nothing"
-        reward = passed / len(tests) if partial else float(passed == len(tests))
         return RewardResult(
-            reward,
+            passed / len(tests) if partial else float(passed == len(tests)),
             {"passed": passed / len(tests), "compiled": float(compiled)},
             f"{passed} of {len(tests)} tests passed{failed}; isolated: {there}",
         )
@@ -149,9 +139,9 @@ def describe_isolation(*, namespaces: bool = True) -> Isolation:
     """What this host lets this user isolate, found out by a child without code. Raises UserFunctionError if a
     child does not start.
     """
-    request = {"code": None, "import_paths": [], "expected": None}
-    end = _run_child(request, "", DEFAULT_LIMITS, namespaces=namespaces)
-    return Isolation(**end.reports[""]["isolation"])
+    request = {"code": None, "import_paths": [], "expected": None, "namespaces": namespaces}
+    reports, _ = _run_child(request, "", DEFAULT_LIMITS)
+    return Isolation(**reports["isolation"])
 
 
 def extract_code(response: str) -> str:
@@ -166,23 +156,6 @@ def extract_code(response: str) -> str:
     return (python or bare or [response])[-1]
 
 
-def _judge(end: ChildEnd, test: Test) -> str:
-    """Why a test failed whose child has ended; "" if it passed."""
-    is_source = isinstance(test, str)
-    failed = [end.reports[kind] for kind in ("syntax", "raised", "exited") if kind in end.reports]
-    if end.status is None:
-        return end.note
-    if failed and (is_source or "exited" not in end.reports):
-        return str(failed[0].get("what"))
-    if isinstance(test, str):
-        passed = end.status == 0 and "done" in end.reports
-        return "" if passed else f"{end.note} before the test had"
-    if end.status != 0:
-        return end.note
-    printed = end.stdout.decode(errors="replace")
-    return "" if _lines(printed) == _lines(test["output"]) else f"it printed {printed[:100]!r}"
-
-
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
@@ -190,24 +163,27 @@ def _lines(text: str) -> list[str]:
 def _read_tests(sample: Sample, key: str) -> list[Test]:
     given = read_answer(sample, key)
     where = f"sample {sample.id}: metadata[{key!r}]"
-    tests: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
-    if not tests:
+    if given == []:
         raise DataError(f"{where} is empty; a program without tests passes nothing")
+    tests: Any = given if isinstance(given, list | tuple) else [given]
     for index, test in enumerate(tests):
-        place = f"{where}[{index}]" if isinstance(given, list | tuple) else where
-        is_program = isinstance(test, Mapping) and all(
-            isinstance(test.get(name), str) for name in ("input", "output")
-        )
-        if not is_program and not (isinstance(test, str) and test.strip()):
-            raise DataError(
-                f"{place} is {str(test)[:80]!r}; a test is Python source, or a table with the texts 'input'"
-                " and 'output'"
-            )
-        try:
-            ast.parse(test if isinstance(test, str) else "")
-        except (SyntaxError, ValueError) as error:
-            raise DataError(f"{place} is not Python: {error}") from error
+        if problem := _find_problem(test):
+            raise DataError(f"{where}{'' if tests == [given] else f'[{index}]'} {problem}")
     return tests
+
+
+def _find_problem(test: object) -> str:
+    """What a test has that no test has; "" if it is one."""
+    match test:
+        case {"input": str(), "output": str()}:
+            return ""
+        case str() if test.strip():
+            try:
+                ast.parse(test)
+            except (SyntaxError, ValueError) as error:
+                return f"is not Python: {error}"
+            return ""
+    return f"is {str(test)[:80]!r}; a test is Python source, or a table with the texts 'input' and 'output'"
 
 
 def _read_entry_point(sample: Sample) -> str | None:
@@ -224,28 +200,29 @@ def _check_options(limits: Limits, require: Sequence[str], import_paths: Sequenc
     if isinstance(require, str) or not set(require) <= set(names):
         raise ConfigError(f"require={require!r}; it is a list of {', '.join(names)}")
     for name, value in asdict(limits).items():
-        if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+        if not 0 < value < math.inf:
             raise ConfigError(f"limits.{name}={value!r}; it must be a number above 0")
-    for path in import_paths:
-        if not Path(path).is_absolute() or not Path(path).is_dir():
+    for path in map(Path, import_paths):
+        if not (path.is_absolute() and path.is_dir()):
             raise ConfigError(
                 f"import_paths holds {str(path)!r}; each must be the absolute path of a directory that exists"
             )
 
 
 def _run_child(
-    request: Mapping[str, Any], test: Test, limits: Limits, *, namespaces: bool, where: str = ""
-) -> ChildEnd:
-    """What a child made of one test. Raises UserFunctionError if it did not start."""
-    is_source = isinstance(test, str)
-    nonce = secrets.token_hex(16)
+    request: Mapping[str, Any], test: Test, limits: Limits, *, where: str = ""
+) -> tuple[Mapping[str, Any], str]:
+    """What a child reported of one test, and why the test failed, "" if it passed.
+
+    Raises UserFunctionError if the child did not start.
+    """
+    is_source, nonce = isinstance(test, str), secrets.token_hex(16)
     message = {
         **request,
         **{name: math.ceil(value) for name, value in asdict(limits).items()},
         "test": test if is_source else None,
         "nonce": nonce,
         "worker": os.getpid(),
-        "namespaces": namespaces,
     }
     has_own_root = request["expected"] is not None and request["expected"]["filesystem"]
     with nullcontext("/") if has_own_root else tempfile.TemporaryDirectory(prefix="rollouts-code-") as path:
@@ -256,25 +233,32 @@ def _run_child(
             request=json.dumps(message).encode(),
             stdin=b"" if isinstance(test, str) else test["input"].encode(errors="surrogatepass"),
             cwd=path,
-            start_s=START_S,
             timeout_s=limits.timeout_s,
             output_bytes=0 if is_source else math.ceil(limits.output_bytes),
         )
-    note = f"it ended with status {status}"
-    if status is None:
-        note = f"{LATE} {limits.timeout_s:g} s" if lines else "it does not report anything"
-    elif len(stdout) > limits.output_bytes:
-        status, note = None, f"it wrote more than {limits.output_bytes} bytes of output"
-    reports: dict[str, Mapping[str, Any]] = {}
+    reports: dict[str, Any] = {}
     for line in lines.splitlines():
-        with suppress(ValueError, RecursionError, AttributeError):  # the code can write here too
-            report = json.loads(line)
-            if report.get("status") != "done" or report.get("nonce") == nonce:
-                reports.setdefault(str(report.get("status", "")), report)
-    first = reports.get("", {})
-    if not isinstance(first.get("isolation"), Mapping):
+        with suppress(ValueError, RecursionError, TypeError):  # the code can write here too
+            reports = {**json.loads(line), **reports}
+    ended = f"it ended with status {status}"
+    if not isinstance(reports.get("isolation"), Mapping):
+        why = reports.get("error") or ("it does not report anything" if status is None else ended)
         raise UserFunctionError(
             f"{where}the child process that runs the code ({sys.executable} {CHILD.name}) did not start:"
-            f" {first.get('error') or note}"
+            f" {why}"
         )
-    return ChildEnd(reports, stdout, status, note)
+    printed = stdout.decode(errors="replace")
+    if status is None:
+        note = f"{LATE} {limits.timeout_s:g} s"
+    elif len(stdout) > limits.output_bytes:
+        note = f"it wrote more than {limits.output_bytes} bytes of output"
+    elif "failed" in reports:
+        note = str(reports["failed"]) or "it failed"  # the code can write an empty reason
+    elif isinstance(test, str):
+        passed = status == 0 and reports.get("done") == nonce
+        note = "" if passed else f"{ended} before the test had"
+    elif status != 0:
+        note = ended
+    else:
+        note = "" if _lines(printed) == _lines(test["output"]) else f"it printed {printed[:100]!r}"
+    return reports, note

@@ -182,34 +182,24 @@ def die_with_parent() -> None:
 
 
 def run_code(request: dict[str, Any], result_fd: int) -> None:
-    """Reports `compiled`, then how it ended: `done` (only this with the nonce), `exited` or `raised`; or only
-    `syntax`. Ends the process.
-    """
+    """Reports `compiled`, then how it ended: `done` with the nonce, or why it `failed`. Ends the process."""
     nonce, send, leave = request.pop("nonce"), report, os._exit  # the code may replace what is in modules
     sys.path += request["import_paths"]
     os.environ.clear()  # Python sets the locale itself
     is_test = request["test"] is not None
     try:
         code = compile(request["code"], "<response>", "exec")
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        send(result_fd, {"status": "syntax", "what": describe(error)})
-        leave(1)
-        return
-    send(result_fd, {"status": "compiled"})
-    try:
+        send(result_fd, {"compiled": True})
         if is_test:
             run_test(code, request["test"], request["entry_point"])
         else:
             exec(code, {"__name__": "__main__", "__builtins__": __builtins__})
-    except SystemExit as error:
-        send(result_fd, {"status": "exited", "what": f"it called sys.exit({error.code!r})"[:200]})
-        if not is_test:
-            raise
-        leave(1)
     except BaseException as error:
-        send(result_fd, {"status": "raised", "what": describe(error)})
+        if isinstance(error, SystemExit) and not is_test:
+            raise  # a whole program's status counts
+        send(result_fd, {"failed": describe(error)})
         leave(1)
-    send(result_fd, {"status": "done", "nonce": nonce})
+    send(result_fd, {"done": nonce})
     if is_test:
         leave(0)
     # A whole program ends as programs do: its threads are waited for and its output is flushed.
@@ -229,6 +219,8 @@ def run_test(code: Any, test: str, entry_point: str | None) -> None:
 
 
 def describe(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({error.code!r})"[:200]
     try:
         return f"{type(error).__name__}: {error}"[:200]
     except BaseException:  # an exception of the code's own kind

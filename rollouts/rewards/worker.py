@@ -1,7 +1,7 @@
-"""A reward worker's process, and what it and the trainer send each other: JSON, one object a line.
+"""A reward worker's process, and what it and the trainer send each other over a socket, a line each.
 
-    trainer ──► request: a random id, a function's name, samples
-    worker  ──► answer "loaded", then "scored", "raised", "refused" or "crashed"
+    trainer ──► request, in JSON: a random id, a function's name, samples
+    worker  ──► an empty line when the function is loaded, then an Answer, in JSON
 
 `python -m rollouts.rewards.worker PYTHONPATH`, with the trainer's socket as stdin. The worker trusts the
 trainer; the trainer checks all of an answer. The function may end this process, but only this process
@@ -16,7 +16,6 @@ import contextlib
 import faulthandler
 import functools
 import hashlib
-import inspect
 import json
 import math
 import os
@@ -25,7 +24,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -51,13 +50,13 @@ ENCODE, DECODE = msgspec.json.encode, json.loads  # bound here: a function may r
 
 
 class Answer(msgspec.Struct, omit_defaults=True):
-    """One line of a worker's."""
+    """What a worker says of a request."""
 
     id: str  # of the request
-    kind: Literal["loaded", "scored", "raised", "refused", "crashed"]
-    text: str = ""  # why there are no rewards: "KeyError: 'gold'"
-    rewards: list[RewardResult] = []  # one per sample
-    traceback: str = ""
+    kind: Literal["scored", "failed", "crashed"]
+    text: str = ""  # failed: the error's message; crashed: what the function did
+    rewards: list[RewardResult] = []  # scored: one per sample
+    traceback: str = ""  # failed, if the function raised
     unfit: bool = False  # the call left something behind: the worker must not serve another
 
 
@@ -65,21 +64,15 @@ class BadAnswer(ValueError):
     """A worker's bytes are no answer."""
 
 
-def parse_answer(line: bytes, *, request_id: str, count: int | None) -> Answer:
-    """The answer to the request of that id: its `count` rewards, or with None that its function is loaded; or
-    why not. Raises BadAnswer.
-    """
+def parse_answer(line: bytes, *, request_id: str, count: int) -> Answer:
+    """The answer to the request of that id, which has `count` samples. Raises BadAnswer."""
     try:
         answer = msgspec.json.decode(line, type=Answer)
     except (ValueError, RecursionError) as error:
-        raise BadAnswer(f"an answer that is none ({error})") from error
+        raise BadAnswer(f"an answer that is none ({error}; did it write to file descriptor 3?)") from error
     numbers = [number for one in answer.rewards for number in (one.reward, *one.parts.values())]
-    if (
-        answer.id != request_id
-        or answer.kind in (("scored", "raised") if count is None else ("loaded",))
-        or len(answer.rewards) != (count if answer.kind == "scored" else 0)
-        or not all(map(math.isfinite, numbers))
-    ):
+    count = count if answer.kind == "scored" else 0
+    if answer.id != request_id or len(answer.rewards) != count or not all(map(math.isfinite, numbers)):
         raise BadAnswer("an answer that is none (did it write to file descriptor 3, which is the worker's?)")
     return answer
 
@@ -123,57 +116,58 @@ def main() -> None:
     os.close(nothing)
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     faulthandler.enable(all_threads=False)  # a segmentation fault says where, on stderr
-    own_pid, request_id = os.getpid(), ""
+    own_pid, request = os.getpid(), dict[str, Any]()
 
-    def send(kind: str, text: str = "", **more: Any) -> None:
+    def send(answer: Mapping[str, Any] | None) -> None:
+        """An answer, or with None that the function is loaded."""
         if os.getpid() != own_pid:
             os._exit(0)  # a child that a C library forked and that came back through the function
-        text = text.encode(errors="replace").decode()[-TEXT_CHARS:]
         try:
-            channel.sendall(ENCODE({"id": request_id, "kind": kind, "text": text, **more}) + b"\n")
+            channel.sendall((ENCODE({"id": request["id"], **answer}) if answer else b"") + b"\n")
         except OSError:
             os._exit(EXIT_LOST_CHANNEL)
 
     def refuse_fork() -> None:
         # with a preexec_fn, subprocess forks in Python: that child executes at once
         if os.getpid() == own_pid and sys._getframe(1).f_globals.get("__name__") != "subprocess":
-            send("crashed", "forked its process (os.fork or multiprocessing); use subprocess.run, or threads")
+            text = "forked its process (os.fork or multiprocessing); use subprocess.run, or threads"
+            send({"kind": "crashed", "text": text})
             os._exit(1)
 
     os.register_at_fork(before=refuse_fork, after_in_child=channel.close)
     for line in channel.makefile("rb"):
         request = DECODE(line)
-        request_id = request["id"]
-        send(**_serve(request, send))
+        send(_serve(request, send))
     os._exit(0)
 
 
-def _serve(request: Mapping[str, Any], send: Callable[[str], None]) -> dict[str, Any]:
+def _serve(request: Mapping[str, Any], send: Callable[[None], None]) -> dict[str, Any]:
     """The answer to a request: the function is loaded and called, and its process looked at."""
-    in_function = False
-    before, threads = None, set(sys._current_frames())
+    where, is_group = request["where"], request["role"] == "group_reward"
+    before, threads, in_function = None, set(sys._current_frames()), False
     try:
-        function = _load(request)
+        function = _load(request, where)
         samples: Any = tuple(map(decode_sample, request["samples"]))
-        send("loaded")
+        send(None)
         before, in_function = _take_state(), True
-        value = function(samples if request["role"] == "group_reward" else samples[0])
+        value = function(samples if is_group else samples[0])
         in_function = False
-        answer = {"kind": "scored", "rewards": _check(value, request)}
+        rewards = (
+            check_group_rewards(value, len(samples), where) if is_group else [check_reward(value, where)]
+        )
+        answer = {"kind": "scored", "rewards": rewards}
     except BaseException as error:
         cause = error if in_function else error.__cause__ or error
         if isinstance(cause, MemoryError):
             return {"kind": "crashed", "text": f"ran out of memory ({describe(cause)})"}
-        if not in_function:
-            answer = {"kind": "refused", "text": str(error)}
-        elif isinstance(error, SystemExit):
+        if in_function and isinstance(error, SystemExit):
             return {"kind": "crashed", "text": f"called sys.exit({error.code!r})"}
-        else:
+        answer = {"kind": "failed", "text": _cut(str(error))}
+        if in_function:
             # without the frame of this file, as the function's author would see it
             tb = error.__traceback__ and error.__traceback__.tb_next
             lines = traceback.format_exception(type(error), error, tb, limit=-TRACEBACK_FRAMES, chain=False)
-            shown = "".join(lines).encode(errors="replace").decode()[-TEXT_CHARS:]
-            answer = {"kind": "raised", "text": describe(error), "traceback": shown}
+            answer |= {"text": f"{where} raised {_cut(describe(error))}", "traceback": _cut("".join(lines))}
     # Threads that run Python; a library may keep threads of its own.
     unfit = _take_state() != before or not set(sys._current_frames()) <= threads  # or it was not loaded
     for stream in (sys.stdout, sys.stderr):
@@ -186,9 +180,13 @@ def _serve(request: Mapping[str, Any], send: Callable[[str], None]) -> dict[str,
     return {**answer, "unfit": unfit}
 
 
-def _load(request: Mapping[str, Any]) -> Callable[..., Any]:
+def _cut(text: str) -> str:
+    return text.encode(errors="replace").decode()[-TEXT_CHARS:]
+
+
+def _load(request: Mapping[str, Any], where: str) -> Callable[..., Any]:
     """The function. Raises UserFunctionError."""
-    where, name, base_dir = request["where"], request["name"], request["base_dir"]
+    name, base_dir = request["name"], request["base_dir"]
     try:
         function = load_function(name, role=request["role"], base_dir=Path(base_dir))
     except PlugInError as error:
@@ -201,21 +199,8 @@ def _load(request: Mapping[str, Any]) -> Callable[..., Any]:
     return function
 
 
-def _check(value: Any, request: Mapping[str, Any]) -> Sequence[RewardResult]:
-    """The rewards that a function returned. Raises UserFunctionError."""
-    where = request["where"]
-    if inspect.isawaitable(value):
-        getattr(value, "close", bool)()
-        raise UserFunctionError(f"{where} returned something to await; async functions run in the trainer")
-    if request["role"] == "group_reward":
-        return check_group_rewards(value, len(request["samples"]), where)
-    return [check_reward(value, where)]
-
-
 def _take_state() -> list[object]:
-    """What a call can change in its process so that the next call sees it. A timer that runs is stopped."""
-    timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-    pending = [timer for timer in timers if signal.setitimer(timer, 0.0)[0] > 0]
+    """What a call can change in its process so that the next call sees it. Stops an alarm that is set."""
     umask = os.umask(0o077)
     os.umask(umask)
     places: list[object] = []
@@ -224,7 +209,7 @@ def _take_state() -> list[object]:
             places.append((place, *os.stat(place)[1:3]))  # noqa: PTH116  (inode, device)
     limits = (getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
     return [
-        *(pending, umask, places, dict(os.environ), sys.getrecursionlimit()),
+        *(signal.alarm(0), umask, places, dict(os.environ), sys.getrecursionlimit()),
         [id(signal.getsignal(number)) for number in signal.valid_signals()],
         signal.pthread_sigmask(signal.SIG_BLOCK, []),
         list(map(resource.getrlimit, limits)),

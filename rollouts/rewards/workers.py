@@ -1,6 +1,6 @@
 """Reward functions in processes that can be killed: what one of them does costs its own sample only.
 
-    a call ──► takes a free worker (waits for one) ──► request ──► the function runs ──► answer, checked
+    a call ──► takes a ready worker (waits for one) ──► request ──► the function runs ──► answer, checked
                too long · cancelled · signal · exit · memory · output · fork · nonsense
                ──► the worker's whole tree is killed, the sample fails, another worker starts
 
@@ -21,9 +21,8 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 
@@ -47,30 +46,20 @@ BACK_OFF_S = 0.2  # before the next try to start a process
 START_TRIES = 50  # in a row
 END_S = 0.5  # for a worker that closed its channel to end by itself, so that its exit code says why
 TAIL_CHARS = 400  # of a function's output that a message quotes
-PRINTED = "; the last it printed: "
 FATAL = "Fatal Python error"  # with which faulthandler begins
 SECRET_NAMES = re.compile("KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 class RaisedInWorker(Exception):
-    """An exception of the user's function, whose own object stays in the worker."""
-
-    def __init__(self, message: str, traceback_text: str) -> None:
-        super().__init__(message)
-        self.traceback_text = traceback_text
+    """The traceback of an exception that the user's function raised; the exception stays in the worker."""
 
 
-@dataclass(eq=False)
-class Call:
-    """A request that waits for a worker, or is with one."""
+class Worker(NamedTuple):
+    """A process that waits for a call, or is with one."""
 
-    id: str
-    count: int  # samples
-    request: bytes
-    scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # its deadline is the call's
-    answered: trio.Event = field(default_factory=trio.Event)
-    answer: Answer | None = None
+    process: Process
+    unfit: trio.Event  # it must serve no other call
 
 
 @asynccontextmanager
@@ -87,7 +76,7 @@ async def open_reward_workers(
     if count < 1:
         raise ConfigError(f"count={count} reward workers; there must be at least 1")
     workers = RewardWorkers(timeout_s=timeout_s, memory_bytes=memory_bytes, output_bytes=output_bytes)
-    async with workers._calls, open_plain_nursery() as nursery:
+    async with workers._ready, open_plain_nursery() as nursery:
         await nursery.start(workers._run_worker)
         for _ in range(count - 1):
             nursery.start_soon(workers._run_worker)
@@ -99,8 +88,8 @@ class RewardWorkers:
 
     def __init__(self, *, timeout_s: float, memory_bytes: int, output_bytes: int) -> None:
         self._timeout_s, self._memory_bytes, self._output_bytes = timeout_s, memory_bytes, output_bytes
-        self._offer, self._calls = trio.open_memory_channel[Call](math.inf)
-        self._counters: dict[str, int] = dict.fromkeys(("calls", "failed", "workers_started"), 0)
+        self._offer, self._ready = trio.open_memory_channel[Worker](math.inf)
+        self._counters = dict.fromkeys(("calls", "failed", "workers_started"), 0)
 
     def reward(self, name: str, base_dir: Path) -> RewardFn:
         """An async reward function that calls the plain function which `name` means, in a worker. It raises
@@ -108,72 +97,118 @@ class RewardWorkers:
 
         Workers refuse a file whose bytes have changed since.
         """
-
-        async def call(sample: Sample) -> RewardResult:
-            (result,) = await score((sample,), f"on sample {sample.id}")
-            return result
-
-        score = self._dress(call, name, base_dir, "reward")
-        return call
+        return self._make("reward", name, base_dir)
 
     def group_reward(self, name: str, base_dir: Path) -> GroupRewardFn:
         """Like `reward`, for a function that scores the samples of a group together."""
-
-        async def call(samples: Sequence[Sample]) -> tuple[RewardResult, ...]:
-            return await score(tuple(samples), f"on the group of sample {samples[0].id}")
-
-        score = self._dress(call, name, base_dir, "group_reward")
-        return call
+        return self._make("group_reward", name, base_dir)
 
     def statistics(self) -> Mapping[str, int]:
         """Totals since the start."""
         return dict(self._counters)
 
-    def _dress(self, call: Any, name: str, base_dir: Path, role: str) -> Callable[..., Any]:
-        """What `call` calls. `call` gets the function's name."""
-        call.__name__ = call.__qualname__ = name.rpartition(":")[2].rpartition(".")[2]
-        call.keeps_own_time = True  # call.py: waiting for a worker is not the function's time
+    def _make(self, role: str, name: str, base_dir: Path) -> Callable[..., Any]:
         base = str(base_dir.resolve())
         request = {"name": name, "base_dir": base, "role": role, "digest": hash_file(name, base)}
-        what = f"{role.replace('_', ' ')} function {call.__name__}"
-        return lambda samples, on: self._call(request, samples, f"{what} {on}")
+
+        async def call(given: Sample | Sequence[Sample]) -> RewardResult | tuple[RewardResult, ...]:
+            samples = (given,) if isinstance(given, Sample) else tuple(given)
+            on = "" if isinstance(given, Sample) else "the group of "
+            where = f"{role.replace('_', ' ')} function {call.__name__} on {on}sample {samples[0].id}"
+            self._counters["calls"] += 1
+            try:
+                rewards = await self._call(request, samples, where)
+            except UserFunctionError:
+                self._counters["failed"] += 1
+                raise
+            return rewards[0] if isinstance(given, Sample) else tuple(rewards)
+
+        call.__name__ = call.__qualname__ = name.rpartition(":")[2].rpartition(".")[2]
+        # waiting for a worker is not the function's time
+        call.keeps_own_time = True  # pyright: ignore[reportFunctionMemberAccess]
+        return call
 
     # --- one call ---
 
     async def _call(
         self, request: Mapping[str, Any], samples: tuple[Sample, ...], where: str
-    ) -> tuple[RewardResult, ...]:
+    ) -> Sequence[RewardResult]:
         request_id = secrets.token_hex(16)
         line = encode_request({**request, "id": request_id, "where": where, "samples": samples})
-        call = Call(request_id, len(samples), line)
-        self._counters["calls"] += 1
+        worker = await self._take_worker(where)
+        fit = False
         try:
-            self._offer.send_nowait(call)
-            await call.answered.wait()
-        except trio.BrokenResourceError:
-            raise RewardCrashed(f"{where} was called after the reward workers had been closed") from None
-        finally:
-            call.scope.cancel()  # where the caller was cancelled: the worker is killed
-        answer = call.answer
-        assert answer is not None
+            answer = await self._exchange(worker.process, line, request_id, len(samples), where)
+            fit = not answer.unfit
+        finally:  # also where the caller was cancelled
+            if fit:
+                self._offer.send_nowait(worker)
+            else:
+                worker.unfit.set()
         if answer.kind == "scored":
-            return tuple(answer.rewards)
-        self._counters["failed"] += 1
-        if answer.kind == "refused":
-            raise UserFunctionError(answer.text)
-        if answer.kind == "raised":
-            raise UserFunctionError(f"{where} raised {answer.text}") from RaisedInWorker(
-                answer.text.partition(PRINTED)[0], answer.traceback
-            )
-        late = call.scope.cancelled_caught
-        raise (RewardTimeout if late else RewardCrashed)(f"{where} {answer.text}")
+            return answer.rewards
+        cause = RaisedInWorker(answer.traceback) if answer.traceback else None
+        raise UserFunctionError(answer.text) from cause
+
+    async def _take_worker(self, where: str) -> Worker:
+        """A worker for one call; the next when one has written bytes that nobody asked for, or has ended."""
+        try:
+            while is_readable((worker := await self._ready.receive()).process):
+                worker.unfit.set()
+        except trio.ClosedResourceError:
+            raise RewardCrashed(f"{where} was called after the reward workers had been closed") from None
+        return worker
+
+    async def _exchange(
+        self, process: Process, line: bytes, request_id: str, count: int, where: str
+    ) -> Answer:
+        """The worker's answer to a request. Raises RewardTimeout, and RewardCrashed where there is none."""
+        channel = process.channel
+        assert channel is not None
+        late = f"{LOAD_TIMEOUT_S:g} s to import; do less when the module is imported"
+        answer, kind, problem = None, RewardCrashed, ""
+        process.forget_output()
+        try:
+            with trio.move_on_after(LOAD_TIMEOUT_S) as scope:
+                await channel.send_all(line)
+                received = bytearray(await channel.receive_some(1))
+                if received == b"\n":  # it is loaded
+                    scope.deadline = trio.current_time() + self._timeout_s
+                    late = f"{self._timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s"
+                    received.clear()
+                while b"\n" not in received:
+                    if len(received) > self._output_bytes:
+                        raise BadAnswer(f"an answer of more than output_bytes={self._output_bytes}")
+                    if not (part := await channel.receive_some(1 << 16)):
+                        raise EOFError
+                    received += part
+                answer = parse_answer(received, request_id=request_id, count=count)
+                # a process that says that it crashed has ended: then its end is what can be read
+                if answer.kind == "crashed":
+                    problem = answer.text
+                elif is_readable(process):
+                    raise BadAnswer("more than one answer (did it write to file descriptor 3?)")
+            if scope.cancelled_caught:
+                kind, problem = RewardTimeout, f"took longer than {late}"
+        except BadAnswer as error:
+            problem = f"gave {error}"
+        except (OSError, EOFError, trio.BrokenResourceError, trio.ClosedResourceError):
+            problem = await _describe_end(process)
+        process.read_output()
+        if process.printed_too_much:
+            kind, problem = RewardCrashed, f"printed more than output_bytes={self._output_bytes}"
+        printed = _shorten_output(process.read_tail())
+        said = f"; the last it printed: {printed!r}" if printed else ""
+        if problem or answer is None:
+            raise kind(f"{where} {problem}{said}")
+        answer.text += said
+        return answer
 
     async def _run_worker(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serves calls in one process after another: the next when a call has left one unfit. Ends by
-        cancellation. Raises RewardCrashed if no process can be started.
+        """Keeps one process ready: another when a call has left one unfit. Ends by cancellation. Raises
+        RewardCrashed if no process can be started.
         """
         argv = [sys.executable, "-P", "-m", "rollouts.rewards.worker", os.environ.get("PYTHONPATH", "")]
-        call: Call | None = None
         failures, reason = 0, ""
         while failures < START_TRIES:
             try:
@@ -191,7 +226,7 @@ class RewardWorkers:
                         task_status.started()
                         task_status = trio.TASK_STATUS_IGNORED
                         self._counters["workers_started"] += 1
-                        call = await self._serve_calls(process, call)
+                        await self._keep_ready(process)
                         continue
                     reason = process.describe_end()
             except OSError as error:
@@ -200,11 +235,10 @@ class RewardWorkers:
             await trio.sleep(BACK_OFF_S)
         raise RewardCrashed(f"a process for reward functions {reason}")
 
-    async def _serve_calls(self, process: Process, call: Call | None) -> Call | None:
-        """Serves `call` and others until the process is unfit. A call for which another process is needed, as
-        this one had become unfit before it.
-        """
-        assert process.channel is not None
+    async def _keep_ready(self, process: Process) -> None:
+        """Offers a process to calls until it is unfit; kills it when it prints too much."""
+        worker = Worker(process, trio.Event())
+        self._offer.send_nowait(worker)
         async with trio.open_nursery() as nursery:
 
             async def watch_output() -> None:
@@ -212,68 +246,8 @@ class RewardWorkers:
                 process.kill()
 
             nursery.start_soon(watch_output)
-            while True:
-                call = call or await self._calls.receive()
-                if is_readable(process.channel):  # bytes that nobody asked for, or it has ended
-                    break
-                if not call.scope.cancel_called:
-                    call.answer = answer = await self._exchange(process, process.channel, call)
-                    call.answered.set()
-                    if answer.unfit:
-                        call = None
-                        break
-                call = None
+            await worker.unfit.wait()
             nursery.cancel_scope.cancel()
-        return call
-
-    async def _exchange(self, process: Process, channel: trio.SocketStream, call: Call) -> Answer:
-        """The worker's last answer to a request; "crashed" and unfit where there is none."""
-        late = f"{LOAD_TIMEOUT_S:g} s to import; do less when the module is imported"
-        received = bytearray()
-        process.forget_output()
-        answer, problem = None, ""
-        try:
-            with call.scope:
-                call.scope.deadline = trio.current_time() + LOAD_TIMEOUT_S
-                await channel.send_all(call.request)
-                line = await self._receive_line(channel, received)
-                answer = parse_answer(line, request_id=call.id, count=None)
-                if answer.kind == "loaded":
-                    call.scope.deadline = trio.current_time() + self._timeout_s
-                    late = f"{self._timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s"
-                    line = await self._receive_line(channel, received)
-                    answer = parse_answer(line, request_id=call.id, count=call.count)
-                # a process that says that it crashed has ended: then its end is what can be read
-                if received or (answer.kind != "crashed" and is_readable(channel)):
-                    raise BadAnswer("more than one answer (did it write to file descriptor 3?)")
-            if call.scope.cancelled_caught:
-                problem = f"took longer than {late}"
-        except BadAnswer as error:
-            problem = f"gave {error}"
-        except (OSError, EOFError, trio.BrokenResourceError, trio.ClosedResourceError):
-            problem = await _describe_end(process)
-        process.read_output()
-        if process.printed_too_much:
-            problem = f"printed more than output_bytes={self._output_bytes}"
-        if problem or answer is None:
-            answer = Answer(call.id, "crashed", problem, unfit=True)
-        if answer.kind != "scored" and (printed := _shorten_output(process.read_tail())):
-            answer.text += f"{PRINTED}{printed!r}"
-        answer.unfit |= answer.kind == "crashed"
-        return answer
-
-    async def _receive_line(self, channel: trio.SocketStream, received: bytearray) -> bytes:
-        """The next line, taken from `received`, which takes what comes. Raises EOFError, BadAnswer."""
-        while (end := received.find(b"\n")) < 0:
-            if len(received) > self._output_bytes:
-                raise BadAnswer(f"an answer of more than output_bytes={self._output_bytes}")
-            part = await channel.receive_some(1 << 16)
-            if not part:
-                raise EOFError
-            received += part
-        line = bytes(received[:end])
-        del received[: end + 1]
-        return line
 
 
 async def _describe_end(process: Process) -> str:
@@ -289,10 +263,11 @@ async def _describe_end(process: Process) -> str:
     return f"lost its worker, which {process.describe_end()}{hint}"
 
 
-def is_readable(channel: trio.SocketStream) -> bool:
-    """Whether there are bytes to read, or the other side has closed it."""
+def is_readable(process: Process) -> bool:
+    """Whether there are bytes to read from a worker, or it has closed its channel."""
+    assert process.channel is not None
     poll = select.poll()
-    poll.register(channel.socket.fileno(), select.POLLIN)
+    poll.register(process.channel.socket.fileno(), select.POLLIN)
     return bool(poll.poll(0))
 
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -69,9 +70,7 @@ class FakeTokenizer:
         self, conversation: Any, *, tokenize: bool = False, add_generation_prompt: bool = False
     ) -> str:
         assert not tokenize
-        turns = "".join(
-            f"<|start|>{message['role']}\n{message['content']}<|end|>" for message in conversation
-        )
+        turns = "".join(self.chat_template.format(**message) for message in conversation)
         return turns + ("<|start|>assistant\n" if add_generation_prompt else "")
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -105,11 +104,11 @@ Script = Callable[[GenerateRequest], ScriptedReply]
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    request: GenerateRequest
+    """A request that has no answer yet."""
+
     started: bool = False  # admitted: "wait" lets it finish
     aborted: bool = False
-    token_ids: list[int] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of each of its tokens
 
 
 class ScriptedEngine:
@@ -132,8 +131,8 @@ class ScriptedEngine:
         self._script = script or (lambda request: ScriptedReply())
         self._version = version
         self.features = EngineFeatures(
-            vocab_size=vocab_size,
-            context_length=context_length,
+            vocab_size,
+            context_length,
             in_memory_update=not shares_weights,
             update_from_checkpoint=not shares_weights,
             shares_weights=shares_weights,
@@ -143,8 +142,7 @@ class ScriptedEngine:
         )
         self._running: dict[str, _Running] = {}
         self._paused: PauseMode | None = None
-        self._updating = False
-        self._closed = False
+        self._updating = self._closed = False
         self._changed = trio.lowlevel.ParkingLot()
         self.requests: list[GenerateRequest] = []  # every request that was taken, in order of arrival
         self.received: list[str] = []  # names of the tensors of the last update
@@ -155,13 +153,17 @@ class ScriptedEngine:
         return len(self._running)
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        self._check_open()
-        self._check_request(request)
+        await self._look()
+        total, most = len(request.prompt_ids) + request.sampling.max_new_tokens, self.features.context_length
+        known = request.request_id in self._running
+        if known or not len(request.prompt_ids) or total > most:
+            why = "is in flight already" if known else f"needs {total} tokens; the context is {most}"
+            raise RequestRefused(f"request {request.request_id!r} {why}")
         reply = self._script(request)
-        running = self._running[request.request_id] = _Running(request)
+        running = self._running[request.request_id] = _Running()
         self.requests.append(request)
         try:
-            return await self._generate_tokens(running, reply)
+            return await self._generate_tokens(request, running, reply)
         finally:
             del self._running[request.request_id]
             self._changed.unpark_all()
@@ -175,36 +177,36 @@ class ScriptedEngine:
         self._version = version
 
     async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
-        self._check_open()
+        await self._look()
         if self.features.shares_weights and version != self._version:
             raise WeightVersionError(
                 f"update to version {version} of an engine that shares weights at version {self._version}"
             )
         if not path.is_dir():
             raise EngineError(f"{path} is not a directory")
-        await trio.lowlevel.checkpoint()
         self._version = version
         return {"version": version}
 
     async def pause(self, mode: PauseMode) -> None:
-        self._check_open()
+        await self._look()
         self._paused = mode
-        if mode == "abort":
-            self._abort_running()
+        for running in self._running.values():
+            running.aborted |= mode == "abort"
         self._changed.unpark_all()
         if mode != "keep":
             await self._wait_until(lambda: not any(running.started for running in self._running.values()))
 
     async def resume(self) -> None:
-        self._check_open()
+        await self._look()
         self._paused = None
         self._changed.unpark_all()
-        await trio.lowlevel.checkpoint()
 
     async def abort_all(self) -> None:
-        self._check_open()
+        await self._look()
         waiting = list(self._running.values())
-        self._abort_running()
+        for running in waiting:
+            running.aborted = True
+        self._changed.unpark_all()
         await self._wait_until(lambda: not {*waiting} & {*self._running.values()})
 
     async def health(self) -> bool:
@@ -221,16 +223,14 @@ class ScriptedEngine:
         return f"weights of version {self._version}"
 
     async def release_memory(self) -> None:
-        self._check_open()
-        await trio.lowlevel.checkpoint()
+        await self._look()
 
     restore_memory = release_memory
 
     async def begin_update(self) -> None:
-        self._check_open()
+        await self._look()
         if self.features.shares_weights:
             raise EngineError("an engine that shares the trainer's weights takes no update")
-        await trio.lowlevel.checkpoint()
         self._updating, self.received = True, []
 
     def receive_bucket(self, bucket: Sequence[tuple[str, Any]]) -> None:
@@ -252,61 +252,48 @@ class ScriptedEngine:
         self._closed = True
         self._changed.unpark_all()
 
-    async def _generate_tokens(self, running: _Running, reply: ScriptedReply) -> Completion:
+    async def _generate_tokens(
+        self, request: GenerateRequest, running: _Running, reply: ScriptedReply
+    ) -> Completion:
         await self._wait_until(lambda: self._paused is None or running.aborted)
         running.started = True
-        stop = running.request.sampling.stop_token_ids[:1] if reply.finish == "stop" else ()
-        planned = [*reply.text.encode(), *stop]
-        limit = running.request.sampling.max_new_tokens
-        for token in planned[:limit]:
+        stop = request.sampling.stop_token_ids[:1] if reply.finish == "stop" else ()
+        planned, versions = [*reply.text.encode(), *stop], running.versions
+        finish = "length" if len(planned) > request.sampling.max_new_tokens else reply.finish
+        for _ in planned[: request.sampling.max_new_tokens]:
             await trio.sleep(reply.token_s)  # a checkpoint if 0
-            self._check_open()
             await self._wait_until(lambda: self._paused in (None, "wait") or running.aborted)
             if running.aborted:
-                return self._complete(running, "abort")
-            running.token_ids.append(token)
-            running.versions.append(self._version)
-        if reply.error is not None:
-            raise reply.error
-        return self._complete(running, "length" if len(planned) > limit else reply.finish)
-
-    def _complete(self, running: _Running, finish: FinishReason) -> Completion:
-        seed = running.request.sampling.seed
-        log_probs = [fake_log_prob(seed, *each) for each in enumerate(running.versions)]
-        prompt = np.arange(len(running.request.prompt_ids))
+                finish = "abort"
+                break
+            versions.append(self._version)
+        else:
+            if reply.error is not None:
+                raise reply.error
+        log_probs = [fake_log_prob(request.sampling.seed, *each) for each in enumerate(versions)]
         return Completion(
-            request_id=running.request.request_id,
-            token_ids=np.asarray(running.token_ids, np.int64),
+            request_id=request.request_id,
+            token_ids=np.asarray(planned[: len(versions)], np.int64),
             log_probs=np.asarray(log_probs, np.float32),
-            weight_versions=np.asarray(running.versions, np.int64),
+            weight_versions=np.asarray(versions, np.int64),
             finish_reason=finish,
             # −1 but for the first token, as FakeBackend.forward gives
-            prompt_log_probs=np.where(prompt > 0, NAT, ZERO) if running.request.score_prompt else None,
+            prompt_log_probs=np.where(np.arange(len(request.prompt_ids)) > 0, NAT, ZERO)
+            if request.score_prompt
+            else None,
         )
 
-    def _check_request(self, request: GenerateRequest) -> None:
-        if request.request_id in self._running:
-            raise RequestRefused(f"request {request.request_id!r} is in flight already")
-        total = len(request.prompt_ids) + request.sampling.max_new_tokens
-        if len(request.prompt_ids) == 0 or total > self.features.context_length:
-            raise RequestRefused(
-                f"request {request.request_id!r} needs {total} tokens; the context is"
-                f" {self.features.context_length}"
-            )
-
-    def _abort_running(self) -> None:
-        for running in self._running.values():
-            running.aborted = True
-        self._changed.unpark_all()
-
-    def _check_open(self) -> None:
+    async def _look(self) -> None:
+        """A checkpoint of an engine that is open."""
         if self._closed:
             raise EngineClosed("the engine is closed")
+        await trio.lowlevel.checkpoint()
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
+        while not (self._closed or condition()):
             await self._changed.park()
-            self._check_open()
+        if self._closed:
+            raise EngineClosed("the engine is closed")
 
 
 def fake_log_prob(seed: int | None, position: int, version: int) -> float:
@@ -330,7 +317,7 @@ class FakeFuture(Generic[ResultT]):
     _result: ResultT | None
     failure: RolloutsError | None
     done_at: float
-    before: tuple[int, int, int]  # the backend's steps, version and batches when it was queued
+    undo: Callable[[], None]  # brings the backend back to where it was when this was queued
     has_pieces: bool  # an interrupt can end it
     awaited: bool = False
 
@@ -369,20 +356,18 @@ class FakeBackend:
     def __init__(
         self, *, step_s: float, failures: Mapping[int, RolloutsError], micro_batch_s: float = 0.0
     ) -> None:
-        self._step_s = step_s
-        self._micro_batch_s = micro_batch_s
-        self._failures = failures
+        self._step_s, self._micro_batch_s, self._failures = step_s, micro_batch_s, failures
         self._futures: list[FakeFuture[Any]] = []
         self._free_at = 0.0  # when the last piece of work is done
         self._failed: RolloutsError | None = None
         self._closed = False
-        self._version = self._steps = 0
+        self._state = {"version": 0, "steps": 0}
         self.batches: list[RolloutBatch] = []  # of every forward_backward that did not fail
         self.losses: list[LossSpec] = []
 
     @property
     def weight_version(self) -> int:
-        return self._version
+        return self._state["version"]
 
     def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> FakeFuture[ForwardBackwardResult]:
         def run() -> ForwardBackwardResult:
@@ -391,7 +376,7 @@ class FakeBackend:
             tokens = float(batch.response_lengths.sum())
             denominators = {"tokens": tokens, "constant": loss.constant or 1.0}
             return ForwardBackwardResult(
-                loss=1.0 / (1 + self._steps),
+                loss=1.0 / (1 + self._state["steps"]),
                 denominator=denominators.get(loss.unit, float(len(batch))),
                 metrics={"loss/tokens": Total(tokens)},
             )
@@ -400,9 +385,9 @@ class FakeBackend:
 
     def optim_step(self, params: OptimParams | None = None) -> FakeFuture[OptimStepResult]:
         def run() -> OptimStepResult:
-            self._steps += 1
+            self._state["steps"] += 1
             lr = params.lr if params else 1e-3
-            return OptimStepResult(step=self._steps, lr=lr, grad_norm=1.0, clipped=False)
+            return OptimStepResult(step=self._state["steps"], lr=lr, grad_norm=1.0, clipped=False)
 
         return self._submit(run)
 
@@ -417,37 +402,34 @@ class FakeBackend:
         return self._submit(self._weights)
 
     def load_weights(self, weights: Mapping[str, Any]) -> FakeFuture[None]:
-        return self._submit(lambda: self._set(steps=int(weights["weight"][0])))
+        return self._submit(partial(self._state.update, steps=int(weights["weight"][0])))
 
     def save(self, path: Path) -> FakeFuture[None]:
         def run() -> None:
             path.mkdir(parents=True, exist_ok=True)
-            (path / "fake.json").write_text(json.dumps({"version": self._version, "steps": self._steps}))
+            (path / "fake.json").write_text(json.dumps(self._state))
 
         return self._submit(run)
 
     def load(self, path: Path) -> FakeFuture[None]:
         def run() -> None:
             try:
-                self._set(**json.loads((path / "fake.json").read_text()))
+                self._state.update(json.loads((path / "fake.json").read_text()))
             except FileNotFoundError as error:
                 raise CheckpointError(f"{error}; it is written by FakeBackend.save") from error
 
         return self._submit(run)
 
     def interrupt(self) -> None:
-        places = [
-            place
-            for place, future in enumerate(self._futures)
-            if future.has_pieces and future.failure is None and not future.done()
-        ]
-        if not places:
+        undecided = [future for future in self._futures if future.failure is None and not future.done()]
+        while undecided and not undecided[0].has_pieces:
+            del undecided[0]
+        if not undecided:
             return
-        self._steps, self._version, num_batches = self._futures[places[0]].before
-        del self.batches[num_batches:], self.losses[num_batches:]
+        undecided[0].undo()
         failure = self._failed = StepInterrupted("the step was interrupted between two micro-batches")
         self._free_at = trio.current_time() + self._micro_batch_s
-        for future in self._futures[places[0] :]:  # who waits already is told at the time it expected
+        for future in undecided:  # who waits already is told at the time it expected
             future.failure, future.done_at = failure, self._free_at
             failure = EarlierStepFailed("an earlier step was interrupted; call reset()")
 
@@ -456,10 +438,10 @@ class FakeBackend:
         return self._submit(lambda: None, takes_s=0.0)
 
     def set_weight_version(self, version: int) -> FakeFuture[None]:
-        return self._submit(lambda: self._set(version=version))
+        return self._submit(partial(self._state.update, version=version))
 
     def statistics(self) -> Mapping[str, float]:
-        return {"submitted": float(len(self._futures)), "steps": float(self._steps)}
+        return {"submitted": float(len(self._futures)), "steps": float(self._state["steps"])}
 
     def close(self) -> RolloutsError | None:
         """The first failure that nobody awaited; what it or an interrupt left undone is none."""
@@ -470,21 +452,20 @@ class FakeBackend:
         return None
 
     def _weights(self) -> dict[str, Any]:  # arrays in place of tensors
-        return {"weight": np.full(2, self._steps, np.float32)}
-
-    def _set(self, *, version: int | None = None, steps: int | None = None) -> None:
-        if version is not None:
-            self._version = version
-        if steps is not None:
-            self._steps = steps
+        return {"weight": np.full(2, self._state["steps"], np.float32)}
 
     def _submit(
         self, run: Callable[[], ResultT], *, has_pieces: bool = False, takes_s: float | None = None
     ) -> FakeFuture[ResultT]:
         if self._closed:
             raise BackendClosed("the backend is closed; use it inside its `async with open_fake_backend(…)`")
-        result, before = None, (self._steps, self._version, len(self.batches))
-        failure = self._failures.get(len(self._futures))
+        state, count = dict(self._state), len(self.batches)
+
+        def undo() -> None:
+            self._state.update(state)
+            del self.batches[count:], self.losses[count:]
+
+        result, failure = None, self._failures.get(len(self._futures))
         if self._failed is not None:
             failure = EarlierStepFailed(f"a step before this one failed ({self._failed}); call reset()")
         elif failure is None:
@@ -495,6 +476,6 @@ class FakeBackend:
         self._failed = self._failed or failure
         duration_s = self._step_s if takes_s is None else takes_s
         self._free_at = max(self._free_at, trio.current_time()) + duration_s
-        future = FakeFuture(result, failure, self._free_at, before, has_pieces)
+        future = FakeFuture(result, failure, self._free_at, undo, has_pieces)
         self._futures.append(future)
         return future

@@ -36,6 +36,7 @@ from rollouts.run_dir import RunDir
 from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import SFT, STEP, make_batch, raised_by, train
 from rollouts.types import LossSpec
+from tests.support import backend_checks
 
 OPTIM = OptimConfig(lr=1e-2)
 HERE = "tests.distributed.contract_program"
@@ -127,7 +128,7 @@ async def check_a_failure_of_one_rank_is_named_and_forgotten_by_reset(open_backe
     batch = make_batch()
     async with open_backend() as backend:
         await train(backend, batch)
-        undisturbed = await contract.copy_weights(backend)
+        undisturbed = await backend.get_weights()
     for name in ("last_rank_loss", "second_call_loss"):
         async with open_backend(micro_batch_tokens=8, share_prefix=False) as backend:
             await backend.forward_backward(make_batch(1), SFT).result()
@@ -142,7 +143,7 @@ async def check_a_failure_of_one_rank_is_named_and_forgotten_by_reset(open_backe
             assert "no gradient" in str(await raised_by(backend.optim_step(STEP)))
             await backend.reset().result()
             await train(backend, batch)
-            found = await contract.copy_weights(backend)
+            found = await backend.get_weights()
         worst = max(float((found[key] - undisturbed[key]).abs().max()) for key in found)
         assert worst < 1e-3, f"{name} left {worst} behind"
 
@@ -151,11 +152,11 @@ async def check_a_loss_that_is_not_finite_on_one_rank_is_skipped_on_all(open_bac
     """Nothing moves, and the ranks agree afterwards."""
     batch = make_batch()
     async with open_backend() as backend:
-        before = await contract.copy_weights(backend)
+        before = await backend.get_weights()
         result = await backend.forward_backward(batch, LossSpec(f"{HERE}:last_rank_nan_loss")).result()
         assert result.skipped == "the loss is nan"
         assert (await backend.optim_step(STEP).result()).skipped is not None
-        contract.assert_weights_equal(before, await contract.copy_weights(backend))
+        contract.assert_weights_equal(before, await backend.get_weights())
         await train(backend, batch)
 
 
@@ -218,19 +219,19 @@ async def check_a_full_disk_on_one_rank_costs_the_checkpoint_only(open_backend: 
     async with open_backend(micro_batch_tokens=16) as backend:
         await train(backend, batch)
         await save(backend, 1)
-        saved = await contract.copy_weights(backend)
+        saved = await backend.get_weights()
         await train(backend, batch, LossSpec(f"{HERE}:last_rank_without_disk_loss"))
         await save_refused(backend, backend.ranks.world_size - 1)
         await train(backend, batch, LossSpec(f"{HERE}:last_rank_with_disk_loss"))
         limit_files(0, rank=0)
         await save_refused(backend, 0)
         limit_files(resource.RLIM_INFINITY, rank=0)
-        trained = await contract.copy_weights(backend)
+        trained = await backend.get_weights()
         await save(backend, 2)
         for step, weights in ((1, saved), (2, trained)):
             checkpoints.check_checkpoint(folder / f"step_{step}", hashes=True)
             await backend.load(folder / f"step_{step}").result()
-            contract.assert_weights_equal(weights, await contract.copy_weights(backend))
+            contract.assert_weights_equal(weights, await backend.get_weights())
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -329,10 +330,10 @@ async def check_a_disk_that_refuses_one_rank_beside_steps_costs_that_checkpoint(
         write = await backend.capture().result()
         (folder / "good").mkdir()
         await write(folder / "good")
-        weights = await contract.copy_weights(backend)
+        weights = await backend.get_weights()
         await train(backend, make_batch(2))
         await backend.load(folder / "good").result()
-        contract.assert_weights_equal(weights, await contract.copy_weights(backend))
+        contract.assert_weights_equal(weights, await backend.get_weights())
         error = await write_error(await backend.capture().result(), folder / "nowhere")
         assert isinstance(error, RunDirError) and "rank 0" in str(error), error
 
@@ -342,7 +343,7 @@ async def check_a_disk_that_refuses_one_rank_beside_steps_costs_that_checkpoint(
 
 def list_checks() -> dict[str, Callable[..., Awaitable[None]]]:
     """The contract's checks and those above, by name."""
-    found = {**vars(contract), **globals()}
+    found = {**vars(contract), **vars(backend_checks), **globals()}
     return {name: check for name, check in sorted(found.items()) if name.startswith("check_")}
 
 

@@ -75,7 +75,7 @@ async def test_tokens_after_a_frozen_update_are_the_new_models_own(open_: Open, 
     async with open_() as engine:
         await load(engine, paths[0])
 
-        async def update(answers: list[Completion]) -> None:
+        async def update(answers: dict[str, Completion]) -> None:
             paths.reverse()
             await update_frozen(engine, paths[0], answers)
 
@@ -89,7 +89,7 @@ async def test_tokens_after_a_frozen_update_are_the_new_models_own(open_: Open, 
 async def test_abort_all_answers_frozen_requests_with_what_they_have(open_: Open, server: RunningServer):
     async with open_() as engine:
 
-        async def freeze_and_abort(_: list[Completion]) -> None:
+        async def freeze_and_abort(_: dict[str, Completion]) -> None:
             await engine.pause("keep")
             await engine.abort_all()
             await engine.resume()

@@ -93,9 +93,9 @@ async def test_request_in_flight_over_a_broadcast_has_two_versions(
     async with open_all(sglang_server, snapshots[1], bucket_bytes=50_000) as (engine, backend, transport):
         await load(engine, snapshots[0])
 
-        async def update(answers: list[Completion]) -> None:
+        async def update(answers: dict[str, Completion]) -> None:
             await engine.pause("keep")
-            before = list(answers)
+            before = dict(answers)
             assert await transport(backend, [engine], await engine.weight_version() + 1) == {
                 engine.features.name: None
             }

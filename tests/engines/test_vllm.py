@@ -27,7 +27,7 @@ async def test_frozen_request_finishes_under_pause_wait(vllm_server: RunningServ
             await engine.pause("keep")
             await engine.pause("wait")
             await trio.lowlevel.checkpoint()
-            assert [len(answer.token_ids) for answer in answers] == [LONG]
+            assert [len(answer.token_ids) for answer in answers.values()] == [LONG]
         await engine.resume()
 
 

@@ -76,14 +76,14 @@ class SimulatedBackend(FakeBackend):
         check_batch: Callable[[RolloutBatch], None],
     ) -> None:
         super().__init__(step_s=step_s, failures={})
-        self._version = len(lineage) - 1
+        self._state["version"] = len(lineage) - 1
         self._name_next = name_next
         self._check_batch = check_batch
         self.lineage = lineage
 
     @property
     def weights(self) -> str:
-        return self.lineage[self._version]
+        return self.lineage[self.weight_version]
 
     def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> FakeFuture[ForwardBackwardResult]:
         self._check_batch(batch)

@@ -74,7 +74,7 @@ async def test_a_pause_falls_between_two_tokens(mode, tokens, ended_at, autojump
 async def test_weights_arrive_in_buckets_or_from_disk(tmp_path: Path):
     await engine_contracts.check_update_in_memory(open_engine, [("weight", None)])
     shared = partial(open_engine, shares_weights=True)
-    await engine_contracts.check_shared_engine_keeps_the_trainers_version(shared, tmp_path)
+    await engine_contracts.check_update_in_memory(shared, [])
     async with open_engine() as engine, open_fake_backend() as backend:
         await engine.begin_update()
         await backend.stream_weights(engine.receive_bucket)

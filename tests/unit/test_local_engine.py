@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -329,10 +328,6 @@ async def test_embedded_engines_keep_the_contract_of_engines_with_a_model(
 @every_engine
 async def test_engines_update_in_memory_as_the_contract_says(opener: Any):
     await engine_contracts.check_update_in_memory(opener, list(make_model(seed=1).state_dict().items()))
-
-
-async def test_a_shared_engine_keeps_the_trainers_version(tmp_path: Path):
-    await engine_contracts.check_shared_engine_keeps_the_trainers_version(open_engine, tmp_path)
 
 
 async def test_a_deterministic_engine_goes_on_after_a_cancelled_list_longer_than_its_rows():

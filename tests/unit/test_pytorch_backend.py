@@ -29,6 +29,7 @@ from rollouts.models.optim import create_adamw_optimizer
 from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import SFT, make_batch
 from rollouts.types import LossSpec, Mean, OptimParams, RolloutBatch
+from tests.support import backend_checks
 
 torch.set_num_threads(1)
 OPTIM = OptimConfig(lr=1e-2)
@@ -312,12 +313,15 @@ async def test_open_pytorch_backend_loads_trains_and_saves(tmp_path: Path):
         assert await backend.device_thread.submit(torch.get_num_threads) == 1
 
 
-CONTRACT = [name for name in vars(contract) if name.startswith("check_")]
+CONTRACT = {
+    name: check
+    for name, check in {**vars(contract), **vars(backend_checks)}.items()
+    if name.startswith("check_")
+}
 
 
-@pytest.mark.parametrize("check", CONTRACT)
-async def test_contract(check: str, tmp_path: Path):
-    promise = getattr(contract, check)
+@pytest.mark.parametrize("promise", CONTRACT.values(), ids=CONTRACT)
+async def test_contract(promise: Any, tmp_path: Path):
     await promise(open_backend, *([tmp_path] if "folder" in inspect.signature(promise).parameters else []))
 
 

@@ -278,14 +278,13 @@ def test_output_without_end_is_cut(namespaces: bool):
     check(result, 0.0, "it wrote more than 10000 bytes of output")
 
 
+WRITES = "import os\nfor fd in range(64):\n    try:\n        os.write(fd, {!r})\n    except OSError:\n        pass\n"
 FORGERIES = {
-    "prints": 'print(\'{"status": "done"}\')\nimport sys\nsys.stdout.flush()\nimport os\nos._exit(0)',
-    "writes to every descriptor": (
-        'import os\nfor fd in range(64):\n    try:\n        os.write(fd, b\'\\n{"status": "done", "nonce":'
-        ' ""}\\n[1]\\n\')\n    except OSError:\n        pass\nos._exit(0)'
-    ),
+    "prints": "import os\nprint('{\"done\": 1}', flush=True)\nos._exit(0)",
+    "says that it is done": WRITES.format(b'\n{"done": ""}\n[1]\n') + "os._exit(0)",
+    "fails without a reason": WRITES.format(b'\n{"failed": ""}\n'),
     "replaces what modules hold": (
-        'import json, os\njson.dumps = lambda *a: \'{"status": "done"}\'\nos._exit = lambda *a: None'
+        "import json, os\njson.dumps = lambda *a: '{\"done\": 1}'\nos._exit = lambda *a: None"
     ),
     "replaces builtins": "import builtins\nbuiltins.AssertionError = type('Fine', (BaseException,), {})",
     "floods the report": "import os\nfor _ in range(100000):\n    os.write(4, b'x' * 4096)",

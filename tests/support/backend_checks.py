@@ -1,0 +1,57 @@
+"""Checks of what our own backends promise beyond rollouts.testing.torch_contracts: values of every token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rollouts.testing.torch_contracts import HERE, OpenBackend, make_batch
+from rollouts.types import LossSpec
+
+
+async def check_slopes_and_weights_of_tokens(open_backend: OpenBackend) -> None:
+    """Asked for, a step says of every token its log-prob, the loss's slope there and the correction's weight,
+    as formulas have them; else nothing.
+
+    Of ppo_clip with old log-probs and mu a token's term is −w·min(r·A, clip(r)·A), w = min(exp(old − mu), 2),
+    whose slope is −w·r·A where the clip lets it through and 0 where not. The terms add up to the loss.
+    """
+
+    def join(rows: Sequence[Any] | None) -> Any:
+        return np.concatenate(rows or ()).astype(np.float64)
+
+    batch, rng = make_batch(), np.random.default_rng(7)
+    mask, advantages = np.concatenate(batch.loss_masks), join(batch.advantages)
+    async with open_backend() as backend:
+        own = await backend.forward(batch)
+        noise = [rng.normal(0, 0.3, len(row)) * (row != 0) for row in own]
+        old = tuple((row + more).astype(np.float32) for row, more in zip(own, noise, strict=True))
+        both = replace(batch, old_log_probs=old)
+        linear = await backend.forward_backward(
+            batch, LossSpec("linear", unit="constant", constant=7.0, per_token=True)
+        )
+        clipped = await backend.forward_backward(both, LossSpec("ppo_clip", per_token=True))
+        silent = await backend.forward_backward(both, LossSpec("ppo_clip"))
+        bad = await backend.forward_backward(both, LossSpec(f"{HERE}:nan_loss", per_token=True))
+    assert silent.per_token is None and silent.loss == clipped.loss, "asking changes nothing"
+    assert bad.skipped is not None and bad.per_token is None
+    plain, traced = linear.per_token, clipped.per_token
+    assert plain is not None and traced is not None and clipped.loss is not None
+    for arrays in (one for kind in (plain, traced) for one in (kind.log_probs, kind.slopes, kind.weights)):
+        assert [(len(row), row.dtype) for row in arrays] == [(len(row), np.float32) for row in own]
+        assert not join(arrays)[~mask].any(), "0.0 outside the mask"
+    np.testing.assert_allclose(join(plain.log_probs), join(own), atol=2e-5)
+    np.testing.assert_allclose(join(plain.slopes), -advantages / 7.0, rtol=1e-6)
+    np.testing.assert_array_equal(join(plain.weights), mask)
+    ratio = np.exp(join(traced.log_probs) - join(old))
+    weights = np.minimum(np.exp(join(old) - join(batch.rollout_log_probs)), 2.0) * mask
+    through = np.where(advantages >= 0, ratio < 1.2, ratio > 0.8) & mask
+    slopes = -weights * ratio * advantages * through / mask.sum()
+    np.testing.assert_allclose(join(traced.weights), weights, rtol=1e-4)
+    np.testing.assert_allclose(join(traced.slopes), slopes, rtol=1e-4, atol=1e-9)
+    terms = weights * np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
+    assert abs(-terms.sum() / mask.sum() - clipped.loss) < 1e-5, (terms, clipped.loss)
+    assert (mask & ~through).any(), "the batch has tokens that the clip cuts"
