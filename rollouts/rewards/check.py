@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import itertools
 import math
@@ -29,27 +30,19 @@ def check_reward(answer: object, where: str) -> RewardResult:
 
     Raises UserFunctionError, beginning with `where`, for anything else: NaN, infinity, None, text, no parts.
     """
-    result = answer if isinstance(answer, RewardResult) else None
-    if result is None and not isinstance(answer, Mapping):
+    if isinstance(answer, Mapping):
+        if not answer:
+            raise UserFunctionError(f"{where} returned a mapping without parts; name at least one")
+        parts = _check_parts(answer, where)
+        return RewardResult(add_up(parts.values(), where), parts)
+    if not isinstance(answer, RewardResult):
         return RewardResult(_check_number(answer, where, "reward"))
-    parts: dict[str, float] = {}
-    try:
-        items = list((answer if result is None else result.parts).items())  # type: ignore[union-attr]
-    except RAISED as error:
-        raise UserFunctionError(f"{where} returned parts that cannot be read: {describe(error)}") from error
-    for name, value in items:
-        if not isinstance(name, str) or not name:
-            raise UserFunctionError(
-                f"{where} returned a part named {shorten(name)}; parts are a mapping from names to numbers"
-            )
-        _check_text(name, where, "name of a part")
-        parts[name] = _check_number(value, where, f"part {shorten(name)}")
-    if result is not None:
-        note = _check_note(result.note, where)
-        return RewardResult(_check_number(result.reward, where, "reward"), parts, note)
-    if not parts:
-        raise UserFunctionError(f"{where} returned a mapping without parts; name at least one")
-    return RewardResult(add_up(parts.values(), where), parts)
+    parts, note = _check_parts(answer.parts, where), answer.note
+    if note is not None:
+        _check_text(note, where, "note")
+        if len(note) > NOTE_CHARS:
+            note = f"{note[:NOTE_CHARS]} … (cut: the note had {len(note)} characters)"
+    return RewardResult(_check_number(answer.reward, where, "reward"), parts, note)
 
 
 def check_group_rewards(answer: Any, count: int, where: str) -> tuple[RewardResult, ...]:
@@ -74,26 +67,28 @@ def check_decision(answer: object, filter_name: str, where: str) -> FilterDecisi
 
     Raises UserFunctionError, beginning with `where`, for anything but True, False and a FilterDecision.
     """
-    given = FilterDecision(bool(answer)) if isinstance(answer, bool | np.bool_) else answer
-    if not (
-        isinstance(given, FilterDecision)
-        and isinstance(given.keep, bool | np.bool_)
-        and isinstance(given.reason, str)
-        and isinstance(given.detail, str)
-    ):
-        raise UserFunctionError(
-            f"{where} returned {shorten(answer)}; it must return True, False or a FilterDecision (keep: True"
-            " or False; reason and detail: text)"
-        )
-    _check_text(given.reason + given.detail, where, "reason or detail")
-    keep = bool(given.keep)
-    return FilterDecision(keep, given.reason or ("" if keep else filter_name), given.detail)
+    match FilterDecision(bool(answer)) if isinstance(answer, bool | np.bool_) else answer:
+        case FilterDecision(bool() | np.bool_() as keep, str() as reason, str() as detail):
+            _check_text(reason + detail, where, "reason or detail")
+            return FilterDecision(bool(keep), reason or ("" if keep else filter_name), detail)
+    raise UserFunctionError(
+        f"{where} returned {shorten(answer)}; it must return True, False or a FilterDecision (keep: True or"
+        " False; reason and detail: text)"
+    )
 
 
 def require(holds: bool, message: str) -> None:
     """Raises ConfigError with the message unless an option holds to its rule."""
     if not holds:
         raise ConfigError(message)
+
+
+def import_extra(module: str, reward: str) -> Any:
+    """A library that only this reward needs. Raises ConfigError naming the extra if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{reward} needs {module} ({error}); pip install 'rollouts-rl[rewards]'") from error
 
 
 def apply_reward(sample: Sample, result: RewardResult) -> Sample:
@@ -152,6 +147,16 @@ def add_up(values: Iterable[float], where: str) -> float:
         ) from error
 
 
+def _check_parts(parts: Mapping[Any, Any], where: str) -> dict[str, float]:
+    try:
+        items = [*parts.items()]
+    except RAISED as error:
+        raise UserFunctionError(f"{where} returned parts that cannot be read: {describe(error)}") from error
+    for name, _ in items:
+        _check_text(name or None, where, "name of a part")
+    return {name: _check_number(value, where, f"part {shorten(name)}") for name, value in items}
+
+
 def _check_number(value: Any, where: str, what: str) -> float:
     number, cause = math.nan, None
     try:
@@ -166,21 +171,12 @@ def _check_number(value: Any, where: str, what: str) -> float:
     return number
 
 
-def _check_note(note: object, where: str) -> str | None:
-    if note is None:
-        return None
-    if not isinstance(note, str):
-        raise UserFunctionError(f"{where} returned the note {shorten(note)}; a note is text")
-    _check_text(note, where, "note")
-    cut = f"{note[:NOTE_CHARS]} … (cut: the note had {len(note)} characters)"
-    return note if len(note) <= NOTE_CHARS else cut
-
-
-def _check_text(text: str, where: str, what: str) -> None:
+def _check_text(text: object, where: str, what: str) -> None:
+    """Raises UserFunctionError for what is no text, or none that a file can hold (half a surrogate pair)."""
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
+        str.encode(text)  # pyright: ignore[reportArgumentType]
+    except (TypeError, UnicodeEncodeError) as error:
         raise UserFunctionError(
-            f"{where} returned the {what} {shorten(text)} with half a surrogate pair at character"
-            f" {error.start}, which no file can hold; make it with text.encode('utf-8', 'replace').decode()"
+            f"{where} returned {shorten(text)} as its {what}, which must be text in UTF-8 ({error}); half a"
+            " surrogate pair goes with text.encode('utf-8', 'replace').decode()"
         ) from error

@@ -30,14 +30,10 @@ def combine_rewards(
     pairs = list(rewards.items() if isinstance(rewards, Mapping) else rewards)
     names = [name for name, _ in pairs]
     once = f"combine_rewards has the components {names}; name at least one, and each once"
-    require(bool(pairs) and len(set(names)) == len(names), once)
+    require(0 < len(set(names)) == len(names), once)
     for name, reward in pairs:
         require(
-            isinstance(name, str)
-            and name != ""
-            and "." not in name
-            and callable(reward)
-            and not is_async(reward),
+            name != "" and "." not in name and callable(reward) and not is_async(reward),
             f"combine_rewards: component {name!r} is {reward!r}; a name is text without a dot, a component a"
             " function that is not async (await those in an async reward of your own)",
         )

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 from rollouts.rewards.check import require
@@ -47,7 +48,9 @@ def compute_consensus(
     Paper: TTRL, 2504.16084. Raises ConfigError unless 0 <= min_ratio <= 1, ties is "none" or "first" and of
     is "valid" or "all".
     """
-    _check_rules(min_ratio, ties, of)
+    require(0 <= min_ratio <= 1, f"min_ratio={min_ratio}; it must be from 0 to 1, 0 takes every majority")
+    for name, value, known in (("ties", ties, get_args(TieRule)), ("of", of, get_args(RatioOf))):
+        require(value in known, f"{name}={value!r}; it must be one of {', '.join(known)}")
     counts = Counter(answer for answer in answers if answer is not None)
     num_valid = counts.total()
     # equal counts stand in the order in which they were first met
@@ -71,11 +74,12 @@ def make_consensus_reward(
     Parts: `agrees` is the reward, `has_answer`, and `vote_ratio` and `has_label`, which are the group's. The
     note names the label. Raises ConfigError as `compute_consensus`.
     """
-    _check_rules(min_ratio, ties, of)
+    find_label = partial(compute_consensus, min_ratio=min_ratio, ties=ties, of=of)
+    find_label(())  # raises if a rule makes no sense
 
     def consensus_reward(samples: Sequence[Sample]) -> list[RewardResult]:
         answers = [extract(sample) for sample in samples]
-        consensus = compute_consensus(answers, min_ratio=min_ratio, ties=ties, of=of)
+        consensus = find_label(answers)
         group = {"vote_ratio": consensus.ratio, "has_label": float(consensus.label is not None)}
         nobody = f"no label: at most {consensus.votes} of {consensus.num_valid} votes agree"
         note = nobody if consensus.label is None else f"label {consensus.label!r}"
@@ -85,9 +89,3 @@ def make_consensus_reward(
         ]
 
     return consensus_reward
-
-
-def _check_rules(min_ratio: float, ties: str, of: str) -> None:
-    require(0 <= min_ratio <= 1, f"min_ratio={min_ratio}; it must be from 0 to 1, 0 takes every majority")
-    for name, value, known in (("ties", ties, get_args(TieRule)), ("of", of, get_args(RatioOf))):
-        require(value in known, f"{name}={value!r}; it must be one of {', '.join(known)}")

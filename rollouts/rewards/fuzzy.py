@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from functools import cache
-from typing import Any
 
-from rollouts.errors import ConfigError
+from rollouts.rewards.check import import_extra
 from rollouts.rewards.exact import fold, read_answers
 from rollouts.types import RewardResult, Sample
 
@@ -25,7 +23,7 @@ def fuzzy_match(sample: Sample, *, key: str = "answer", ignore_case: bool = Fals
     DataError if the sample has no such key or an empty list of answers, ConfigError naming the extra if
     rapidfuzz is not installed.
     """
-    indel = _load_indel()
+    indel = import_extra("rapidfuzz.distance", "fuzzy_match").Indel
     response = fold(sample.response, ignore_case)
     similarity = max(
         float(indel.normalized_similarity(response, fold(answer, ignore_case)))
@@ -58,14 +56,3 @@ def _compute_f1(words: list[str], answer: list[str]) -> float:
     if not words or not answer:
         return float(words == answer)
     return 2 * (Counter(words) & Counter(answer)).total() / (len(words) + len(answer))
-
-
-@cache
-def _load_indel() -> Any:
-    try:
-        from rapidfuzz.distance import Indel
-    except ImportError as error:
-        raise ConfigError(
-            "fuzzy_match needs rapidfuzz, which is not installed; pip install 'rollouts-rl[rewards]'"
-        ) from error
-    return Indel

@@ -11,11 +11,11 @@ import re
 import threading
 from collections.abc import Callable
 from fractions import Fraction
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-from rollouts.errors import ConfigError, DataError, RewardTimeout, UserFunctionError
-from rollouts.rewards.check import require
+from rollouts.errors import DataError, RewardTimeout, UserFunctionError
+from rollouts.rewards.check import import_extra, require
 from rollouts.rewards.exact import read_answer, read_answers
 from rollouts.types import RewardResult, Sample
 
@@ -125,7 +125,7 @@ def make_math_reward(
 
 
 def _compare_formulas(sample: Sample, *, key: str, timeout_s: int, strict: bool) -> RewardResult:
-    library, where = _load_math_verify(), f"math_match on sample {sample.id}"
+    library, where = import_extra("math_verify", "math_match"), f"math_match on sample {sample.id}"
     require(
         threading.current_thread() is threading.main_thread(),
         "math_match runs only in the main thread of a process, where its time can be limited; name it in the"
@@ -194,15 +194,3 @@ def _read_formula(library: Any, text: str, mode: str, where: str, *, timeout_s: 
     except Exception:  # its readers raise all kinds of errors over malformed LaTeX
         return None
     return found[0] if found else None
-
-
-@cache
-def _load_math_verify() -> Any:
-    try:
-        import math_verify
-        import math_verify.errors
-    except ImportError as error:
-        raise ConfigError(
-            f"math_match needs math-verify ({error}); pip install 'rollouts-rl[rewards]'"
-        ) from error
-    return math_verify

@@ -45,7 +45,7 @@ SENTENCES = [
     re.compile(start + OPEN + r"(?:([A-Z])" + AFTER + "|([a-z])" + SMALL_AFTER + ")")
     for start in SENTENCE_STARTS
 ] + [
-    re.compile(r"(?<![A-Za-z0-9])[*(]*([A-Z])[*)]*\s+(?i:is\s+(?:the\s+)?(?:correct|right|best)\b)()"),
+    re.compile(r"(?<![A-Za-z0-9])[*(]*([A-Z])[*)]*\s+(?i:is\s+(?:the\s+)?(?:correct|right|best)\b)"),
 ]
 ANOTHER_LETTER = re.compile(
     r"[*_)\]}]*\s*(?:,?\s*(?i:or|and)\b|/|&|,)\s*(?i:option\s+|choice\s+)?[*_(\[]*([A-Z])(?![A-Za-z'])"
@@ -73,8 +73,7 @@ def multiple_choice_match(
     reward itself, and `chosen`, 1 if exactly one letter was chosen; otherwise the note says why none was.
     Raises DataError if the answer is missing or none of the letters.
     """
-    letters = _read_letters(sample, choices_key)
-    wanted = _read_wanted(sample, key, letters)
+    letters, wanted = _read_row(sample, key, choices_key)
     choice = find_choice(sample.response, letters)
     right = float(choice.letter == wanted)
     return RewardResult(
@@ -84,62 +83,42 @@ def multiple_choice_match(
 
 def find_choice(text: str, letters: str = LETTERS[:DEFAULT_CHOICES]) -> Choice:
     """The letter that a text chooses by the rules of this module."""
-    return (
-        _find_boxed(text, letters)
-        or _find_sentence(text, letters)
-        or _find_lines(text, letters)
-        or Choice(None, "no choice was found")
-    )
-
-
-def _find_boxed(text: str, letters: str) -> Choice | None:
-    boxed = BOXED.findall(text)
-    match = BOXED_LETTER.fullmatch(boxed[-1]) if boxed else None
-    return Choice(match[1].upper(), "") if match and match[1].upper() in letters else None
-
-
-def _find_sentence(text: str, letters: str) -> Choice | None:
-    matches = [
-        match
+    boxed = BOXED_LETTER.fullmatch(["", *BOXED.findall(text)][-1])
+    if boxed and boxed[1].upper() in letters:
+        return Choice(boxed[1].upper(), "")
+    # where a sentence names its letter, and where it ends
+    named = [
+        (match.start(match.lastindex or 0), match[match.lastindex or 0].upper(), match.end())
         for pattern in SENTENCES
         for match in pattern.finditer(text)
-        if (match[1] or match[2]).upper() in letters
     ]
-    if not matches:
-        return None
-    last = max(matches, key=lambda match: match.start(1) if match[1] else match.start(2))
-    letter = (last[1] or last[2]).upper()
-    other = ANOTHER_LETTER.match(text, last.end())
-    if other is not None and other[1] in letters and other[1] != letter:
-        return Choice(None, f"ambiguous: it chooses {letter} and {other[1]} at once")
-    return Choice(letter, "")
+    if named := [one for one in named if one[1] in letters]:
+        _, letter, end = max(named)
+        other = ANOTHER_LETTER.match(text, end)
+        if other and other[1] in letters and other[1] != letter:
+            return Choice(None, f"ambiguous: it chooses {letter} and {other[1]} at once")
+        return Choice(letter, "")
+    lines = sorted({letter for letter in LINE.findall(text) if letter in letters})
+    if len(lines) > 1:
+        return Choice(None, f"ambiguous: lines begin with {', '.join(lines)}")
+    return Choice(lines[0], "") if lines else Choice(None, "no choice was found")
 
 
-def _find_lines(text: str, letters: str) -> Choice | None:
-    found = sorted({letter for letter in LINE.findall(text) if letter in letters})
-    if len(found) > 1:
-        return Choice(None, f"ambiguous: lines begin with {', '.join(found)}")
-    return Choice(found[0], "") if found else None
-
-
-def _read_letters(sample: Sample, choices_key: str) -> str:
-    choices = sample.metadata.get(choices_key)
+def _read_row(sample: Sample, key: str, choices_key: str) -> tuple[str, str]:
+    """The letters of the choices, and the right one."""
+    where, choices = f"sample {sample.id}: metadata", sample.metadata.get(choices_key)
     if choices is None:
-        return LETTERS[:DEFAULT_CHOICES]
-    if not isinstance(choices, list | tuple) or not 2 <= len(choices) <= len(LETTERS):
+        choices = LETTERS[:DEFAULT_CHOICES]
+    elif not isinstance(choices, list | tuple) or not 2 <= len(choices) <= len(LETTERS):
         raise DataError(
-            f"sample {sample.id}: metadata[{choices_key!r}] is {str(choices)[:80]!r}; it must be a list of 2"
-            f" to {len(LETTERS)} choices"
+            f"{where}[{choices_key!r}] is {str(choices)[:80]!r}; it must be a list of 2 to {len(LETTERS)}"
+            " choices"
         )
-    return LETTERS[: len(choices)]
-
-
-def _read_wanted(sample: Sample, key: str, letters: str) -> str:
-    answer = read_answer(sample, key)
+    letters, answer = LETTERS[: len(choices)], read_answer(sample, key)
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
-        return letters[answer]
+        return letters, letters[answer]
     letter = answer.strip().strip("().").upper() if isinstance(answer, str) else ""
     if len(letter) != 1 or letter not in letters:
         rule = f"it must be a letter from A to {letters[-1]} or a number from 0 to {len(letters) - 1}"
-        raise DataError(f"sample {sample.id}: metadata[{key!r}] is {str(answer)[:80]!r}; {rule}")
-    return letter
+        raise DataError(f"{where}[{key!r}] is {str(answer)[:80]!r}; {rule}")
+    return letters, letter

@@ -5,11 +5,11 @@ calls of many samples at once ──► channel ──► one batch of what has 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import numpy as np
 import trio
@@ -24,14 +24,8 @@ PART = "reward_model"  # the name of its part of a reward
 RULE_PART = "rule"  # of a rule's reward that has no named parts
 
 
-@dataclass(eq=False)
-class _Request:
-    """One sequence that waits for its score."""
-
-    sequence: IntArray
-    answered: trio.Event = field(default_factory=trio.Event)
-    score: float = math.nan
-    error: Exception | None = None
+# a sequence that waits for its score, and where the score or what kept it from being made is sent
+Request = tuple[IntArray, trio.MemorySendChannel[float | Exception]]
 
 
 def select_scored_tokens(sample: Sample) -> IntArray:
@@ -57,20 +51,20 @@ async def open_model_reward(scorer: LogProbScorer) -> AsyncIterator[RewardFn]:
     `scorer.score` answers a batch of make_score_batch with values. What it raises is raised by every call of
     the batch; a score that is not finite is a UserFunctionError of its sample.
     """
-    requests_in, requests = trio.open_memory_channel[_Request](math.inf)
+    requests_in, requests = trio.open_memory_channel[Request](math.inf)
 
     async def score_model(sample: Sample) -> RewardResult:
-        request = _Request(select_scored_tokens(sample))
-        requests_in.send_nowait(request)
-        await request.answered.wait()
-        if request.error is not None:
-            raise request.error
-        if not math.isfinite(request.score):
+        answer, answered = trio.open_memory_channel[float | Exception](1)
+        requests_in.send_nowait((select_scored_tokens(sample), answer))
+        score = await answered.receive()
+        if isinstance(score, Exception):
+            raise score
+        if not math.isfinite(score):
             raise UserFunctionError(
-                f"the reward model scores sample {sample.id} with {request.score}; a reward is finite: look"
-                " at the model"
+                f"the reward model scores sample {sample.id} with {score}; a reward is finite: look at the"
+                " model"
             )
-        return RewardResult(request.score, {PART: request.score})
+        return RewardResult(score, {PART: score})
 
     # it waits for a device that others use as well
     score_model.keeps_own_time = True  # pyright: ignore[reportFunctionMemberAccess]
@@ -80,25 +74,20 @@ async def open_model_reward(scorer: LogProbScorer) -> AsyncIterator[RewardFn]:
             yield score_model
 
 
-async def _serve(requests: trio.MemoryReceiveChannel[_Request], scorer: LogProbScorer) -> None:
+async def _serve(requests: trio.MemoryReceiveChannel[Request], scorer: LogProbScorer) -> None:
     """Scores what waits, again and again, until no call can come any more."""
     async for first in requests:
         waiting = [first]
-        while True:
-            try:
+        with contextlib.suppress(trio.WouldBlock, trio.EndOfChannel):
+            while True:
                 waiting.append(requests.receive_nowait())
-            except (trio.WouldBlock, trio.EndOfChannel):
-                break
         try:
-            batch = make_score_batch([request.sequence for request in waiting])
-            scores = read_scores(await scorer.score(batch), batch)
-            for request, score in zip(waiting, scores.tolist(), strict=True):
-                request.score = score
+            batch = make_score_batch([sequence for sequence, _ in waiting])
+            scores = read_scores(await scorer.score(batch), batch).tolist()
         except Exception as error:  # every caller raises it
-            for request in waiting:
-                request.error = error
-        for request in waiting:
-            request.answered.set()
+            scores = [error] * len(waiting)
+        for (_, answer), score in zip(waiting, scores, strict=True):
+            answer.send_nowait(score)
 
 
 def add_model_reward(

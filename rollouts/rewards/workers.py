@@ -89,7 +89,7 @@ class RewardWorkers:
     def __init__(self, *, timeout_s: float, memory_bytes: int, output_bytes: int) -> None:
         self._timeout_s, self._memory_bytes, self._output_bytes = timeout_s, memory_bytes, output_bytes
         self._offer, self._ready = trio.open_memory_channel[Worker](math.inf)
-        self._counters = dict.fromkeys(("calls", "failed", "workers_started"), 0)
+        self._counters: dict[str, int] = dict.fromkeys(("calls", "failed", "workers_started"), 0)
 
     def reward(self, name: str, base_dir: Path) -> RewardFn:
         """An async reward function that calls the plain function which `name` means, in a worker. It raises
@@ -182,7 +182,7 @@ class RewardWorkers:
                     if not (part := await channel.receive_some(1 << 16)):
                         raise EOFError
                     received += part
-                answer = parse_answer(received, request_id=request_id, count=count)
+                answer = parse_answer(bytes(received), request_id=request_id, count=count)
                 # a process that says that it crashed has ended: then its end is what can be read
                 if answer.kind == "crashed":
                     problem = answer.text

@@ -28,7 +28,7 @@ import trio
 import trio.testing
 
 from rollouts.errors import EngineClosed, EngineError, RequestRefused, WeightVersionError
-from rollouts.protocols import InferenceEngine
+from rollouts.protocols import InferenceEngine, PauseMode
 from rollouts.types import Completion, GenerateRequest, SamplingParams
 
 OpenEngine = Callable[[], AbstractAsyncContextManager[InferenceEngine]]
@@ -281,6 +281,7 @@ async def check_work_in_flight_is_ended(open_engine: OpenEngine) -> None:
             assert len(answers) == 1, mode
             await engine.resume()
 
+        mode: PauseMode | None
         for mode in (None, "abort"):
             answer = await disturb(engine, end)
             assert (answer.finish_reason, 0 < len(answer.token_ids) < LONG) == ("abort", True), mode

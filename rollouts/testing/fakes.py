@@ -344,10 +344,11 @@ async def open_fake_backend(
     """
     backend = FakeBackend(step_s=step_s, micro_batch_s=micro_batch_s, failures=failures or {})
     yield backend
-    unasked = backend.close()
+    backend._closed = True
     await trio.lowlevel.checkpoint()
-    if unasked is not None:
-        raise unasked
+    for future in backend._futures:
+        if not (future.awaited or isinstance(future.failure, EarlierStepFailed | StepInterrupted | None)):
+            raise future.failure
 
 
 class FakeBackend:
@@ -442,14 +443,6 @@ class FakeBackend:
 
     def statistics(self) -> Mapping[str, float]:
         return {"submitted": float(len(self._futures)), "steps": float(self._state["steps"])}
-
-    def close(self) -> RolloutsError | None:
-        """The first failure that nobody awaited; what it or an interrupt left undone is none."""
-        self._closed = True
-        for future in self._futures:
-            if not (future.awaited or isinstance(future.failure, EarlierStepFailed | StepInterrupted | None)):
-                return future.failure
-        return None
 
     def _weights(self) -> dict[str, Any]:  # arrays in place of tensors
         return {"weight": np.full(2, self._state["steps"], np.float32)}

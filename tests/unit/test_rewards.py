@@ -110,13 +110,14 @@ NO_ANSWERS: dict[str, list[tuple[Any, str]]] = {
         (10**400, "returned 1000"),
         ({}, "returned a mapping without parts"),
         ({"a": math.nan}, "returned nan as its part 'a'"),
-        ({1: 1.0}, "parts are a mapping from names to numbers"),
+        ({1: 1.0}, "returned 1 as its name of a part, which must be text"),
+        ({"": 1.0}, "returned None as its name of a part"),
         ({"a": 1e308, "b": 1e308}, "returned parts whose sum is not finite"),
-        ({"a\ud800": 1.0}, "returned the name of a part .* with half a surrogate pair at character 1"),
+        ({"a\ud800": 1.0}, "returned .* as its name of a part, .*surrogates not allowed"),
         (RewardResult(math.nan), "returned nan as its reward"),
         (RewardResult(1.0, {"a": None}), "returned None as its part 'a'"),  # type: ignore[dict-item]
-        (RewardResult(1.0, note=3), "a note is text"),  # type: ignore[arg-type]
-        (RewardResult(1.0, {}, "\ud800"), "returned the note .* with half a surrogate pair at character 0"),
+        (RewardResult(1.0, note=3), "returned 3 as its note, which must be text"),  # type: ignore[arg-type]
+        (RewardResult(1.0, {}, "\ud800"), "returned .* as its note, .*surrogates not allowed"),
         (Unprintable(), r"returned a Unprintable \(its repr cannot be had: SystemExit\) as its reward"),
         (OddNumber(), f"returned .* as its reward; {no_number}"),
     ],
