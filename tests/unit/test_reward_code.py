@@ -278,7 +278,10 @@ def test_output_without_end_is_cut(namespaces: bool):
     check(result, 0.0, "it wrote more than 10000 bytes of output")
 
 
-WRITES = "import os\nfor fd in range(64):\n    try:\n        os.write(fd, {!r})\n    except OSError:\n        pass\n"
+WRITES = (
+    "import os\nfor fd in range(64):\n    try:\n        os.write(fd, {!r})\n"
+    "    except OSError:\n        pass\n"
+)
 FORGERIES = {
     "prints": "import os\nprint('{\"done\": 1}', flush=True)\nos._exit(0)",
     "says that it is done": WRITES.format(b'\n{"done": ""}\n[1]\n') + "os._exit(0)",
