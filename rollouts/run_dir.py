@@ -28,7 +28,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -183,6 +183,31 @@ def parse_part(path: Path, name: str) -> int | None:
         return None
     match = PART_NUMBER.fullmatch(name[len(path.stem) + 1 : len(name) - len(path.suffix)])
     return int(match.group()) if match else None
+
+
+def open_run_dir(root: Path) -> RunDir:
+    """The paths of the run at `root`. Raises RunDirError if it is not a run directory."""
+    run_dir = RunDir(root)
+    known = (run_dir.config, run_dir.metrics, run_dir.evaluations, run_dir.summary)
+    if not any(path.exists() for path in known):
+        names = ", ".join(path.name for path in known)
+        raise RunDirError(f"{root} is not a run directory: it has none of {names}")
+    return run_dir
+
+
+def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
+    """The whole content is on disk under this name when this returns; until then what was there is. Raises
+    OSError.
+    """
+    partial = path.with_name(f".tmp-{path.name}")
+    try:
+        with partial.open("wb") as file:
+            file.writelines(chunks)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def checkpoint_state_dir(checkpoint: Path) -> Path:

@@ -130,14 +130,12 @@ def check_run(root: Path, *, deep: bool) -> list[Finding]:
     """What is to be said of a run's files, checkpoints and trackers."""
     from rollouts.preflight.checks import check_written_run
     from rollouts.preflight.findings import note, reporting
-    from rollouts.run_dir import RunDir
-    from rollouts.trackers.commands import check_followable
+    from rollouts.run_dir import open_run_dir
     from rollouts.trackers.launch import read_state
     from rollouts.trackers.position import position_path
     from rollouts.trackers.sinks import SINKS
 
-    check_followable(root)
-    findings = check_written_run(RunDir(root), deep=deep)
+    findings = check_written_run(open_run_dir(root), deep=deep)
     for name in SINKS:
         if position_path(root, name).exists():
             with reporting(findings, f"tracker {name}"):

@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.text import Text
@@ -124,7 +125,7 @@ def save_png(panels: Sequence[Sequence[Curve]], path: Path, *, log: bool = False
     stages: dict[str, list[str]] = {}
     for panel in panels:
         stages.setdefault(panel[0].stage, []).append(f"{panel[0].stage}: {panel[0].name}")
-    grid = [list(row) for row in zip_longest(*stages.values(), fillvalue=".")]
+    grid: Any = [list(row) for row in zip_longest(*stages.values(), fillvalue=".")]
     figure = Figure(figsize=(max(7.5, 5.5 * len(stages)), 2.2 * len(grid) + 0.6), layout="constrained")
     places = figure.subplot_mosaic(grid)
     for panel in panels:

@@ -21,7 +21,14 @@ import numpy as np
 
 from rollouts.errors import RunDirError
 from rollouts.metrics.jsonl import Row, parse_row, read_backwards
-from rollouts.run_dir import RunDir, check_links, checkpoint_manifest, list_parts, parse_step
+from rollouts.run_dir import (
+    RunDir,
+    check_links,
+    checkpoint_manifest,
+    list_parts,
+    open_run_dir,
+    parse_step,
+)
 
 HEAD = "schema BIGINT, stage VARCHAR, step BIGINT, policy_version BIGINT, attempt BIGINT, time_unix DOUBLE, "
 FIELDS = {
@@ -262,16 +269,6 @@ def open_records(roots: Sequence[Path]) -> Iterator[dict[str, Record]]:
             "/".join(root.parts[-depth:]): stack.enter_context(open_record(found[root], points=True))
             for root in reversed(found)
         }
-
-
-def open_run_dir(root: Path) -> RunDir:
-    """The paths of the run at `root`. Raises RunDirError if it is not a run directory."""
-    run_dir = RunDir(root)
-    known = (run_dir.config, run_dir.metrics, run_dir.evaluations, run_dir.summary)
-    if not any(path.exists() for path in known):
-        names = ", ".join(path.name for path in known)
-        raise RunDirError(f"{root} is not a run directory: it has none of {names}")
-    return run_dir
 
 
 def find_checkpoints(run_dir: RunDir) -> list[tuple[str, int]]:

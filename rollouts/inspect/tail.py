@@ -18,10 +18,10 @@ from rich.live import Live
 from rich.text import Text
 
 from rollouts.inspect.facts import DESCRIBING, read_settings
-from rollouts.inspect.record import SHOWING, open_run_dir
+from rollouts.inspect.record import SHOWING
 from rollouts.inspect.terminal import make_safe
 from rollouts.metrics.jsonl import Place, read_lines
-from rollouts.run_dir import RunDir, describe_activity, find_activity, list_parts
+from rollouts.run_dir import RunDir, describe_activity, find_activity, list_parts, open_run_dir
 
 START_BYTES = 8 << 20  # of the end of each kind of file that is read at first
 HELD_ROWS = {"metrics": 2000, "evaluations": 1, "samples": 5, "spans": 20_000}  # the newest of each kind

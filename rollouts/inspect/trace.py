@@ -7,7 +7,6 @@ own work, and further ones for requests that it answers at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import msgspec
 from rollouts.errors import RunDirError, StorageError
 from rollouts.inspect.record import Record
 from rollouts.metrics.jsonl import Row
+from rollouts.run_dir import replace_file
 
 FIRST_TRACKS = ("trainer", "checkpoints", "rewards")  # engines come below them
 CLOCK_SLIP_US = 100  # what a part may seem to outlast its whole by, as clocks were read one after the other
@@ -61,19 +61,11 @@ def export_trace(record: Record, output: Path, *, steps: tuple[int, int] | None 
     name = record.root.resolve().name
     head = {"displayTimeUnit": "ms", "otherData": {"run": name, "start_unix": round(found["begin"], 6)}}
     events = chain(place_events(record.iterate_rows(EVENTS)), counters)
-    partial = output.with_name(f".tmp-{output.name}")
     encode = msgspec.json.encode
+    begin = encode(head)[:-1] + b',"traceEvents":[\n' + encode(describe("process_name", 0, name=name))
     try:
-        with partial.open("wb") as file:
-            file.write(
-                encode(head)[:-1] + b',"traceEvents":[\n' + encode(describe("process_name", 0, name=name))
-            )
-            file.writelines(b",\n" + encode(event) for event in events)
-            file.write(b"\n]}\n")
-        partial.replace(output)
+        replace_file(output, chain([begin], (b",\n" + encode(event) for event in events), [b"\n]}\n"]))
     except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
         raise StorageError(
             f"{output} cannot be written ({error}); name another file with --output"
         ) from error

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 import trio
-from msgspec.structs import replace
 
 from rollouts.config.secrets import find_secrets, hide_secrets, remove_secrets
 from rollouts.errors import RowsRefused, RunDirError, SinkRefused, TrackerError
@@ -30,9 +29,9 @@ from rollouts.run_dir import RunDir
 from rollouts.trackers.position import (
     LeftOut,
     Position,
-    open_position,
     position_path,
     read_batch,
+    read_position,
     write_position,
 )
 from rollouts.trackers.sinks import SINKS, RunInfo, Sink, TrackedRow, open_sink
@@ -53,16 +52,15 @@ class Follower:
 
     def __init__(self, root: Path, name: str, say: Say, over: trio.Event) -> None:
         """over: nothing is written any more."""
-        self._root, self._kind, self._say, self._over = root, SINKS[name], say, over
-        self._open_sink = partial(open_sink, name)
+        self._root, self._name, self._kind, self._say, self._over = root, name, SINKS[name], say, over
         self._path = position_path(root, name)
         self._failures, self._trouble = 0, ""  # since rows were taken last, and what was said of them
-        self._last_tries = LAST_TRIES
 
     async def follow(self) -> Outcome:
         """Sends rows until the run is over and all are sent, or the service refuses or stays away after
         that. Raises RunDirError for a position that cannot be read.
         """
+        last_tries = LAST_TRIES
         while True:
             try:
                 await self._send_until_over()
@@ -73,76 +71,72 @@ class Follower:
                 refused = isinstance(error, SinkRefused)
                 told = f"{error}" if isinstance(error, TrackerError) else repr(error)
                 problem = f"{'refuses' if refused else 'does not take'} rows: {told}"
-            is_over = self._over.is_set()
-            self._last_tries -= is_over
-            if is_over and (refused or self._last_tries < 0):
+            wait_s, is_over = REFUSED_WAIT_S if refused else choose_wait(self._failures), self._over.is_set()
+            last_tries -= is_over
+            if is_over and (refused or last_tries < 0):
                 self._say(problem)
                 return "behind"
             if problem != self._trouble:
                 self._say(f"{problem}; tried again until it does")
-            self._trouble = problem
-            wait_s = REFUSED_WAIT_S if refused else choose_wait(self._failures)
-            self._failures += 1
+            self._failures, self._trouble = self._failures + 1, problem
             if is_over:
                 await trio.sleep(min(wait_s, LAST_WAIT_S))
-            else:
-                await self._wait_over(wait_s)
+            with trio.move_on_after(wait_s):
+                await self._over.wait()
 
     async def _send_until_over(self) -> None:
         """Opens the sink at the stored position and sends rows until the run is over and all are sent. Raises
         what the sink raises, OSError.
         """
-        position, kind, was_over = open_position(self._path), self._kind, False
-        sink = await self._call(self._open_sink, describe_run(self._root, position))
+        position, kind, was_over = read_position(self._path), self._kind, False
+        write_position(self._path, position)  # a kill never gives a run two identities
+        sink = await self._call(open_sink, self._name, describe_run(self._root, position))
         try:
             while not was_over:
                 was_over = self._over.is_set()  # before the files are read
                 batch = read_batch(self._root, kind.files, position, limit=kind.batch_rows, say=self._say)
                 if batch.rows:
-                    position = await self._send(sink, position, batch.rows)
+                    await self._send(sink, position, batch.rows)
                 if batch.ends:
-                    position = self._store(replace(position, files={**position.files, **batch.ends}))
+                    position.files |= batch.ends
+                    self._store(position)
                     was_over = False
                 elif not was_over:
-                    await self._wait_over(LOOK_S)
+                    with trio.move_on_after(LOOK_S):
+                        await self._over.wait()
         finally:
             await self._call(sink.close)
         self._store(position, confirmed=True)
 
-    async def _send(self, sink: Sink, position: Position, rows: Sequence[TrackedRow]) -> Position:
-        """The stored position after the sink has taken the rows, whole or, where it refuses some, in halves
-        without those that it refuses alone. A half that is taken counts at once.
+    async def _send(self, sink: Sink, position: Position, rows: Sequence[TrackedRow]) -> None:
+        """Moves the position behind the rows when the sink has taken them, whole or, where it refuses some,
+        in halves without those that it refuses alone. A half that is taken counts at once.
         """
-        mark, left_out = position.mark, position.left_out
         try:
-            mark = dict(await self._call(sink.send, rows) or mark or {}) or None
+            position.mark = await self._call(sink.send, rows) or position.mark
         except RowsRefused as error:
             if len(rows) > 1:
                 middle = len(rows) // 2
-                position = await self._send(sink, position, rows[:middle])
-                return await self._send(sink, position, rows[middle:])
+                for half in (rows[:middle], rows[middle:]):
+                    await self._send(sink, position, half)
+                return
             row = rows[0].row
             named = f" {row['name']!r}" if "name" in row else ""
             place = f"stage {row['stage']}, step {row['step']}, attempt {row['attempt']}"
             which = f"row{named} of {rows[0].file}.jsonl ({place})"
             self._say(f"refuses {which} for good; it is left out: {error}")
-            left_out = LeftOut(left_out.rows + 1, which)
-        files = {**position.files, **{row.file: row.end for row in rows}}
-        number = position.number + len(rows)
-        return self._store(replace(position, files=files, number=number, mark=mark, left_out=left_out))
+            position.left_out = LeftOut(position.left_out.rows + 1, which)
+        position.files |= {row.file: row.end for row in rows}
+        position.number += len(rows)
+        self._store(position)
 
-    def _store(self, position: Position, *, confirmed: bool = False) -> Position:
-        """The position, on disk unless the sink confirms only when it is closed."""
+    def _store(self, position: Position, *, confirmed: bool = False) -> None:
+        """Stores the position, unless the sink confirms only when it is closed."""
         if confirmed or not self._kind.confirms_at_close:
             write_position(self._path, position)
             if self._trouble:
                 self._say("takes rows again")
             self._failures, self._trouble = 0, ""
-        return position
-
-    async def _wait_over(self, limit_s: float) -> None:
-        with trio.move_on_after(limit_s):
-            await self._over.wait()
 
     async def _call(self, function: Callable[..., Result], *args: object) -> Result:
         """The result of a call that may block. One that blocks for too long ends the process."""
@@ -164,7 +158,8 @@ def describe_run(root: Path, position: Position) -> RunInfo:
     config: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         config = remove_secrets("", tomllib.loads(RunDir(root).config.read_text(encoding="utf-8")))
-    return RunInfo(position.id, root.resolve().name, root.resolve(), config, os.environ, position.mark)
+    whole = root.resolve()
+    return RunInfo(position.id, whole.name, whole, config, os.environ, position.mark)
 
 
 async def follow_all(
@@ -181,16 +176,17 @@ async def follow_all(
     without the secrets of the environment; what libraries log may have them, and goes nowhere.
     """
     outcomes: dict[str, Outcome] = dict.fromkeys(names, "behind")
-    over, secrets = trio.Event(), find_secrets(os.environ)
+    over, secrets, folder = trio.Event(), find_secrets(os.environ), root / "trackers"
     logging.disable()
-    (root / "trackers").mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
 
     async def follow_one(name: str) -> None:
         def tell(text: str) -> None:
-            say(name, hide_secrets(f"{name}: {text}", secrets))
+            hidden = hide_secrets(f"{name}: {text}", secrets)  # and what would steer a terminal
+            say(name, "".join(letter if letter.isprintable() else " " for letter in hidden))
 
         try:
-            with (root / "trackers" / f"{name}.lock").open("a") as lock:
+            with (folder / f"{name}.lock").open("a") as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:

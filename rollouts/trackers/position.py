@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
@@ -15,6 +14,7 @@ import msgspec
 
 from rollouts.errors import RunDirError
 from rollouts.metrics.jsonl import NonNegative, Place, read_lines
+from rollouts.run_dir import replace_file
 from rollouts.trackers.sinks import TrackedRow
 
 
@@ -25,7 +25,7 @@ class LeftOut(msgspec.Struct, frozen=True):
     last: str = ""  # which row was the last of them
 
 
-class Position(msgspec.Struct, frozen=True):
+class Position(msgspec.Struct):
     """How far one tracker has followed one run."""
 
     id: str  # 32 hex digits; the run's identity in the tracker
@@ -55,13 +55,13 @@ def position_path(root: Path, name: str) -> Path:
 
 
 def read_position(path: Path) -> Position:
-    """The stored position, of an empty id where there is none. Raises RunDirError for a file that says
-    something else.
+    """The stored position, a new one where there is none. Raises RunDirError for a file that says something
+    else.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=Position)
     except FileNotFoundError:
-        return Position("")
+        return Position(uuid.uuid4().hex)
     except ValueError as error:
         raise RunDirError(
             f"{path} does not say how far the tracker is ({error}); remove it to send the whole run again,"
@@ -71,23 +71,7 @@ def read_position(path: Path) -> Position:
 
 def write_position(path: Path, position: Position) -> None:
     """The whole position is on disk under this name when this returns. Raises OSError."""
-    partial = path.with_name(f".tmp-{path.name}")
-    with partial.open("wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(position), indent=1) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def open_position(path: Path) -> Position:
-    """The stored position; a new one is stored first, so that a kill never gives a run two identities. Raises
-    OSError, RunDirError.
-    """
-    position = read_position(path)
-    if not position.id:
-        position = Position(uuid.uuid4().hex)
-        write_position(path, position)
-    return position
+    replace_file(path, [msgspec.json.format(msgspec.json.encode(position), indent=1), b"\n"])
 
 
 # --- the rows after a position ------------------------------------------------------------------------------
@@ -127,11 +111,9 @@ def parse_lines(
 ) -> Iterator[tuple[float, str, Mapping[str, Any] | None, Place]]:
     """(time, file, row, where the next line begins) of each whole line; row None: it is none."""
     for line, end in read_lines(root / f"{file}.jsonl", place):
-        row, time_unix = None, -math.inf
         try:
             row = msgspec.json.decode(line)
-            time_unix = msgspec.convert(row, Head).time_unix
+            yield msgspec.convert(row, Head).time_unix, file, row, end
         except (ValueError, RecursionError):
-            row = None
             say(f"{file}.jsonl: no row ends at byte {end.offset} ({line[:40]!r}…): passed over")
-        yield time_unix, file, row, end
+            yield -math.inf, file, None, end

@@ -82,9 +82,9 @@ class MlflowSink:
 open_sink = MlflowSink
 
 
-def read_status(error: Any) -> int:
+def read_status(error: Exception) -> int:
     """The HTTP status that MLflow gives an error of its own; 0 for another error."""
-    return error.get_http_status_code() if hasattr(error, "get_http_status_code") else 0
+    return getattr(error, "get_http_status_code", int)()
 
 
 @contextmanager

@@ -22,18 +22,16 @@ from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExp
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
 from opentelemetry.sdk.metrics import export as sdk
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind
+from opentelemetry.trace import SpanContext
 
 from rollouts import __version__
 from rollouts.errors import RowsRefused, SinkRefused, SinkUnavailable
-from rollouts.metrics.names import find_metric
-from rollouts.trackers.sinks import Mark, RunInfo, TrackedRow, clean_name
+from rollouts.trackers.sinks import Mark, RunInfo, TrackedRow, clean_name, describe_metric
 
 WORDS = 300  # characters of a collector's words that are worth a line
-UNITS = {"": "1", "share": "1", "s": "s", "bytes": "By"}  # as OpenTelemetry writes them; others in braces
 SPAN_FIELDS = ("track", "stage", "step", "policy_version", "attempt", "id", "tokens")
 SCOPE = InstrumentationScope("rollouts", __version__)
 
@@ -43,39 +41,21 @@ class OtlpSink:
 
     def __init__(self, run: RunInfo) -> None:
         self._run = run
-        self._left_out = int((run.mark or {}).get("left_out", 0))  # values that the collector left out
+        self._left_out = (run.mark or {}).get("left_out", 0)  # values that the collector left out
         self._answers: list[requests.Response] = []  # of the request under way
         session = requests.Session()
         session.hooks["response"].append(lambda answer, **_: self._answers.append(answer))
         session.max_redirects = 0
         self._metrics, self._traces = OTLPMetricExporter(session=session), OTLPSpanExporter(session=session)
-        given = Resource.create().attributes
-        named = {} if not str(given["service.name"]).startswith("unknown") else {"service.name": "rollouts"}
-        self._resource = Resource({**given, **named, "service.instance.id": run.id, "rollouts.run": run.name})
+        own = Resource({"service.instance.id": run.id, "rollouts.run": run.name})
+        given = OTELResourceDetector().detect()
+        self._resource = Resource({"service.name": "rollouts"}).merge(given).merge(own)
 
     def send(self, rows: Sequence[TrackedRow]) -> Mark | None:
         """Returns when the collector has taken the batch."""
-        for signal, exporter, make in (
-            ("metrics", self._metrics, self._make_metrics),
-            ("traces", self._traces, self._make_spans),
-        ):
-            own = [row for row in rows if (row.file == "spans") == (signal == "traces")]
-            if not own:
-                continue
-            try:
-                message = make(own)
-            except (KeyError, TypeError, ValueError, OverflowError) as error:  # another program wrote the row
-                raise RowsRefused(f"it cannot be told as OTLP ({error!r})") from error
-            try:
-                self._post(signal, exporter, message)
-            except RowsRefused as error:
-                try:
-                    if len(rows) == 1:
-                        self._post(signal, exporter, make([]))
-                except RowsRefused:
-                    hint = "even without rows; check OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_RESOURCE_ATTRIBUTES"
-                    raise SinkRefused(f"{error}, {hint}") from error
-                raise
+        spans = [row for row in rows if row.file == "spans"]
+        self._send("metrics", self._metrics, self._make_metrics, [row for row in rows if row.file != "spans"])
+        self._send("traces", self._traces, self._make_spans, spans)
         return {"left_out": self._left_out} if self._left_out else None
 
     def close(self) -> None:
@@ -83,18 +63,36 @@ class OtlpSink:
         self._metrics.shutdown()
         self._traces.shutdown()
 
+    def _send(self, signal: str, exporter: Any, make: Any, rows: Sequence[TrackedRow]) -> None:
+        if not rows:
+            return
+        try:
+            message = make(rows)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:  # another program wrote the row
+            raise RowsRefused(f"it cannot be told as OTLP ({error!r})") from error
+        try:
+            self._post(signal, exporter, message)
+        except RowsRefused as error:
+            try:
+                if len(rows) == 1:
+                    self._post(signal, exporter, make([]))
+            except RowsRefused:
+                hint = "even without rows; check OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_RESOURCE_ATTRIBUTES"
+                raise SinkRefused(f"{error}, {hint}") from error
+            raise
+
     def _post(self, signal: str, exporter: Any, message: Any) -> None:
         self._answers.clear()
         exporter.export(message)
         if not self._answers:
             raise SinkUnavailable("the collector does not answer")
         answer = self._answers[-1]
-        status, told = answer.status_code, f"the collector answered {answer.status_code} to {signal}"
+        status = answer.status_code
+        told = f"the collector answered {status} to {signal}"
         if status in (408, 429) or status >= 500:
             raise SinkUnavailable(told)
         if status in (400, 413, 422):
-            words = "".join(letter if letter.isprintable() else " " for letter in answer.text)
-            raise RowsRefused(f"{told}: {' '.join(words.split())[:WORDS]}")
+            raise RowsRefused(f"{told}: {' '.join(answer.text.split())[:WORDS]}")
         if status >= 300:
             raise SinkRefused(f"{told}; check OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_EXPORTER_OTLP_HEADERS")
         with contextlib.suppress(DecodeError):  # the answer to traces has its number in the same field
@@ -109,29 +107,25 @@ class OtlpSink:
             for name, value in tracked.metrics("step", "policy_version").items():
                 point = sdk.NumberDataPoint(tracked.labels(), 0, time_ns, float(value))
                 points.setdefault(name, []).append(point)
-        metrics: list[sdk.Metric] = []
-        for name, held in points.items():
-            known = find_metric(name)
-            unit, meaning = (known.unit, known.meaning) if known else ("", "")
-            unit = UNITS.get(unit, f"{{{unit}}}")
-            metrics.append(sdk.Metric(f"rollouts.{clean_name(name, '.')}", meaning, unit, sdk.Gauge(held)))
-        scopes = [sdk.ScopeMetrics(SCOPE, metrics, "")] if metrics else []
-        return sdk.MetricsData([sdk.ResourceMetrics(self._resource, scopes, "")] if scopes else [])
+        metrics = [
+            sdk.Metric(f"rollouts.{clean_name(name, '.')}", describe_metric(name), "", sdk.Gauge(held))
+            for name, held in points.items()
+        ]
+        scopes = [sdk.ScopeMetrics(SCOPE, metrics, "")]
+        return sdk.MetricsData([sdk.ResourceMetrics(self._resource, scopes, "")] if metrics else [])
 
     def _make_spans(self, rows: Sequence[TrackedRow]) -> list[ReadableSpan]:
         """The span of each row; those of one step of one attempt are a trace. Ids follow from run and row."""
         spans: list[ReadableSpan] = []
         for tracked in rows:
-            row = tracked.row
+            row, run = tracked.row, self._run.id
             start_ns = round(row["start_unix"] * 1e6) * 1000
-            trace_id = make_id(16, self._run.id, row["stage"], row["step"], row["attempt"])
-            span_id = make_id(8, self._run.id, "span", tracked.key)
+            trace = make_id(16, run, row["stage"], row["step"], row["attempt"])
             span = ReadableSpan(
                 row["name"],
-                SpanContext(trace_id, span_id, is_remote=False),
+                SpanContext(trace, make_id(8, run, "span", tracked.key), is_remote=False),
                 resource=self._resource,
                 attributes={name: row[name] for name in SPAN_FIELDS if name in row},
-                kind=SpanKind.INTERNAL,
                 instrumentation_scope=SCOPE,
                 start_time=start_ns,
                 end_time=start_ns + round(row["duration_s"] * 1e6) * 1000,

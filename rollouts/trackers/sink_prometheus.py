@@ -9,14 +9,13 @@ last: a follower that starts again shows it at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily
 
 from rollouts.errors import SinkRefused
-from rollouts.metrics.names import find_metric
-from rollouts.trackers.sinks import Mark, RunInfo, TrackedRow, clean_name
+from rollouts.trackers.sinks import Mark, RunInfo, TrackedRow, clean_name, describe_metric
 
 PORT = "OTEL_EXPORTER_PROMETHEUS_PORT"
 
@@ -27,43 +26,39 @@ class PrometheusSink:
     """
 
     def __init__(self, run: RunInfo) -> None:
-        self._run, self._registry = run, CollectorRegistry()
-        self._gauges: dict[str, Gauge] = {}  # by the name that Prometheus reads
-        self._shown: dict[str, dict[str, float]] = {}  # by metric: by stage
-        mark: Any = run.mark or {}
-        for name, values in mark.get("shown", {}).items():
-            for stage, value in values.items():
-                self._show(name, stage, value)
-        port = run.read_port(PORT, "9464")
+        self._name = run.name
+        self._shown: dict[str, dict[str, float]] = (run.mark or {}).get("shown", {})  # by metric: by stage
+        registry, port = CollectorRegistry(), run.read_port(PORT, "9464")
+        registry.register(self)
         try:
-            self._server, self._thread = start_http_server(port, "127.0.0.1", self._registry)
+            self._server, self._thread = start_http_server(port, "127.0.0.1", registry)
         except OSError as error:
             raise SinkRefused(
                 f"port {port} of this machine cannot be had ({error}); set {PORT} to a free one"
             ) from error
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """What a scrape reads."""
+        for name, values in list(self._shown.items()):
+            exposed = f"rollouts_{clean_name(name, '_').replace('.', '_')}"
+            family = GaugeMetricFamily(exposed, describe_metric(name), labels=["run", "stage"])
+            for stage, value in list(values.items()):
+                family.add_metric([self._name, stage], value)
+            yield family
 
     def send(self, rows: Sequence[TrackedRow]) -> Mark:
         """Returns when the values are shown."""
         for tracked in rows:
             head = ("step", "attempt") if tracked.file == "metrics" else ()
             for name, value in tracked.metrics(*head).items():
-                self._show(name, tracked.row["stage"], float(value))
-        return {"shown": {name: dict(values) for name, values in self._shown.items()}}
+                self._shown.setdefault(name, {})[tracked.row["stage"]] = float(value)
+        return {"shown": self._shown}
 
     def close(self) -> None:
         """Ends the endpoint."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-    def _show(self, name: str, stage: str, value: float) -> None:
-        exposed = f"rollouts_{clean_name(name, '_').replace('.', '_')}"
-        if exposed not in self._gauges:
-            known = find_metric(name)
-            meaning = f"{known.meaning}{f' ({known.unit})' if known.unit else ''}" if known else name
-            self._gauges[exposed] = Gauge(exposed, meaning, ["run", "stage"], registry=self._registry)
-        self._gauges[exposed].labels(self._run.name, stage).set(value)
-        self._shown.setdefault(name, {})[stage] = value
 
 
 open_sink = PrometheusSink

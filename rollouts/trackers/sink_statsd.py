@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 from datadog.dogstatsd.base import DogStatsd
 
@@ -22,7 +21,6 @@ from rollouts.trackers.sinks import RunInfo, TrackedRow, clean_name
 
 DATADOG = ("DD_DOGSTATSD_URL", "DD_AGENT_HOST", "DD_DOGSTATSD_PORT")  # the client reads them itself
 VALUES_PER_FLUSH = 10
-Send = partial[object]
 
 
 class StatsdSink:
@@ -31,10 +29,8 @@ class StatsdSink:
     def __init__(self, run: RunInfo) -> None:
         self._run = run
         self._is_datadog = any(run.environment.get(name) for name in DATADOG)
-        address = {}
-        if not self._is_datadog:
-            host = run.environment.get("STATSD_HOST") or "localhost"
-            address = {"host": host, "port": run.read_port("STATSD_PORT", "8125")}
+        host = run.environment.get("STATSD_HOST") or "localhost"
+        address = {} if self._is_datadog else {"host": host, "port": run.read_port("STATSD_PORT", "8125")}
         self._client = DogStatsd(
             **address,
             disable_buffering=False,
@@ -46,39 +42,44 @@ class StatsdSink:
 
     def send(self, rows: Sequence[TrackedRow]) -> None:
         """Returns when the system has taken the datagrams. Raises SinkUnavailable where nothing listens."""
-        calls = [*(self._list_values(rows) if self._is_datadog else self._list_newest(rows))]
-        for start in range(0, len(calls), VALUES_PER_FLUSH):
-            for call in calls[start : start + VALUES_PER_FLUSH]:
-                call()
-            sent, connection = self._client.flush_buffered_metrics(), self._client.socket
-            if not sent or (connection and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
-                self._client.close_socket()
-                place = self._client.socket_path or f"{self._client.host}:{self._client.port}"
-                raise SinkUnavailable(f"nothing takes datagrams at {place}")
+        sent = self._gauge_every if self._is_datadog else self._gauge_newest
+        for number, _ in enumerate(sent(rows), 1):
+            if number % VALUES_PER_FLUSH == 0:
+                self._flush()
+        self._flush()
 
     def close(self) -> None:
         """Closes the socket."""
         self._client.close_socket()
 
-    def _list_values(self, rows: Sequence[TrackedRow]) -> Iterator[Send]:
+    def _flush(self) -> None:
+        client = self._client
+        sent = client.flush_buffered_metrics()
+        if not sent or (client.socket and client.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
+            client.close_socket()
+            place = client.socket_path or f"{client.host}:{client.port}"
+            raise SinkUnavailable(f"nothing takes datagrams at {place}")
+
+    def _gauge_every(self, rows: Sequence[TrackedRow]) -> Iterator[None]:
         for tracked in rows:
             labels = {"run": self._run.name, **tracked.labels()}
-            tags = [f"{key}:{value}" for key, value in labels.items()]
+            tags, time_s = [f"{key}:{of}" for key, of in labels.items()], int(tracked.row["time_unix"])
             for name, value in tracked.metrics("step").items():
-                metric, time_s = f"rollouts.{clean_name(name, '.')}", int(tracked.row["time_unix"])
-                yield partial(self._client.gauge_with_timestamp, metric, value, time_s, tags)
+                yield self._client.gauge_with_timestamp(
+                    f"rollouts.{clean_name(name, '.')}", value, time_s, tags
+                )
 
-    def _list_newest(self, rows: Sequence[TrackedRow]) -> Iterator[Send]:
+    def _gauge_newest(self, rows: Sequence[TrackedRow]) -> Iterator[None]:
         newest = {
-            ("rollouts", self._run.name, tracked.row["stage"], name): value
+            (tracked.row["stage"], name): value
             for tracked in rows
             for name, value in tracked.metrics("step").items()
         }
         for parts, value in newest.items():
-            metric = ".".join(clean_name(part, ".") for part in parts)
+            metric = ".".join(clean_name(part, ".") for part in ("rollouts", self._run.name, *parts))
             # a sign means a change of a gauge, so a negative value follows a zero
             for number in (0, value) if value < 0 else (value,):
-                yield partial(self._client.gauge, metric, number)
+                yield self._client.gauge(metric, number)
 
 
 open_sink = StatsdSink

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -61,24 +61,24 @@ class TensorBoardSink:
     def _write(self, tracked: TrackedRow) -> None:
         row, stage = tracked.row, str(tracked.row["stage"])
         place = {"wall_time": row["time_unix"], "step": row["step"]}
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tracked.metrics().items()]
-        events = [Event(**place, summary=Summary(value=values))]
-        if tracked.file == "metrics":
-            newest = self._attempts.get(stage, row["attempt"])
-            if row["attempt"] > newest:
-                events.insert(0, Event(**place, session_log=START))
-            self._attempts[stage] = max(row["attempt"], newest)
+        events: list[dict[str, Any]] = []
         if stage not in self._files:
-            events.insert(0, Event(wall_time=row["time_unix"], file_version="brain.Event:2"))
+            events.append({"file_version": "brain.Event:2"})
             # TensorBoard reads the files of a stage in the order of their names
             folder = re.sub(r"[^A-Za-z0-9_.-]", "_", stage)
             number = sum(name.startswith(f"{folder}/") for name in self._sizes)
             name = f"{folder}/events.out.tfevents.{int(row['time_unix']):010d}.{self._owner}.{number}"
             (self._root / folder).mkdir(parents=True, exist_ok=True)
             self._files[stage] = name, (self._root / name).open("wb")
+        if tracked.file == "metrics":
+            newest = self._attempts.setdefault(stage, row["attempt"])
+            if row["attempt"] > newest:
+                events.append({"session_log": START})
+                self._attempts[stage] = row["attempt"]
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tracked.metrics().items()]
         writer = RecordWriter(self._files[stage][1])
-        for event in events:
-            writer.write(event.SerializeToString())
+        for event in [*events, {"summary": Summary(value=values)}]:
+            writer.write(Event(**place, **event).SerializeToString())
 
 
 open_sink = TensorBoardSink

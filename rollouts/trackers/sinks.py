@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 from rollouts.errors import ConfigError, SinkRefused
 from rollouts.metrics.jsonl import Place
+from rollouts.metrics.names import find_metric
 
 HEAD_FIELDS = frozenset({"schema", "stage", "step", "policy_version", "attempt", "time_unix", "name"})
-Mark = Mapping[str, Any]  # JSON values
+Mark = dict[str, Any]  # JSON values
 
 START = Place()
 
@@ -38,10 +39,10 @@ class TrackedRow:
         return f"{self.file}-{self.end.part}-{self.end.offset}"
 
     def metrics(self, *head: str) -> dict[str, float]:
-        """The numbers of the row by name: these of its head, then those beside its head."""
-        shown = {name: self.row.get(name, 0) for name in head}
-        shown |= {name: value for name, value in self.row.items() if name not in HEAD_FIELDS}
-        return {name: value for name, value in shown.items() if type(value) in (int, float)}
+        """The numbers of the row by name: these of its head, and those beside its head."""
+        left_out = HEAD_FIELDS - set(head)
+        row = self.row.items()
+        return {name: of for name, of in row if name not in left_out and type(of) in (int, float)}
 
     def staged_metrics(self) -> dict[str, float]:
         """The numbers as `STAGE/name`, and `STAGE/attempt`, for a service without stages: steps begin again
@@ -138,3 +139,9 @@ def clean_name(name: str, separator: str) -> str:
     """
     text = name.replace("/", separator).replace("@", "_at_")
     return re.sub(rf"[^A-Za-z0-9_.{separator}]", "_", text)
+
+
+def describe_metric(name: str) -> str:
+    """What a metric means, and its unit; its name where it is not ours."""
+    known = find_metric(name)
+    return f"{known.meaning}{f' ({known.unit})' if known.unit else ''}" if known else name

@@ -13,19 +13,19 @@ import pytest
 import trio
 from msgspec.structs import replace
 
+from rollouts.cli import make_parser
 from rollouts.cli.settings import check_output
 from rollouts.config.load import load_config
 from rollouts.config.schema import RunConfig
 from rollouts.config.secrets import find_secrets, hide_secrets, remove_secrets
 from rollouts.config.tables import TRACKERS
 from rollouts.errors import ConfigError, RowsRefused, RunDirError, SinkRefused, SinkUnavailable
-from rollouts.trackers import commands, follower, sinks
+from rollouts.trackers import follower, sinks
 from rollouts.trackers.follower import Follower, describe_run
 from rollouts.trackers.launch import describe_catching_up
 from rollouts.trackers.position import (
     LeftOut,
     Position,
-    open_position,
     position_path,
     read_batch,
     read_position,
@@ -98,17 +98,17 @@ def test_a_file_that_lost_its_end_in_a_power_cut_is_followed_from_a_whole_row(ro
 def test_a_position_is_read_back_as_it_was_written_and_as_earlier_versions_wrote_it(root: Path):
     path = position_path(root, "fake")
     path.parent.mkdir()
-    first = open_position(path)
+    first = read_position(path)
     assert len(first.id) == 32
     whole = replace(
         first, files={"metrics": Place(2, 7)}, number=3, mark={"size": 4}, left_out=LeftOut(1, "x")
     )
     write_position(path, whole)
-    assert read_position(path) == whole == open_position(path)
+    assert read_position(path) == whole
     held = json.loads(path.read_text())
     del held["left_out"]
     path.write_text(json.dumps({**held, "sending": None, "handed": 0}))
-    assert open_position(path) == replace(whole, left_out=LeftOut())
+    assert read_position(path) == replace(whole, left_out=LeftOut())
 
 
 @pytest.mark.parametrize(
@@ -120,14 +120,16 @@ def test_a_position_that_cannot_be_read_is_refused_with_the_way_out(root: Path, 
     path.parent.mkdir()
     path.write_text(text)
     with pytest.raises(RunDirError, match="remove it to send the whole run again"):
-        open_position(path)
+        read_position(path)
 
 
 # --- names, settings and secrets ----------------------------------------------------------------------------
 
 
 def test_the_trackers_of_config_command_and_sinks_are_the_same():
-    assert set(TRACKERS) == set(SINKS) == set(commands.NAMES)
+    words = [word for name in SINKS for word in ("--to", name)]
+    assert make_parser("track").parse_args(["track", "runs/demo", *words]).to == list(SINKS)
+    assert set(TRACKERS) == set(SINKS)
     expected = "to send the rest: python -m rollouts track 'runs/my demo' --to otlp --to wandb --once"
     assert describe_catching_up(Path("runs/my demo"), ["otlp", "wandb"]) == expected
 
@@ -140,7 +142,7 @@ def load(tmp_path: Path, trackers: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("trackers", "message"),
     [
-        ('["wanbd"]', r'output\.trackers = "wanbd": .*; did you mean "wandb"\?'),
+        ('["wanbd"]', r'output\.trackers.* = "wanbd": .*; did you mean .?wandb.?\?'),
         ('["wandb", "wandb"]', "named twice"),
     ],
 )
@@ -233,7 +235,7 @@ def run_follower(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., t
 
 def read_stored(root: Path) -> tuple[int, int]:
     """(rows taken or left out, rows left out) on disk."""
-    position = open_position(position_path(root, "fake"))
+    position = read_position(position_path(root, "fake"))
     return position.number, position.left_out.rows
 
 

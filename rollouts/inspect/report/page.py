@@ -7,7 +7,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from rollouts.errors import StorageError
 from rollouts.inspect.record import open_records
 from rollouts.inspect.report.gather import CURVE_VALUES, POINTS, RunReport, gather_run
 from rollouts.inspect.report.samples import encode_json
+from rollouts.run_dir import replace_file
 
 SAMPLE_BYTES = 12_000_000  # of samples as JSON, of all runs together
 SCRIPTS = (
@@ -49,12 +49,9 @@ def write_report(roots: Sequence[Path], path: Path) -> int:
             for name, record in records.items()
         ]
     page = make_page(runs).encode("utf-8", errors="replace")
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        beside.write_bytes(page)
-        beside.replace(path)
+        replace_file(path, [page])
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise StorageError(
             f"{path} cannot be written ({error}); name another file with --output FILE"
         ) from error
