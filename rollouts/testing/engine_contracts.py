@@ -268,7 +268,7 @@ async def check_stop_token_ends_and_stays(open_engine: OpenEngine) -> None:
 
 async def check_work_in_flight_is_ended(open_engine: OpenEngine) -> None:
     """abort_all and pause("abort") answer with the tokens that are there, pause("wait") with all; each before
-    it returns, and the engine goes on.
+    it returns, and the engine goes on. After a caller is cancelled the engine has nothing left to do.
     """
     async with open_engine() as engine:
 
@@ -291,11 +291,6 @@ async def check_work_in_flight_is_ended(open_engine: OpenEngine) -> None:
         async with at_work(engine) as answers:
             await end(answers)
         assert (answers["long"].finish_reason, len(answers["long"].token_ids)) == ("length", LONG)
-
-
-async def check_cancelled_request_frees_its_place(open_engine: OpenEngine) -> None:
-    """After a caller that was being answered is cancelled, the engine has nothing left to do."""
-    async with open_engine() as engine:
         with trio.CancelScope() as scope:
             async with at_work(engine):
                 scope.cancel()
@@ -400,7 +395,6 @@ MODEL_CHECKS = (
     check_prompts_are_scored,
     check_stop_token_ends_and_stays,
     check_work_in_flight_is_ended,
-    check_cancelled_request_frees_its_place,
 )  # each takes open_engine
 
 SNAPSHOT_CHECKS = (

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -108,7 +108,6 @@ class _Running:
 
     started: bool = False  # admitted: "wait" lets it finish
     aborted: bool = False
-    versions: list[int] = field(default_factory=list)  # of each of its tokens
 
 
 class ScriptedEngine:
@@ -162,11 +161,35 @@ class ScriptedEngine:
         reply = self._script(request)
         running = self._running[request.request_id] = _Running()
         self.requests.append(request)
+        stop = request.sampling.stop_token_ids[:1] if reply.finish == "stop" else ()
+        planned, versions = [*reply.text.encode(), *stop], list[int]()
+        finish = "length" if len(planned) > request.sampling.max_new_tokens else reply.finish
         try:
-            return await self._generate_tokens(request, running, reply)
+            await self._wait_until(lambda: self._paused is None or running.aborted)
+            running.started = True
+            for _ in planned[: request.sampling.max_new_tokens]:
+                await trio.sleep(reply.token_s)  # a checkpoint if 0
+                await self._wait_until(lambda: self._paused in (None, "wait") or running.aborted)
+                if running.aborted:
+                    finish = "abort"
+                    break
+                versions.append(self._version)
+            else:
+                if reply.error is not None:
+                    raise reply.error
         finally:
             del self._running[request.request_id]
             self._changed.unpark_all()
+        log_probs = [fake_log_prob(request.sampling.seed, *each) for each in enumerate(versions)]
+        scored = np.where(np.arange(len(request.prompt_ids)) > 0, NAT, ZERO)  # as FakeBackend.forward gives
+        return Completion(
+            request_id=request.request_id,
+            token_ids=np.asarray(planned[: len(versions)], np.int64),
+            log_probs=np.asarray(log_probs, np.float32),
+            weight_versions=np.asarray(versions, np.int64),
+            finish_reason=finish,
+            prompt_log_probs=scored if request.score_prompt else None,
+        )
 
     async def weight_version(self) -> int:
         await trio.lowlevel.checkpoint()
@@ -251,37 +274,6 @@ class ScriptedEngine:
         """Every request in flight and every later call raises EngineClosed."""
         self._closed = True
         self._changed.unpark_all()
-
-    async def _generate_tokens(
-        self, request: GenerateRequest, running: _Running, reply: ScriptedReply
-    ) -> Completion:
-        await self._wait_until(lambda: self._paused is None or running.aborted)
-        running.started = True
-        stop = request.sampling.stop_token_ids[:1] if reply.finish == "stop" else ()
-        planned, versions = [*reply.text.encode(), *stop], running.versions
-        finish = "length" if len(planned) > request.sampling.max_new_tokens else reply.finish
-        for _ in planned[: request.sampling.max_new_tokens]:
-            await trio.sleep(reply.token_s)  # a checkpoint if 0
-            await self._wait_until(lambda: self._paused in (None, "wait") or running.aborted)
-            if running.aborted:
-                finish = "abort"
-                break
-            versions.append(self._version)
-        else:
-            if reply.error is not None:
-                raise reply.error
-        log_probs = [fake_log_prob(request.sampling.seed, *each) for each in enumerate(versions)]
-        return Completion(
-            request_id=request.request_id,
-            token_ids=np.asarray(planned[: len(versions)], np.int64),
-            log_probs=np.asarray(log_probs, np.float32),
-            weight_versions=np.asarray(versions, np.int64),
-            finish_reason=finish,
-            # −1 but for the first token, as FakeBackend.forward gives
-            prompt_log_probs=np.where(np.arange(len(request.prompt_ids)) > 0, NAT, ZERO)
-            if request.score_prompt
-            else None,
-        )
 
     async def _look(self) -> None:
         """A checkpoint of an engine that is open."""

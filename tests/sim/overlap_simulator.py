@@ -159,7 +159,7 @@ class SlowBackend(FakeBackend):
     def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> FakeFuture[ForwardBackwardResult]:
         future = super().forward_backward(batch, loss)
         self._free_at += self._train_s
-        future._done_at = self._free_at
+        future.done_at = self._free_at
         return future
 
 

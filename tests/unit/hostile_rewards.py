@@ -36,10 +36,6 @@ def where(sample):
     return RewardResult(0.0, {}, " ".join(map(str, words)))
 
 
-def draw(sample):
-    return np.random.random()  # noqa: NPY002
-
-
 def seen(sample):
     note = repr((sample.prompt, sample.metadata, str(sample.status)))
     return RewardResult(float(sample.rollout_log_probs.sum()), {"tokens": int(sample.tokens.sum())}, note)
@@ -68,10 +64,6 @@ def ranks(samples):
 def loop(sample):
     while True:
         pass
-
-
-def sleep(sample):
-    time.sleep(1e6)
 
 
 def ignores_term(sample):
@@ -216,10 +208,6 @@ def raises(sample):
 
 def nan(sample):
     return float("nan")
-
-
-def text(sample):
-    return "1.0"
 
 
 async def asynchronous(sample):

@@ -28,6 +28,7 @@ class LastTokenScorer:
         self.rows: list[int] = []
         self.go = trio.Event()
         self.error: Exception | None = None
+        self.factor = 1.0
 
     async def score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
         self.rows.append(len(batch))
@@ -35,7 +36,7 @@ class LastTokenScorer:
         if self.error is not None:
             raise self.error
         return tuple(
-            np.where(mask, np.float32(row[-2]), np.float32(0))
+            np.where(mask, np.float32(self.factor * row[-2]), np.float32(0))
             for row, mask in zip(batch.tokens, batch.loss_masks, strict=True)
         )
 
@@ -69,7 +70,7 @@ async def test_calls_that_wait_together_are_one_batch_and_each_gets_its_own_scor
     assert rewards["first"].parts == {"reward_model": 30.0}
 
 
-async def test_what_the_model_raises_every_call_of_the_batch_raises_and_the_next_is_served():
+async def test_what_the_model_raises_is_raised_and_the_next_call_is_served_unless_its_score_is_no_number():
     scorer = LastTokenScorer()
     scorer.go.set()
     scorer.error = BackendError("the device is gone")
@@ -78,14 +79,7 @@ async def test_what_the_model_raises_every_call_of_the_batch_raises_and_the_next
             await call_reward(reward, make_sample([1, 2], [0, 1]))
         scorer.error = None
         assert (await call_reward(reward, make_sample([1, 2], [0, 1]))).reward == 2.0
-
-
-async def test_a_score_that_is_not_finite_is_no_reward():
-    class Broken:
-        async def score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
-            return tuple(np.where(mask, np.float32(math.nan), np.float32(0)) for mask in batch.loss_masks)
-
-    async with open_model_reward(Broken()) as reward:
+        scorer.factor = math.nan
         with pytest.raises(UserFunctionError, match="scores sample a with nan"):
             await call_reward(reward, make_sample([1, 2], [0, 1]))
 

@@ -55,12 +55,11 @@ answers_itself | gave an answer that is none
 RAISED = r"""
 raises | raised KeyError: 'gold'
 nan | returned nan as its reward
-text | returned '1.0' as its reward
 prints_and_raises | raised ValueError: oops; the last it printed: 'state: odd'
 asynchronous | returned <coroutine object asynchronous .* as its reward; it must be a finite number
 missing | cannot be called: .* has no missing
 """
-TIMEOUTS = ["loop", "sleep", "ignores_term", "own_session", "writes_nonsense"]
+TIMEOUTS = ["loop", "ignores_term", "own_session", "writes_nonsense"]
 SAMPLE = Sample(id="g0-s0", prompt="p", response="abc", metadata={"row": {"a": [1, None, "ü\ud800"]}})
 
 
@@ -128,13 +127,13 @@ async def test_a_function_is_called_by_name_in_a_process_without_secrets_or_inpu
         assert int(note.split()[0]) in descendants() and note.endswith(" None 1 ''")
         for name in ("runs_a_program", "runs_with_preexec"):  # programs that have ended are fine
             assert (await score(workers, name)).reward == 2.0
-        for _ in range(3):  # a child never answers in the place of its parent
-            assert (await score(workers, "libc_fork")).reward == 1.0
+        for name in ("libc_fork", "libc_fork", "replaces_json"):  # a child never answers for its parent
+            assert (await score(workers, name)).reward == 1.0
         counts = workers.statistics()
         assert (counts["calls"], counts["failed"]) == (7, 0)
 
 
-async def test_a_sample_arrives_as_it_was():
+async def test_a_sample_arrives_as_it_was_and_a_group_is_scored_together():
     sample = Sample(
         id="s",
         prompt=({"role": "user", "content": "hi"},),
@@ -147,12 +146,8 @@ async def test_a_sample_arrives_as_it_was():
     )
     async with open_workers() as workers:
         result = await score(workers, "seen", sample)
-    note = "(({'role': 'user', 'content': 'hi'},), {'a': {'b': [1, 2]}}, 'truncated')"
-    assert result == RewardResult(-3.75, {"tokens": 10.0}, note)
-
-
-async def test_a_group_is_scored_together():
-    async with open_workers() as workers:
+        note = "(({'role': 'user', 'content': 'hi'},), {'a': {'b': [1, 2]}}, 'truncated')"
+        assert result == RewardResult(-3.75, {"tokens": 10.0}, note)
         ranks, too_few = [
             workers.group_reward(f"hostile_rewards.py:{name}", HERE) for name in ("ranks", "too_few")
         ]
@@ -279,12 +274,6 @@ async def test_what_a_call_leaves_behind_does_not_reach_the_next_sample(name: st
         assert (await score(workers, name)).reward == 1.0, "its answer stands"
         assert (await score(workers, "shows_process")).note == before
         assert (workers.statistics()["failed"], workers.statistics()["workers_started"]) == (0, 2)
-
-
-async def test_a_function_that_replaces_json_changes_no_answer():
-    async with open_workers() as workers:
-        assert (await score(workers, "replaces_json")).reward == 1.0
-        assert (await score(workers, "good")).reward == 3.0
 
 
 async def test_a_file_that_is_edited_during_a_run_gives_no_mixture_of_rewards(tmp_path: Path):
