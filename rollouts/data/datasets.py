@@ -8,27 +8,19 @@ malformed leaves a hole.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, count, islice
 from pathlib import Path
 
-from rollouts.config.tables import NEEDS, DataSourceConfig, SourceKind
-from rollouts.data.files import read_hf, read_jsonl, read_parquet
-from rollouts.data.made_rows import make_python_rows, make_reasoning_gym_rows
+from rollouts.config.tables import NEEDS, DataSourceConfig
 from rollouts.data.messages import RowProblem
 from rollouts.data.mixture import SOURCE_FIELD, Mixture, Source
-from rollouts.data.rows import BadRow, FoundRow, Row, RowUse, parse_row
+from rollouts.data.readers import READERS, FoundRows
+from rollouts.data.rows import BadRow, Row, RowUse, parse_row
 from rollouts.errors import DataError, RolloutsError
 
 SHOWN = 5  # malformed rows that an error lists
-READERS: Mapping[SourceKind, Callable[[DataSourceConfig], Iterator[FoundRow]]] = {
-    "jsonl": read_jsonl,
-    "parquet": read_parquet,
-    "hf": read_hf,
-    "reasoning_gym": make_reasoning_gym_rows,
-    "python": make_python_rows,
-}
 EXTRAS = {"parquet": "data", "hf": "data", "reasoning_gym": "reasoning-gym"}  # of rollouts-rl, by kind
 
 
@@ -42,16 +34,15 @@ def read_source(source: DataSourceConfig, *, name: str, use: RowUse = "any") -> 
     """
     rows: list[Row | None] = []
     bad: list[BadRow] = []
-    for position, found in enumerate(islice(_find_rows(source, name), source.size)):
+    for position, (place, value) in enumerate(islice(_find_rows(source, name), source.size)):
+        row = None
         try:
-            if isinstance(found.value, RowProblem):
-                raise found.value
-            rows.append(
-                parse_row(found.value, use, columns=source.columns, system_prompt=source.system_prompt)
-            )
+            if isinstance(value, RowProblem):
+                raise value
+            row = parse_row(value, use, columns=source.columns, system_prompt=source.system_prompt)
         except RowProblem as problem:
-            rows.append(None)
-            bad.append(BadRow(position, *found[:3], problem.field, str(problem)))
+            bad.append(BadRow(position, place, problem.field, str(problem)))
+        rows.append(row)
     if not rows:
         hint = "; a JSONL file has one JSON object per line" if source.kind == "jsonl" else ""
         raise DataError(f"{_describe(source, name)} has no rows{hint}")
@@ -69,7 +60,7 @@ def _describe(source: DataSourceConfig, name: str) -> str:
     return f"{name}.{setting}={getattr(source, setting)!r}{params}"
 
 
-def _find_rows(source: DataSourceConfig, name: str) -> Iterator[FoundRow]:
+def _find_rows(source: DataSourceConfig, name: str) -> FoundRows:
     """What the source gives. Raises DataError, with the cause, for whatever its reader or function raises."""
     taken = 0
     try:
@@ -101,8 +92,8 @@ def name_sources(sources: Sequence[DataSourceConfig]) -> list[str]:
     names: list[str] = []
     for source in sources:
         called = Path(source.path).name.partition(".")[0] or source.dataset.rpartition("/")[2]
-        base = re.sub(r"[^a-z0-9]+", "_", (called or source.function.rpartition(":")[2]).lower()).strip("_")
-        base = base or "source"
+        called = called or source.function.rpartition(":")[2]
+        base = "_".join(re.findall("[a-z0-9]+", called.lower())) or "source"
         numbered = (f"{base}_{number}" for number in count(2))
         names.append(next(name for name in chain([base], numbered) if name not in names))
     return names
@@ -118,7 +109,18 @@ def load_sources(sources: Sequence[DataSourceConfig], *, name: str, use: RowUse 
     for index, (source, called) in enumerate(zip(sources, name_sources(sources), strict=True)):
         key = f"{name}.{index}" if len(sources) > 1 else name
         found = read_source(source, name=key, use=use)
-        _require_good_rows(found, source.max_bad_fraction, key)
+        count, bad = len(found.rows), found.bad
+        if not found.good or len(bad) > source.max_bad_fraction * count:
+            more = [f"and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else []
+            rule = (
+                f"more than max_bad_fraction={source.max_bad_fraction:g} allows; mend them, or set"
+                f" {key}.max_bad_fraction"
+            )
+            raise DataError(
+                f"{key}: {len(bad)} of {count} rows {'is' if len(bad) == 1 else 'are'} malformed,"
+                f" {rule if found.good else 'so nothing is left; mend them'}:"
+                + "".join(f"\n  {line}" for line in [*bad[:SHOWN], *more])
+            )
         if len(sources) > 1 and any(SOURCE_FIELD in row for row in found.good):
             raise DataError(
                 f"{key} ({called}): its rows have a field {SOURCE_FIELD}, which says in a mixture what source"
@@ -127,19 +129,3 @@ def load_sources(sources: Sequence[DataSourceConfig], *, name: str, use: RowUse 
             )
         loaded.append(replace(found, name=called))
     return Mixture(tuple(loaded))
-
-
-def _require_good_rows(found: Source[Row], max_bad_fraction: float, name: str) -> None:
-    count, bad = len(found.rows), found.bad
-    if len(bad) < count and len(bad) <= max_bad_fraction * count:
-        return
-    lines = [*map(str, bad[:SHOWN]), *([f"and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else [])]
-    rule = (
-        f"more than max_bad_fraction={max_bad_fraction:g} allows; mend them, or set {name}.max_bad_fraction"
-    )
-    if len(bad) == count:
-        rule = "so nothing is left; mend them"
-    raise DataError(
-        f"{name}: {len(bad)} of {count} rows {'is' if len(bad) == 1 else 'are'} malformed, {rule}:"
-        + "".join(f"\n  {line}" for line in lines)
-    )

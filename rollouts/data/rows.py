@@ -21,7 +21,9 @@ import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from itertools import zip_longest
+from typing import Any, Literal
 
 import numpy as np
 
@@ -42,28 +44,17 @@ reward models; labelled: KTO.
 """
 
 
-class FoundRow(NamedTuple):
-    """What a source gave at one place."""
-
-    file: str  # or the data set or function it came from
-    number: int  # the line from 1 where `by_line`, otherwise the row of the file from 0
-    by_line: bool
-    value: Any  # a RowProblem where it cannot be read
-
-
 @dataclass(frozen=True, slots=True)
 class BadRow:
     """One malformed row: where it is and what is wrong with it."""
 
     position: int  # among all rows of its source, from 0
-    file: str
-    number: int  # see FoundRow
-    by_line: bool
+    place: str  # its file and line, from 1; or its file, data set or function and its row there, from 0
     field: str  # dotted, such as messages[0].content; empty when the row as a whole is wrong
     problem: str  # a sentence
 
     def __str__(self) -> str:
-        return f"{self.file}{':' if self.by_line else ' row '}{self.number}: {self.problem}"
+        return f"{self.place}: {self.problem}"
 
 
 def parse_row(
@@ -82,7 +73,14 @@ def parse_row(
     row = to_json(_take_columns(value, columns or {}))
     if use == "pair" or use == "labelled":
         row = _split_responses(row, use)
-    _check_asked(row)
+    turns = {"prompt": read_prompt, "messages": partial(parse_messages, where="messages")}
+    asked = {key: read(row[key]) for key, read in turns.items() if key in row}
+    if not asked:
+        close = next((found for key in row if (found := nearest(key, turns))), None)
+        hint = f"; did you mean {close}?" if close else ""
+        rule = f"neither `prompt` nor `messages`; the row has {', '.join(row) or 'no fields'}{hint}"
+        raise RowProblem(rule, "prompt")
+    parse_tools(row.get("tools"), where="tools")
     if use == "prompt" and "prompt" not in row:
         raise RowProblem(
             "no `prompt`; RL and evaluation rows need one (`messages` alone is for SFT)", "prompt"
@@ -93,20 +91,10 @@ def parse_row(
         raise RowProblem(
             f"the row has more than {MAX_ROW_BYTES} bytes as JSON; shorten it or leave it out", ""
         )
-    return row if system_prompt is None else _with_system_prompt(row, system_prompt)
-
-
-def _check_asked(row: Row) -> None:
-    if "prompt" not in row and "messages" not in row:
-        close = next((found for key in row if (found := nearest(key, ["prompt", "messages"]))), None)
-        hint = f"; did you mean {close}?" if close else ""
-        has = ", ".join(row) or "no fields"
-        raise RowProblem(f"neither `prompt` nor `messages`; the row has {has}{hint}", "prompt")
-    if "prompt" in row:
-        read_prompt(row["prompt"])
-    if "messages" in row:
-        parse_messages(row["messages"], where="messages")
-    parse_tools(row.get("tools"), where="tools")
+    for key, messages in asked.items():
+        if system_prompt is not None and not any(turn["role"] == "system" for turn in messages):
+            row = {**row, key: [ChatMessage(role="system", content=system_prompt), *messages]}
+    return row
 
 
 # --- values -------------------------------------------------------------------------------------------------
@@ -119,39 +107,36 @@ def to_json(value: object, field: str = "", depth: int = 0) -> Any:
     """`value` as JSON: numpy values as numbers and lists, times as ISO 8601 text, decimals and UUIDs as text.
     Raises RowProblem for others.
     """
-    if isinstance(value, dt.date | dt.time):  # a datetime is a date
-        value = value.isoformat()
-    elif isinstance(value, AS_TEXT):
-        value = str(value)
-    elif isinstance(value, np.generic):
-        value = value.item()
     top = re.split(r"[.\[]", field)[0]
+    if isinstance(value, dt.date | dt.time):  # a datetime is a date
+        return value.isoformat()
+    if isinstance(value, AS_TEXT):
+        return str(value)
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError as error:
             problem = f"half a surrogate pair at character {error.start}, which is no text"
             raise RowProblem(f"{field} has {problem}") from error
-    elif isinstance(value, Mapping | list | tuple | np.ndarray):
-        if depth >= MAX_DEPTH:
-            raise RowProblem(f"more than {MAX_DEPTH} lists and objects inside each other", top)
-        if not isinstance(value, Mapping):
-            return [to_json(inner, f"{field}[{index}]", depth + 1) for index, inner in enumerate(value)]
-        for key in value:
-            if not isinstance(key, str):
-                raise RowProblem(f"{field or 'the row'} has the key {key!r}; keys must be text", field)
-        inside = f"{field}." if field else ""
-        return {
-            to_json(key, field): to_json(inner, f"{inside}{key}", depth + 1) for key, inner in value.items()
-        }
-    else:
+        return value
+    if not isinstance(value, Mapping | list | tuple | np.ndarray):
         try:
             check_json(field, value)
         except ValueError as error:
-            raise RowProblem(
-                f'{error}; convert it, or leave the field out with columns.{top} = ""'
-            ) from error
-    return value
+            rule = f'convert it, or leave the field out with columns.{top} = ""'
+            raise RowProblem(f"{error}; {rule}") from error
+        return value
+    if depth >= MAX_DEPTH:
+        raise RowProblem(f"more than {MAX_DEPTH} lists and objects inside each other", top)
+    if not isinstance(value, Mapping):
+        return [to_json(inner, f"{field}[{index}]", depth + 1) for index, inner in enumerate(value)]
+    for key in value:
+        if not isinstance(key, str):
+            raise RowProblem(f"{field or 'the row'} has the key {key!r}; keys must be text", field)
+    inside = f"{field}." if field else ""
+    return {to_json(key, field): to_json(inner, f"{inside}{key}", depth + 1) for key, inner in value.items()}
 
 
 def _take_columns(row: Mapping[str, Any], columns: Mapping[str, str]) -> Row:
@@ -167,17 +152,16 @@ def _look_up(row: Mapping[str, Any], path: str) -> JSONValue:
     if path in row:
         return row[path]
     value: Any = row
-    owner = "the row"
-    for number, part in enumerate(parts := path.split(".")):
-        if number:
-            owner = f"{'.'.join(parts[:number])} of the row"
+    parts = path.split(".")
+    for number, part in enumerate(parts):
         try:
             value = value[int(part)] if isinstance(value, list | tuple) else value[part]
         except (LookupError, TypeError, ValueError) as error:
-            names = list(map(str, value)) if isinstance(value, Mapping) else None
-            has = f"is {repr(value)[:80]}" if names is None else f"has {', '.join(names) or 'no fields'}"
-            hint = did_you_mean(part, names or [])
-            raise RowProblem(f"there is no {path}: {owner} {has}{hint}", path) from error
+            owner = f"{'.'.join(parts[:number])} of the row" if number else "the row"
+            has = f"is {repr(value)[:80]}"
+            if isinstance(value, Mapping):
+                has = f"has {', '.join(map(str, value)) or 'no fields'}{did_you_mean(part, map(str, value))}"
+            raise RowProblem(f"there is no {path}: {owner} {has}", path) from error
     return value
 
 
@@ -201,15 +185,6 @@ def read_prompt(prompt: object) -> list[ChatMessage]:
     return messages
 
 
-def _with_system_prompt(row: Row, system_prompt: str) -> Row:
-    """The row with that system message before its prompt and its messages, where they have none."""
-    for key in ("prompt", "messages"):
-        turns = read_prompt(row[key]) if isinstance(row.get(key), str) else row.get(key, ())
-        if turns and not any(turn["role"] == "system" for turn in turns):
-            row = {**row, key: [ChatMessage(role="system", content=system_prompt), *turns]}
-    return row
-
-
 def row_to_conversation(row: Mapping[str, Any]) -> list[ChatMessage]:
     """The messages that SFT trains on: row["messages"], or the prompt followed by row["answer"] as the
     assistant's turn. Raises RowProblem if there is no assistant turn to train on.
@@ -231,17 +206,9 @@ def row_to_conversation(row: Mapping[str, Any]) -> list[ChatMessage]:
 # --- preferences --------------------------------------------------------------------------------------------
 
 
-RESPONSES = {  # by use: the columns that hold responses, those that a row must have, and the rule
-    "pair": (
-        ("chosen", "rejected"),
-        ("chosen", "rejected"),
-        "a pair has a prompt, a chosen and a rejected response",
-    ),
-    "labelled": (
-        ("completion",),
-        ("completion", "label"),
-        "a KTO row has a prompt, a completion and a label",
-    ),
+RESPONSES = {  # by use: the columns that a row must have, the responses first, and the rule
+    "pair": (("chosen", "rejected"), "a pair has a prompt, a chosen and a rejected response"),
+    "labelled": (("completion", "label"), "a KTO row has a prompt, a completion and a label"),
 }
 
 
@@ -249,65 +216,59 @@ def _split_responses(row: Row, use: Literal["pair", "labelled"]) -> Row:
     """The row with its prompt and its responses apart. Raises RowProblem if one is missing, empty or of
     another type, the responses answer different prompts, or the label or the margin is of another type.
     """
-    columns, needed, rule = RESPONSES[use]
+    needed, rule = RESPONSES[use]
     for field in needed:
         if field not in row:
             close = nearest(field, [key for key in row if key not in needed])
             hint = f'; is it {close}? Then set columns.{field} = "{close}"' if close else ""
-            has = ", ".join(row) or "no fields"
-            raise RowProblem(f"no `{field}`; {rule}. The row has {has}{hint}", field)
-    whole = {field: _join(row, field) for field in columns}
-    (*head, _), (*other, _) = whole[columns[0]], whole[columns[-1]]
-    if head != other:
-        same = next(at for at in range(len(head) + len(other)) if head[at : at + 1] != other[at : at + 1])
+            raise RowProblem(
+                f"no `{field}`; {rule}. The row has {', '.join(row) or 'no fields'}{hint}", field
+            )
+    first, second = ([*_join(row, field)] for field in (needed if use == "pair" else needed[:1] * 2))
+    if first[:-1] != second[:-1]:
+        pairs = zip_longest(first[:-1], second[:-1])
+        same = next(at for at, (one, other) in enumerate(pairs) if one != other)
         rule = "both must answer the same prompt with their last turn"
         raise RowProblem(f"chosen and rejected differ in message {same} already; {rule}", "rejected")
-    if use == "labelled" and not isinstance(row["label"], bool):
-        rule = "it must be true for a good completion and false for a bad one"
-        raise RowProblem(f"label is {repr(row['label'])[:80]}; {rule}")
-    margin = row.get("margin")
-    if use == "pair" and type(margin) not in (int, float, type(None)):
+    if use == "labelled":
+        if not isinstance(row["label"], bool):
+            rule = "it must be true for a good completion and false for a bad one"
+            raise RowProblem(f"label is {repr(row['label'])[:80]}; {rule}")
+        return {**row, "prompt": first[:-1], "completion": first[-1:]}
+    if type(row.get("margin")) not in (int, float, type(None)):
         rule = "it must be a number: how much better the chosen response is"
-        raise RowProblem(f"margin is {repr(margin)[:80]}; {rule}")
-    return {**row, "prompt": head, **{field: turns[-1:] for field, turns in whole.items()}}
+        raise RowProblem(f"margin is {repr(row['margin'])[:80]}; {rule}")
+    return {**row, "prompt": first[:-1], "chosen": first[-1:], "rejected": second[-1:]}
 
 
 def _join(row: Row, field: str) -> list[ChatMessage]:
     """The whole conversation of which the last message is the response in `field`."""
-    turns = _parse_response(row[field], field)
-    is_whole = turns[0]["role"] != "assistant"
-    if row.get("prompt") is None:
-        if is_whole:
-            return turns
-        rule = f"then {field} must be a whole conversation as chat messages, which begins with a user's turn"
-        raise RowProblem(f"no `prompt`; {rule}", "prompt")
-    prompt = read_prompt(row["prompt"])
-    if not is_whole:
-        return [*prompt, *turns]
-    asked = {turn["content"].strip() for turn in turns[:-1]}
-    if turns[: len(prompt)] == prompt or (isinstance(row["prompt"], str) and row["prompt"].strip() in asked):
-        return turns
-    rule = "give the response alone, or a whole conversation that begins with the prompt"
-    raise RowProblem(
-        f"{field} begins with a {turns[0]['role']}'s turn, but not with the row's prompt; {rule}"
-    )
-
-
-def _parse_response(value: object, field: str) -> list[ChatMessage]:
+    value = row[field]
     if isinstance(value, str):
         value = {"role": "assistant", "content": value}
     turns = parse_messages([value] if isinstance(value, Mapping) else value, where=field)
-    last = turns[-1]
+    last, first_role = turns[-1], turns[0]["role"]
     if last["role"] != "assistant":
         rule = "its last turn is the assistant's response"
         raise RowProblem(f"{field} ends with a turn of the role {last['role']}; {rule}")
     if not says_something(last):
         raise RowProblem(f"{field} is empty, or its last turn says nothing; leave the row out")
-    return turns
+    if row.get("prompt") is None:
+        if first_role != "assistant":
+            return turns
+        rule = f"then {field} must be a whole conversation as chat messages, which begins with a user's turn"
+        raise RowProblem(f"no `prompt`; {rule}", "prompt")
+    prompt = read_prompt(row["prompt"])
+    if first_role == "assistant":
+        return [*prompt, *turns]
+    asked = {turn["content"].strip() for turn in turns[:-1]}
+    if turns[: len(prompt)] == prompt or (isinstance(row["prompt"], str) and row["prompt"].strip() in asked):
+        return turns
+    rule = "give the response alone, or a whole conversation that begins with the prompt"
+    raise RowProblem(f"{field} begins with a {first_role}'s turn, but not with the row's prompt; {rule}")
 
 
 def says_something(turn: ChatMessage) -> bool:
     """Whether the turn has content, thinking or a tool call."""
-    return bool(
-        turn["content"].strip() or turn.get("reasoning_content", "").strip() or turn.get("tool_calls")
-    )
+    texts = turn["content"], turn.get("reasoning_content", "")
+    return any(map(str.strip, texts)) or bool(turn.get("tool_calls"))

@@ -59,7 +59,7 @@ def test_a_malformed_row_is_named_by_file_line_and_field(name: str):
     found = read_source(jsonl(path), name="rl.data")
     (bad,) = found.bad
     line = 3 if name == "cut_off" else 2
-    assert (bad.file, bad.number, bad.position) == (str(path), line, line - 1)
+    assert (bad.place, bad.position) == (f"{path}:{line}", line - 1)
     assert (bad.field, bad.problem[: len(FOUND[name][1])]) == FOUND[name]
     assert str(bad) == f"{path}:{line}: {bad.problem}"
     assert [position for position, row in enumerate(found.rows) if row is None] == [line - 1]
@@ -72,8 +72,8 @@ def test_a_row_longer_than_the_limit_is_malformed_and_the_next_line_is_read(tmp_
     fits, too_long = (json.dumps({"prompt": "x" * (MAX_ROW_BYTES - frame + extra)}) for extra in (0, 1))
     path.write_text(f"{fits}\n{too_long}\n{'x' * 3 * MAX_ROW_BYTES}\n" + '{"prompt": "after"}\n' + too_long)
     found = read_source(jsonl(path), name="rl.data")
-    assert [(bad.number, bad.problem) for bad in found.bad] == [
-        (line, f"the line has more than {MAX_ROW_BYTES} bytes; shorten it or leave it out")
+    assert [(bad.place, bad.problem) for bad in found.bad] == [
+        (f"{path}:{line}", f"the line has more than {MAX_ROW_BYTES} bytes; shorten it or leave it out")
         for line in (2, 3, 5)
     ]
     assert found.rows[3] == {"prompt": "after"}

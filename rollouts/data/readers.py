@@ -1,5 +1,5 @@
-"""Rows out of files: JSON lines, Parquet, and whatever the package `datasets` reads, local or from its
-hub.
+"""Rows where they come from: JSON lines, Parquet, whatever the package `datasets` reads, local or from its
+hub, reasoning-gym, or a Python function that the config names.
 """
 
 from __future__ import annotations
@@ -7,15 +7,21 @@ from __future__ import annotations
 import glob
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
+from rollouts.config.plugins import load_function
 from rollouts.config.spelling import did_you_mean
-from rollouts.config.tables import DataSourceConfig
+from rollouts.config.tables import DataSourceConfig, SourceKind
 from rollouts.data.messages import RowProblem
-from rollouts.data.rows import MAX_ROW_BYTES, FoundRow
+from rollouts.data.rows import MAX_ROW_BYTES
+
+FoundRows = Iterator[tuple[str, Any]]
+"""What a source gave, with its place ("FILE:LINE" or "NAME row NUMBER"); a RowProblem where it cannot be
+read.
+"""
 
 PARQUET_BATCH = 256  # rows decoded at once
 # The other formats that `datasets` finds by the names of files may unpickle what they read.
@@ -28,37 +34,36 @@ def find_source_files(source: DataSourceConfig) -> list[Path]:
     there, if there are none.
     """
     found = map(Path, glob.glob(source.path, recursive=True))  # noqa: PTH207
-    return sorted(path for path in found if path.is_file()) or [Path(source.path)]
+    return sorted(filter(Path.is_file, found)) or [Path(source.path)]
 
 
 # --- JSON lines ---------------------------------------------------------------------------------------------
 
 
-def read_jsonl(source: DataSourceConfig) -> Iterator[FoundRow]:
-    """One found row for every line that is not blank, of every file."""
+def read_jsonl(source: DataSourceConfig) -> FoundRows:
+    """Every line that is not blank, of every file."""
     for path in find_source_files(source):
-        with path.open("rb") as file:
-            lines: Any = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
-            yield from _read_lines(lines, str(path))
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            number = 0
+            while line := file.readline(MAX_ROW_BYTES + 2):  # only "\n" ends a line, text files know more
+                number += 1
+                text, value = line.rstrip(b"\r\n"), None
+                if len(text) > MAX_ROW_BYTES:
+                    while line and not line.endswith(b"\n"):
+                        line = file.readline(MAX_ROW_BYTES)
+                    rule = f"the line has more than {MAX_ROW_BYTES} bytes; shorten it or leave it out"
+                    value = RowProblem(rule, "")
+                elif text.strip():
+                    value = _parse_line(line)
+                else:
+                    continue
+                yield f"{path}:{number}", value
 
 
-def _read_lines(file: IO[bytes], path: str) -> Iterator[FoundRow]:
-    number = 0
-    while line := file.readline(MAX_ROW_BYTES + 2):  # only "\n" ends a line of JSONL, text files know more
-        number += 1
-        text, cut = line.rstrip(b"\r\n"), "; the file ends in the middle of this line"
-        if len(text) > MAX_ROW_BYTES:
-            while line and not line.endswith(b"\n"):
-                line = file.readline(MAX_ROW_BYTES)
-            rule = f"the line has more than {MAX_ROW_BYTES} bytes; shorten it or leave it out"
-            yield FoundRow(path, number, True, RowProblem(rule, ""))
-        elif text.strip():
-            yield FoundRow(path, number, True, _parse_line(text, "" if line.endswith(b"\n") else cut))
-
-
-def _parse_line(line: bytes, cut: str) -> Any:
+def _parse_line(line: bytes) -> Any:
+    cut = "" if line.endswith(b"\n") else "; the file ends in the middle of this line"
     try:
-        text = line.decode("utf-8-sig")
+        text = line.rstrip(b"\r\n").decode("utf-8-sig")
         return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_double_keys)
     except RowProblem as problem:
         return problem
@@ -86,8 +91,8 @@ def _refuse_double_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # --- Parquet ------------------------------------------------------------------------------------------------
 
 
-def read_parquet(source: DataSourceConfig) -> Iterator[FoundRow]:
-    """One found row for every row of every file; columns that are left out are not read."""
+def read_parquet(source: DataSourceConfig) -> FoundRows:
+    """Every row of every file; columns that are left out are not read."""
     from pyarrow import parquet  # optional, and a tenth of a second
 
     for path in find_source_files(source):
@@ -95,7 +100,7 @@ def read_parquet(source: DataSourceConfig) -> Iterator[FoundRow]:
             columns = choose_columns(source, file.schema_arrow.names)
             batches = file.iter_batches(PARQUET_BATCH, columns=columns)
             for number, row in enumerate(chain.from_iterable(map(_decode_batch, batches))):
-                yield FoundRow(str(path), number, False, row)
+                yield f"{path} row {number}", row
 
 
 def _decode_batch(batch: Any) -> list[Any]:
@@ -136,8 +141,8 @@ def choose_columns(source: DataSourceConfig, names: list[str]) -> list[str]:
 # --- the package `datasets` ---------------------------------------------------------------------------------
 
 
-def read_hf(source: DataSourceConfig) -> Iterator[FoundRow]:
-    """One found row for every row of a split, in order; of the hub streamed where `source.size` says how
+def read_hf(source: DataSourceConfig) -> FoundRows:
+    """Every row of a split, in order; of the hub streamed where `source.size` says how
     many. Code that comes with a dataset is never run.
     """
     import datasets  # optional, and takes seconds
@@ -147,7 +152,7 @@ def read_hf(source: DataSourceConfig) -> Iterator[FoundRow]:
     names = found.column_names
     kept = names if names is None else choose_columns(source, names)
     for number, row in enumerate(found if kept == names else found.select_columns(kept)):
-        yield FoundRow(f"{source.dataset} {source.split}", number, False, row)
+        yield f"{source.dataset} {source.split} row {number}", row
 
 
 def _open_hf(source: DataSourceConfig) -> Any:
@@ -184,3 +189,49 @@ def _open_hf(source: DataSourceConfig) -> Any:
         return builder.as_streaming_dataset(split=source.split)
     builder.download_and_prepare()
     return builder.as_dataset(split=source.split)
+
+
+# --- rows that are made -------------------------------------------------------------------------------------
+
+
+def make_reasoning_gym_rows(source: DataSourceConfig) -> FoundRows:
+    """`source.size` rows. Metadata that is not JSON becomes null. Raises ValueError naming a dataset
+    that reasoning-gym does not have, and what its datasets raise for their parameters.
+    """
+    from reasoning_gym import factory  # takes seconds and is an optional dependency, so not at the top
+    from reasoning_gym.composite import DatasetSpec
+
+    params: dict[str, Any] = dict(source.params)
+    specs = [dict(spec) for spec in params.get("datasets", ())] if source.dataset == "composite" else []
+    for wanted in (source.dataset, *(spec.get("name") for spec in specs)):
+        if wanted not in factory.DATASETS:
+            hint = did_you_mean(str(wanted), factory.DATASETS)
+            raise ValueError(
+                f"{wanted!r} is not one of reasoning-gym's {len(factory.DATASETS)} datasets{hint}"
+            )
+    if specs:
+        params["datasets"] = [DatasetSpec(**{"weight": 1, "config": {}, **spec}) for spec in specs]
+    dataset: Any = factory.create_dataset(source.dataset, seed=source.seed, size=source.size, **params)
+    for number in range(len(dataset)):
+        entry = dataset[number]
+        text = json.dumps(entry.get("metadata", {}), default=lambda _: None, skipkeys=True)
+        metadata = json.loads(text, parse_constant=lambda _: None)
+        row = {"prompt": entry["question"], "answer": entry["answer"], "metadata": metadata}
+        row["source_dataset"] = metadata.get("source_dataset", source.dataset)
+        yield f"reasoning_gym {source.dataset} row {number}", row
+
+
+def make_python_rows(source: DataSourceConfig) -> FoundRows:
+    """What function(size=, seed=, **params) gives. Raises PlugInError if there is no such function."""
+    function = load_function(source.function, role="rows", base_dir=Path.cwd())
+    for number, row in enumerate(function(size=source.size, seed=source.seed, **source.params)):
+        yield f"{source.function} row {number}", row
+
+
+READERS: Mapping[SourceKind, Callable[[DataSourceConfig], FoundRows]] = {
+    "jsonl": read_jsonl,
+    "parquet": read_parquet,
+    "hf": read_hf,
+    "reasoning_gym": make_reasoning_gym_rows,
+    "python": make_python_rows,
+}
