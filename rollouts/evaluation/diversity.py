@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from itertools import chain
 
-Gram = tuple[Hashable, ...]
 # of a precision without a match; method 1 of Chen & Cherry 2014, which self-BLEU's authors use
 SMOOTHING = 0.1
 
@@ -20,7 +20,7 @@ def compute_distinct_n(responses: Sequence[Sequence[Hashable]], n: int) -> float
     """
     if n < 1:
         raise ValueError(f"n={n} must be at least 1")
-    counts = Counter(gram for response in responses for gram in _n_grams(response, n))
+    counts = Counter(chain.from_iterable(_n_grams(response, n).elements() for response in responses))
     return len(counts) / counts.total() if counts else None
 
 
@@ -40,9 +40,7 @@ def compute_bleu(
     unless there is a reference, max_n >= 1 and smoothing >= 0.
     """
     _check(len(references), 1, "references", max_n, smoothing)
-    tops = [_two_highest(references, n) for n in range(1, max_n + 1)]
-    highest = [{gram: first for gram, (first, _, _) in top.items()} for top in tops]
-    return _bleu(hypothesis, highest, [len(reference) for reference in references], smoothing)
+    return _compute_bleus([hypothesis, *references], 1, max_n, smoothing)[0]
 
 
 def compute_self_bleu(
@@ -55,18 +53,7 @@ def compute_self_bleu(
     Raises ValueError for fewer than two responses, which have nothing to be compared with.
     """
     _check(len(responses), 2, "responses", max_n, smoothing)
-    tops = [_two_highest(responses, n) for n in range(1, max_n + 1)]
-    lengths = [len(response) for response in responses]
-    scores: list[float] = []
-    for index, response in enumerate(responses):
-        others: list[dict[Gram, int]] = []
-        for n, top in enumerate(tops, start=1):
-            found = {gram: top[gram] for gram in _n_grams(response, n)}
-            others.append(
-                {gram: second if owner == index else first for gram, (first, owner, second) in found.items()}
-            )
-        scores.append(_bleu(response, others, lengths[:index] + lengths[index + 1 :], smoothing))
-    return math.fsum(scores) / len(scores)
+    return math.fsum(_compute_bleus(responses, len(responses), max_n, smoothing)) / len(responses)
 
 
 def _check(count: int, least: int, what: str, max_n: int, smoothing: float) -> None:
@@ -77,34 +64,32 @@ def _check(count: int, least: int, what: str, max_n: int, smoothing: float) -> N
         )
 
 
-def _n_grams(tokens: Sequence[Hashable], n: int) -> list[Gram]:
-    return [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
+def _n_grams(tokens: Sequence[Hashable], n: int) -> Counter[tuple[Hashable, ...]]:
+    return Counter(tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1))
 
 
-def _two_highest(texts: Sequence[Sequence[Hashable]], n: int) -> dict[Gram, tuple[int, int, int]]:
-    """Per n-gram: its largest count in one text, which text has it, and the largest count in any other."""
-    tops: dict[Gram, tuple[int, int, int]] = {}
-    for owner, text in enumerate(texts):
-        for gram, times in Counter(_n_grams(text, n)).items():
-            first, holder, second = tops.get(gram, (0, -1, 0))
-            tops[gram] = (times, owner, first) if times > first else (first, holder, max(second, times))
-    return tops
-
-
-def _bleu(
-    hypothesis: Sequence[Hashable],
-    highest: Sequence[dict[Gram, int]],
-    reference_lengths: Sequence[int],
-    smoothing: float,
-) -> float:
-    logs: list[float] = []
-    for n, allowed in enumerate(highest, start=1):
-        counts = Counter(_n_grams(hypothesis, n))
-        matches = sum(min(times, allowed.get(gram, 0)) for gram, times in counts.items()) or smoothing
-        if matches and counts:
-            logs.append(math.log(matches / counts.total()))
-        elif counts or n == 1:  # no match, or an empty hypothesis
-            return 0.0
-    closest = min(reference_lengths, key=lambda length: (abs(length - len(hypothesis)), length))
-    brevity = min(0.0, 1.0 - closest / len(hypothesis))
-    return math.exp(brevity + math.fsum(logs) / len(logs))
+def _compute_bleus(
+    texts: Sequence[Sequence[Hashable]], count: int, max_n: int, smoothing: float
+) -> list[float]:
+    """The BLEU of each of the first `count` texts against all others."""
+    logs: list[list[float]] = [[] for _ in range(count)]
+    for n in range(1, max_n + 1):
+        grams = [_n_grams(text, n) for text in texts]
+        highest: dict[tuple[Hashable, ...], tuple[int, int]] = {}  # the two highest counts in one text
+        for gram, times in chain.from_iterable(found.items() for found in grams):
+            first, second = highest.get(gram, (0, 0))
+            highest[gram] = max(first, times), max(second, min(first, times))
+        for found, terms in zip(grams[:count], logs, strict=True):
+            # the highest count in another text is the second where this text has the first
+            tops = ((times, highest[gram]) for gram, times in found.items())
+            matches = sum(min(times, top[times == top[0]]) for times, top in tops) or smoothing
+            if found or n == 1:
+                terms.append(math.log(matches / found.total()) if matches and found else -math.inf)
+    scores: list[float] = []
+    for index, terms in enumerate(logs):
+        length = len(texts[index])
+        others = [len(text) for place, text in enumerate(texts) if place != index]
+        closest = min(others, key=lambda other: (abs(other - length), other))
+        brevity = min(0.0, 1.0 - closest / length) if length else 0.0
+        scores.append(math.exp(brevity + math.fsum(terms) / len(terms)))
+    return scores

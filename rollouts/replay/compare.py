@@ -15,7 +15,7 @@ from rollouts.loops.algorithm import LoopState, choose_algorithm, describe_algor
 from rollouts.loops.updates import begin_last_pass
 from rollouts.metrics.token_shards import read_token_arrays
 from rollouts.replay.recompute import Columns, check_replayable, recompute
-from rollouts.replay.record import StepRecord, UpdateRows, read_step
+from rollouts.replay.record import StepRecord, read_step
 from rollouts.run_dir import RunDir
 from rollouts.types import LossSpec
 
@@ -105,12 +105,13 @@ def replay_step(root: Path, *, stage: str, step: int, update: int | None = None)
     state = LoopState(kl_coef=config.kl_coef if logged is None else float(logged))
     algorithm = choose_algorithm(config, step, state)
     check_replayable(algorithm.loss)
-    chosen = [one for one in record.updates if update in (None, one.update)]
+    count = len(record.updates)
+    chosen = range(count) if update is None else [number for number in range(count) if number == update]
     if not chosen:
-        raise RecordError(f"{stage} step {step} has the updates 0 to {len(record.updates) - 1}, not {update}")
+        raise RecordError(f"{stage} step {step} has the updates 0 to {count - 1}, not {update}")
     problems: list[str] = []
     replays = [replay_update(run_dir, config, algorithm.loss, record, one, problems) for one in chosen]
-    total = compare_total(config, record, replays) if len(replays) == len(record.updates) else None
+    total = compare_total(config, record, replays) if len(replays) == count else None
     return StepReplay(stage, step, describe_algorithm(algorithm), replays, total, problems)
 
 
@@ -119,40 +120,39 @@ def replay_update(
     config: RLTrainingConfig,
     loss: LossSpec,
     record: StepRecord,
-    one: UpdateRows,
+    update: int,
     problems: list[str],
 ) -> UpdateReplay:
     """One update. `problems` is told of a denominator that is not the logged one. Raises RecordError for
     arrays that are not there.
     """
-    tokens = sum(int(row["tokens"]) for row in one.rows)
-    if one.loss is None:
-        return UpdateReplay(one.update, len(one.rows), tokens)
-    rows: list[Columns] = [read_token_arrays(run_dir, row) for row in one.rows]
+    logged_rows = record.updates[update]
+    first, tokens = logged_rows[0], sum(int(row["tokens"]) for row in logged_rows)
+    if first.get("loss") is None:
+        return UpdateReplay(update, len(logged_rows), tokens)
+    rows: list[Columns] = [read_token_arrays(run_dir, row) for row in logged_rows]
     if any("log_prob" not in row for row in rows):
         raise RecordError(
-            f"step {one.rows[0]['step']}, update {one.update}: the backend gave no per-token arrays, which a"
-            " replay needs"
+            f"step {first['step']}, update {update}: the backend gave no per-token arrays, which a replay"
+            " needs"
         )
     found = recompute(loss, rows)
-    denominator = find_constant(config, loss, record, one) or found.counted
-    if abs(denominator - one.denominator) > DENOMINATOR_TOLERANCE * one.denominator:
+    denominator = find_constant(config, loss, record, update) or found.counted
+    if abs(denominator - first["denominator"]) > DENOMINATOR_TOLERANCE * first["denominator"]:
         problems.append(
-            f"update {one.update} was divided by {one.denominator:g}; by the record it should be"
+            f"update {update} was divided by {first['denominator']:g}; by the record it should be"
             f" {denominator:g} {loss.unit}"
         )
-    logged = [row.get("share") for row in one.rows]
+    logged = [row.get("share") for row in logged_rows]
     difference, whole = None, float(found.slopes.sum())
-    if None not in logged and not one.is_skipped:
+    if None not in logged and "skipped" not in first:  # the shares of a skipped update are 0
         shares = found.slopes / whole if 0 < whole < np.inf else np.zeros(len(rows))
         difference = float(np.abs(shares - np.asarray(logged, np.float64)).max())
-    pair = LossPair(one.loss, found.total / denominator, ROUNDING * whole / denominator)
-    return UpdateReplay(one.update, len(rows), tokens, denominator, pair, difference)
+    pair = LossPair(first["loss"], found.total / denominator, ROUNDING * whole / denominator)
+    return UpdateReplay(update, len(rows), tokens, denominator, pair, difference)
 
 
-def find_constant(
-    config: RLTrainingConfig, loss: LossSpec, record: StepRecord, one: UpdateRows
-) -> float | None:
+def find_constant(config: RLTrainingConfig, loss: LossSpec, record: StepRecord, update: int) -> float | None:
     """The denominator of unit "constant": the update's part of it by groups, as plan_updates has it. None for
     another unit.
 
@@ -162,9 +162,9 @@ def find_constant(
     if loss.constant is None or config.minibatches == 1:
         return loss.constant
     if config.kl_stop and len(record.updates) < config.minibatches * config.updates_per_batch:
-        return one.denominator
-    groups = {row["group_index"] for update in record.updates for row in update.rows}
-    return loss.constant * (len({row["group_index"] for row in one.rows}) / len(groups))
+        return float(record.updates[update][0]["denominator"])
+    groups = [{row["group_index"] for row in rows} for rows in record.updates]
+    return loss.constant * (len(groups[update]) / len(set.union(*groups)))
 
 
 def compare_total(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollouts.errors import RecordError, RunDirError
 from rollouts.metrics.jsonl import newest_attempts, parse_row
@@ -15,35 +14,11 @@ from rollouts.run_dir import RunDir
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateRows:
-    """The contribution rows of one update, in the order of its batch."""
-
-    update: int
-    rows: Sequence[Row]
-
-    @property
-    def loss(self) -> float | None:
-        """As it was logged; None where it was not finite."""
-        return self.rows[0].get("loss")
-
-    @property
-    def is_skipped(self) -> bool:
-        """Whether it changed nothing, for its loss or its gradient was not finite. Its shares are 0 then."""
-        return "skipped" in self.rows[0]
-
-    @property
-    def denominator(self) -> float:
-        """As it was logged."""
-        return float(self.rows[0]["denominator"])
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """A step as its files tell it."""
 
     metrics: Mapping[str, Any]  # its row of metrics.jsonl
-    updates: Sequence[UpdateRows]
+    updates: Sequence[Sequence[Row]]  # the contribution rows of each update, in the order of its batch
 
 
 def read_step(run_dir: RunDir, stage: str, step: int) -> StepRecord:
@@ -59,9 +34,8 @@ def read_step(run_dir: RunDir, stage: str, step: int) -> StepRecord:
         )
     metrics = steps[-1]
     attempt = metrics["attempt"]
-    found = find_rows(run_dir, run_dir.contributions, stage, step)
     by_update: dict[int, list[Row]] = {}
-    for row in found:
+    for row in find_rows(run_dir, run_dir.contributions, stage, step):
         if row.get("attempt") == attempt:
             by_update.setdefault(int(row["update"]), []).append(row)
     if not by_update:
@@ -69,17 +43,15 @@ def read_step(run_dir: RunDir, stage: str, step: int) -> StepRecord:
             f"{run_dir.contributions} has no row of {stage} step {step}, attempt {attempt}: only samples that"
             " RL trains on have any, and only in runs of a version that writes them"
         )
-    updates = [
-        UpdateRows(update, sorted(rows, key=lambda row: row["row"])) for update, rows in by_update.items()
-    ]
-    updates.sort(key=lambda one: one.update)
-    numbers = [one.update for one in updates]
-    if numbers != list(range(len(updates))):
-        raise RecordError(f"{stage} step {step} has rows of the updates {numbers}; some are missing")
-    for one in updates:
-        if [row["row"] for row in one.rows] != list(range(len(one.rows))):
+    if sorted(by_update) != list(range(len(by_update))):
+        raise RecordError(
+            f"{stage} step {step} has rows of the updates {sorted(by_update)}; some are missing"
+        )
+    updates = [sorted(by_update[number], key=lambda row: row["row"]) for number in sorted(by_update)]
+    for number, rows in enumerate(updates):
+        if [row["row"] for row in rows] != list(range(len(rows))):
             raise RecordError(
-                f"{stage} step {step}, update {one.update}: rows are missing or stand twice in"
+                f"{stage} step {step}, update {number}: rows are missing or stand twice in"
                 " contributions.jsonl"
             )
     return StepRecord(metrics, updates)
