@@ -58,29 +58,22 @@ def update_statistics(
     A sample is of the source that its metadata names; with one source it need not name it. Raises DataError
     for a sample of another source.
     """
-    rewards: dict[str, list[float]] = {name: [] for name in statistics}
+    after = {name: replace(before, drawn=drawn[name]) for name, before in statistics.items()}
+    rewards: dict[str, list[float]] = {}
     for sample in samples:
-        name = next(iter(statistics)) if len(statistics) == 1 else str(sample.metadata.get(SOURCE_FIELD))
-        if name not in statistics:
+        name = next(iter(after)) if len(after) == 1 else str(sample.metadata.get(SOURCE_FIELD))
+        if name not in after:
             raise DataError(
                 f"sample {sample.id} has metadata.{SOURCE_FIELD}={name!r}, which is none of the sources"
-                f" {', '.join(statistics)}"
+                f" {', '.join(after)}"
             )
         assert sample.reward is not None, f"sample {sample.id} was not scored"
-        rewards[name].append(sample.reward)
-    after: dict[str, SourceStatistics] = {}
-    for name, before in statistics.items():
-        count, total = len(rewards[name]), math.fsum(rewards[name])
-        after[name] = replace(before, drawn=drawn[name])
-        if count:
-            after[name] = SourceStatistics(
-                drawn[name],
-                before.batches + 1,
-                before.samples + count,
-                before.reward_sum + total,
-                total / count,
-                step,
-            )
+        rewards.setdefault(name, []).append(sample.reward)
+    for name, batch in rewards.items():
+        one, count, total = after[name], len(batch), math.fsum(batch)
+        after[name] = SourceStatistics(
+            one.drawn, one.batches + 1, one.samples + count, one.reward_sum + total, total / count, step
+        )
     return after
 
 

@@ -156,8 +156,6 @@ class DataBuffer:
 
         Raises DataError, changing nothing, for another dataset's state.
         """
-        if "drawn" not in state:
-            raise DataError("the saved data order is of an earlier version; start a new run from its weights")
         if state["fingerprint"] != self.fingerprint:
             raise DataError(
                 f"the saved data order is of dataset {state['fingerprint']} ({state['rows']} rows), this one"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from rollouts.data.messages import parse_messages
 from rollouts.data.mixture import Mixture
 from rollouts.data.rows import Row, read_prompt
-from rollouts.errors import DataError
 from rollouts.types import ChatMessage
 
 
@@ -22,12 +20,10 @@ def find_asked_prompts(row: Mapping[str, Any]) -> Iterator[str]:
     """
     if "prompt" in row:
         yield _key_of(read_prompt(row["prompt"]))
-    if "messages" not in row:
-        return
-    messages = parse_messages(row["messages"], where="messages")
-    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    for end in answers or [len(messages)]:
-        yield _key_of(messages[:end])
+    if "messages" in row:
+        messages = parse_messages(row["messages"], where="messages")
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        yield from (_key_of(messages[:end]) for end in answers or [len(messages)])
 
 
 def _key_of(messages: Sequence[ChatMessage]) -> str:
@@ -43,17 +39,10 @@ def exclude_prompts(
     conversation; how many these are). Holes stay. Raises DataError naming a source that has none left.
     """
     held_out = {next(find_asked_prompts(row)) for row in held_out_rows}
-    sources = []
-    for source in mixture.sources:
-        kept = [row for row in source.rows if row is None or held_out.isdisjoint(find_asked_prompts(row))]
-        if not any(kept):
-            which = f" from {source.name}" if len(mixture.sources) > 1 else ""
-            raise DataError(
-                f"{name} has no row left{which}: all of its prompts are held out by eval.data; use another"
-                " seed or file"
-            )
-        sources.append(replace(source, rows=tuple(kept)))
-    found = Mixture(tuple(sources))
+    found = mixture.keep(
+        lambda row: held_out.isdisjoint(find_asked_prompts(row)),
+        f"{name} has no row left{{}}: all of its prompts are held out by eval.data; use another seed or file",
+    )
     return found, len(mixture.samples) - len(found.samples)
 
 

@@ -11,8 +11,8 @@ import hashlib
 import math
 import numbers
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Generic, TypeVar
@@ -20,6 +20,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from rollouts.data.rows import BadRow
+from rollouts.errors import DataError
 from rollouts.types import IntArray
 
 S = TypeVar("S")
@@ -72,6 +73,19 @@ class Mixture(Generic[T]):
     def samples(self) -> list[T]:
         """The rows of all sources that are no holes, in order."""
         return [row for source in self.sources for row in source.good]
+
+    def keep(self, wanted: Callable[[T], bool], problem: str) -> Mixture[T]:
+        """The rows that are wanted, and the holes. Raises DataError for a source without a row left: `problem`
+        with " from NAME" for its {}.
+        """
+        kept = tuple(
+            replace(one, rows=tuple(row for row in one.rows if row is None or wanted(row)))
+            for one in self.sources
+        )
+        for source in kept:
+            if not source.good:
+                raise DataError(problem.format(f" from {source.name}" if len(kept) > 1 else ""))
+        return replace(self, sources=kept)
 
     def with_samples(self, samples: Iterable[S]) -> Mixture[S]:
         """The same with other samples in the places of these, in order."""

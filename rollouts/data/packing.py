@@ -167,9 +167,8 @@ def spread_tokens_to_rows(
     """
     rows = tuple(np.zeros(len(row), np.float32) for row in tokens)
     for micro_batch, per_token in zip(micro_batches, values, strict=True):
-        ends = np.cumsum(np.bincount(micro_batch.token_rows, minlength=len(micro_batch.rows))).tolist()
-        first = 0
-        for row, last in zip(micro_batch.rows.tolist(), ends, strict=True):
-            rows[row][micro_batch.token_positions[first:last]] = per_token[first:last]
-            first = last
+        edges = np.flatnonzero(np.diff(micro_batch.token_rows)) + 1
+        found = (np.split(one, edges) for one in (micro_batch.token_positions, per_token))
+        for row, positions, own in zip(micro_batch.rows.tolist(), *found, strict=True):
+            rows[row][positions] = own
     return rows

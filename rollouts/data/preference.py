@@ -151,18 +151,11 @@ def split_held_out(
         share = end * min(count, total) // total - len(held_out)  # rounded so that the sum is exact
         held_out += source.good[len(source.good) - share :]
     asked = set(map(prompt_of, held_out))
-    kept = [
-        replace(source, rows=tuple(row for row in source.rows if row is None or prompt_of(row) not in asked))
-        for source in mixture.sources
-    ]
-    training = replace(mixture, sources=tuple(kept))
-    for source in kept:
-        if not source.good:
-            which = f" of {source.name}" if len(kept) > 1 else ""
-            raise DataError(
-                f"{name}.held_out={count} of {total} samples, and all others with the same prompts:"
-                f" none{which} is left to train on"
-            )
+    training = mixture.keep(
+        lambda sample: prompt_of(sample) not in asked,
+        f"{name}.held_out={count} of {total} samples, and all others with the same prompts: none{{}} is left"
+        " to train on",
+    )
     if same_prompt := total - len(held_out) - len(training.samples):
         training = replace(training, dropped={**mixture.dropped, HELD_OUT: same_prompt})
     return training, tuple(held_out)
