@@ -14,10 +14,9 @@ from itertools import chain, count, islice
 from pathlib import Path
 
 from rollouts.config.tables import NEEDS, DataSourceConfig
-from rollouts.data.messages import RowProblem
 from rollouts.data.mixture import SOURCE_FIELD, Mixture, Source
 from rollouts.data.readers import READERS, FoundRows
-from rollouts.data.rows import BadRow, Row, RowUse, parse_row
+from rollouts.data.rows import Row, RowUse, parse_row
 from rollouts.errors import DataError, RolloutsError
 
 SHOWN = 5  # malformed rows that an error lists
@@ -33,15 +32,15 @@ def read_source(source: DataSourceConfig, *, name: str, use: RowUse = "any") -> 
     source that cannot be read, has no rows, or has fewer than `size`, malformed ones counted.
     """
     rows: list[Row | None] = []
-    bad: list[BadRow] = []
-    for position, (place, value) in enumerate(islice(_find_rows(source, name), source.size)):
+    bad: list[str] = []
+    for place, value in islice(_find_rows(source, name), source.size):
         row = None
         try:
-            if isinstance(value, RowProblem):
+            if isinstance(value, DataError):
                 raise value
             row = parse_row(value, use, columns=source.columns, system_prompt=source.system_prompt)
-        except RowProblem as problem:
-            bad.append(BadRow(position, place, problem.field, str(problem)))
+        except DataError as problem:
+            bad.append(f"{place}: {problem}")
         rows.append(row)
     if not rows:
         hint = "; a JSONL file has one JSON object per line" if source.kind == "jsonl" else ""

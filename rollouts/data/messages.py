@@ -5,24 +5,12 @@ their form.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from rollouts.errors import DataError, ModelError
 from rollouts.messages import ChatMessage, check_json, checked_messages
-
-
-class RowProblem(DataError):
-    """What makes one row malformed."""
-
-    def __init__(self, sentence: str, field: str | None = None) -> None:
-        """`field`: its place, such as messages[0].content, empty when the row as a whole is wrong; None: the
-        sentence begins with it.
-        """
-        super().__init__(sentence)
-        self.field = re.split(r"[^\w.\[\]]", sentence)[0] if field is None else field
 
 
 @contextmanager
@@ -39,36 +27,36 @@ def parse_messages(messages: object, *, where: str) -> list[ChatMessage]:
     """The chat messages of a row in one form: every content a text, every other key as the row has it (see
     types.checked_message).
 
-    Raises RowProblem, beginning with `where`, that names the message and the key, if `messages` is no list of
+    Raises DataError, beginning with `where`, that names the message and the key, if `messages` is no list of
     chat messages or is empty.
     """
     try:
         return checked_messages(messages, where)
     except ValueError as error:
-        raise RowProblem(str(error)) from error
+        raise DataError(str(error)) from error
 
 
 def parse_tools(tools: object, *, where: str) -> list[dict[str, Any]] | None:
     """The tools of a row, from a list of JSON schemas or its JSON text; None if there are none (null, or an
     empty list).
 
-    Raises RowProblem, beginning with `where`, if it is something else.
+    Raises DataError, beginning with `where`, if it is something else.
     """
     rule = "it must be a list of tools as JSON schemas"
     try:
         value: object = json.loads(tools) if isinstance(tools, str) else tools
         check_json(where, value)
     except json.JSONDecodeError as error:
-        raise RowProblem(f"{where} is text but not JSON ({error}); {rule}") from error
+        raise DataError(f"{where} is text but not JSON ({error}); {rule}") from error
     except (ValueError, RecursionError) as error:
-        raise RowProblem(str(error), where) from error
+        raise DataError(str(error)) from error
     if value is None:
         return None
     if not isinstance(value, list | tuple):
-        raise RowProblem(f"{where} is of type {type(value).__name__}; {rule}")
+        raise DataError(f"{where} is of type {type(value).__name__}; {rule}")
     for index, tool in enumerate(value):
         if not isinstance(tool, Mapping) or not tool:
-            raise RowProblem(
+            raise DataError(
                 f'{where}[{index}] is {tool!r}; a tool is an object such as {{"type": "function", "function":'
                 ' {"name": "…"}}'
             )

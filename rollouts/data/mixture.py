@@ -19,7 +19,6 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from rollouts.data.rows import BadRow
 from rollouts.errors import DataError
 from rollouts.types import IntArray
 
@@ -36,7 +35,7 @@ class Source(Generic[T]):
     name: str  # of the source in a mixture
     weight: float  # relative to the other sources of the mixture
     rows: tuple[T | None, ...]  # None: a hole, which keeps its place and is never drawn
-    bad: tuple[BadRow, ...] = ()  # what is wrong with the malformed ones
+    bad: tuple[str, ...] = ()  # the malformed ones: the place of each and what is wrong with it
 
     @cached_property
     def good(self) -> list[T]:
@@ -75,8 +74,8 @@ class Mixture(Generic[T]):
         return [row for source in self.sources for row in source.good]
 
     def keep(self, wanted: Callable[[T], bool], problem: str) -> Mixture[T]:
-        """The rows that are wanted, and the holes. Raises DataError for a source without a row left: `problem`
-        with " from NAME" for its {}.
+        """The rows that are wanted, and the holes. Raises DataError for a source without a row left:
+        `problem` with " from NAME" for its {}.
         """
         kept = tuple(
             replace(one, rows=tuple(row for row in one.rows if row is None or wanted(row)))

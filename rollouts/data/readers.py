@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 from rollouts.config.plugins import load_function
 from rollouts.config.spelling import did_you_mean
 from rollouts.config.tables import DataSourceConfig, SourceKind
-from rollouts.data.messages import RowProblem
 from rollouts.data.rows import MAX_ROW_BYTES
+from rollouts.errors import DataError
 
 FoundRows = Iterator[tuple[str, Any]]
-"""What a source gave, with its place ("FILE:LINE" or "NAME row NUMBER"); a RowProblem where it cannot be
+"""What a source gave, with its place ("FILE:LINE" or "NAME row NUMBER"); a DataError where it cannot be
 read.
 """
 
@@ -52,7 +52,7 @@ def read_jsonl(source: DataSourceConfig) -> FoundRows:
                     while line and not line.endswith(b"\n"):
                         line = file.readline(MAX_ROW_BYTES)
                     rule = f"the line has more than {MAX_ROW_BYTES} bytes; shorten it or leave it out"
-                    value = RowProblem(rule, "")
+                    value = DataError(rule)
                 elif text.strip():
                     value = _parse_line(line)
                 else:
@@ -65,14 +65,14 @@ def _parse_line(line: bytes) -> Any:
     try:
         text = line.rstrip(b"\r\n").decode("utf-8-sig")
         return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_double_keys)
-    except RowProblem as problem:
+    except DataError as problem:
         return problem
     except UnicodeDecodeError as error:
-        return RowProblem(f"not UTF-8 at byte {error.start} of the line{cut}", "")
+        return DataError(f"not UTF-8 at byte {error.start} of the line{cut}")
     except json.JSONDecodeError as error:
-        return RowProblem(f"not JSON: {error.msg} at column {error.colno}{cut}", "")
+        return DataError(f"not JSON: {error.msg} at column {error.colno}{cut}")
     except (ValueError, RecursionError) as error:
-        return RowProblem(f"not JSON: {error}", "")
+        return DataError(f"not JSON: {error}")
 
 
 def _refuse_constant(text: str) -> NoReturn:
@@ -83,7 +83,7 @@ def _refuse_double_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value: dict[str, Any] = {}
     for key, inner in pairs:
         if key in value:
-            raise RowProblem(f"the key {key!r} stands twice in one object; which one is meant?", key)
+            raise DataError(f"the key {key!r} stands twice in one object; which one is meant?")
         value[key] = inner
     return value
 
@@ -121,9 +121,7 @@ def _decode_row(batch: Any, index: int) -> Any:
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             way_out = f'leave the field out with columns.{name} = "", or convert it'
-            return RowProblem(
-                f"{name} is of type {column.type} and cannot be read ({reason}); {way_out}", name
-            )
+            return DataError(f"{name} is of type {column.type} and cannot be read ({reason}); {way_out}")
     return row
 
 

@@ -20,7 +20,6 @@ import json
 import re
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal
@@ -28,7 +27,8 @@ from typing import Any, Literal
 import numpy as np
 
 from rollouts.config.spelling import did_you_mean, nearest
-from rollouts.data.messages import RowProblem, parse_messages, parse_tools
+from rollouts.data.messages import parse_messages, parse_tools
+from rollouts.errors import DataError
 from rollouts.types import ChatMessage, JSONValue, check_json
 
 Row = dict[str, Any]
@@ -44,19 +44,6 @@ reward models; labelled: KTO.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class BadRow:
-    """One malformed row: where it is and what is wrong with it."""
-
-    position: int  # among all rows of its source, from 0
-    place: str  # its file and line, from 1; or its file, data set or function and its row there, from 0
-    field: str  # dotted, such as messages[0].content; empty when the row as a whole is wrong
-    problem: str  # a sentence
-
-    def __str__(self) -> str:
-        return f"{self.place}: {self.problem}"
-
-
 def parse_row(
     value: object,
     use: RowUse = "any",
@@ -65,11 +52,11 @@ def parse_row(
     system_prompt: str | None = None,
 ) -> Row:
     """What a source gave as a row that is good for its use: columns renamed, values as JSON, the responses of
-    preferences apart from their prompt, the system prompt in place. Raises RowProblem.
+    preferences apart from their prompt, the system prompt in place. Raises DataError.
     """
     if not isinstance(value, Mapping):
         kind = "null" if value is None else f"of type {type(value).__name__}"
-        raise RowProblem(f"the row is {kind}; it must be an object with `prompt` or `messages`", "")
+        raise DataError(f"the row is {kind}; it must be an object with `prompt` or `messages`")
     row = to_json(_take_columns(value, columns or {}))
     if use == "pair" or use == "labelled":
         row = _split_responses(row, use)
@@ -79,18 +66,14 @@ def parse_row(
         close = next((found for key in row if (found := nearest(key, turns))), None)
         hint = f"; did you mean {close}?" if close else ""
         rule = f"neither `prompt` nor `messages`; the row has {', '.join(row) or 'no fields'}{hint}"
-        raise RowProblem(rule, "prompt")
+        raise DataError(rule)
     parse_tools(row.get("tools"), where="tools")
     if use == "prompt" and "prompt" not in row:
-        raise RowProblem(
-            "no `prompt`; RL and evaluation rows need one (`messages` alone is for SFT)", "prompt"
-        )
+        raise DataError("no `prompt`; RL and evaluation rows need one (`messages` alone is for SFT)")
     if use == "conversation":
         row_to_conversation(row)
     if len(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode()) > MAX_ROW_BYTES:
-        raise RowProblem(
-            f"the row has more than {MAX_ROW_BYTES} bytes as JSON; shorten it or leave it out", ""
-        )
+        raise DataError(f"the row has more than {MAX_ROW_BYTES} bytes as JSON; shorten it or leave it out")
     for key, messages in asked.items():
         if system_prompt is not None and not any(turn["role"] == "system" for turn in messages):
             row = {**row, key: [ChatMessage(role="system", content=system_prompt), *messages]}
@@ -105,7 +88,7 @@ AS_TEXT = (np.datetime64, np.timedelta64, decimal.Decimal, uuid.UUID, dt.timedel
 
 def to_json(value: object, field: str = "", depth: int = 0) -> Any:
     """`value` as JSON: numpy values as numbers and lists, times as ISO 8601 text, decimals and UUIDs as text.
-    Raises RowProblem for others.
+    Raises DataError for others.
     """
     top = re.split(r"[.\[]", field)[0]
     if isinstance(value, dt.date | dt.time):  # a datetime is a date
@@ -119,29 +102,29 @@ def to_json(value: object, field: str = "", depth: int = 0) -> Any:
             value.encode()
         except UnicodeEncodeError as error:
             problem = f"half a surrogate pair at character {error.start}, which is no text"
-            raise RowProblem(f"{field} has {problem}") from error
+            raise DataError(f"{field} has {problem}") from error
         return value
     if not isinstance(value, Mapping | list | tuple | np.ndarray):
         try:
             check_json(field, value)
         except ValueError as error:
             rule = f'convert it, or leave the field out with columns.{top} = ""'
-            raise RowProblem(f"{error}; {rule}") from error
+            raise DataError(f"{error}; {rule}") from error
         return value
     if depth >= MAX_DEPTH:
-        raise RowProblem(f"more than {MAX_DEPTH} lists and objects inside each other", top)
+        raise DataError(f"{top} has more than {MAX_DEPTH} lists and objects inside each other")
     if not isinstance(value, Mapping):
         return [to_json(inner, f"{field}[{index}]", depth + 1) for index, inner in enumerate(value)]
     for key in value:
         if not isinstance(key, str):
-            raise RowProblem(f"{field or 'the row'} has the key {key!r}; keys must be text", field)
+            raise DataError(f"{field or 'the row'} has the key {key!r}; keys must be text")
     inside = f"{field}." if field else ""
     return {to_json(key, field): to_json(inner, f"{inside}{key}", depth + 1) for key, inner in value.items()}
 
 
 def _take_columns(row: Mapping[str, Any], columns: Mapping[str, str]) -> Row:
     """The row under our names. A field that got another name loses its own; a name of "" leaves a field out.
-    Raises RowProblem.
+    Raises DataError.
     """
     taken = {ours: _look_up(row, theirs) for ours, theirs in columns.items() if theirs}
     moved = {*columns, *columns.values()}
@@ -161,7 +144,7 @@ def _look_up(row: Mapping[str, Any], path: str) -> JSONValue:
             has = f"is {repr(value)[:80]}"
             if isinstance(value, Mapping):
                 has = f"has {', '.join(map(str, value)) or 'no fields'}{did_you_mean(part, map(str, value))}"
-            raise RowProblem(f"there is no {path}: {owner} {has}", path) from error
+            raise DataError(f"there is no {path}: {owner} {has}") from error
     return value
 
 
@@ -169,37 +152,37 @@ def _look_up(row: Mapping[str, Any], path: str) -> JSONValue:
 
 
 def read_prompt(prompt: object) -> list[ChatMessage]:
-    """A prompt as chat messages; text is the user's turn. Raises RowProblem unless every user's turn asks
+    """A prompt as chat messages; text is the user's turn. Raises DataError unless every user's turn asks
     something.
     """
     if prompt is None:
-        raise RowProblem("prompt is null; it must be text or chat messages")
+        raise DataError("prompt is null; it must be text or chat messages")
     if isinstance(prompt, str):
         if not prompt.strip():
-            raise RowProblem("prompt is empty; it must be text or chat messages")
+            raise DataError("prompt is empty; it must be text or chat messages")
         return [ChatMessage(role="user", content=prompt)]
     messages = parse_messages(prompt, where="prompt")
     for index, message in enumerate(messages):
         if message["role"] == "user" and not message["content"].strip():
-            raise RowProblem(f"prompt[{index}].content is empty; a user's turn asks something")
+            raise DataError(f"prompt[{index}].content is empty; a user's turn asks something")
     return messages
 
 
 def row_to_conversation(row: Mapping[str, Any]) -> list[ChatMessage]:
     """The messages that SFT trains on: row["messages"], or the prompt followed by row["answer"] as the
-    assistant's turn. Raises RowProblem if there is no assistant turn to train on.
+    assistant's turn. Raises DataError if there is no assistant turn to train on.
     """
     if "messages" in row:
         messages = parse_messages(row["messages"], where="messages")
         if not any(message["role"] == "assistant" for message in messages):
-            raise RowProblem("messages has no assistant turn; SFT trains on assistant turns")
+            raise DataError("messages has no assistant turn; SFT trains on assistant turns")
         return messages
     if "answer" not in row:
         rule = "an SFT row has messages with an assistant turn, or a prompt and an answer"
-        raise RowProblem(f"no `messages` and no `answer`; {rule}", "answer")
+        raise DataError(f"no `messages` and no `answer`; {rule}")
     if not isinstance(row["answer"], str) or not row["answer"].strip():
         rule = "SFT trains on it, so it must be text that is not empty"
-        raise RowProblem(f"answer is {repr(row['answer'])[:80]}; {rule}")
+        raise DataError(f"answer is {repr(row['answer'])[:80]}; {rule}")
     return [*read_prompt(row["prompt"]), ChatMessage(role="assistant", content=row["answer"])]
 
 
@@ -213,7 +196,7 @@ RESPONSES = {  # by use: the columns that a row must have, the responses first, 
 
 
 def _split_responses(row: Row, use: Literal["pair", "labelled"]) -> Row:
-    """The row with its prompt and its responses apart. Raises RowProblem if one is missing, empty or of
+    """The row with its prompt and its responses apart. Raises DataError if one is missing, empty or of
     another type, the responses answer different prompts, or the label or the margin is of another type.
     """
     needed, rule = RESPONSES[use]
@@ -221,23 +204,21 @@ def _split_responses(row: Row, use: Literal["pair", "labelled"]) -> Row:
         if field not in row:
             close = nearest(field, [key for key in row if key not in needed])
             hint = f'; is it {close}? Then set columns.{field} = "{close}"' if close else ""
-            raise RowProblem(
-                f"no `{field}`; {rule}. The row has {', '.join(row) or 'no fields'}{hint}", field
-            )
+            raise DataError(f"no `{field}`; {rule}. The row has {', '.join(row) or 'no fields'}{hint}")
     first, second = ([*_join(row, field)] for field in (needed if use == "pair" else needed[:1] * 2))
     if first[:-1] != second[:-1]:
         pairs = zip_longest(first[:-1], second[:-1])
         same = next(at for at, (one, other) in enumerate(pairs) if one != other)
         rule = "both must answer the same prompt with their last turn"
-        raise RowProblem(f"chosen and rejected differ in message {same} already; {rule}", "rejected")
+        raise DataError(f"chosen and rejected differ in message {same} already; {rule}")
     if use == "labelled":
         if not isinstance(row["label"], bool):
             rule = "it must be true for a good completion and false for a bad one"
-            raise RowProblem(f"label is {repr(row['label'])[:80]}; {rule}")
+            raise DataError(f"label is {repr(row['label'])[:80]}; {rule}")
         return {**row, "prompt": first[:-1], "completion": first[-1:]}
     if type(row.get("margin")) not in (int, float, type(None)):
         rule = "it must be a number: how much better the chosen response is"
-        raise RowProblem(f"margin is {repr(row['margin'])[:80]}; {rule}")
+        raise DataError(f"margin is {repr(row['margin'])[:80]}; {rule}")
     return {**row, "prompt": first[:-1], "chosen": first[-1:], "rejected": second[-1:]}
 
 
@@ -250,14 +231,14 @@ def _join(row: Row, field: str) -> list[ChatMessage]:
     last, first_role = turns[-1], turns[0]["role"]
     if last["role"] != "assistant":
         rule = "its last turn is the assistant's response"
-        raise RowProblem(f"{field} ends with a turn of the role {last['role']}; {rule}")
+        raise DataError(f"{field} ends with a turn of the role {last['role']}; {rule}")
     if not says_something(last):
-        raise RowProblem(f"{field} is empty, or its last turn says nothing; leave the row out")
+        raise DataError(f"{field} is empty, or its last turn says nothing; leave the row out")
     if row.get("prompt") is None:
         if first_role != "assistant":
             return turns
         rule = f"then {field} must be a whole conversation as chat messages, which begins with a user's turn"
-        raise RowProblem(f"no `prompt`; {rule}", "prompt")
+        raise DataError(f"no `prompt`; {rule}")
     prompt = read_prompt(row["prompt"])
     if first_role == "assistant":
         return [*prompt, *turns]
@@ -265,7 +246,7 @@ def _join(row: Row, field: str) -> list[ChatMessage]:
     if turns[: len(prompt)] == prompt or (isinstance(row["prompt"], str) and row["prompt"].strip() in asked):
         return turns
     rule = "give the response alone, or a whole conversation that begins with the prompt"
-    raise RowProblem(f"{field} begins with a {first_role}'s turn, but not with the row's prompt; {rule}")
+    raise DataError(f"{field} begins with a {first_role}'s turn, but not with the row's prompt; {rule}")
 
 
 def says_something(turn: ChatMessage) -> bool:

@@ -161,8 +161,7 @@ def test_a_parquet_value_that_python_cannot_hold_spoils_its_own_row_alone(tmp_pa
     found = read_source(DataSourceConfig(kind="parquet", path=str(path)), name="rl.data")
     assert [row and row["prompt"] for row in found.rows] == ["p 0", None, "p 2"]
     (bad,) = found.bad
-    assert (bad.place, bad.field) == (f"{path} row 1", "odd")
-    assert f"{path} row 1: odd is of type {seen_as} and cannot be read (" in str(bad)
+    assert bad.startswith(f"{path} row 1: odd is of type {seen_as} and cannot be read (")
     assert prompts(load(kind="parquet", path=path, columns={"odd": ""})) == ["p 0", "p 1", "p 2"]
 
 

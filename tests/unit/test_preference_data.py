@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from rollouts.config.schema import PreferenceTrainingConfig, RunConfig
 from rollouts.config.tables import DataSourceConfig
-from rollouts.data.messages import RowProblem
 from rollouts.data.mixture import Mixture, Source, make_mixture
 from rollouts.data.preference import (
     make_preference_batch,
@@ -26,7 +25,7 @@ from rollouts.data.preference import (
 )
 from rollouts.data.rows import parse_row
 from rollouts.data.sft import prepare_sft_mixture
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, DataError
 from rollouts.preflight.rows import prepare_preferences
 from tests.support.text_tables import read_cells
 from tests.unit.chat_tokenizers import byte_tokenizer, family_tokenizer
@@ -100,27 +99,26 @@ def test_every_usual_shape_of_a_pair_means_the_same(row):
 
 
 MALFORMED = """
-pair | {"chosen": "a", "rejectd": "b"} | rejected | rejectd? Then set columns.rejected = "rejectd"
-pair | {"chosen": "a", "rejected": "b"} | prompt | then chosen must be a whole conversation as chat
-pair | {"prompt": "q", "chosen": " ", "rejected": "c"} | chosen | chosen is empty
-pair | {"prompt": " ", "chosen": "ab", "rejected": "c"} | prompt | prompt is empty
-pair | {"chosen": [ASK], "rejected": [ASK, BAD]} | chosen | chosen ends with a turn of the role user
-pair | {"chosen": [ASK, GOOD], "rejected": [ASK, BAD, ASK, BAD]} | rejected | differ in message 1 already
-pair | {"prompt": "o", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]} | chosen | not with the row's prompt
-pair | {"prompt": "q", "chosen": "ab", "rejected": "c", "margin": true} | margin | margin is True; it
-labelled | {"prompt": "q", "completion": "a"} | label | a KTO row has a prompt, a completion and a label
-labelled | {"prompt": "q", "completion": "a", "label": 1} | label | label is 1; it must be true for a good
-labelled | {"prompt": "q", "completion": "", "label": true} | completion | completion is empty
-labelled | {"completion": "a", "label": true} | prompt | then completion must be a whole conversation
+pair | {"chosen": "a", "rejectd": "b"} | rejectd? Then set columns.rejected = "rejectd"
+pair | {"chosen": "a", "rejected": "b"} | then chosen must be a whole conversation as chat
+pair | {"prompt": "q", "chosen": " ", "rejected": "c"} | chosen is empty
+pair | {"prompt": " ", "chosen": "ab", "rejected": "c"} | prompt is empty
+pair | {"chosen": [ASK], "rejected": [ASK, BAD]} | chosen ends with a turn of the role user
+pair | {"chosen": [ASK, GOOD], "rejected": [ASK, BAD, ASK, BAD]} | differ in message 1 already
+pair | {"prompt": "o", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]} | not with the row's prompt
+pair | {"prompt": "q", "chosen": "ab", "rejected": "c", "margin": true} | margin is True; it
+labelled | {"prompt": "q", "completion": "a"} | a KTO row has a prompt, a completion and a label
+labelled | {"prompt": "q", "completion": "a", "label": 1} | label is 1; it must be true for a good
+labelled | {"prompt": "q", "completion": "", "label": true} | completion is empty
+labelled | {"completion": "a", "label": true} | then completion must be a whole conversation
 """
 
 
-@pytest.mark.parametrize(("form", "row", "field", "said"), read_cells(MALFORMED))
-def test_a_malformed_row_says_what_is_wrong_with_it(form, row, field, said):
-    with pytest.raises(RowProblem) as caught:
+@pytest.mark.parametrize(("form", "row", "said"), read_cells(MALFORMED))
+def test_a_malformed_row_says_what_is_wrong_with_it(form, row, said):
+    with pytest.raises(DataError) as caught:
         parse_row(read_row(row), form)
     assert said in str(caught.value)
-    assert caught.value.field == field
 
 
 def test_a_labelled_row_may_be_a_whole_conversation():
