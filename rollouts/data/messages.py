@@ -44,20 +44,19 @@ def parse_tools(tools: object, *, where: str) -> list[dict[str, Any]] | None:
     """
     rule = "it must be a list of tools as JSON schemas"
     try:
-        value: object = json.loads(tools) if isinstance(tools, str) else tools
+        value: Any = json.loads(tools) if isinstance(tools, str) else tools
         check_json(where, value)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where} is text but not JSON ({error}); {rule}") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(str(error)) from error
-    if value is None:
-        return None
-    if not isinstance(value, list | tuple):
+        is_text = isinstance(error, json.JSONDecodeError)
+        raise DataError(
+            f"{where} is text but not JSON ({error}); {rule}" if is_text else str(error)
+        ) from error
+    if not isinstance(value, list | tuple | None):
         raise DataError(f"{where} is of type {type(value).__name__}; {rule}")
-    for index, tool in enumerate(value):
+    for index, tool in enumerate(value or ()):
         if not isinstance(tool, Mapping) or not tool:
             raise DataError(
                 f'{where}[{index}] is {tool!r}; a tool is an object such as {{"type": "function", "function":'
                 ' {"name": "…"}}'
             )
-    return [dict(tool) for tool in value] or None
+    return [dict(tool) for tool in value or ()] or None
