@@ -36,27 +36,18 @@ class EvaluationResult:
         """Mean reward over the scored samples: the accuracy where rewards are 0 and 1."""
         return math.fsum(sample.reward or 0.0 for sample in self.scored) / len(self.scored)
 
-    def compute_pass_at(self, k: int) -> float | None:
-        """pass@k over the prompts of which k samples were scored; None if there is none, or if rewards are
-        not all 0 and 1.
-
-        The samples of a prompt stand together. See `compute_pass_at_k`.
-        """
-        if any(sample.reward not in (0.0, 1.0) for sample in self.scored):
-            return None
-        size, rewards = self.samples_per_prompt, [sample.reward for sample in self.samples]
-        prompts = [rewards[start : start + size] for start in range(0, len(rewards), size)]
-        outcomes = [[reward == 1.0 for reward in prompt if reward is not None] for prompt in prompts]
-        enough = [answers for answers in outcomes if len(answers) >= k]
-        return compute_mean_pass_at_k(enough, k) if enough else None
-
     def metrics(self, name: str) -> dict[str, float]:
-        """Values for evaluations.jsonl. pass@k is there for k = 2, 4, 8, … up to `samples_per_prompt`."""
-        scored = self.scored
-        values = {f"avg@{self.samples_per_prompt}": self.mean_reward}
-        for power in range(1, self.samples_per_prompt.bit_length()):
-            passed = self.compute_pass_at(2**power)
-            values |= {} if passed is None else {f"pass@{2**power}": passed}
+        """Values for evaluations.jsonl. pass@k is there for k = 2, 4, 8, … up to `samples_per_prompt`, over
+        the prompts of which k samples were scored, where rewards are all 0 and 1 (see `compute_pass_at_k`).
+        """
+        scored, size = self.scored, self.samples_per_prompt
+        values = {f"avg@{size}": self.mean_reward}
+        prompts = [self.samples[start : start + size] for start in range(0, len(self.samples), size)]
+        outcomes = [[one.reward == 1.0 for one in prompt if one.reward is not None] for prompt in prompts]
+        for k in (2**power for power in range(1, size.bit_length())):
+            enough = [answers for answers in outcomes if len(answers) >= k]
+            if enough and {sample.reward for sample in scored} <= {0.0, 1.0}:
+                values[f"pass@{k}"] = compute_mean_pass_at_k(enough, k)
         values |= {
             "prompts": float(self.num_prompts),
             "failed": float(len(self.samples) - len(scored)),
@@ -99,14 +90,13 @@ async def evaluate(
         for index, row in enumerate(rows)
         for sample in make_samples(index, PromptRow(f"row-{index}", 0, row), samples_per_prompt)
     ]
-    done: list[Sample | None] = [None] * len(pending)
+    done: dict[int, Sample] = {}
 
     async def run_one(index: int) -> None:
         done[index] = (await make_trajectory(plan, pending[index])).segments[-1]
 
     await run_all(*(partial(run_one, index) for index in range(len(pending))))
-    samples = tuple(sample for sample in done if sample is not None)
-    assert len(samples) == len(pending), "a held-out prompt was lost"
+    samples = tuple(done[index] for index in range(len(pending)))
     failed = [sample for sample in samples if sample.status is Status.FAILED]
     if len(failed) > max_failed_fraction * len(samples):
         classes = sorted({failure_class_of(sample) for sample in failed})
