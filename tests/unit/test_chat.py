@@ -16,7 +16,7 @@ from rollouts.data.messages import parse_messages, parse_tools
 from rollouts.errors import DataError, ModelError
 from rollouts.types import ChatMessage, Sample
 from tests.support.text_tables import read_cells
-from tests.unit.chat_tokenizers import CHATML, SMOLLM2, byte_tokenizer
+from tests.unit.chat_tokenizers import CHATML, byte_tokenizer
 
 
 def turn(role: str, content: Any, **more: Any) -> Any:
@@ -48,17 +48,6 @@ def test_a_span_begins_after_the_header_and_ends_with_the_end_token():
     assert len(conversation.token_ids) == 25  # and the newline after it
     assert conversation.token_ids[23] == 2
     assert conversation.token_ids.dtype == np.int64
-
-
-@pytest.mark.parametrize("template", [CHATML, SMOLLM2])
-@pytest.mark.parametrize("system", [[], [turn("system", "Be brief.")]])
-def test_every_assistant_turn_is_found(template, system):
-    tokenizer = byte_tokenizer(template)
-    assert taught([*system, *TWO_TURNS], tokenizer) == ["It is 7.<|im_end|>", "4<|im_end|>"]
-    assert [span.index for span in tokenize_conversation([*system, *TWO_TURNS], tokenizer).spans] == [
-        1 + len(system),
-        3 + len(system),
-    ]
 
 
 # --- loss masks ---------------------------------------------------------------------------------------------

@@ -21,10 +21,8 @@ from rollouts.errors import UserFunctionError
 from rollouts.types import Sample
 
 
-def sample(source: str | None, reward: float) -> Sample:
-    return Sample(
-        id=f"{source}-{reward}", prompt="p", reward=reward, metadata={"source": source} if source else {}
-    )
+def sample(source: str, reward: float) -> Sample:
+    return Sample(id=f"{source}-{reward}", prompt="p", reward=reward, metadata={"source": source})
 
 
 def test_statistics_count_samples_and_rewards_of_every_source():

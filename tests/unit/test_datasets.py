@@ -234,15 +234,6 @@ def test_reasoning_gym_rows_have_prompt_answer_and_plain_metadata():
         assert row["metadata"]["expression"] in row["prompt"]
 
 
-def test_composite_mixes_datasets_by_weight_and_says_which_one_made_a_row():
-    chain = {"name": "chain_sum", "weight": 3, "config": {"min_terms": 2, "max_terms": 2}}
-    rows = load(**gym(chain, {"name": "leg_counting"}))
-    made_by = [row["source_dataset"] for row in rows]
-    assert set(made_by) == {"chain_sum", "leg_counting"}
-    assert made_by.count("chain_sum") > made_by.count("leg_counting")
-    assert rows == load(**gym(chain, {"name": "leg_counting"}))
-
-
 WRONG = """
 {"name": "chain_sums"}                               | 'chain_sums' is not one of reasoning-gym's
 {"weight": 1}                                        | None is not one of

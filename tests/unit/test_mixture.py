@@ -16,7 +16,7 @@ from rollouts.config.tables import DataSourceConfig
 from rollouts.data.data_buffer import DataBuffer, PromptRow
 from rollouts.data.datasets import load_sources
 from rollouts.data.held_out import exclude_prompts
-from rollouts.data.mixture import DRAW_PARTS, Mixture, Source, Turns, select_samples
+from rollouts.data.mixture import Mixture, Source, Turns, select_samples
 from rollouts.errors import DataError
 
 
@@ -41,13 +41,6 @@ def assert_within_one(turns: list[int], shares: list[Fraction]) -> None:
 
 
 # --- whose turn it is ---------------------------------------------------------------------------------------
-
-
-def test_turns_of_three_sources_worked_by_hand():
-    # 2 : 1 : 1. Draw 1 is due for all; the first source would be a whole draw behind after 2, the others
-    # after 4. Then the two of them are due, and so on, until all four are handed out and it begins again.
-    turns = Turns([0.5, 0.25, 0.25])
-    assert [turns.take() for _ in range(4)] == [0, 1, 2, 0]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
@@ -128,20 +121,6 @@ def test_a_small_source_has_its_turns_when_weights_change_before_every_batch():
         expected += 8 * share
         assert abs(buffer.drawn_by_source()["small"] - expected) < 1 + 1e-3
     assert buffer.drawn_by_source()["small"] == 80
-
-
-def test_a_source_that_pauses_gives_up_what_it_had_coming():
-    # after 1 draw at 1:1 the second has half a draw coming; when it pauses, the other half a draw too much is
-    # forgiven
-    for before, after, owed in (
-        ([1, 1], [1, 0], [0, 0]),
-        ([1, 1], [3, 1], [-0.5, 0.5]),
-        ([1, 1, 1], [1, 1, 0], [-0.5, 0.5, 0]),
-    ):
-        turns = Turns(before)
-        turns.take()
-        turns.set_weights(after)
-        assert [one / DRAW_PARTS / sum(turns.amounts) for one in turns.owed] == owed
 
 
 @pytest.mark.parametrize(

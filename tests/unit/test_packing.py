@@ -32,13 +32,6 @@ def test_a_shared_prompt_is_computed_once_and_every_response_sees_it_and_itself(
     assert micro.computed_tokens == 5
 
 
-def test_a_pair_of_node_and_target_that_rows_share_is_scored_once():
-    (micro,) = pack([row(1, 2, 3), row(1, 2, 3), row(1, 2, 4)], [mask("001")] * 3)
-    assert micro.input_ids.tolist() == [[1, 2]]
-    assert micro.targets.tolist() == [3, 4]
-    assert len(micro.token_pairs) == 3
-
-
 def test_rows_without_trained_tokens_and_skipped_rows_are_left_out():
     tokens, masks = [row(1, 2), row(1, 3), row(1, 4)], [mask("00"), mask("01"), mask("01")]
     (micro,) = pack(tokens, masks, packed=False, skip_rows=np.asarray([False, True, False]))

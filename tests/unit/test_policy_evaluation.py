@@ -24,7 +24,7 @@ from rollouts.evaluation.policy_metrics import compute_entropy, compute_perplexi
 from rollouts.generation.generate import make_chat_generate
 from rollouts.generation.rollouts import make_samples
 from rollouts.testing.fakes import FakeTokenizer, ScriptedEngine, ScriptedReply
-from rollouts.types import GenerateRequest, Mean, Sample, SamplingParams, Status
+from rollouts.types import Mean, Sample, SamplingParams, Status
 
 INF, NAN = float("inf"), float("nan")
 
@@ -182,16 +182,6 @@ async def test_a_failed_sample_is_counted_and_is_not_part_of_the_mean(autojump_c
     assert metrics["eval/sums/avg@1"] == pytest.approx(5 / 9)
     assert [metrics[f"eval/sums/{name}"] for name in ("prompts", "failed", "truncated/frac")] == [10, 1, 0]
     assert metrics["eval/sums/response_length/mean"] == 3  # "ok" and the stop token
-
-
-async def test_every_prompt_is_asked_samples_per_prompt_times_with_seeds_of_its_own(autojump_clock):
-    seeds: list[int | None] = []
-
-    def script(request: GenerateRequest) -> ScriptedReply:
-        seeds.append(request.sampling.seed)
-        return ScriptedReply()
-
-    assert len((await run(ROWS[:2], script, samples_per_prompt=3)).samples) == len(set(seeds)) == 6
 
 
 def test_pass_at_k_is_over_the_prompts_with_k_scored_samples():

@@ -13,8 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollouts.config.schema import PreferenceTrainingConfig, RunConfig
-from rollouts.config.tables import DataSourceConfig
 from rollouts.data.mixture import Mixture, Source, make_mixture
 from rollouts.data.preference import (
     make_preference_batch,
@@ -25,8 +23,7 @@ from rollouts.data.preference import (
 )
 from rollouts.data.rows import parse_row
 from rollouts.data.sft import prepare_sft_mixture
-from rollouts.errors import ConfigError, DataError
-from rollouts.preflight.rows import prepare_preferences
+from rollouts.errors import DataError
 from tests.support.text_tables import read_cells
 from tests.unit.chat_tokenizers import byte_tokenizer, family_tokenizer
 
@@ -96,6 +93,8 @@ PAIRS = """
 @pytest.mark.parametrize("row", PAIRS.strip().splitlines())
 def test_every_usual_shape_of_a_pair_means_the_same(row):
     assert split_pair(read_row(row)) == SPLIT
+    whole = {"completion": [ASK, GOOD], "label": False}
+    assert split_labelled(whole) == whole | {"prompt": [ASK], "completion": [GOOD]}
 
 
 MALFORMED = """
@@ -119,11 +118,6 @@ def test_a_malformed_row_says_what_is_wrong_with_it(form, row, said):
     with pytest.raises(DataError) as caught:
         parse_row(read_row(row), form)
     assert said in str(caught.value)
-
-
-def test_a_labelled_row_may_be_a_whole_conversation():
-    row = {"prompt": [ASK], "completion": [GOOD], "label": False}
-    assert split_labelled({"completion": [ASK, GOOD], "label": False}) == row
 
 
 # --- tokens -------------------------------------------------------------------------------------------------
@@ -202,32 +196,6 @@ def test_a_batch_has_chosen_and_rejected_in_turn():
     assert [len(row) for row in batch.tokens] == [len(row.token_ids) for one in samples for row in one.rows]
     assert batch.response_lengths.tolist() == [3, 2, 3, 2]
     assert len(make_preference_batch(samples, rows_per_sample=1)) == 2
-
-
-# --- before a run -------------------------------------------------------------------------------------------
-
-DATA = [DataSourceConfig(kind="jsonl", path="unused.jsonl")]
-
-
-def run_config(**section):
-    return RunConfig(
-        preference=PreferenceTrainingConfig.model_validate(
-            {"data": DATA, "steps": 1, "max_length": 99, **section}
-        )
-    )
-
-
-def test_a_stage_prepares_what_its_loss_trains_on():
-    rows = make_mixture([split_pair(row) for row in numbered(3)])
-    prepared = prepare_preferences(run_config(held_out=1), "preference", rows, byte_tokenizer())
-    assert (len(prepared.training.samples), len(prepared.held_out)) == (2, 1)
-    labelled = make_mixture(
-        [split_labelled({"prompt": text, "completion": "a", "label": True}) for text in "xyz"]
-    )
-    kto = prepare_preferences(run_config(loss="kto"), "preference", labelled, byte_tokenizer())
-    assert kto.training.samples[0].desirable
-    with pytest.raises(ConfigError, match=r"no \[reward_model\] table"):
-        prepare_preferences(run_config(), "reward_model", rows, byte_tokenizer())
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=12).filter(lambda ids: len(set(ids)) > 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -78,16 +77,6 @@ def test_a_bad_row_is_named(row, template, error, message):
 
 
 # --- batches ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("num_rows", "batch_size"), [(10, 3), (7, 7), (3, 8), (1, 4)])
-def test_every_row_comes_once_an_epoch(num_rows, batch_size):
-    rows = make_mixture(range(num_rows))
-    drawn = [row for step in range(2 * num_rows) for row in select_samples(rows, batch_size, step, 0)]
-    epochs = [drawn[start : start + num_rows] for start in range(0, len(drawn), num_rows)]
-    assert len(epochs) == 2 * batch_size
-    for epoch in epochs:
-        assert Counter(epoch) == Counter(range(num_rows))
 
 
 def test_the_order_is_the_one_that_older_checkpoints_were_trained_with():
