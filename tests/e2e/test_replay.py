@@ -219,12 +219,3 @@ def test_the_policys_updates_of_ppo_replay_and_the_critics_have_lines(train: Tra
     assert {"value", "return"} <= set(read_token_arrays(run_dir, row))
     stages = [line.split()[3] for line in run_dir.updates_log.read_text().splitlines()]
     assert stages == ["rl.critic", "rl.critic", "rl", "rl"] * 2
-
-
-@pytest.mark.slow
-def test_a_clip_that_depends_on_how_a_batch_was_divided_is_refused_by_name(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    run_dir = train_rl(train, tmp_path, "--rl.loss", "clip_cov")
-    assert replay(run_dir.root, 1) == 2
-    assert "'clip_cov' chooses among the tokens of a micro-batch" in capsys.readouterr().err

@@ -204,27 +204,10 @@ def test_a_tool_call_trains_and_the_tools_and_its_result_do_not():
 )
 def test_tool_calls_train_as_their_template_writes_them(name, expected):
     assert marked(CALLS, family_tokenizer(name)) == expected
-    as_text = [
-        (
-            turn("assistant", tool_calls=[call("weather", '{"city": "Oslo", "days": 2}')])
-            if "tool_calls" in m
-            else m
-        )
-        for m in CALLS
-    ]
-    assert marked(as_text, family_tokenizer(name)) == expected
-    no_content = [{key: value for key, value in m.items() if value != ""} for m in CALLS]
-    assert marked(no_content, family_tokenizer(name)) == expected
-    null_content = [m | {"content": m["content"] or None, "name": None} for m in CALLS]
-    assert marked(null_content, family_tokenizer(name)) == expected
-
-
-@pytest.mark.parametrize("name", ["chatml", "phi3", "phi_4", "plain", "deepseek_r1_distill"])
-def test_a_template_that_leaves_tool_calls_out_is_refused(name):
-    with pytest.raises(DataError, match="does not write every tool call of message 1"):
-        tokenize_conversation(CALLS, family_tokenizer(name))
-    with pytest.raises(DataError, match="does not write every tool call of message 1"):
-        tokenize_prompt(CALLS[:3], family_tokenizer(name))
+    as_text = CALLS[1] | {"tool_calls": [call("weather", '{"city": "Oslo", "days": 2}')]}
+    no_content = {key: value for key, value in CALLS[1].items() if value != ""}
+    for other in (as_text, no_content, CALLS[1] | {"content": None, "name": None}):
+        assert marked([CALLS[0], other, *CALLS[2:]], family_tokenizer(name)) == expected
 
 
 def test_a_template_that_would_write_arguments_in_the_notation_of_python_is_given_their_text():
@@ -233,14 +216,6 @@ def test_a_template_that_would_write_arguments_in_the_notation_of_python_is_give
     template = CHATML.replace("message['content'] +", f"message['content'] + {written} +")
     messages = [turn("user", "{'a': 'é'}"), turn("assistant", tool_calls=[call("f", {"a": "é", "b": None})])]
     assert marked(messages, byte_tokenizer(template)).endswith('⟦f{"a": "é", "b": null}<|im_end|>⟧\n')
-
-
-@pytest.mark.parametrize("name", ["chatml", "gemma", "deepseek_v3", "phi3", "plain"])
-def test_a_template_that_leaves_the_tools_out_is_refused(name):
-    with pytest.raises(DataError, match="the row has tools, and the chat template does not write them"):
-        tokenize_conversation(TALK, family_tokenizer(name), tools=[WEATHER])
-    with pytest.raises(DataError, match="the row has tools, and the chat template does not write them"):
-        render_prompt("Oslo?", family_tokenizer(name), tools=[WEATHER])
 
 
 # --- thinking -----------------------------------------------------------------------------------------------
@@ -281,43 +256,29 @@ def test_a_template_that_forgets_earlier_thinking_lets_only_the_last_answer_trai
     )
 
 
-def test_a_template_that_opens_thinking_and_never_writes_it_is_refused():
-    choices: list[dict[str, Any]] = [{}, {"train_on": "last"}]
-    for options in choices:
-        with pytest.raises(
-            ModelError,
-            match=(
-                r"writes another header before message [13] than it does for generation .*'<think>\\n'"
-                r" against"
-            ),
-        ):
-            tokenize_conversation(TALK, family_tokenizer("deepseek_r1_distill"), **options)
+# --- what is refused, and the parameters of a template ------------------------------------------------------
+
+THINKS = TALK[1] | {"reasoning_content": "three, four"}
+INLINE = turn("assistant", "<think>\nR\n</think>\n\nA1")
+HEADER = r"writes another header before message {} than it does for generation .*'{}"
+REFUSED: list[tuple[str, str, list[Any], dict[str, Any]]] = [
+    ("every tool call of message 1", "chatml phi3 phi_4 plain deepseek_r1_distill", CALLS, {}),
+    ("the row has tools, and the", "chatml gemma deepseek_v3 phi3 plain", TALK, {"tools": [WEATHER]}),
+    (HEADER.format("1", r"<think>\\n'"), "deepseek_r1_distill", TALK, {}),
+    (HEADER.format("3", r"<think>\\n'"), "deepseek_r1_distill", TALK, {"train_on": "last"}),
+    (HEADER.format("2", r"Be brief\."), "mistral_v2v3 mistral_v3_tekken", [SYSTEM, *TALK], {}),
+    (r"thinking \(reasoning_content\) of message 1.*remove", " ".join(TALKS), [TALK[0], THINKS], {}),
+    ("thinking at the beginning of the content of message 1", "deepseek_v3", [TALK[0], INLINE], {}),
+]
 
 
-@pytest.mark.parametrize("name", sorted(TALKS))
-def test_thinking_that_a_template_would_leave_out_is_refused(name):
-    thoughtful = [
-        TALK[0],
-        {**TALK[1], "reasoning_content": "three, four"},
-        TALK[2],
-        {**TALK[3], "content": "<think>two, two</think>\n\n4"},
-    ]
-    with pytest.raises(
-        DataError,
-        match=r"does not write the thinking \(reasoning_content\) of message 1.*remove it",
-    ):
-        tokenize_conversation(thoughtful, family_tokenizer(name))
-
-
-# --- what a template refuses, and its parameters ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["mistral_v2v3", "mistral_v3_tekken"])
-def test_a_system_prompt_that_moves_to_the_last_question_is_refused(name):
-    with pytest.raises(
-        ModelError, match=r"writes another header before message 2 than it does for generation .*'Be brief\."
-    ):
-        tokenize_conversation([SYSTEM, *TALK], family_tokenizer(name))
+@pytest.mark.parametrize(
+    ("problem", "name", "messages", "options"),
+    [(said, name, messages, options) for said, names, messages, options in REFUSED for name in names.split()],
+)
+def test_what_would_not_train_as_the_row_says_is_refused(problem, name, messages, options):
+    with pytest.raises((DataError, ModelError), match=problem):
+        tokenize_conversation(messages, family_tokenizer(name), **options)
 
 
 def test_parameters_reach_the_template():
@@ -373,19 +334,6 @@ def test_content_in_the_thinking_does_not_hide_the_end():
 
 
 # --- content that a template leaves out ---------------------------------------------------------------------
-
-INLINE = [turn("user", "Q1"), turn("assistant", "<think>\nR\n</think>\n\nA1")]
-
-
-def test_thinking_in_the_content_that_a_template_drops_is_refused():
-    with pytest.raises(
-        DataError,
-        match=(
-            r"does not write the thinking at the beginning of the content of message"
-            r" 1.*'<think>"
-        ),
-    ):
-        tokenize_conversation(INLINE, family_tokenizer("deepseek_v3"))
 
 
 @pytest.mark.parametrize("content", ["<think>\nR\n</think>\n\nA1", "<think>R</think>A1"])
