@@ -4,6 +4,7 @@ prompts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,8 +44,7 @@ def compute_bootstrap_interval(
     prompt are alike. One value gives an interval of width 0, which says nothing. Source: Efron 1979. Raises
     ValueError if there is no value, one is not finite, confidence is not inside (0, 1), or num_resamples < 1.
     """
-    numbers = _check(values, confidence, num_resamples)
-    return _resample(numbers[None], seed, confidence, num_resamples)[0][0]
+    return _resample([values], seed, confidence, num_resamples)[0][0]
 
 
 def compare_policies(
@@ -57,26 +57,29 @@ def compare_policies(
     the interval of the difference much narrower than those of the means suggest. Raises ValueError on lengths
     that differ and what `compute_bootstrap_interval` raises.
     """
-    one, other = _check(first, confidence, num_resamples), _check(second, confidence, num_resamples)
-    if len(one) != len(other):
+    one, other = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    if one.shape != other.shape:
         raise ValueError(
-            f"{len(one)} values of the first policy, {len(other)} of the second; both must be on the same"
+            f"{one.size} values of the first policy, {other.size} of the second; both must be on the same"
             " prompts, in the same order"
         )
-    rows = np.stack([one, other, other - one])
-    intervals, means = _resample(rows, seed, confidence, num_resamples)
+    intervals, means = _resample([one, other, other - one], seed, confidence, num_resamples)
     is_better = float((means[2] > 0).mean() + 0.5 * (means[2] == 0).mean())
     return PolicyComparison(*intervals, second_is_better=is_better, num_prompts=len(one))
 
 
-def _check(values: ArrayLike, confidence: float, num_resamples: int) -> NDArray[np.float64]:
-    numbers = np.asarray(values, np.float64)
-    if numbers.ndim != 1 or len(numbers) == 0:
-        raise ValueError(f"values have shape {numbers.shape}; they must be [P] with P at least 1")
-    bad = np.flatnonzero(~np.isfinite(numbers))
-    if len(bad):
+def _resample(
+    values: Sequence[ArrayLike], seed: int, confidence: float, num_resamples: int
+) -> tuple[list[Interval], NDArray[np.float64]]:
+    """The interval of each of the values [R, P], and the means [R, num_resamples] that it is of, each over P
+    columns drawn with replacement, the same ones for all rows.
+    """
+    rows = np.asarray(values, np.float64)
+    if rows.ndim != 2 or not rows.size:
+        raise ValueError(f"values have shape {rows.shape[1:]}; they must be [P] with P at least 1")
+    for row, column in np.argwhere(~np.isfinite(rows)):
         raise ValueError(
-            f"values[{bad[0]}] is {numbers[bad[0]]}; every value must be finite: leave out what failed, and"
+            f"values[{column}] is {rows[row, column]}; every value must be finite: leave out what failed, and"
             " say how much it was"
         )
     if not 0 < confidence < 1 or num_resamples < 1:
@@ -84,15 +87,6 @@ def _check(values: ArrayLike, confidence: float, num_resamples: int) -> NDArray[
             f"confidence={confidence}, num_resamples={num_resamples}; the rule is 0 < confidence < 1 and at"
             " least 1 resample"
         )
-    return numbers
-
-
-def _resample(
-    rows: NDArray[np.float64], seed: int, confidence: float, num_resamples: int
-) -> tuple[list[Interval], NDArray[np.float64]]:
-    """The interval of each row of rows [R, P], and the means [R, num_resamples] that it is of, each over P
-    columns drawn with replacement, the same ones for all rows.
-    """
     generator, count = np.random.default_rng(seed), rows.shape[1]
     step = max(CHUNK // count, 1)
     parts = [
