@@ -21,8 +21,7 @@ from typing import Any, Literal, Protocol, cast
 import numpy as np
 
 from rollouts.config.spelling import did_you_mean
-from rollouts.data.messages import parse_messages
-from rollouts.data.rows import says_something
+from rollouts.data.rows import parse_messages, says_something
 from rollouts.errors import DataError, ModelError
 from rollouts.messages import JSONValue, parse_tool_arguments
 from rollouts.types import BoolArray, ChatMessage, IntArray

@@ -19,9 +19,8 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
-from rollouts.data.messages import naming
 from rollouts.data.mixture import SOURCE_FIELD, Mixture, Turns, make_mixture, parse_weights
-from rollouts.data.rows import Row, parse_row
+from rollouts.data.rows import Row, naming, parse_row
 from rollouts.errors import DataError
 from rollouts.types import IntArray, JSONValue
 

@@ -6,9 +6,8 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rollouts.data.messages import parse_messages
 from rollouts.data.mixture import Mixture
-from rollouts.data.rows import Row, read_prompt
+from rollouts.data.rows import Row, parse_messages, read_prompt
 from rollouts.types import ChatMessage
 
 

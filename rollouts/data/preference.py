@@ -24,9 +24,8 @@ from rollouts.data.chat import (
     compute_loss_mask,
     tokenize_conversation,
 )
-from rollouts.data.messages import naming, parse_tools
 from rollouts.data.mixture import Mixture
-from rollouts.data.rows import Row
+from rollouts.data.rows import Row, naming, parse_tools
 from rollouts.data.sft import NO_TOKENS, SFTSample, make_sft_batch, prepare_samples
 from rollouts.errors import DataError
 from rollouts.types import RolloutBatch

@@ -19,7 +19,8 @@ import decimal
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal
@@ -27,8 +28,8 @@ from typing import Any, Literal
 import numpy as np
 
 from rollouts.config.spelling import did_you_mean, nearest
-from rollouts.data.messages import parse_messages, parse_tools
-from rollouts.errors import DataError
+from rollouts.errors import DataError, ModelError
+from rollouts.messages import checked_messages
 from rollouts.types import ChatMessage, JSONValue, check_json
 
 Row = dict[str, Any]
@@ -42,6 +43,16 @@ RowUse = Literal["any", "prompt", "conversation", "pair", "labelled"]
 """prompt: RL and evaluation generate from it; conversation: SFT trains on it; pair: preference losses and
 reward models; labelled: KTO.
 """
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Puts `where` before the message of a DataError or ModelError that is raised inside."""
+    try:
+        yield
+    except (DataError, ModelError) as error:
+        kind = ModelError if isinstance(error, ModelError) else DataError
+        raise kind(f"{where}: {error}") from error
 
 
 def parse_row(
@@ -149,6 +160,45 @@ def _look_up(row: Mapping[str, Any], path: str) -> JSONValue:
 
 
 # --- prompts and conversations ------------------------------------------------------------------------------
+
+
+def parse_messages(messages: object, *, where: str) -> list[ChatMessage]:
+    """The chat messages of a row in one form: every content a text, every other key as the row has it (see
+    types.checked_message).
+
+    Raises DataError, beginning with `where`, that names the message and the key, if `messages` is no list of
+    chat messages or is empty.
+    """
+    try:
+        return checked_messages(messages, where)
+    except ValueError as error:
+        raise DataError(str(error)) from error
+
+
+def parse_tools(tools: object, *, where: str) -> list[dict[str, Any]] | None:
+    """The tools of a row, from a list of JSON schemas or its JSON text; None if there are none (null, or an
+    empty list).
+
+    Raises DataError, beginning with `where`, if it is something else.
+    """
+    rule = "it must be a list of tools as JSON schemas"
+    try:
+        value: Any = json.loads(tools) if isinstance(tools, str) else tools
+        check_json(where, value)
+    except (ValueError, RecursionError) as error:
+        is_text = isinstance(error, json.JSONDecodeError)
+        raise DataError(
+            f"{where} is text but not JSON ({error}); {rule}" if is_text else str(error)
+        ) from error
+    if not isinstance(value, list | tuple | None):
+        raise DataError(f"{where} is of type {type(value).__name__}; {rule}")
+    for index, tool in enumerate(value or ()):
+        if not isinstance(tool, Mapping) or not tool:
+            raise DataError(
+                f'{where}[{index}] is {tool!r}; a tool is an object such as {{"type": "function", "function":'
+                ' {"name": "…"}}'
+            )
+    return [dict(tool) for tool in value or ()] or None
 
 
 def read_prompt(prompt: object) -> list[ChatMessage]:

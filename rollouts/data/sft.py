@@ -15,9 +15,8 @@ from rollouts.data.chat import (
     compute_loss_mask,
     tokenize_conversation,
 )
-from rollouts.data.messages import naming, parse_tools
 from rollouts.data.mixture import Mixture, Source
-from rollouts.data.rows import Row, row_to_conversation
+from rollouts.data.rows import Row, naming, parse_tools, row_to_conversation
 from rollouts.errors import DataError
 from rollouts.types import BoolArray, IntArray, RolloutBatch
 

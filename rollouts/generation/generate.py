@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rollouts.data.chat import DEFAULT_OPTIONS, ChatTokenizer, TemplateOptions, tokenize_prompt
-from rollouts.data.messages import parse_tools
+from rollouts.data.rows import parse_tools
 from rollouts.protocols import GenerateFn, InferenceEngine
 from rollouts.types import Completion, FinishReason, GenerateRequest, IntArray, Sample, SamplingParams, Status
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from rollouts.data.chat import DEFAULT_OPTIONS, TemplateOptions, tokenize_prompt
 from rollouts.data.data_buffer import PromptRow
-from rollouts.data.messages import parse_tools
+from rollouts.data.rows import parse_tools
 from rollouts.errors import ConfigError, NotEnoughSamples, PlugInError, RolloutsError, UserFunctionError
 from rollouts.generation.generate import GenerationTokenizer, append_completion
 from rollouts.generation.samples import (

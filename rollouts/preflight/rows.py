@@ -17,14 +17,13 @@ from rollouts.config.schema import RunConfig
 from rollouts.data.chat import ChatTokenizer, TemplateOptions, render_prompt, tokenize_prompt
 from rollouts.data.datasets import load_sources
 from rollouts.data.held_out import exclude_prompts, unique_prompts
-from rollouts.data.messages import naming, parse_tools
 from rollouts.data.mixture import Mixture
 from rollouts.data.preference import (
     PreferenceSample,
     prepare_preference_mixture,
     split_held_out,
 )
-from rollouts.data.rows import Row, RowUse
+from rollouts.data.rows import Row, RowUse, naming, parse_tools
 from rollouts.data.sft import SFTSample, prepare_sft_mixture
 from rollouts.errors import ConfigError
 from rollouts.preflight.findings import Findings, note, reporting

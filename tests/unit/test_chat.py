@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rollouts.data.chat import compute_loss_mask, render_prompt, tokenize_conversation
-from rollouts.data.messages import parse_messages, parse_tools
+from rollouts.data.rows import parse_messages, parse_tools
 from rollouts.errors import DataError, ModelError
 from rollouts.types import ChatMessage, Sample
 from tests.support.text_tables import read_cells
