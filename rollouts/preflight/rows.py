@@ -15,8 +15,7 @@ from typing import Any
 from rollouts.config.modes import stage_config
 from rollouts.config.schema import RunConfig
 from rollouts.data.chat import ChatTokenizer, TemplateOptions, render_prompt, tokenize_prompt
-from rollouts.data.datasets import load_sources
-from rollouts.data.held_out import exclude_prompts, unique_prompts
+from rollouts.data.datasets import exclude_prompts, load_sources, unique_prompts
 from rollouts.data.mixture import Mixture
 from rollouts.data.preference import (
     PreferenceSample,

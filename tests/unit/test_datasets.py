@@ -16,8 +16,13 @@ from typing import Any
 import pytest
 
 from rollouts.config.tables import DataSourceConfig
-from rollouts.data.datasets import load_sources, read_source
-from rollouts.data.held_out import exclude_prompts, find_asked_prompts, unique_prompts
+from rollouts.data.datasets import (
+    exclude_prompts,
+    find_asked_prompts,
+    load_sources,
+    read_source,
+    unique_prompts,
+)
 from rollouts.data.mixture import make_mixture
 from rollouts.data.rows import row_to_conversation
 from rollouts.errors import DataError

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from rollouts.config.tables import DataSourceConfig
 from rollouts.data.data_buffer import DataBuffer, PromptRow
-from rollouts.data.datasets import load_sources
-from rollouts.data.held_out import exclude_prompts
+from rollouts.data.datasets import exclude_prompts, load_sources
 from rollouts.data.mixture import Mixture, Source, Turns, select_samples
 from rollouts.errors import DataError
 
