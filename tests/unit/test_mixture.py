@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from rollouts.config.tables import DataSourceConfig
 from rollouts.data.data_buffer import DataBuffer, PromptRow
 from rollouts.data.datasets import exclude_prompts, load_sources
-from rollouts.data.mixture import Mixture, Source, Turns, select_samples
+from rollouts.data.mixture import Mixture, Source, select_samples
 from rollouts.errors import DataError
 
 
@@ -37,18 +36,6 @@ def assert_within_one(turns: list[int], shares: list[Fraction]) -> None:
         counts[index] += 1
         away = [abs(count - share * turn) for count, share in zip(counts, shares, strict=True)]
         assert max(away) < 1, (turn, counts)
-
-
-# --- whose turn it is ---------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
-@settings(max_examples=150, deadline=None)
-def test_after_any_draw_every_source_is_within_one_of_its_share(amounts: list[int]):
-    turns = Turns(amounts)
-    taken = [turns.take() for _ in range(sum(amounts))]
-    assert_within_one(taken, [Fraction(amount, sum(amounts)) for amount in amounts])
-    assert Counter(taken) == dict(enumerate(amounts))
 
 
 # --- the buffer ---------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from rollouts.data.mixture import Mixture, Source, make_mixture
 from rollouts.data.preference import (
-    make_preference_batch,
     mismatch_completions,
     prepare_preference_mixture,
     prompt_of,
@@ -188,14 +187,6 @@ def test_every_source_gives_its_share_of_what_is_held_out():
     assert [len(source.rows) for source in training.sources] == [4, 3]
     assert training.sources[1].rows[2] is None
     assert len(training.samples) + len(held_out) == 9
-
-
-def test_a_batch_has_chosen_and_rejected_in_turn():
-    samples = pairs(*numbered(2)).samples
-    batch = make_preference_batch(samples)
-    assert [len(row) for row in batch.tokens] == [len(row.token_ids) for one in samples for row in one.rows]
-    assert batch.response_lengths.tolist() == [3, 2, 3, 2]
-    assert len(make_preference_batch(samples, rows_per_sample=1)) == 2
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=12).filter(lambda ids: len(set(ids)) > 1))
