@@ -13,70 +13,77 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import httpx
+import torch
 import trio
 
+from rollouts.backends.fsdp import FSDPTrainingBackend, open_fsdp_backend
+from rollouts.backends.open import choose_autocast_dtype, open_pytorch_backend
+from rollouts.backends.pytorch import PyTorchTrainingBackend
+from rollouts.checkpoints.writer import CheckpointWriter, Keep, open_checkpoint_writer
 from rollouts.config.load import training_digest
 from rollouts.config.modes import stage_config
 from rollouts.config.schema import RunConfig
+from rollouts.config.tables import SamplingConfig
 from rollouts.data.chat import TemplateOptions
-from rollouts.data.mixture import Mixture
-from rollouts.data.sft import SFTSample
+from rollouts.engines.local import open_local_engine
 from rollouts.engines.open import read_api_key
 from rollouts.errors import ConfigError
+from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.algorithm import count_updates
 from rollouts.loops.stopping import Stop
 from rollouts.metrics.spans import SpanRecorder
-from rollouts.preflight.functions import Functions, weigh
-from rollouts.preflight.rows import PreparedPreferences, Rows
+from rollouts.models.load import load_hf_model
+from rollouts.preflight.checks import PreparedRun
+from rollouts.preflight.functions import weigh
+from rollouts.preflight.reward_models import CRITIC as CRITIC_MODEL
+from rollouts.preflight.reward_models import REWARD, check_tokens, find_scalar_model
 from rollouts.protocols import (
+    GenerateFn,
     InferenceEngine,
     LogProbScorer,
     MetricsLogger,
     RewardFn,
     SyncWeights,
 )
-from rollouts.run_dir import RunDir
+from rollouts.ranks.meet import OpenRanks
+from rollouts.reference.moving import REFERENCE, UpdateRule, open_moving_reference
+from rollouts.reference.score import open_frozen_reference
+from rollouts.reference.server import open_server_reference
+from rollouts.rewards.reward_model import add_model_reward, open_model_reward
+from rollouts.types import SamplingParams
+from rollouts.weight_sync.open import choose_tolerance, open_synced_fleet
+from rollouts.weight_sync.probe import make_probe
+from rollouts.weight_sync.snapshots import DiskSnapshots
+from rollouts.weight_sync.sync import WeightSync
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
-
-    from rollouts.backends.fsdp import FSDPTrainingBackend
-    from rollouts.backends.pytorch import PyTorchTrainingBackend
-    from rollouts.checkpoints.writer import CheckpointWriter, Keep
-    from rollouts.ranks.meet import OpenRanks
-
-    Backend = PyTorchTrainingBackend | FSDPTrainingBackend
-
+Backend = PyTorchTrainingBackend | FSDPTrainingBackend
 HELD_OUT = "heldout"
 CRITIC = "critic"  # the folder of a checkpoint that holds the critic
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What every stage reads."""
+@dataclass(kw_only=True)
+class Run(PreparedRun):
+    """What every stage reads; the functions are where they run."""
 
-    config: RunConfig
-    run_dir: RunDir
-    rows: Rows
-    conversations: Mixture[SFTSample] | None  # tokenized, where there is an SFT stage
-    preferences: Mapping[str, PreparedPreferences]  # of the stages that train on them
-    functions: Functions
-    tokenizer: Any
-    template: TemplateOptions
     stop_ids: tuple[int, ...]
-    # the directory that the first stage starts from; started servers load it before they get the trainer's
-    # weights
-    base_model: Path
     logger: MetricsLogger
     stop: Stop  # requested by the first SIGINT or SIGTERM
     device: str  # where this process computes: cpu, cuda, or cuda:N where it is one of several
-    ranks: OpenRanks | None = (
-        None  # the processes that train together, of which this is rank 0; None: this one is alone
-    )
+    ranks: OpenRanks | None  # the processes that train together, of which this is rank 0; None: it is alone
     spans: SpanRecorder = field(default_factory=SpanRecorder)  # when what goes on beside the loop was done
+
+    def choose_generate(self) -> GenerateFn:
+        """The user's function, or one chat turn."""
+        options = TemplateOptions(self.config.model.template_params)
+        return self.functions.generate or make_chat_generate(self.tokenizer, options=options)
+
+    def choose_sampling(self, section: SamplingConfig) -> SamplingParams:
+        """How a response is sampled by the settings of `section`."""
+        length, temperature = section.max_new_tokens, section.temperature
+        return SamplingParams(max_new_tokens=length, temperature=temperature, stop_token_ids=self.stop_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,30 +103,33 @@ async def open_stage(run: Run, stage: str, model_path: Path) -> AsyncIterator[St
     """A backend with the weights at `model_path` and a fresh optimizer, and what generates with them: for RL
     as the config says.
     """
-    from rollouts.backends.open import choose_autocast_dtype
-    from rollouts.checkpoints.writer import open_checkpoint_writer
-
+    writing = {"keep": choose_keep(run.config), "warn": warn, "spans": run.spans}
     async with (
         open_backend(run, stage, model_path) as backend,
         open_critic(run, stage, backend, model_path) as critic,
     ):
-        dtype = choose_autocast_dtype(choose_autocast(run.config), run.device)
-        open_engine: Any = nullcontext((None, None))
+        saved = {"": backend} | ({CRITIC: critic} if critic else {})
+        opening: Any = nullcontext((None, None))
         if stage == "rl" and run.config.engine.kind != "local":
-            open_engine = open_servers(run, backend, dtype)
-        elif stage != "reward_model":
-            open_engine = open_embedded(run, stage, backend, dtype, model_path)
-        async with (
-            open_engine as (engine, sync_weights),
-            open_checkpoint_writer(
-                {"": backend} | ({CRITIC: critic} if critic else {}),
-                run.run_dir,
-                stage,
-                config_hash=training_digest(run.config),
-                keep=choose_keep(run.config),
-                warn=warn,
+            paths = {"log_dir": run.run_dir.engine_logs, "snapshot_dir": run.run_dir.weights}
+            opening = open_synced_fleet(
+                run.config.engine,
+                backend,
+                run.base_model,
+                vocab_size=read_vocab_size(backend),
+                trainer_exact=find_autocast_dtype(run) is None,
+                device=run.device,
+                seed=run.config.seed,
+                warn=say,
                 spans=run.spans,
-            ) as checkpoints,
+                **paths,
+            )
+        elif stage != "reward_model":
+            opening = open_embedded(run, stage, backend, model_path)
+        digest = training_digest(run.config)
+        async with (
+            opening as (engine, sync_weights),
+            open_checkpoint_writer(saved, run.run_dir, stage, config_hash=digest, **writing) as checkpoints,
         ):
             yield Stage(stage, backend, critic, engine, sync_weights, checkpoints)
 
@@ -128,8 +138,6 @@ def open_backend(
     run: Run, stage: str, model_path: Path, **changed: Any
 ) -> AbstractAsyncContextManager[Backend]:
     """What trains: this process alone, or all ranks. `changed`: options in place of the stage's."""
-    from rollouts.backends.open import open_pytorch_backend
-
     config, section = run.config, stage_config(run.config, stage)
     rl = config.rl if stage == "rl" else None
     options: dict[str, Any] = {
@@ -150,8 +158,6 @@ def open_backend(
     }
     if run.ranks is None:
         return open_pytorch_backend(model_path, device=run.device, **options)
-    from rollouts.backends.fsdp import open_fsdp_backend
-
     options |= {"channel": run.ranks.channel, "ranks": run.ranks.ranks}
     return open_fsdp_backend(model_path, cpu_offload=config.distributed.cpu_offload, **options)
 
@@ -167,16 +173,14 @@ async def open_critic(
     if config is None:
         yield None
         return
-    from rollouts.preflight import reward_models
-
     path = model_path
     if model_path.parent == run.run_dir.stage_checkpoints(stage):
-        path = model_path / CRITIC  # only this stage's own: another run's model may have brought its critic
+        # only this stage's own: another run's model may have brought its critic
+        path = model_path / CRITIC
     elif config.model:  # in a thread: other ranks take silence for an end
-        find = partial(
-            reward_models.find_scalar_model, run.config, run.run_dir, reward_models.CRITIC, config.model
+        path = await trio.to_thread.run_sync(
+            find_scalar_model, run.config, run.run_dir, CRITIC_MODEL, config.model
         )
-        path = await trio.to_thread.run_sync(find)
     changed = {"head": "scalar", "skip_zero_advantage": False, "device_thread": policy.device_thread}
     async with open_backend(run, stage, path, optim=config.optim, **changed) as critic:
         yield critic
@@ -187,10 +191,13 @@ def choose_autocast(config: RunConfig) -> Literal["off", "bfloat16", "auto"]:
     return "off" if config.deterministic else config.model.autocast
 
 
+def find_autocast_dtype(run: Run) -> torch.dtype | None:
+    """What the trainer multiplies in here; None: float32."""
+    return choose_autocast_dtype(choose_autocast(run.config), run.device)
+
+
 def choose_keep(config: RunConfig) -> Keep:
     """Which checkpoints of a stage stay."""
-    from rollouts.checkpoints.writer import Keep
-
     last = config.output.keep_checkpoints
     return Keep(last, accuracy_key(config) if last and config.eval else None)
 
@@ -216,78 +223,44 @@ def warn(text: str) -> None:
 
 @asynccontextmanager
 async def open_embedded(
-    run: Run, stage: str, backend: Backend, autocast_dtype: torch.dtype | None, model_path: Path
+    run: Run, stage: str, backend: Backend, model_path: Path
 ) -> AsyncIterator[tuple[InferenceEngine, SyncWeights]]:
     """An engine in this process, in the trainer's precision. Where the trainer is several ranks, it has the
     model at `model_path` to itself.
     """
-    from rollouts.engines.local import open_local_engine
-    from rollouts.models.load import load_hf_model
-    from rollouts.weight_sync.open import choose_tolerance
-    from rollouts.weight_sync.probe import make_probe
-    from rollouts.weight_sync.snapshots import DiskSnapshots
-    from rollouts.weight_sync.sync import WeightSync
+    config, dtype, thread = run.config, find_autocast_dtype(run), backend.device_thread
 
-    config = run.config
-
-    def load_copy() -> PreTrainedModel:
+    def load_copy() -> Any:
         model: Any = load_hf_model(model_path)  # transformers types .to narrowly
         return model.to(run.device)
 
     if run.ranks is None:
         model, mode = backend.model, config.engine.mode if stage == "rl" else "shared"
     else:
-        model, mode = await backend.device_thread.submit(load_copy), "given"
+        model, mode = await thread.submit(load_copy), "given"
         if stage == "rl" and config.engine.mode == "shared":
             say("engine.mode='shared', but several ranks share the weights: the engine has a copy on rank 0")
     async with open_local_engine(
         model,
-        device_thread=backend.device_thread,
+        device_thread=thread,
         mode=mode,
         trainer_version=lambda: backend.weight_version,
         max_rows=config.engine.max_rows,
         deterministic=config.deterministic,
         seed=config.seed,
-        autocast_dtype=autocast_dtype,
+        autocast_dtype=dtype,
     ) as engine:
         if engine.path not in ("compiled", "fast"):
             say(engine.describe())
-        tolerance = choose_tolerance(exact=autocast_dtype is None)
-        make_sync = partial(
-            WeightSync,
-            make_probe(engine.features.vocab_size, tolerance=tolerance),
-            keeper=DiskSnapshots(run.run_dir.weights, warn=say),
-            warn=say,
-        )
+        probe = make_probe(engine.features.vocab_size, tolerance=choose_tolerance(exact=dtype is None))
+        keeper = DiskSnapshots(run.run_dir.weights, warn=say)
+        make_sync = partial(WeightSync, probe, keeper=keeper, warn=say)
 
         async def sync_afresh(*arguments: Any, **options: Any) -> Mapping[str, float]:
             # SFT never names a new version, and a WeightSync loads what was proven once no second time
             return await make_sync()(*arguments, **options)
 
         yield engine, make_sync(spans=run.spans) if stage == "rl" else sync_afresh
-
-
-def open_servers(
-    run: Run, backend: Backend, autocast_dtype: torch.dtype | None
-) -> AbstractAsyncContextManager[tuple[InferenceEngine, SyncWeights]]:
-    """A fleet of inference servers, each of them kept at the trainer's version, and brought there again when
-    it comes back.
-    """
-    from rollouts.weight_sync.open import open_synced_fleet
-
-    return open_synced_fleet(
-        run.config.engine,
-        backend,
-        run.base_model,
-        vocab_size=read_vocab_size(backend),
-        trainer_exact=autocast_dtype is None,
-        device=run.device,
-        log_dir=run.run_dir.engine_logs,
-        snapshot_dir=run.run_dir.weights,
-        seed=run.config.seed,
-        warn=say,
-        spans=run.spans,
-    )
 
 
 def read_vocab_size(backend: Backend) -> int:
@@ -308,26 +281,17 @@ async def open_scorer(
     config, rule = run.config.reference, run.config.reference.rule()
     common = scorer_options(run, opened)
     if rule is not None:
-        import torch
-
-        from rollouts.reference.moving import REFERENCE, UpdateRule, open_moving_reference
-
         saved = newest / REFERENCE if newest is not None and (newest / REFERENCE).is_dir() else start
         common |= {"rule": UpdateRule(rule[0], 1.0 - rule[0], rule[1]), "dtype": getattr(torch, config.dtype)}
         async with open_moving_reference(saved, **common) as moving:
             moving.follow(opened.backend, completed_steps)
             yield moving
         return
-    from rollouts.reference.score import open_frozen_reference
-    from rollouts.reference.server import open_server_reference
-
     if config.where == "trainer":
         opening = open_frozen_reference(start, dtype=config.dtype, say=say, **common)
     else:
-        kind = await find_server_kind(config.where)
-        opening = open_server_reference(
-            config.where, kind=kind, vocab_size=read_vocab_size(opened.backend), api_key=read_api_key(kind)
-        )
+        kind, size = await find_server_kind(config.where), read_vocab_size(opened.backend)
+        opening = open_server_reference(config.where, kind=kind, vocab_size=size, api_key=read_api_key(kind))
     async with opening as reference:
         yield reference
 
@@ -345,8 +309,6 @@ async def find_server_kind(url: str) -> Literal["vllm", "sglang"]:
     """What serves the reference: of the two only vLLM tells its version to anybody. Raises ConfigError for a
     server that does not answer.
     """
-    import httpx
-
     try:
         async with httpx.AsyncClient(trust_env=False) as client:
             answer = await client.get(f"{url.rstrip('/')}/version")
@@ -365,16 +327,9 @@ async def open_reward(run: Run, opened: Stage) -> AsyncIterator[RewardFn | None]
     if not config.reward_model:
         yield run.functions.reward
         return
-    from rollouts.preflight.reward_models import REWARD, check_tokens, find_scalar_model
-    from rollouts.reference.score import open_frozen_reference
-    from rollouts.rewards.reward_model import add_model_reward, open_model_reward
-
-    def find() -> Path:
-        path = find_scalar_model(run.config, run.run_dir, REWARD, config.reward_model)
-        check_tokens(path, REWARD, run.tokenizer)
-        return path
-
-    path = await trio.to_thread.run_sync(find)
+    name = config.reward_model
+    path = await trio.to_thread.run_sync(find_scalar_model, run.config, run.run_dir, REWARD, name)
+    await trio.to_thread.run_sync(check_tokens, path, REWARD, run.tokenizer)
     async with (
         open_frozen_reference(path, head="scalar", **scorer_options(run, opened)) as scorer,
         open_model_reward(scorer) as model_reward,

@@ -16,9 +16,10 @@ from rollouts import __version__
 from rollouts.config.modes import stage_config
 from rollouts.crash_points import reach
 from rollouts.errors import StorageError
+from rollouts.evaluation.evaluate import evaluate
 from rollouts.metrics.jsonl import drop_outdated, newest_attempts, read_rows
+from rollouts.models.devices import describe_device
 from rollouts.models.directories import fsync_path
-from rollouts.types import SamplingParams
 
 PAIRS = "pairs"  # the evaluation of held-out preferences
 LABELS = {"base": "base model", "sft": "after SFT", "preference": "after preferences", "rl": "after RL"}
@@ -29,11 +30,7 @@ def is_evaluated(run: Run, stage: str, step: int, name: str = HELD_OUT) -> bool:
     lost, after which an older checkpoint was taken and the step trained again. True when there is nothing to
     evaluate on.
     """
-    if name == PAIRS:
-        held_out = run.preferences[stage].held_out if stage in run.preferences else ()
-    else:
-        held_out = run.rows.held_out
-    if not held_out:
+    if not (run.prepared.list_held_out(stage) if name == PAIRS else run.rows.held_out):
         return True
     rows = drop_outdated(read_rows(run.run_dir.evaluations), read_rows(run.run_dir.metrics))
     return any((row["stage"], row["step"], row.get("name", HELD_OUT)) == (stage, step, name) for row in rows)
@@ -53,9 +50,6 @@ async def evaluate_once(run: Run, opened: Stage, stage: str, step: int) -> None:
     """Evaluates the weights of `stage` after `step` on the held-out prompts, unless the record has it. RL
     brings its engine to them after each step; here every other stage does.
     """
-    from rollouts.evaluation.evaluate import evaluate
-    from rollouts.generation.generate import make_chat_generate
-
     config, engine, reward = run.config.eval, opened.engine, run.functions.eval_reward
     if config is None or engine is None or reward is None or is_evaluated(run, stage, step):
         return
@@ -65,13 +59,9 @@ async def evaluate_once(run: Run, opened: Stage, stage: str, step: int) -> None:
         result = await evaluate(
             run.rows.held_out,
             engine,
-            generate=run.functions.generate or make_chat_generate(run.tokenizer, options=run.template),
+            generate=run.choose_generate(),
             reward=reward,
-            sampling=SamplingParams(
-                max_new_tokens=config.max_new_tokens,
-                temperature=config.temperature,
-                stop_token_ids=run.stop_ids,
-            ),
+            sampling=run.choose_sampling(config),
             samples_per_prompt=config.samples_per_prompt,
             seed=run.config.seed,
             reward_timeout_s=run.config.rl.rollout.reward_timeout_s if run.config.rl else 30.0,
@@ -88,8 +78,6 @@ def write_summary(run: Run, stages: Sequence[str], wall_s: float) -> dict[str, A
     """What summary.json holds, read back from the files that the run left. `wall_s` is of the attempt that
     finished.
     """
-    from rollouts.models.devices import describe_device
-
     evaluations = newest_attempts(read_rows(run.run_dir.evaluations))
     accuracy = {
         row["stage"]: row[accuracy_key(run.config)] for row in evaluations if row.get("name") == HELD_OUT
@@ -137,8 +125,8 @@ def print_report(run: Run, summary: dict[str, Any], console: Console) -> None:
         problems = f"({len(run.rows.held_out)} problems)"
         lines.append(f"held-out accuracy, {label:<{width}}{100 * accuracy:5.1f} %   {problems}")
     for stage, accuracy in summary.get("pair_accuracy", {}).items():
-        held_out = run.preferences.get(stage)  # None: of an attempt with another --mode
-        pairs = f"   ({len(held_out.held_out)} pairs)" if held_out else ""
+        count = len(run.prepared.list_held_out(stage))  # 0: of an attempt with another --mode
+        pairs = f"   ({count} pairs)" if count else ""
         lines.append(f"held-out pairs ranked right, {stage} {100 * accuracy:5.1f} %{pairs}")
     last_stage = f"eval-{summary['mode'].split('+')[-1]}"
     for row in [row for row in read_rows(run.run_dir.samples) if row["stage"] == last_stage][:3]:

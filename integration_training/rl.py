@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from integration_training.opening import Run, Stage, open_reward, open_scorer
 from integration_training.surroundings import completed_steps, surround
+from rollouts.checkpoints.load import load_trainer_state
 from rollouts.crash_points import reach
 from rollouts.data.curriculum import (
     call_curriculum,
@@ -19,28 +19,19 @@ from rollouts.data.curriculum import (
 )
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.errors import CheckpointError
-from rollouts.loops.algorithm import (
-    LoopState,
-    decode_loop_state,
-    encode_loop_state,
-    needs_reference,
-    start_loop_state,
-)
+from rollouts.generation.async_rollout_manager import AsyncRolloutManager
+from rollouts.loops.algorithm import decode_loop_state, encode_loop_state, needs_reference, start_loop_state
+from rollouts.loops.rl import run_rl_training
 from rollouts.loops.steps import EncodeState
 from rollouts.metrics.sample_rows import select_evenly
 from rollouts.protocols import RewardFn
-from rollouts.types import RolloutBatch, SamplingParams
-
-if TYPE_CHECKING:
-    from rollouts.generation.async_rollout_manager import AsyncRolloutManager
+from rollouts.types import RolloutBatch
 
 
 async def train_rl(run: Run, opened: Stage, newest: Path | None, start: Path) -> int:
     """How many steps are complete. Starts after `newest`, a checkpoint of this stage, or from the model at
     `start`, which stays the reference.
     """
-    from rollouts.loops.rl import run_rl_training
-
     config, backend = run.config.rl, opened.backend
     assert config is not None and opened.engine is not None and opened.sync_weights is not None
     opening: Any = nullcontext()
@@ -51,7 +42,18 @@ async def train_rl(run: Run, opened: Stage, newest: Path | None, start: Path) ->
         manager = make_manager(run, opened, buffer, reward)
         batches, loop = CurriculumBatches(run, opened, buffer, manager), start_loop_state(config)
         if newest is not None:
-            loop = restore(newest, buffer, manager, batches)
+            state = load_trainer_state(newest)
+            try:
+                buffer.load_state_dict(state["data_buffer"])
+                manager.load_state_dict(state["rollout_manager"])
+                reach("resume.state_loaded")
+                batches.statistics = decode_statistics(state["curriculum"], buffer.weights)
+                loop = decode_loop_state(state["loop"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{newest}: the state of its RL loop does not read ({error!r}); another version of"
+                    f" rollouts saved it: resume with that one, or begin a new run with --model.name {newest}"
+                ) from error
 
         def hold_state() -> EncodeState:
             drawn, rollouts = buffer.state_dict(), manager.snapshot()
@@ -79,46 +81,19 @@ async def train_rl(run: Run, opened: Stage, newest: Path | None, start: Path) ->
     return completed_steps(newest) + len(history)
 
 
-def restore(
-    newest: Path, buffer: DataBuffer, manager: AsyncRolloutManager, batches: CurriculumBatches
-) -> LoopState:
-    """The loop's state at the checkpoint `newest`; the others change in place. Raises CheckpointError."""
-    from rollouts.checkpoints.load import load_trainer_state
-
-    state = load_trainer_state(newest)
-    try:
-        buffer.load_state_dict(state["data_buffer"])
-        manager.load_state_dict(state["rollout_manager"])
-        reach("resume.state_loaded")
-        batches.statistics = decode_statistics(state["curriculum"], buffer.weights)
-        return decode_loop_state(state["loop"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{newest}: the state of its RL loop does not read ({error!r}); another version of rollouts saved"
-            f" it: resume with that one, or begin a new run with --model.name {newest}"
-        ) from error
-
-
 def make_manager(run: Run, opened: Stage, buffer: DataBuffer, reward: RewardFn | None) -> AsyncRolloutManager:
     """What generates and scores the batches of RL."""
-    from rollouts.generation.async_rollout_manager import AsyncRolloutManager
-    from rollouts.generation.generate import make_chat_generate
-
     config = run.config.rl
     assert config is not None and opened.engine is not None
     return AsyncRolloutManager(
         buffer,
         opened.engine,
-        generate=run.functions.generate or make_chat_generate(run.tokenizer, options=run.template),
+        generate=run.choose_generate(),
         config=config.rollout,
         reward=reward,
         group_reward=run.functions.group_reward,
         filters=run.functions.filters,
-        sampling=SamplingParams(
-            max_new_tokens=config.rollout.max_new_tokens,
-            temperature=config.rollout.temperature,
-            stop_token_ids=run.stop_ids,
-        ),
+        sampling=run.choose_sampling(config.rollout),
         seed=run.config.seed,
         policy_version=lambda: opened.backend.weight_version,
         max_staleness=config.max_staleness,
@@ -136,7 +111,7 @@ class CurriculumBatches:
         self._backend = opened.backend
         self._buffer = buffer
         self._manager = manager
-        self.statistics: Mapping[str, Any] = start_statistics(buffer.weights)
+        self.statistics: Any = start_statistics(buffer.weights)
         self.generating = manager.generating
         self.overlaps = manager.overlaps
         self.engines_updated = manager.engines_updated

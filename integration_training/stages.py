@@ -9,24 +9,33 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import trio
 
-from integration_training.opening import CRITIC, Run, Stage, choose_keep, open_scorer, open_stage, say, warn
+from integration_training.opening import CRITIC, Run, Stage, choose_keep, open_scorer, open_stage, warn
 from integration_training.reports import PAIRS, evaluate_once, evaluate_pairs_once, is_evaluated
 from integration_training.rl import train_rl
 from integration_training.surroundings import completed_steps, surround
+from rollouts.checkpoints.resume import choose_checkpoint
+from rollouts.checkpoints.writer import retain
 from rollouts.config.load import training_digest
 from rollouts.config.modes import stage_config
 from rollouts.crash_points import reach
 from rollouts.data.preference import count_labels
 from rollouts.errors import ConfigError
-from rollouts.preflight.rows import describe_counts
-
-if TYPE_CHECKING:
-    from rollouts.loops.linearised import AsyncRowLoss
-    from rollouts.protocols import LogProbScorer
+from rollouts.loops import preference, reward_model
+from rollouts.loops.linearised import on_thread
+from rollouts.loops.sft import run_sft_training
+from rollouts.losses.row_losses import (
+    compares_with_reference,
+    make_kto_loss,
+    make_pair_loss,
+    make_score_loss,
+    measure_calibration,
+)
+from rollouts.protocols import LogProbScorer
+from rollouts.weight_sync.engine_weights import sync_as_saved
 
 CENTRING = 0.01  # of reward models: weight of (score of chosen + score of rejected)²
 
@@ -35,9 +44,6 @@ async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
     """True when every stage is complete, False when the user stopped the run. Each stage starts from the
     checkpoint of the one before.
     """
-    from rollouts.checkpoints.resume import choose_checkpoint
-    from rollouts.checkpoints.writer import retain
-
     before, config_hash = ("base", 0), training_digest(run.config)
     for index, stage in enumerate(stages):
         total = stage_config(run.config, stage).steps
@@ -75,12 +81,7 @@ async def run_stage(
     complete; every other one where the next begins.
     """
     config, completed = stage_config(run.config, stage), completed_steps(newest)
-    train = {
-        "sft": train_sft,
-        "preference": train_preference,
-        "reward_model": train_reward_model,
-        "rl": train_rl,
-    }[stage]
+    trainers = {"sft": train_sft, "preference": train_preference, "reward_model": train_reward_model}
     async with open_stage(run, stage, newest or start) as opened:
         reach("stage.opened")
         if newest is not None:
@@ -95,8 +96,8 @@ async def run_stage(
             await evaluate_once(run, opened, *before)
         elif completed < config.steps and config.eval_every and completed % config.eval_every == 0:
             await evaluate_once(run, opened, stage, completed)
-        if completed < config.steps or stage in run.preferences:  # whose held-out samples may be left
-            completed = await train(run, opened, newest, start)
+        if completed < config.steps or run.prepared.list_held_out(stage):  # which may be left
+            completed = await (trainers | {"rl": train_rl})[stage](run, opened, newest, start)
         if completed == config.steps and last:
             await evaluate_once(run, opened, stage, completed)
         return completed
@@ -106,37 +107,21 @@ async def sync_at_start(opened: Stage, newest: Path | None, *, trains: bool) -> 
     """Brings the engine to the trainer's weights, or to older ones if `newest` was saved between two updates
     of it and training goes on: what is complete is only evaluated.
     """
-    from rollouts.weight_sync.engine_weights import sync_as_saved
-
-    backend, engine, sync, completed = (
-        opened.backend,
-        opened.engine,
-        opened.sync_weights,
-        completed_steps(newest),
-    )
+    engine, sync, completed = opened.engine, opened.sync_weights, completed_steps(newest)
     assert engine is not None and sync is not None
     if newest is None or not trains:
-        await sync(backend, [engine], completed)
-    elif await sync_as_saved(backend, engine, sync, newest, completed):
-        await backend.load(newest).result()
+        await sync(opened.backend, [engine], completed)
+    elif await sync_as_saved(opened.backend, engine, sync, newest, completed):
+        await opened.backend.load(newest).result()
 
 
 async def train_sft(run: Run, opened: Stage, newest: Path | None, start: Path) -> int:
     """How many steps are complete. Starts after `newest`, a checkpoint of this stage, or from the model at
     `start`.
     """
-    from rollouts.loops.sft import run_sft_training
-
-    config, data = run.config.sft, run.conversations
-    assert config is not None and data is not None
-    row_count = len(run.rows.training["sft"].samples)
-    for what, count in (
-        ("cut at", data.truncated),
-        ("left out: nothing to train on within", sum(data.dropped.values())),
-    ):
-        if count:
-            say(f"sft.data: {count} of {row_count} rows {what} max_length={config.max_length}")
-    history = await run_sft_training(opened.backend, data, config, **surround(run, opened, newest))
+    config, samples = run.config.sft, run.prepared.samples["sft"].training
+    assert config is not None
+    history = await run_sft_training(opened.backend, samples, config, **surround(run, opened, newest))
     return completed_steps(newest) + len(history)
 
 
@@ -147,14 +132,10 @@ async def train_preference(run: Run, opened: Stage, newest: Path | None, start: 
     """How many steps are complete. Starts after `newest`, a checkpoint of this stage, or from the model at
     `start`, which is the reference.
     """
-    from rollouts.loops import preference
-    from rollouts.losses.row_losses import compares_with_reference
-
-    config, backend = run.config.preference, opened.backend
+    config, backend, reference = run.config.preference, opened.backend, None
+    training, held_out = run.prepared.samples["preference"]
     assert config is not None
-    prepared = run.preferences["preference"]
-    training, held_out = prepared.training, prepared.held_out
-    reference: LogProbScorer | None = None
+    good, bad = count_labels(training.samples) if config.loss == "kto" else (0, 0)
     async with AsyncExitStack() as stack:
         if compares_with_reference(config.loss):
             scorer = open_scorer(run, opened, start, newest, lambda: int(backend.statistics()["steps"]))
@@ -166,49 +147,29 @@ async def train_preference(run: Run, opened: Stage, newest: Path | None, start: 
                     if completed_steps(newest) < config.steps:
                         scored = await preference.score_samples(training.samples, config, frozen)
                         training = training.with_samples(scored)
-        both: dict[str, Any] = {"loss": make_preference_loss(run, opened), "reference": reference}
-        return await train_and_measure(
-            run,
-            opened,
-            newest,
-            partial(preference.run_preference_training, backend, training, config, **both),
-            partial(preference.evaluate_preferences, backend, held_out, config, name=PAIRS, **both),
-            reference,
-        )
-
-
-def make_preference_loss(run: Run, opened: Stage) -> AsyncRowLoss:
-    """The loss that [preference] names, on the backend's thread. Raises ConfigError."""
-    from rollouts.loops.linearised import on_thread
-    from rollouts.losses.row_losses import make_kto_loss, make_pair_loss
-
-    config = run.config.preference
-    assert config is not None
-    if config.loss == "kto":
-        good, bad = count_labels(run.preferences["preference"].training.samples)
-        loss = make_kto_loss(config.loss_params, num_desirable=good, num_undesirable=bad)
-    else:
-        loss = make_pair_loss(config.loss, config.loss_params)
-    return on_thread(opened.backend.device_thread.submit, loss)
+        if config.loss == "kto":
+            loss = make_kto_loss(config.loss_params, num_desirable=good, num_undesirable=bad)
+        else:
+            loss = make_pair_loss(config.loss, config.loss_params)
+        both: dict[str, Any] = {
+            "loss": on_thread(backend.device_thread.submit, loss),
+            "reference": reference,
+        }
+        train = partial(preference.run_preference_training, backend, training, config, **both)
+        measure = partial(preference.evaluate_preferences, backend, held_out, config, name=PAIRS, **both)
+        return await train_and_measure(run, opened, newest, train, measure, reference)
 
 
 async def train_reward_model(run: Run, opened: Stage, newest: Path | None, start: Path) -> int:
     """How many steps are complete. Trains a scalar head on the model at `start`, or `newest`."""
-    from rollouts.loops.linearised import on_thread
-    from rollouts.loops.reward_model import evaluate_reward_model, run_reward_model_training
-    from rollouts.losses.row_losses import make_score_loss, measure_calibration
-
-    config, backend, prepared = run.config.reward_model, opened.backend, run.preferences["reward_model"]
+    config, backend = run.config.reward_model, opened.backend
+    training, held_out = run.prepared.samples["reward_model"]
     assert config is not None
     on_backend = partial(on_thread, backend.device_thread.submit)
     loss, calibration = on_backend(make_score_loss(CENTRING)), on_backend(measure_calibration)
-    return await train_and_measure(
-        run,
-        opened,
-        newest,
-        partial(run_reward_model_training, backend, prepared.training, config, loss=loss),
-        partial(evaluate_reward_model, backend, prepared.held_out, measure=calibration, name=PAIRS),
-    )
+    train = partial(reward_model.run_reward_model_training, backend, training, config, loss=loss)
+    measure = partial(reward_model.evaluate_reward_model, backend, held_out, measure=calibration, name=PAIRS)
+    return await train_and_measure(run, opened, newest, train, measure)
 
 
 async def train_and_measure(
@@ -222,10 +183,7 @@ async def train_and_measure(
     """How many steps are complete. Held-out preferences are evaluated by `measure` before the first step,
     every eval_every steps and after the last, unless the record has it.
     """
-    stage, completed = opened.name, completed_steps(newest)
-    config: Any = stage_config(run.config, stage)
-    for line in describe_counts(stage, run.preferences[stage].training, config.max_length):
-        say(line)
+    stage, completed, config = opened.name, completed_steps(newest), stage_config(run.config, opened.name)
 
     async def evaluate_step(step: int) -> None:
         await evaluate_pairs_once(run, opened, step, measure)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from integration_training.opening import Run, Stage
 from integration_training.reports import evaluate_once
+from rollouts.checkpoints.writer import write_into
 from rollouts.config.modes import stage_config
 from rollouts.config.schema import RLTrainingConfig
 from rollouts.loops.steps import EncodeState, StepHooks
-from rollouts.metrics.contributions import UpdateRecord
-from rollouts.metrics.spans import Span
 from rollouts.protocols import LogProbScorer
+from rollouts.reference.moving import REFERENCE, MovingReference
 from rollouts.run_dir import parse_step
+from rollouts.weight_sync.engine_weights import hold_engine_weights
 
 
 def completed_steps(checkpoint: Path | None) -> int:
@@ -36,10 +37,6 @@ def surround(
     a reference that moves and, between two updates of the engine, its weights; the last save ends before the
     loop does, others beside training.
     """
-    from rollouts.checkpoints.writer import write_into
-    from rollouts.reference.moving import REFERENCE, MovingReference
-    from rollouts.weight_sync.engine_weights import hold_engine_weights
-
     section = stage_config(run.config, opened.name)
 
     async def save(step: int, encode: EncodeState) -> None:
@@ -82,16 +79,9 @@ class StageLogger:
         self.log_spans = run.logger.log_spans
 
     async def log_step(
-        self,
-        stage: str,
-        step: int,
-        policy_version: int,
-        metrics: Mapping[str, float],
-        *,
-        updates: Sequence[UpdateRecord] = (),
-        spans: Sequence[Span] = (),
+        self, stage: str, step: int, policy_version: int, metrics: Mapping[str, float], **more: Any
     ) -> None:
+        """The run's log_step, with what is known beside the loop."""
         beside = {**self._opened.checkpoints.take_metrics(), **getattr(self._reference, "metrics", {})}
-        spans = [*spans, *self._run.spans.take()]
-        row = {**metrics, **beside}
-        await self._run.logger.log_step(stage, step, policy_version, row, updates=updates, spans=spans)
+        more["spans"] = [*more.get("spans", ()), *self._run.spans.take()]
+        await self._run.logger.log_step(stage, step, policy_version, {**metrics, **beside}, **more)

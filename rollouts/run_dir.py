@@ -40,60 +40,46 @@ STEP_NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")  # one name for each step
 STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
-@dataclass(frozen=True, slots=True)
+class _Inside:
+    """A path in a run directory. With `own` RunDirError is raised when it is a symbolic link that leads out
+    of it: what is pruned there may be another's.
+    """
+
+    def __init__(self, name: str, *, own: bool = False) -> None:
+        self._name, self._own = name, own
+
+    def __get__(self, run_dir: RunDir, owner: type[RunDir]) -> Path:
+        path = run_dir.root / self._name
+        if self._own:
+            check_inside(run_dir.root, path)
+        return path
+
+
+@dataclass(frozen=True)
 class RunDir:
     """Paths of one run. Makes nothing on disk."""
 
     root: Path
 
-    @property
-    def config(self) -> Path:
-        return self.root / "config.toml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        return self.root / "samples.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.root / "evaluations.jsonl"
-
-    @property
-    def contributions(self) -> Path:
-        return self.root / "contributions.jsonl"
-
-    @property
-    def spans(self) -> Path:
-        return self.root / "spans.jsonl"
-
-    @property
-    def updates_log(self) -> Path:
-        return self.root / "updates.log"
+    config = _Inside("config.toml")
+    metrics = _Inside("metrics.jsonl")
+    samples = _Inside("samples.jsonl")
+    evaluations = _Inside("evaluations.jsonl")
+    contributions = _Inside("contributions.jsonl")
+    spans = _Inside("spans.jsonl")
+    updates_log = _Inside("updates.log")
+    summary = _Inside("summary.json")
+    lock = _Inside("run.lock")
+    checkpoints = _Inside("checkpoints")
+    weights = _Inside("weights", own=True)
+    tokens = _Inside("tokens", own=True)
+    trackers = _Inside("trackers", own=True)
+    engine_logs = _Inside("engines")
 
     @property
     def row_files(self) -> tuple[Path, ...]:
         """The first part of every .jsonl file."""
         return self.metrics, self.samples, self.evaluations, self.contributions, self.spans
-
-    def parts(self, path: Path) -> list[Path]:
-        """The parts of a .jsonl file that exist, in the order in which they were written."""
-        return list_parts(path)
-
-    @property
-    def summary(self) -> Path:
-        return self.root / "summary.json"
-
-    @property
-    def lock(self) -> Path:
-        return self.root / "run.lock"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
 
     def stage_checkpoints(self, stage: str) -> Path:
         """Raises RunDirError for a name that is more than a folder's, or when a symbolic link on the way
@@ -114,47 +100,15 @@ class RunDir:
         check_inside(self.root, path)
         return path
 
-    @property
-    def weights(self) -> Path:
-        """Raises RunDirError when it is a symbolic link that leads out of the run directory: what is pruned
-        there may be another's.
-        """
-        return self._get_own_dir("weights")
-
-    @property
-    def tokens(self) -> Path:
-        """Raises RunDirError like weights."""
-        return self._get_own_dir("tokens")
-
-    @property
-    def trackers(self) -> Path:
-        """Raises RunDirError like weights."""
-        return self._get_own_dir("trackers")
-
-    def _get_own_dir(self, name: str) -> Path:
-        check_inside(self.root, self.root / name)
-        return self.root / name
-
-    @property
-    def engine_logs(self) -> Path:
-        return self.root / "engines"
-
 
 def check_links(run_dir: RunDir) -> None:
     """Raises RunDirError when one of the run's files or directories is a symbolic link that leads out of the
     run directory.
     """
-    rows = [part for path in run_dir.row_files for part in (path, *list_parts(path))]
-    files = (run_dir.config, run_dir.updates_log, run_dir.summary, run_dir.lock)
-    folders = (
-        run_dir.checkpoints,
-        run_dir.weights,
-        run_dir.engine_logs,
-        run_dir.tokens,
-        run_dir.trackers,
-    )
-    for path in (*files, *rows, *folders):
-        check_inside(run_dir.root, path)
+    for name, value in vars(RunDir).items():
+        path = getattr(run_dir, name) if isinstance(value, _Inside) else run_dir.root
+        for part in (path, *list_parts(path)):
+            check_inside(run_dir.root, part)
 
 
 def list_parts(path: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import random
 import re
 
-from integration_training.tasks import Row, keep_mixed, make_each
+from integration_training.tasks import Row, keep_mixed, make_task
 from rollouts.types import RewardResult, Sample
 
 __all__ = ["keep_mixed"]  # the filter of this task
@@ -27,14 +27,13 @@ __all__ = ["keep_mixed"]  # the filter of this task
 NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 
 
-def make_rows(*, size: int, seed: int, largest: int = 99) -> list[Row]:
-    """`size` sums of two whole numbers from 0 to `largest`. Row i depends on (seed, i) alone."""
-    return make_each("arithmetic", size, seed, lambda draw: _make_row(draw, largest))
-
-
-def _make_row(draw: random.Random, largest: int) -> Row:
+def _make_row(draw: random.Random, *, largest: int = 99) -> Row:
+    """A sum of two whole numbers from 0 to `largest`."""
     first, second = draw.randint(0, largest), draw.randint(0, largest)
     return {"prompt": f"{first} + {second} =", "answer": str(first + second)}
+
+
+make_rows = make_task("arithmetic", _make_row)
 
 
 def exact_answer(sample: Sample) -> RewardResult:

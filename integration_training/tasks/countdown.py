@@ -21,33 +21,27 @@ from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 
-from integration_training.tasks import Row, make_each
+from integration_training.tasks import Row, make_task
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
 
-OPERATORS: dict[type[ast.operator], tuple[str, Callable[[Fraction, Fraction], Fraction]]] = {
-    ast.Add: ("+", operator.add),
-    ast.Sub: ("-", operator.sub),
-    ast.Mult: ("*", operator.mul),
-    ast.Div: ("/", operator.truediv),
+OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
 }
 LONGEST_EXPRESSION = 200  # characters; no answer needs more, and a parser given more may be kept busy
 WELL_FORMED_REWARD = 0.1
 
 
-def make_rows(*, size: int, seed: int, count: int = 3, largest: int = 20) -> list[Row]:
-    """`size` solvable puzzles of `count` numbers from 1 to `largest`; `answer` is one solution. Row i depends
-    on (seed, i) alone.
-    """
-    return make_each("countdown", size, seed, lambda draw: _make_row(draw, count, largest))
-
-
-def _make_row(draw: random.Random, count: int, largest: int) -> Row:
+def _make_row(draw: random.Random, *, count: int = 3, largest: int = 20) -> Row:
+    """A solvable puzzle of `count` numbers from 1 to `largest`; `answer` is one solution."""
     while True:
         numbers = [draw.randint(1, largest) for _ in range(count)]
-        expression, value = str(numbers[0]), Fraction(numbers[0])
+        expression = str(numbers[0])
         for number in numbers[1:]:
-            symbol, apply = draw.choice(list(OPERATORS.values()))
-            expression, value = f"({expression} {symbol} {number})", apply(value, Fraction(number))
+            expression = f"({expression} {draw.choice('+-*/')} {number})"
+        value, _ = evaluate(expression)
         if value.denominator == 1 and 0 < value <= 1000 and value not in numbers:
             break
     shown = draw.sample(numbers, len(numbers))
@@ -57,6 +51,9 @@ def _make_row(draw: random.Random, count: int, largest: int) -> Row:
         " the expression only."
     )
     return {"prompt": prompt, "answer": expression[1:-1], "numbers": shown, "target": int(value)}
+
+
+make_rows = make_task("countdown", _make_row)
 
 
 def reaches_target(sample: Sample) -> RewardResult:
@@ -97,7 +94,7 @@ def _value_of(node: ast.expr, used: list[int]) -> Fraction:
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         left = _value_of(node.left, used)
-        return OPERATORS[type(node.op)][1](left, _value_of(node.right, used))
+        return OPERATORS[type(node.op)](left, _value_of(node.right, used))
     raise ValueError(f"{type(node).__name__} is not allowed: only whole numbers, + - * / and brackets")
 
 

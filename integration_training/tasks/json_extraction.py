@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import random
 
-from integration_training.tasks import Row, keep_mixed, make_each
+from integration_training.tasks import Row, keep_mixed, make_task
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
 
 NAMES = """
@@ -34,12 +34,8 @@ SENTENCES = (
 FIELDS = ("name", "age", "job", "city")
 
 
-def make_rows(*, size: int, seed: int) -> list[Row]:
-    """`size` sentences, each with two to four fields to extract. Row i depends on (seed, i) alone."""
-    return make_each("json", size, seed, _make_row)
-
-
 def _make_row(draw: random.Random) -> Row:
+    """A sentence with two to four fields to extract."""
     person = {
         "name": draw.choice(NAMES),
         "age": draw.randint(18, 90),
@@ -51,6 +47,9 @@ def _make_row(draw: random.Random) -> Row:
     sentence = draw.choice(SENTENCES).format(**person)
     prompt = f"{sentence}\nAnswer with a JSON object that has the keys {', '.join(asked)} and nothing else."
     return {"prompt": prompt, "answer": json.dumps({field: person[field] for field in asked}), "asked": asked}
+
+
+make_rows = make_task("json", _make_row)
 
 
 def extracts_fields(sample: Sample) -> RewardResult:

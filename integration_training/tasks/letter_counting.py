@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 import re
 
-from integration_training.tasks import Row, keep_mixed, make_each
+from integration_training.tasks import Row, keep_mixed, make_task
 from rollouts.types import RewardResult, Sample
 
 __all__ = ["keep_mixed"]  # the filter of this task
@@ -34,20 +34,17 @@ kitten ladder
 FINAL_NUMBER = re.compile(r"\d+(?!.*\d)", re.DOTALL)
 
 
-def make_rows(*, size: int, seed: int) -> list[Row]:
-    """`size` questions; a quarter ask for a letter that is not in the word. Row i depends on (seed, i)
-    alone.
-    """
-    return make_each("letters", size, seed, _make_row)
-
-
 def _make_row(draw: random.Random) -> Row:
+    """A question; a quarter ask for a letter that is not in the word."""
     word = draw.choice(WORDS)
     present = draw.random() >= 0.25
     letters = sorted(set(word)) if present else sorted(set("abcdefghijklmnopqrstuvwxyz") - set(word))
     letter = draw.choice(letters)
     prompt = f"How many times does the letter {letter} occur in the word {word}? Answer with the number only."
     return {"prompt": prompt, "answer": str(word.count(letter)), "word": word, "letter": letter}
+
+
+make_rows = make_task("letters", _make_row)
 
 
 def counts_right(sample: Sample) -> RewardResult:

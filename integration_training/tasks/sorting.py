@@ -19,28 +19,23 @@ import random
 import re
 from collections import Counter
 
-from integration_training.tasks import Row, make_each
+from integration_training.tasks import Row, make_task
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
 
 SEPARATED_NUMBERS = re.compile(r"-?\d+(?:\s*,\s*-?\d+)*")
 
 
-def make_rows(*, size: int, seed: int, shortest: int = 3, longest: int = 6, largest: int = 99) -> list[Row]:
-    """`size` lists of `shortest` to `longest` whole numbers from 0 to `largest`. Row i depends on (seed, i)
-    alone.
-    """
-    if not 2 <= shortest <= longest:
-        raise ValueError(f"shortest={shortest}, longest={longest}; it must be 2 <= shortest <= longest")
-    return make_each("sorting", size, seed, lambda draw: _make_row(draw, shortest, longest, largest))
-
-
-def _make_row(draw: random.Random, shortest: int, longest: int, largest: int) -> Row:
+def _make_row(draw: random.Random, *, shortest: int = 3, longest: int = 6, largest: int = 99) -> Row:
+    """A list of `shortest` to `longest` whole numbers from 0 to `largest`."""
     numbers = [draw.randint(0, largest) for _ in range(draw.randint(shortest, longest))]
     prompt = (
         f"Sort these numbers from the smallest to the largest: {_write(numbers)}\nAnswer with the numbers"
         " only, separated by commas."
     )
     return {"prompt": prompt, "answer": _write(sorted(numbers)), "numbers": numbers}
+
+
+make_rows = make_task("sorting", _make_row)
 
 
 def _write(numbers: list[int]) -> str:

@@ -21,7 +21,7 @@ import random
 import re
 from collections.abc import Sequence
 
-from integration_training.tasks import Row, keep_mixed, make_each
+from integration_training.tasks import Row, keep_mixed, make_task
 from rollouts.types import RewardResult, Sample
 
 __all__ = ["keep_mixed"]  # the filter of this task
@@ -46,14 +46,8 @@ SUMMARIES = {  # words: a summary of so many
 }
 
 
-def make_rows(*, size: int, seed: int) -> list[Row]:
-    """`size` stories, each to be told in a given number of words; `answer` is one such summary. Row i depends
-    on (seed, i) alone.
-    """
-    return make_each("summary", size, seed, _make_row)
-
-
 def _make_row(draw: random.Random) -> Row:
+    """A story, to be told in a given number of words; `answer` is one such summary."""
     facts = {
         "animal": draw.choice(ANIMALS),
         "place": draw.choice(PLACES),
@@ -68,6 +62,9 @@ def _make_row(draw: random.Random) -> Row:
         "target_words": target,
         "facts": sorted(facts.values()),
     }
+
+
+make_rows = make_task("summary", _make_row)
 
 
 def fits(sample: Sample) -> RewardResult:
@@ -86,12 +83,11 @@ def win_rates(samples: Sequence[Sample]) -> list[RewardResult]:
     Parts are those of `fits`.
     """
     scores = [fits(sample) for sample in samples]
-    others = len(samples) - 1
+    others = len(scores) - 1
     if others < 1:
         raise ValueError("a preference needs at least two samples")
-    rates = []
-    for index, mine in enumerate(scores):
-        ranks = [(mine.reward > other.reward) + 0.5 * (mine.reward == other.reward) for other in scores]
-        note = f"fits {mine.reward:.2f}, sample {index + 1} of {len(samples)}"
-        rates.append(RewardResult((sum(ranks) - 0.5) / others, mine.parts, note=note))  # not against itself
-    return rates
+    wins = [
+        sum((mine.reward > other.reward) + 0.5 * (mine.reward == other.reward) for other in scores)
+        for mine in scores
+    ]
+    return [RewardResult((won - 0.5) / others, mine.parts) for won, mine in zip(wins, scores, strict=True)]

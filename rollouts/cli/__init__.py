@@ -21,21 +21,13 @@ from rollouts.inspect.terminal import make_safe
 BAD_INPUT = (ConfigError, DataError, ModelError, PlugInError, RunDirError)
 
 
-LOOKING = "rollouts.inspect.options", "add_parser"
-COMMANDS = {  # in the order of --help: the module and the function that add it, and what that takes
-    "init": ("rollouts.cli.settings", "add_init_parser"),
-    "explain": ("rollouts.cli.settings", "add_explain_parser"),
-    "check": ("rollouts.cli.settings", "add_check_parser"),
-    "tail": (*LOOKING, "tail", "run_tail"),
-    "inspect": (*LOOKING, "inspect", "run_inspect"),
-    "samples": (*LOOKING, "samples", "run_samples"),
-    "plot": (*LOOKING, "plot", "run_plot"),
-    "query": (*LOOKING, "query", "run_query"),
-    "report": (*LOOKING, "report", "run_report"),
-    "replay": ("rollouts.replay", "add_parser"),
-    "export-trace": (*LOOKING, "export-trace", "run_export_trace"),
-    "track": (*LOOKING, "track", "run_track", "rollouts.trackers.commands"),
-    "engines": ("rollouts.cli.engines", "add_parser"),
+BEFORE, LOOKING = "rollouts.cli.settings", "rollouts.inspect.options"
+COMMANDS = {  # in the order of --help: the module whose add_parser adds it
+    **dict.fromkeys(("init", "explain", "check"), BEFORE),
+    **dict.fromkeys(("tail", "inspect", "samples", "plot", "query", "report", "export-trace"), LOOKING),
+    "track": LOOKING,
+    "replay": "rollouts.replay",
+    "engines": "rollouts.cli.engines",
 }
 
 
@@ -70,6 +62,6 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rollouts {__version__}")
     parser.set_defaults(takes_settings=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module, function, *words in [COMMANDS[command]] if command in COMMANDS else COMMANDS.values():
-        getattr(importlib.import_module(module), function)(commands, *words)
+    for name in [command] if command in COMMANDS else COMMANDS:
+        importlib.import_module(COMMANDS[name]).add_parser(commands, name)
     return parser

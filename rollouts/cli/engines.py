@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Any, name: str) -> None:
     """Adds `engines` with a subcommand for each kind of server."""
-    engines = commands.add_parser("engines", help="environments for inference servers", allow_abbrev=False)
+    engines = commands.add_parser(name, help="environments for inference servers", allow_abbrev=False)
     kinds = engines.add_subparsers(required=True, metavar="COMMAND")
     for kind, title in (("vllm", "vLLM"), ("sglang", "SGLang")):
         what = f"make a Python environment in which {title} serves on a CPU; a complete one is left alone"

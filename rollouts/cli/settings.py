@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,48 +15,19 @@ from rollouts.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollouts.config.schema import RunConfig
-    from rollouts.preflight.findings import Finding
+    from rollouts.preflight.findings import Findings
+    from rollouts.run_dir import RunDir
 
 
-def add_command(
-    commands: Any, name: str, what: str, run: Callable[..., int], *, takes_settings: bool = False
-) -> Callable[..., Any]:
-    """Adds a command; returns what adds an argument to it."""
-    epilog = "any setting: --section.key value" if takes_settings else None
-    parser = commands.add_parser(name, help=what, description=what, epilog=epilog, allow_abbrev=False)
-    parser.set_defaults(run=run, takes_settings=takes_settings)
-    return parser.add_argument
-
-
-def add_init_parser(commands: Any) -> None:
-    """Adds `init`."""
-    add = add_command(commands, "init", "write a config and a task that run as they are", run_init)
-    add("directory", type=Path, nargs="?", default=Path("task"), metavar="DIR", help="default task")
-    add("--task", default="counting", metavar="NAME", help="which task (default counting)")
-
-
-def add_explain_parser(commands: Any) -> None:
-    """Adds `explain`."""
-    what = "every setting, or one: meaning, type, default, and its value in a config"
-    add = add_command(commands, "explain", what, run_explain, takes_settings=True)
-    for name, meaning in (
-        ("config", "a TOML file; without it the defaults are shown"),
-        ("key", "a setting or table, for example rl.rollout"),
-    ):
-        add(name, nargs="?", default="", metavar=name.upper(), help=meaning)
-
-
-def add_check_parser(commands: Any) -> None:
-    """Adds `check`."""
-    what = "what would stop a run and what it will need; of a run directory, whether its files are whole"
-    add = add_command(commands, "check", what, run_check, takes_settings=True)
-    add("config", type=Path, metavar="CONFIG | RUN", help="a TOML file, or a run directory")
-    add("--mode", metavar="STAGES", help="the stages, joined by + (default: those of the config)")
-    for flag, meaning in (
-        ("--deep", "of a run: read every byte of its checkpoints"),
-        ("--call", "also call the reward, filters and curriculum once, on a made-up sample"),
-    ):
-        add(flag, action="store_true", help=meaning)
+def add_parser(commands: Any, name: str) -> None:
+    """Adds the command `name`, which the function run_NAME of this module does."""
+    known = tomllib.loads(Path(__file__).with_name("commands.toml").read_text("utf-8"))[name]
+    help_, epilog = known["help"], known.get("epilog")
+    parser = commands.add_parser(name, help=help_, description=help_, epilog=epilog, allow_abbrev=False)
+    parser.register("type", "Path", Path)
+    for option in known["options"]:
+        parser.add_argument(*option.pop("names"), **option)
+    parser.set_defaults(run=globals()[f"run_{name}"], takes_settings=epilog is not None)
 
 
 def run_init(arguments: argparse.Namespace) -> int:
@@ -64,9 +36,8 @@ def run_init(arguments: argparse.Namespace) -> int:
     """
     from rollouts.preflight.init import write_task
 
-    written = write_task(arguments.directory, arguments.task)
-    config = written[0]
-    print("\n".join(f"wrote {path}" for path in written))
+    config, source = write_task(arguments.directory, arguments.task)
+    print(f"wrote {config}\nwrote {source}")
     print(f"check it:  python -m rollouts check {config} --call")
     print(f"train it:  python integration_training/train.py --config {config} --mode sft+rl")
     return 0
@@ -77,15 +48,15 @@ def run_explain(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from rollouts.config.explain import explain_config
     from rollouts.config.load import load_with_origins
 
-    words = [word for word in (arguments.config, arguments.key) if word]
-    has_config = bool(words) and (len(words) == 2 or words[0].endswith(".toml") or Path(words[0]).is_file())
-    key = "" if has_config and len(words) == 1 else words[-1] if words else ""
-    if overrides and not has_config:
+    config, key = arguments.config, arguments.key
+    if not (key or config.endswith(".toml") or Path(config).is_file()):
+        config, key = "", config
+    if overrides and not config:
         raise ConfigError(
             f"{overrides[0]}: name the config that it changes: python -m rollouts explain CONFIG KEY"
             f" {overrides[0]} …"
         )
-    values = load_with_origins(words[0], overrides)[1] if has_config else None
+    values = load_with_origins(config, overrides)[1] if config else None
     print(explain_config(key, values), end="", flush=True)
     return 0
 
@@ -96,7 +67,7 @@ def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     from rich.console import Console
 
-    from rollouts.preflight.findings import print_findings
+    from rollouts.preflight.findings import Findings, print_findings
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     if arguments.config.is_dir():
@@ -110,26 +81,28 @@ def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from rollouts.preflight.functions import call_functions
     from rollouts.preflight.run_directory import choose_run_dir
 
-    config = load_config(arguments.config, overrides)
-    stages = parse_mode(arguments.mode) if arguments.mode else list_stages(config)
-    if not stages:
-        tables = ", ".join(f"[{stage}]" for stage in STAGES)
+    config, here, findings = load_config(arguments.config, overrides), Path.cwd(), Findings()
+    mode = arguments.mode or "+".join(list_stages(config))
+    if not mode:
         raise ConfigError(
-            f"{arguments.config}: none of {tables}: there is nothing to train; add one of the tables"
+            f"{arguments.config} has none of the tables {', '.join(STAGES)}: there is nothing to train; add"
+            " one of them"
         )
-    check_mode(config, arguments.mode or "+".join(stages))
+    check_mode(config, mode)
+    stages, run_dir = parse_mode(mode), choose_run_dir(config)
+    check_output(config, run_dir, findings)
     ranks = config.distributed.ranks
-    run = look_at_run(config, stages, choose_run_dir(config), base_dir=Path.cwd(), local_ranks=ranks)
-    findings = [*check_output(config), *run.findings, *(check_servers(config.engine) if config.rl else ())]
+    run = look_at_run(config, stages, run_dir, findings, base_dir=here, local_ranks=ranks)
+    if config.rl:
+        check_servers(config.engine, findings)
     if arguments.call:
-        findings += trio.run(lambda: call_functions(config, stages, run.rows, base_dir=Path.cwd()))
+        trio.run(lambda: call_functions(config, run.functions, run.rows, findings, base_dir=here))
     return print_findings(findings, console)
 
 
-def check_run(root: Path, *, deep: bool) -> list[Finding]:
+def check_run(root: Path, *, deep: bool) -> Findings:
     """What is to be said of a run's files, checkpoints and trackers."""
     from rollouts.preflight.checks import check_written_run
-    from rollouts.preflight.findings import note, reporting
     from rollouts.run_dir import open_run_dir
     from rollouts.trackers.launch import read_state
     from rollouts.trackers.position import position_path
@@ -138,31 +111,25 @@ def check_run(root: Path, *, deep: bool) -> list[Finding]:
     findings = check_written_run(open_run_dir(root), deep=deep)
     for name in SINKS:
         if position_path(root, name).exists():
-            with reporting(findings, f"tracker {name}"):
+            with findings.reporting(f"tracker {name}"):
                 left_out, behind = read_state(root, name)
                 state = left_out or ("it does not have all rows yet" if behind else "it has all rows")
-                note(findings, "warning" if left_out or behind else "ok", f"tracker {name}", state)
+                findings.note("warning" if left_out or behind else "ok", f"tracker {name}", state)
     return findings
 
 
-def check_output(config: RunConfig) -> list[Finding]:
-    """Whether a run may write into its directory, and its trackers can be fed; a run that could go on there
-    is a warning.
+def check_output(config: RunConfig, run_dir: RunDir, findings: Findings) -> None:
+    """Notes whether a run may write into its directory, and its trackers can be fed; a run that could go on
+    there is a warning.
     """
-    from rollouts.preflight.findings import note, reporting
-    from rollouts.preflight.run_directory import check_run_dir, choose_run_dir
+    from rollouts.preflight.run_directory import check_run_dir
     from rollouts.trackers.sinks import check_trackers
 
-    run_dir = choose_run_dir(config)
-    findings: list[Finding] = []
-    with reporting(findings, "output.dir"):
+    with findings.reporting("output.dir"):
         check_run_dir(run_dir, config, resume=True)
         used = "holds a run with these settings, which needs --resume; or name another directory"
         exists = run_dir.config.exists()
         message = f"{run_dir.root} {used}" if exists else str(run_dir.root)
-        note(findings, "warning" if exists else "ok", "output.dir", message)
-    with reporting(findings, "output.trackers"):
+        findings.note("warning" if exists else "ok", "output.dir", message)
+    with findings.reporting("output.trackers"):
         check_trackers(config.output.trackers)
-        if config.output.trackers:
-            note(findings, "ok", "output.trackers", ", ".join(config.output.trackers))
-    return findings

@@ -107,10 +107,9 @@ def _validate(settings: Mapping[str, Any], path: Path) -> tuple[RunConfig | None
     try:
         return RunConfig.model_validate(settings, context=path.absolute().parent), {}
     except ValidationError as error:  # of a union the first problem counts: it has one for each member
-        found = [each for detail in error.errors() for each in _describe_problem(detail, settings)]
         problems: dict[str, str] = {}
-        for key, message in found:
-            problems.setdefault(key, message)
+        for detail in error.errors():
+            problems = {**problems, **dict(_describe_problem(detail, settings)), **problems}
         return None, problems
 
 
@@ -290,7 +289,7 @@ def _locate(loc: Sequence[Any], settings: Any) -> str:
     """The dotted key that a pydantic location means, without the members of unions that pydantic appends."""
     parts: list[str] = []
     for part in loc:
-        if isinstance(settings, list if isinstance(part, int) else Mapping):
+        if isinstance(settings, list) if isinstance(part, int) else isinstance(settings, Mapping):
             parts.append(str(part))
             settings = settings[part] if isinstance(part, int) else settings.get(part)
     return ".".join(parts)

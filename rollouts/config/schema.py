@@ -222,7 +222,7 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
 
     def _list_rules(self) -> dict[str, Any]:
         """What a combination of settings that cannot work is refused with: whether it is there."""
-        prompts, needed = self.rollout.num_prompts, self.sync_every - 1
+        rollout, prompts, needed = self.rollout, self.rollout.num_prompts, self.sync_every - 1
         correction, cap = (self.loss_params.get(name) for name in ("correction", "importance_cap"))
         control, numbers = parse_call(self.kl_control)
         in_reward, in_loss = (self.kl_coef > 0 and self.kl_in == place for place in ("reward", "loss"))
@@ -243,6 +243,10 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
             " weight: leave importance_cap out, or write the cap into it, as token_tis(cap=3)": (
                 correction and cap is not None
             ),
+            "rollout.group_reward beside rollout.reward or rollout.reward_model; score samples one by one or"
+            " by group: keep one": rollout.group_reward and (rollout.reward or rollout.reward_model),
+            "rollout.reward_weights with rollout.group_reward, which weighs its own parts; leave one of them"
+            " out": rollout.group_reward and rollout.reward_weights,
             "advantage='gae' without a critic, whose values it needs; add [rl.critic], or choose another"
             " advantage": self.critic is None and self.advantage == "gae",
             f"advantage={self.advantage!r} with [rl.critic]; it has no use for a critic: leave one of them"

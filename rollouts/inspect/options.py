@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 
-def add_parser(commands: Any, name: str, run: str, module: str = "rollouts.inspect.commands") -> None:
-    """Adds the command `name`, which the function `run` of the module does."""
+def add_parser(commands: Any, name: str) -> None:
+    """Adds the command `name`, which the function run_NAME of its module does."""
     known = tomllib.loads(Path(__file__).with_name("commands.toml").read_text("utf-8"))[name]
     description, several = known["help"] + known.get("more", ""), known.get("several", False)
     parser = commands.add_parser(
@@ -29,6 +29,7 @@ def add_parser(commands: Any, name: str, run: str, module: str = "rollouts.inspe
         to.add_argument(*option.pop("names"), **option)
 
     def run_command(arguments: argparse.Namespace) -> int:
-        return getattr(importlib.import_module(module), run)(arguments)
+        module = importlib.import_module(known.get("module", "rollouts.inspect.commands"))
+        return getattr(module, f"run_{name.replace('-', '_')}")(arguments)
 
     parser.set_defaults(run=run_command)

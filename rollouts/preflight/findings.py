@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -17,8 +16,7 @@ Level = Literal["ok", "warning", "error"]  # error: the run would stop at it
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """One thing that was looked at."""
 
     level: Level
@@ -26,24 +24,26 @@ class Finding:
     message: str  # what is so, with its numbers; may have several lines
 
 
-Findings = list[Finding]
+class Findings(list[Finding]):
+    """What was found, in order. `raises`: of a run, in which the first error rises."""
 
+    def __init__(self, *, raises: bool = False) -> None:
+        super().__init__()
+        self.raises = raises
 
-def note(findings: Findings | None, level: Level, subject: str, message: str) -> None:
-    """Adds a finding, where findings are collected."""
-    if findings is not None:
-        findings.append(Finding(level, subject, message))
+    def note(self, level: Level, subject: str, message: str) -> None:
+        """Adds a finding."""
+        self.append(Finding(level, subject, message))
 
-
-@contextmanager
-def reporting(findings: Findings | None, subject: str) -> Iterator[None]:
-    """An error of ours within becomes a finding about `subject`. None, in a run: it rises."""
-    try:
-        yield
-    except RolloutsError as error:
-        if findings is None:
-            raise
-        note(findings, "error", subject, str(error).removeprefix(f"{subject}: "))
+    @contextmanager
+    def reporting(self, subject: str) -> Iterator[None]:
+        """An error of ours within becomes a finding about `subject`, unless it is to rise."""
+        try:
+            yield
+        except RolloutsError as error:
+            if self.raises:
+                raise
+            self.note("error", subject, str(error).removeprefix(f"{subject}: "))
 
 
 def print_findings(
@@ -58,12 +58,10 @@ def print_findings(
     console has it.
     """
     levels: Counter[str] = Counter()
-    for finding in findings:
-        levels[finding.level] += 1
-        text = Text(f"{finding.level:<8} ", STYLES[finding.level])
-        text.append(f"{finding.subject}: ", "bold")
-        text.append(finding.message.replace("\n", "\n" + " " * 9), "")
-        console.print(text, soft_wrap=True)
+    for level, subject, message in findings:
+        levels[level] += 1
+        start = (f"{level:<8} ", STYLES[level]), (f"{subject}: ", "bold")
+        console.print(Text.assemble(*start, message.replace("\n", "\n" + " " * 9)), soft_wrap=True)
     errors, warnings = levels["error"], levels["warning"]
     verdict = f"{errors} thing{'s' if errors > 1 else ''} {bad}" if errors else good
     noted = f" ({warnings} warning{'s' if warnings > 1 else ''})" if warnings else ""

@@ -27,7 +27,7 @@ from rollouts.data.rows import Row
 from rollouts.errors import ConfigError, PlugInError, RolloutsError, UserFunctionError
 from rollouts.filters import FILTERS
 from rollouts.loops.algorithm import check_algorithms
-from rollouts.preflight.findings import Finding, Findings, note, reporting
+from rollouts.preflight.findings import Findings
 from rollouts.preflight.rows import Rows
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, RewardFn
 from rollouts.rewards.call import call_filter, call_group_reward, call_reward, watch_blocking
@@ -56,31 +56,34 @@ class Functions:
 
 
 def load_functions(
-    config: RunConfig, stages: Sequence[str], *, base_dir: Path, findings: Findings | None = None
+    config: RunConfig, stages: Sequence[str], findings: Findings, *, base_dir: Path
 ) -> Functions:
-    """Every function as it is, in this process. Raises PlugInError for one that does not import or does not
-    take what its role passes, ConfigError where a stage lacks one, or two settings contradict each other; the
-    message names the setting.
+    """Every function as it is, in this process. Reports PlugInError for one that does not import or does not
+    take what its role passes, ConfigError where a stage lacks one; the message names the setting.
     """
     rollout = config.rl.rollout if config.rl else RolloutConfig()
 
     def load(key: str, name: str, role: Role) -> Any:
-        with reporting(findings, key):
+        with findings.reporting(key):
             if name:
                 built_in = FILTERS if role == "filter" else None
                 function = load_function(name, role=role, base_dir=base_dir, built_in=built_in)
-                note(findings, "ok", key, name)
+                findings.note("ok", key, name)
                 return function
         return None
 
-    with reporting(findings, "rl.rollout.reward"):
-        check_reward_settings(rollout, needed="rl" in stages and config.rl is not None)
-    with reporting(findings, "eval.reward"):
-        if config.eval and not (config.eval.reward or rollout.reward):
-            raise ConfigError(
-                "eval.reward is empty and there is no rl.rollout.reward to fall back on; name a function of"
-                " one sample"
-            )
+    scored = rollout.reward or rollout.group_reward or rollout.reward_model
+    for key, lacking in (
+        ("rl.rollout.reward", "rl" in stages and config.rl and not scored),
+        ("eval.reward", config.eval and not (config.eval.reward or rollout.reward)),
+    ):
+        with findings.reporting(key):
+            if lacking:
+                raise ConfigError(
+                    f"{key} is empty; name a function of one sample as module:function or file.py:function,"
+                    " or in [rl.rollout] a group_reward or reward_model; [eval] takes rl.rollout.reward too"
+                )
+            check_weights(rollout.reward_weights)
     functions = Functions(
         generate=load("rl.rollout.generate", rollout.generate, "generate"),
         reward=load("rl.rollout.reward", rollout.reward, "reward"),
@@ -89,12 +92,9 @@ def load_functions(
         filters=tuple(load("rl.rollout.filters", name, "filter") for name in rollout.filters),
         curriculum=load("rl.curriculum", config.rl.curriculum if config.rl else "", "curriculum"),
     )
-    with reporting(findings, "rl.advantage"):
+    with findings.reporting("rl.advantage"):
         if config.rl:
-            advantages = load_advantages(config.rl, base_dir=base_dir)
-            if named := [name for name in advantages if ":" in name]:
-                note(findings, "ok", "rl.advantage", ", ".join(named))
-            return replace(functions, advantages=advantages)
+            return replace(functions, advantages=load_advantages(config.rl, base_dir=base_dir))
     return functions
 
 
@@ -116,27 +116,6 @@ def load_advantages(config: RLTrainingConfig, *, base_dir: Path) -> dict[str, Ad
     return found
 
 
-def check_reward_settings(rollout: RolloutConfig, *, needed: bool) -> None:
-    """Raises ConfigError unless the settings name one way to score; none is enough unless one is `needed`."""
-    reward, group_reward, model = rollout.reward, rollout.group_reward, rollout.reward_model
-    problem = ""
-    if needed and not (reward or group_reward or model):
-        problem = (
-            "reward is empty; name a function as module:function or file.py:function (or"
-            " rl.rollout.group_reward or reward_model)"
-        )
-    elif group_reward and (model or reward):
-        problem = (
-            f"{'reward_model' if model else 'reward'} and rl.rollout.group_reward are both given; score"
-            " samples one by one or by group: keep one"
-        )
-    elif group_reward and rollout.reward_weights:
-        problem = "reward_weights weighs the parts of rl.rollout.reward; a group_reward weighs its own"
-    if problem:
-        raise ConfigError(f"rl.rollout.{problem}")
-    check_weights(rollout.reward_weights)
-
-
 @asynccontextmanager
 async def open_functions(
     config: RunConfig,
@@ -153,28 +132,23 @@ async def open_functions(
     cannot be started.
     """
     rollout = config.rl.rollout if config.rl else RolloutConfig()
-    reward, group_reward, eval_reward = functions.reward, functions.group_reward, functions.eval_reward
-    in_workers = [one and not is_async(one) for one in (reward, group_reward, eval_reward)]
+    eval_reward = config.eval.reward if config.eval else ""
+    names = {"reward": rollout.reward, "group_reward": rollout.group_reward, "eval_reward": eval_reward}
+    running = {key: getattr(functions, key) for key in names}
     async with AsyncExitStack() as stack:
         stack.enter_context(watch_blocking(warn))
-        if any(in_workers):
+        if sync := [key for key, function in running.items() if function and not is_async(function)]:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-            workers = await stack.enter_async_context(
-                open_reward_workers(
-                    count=num_workers or cores or 1,
-                    timeout_s=rollout.reward_timeout_s,
-                    memory_bytes=REWARD_MEMORY,
-                )
-            )
-            if in_workers[0]:
-                reward = workers.reward(rollout.reward, base_dir)
-            if in_workers[1]:
-                group_reward = workers.group_reward(rollout.group_reward, base_dir)
-            if in_workers[2] and config.eval:
-                eval_reward = workers.reward(config.eval.reward, base_dir)
+            timeout_s, count = rollout.reward_timeout_s, num_workers or cores or 1
+            opening = open_reward_workers(count=count, timeout_s=timeout_s, memory_bytes=REWARD_MEMORY)
+            workers = await stack.enter_async_context(opening)
+            for key in sync:
+                put = workers.group_reward if key == "group_reward" else workers.reward
+                running[key] = put(names[key], base_dir)
         if not rollout.reward_model:
-            reward = weigh(reward, rollout)
-        yield replace(functions, reward=reward, group_reward=group_reward, eval_reward=eval_reward or reward)
+            running["reward"] = weigh(running["reward"], rollout)
+        running["eval_reward"] = running["eval_reward"] or running["reward"]
+        yield replace(functions, **running)
 
 
 def weigh(reward: RewardFn | None, rollout: RolloutConfig) -> RewardFn | None:
@@ -202,82 +176,76 @@ def weigh(reward: RewardFn | None, rollout: RolloutConfig) -> RewardFn | None:
 # --- a trial call -------------------------------------------------------------------------------------------
 
 
-async def call_functions(config: RunConfig, stages: Sequence[str], rows: Rows, *, base_dir: Path) -> Findings:
-    """A finding per function: what it made of a sample of the first row. Sync rewards run in a worker
+async def call_functions(
+    config: RunConfig, functions: Functions, rows: Rows, findings: Findings, *, base_dir: Path
+) -> None:
+    """Notes for each function what it made of a sample of the first row. Sync rewards run in a worker
     process, as in training.
 
     The row's answer is the response of the first sample of the group, something else that of the second.
     `generate` is not called: it needs an engine. Raises: never for what functions do.
     """
-    findings: Findings = []
-    warn = functools.partial(note, findings, "warning", "--call")
+    warn = functools.partial(findings.note, "warning", "--call")
     try:
-        functions = load_functions(config, stages, base_dir=base_dir)
         async with open_functions(config, functions, base_dir=base_dir, warn=warn, num_workers=1) as running:
             await _call_each(config, running, rows, findings)
     except* RolloutsError as group:
-        findings += [Finding("error", "--call", str(error)) for error in group.exceptions]
-    return findings
+        for error in group.exceptions:
+            findings.note("error", "--call", str(error))
 
 
 async def _call_each(config: RunConfig, functions: Functions, rows: Rows, findings: Findings) -> None:
     timeout_s = (config.rl.rollout if config.rl else RolloutConfig()).reward_timeout_s
-    results: list[RewardResult] = []
-    samples = make_trial_samples(rows.list_rows("rl"))
-    key = "rl.rollout.group_reward" if functions.group_reward else "rl.rollout.reward"
-    with reporting(findings, key):
-        if samples and functions.group_reward:
-            results = [*await call_group_reward(functions.group_reward, samples, timeout_s=timeout_s)]
-        elif functions.reward:
-            results = [await call_reward(functions.reward, sample, timeout_s=timeout_s) for sample in samples]
-        if results:
-            note(findings, "ok", key, _describe(samples, results))
-    for filter_ in functions.filters if results else ():
-        with reporting(findings, "rl.rollout.filters"):
-            group = SampleGroup(0, "row-0", tuple(map(apply_reward, samples, results)))
-            decision = await call_filter(filter_, group, timeout_s=timeout_s)
+    both = make_trial_samples(rows.list_rows("rl"))
+    own = functions.eval_reward if config.eval and config.eval.reward else None
+    scored: tuple[Sample, ...] = ()
+    trials: list[tuple[str, Any, list[Sample]]] = [
+        ("eval.reward", own, make_trial_samples(rows.list_rows("eval"))[:1]),
+        ("rl.rollout.reward", functions.reward, both),
+        ("rl.rollout.group_reward", functions.group_reward, both),
+    ]
+    for key, function, samples in trials:
+        with findings.reporting(key):
+            if not function or not samples:
+                continue
+            if key == "rl.rollout.group_reward":
+                results = await call_group_reward(function, samples, timeout_s=timeout_s)
+            else:
+                results = [await call_reward(function, sample, timeout_s=timeout_s) for sample in samples]
+            texts = []
+            for sample, result in zip(samples, results, strict=True):
+                parts = "".join(f", {name} {value:g}" for name, value in result.parts.items())
+                texts.append(f"called with the response {sample.response[:40]!r}: {result.reward:g}{parts}")
+            findings.note("ok", key, "\n".join(texts))
+            scored = tuple(map(apply_reward, samples, results)) if samples is both else ()
+    for filter_ in functions.filters if scored else ():
+        with findings.reporting("rl.rollout.filters"):
+            decision = await call_filter(filter_, SampleGroup(0, "row-0", scored), timeout_s=timeout_s)
             verdict = "keeps" if decision.keep else f"drops ({decision.reason})"
             text = f"{function_name(filter_)} {verdict} a group of these two"
-            note(findings, "ok", "rl.rollout.filters", text)
-    held_out = make_trial_samples(rows.list_rows("eval"))[:1]
-    with reporting(findings, "eval.reward"):
-        if held_out and functions.eval_reward and config.eval and config.eval.reward:
-            result = await call_reward(functions.eval_reward, held_out[0], timeout_s=timeout_s)
-            note(findings, "ok", "eval.reward", _describe(held_out, [result]))
-    with reporting(findings, "rl.curriculum"):
+            findings.note("ok", "rl.rollout.filters", text)
+    with findings.reporting("rl.curriculum"):
         if functions.curriculum and config.rl:
             began = start_statistics(name_sources(config.rl.data))
             weights = call_curriculum(functions.curriculum, 1, began, function=config.rl.curriculum)
             shown = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
-            note(findings, "ok", "rl.curriculum", f"step 1: {shown}")
+            findings.note("ok", "rl.curriculum", f"step 1: {shown}")
 
 
 def make_trial_samples(rows: Sequence[Row]) -> list[Sample]:
     """Two samples of the first row: one whose response is its answer, and one with something else. None where
     there is no row.
     """
-    samples: list[Sample] = []
-    answer = rows[0].get("answer") if rows else None
-    right = str(answer) if isinstance(answer, str | int | float) else WRONG_ANSWER
-    for index, response in enumerate((right, WRONG_ANSWER) if rows else ()):
-        # a copy, as in a run: what a function changes in one sample is not in the other
-        metadata = {**copy.deepcopy(rows[0]), "prompt_id": "row-0", "epoch": 0}
-        sample = Sample(
+    return [
+        Sample(
             id=f"trial-s{index:03d}",
-            prompt=metadata.pop("prompt"),
+            prompt=row["prompt"],
             response=response,
             group_index=0,
             status=Status.COMPLETED,
-            metadata=metadata,
+            # a copy, as in a run: what a function changes in one sample is not in the other
+            metadata=copy.deepcopy({**row, "prompt_id": "row-0", "epoch": 0}),
         )
-        samples.append(sample)
-    return samples
-
-
-def _describe(samples: Sequence[Sample], results: Sequence[RewardResult]) -> str:
-    """What each response was rewarded with, whole and in parts."""
-    texts: list[str] = []
-    for sample, result in zip(samples, results, strict=True):
-        parts = ", ".join(f"{name} {value:g}" for name, value in result.parts.items())
-        texts.append(f"{sample.response[:40]!r} {result.reward:g}{f' ({parts})' if parts else ''}")
-    return f"called with the response {', the response '.join(texts)}"
+        for row in rows[:1]
+        for index, response in enumerate((str(row.get("answer", WRONG_ANSWER)), WRONG_ANSWER))
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollouts.config.spelling import nearest
+from rollouts.config.spelling import did_you_mean
 from rollouts.errors import ConfigError, RunDirError
 
 CONFIG = """# Begin here: this trains a random two-layer model in seconds. Then name a real one in [model].
@@ -141,9 +141,7 @@ def write_task(directory: Path, task: str) -> list[Path]:
     cannot be written.
     """
     if task not in TASKS:
-        close = nearest(task, list(TASKS))
-        question = f"; did you mean {close}?" if close else ""
-        raise ConfigError(f"--task {task}: there is no such task{question} Tasks: {', '.join(TASKS)}")
+        raise ConfigError(f"--task {task} is none of {', '.join(TASKS)}{did_you_mean(task, list(TASKS))}")
     text, max_new_tokens = TASKS[task]
     config, source = directory / "config.toml", directory / "task.py"
     for path in (config, source):

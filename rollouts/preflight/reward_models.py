@@ -16,25 +16,17 @@ STAGE = "stage"  # the name of this run's own reward model
 REWARD, CRITIC = "rl.rollout.reward_model", "rl.critic.model"
 
 
-def check_reward_models(
-    config: RunConfig, stages: Sequence[str], run_dir: RunDir, tokenizer: Any
-) -> dict[str, Path | None]:
-    """By setting, the directory of each model that RL names, before anything trains; None for one that the
-    stage reward_model will have trained. Empty without the stage rl.
-
-    Raises as find_scalar_model and check_tokens do.
+def check_reward_models(config: RunConfig, stages: Sequence[str], run_dir: RunDir, tokenizer: Any) -> None:
+    """Raises as find_scalar_model and check_tokens do, before anything trains, unless RL can have the models
+    that it names. One that the stage reward_model will have trained needs not be there.
     """
-    rl, found = config.rl if "rl" in stages else None, dict[str, Path | None]()
+    rl = config.rl if "rl" in stages else None
     for setting, name in (
         (REWARD, rl and rl.rollout.reward_model),
         (CRITIC, rl and rl.critic and rl.critic.model),
     ):
-        if name == STAGE and "reward_model" in stages:
-            found[setting] = None
-        elif name:
-            found[setting] = path = find_scalar_model(config, run_dir, setting, name)
-            check_tokens(path, setting, tokenizer)
-    return found
+        if name and not (name == STAGE and "reward_model" in stages):
+            check_tokens(find_scalar_model(config, run_dir, setting, name), setting, tokenizer)
 
 
 def find_scalar_model(config: RunConfig, run_dir: RunDir, setting: str, name: str) -> Path:

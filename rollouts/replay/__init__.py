@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from rollouts.replay.compare import LossPair, StepReplay
 
 
-def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
+def add_parser(commands: argparse._SubParsersAction[Any], name: str) -> None:
     """The subcommand."""
     what = "compute a step's loss again from the record alone, and compare it with what was logged"
     codes = "Exit codes: 0 the same within 1e-5; 1 not; 2 the record lacks what it takes."
-    parser = commands.add_parser("replay", help=what, description=what, epilog=codes, allow_abbrev=False)
+    parser = commands.add_parser(name, help=what, description=what, epilog=codes, allow_abbrev=False)
     add = parser.add_argument
     add("run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/demo")
     add("--step", type=int, required=True, metavar="N", help="which step of the stage")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rollouts.errors import RecordError, RunDirError
 from rollouts.metrics.jsonl import newest_attempts, parse_row
-from rollouts.run_dir import RunDir
+from rollouts.run_dir import RunDir, list_parts
 
 Row = dict[str, Any]
 
@@ -64,7 +64,7 @@ def find_rows(run_dir: RunDir, path: Path, stage: str, step: int) -> list[Row]:
     """
     of_step = re.compile(rb'"step":\s*%d[,}]' % step)
     found: list[Row] = []
-    for part in run_dir.parts(path):
+    for part in list_parts(path):
         with part.open("rb") as file:
             for line in file:
                 row = parse_row(line) if of_step.search(line) else None

@@ -141,7 +141,7 @@ def hold_startup() -> None:
 
 
 def stop_after(stage: str, step: int) -> None:
-    import integration_training.train as program
+    import integration_training.run as program
     from rollouts.metrics.writer import JsonlLogger
 
     watch: Callable[..., Any] = program.watch_signals

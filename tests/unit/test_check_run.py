@@ -12,6 +12,7 @@ from rollouts.checkpoints.manifest import compute_manifest, write_manifest
 from rollouts.cli import main
 from rollouts.config.tables import EngineConfig
 from rollouts.preflight.checks import check_servers, check_written_run
+from rollouts.preflight.findings import Findings
 from rollouts.run_dir import RunDir
 from tests.support.text_tables import read_cells
 
@@ -71,7 +72,7 @@ SERVERS = """
 127.0.0.1:1 | /health=200 /server_info=200 | | ok | sglang 0.5.23, healthy
 10.0.0.5:1 | /health=200 /server_info=200 | /server_info=401 | ok | healthy
 10.0.0.5:1 | /health=200 /server_info=200 | /health=200 /server_info=200 | ok warning | whoever reaches it
-127.0.0.1:1 | /health=503 | | error | GET /health: 503
+127.0.0.1:1 | /health=503 | | error | 503 Service
 127.0.0.1:1 | /health=200 /server_info=401 | | error | SGLANG_API_KEY
 127.0.0.1:1 | | | error | ConnectError
 """
@@ -91,7 +92,7 @@ def test_a_server_is_healthy_or_named_with_the_way_out(
 
     monkeypatch.setenv("SGLANG_API_KEY", "key")
     config = EngineConfig(kind="sglang", urls=[f"http://{url}"])
-    findings = check_servers(config, transport=httpx.MockTransport(answer))
+    check_servers(config, findings := Findings(), transport=httpx.MockTransport(answer))
     assert [finding.level for finding in findings] == levels.split()
     assert word in findings[-1].message
     assert "secret-key" not in repr(findings)

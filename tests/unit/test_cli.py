@@ -12,7 +12,7 @@ import pytest
 from rollouts.cli import main
 from rollouts.config.load import load_config
 from rollouts.errors import ConfigError, RunDirError
-from rollouts.preflight.findings import Finding
+from rollouts.preflight.findings import Findings
 from rollouts.preflight.functions import load_functions, make_trial_samples
 from rollouts.preflight.init import TASKS, write_task
 from rollouts.preflight.rows import load_all_rows
@@ -101,10 +101,10 @@ def test_a_reader_that_leaves_early_gets_no_traceback():
 @pytest.mark.parametrize("task", TASKS)
 async def test_what_init_writes_has_rows_and_functions_that_tell_right_from_wrong(tmp_path: Path, task: str):
     path, _ = write_task(tmp_path, task)
-    config, findings = load_config(path), list[Finding]()
+    config, findings = load_config(path), Findings(raises=True)
     assert config.rl is not None
     rows = load_all_rows(config, ("sft", "rl"), findings)
-    functions = load_functions(config, ("sft", "rl"), base_dir=tmp_path, findings=findings)
+    functions = load_functions(config, ("sft", "rl"), findings, base_dir=tmp_path)
     assert [finding for finding in findings if finding.level != "ok"] == []
     assert all(len(rows.list_rows(stage)) > 15 for stage in ("sft", "rl", "eval"))
     samples = make_trial_samples(rows.list_rows("rl"))

@@ -123,6 +123,11 @@ def test_a_combination_that_cannot_work_is_refused(write, line, rule):
     assert problem.startswith(rule)
 
 
+def test_samples_are_scored_one_by_one_or_by_group(write):
+    (problem,) = problems_of(write(RL + 'group_reward = "rewards.py:rank"\n'))
+    assert problem.startswith("rl: rollout.group_reward beside rollout.reward")
+
+
 # --- what is wrong ------------------------------------------------------------------------------------------
 
 FLAGS = """

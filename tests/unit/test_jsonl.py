@@ -38,9 +38,9 @@ def test_parts_are_listed_in_the_order_of_their_numbers(tmp_path: Path):
     )
     for name in names.split():
         (tmp_path / name).touch()
-    found = [path.name for path in run_dir.parts(run_dir.metrics)]
+    found = [path.name for path in list_parts(run_dir.metrics)]
     assert found == [f"metrics{part}.jsonl" for part in ("", ".1", ".2", ".10")]
-    assert run_dir.parts(run_dir.samples) == [tmp_path / "samples.1.jsonl"]
+    assert list_parts(run_dir.samples) == [tmp_path / "samples.1.jsonl"]
     assert list_parts(tmp_path / "gone" / "metrics.jsonl") == []
 
 

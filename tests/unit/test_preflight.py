@@ -15,16 +15,11 @@ from safetensors.numpy import save_file
 from rollouts.config.load import load_config
 from rollouts.errors import ConfigError, ModelError
 from rollouts.preflight import checks
-from rollouts.preflight.checks import CheckedRun, look_at_run
-from rollouts.preflight.estimate import (
-    Lengths,
-    ModelSize,
-    count_parameters,
-    estimate_memory,
-    read_free_memory,
-    read_model_size,
-)
+from rollouts.preflight.checks import PreparedRun, look_at_run
+from rollouts.preflight.estimate import ModelSize, estimate_memory, read_free_memory, read_model_size
+from rollouts.preflight.findings import Findings
 from rollouts.preflight.functions import call_functions
+from rollouts.preflight.rows import PreparedRows
 from rollouts.run_dir import RunDir
 from tests.support.text_tables import read_cells
 from tests.unit.chat_tokenizers import byte_tokenizer
@@ -90,14 +85,16 @@ def load(house: Path, text: str, *options: str) -> Any:
     return load_config(house / "run.toml", ["--model.name", str(house / "model"), *options])
 
 
-def look_at(house: Path, text: str, stages: tuple[str, ...] = ("rl",), *options: str) -> CheckedRun:
-    config = load(house, text, *options)
-    return look_at_run(config, stages, RunDir(house / "run"), base_dir=house, local_ranks=1)
+def look_at(
+    house: Path, text: str, stages: tuple[str, ...] = ("rl",), *options: str
+) -> tuple[PreparedRun, Findings]:
+    config, findings, place = load(house, text, *options), Findings(), RunDir(house / "run")
+    return look_at_run(config, stages, place, findings, base_dir=house, local_ranks=1), findings
 
 
 def look(house: Path, text: str, stages: tuple[str, ...] = ("rl",), *options: str) -> list[str]:
     """What is wrong."""
-    findings = look_at(house, text, stages, *options).findings
+    _, findings = look_at(house, text, stages, *options)
     return [f"{finding.subject}: {finding.message}" for finding in findings if finding.level != "ok"]
 
 
@@ -118,7 +115,7 @@ eval: work: 3 evaluations of 1 prompts x 1 samples, at most 10 tokens each
 
 
 def test_a_good_run_has_findings_and_no_error(house):
-    findings = look_at(house, SFT + RL + FILTERS + EVAL, ("sft", "rl")).findings
+    _, findings = look_at(house, SFT + RL + FILTERS + EVAL, ("sft", "rl"))
     assert {finding.level for finding in findings} == {"ok"}
     # a prompt of n letters takes 8 + n tokens and the assistant's header 11
     said = {f"{finding.subject}: {finding.message}" for finding in findings}
@@ -156,9 +153,8 @@ held | RL + EVAL | rl.data: rl.data has no row left: all of its prompts are held
 a;xxxxxxxxxxxx | RL | rl.rollout.max_new_tokens: the longest prompt has 31 tokens, with max_new_tokens=10
 3;3;p;p;p;p;p;p;p;p;p;p;p;p;p;p;p;p;p;p | RL, max_bad_fraction = 0.25 | rl.data: 2 malformed rows are skipped:
 q | RL, advantage = "opo", advantage_params = { k = 2 } | rl.advantage: advantage 'opo' has no parameter 'k'
-q | NO_REWARD | rl.rollout.reward is empty; name a function as module:function
-q | NO_REWARD + EVAL | eval.reward is empty and there is no rl.rollout.reward
-q | RL, group_reward | are both given; score samples one by
+q | NO_REWARD | rl.rollout.reward is empty; name a function of one sample as
+q | NO_REWARD + EVAL | eval.reward: eval.reward is empty; name a function
 """
 
 
@@ -166,8 +162,6 @@ def make_text(name: str) -> str:
     """The config of a case: its tables, and what is added to them."""
     start, _, added = name.partition(", ")
     text = "".join({"RL": RL, "EVAL": EVAL, "NO_REWARD": NO_REWARD}[part] for part in start.split(" + "))
-    if added == "group_reward":
-        return text + 'group_reward = "r.py:keep"\n'
     if added.startswith("max_bad"):
         return text.replace('"rl.jsonl"', f'"rl.jsonl", {added}')
     return text.replace("[rl.rollout]", added.replace(", ", "\n") + "\n[rl.rollout]")
@@ -200,7 +194,7 @@ def test_the_sources_of_a_mixture_are_listed_with_their_shares(house):
         '[[rl.data]]\nkind = "jsonl"\npath = "rl.jsonl"\n'
         '[[rl.data]]\nkind = "jsonl"\npath = "more.jsonl"\nweight = 3.0\n'
     )
-    (rows,) = [found.message for found in look_at(house, text).findings if "of the draws" in found.message]
+    (rows,) = [found.message for found in look_at(house, text)[1] if "of the draws" in found.message]
     assert rows == "5 rows: rl 3 rows (25% of the draws), more 2 rows (75% of the draws)"
     (house / "more.jsonl").unlink()
     (problem,) = look(house, text)
@@ -224,7 +218,8 @@ def test_every_function_that_is_missing_or_wrong_is_found(house, key):
         r.py:number    | it must be a function
         r.py:reward    | is called with"""):
         value = f'["{house}/{name}"]' if "filters" in key else f"{house}/{name}"
-        found = look(house, text, ("sft", "rl"), f"--{key}", value)
+        alone = ["--rl.rollout.reward", ""] if "group" in key else []
+        found = look(house, text, ("sft", "rl"), f"--{key}", value, *alone)
         assert any(wanted in line for line in found if line.startswith(key.removesuffix(".function"))), found
 
 
@@ -234,13 +229,14 @@ def test_every_function_that_is_missing_or_wrong_is_found(house, key):
 RAISING = SCORE.replace("'answer'", "'gold'")
 ENDLESS = "import trio\n" + SCORE.replace("return group", "await trio.sleep_forever(); return group")
 ANSWERS = """
-good | ok rl.rollout.reward: called with the response 'b' 1, the response '(a
+good | ok eval.reward: called with the response 'c': 1
+good | ok rl.rollout.reward: called with the response 'b': 1
 good | ok rl.rollout.filters: keep drops (keep) a group of these two
-good | ok eval.reward: called with the response 'c' 1
 good | ok rl.curriculum: step 1: rl 0.5
+raises | error eval.reward: reward function score
 raises | error rl.rollout.reward: reward function score
-raises | error eval.reward:
 raises | ok rl.curriculum:
+endless | ok eval.reward:
 endless | ok rl.rollout.reward:
 endless | error rl.rollout.filters: filter keep on group 0 (prompt row-0) took long
 """
@@ -255,9 +251,8 @@ def test_functions_are_called_once_and_their_answers_shown(house, kind: str, sou
     (house / "r.py").write_text(source, encoding="utf-8")
     text = RL.replace("steps = 1", 'steps = 1\ncurriculum = "r.py:curriculum"') + FILTERS + CALLED
     text = text.replace("[rl.rollout]", "[rl.rollout]\nreward_timeout_s = 0.2")
-    run = look_at(house, text)
-    config = load(house, text)
-    findings = trio.run(lambda: call_functions(config, ("rl",), run.rows, base_dir=house))
+    run, findings = look_at(house, text)[0], Findings()
+    trio.run(lambda: call_functions(run.config, run.functions, run.rows, findings, base_dir=house))
     lines = [f"{finding.level} {finding.subject}: {finding.message}" for finding in findings]
     said = [start for name, start in read_cells(ANSWERS) if name == kind]
     assert all(line.startswith(start) for line, start in zip(lines, said, strict=False)), lines
@@ -278,7 +273,7 @@ def test_the_size_of_a_model_is_read_without_its_weights(tmp_path):
     assert read_model_size(tmp_path) is None
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ModelError, match="is no safetensors file"):
-        count_parameters(tmp_path / "model.safetensors")
+        read_model_size(tmp_path)
 
 
 def write_files(root: Path, files: Mapping[str, str]) -> None:
@@ -321,7 +316,7 @@ def test_memory_is_the_sum_of_its_parts(house, monkeypatch):
     config = load(house, text, "--output.dir", str(house / "run"), "--output.checkpoint_every", "1")
     size = ModelSize(parameters=2**20, layers=2, hidden=32, inner=64, query=32, key_value=16)
     monkeypatch.setattr("rollouts.preflight.estimate.read_free_memory", lambda: 2**20)
-    (memory,) = estimate_memory(config, ["rl"], Lengths(prompt=6, conversation=0), size)
+    (memory,) = estimate_memory(config, "rl", PreparedRows(longest_prompt=6), size, None)
     # weights, gradients and the reference 4 MiB each, AdamW 8; keys and values 8*2*16*2*16 bytes = 8 KiB; a
     # token 4*6*32 + 2 * 4*(6*32 + 3*32 + 4*16 + 4*64) bytes = 5.5 KiB, of which there are 6 of the prompt and
     # 2*10 of the samples

@@ -19,7 +19,7 @@ import pytest
 from rollouts.metrics.jsonl import newest_attempts, next_attempt, parse_row, read_rows
 from rollouts.metrics.token_shards import read_token_arrays
 from rollouts.metrics.writer import open_files
-from rollouts.run_dir import RunDir
+from rollouts.run_dir import RunDir, list_parts
 
 CHILD = Path(__file__).with_name("killed_writer.py")
 LONGEST_S = 0.06  # that a writer lives; kills fall anywhere in it
@@ -51,7 +51,7 @@ def check_files(run_dir: RunDir, attempt: int, logged: int) -> int:
     """
     torn = 0
     for path in run_dir.row_files:
-        *complete, last = run_dir.parts(path) or [path]
+        *complete, last = list_parts(path) or [path]
         assert all(part.read_bytes().endswith(b"\n") for part in complete)
         *lines, rest = last.read_bytes().split(b"\n") if last.exists() else [b""]
         assert all(isinstance(json.loads(line), dict) for line in lines)

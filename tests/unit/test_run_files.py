@@ -102,7 +102,7 @@ async def test_the_engine_is_only_as_old_as_it_was_saved_where_steps_follow(
 
         return sync
 
-    monkeypatch.setattr("rollouts.weight_sync.engine_weights.sync_as_saved", record("saved", answer=False))
+    monkeypatch.setattr("integration_training.stages.sync_as_saved", record("saved", answer=False))
     opened: Any = SimpleNamespace(backend=None, engine=object(), sync_weights=record("trainer's"))
     await sync_at_start(opened, tmp_path / newest if newest else None, trains=trains)
     assert synced == [served]

@@ -1,0 +1,214 @@
+"""A run from its start to its report: what is checked before a model loads, the lock of the run directory,
+the ranks, the record, and the stages within them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import trio
+from rich.console import Console
+
+from integration_training.opening import Run, say
+from integration_training.reports import print_report, write_atomically, write_summary
+from integration_training.stages import run_stages
+from rollouts.backends.fsdp import send_config, serve_rank
+from rollouts.config.load import dump_config
+from rollouts.config.modes import stage_config
+from rollouts.config.schema import RunConfig
+from rollouts.crash_points import arm_crash_points, reach
+from rollouts.errors import RunDirError, StorageError
+from rollouts.loops.stopping import Stop, end_overdue, end_unconnected, exit_now, watch_signals
+from rollouts.metrics.jsonl import next_attempt
+from rollouts.metrics.progress import Progress, open_progress
+from rollouts.metrics.writer import open_jsonl_logger
+from rollouts.models.devices import choose_device
+from rollouts.models.load import resolve_model, stop_token_ids
+from rollouts.preflight.checks import PreparedRun, check_losses, look_at_run, prepare_run
+from rollouts.preflight.findings import Findings, print_findings
+from rollouts.preflight.functions import open_functions
+from rollouts.preflight.restarts import choose_resume, confirm_launch, describe_launch
+from rollouts.preflight.run_directory import check_run_dir, choose_run_dir, lock_run_dir, write_holder
+from rollouts.protocols import MetricsLogger
+from rollouts.ranks.launch import Launch
+from rollouts.ranks.meet import OpenRanks, open_ranks
+from rollouts.trackers.launch import open_trackers
+from rollouts.trackers.sinks import check_trackers
+
+TOKEN_ARRAYS = 4 << 30  # bytes of per-token arrays that a run keeps of its newest steps
+
+
+# --- the ranks ----------------------------------------------------------------------------------------------
+
+
+def choose_run_device(config: RunConfig, launch: Launch) -> Literal["cpu", "cuda"]:
+    """Where this process computes. Raises ConfigError where that is not to be had."""
+    wanted, deterministic = config.model.device, config.deterministic
+    return choose_device(wanted, deterministic=deterministic, local_ranks=launch.local_world_size)
+
+
+def join_ranks(launch: Launch, config: RunConfig) -> AbstractAsyncContextManager[OpenRanks]:
+    """This process connected with the other ranks."""
+    choose = partial(choose_run_device, config, launch)
+    return open_ranks(launch, shard_size=config.distributed.shard_size, choose_device=choose)
+
+
+async def run_rank(command: argparse.Namespace, config: RunConfig, launch: Launch) -> int:
+    """The exit code of a rank that does not drive: it works for rank 0 until that closes the run."""
+    if not command.dry_run:
+        arm_crash_points(os.environ, rank=launch.rank)
+        check_losses(config, command.stages, Findings(raises=True))
+        async with join_ranks(launch, config) as opened:
+            await serve_rank(opened, config, find_model=partial(resolve_model, seed=config.seed))
+    return 0
+
+
+@asynccontextmanager
+async def open_other_ranks(
+    launch: Launch, config: RunConfig, model_path: Path, stop: Stop
+) -> AsyncIterator[OpenRanks | None]:
+    """The connection with the other ranks, which wait for this one; None where it is alone."""
+    if launch.world_size == 1:
+        yield None
+        return
+    async with trio.open_nursery() as nursery:
+        connecting = trio.CancelScope()
+        nursery.start_soon(end_unconnected, stop, connecting)
+        async with join_ranks(launch, config) as opened:
+            connecting.cancel()
+            send_config(opened, config, model_path)
+            stop.tell_others = opened.channel.end_others
+            yield opened
+
+
+# --- the run ------------------------------------------------------------------------------------------------
+
+
+async def run_training(command: argparse.Namespace, config: RunConfig, launch: Launch) -> int:
+    """The exit code of the program, on rank 0. What can be checked without a model is checked before one
+    loads; then the run directory is locked. Raises RolloutsError.
+    """
+    arm_crash_points(os.environ, rank=launch.rank)
+    reach("start.armed")
+    started, console, run_dir = time.perf_counter(), Console(), choose_run_dir(config)
+    restart, resume = choose_resume(run_dir, launch, asked=command.resume)
+    check_run_dir(run_dir, config, resume=resume)
+    check_trackers(config.output.trackers)
+    findings, what = Findings(raises=not command.dry_run), (config, command.stages, run_dir)
+    if command.dry_run:
+        # a process that stays alone answers for all
+        ranks = max(config.distributed.ranks, launch.local_world_size)
+        look_at_run(*what, findings, base_dir=Path.cwd(), local_ranks=ranks)
+        return print_findings(findings, console)
+    # ranks choose when they meet, and hear of a refusal
+    device = choose_run_device(config, launch) if launch.world_size == 1 else ""
+    prepared = prepare_run(*what, findings, base_dir=Path.cwd())
+    for level, subject, message in findings:
+        if level == "warning":
+            console.print(f"{subject}: {message}", highlight=False, markup=False, soft_wrap=True)
+    reach("start.checked")
+    with ExitStack() as held:
+        lock = lock_run_dir(run_dir)
+        held.callback(os.close, lock)
+        # again: a run may have begun and ended since
+        check_run_dir(run_dir, config, resume=resume, locked=True)
+        write_holder(lock, describe_launch(run_dir, launch, restart))
+
+        def confirm(agents: Collection[str]) -> None:
+            write_holder(lock, confirm_launch(run_dir, launch, restart, agents))
+
+        run = None
+        async with trio.open_nursery() as nursery:
+            stop = Stop(say=say)
+            nursery.start_soon(lambda: watch_signals(stop, launched="TORCHELASTIC_RUN_ID" in os.environ))
+            nursery.start_soon(end_overdue, stop)
+            run = await train_stages(command.stages, launch, prepared, console, stop, device, confirm)
+            nursery.cancel_scope.cancel()
+        if run is None:
+            with suppress(OSError, ValueError, SystemExit):  # as `say`; rich answers a broken pipe so
+                console.print(f"stopped; go on with --resume --output.dir {run_dir.root}")
+            # everything is closed; to take an interpreter with torch in it down takes seconds that a stop may
+            # not have
+            exit_now()
+        reach("end.before_summary")
+        summary = write_summary(run, command.stages, time.perf_counter() - started)
+        reach("end.summary_written")
+        print_report(run, summary, console)
+    return 0
+
+
+async def train_stages(
+    stages: Sequence[str],
+    launch: Launch,
+    prepared: PreparedRun,
+    console: Console,
+    stop: Stop,
+    device: str,
+    confirm: Callable[[Collection[str]], None],
+) -> Run | None:
+    """The run when its stages are complete, with everything closed; None if the user stopped it. Nothing is
+    written before `confirm`, which raises where the launch may not have the directory.
+    """
+    config, run_dir, model_path = prepared.config, prepared.run_dir, prepared.base_model
+    totals = {stage: stage_config(config, stage).steps for stage in stages}
+    attempt = next_attempt(run_dir)  # before the others are met: from then on they take silence for an end
+    run, finished = None, False
+    with open_progress(console, totals) as progress:
+        async with (
+            open_functions(config, prepared.functions, base_dir=Path.cwd(), warn=say) as functions,
+            open_other_ranks(launch, config, model_path, stop) as ranks,
+        ):
+            if ranks is not None:
+                confirm(ranks.agents)
+                device = str(ranks.ranks.device)
+            async with open_record(prepared, attempt, progress) as logger:
+                with stop.scope():  # inside: the other ranks end as after a finished run
+                    run_dir.summary.unlink(missing_ok=True)  # it says that a run is finished
+                    reach("start.opened")
+                    run = Run(
+                        **{**vars(prepared), "functions": functions},
+                        stop_ids=stop_token_ids(prepared.tokenizer, model_path),
+                        logger=logger,
+                        stop=stop,
+                        device=device,
+                        ranks=ranks,
+                    )
+                    finished = await run_stages(run, stages, model_path)
+    return run if finished else None
+
+
+@asynccontextmanager
+async def open_record(
+    prepared: PreparedRun, attempt: int, progress: Progress | None
+) -> AsyncIterator[MetricsLogger]:
+    """The resolved config, the files of metrics and what follows them. Before this nothing is written at all,
+    or a corrected command would be refused.
+    """
+    run_dir, output = prepared.run_dir, prepared.config.output
+    try:
+        run_dir.root.mkdir(parents=True, exist_ok=True)
+        write_atomically(run_dir.config, dump_config(prepared.config))
+    except (OSError, StorageError) as error:
+        raise RunDirError(
+            f"output.dir={run_dir.root} cannot be written ({error}); name another directory with"
+            " --output.dir DIR"
+        ) from error
+    reach("start.directory_made")
+    async with (
+        open_trackers(run_dir, output.trackers, say=say),
+        open_jsonl_logger(
+            run_dir,
+            attempt=attempt,
+            samples_per_step=output.samples_per_step,
+            token_arrays_bytes=TOKEN_ARRAYS,
+            progress=progress,
+        ) as logger,
+    ):
+        yield logger
