@@ -47,15 +47,8 @@ def start(train: Train, out: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_a_run_leaves_the_files_that_the_documentation_names(finished_run: Path):
-    names = {path.name for path in finished_run.iterdir()}
-    assert {
-        "config.toml",
-        "metrics.jsonl",
-        "samples.jsonl",
-        "evaluations.jsonl",
-        "checkpoints",
-        "summary.json",
-    } <= names
+    named = "config.toml metrics.jsonl samples.jsonl evaluations.jsonl checkpoints summary.json"
+    assert set(named.split()) <= {path.name for path in finished_run.iterdir()}
     summary = json.loads((finished_run / "summary.json").read_text())
     assert summary["mode"] == "sft+rl"
     assert summary["steps"] == 24
@@ -64,9 +57,8 @@ def test_a_run_leaves_the_files_that_the_documentation_names(finished_run: Path)
     assert summary["reward"]["first"] is not None
     assert 0 < summary["peak_rss_gib"] < 8
     rows = read_rows(finished_run / "metrics.jsonl")
-    assert [(row["stage"], row["step"]) for row in rows] == [("sft", n) for n in range(1, 21)] + [
-        ("rl", n) for n in range(1, 5)
-    ]
+    expected = [("sft", step) for step in range(1, 21)] + [("rl", step) for step in range(1, 5)]
+    assert [(row["stage"], row["step"]) for row in rows] == expected
     assert rows[20]["policy_version"] == 0
 
 
@@ -77,31 +69,25 @@ def test_two_deterministic_runs_are_the_same_bits(train: Train, finished_run: Pa
 
 
 async def test_ctrl_c_once_finishes_the_step_and_saves(train: Train, finished_run: Path, tmp_path: Path):
-    process = start(train, tmp_path / "stopped")
-    await wait_for_row(tmp_path / "stopped" / "metrics.jsonl", "rl", 1, process)
+    out = tmp_path / "stopped"
+    process = start(train, out)
+    await wait_for_row(out / "metrics.jsonl", "rl", 1, process)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, stderr
-    assert "--resume" in stdout
-    assert "Traceback" not in stderr
-    assert not (tmp_path / "stopped" / "summary.json").exists()
-    rows = read_rows(tmp_path / "stopped" / "metrics.jsonl")
-    assert (
-        tmp_path / "stopped" / "checkpoints" / "rl" / f"step_{rows[-1]['step']}" / "manifest.json"
-    ).exists()
-    assert train.run(tmp_path / "stopped", "--resume").returncode == 0
-    assert weights_digest(tmp_path / "stopped/checkpoints/rl/step_4") == weights_digest(
-        finished_run / "checkpoints/rl/step_4"
-    )
+    assert process.returncode == 0 and "--resume" in stdout and "Traceback" not in stderr, stderr
+    assert not (out / "summary.json").exists()
+    last = read_rows(out / "metrics.jsonl")[-1]["step"]
+    assert (out / "checkpoints" / "rl" / f"step_{last}" / "manifest.json").exists()
+    assert train.run(out, "--resume").returncode == 0
+    stopped, whole = (weights_digest(run / "checkpoints/rl/step_4") for run in (out, finished_run))
+    assert stopped == whole
 
 
 async def test_ctrl_c_twice_exits_now(train: Train, tmp_path: Path):
     process = start(train, tmp_path / "stopped", "--sft.steps", "100000")
     await wait_for_row(tmp_path / "stopped" / "metrics.jsonl", "sft", 1, process)
-    os.kill(process.pid, signal.SIGSTOP)
-    os.kill(process.pid, signal.SIGINT)
-    os.kill(process.pid, signal.SIGTERM)
-    os.kill(process.pid, signal.SIGCONT)
+    for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+        os.kill(process.pid, number)
     process.communicate(timeout=PATIENCE_S)
     assert process.returncode in (130, 143)
 
@@ -147,18 +133,6 @@ def test_the_model_of_a_stage_is_gone_before_the_next_one_loads(
 
     monkeypatch.setattr(integration_training.stages, "open_stage", open_watched)
     monkeypatch.setenv("ROLLOUTS_CACHE", str(tmp_path / "cache"))
-    arguments = [
-        "--config",
-        str(TINY),
-        "--mode",
-        "sft+rl",
-        *SHORT,
-        "--sft.steps",
-        "2",
-        "--rl.steps",
-        "1",
-        "--output.dir",
-        str(tmp_path / "run"),
-    ]
-    assert integration_training.train.main(arguments) == 0
+    flags = f"--config {TINY} --mode sft+rl --output.dir {tmp_path}/run {' '.join(SHORT)}"
+    assert integration_training.train.main([*flags.split(), "--sft.steps", "2", "--rl.steps", "1"]) == 0
     assert alive == [0, 0]
