@@ -1,5 +1,5 @@
-"""Preferences, a reward model and PPO in one run: what it leaves; stopped and resumed it is the same run; what
-a check says of it.
+"""Preferences, a reward model and PPO in one run: what it leaves; stopped and resumed it is the same run;
+what a check says of it.
 """
 
 from __future__ import annotations
