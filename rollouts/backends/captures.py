@@ -12,17 +12,14 @@ A rank of W needs memory for a W-th of the state. What is written either way is 
 from __future__ import annotations
 
 import socket
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import trio
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rollouts.backends.state import HeldState, hold_state
@@ -135,13 +132,14 @@ def hold_together(
     """This rank's part of the state as it is now, in host memory; None, on all ranks, if one has no room.
     Collective, on the device thread. `position` and `tokenizer` are rank 0's.
     """
-    deal, told = run_agreed(
+    margin = MEMORY_MARGIN * ranks.local_world_size  # its neighbours hold about as much
+    deal, room = run_agreed(
         ranks,
         lambda: deal_weights(model, ranks.rank, ranks.world_size),
-        lambda deal: describe_room(model, ranks, deal),
-        count=3,
+        lambda deal: [has_room(margin * compute_held_bytes(model, ranks, deal))],
+        count=1,
     )
-    if not has_room(told):
+    if not room.all():
         return None
     buckets: list[list[tuple[str, Tensor]]] = []
     short: list[Exception] = []  # memory was not to be had: the ranks agree on that below
@@ -166,22 +164,18 @@ def hold_together(
     return HeldPart(state, buckets, deal.names, model, tokenizer)
 
 
-def describe_room(model: PreTrainedModel, ranks: Ranks, deal: Deal) -> tuple[float, float, float]:
-    """(machine, its free bytes or infinity, bytes that this rank needs): for its part of the weights, and its
-    rows of two moments where no other replica has them.
+def compute_held_bytes(model: PreTrainedModel, ranks: Ranks, deal: Deal) -> int:
+    """What this rank copies: its part of the weights, and its rows of two moments where no other replica has
+    them.
     """
-    free = read_free_memory()
     moments = 2 * sum(get_local(weight).nbytes for weight in model.parameters()) if ranks.first_replica else 0
-    machine = zlib.crc32(socket.gethostname().encode())
-    return float(machine), float("inf") if free is None else float(free), float(deal.nbytes + moments)
+    return deal.nbytes + moments
 
 
-def has_room(told: NDArray[np.floating[Any]]) -> bool:
-    """Whether every machine has memory for what its ranks need together. `told` [W, 3]: describe_room of each
-    rank.
-    """
-    machines = [told[told[:, 0] == machine] for machine in np.unique(told[:, 0])]
-    return all(here[:, 1].min() >= MEMORY_MARGIN * here[:, 2].sum() for here in machines)
+def has_room(num_bytes: float) -> bool:
+    """Whether this machine has so much free memory, or does not tell."""
+    free = read_free_memory()
+    return free is None or free >= num_bytes
 
 
 class HeldCheckpoint:

@@ -11,7 +11,6 @@ thread is in, so that rank 0, which waits for it, never waits for a collective t
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -25,7 +24,6 @@ from rollouts.backends.captures import HeldPart
 from rollouts.backends.open import (
     OPENING,
     OpenSettings,
-    TrainerOptions,
     open_trainer,
     open_trainer_thread,
 )
@@ -33,6 +31,7 @@ from rollouts.backends.pytorch import RankedTrainingBackend
 from rollouts.backends.trainer import COMMANDS, Trainer
 from rollouts.config.load import check_same_config, dump_config
 from rollouts.config.schema import RunConfig
+from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import DeviceFuture, DeviceThread, open_device_thread
 from rollouts.errors import ConfigError, RunDirError
 from rollouts.ranks.channel import Channel, Command, RankChannel
@@ -186,10 +185,8 @@ def follow(
         if name == "open_backend":
             assert number not in trainers, f"backend {number} is open already"
             trainers[number] = None
-            options = TrainerOptions(**command["options"])
-            path = str(find_path(options.model_path))
-            options = dataclasses.replace(options, model_path=path)
-            trainers[number] = open_trainer(options, ranks, thread.check_open)
+            path, optim = find_path(command["model_path"]), OptimConfig.model_validate(command["optim"])
+            trainers[number] = open_trainer(path, optim, command["options"], ranks, thread.check_open)
             return None
         assert trainer is not None and name in COMMANDS, f"{name} of a backend that did not open"
         return getattr(trainer, name)(None, **command["fields"])

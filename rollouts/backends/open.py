@@ -10,9 +10,8 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack
 
 import torch
 import trio
@@ -50,38 +49,25 @@ Autocast = Literal["off", "bfloat16", "auto"]
 OPENING = "opening the model"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerOptions:
-    """What every rank must know to open its part of a backend; rank 0 sends it."""
+class TrainerOptions(TypedDict, total=False):
+    """How every rank opens its part of a backend; rank 0 sends it."""
 
-    model_path: str
-    optim: Mapping[str, Any]  # of OptimConfig
-    autocast: Autocast = "auto"
-    # torch's; 0: this machine's cores divided by its ranks; None: those of a device thread that is open
-    threads: int | None = 0
-    deterministic: bool = False
-    gradient_checkpointing: bool = False
-    compile_backend: str | None = None  # of torch.compile; None: layers run as they are written
-    cpu_offload: bool = False
-    reduce_each_micro_batch: bool = False  # see Trainer; cpu_offload does it too
-    seed: int | None = 0  # of torch's own generators, one for each rank; None: they are left alone
-    dtype: Literal["float32", "float64"] = "float32"  # of the master weights; float64 shows what is rounding
-    head: ModelHead = "tokens"
-
-
-class OpenSettings(BackendSettings, total=False):
-    """What openings take by name: settings of a backend, and TrainerOptions."""
-
-    autocast: Autocast
-    threads: int
+    autocast: Autocast  # "auto"
+    # torch's; 0, the default: this machine's cores divided by its ranks; None: those of a device thread that
+    # is open
+    threads: int | None
     deterministic: bool
     gradient_checkpointing: bool
-    compile_backend: str | None
+    compile_backend: str | None  # of torch.compile; None, the default: layers run as they are written
     cpu_offload: bool
-    reduce_each_micro_batch: bool
-    seed: int
-    dtype: Literal["float32", "float64"]
-    head: ModelHead
+    reduce_each_micro_batch: bool  # see Trainer; cpu_offload does it too
+    seed: int | None  # 0; of torch's own generators, one for each rank; None: they are left alone
+    dtype: Literal["float32", "float64"]  # "float32"; of the master weights; float64 shows what is rounding
+    head: ModelHead  # "tokens"
+
+
+class OpenSettings(BackendSettings, TrainerOptions, total=False):
+    """What openings take by name."""
 
 
 # --- a backend ----------------------------------------------------------------------------------------------
@@ -109,13 +95,13 @@ async def open_trainer_thread(
     """
     names = BackendSettings.__annotations__
     own: Any = {name: value for name, value in settings.items() if name in names}
-    sent: dict[str, Any] = {name: value for name, value in settings.items() if name not in names}
-    sent |= {} if device_thread is None else {"threads": None, "seed": None}
-    options = TrainerOptions(model_path=str(model_path), optim=own["optim"].model_dump(), **sent)
+    options: Any = {name: value for name, value in settings.items() if name not in names}
+    options |= {} if device_thread is None else {"threads": None, "seed": None}
     # rank 0 chooses the precision: machines may be unlike
-    dtype = choose_autocast_dtype(options.autocast, str(ranks.device))
-    options = dataclasses.replace(options, autocast="off" if dtype is None else "bfloat16")
-    if options.head == "scalar" and own.get("skip_zero_advantage"):
+    dtype = choose_autocast_dtype(options.get("autocast", "auto"), str(ranks.device))
+    options["autocast"] = "off" if dtype is None else "bfloat16"
+    scalar = options.get("head") == "scalar"
+    if scalar and own.get("skip_zero_advantage"):
         raise ConfigError(
             "skip_zero_advantage=True with head='scalar': a critic learns from rows without an advantage too;"
             " leave it out"
@@ -124,9 +110,10 @@ async def open_trainer_thread(
 
     def open_part() -> Trainer:
         channel.phase = OPENING
-        channel.send({"name": "open_backend", "options": dataclasses.asdict(options), "backend": number})
+        part = {"model_path": str(model_path), "optim": own["optim"].model_dump(), "options": options}
+        channel.send({"name": "open_backend", "backend": number, **part})
         try:
-            return open_trainer(options, ranks, thread.check_open)
+            return open_trainer(model_path, own["optim"], options, ranks, thread.check_open)
         except AgreedFailure as failure:
             error = failure.error
         raise error
@@ -140,7 +127,7 @@ async def open_trainer_thread(
             with trio.CancelScope(shield=True):  # else the others would open a backend that nobody has
                 await opening
             trainer = await opening
-            if options.head == "scalar":
+            if scalar:
                 set_padding_token(trainer.model, own.get("tokenizer"))
             yield OpenTrainer(trainer, thread, number, own)
     finally:
@@ -186,20 +173,27 @@ async def open_pytorch_backend(
 # --- a rank's part ------------------------------------------------------------------------------------------
 
 
-def open_trainer(options: TrainerOptions, ranks: Ranks, check_open: Callable[[], None]) -> Trainer:
+def open_trainer(
+    model_path: Path,
+    optim: OptimConfig,
+    options: TrainerOptions,
+    ranks: Ranks,
+    check_open: Callable[[], None],
+) -> Trainer:
     """This rank's part of a backend; of several ranks no one holds the whole model. Collective, on the device
     thread. Raises AgreedFailure.
     """
-    if options.threads is not None:
+    threads, seed = options.get("threads", 0), options.get("seed", 0)
+    if threads is not None:
         cores = len(os.sched_getaffinity(0)) // ranks.local_world_size
-        torch.set_num_threads(options.threads or max(cores, 1))
+        torch.set_num_threads(threads or max(cores, 1))
     if ranks.mesh is not None:
-        digests = run_agreed(ranks, lambda: compute_model_digests(Path(options.model_path))).value
+        digests = run_agreed(ranks, lambda: compute_model_digests(model_path)).value
         way_out = "copy the model directory again, so that all machines have the same files"
         check_same(ranks, digests, way_out)
-    torch.use_deterministic_algorithms(options.deterministic)
+    torch.use_deterministic_algorithms(options.get("deterministic", False))
     use_device(ranks.device)
-    model = run_agreed(ranks, lambda: load_model(options, ranks)).value
+    model = run_agreed(ranks, lambda: load_model(model_path, options, ranks)).value
     plan = plan_sharded_forward(model, ranks)
     fields = {field.name: repr(getattr(plan, field.name)) for field in dataclasses.fields(plan)}
     check_same(ranks, fields, "use machines with the same devices, drivers and libraries")
@@ -207,29 +201,29 @@ def open_trainer(options: TrainerOptions, ranks: Ranks, check_open: Callable[[],
         log_plan(model, plan)
     trainer = Trainer(
         model,
-        create_adamw_optimizer(model, OptimConfig.model_validate(options.optim)),
+        create_adamw_optimizer(model, optim),
         ranks,
         plan,
         check_open=check_open,
-        autocast_dtype=choose_autocast_dtype(options.autocast, str(ranks.device)),
-        reduce_each=options.reduce_each_micro_batch or options.cpu_offload,
+        autocast_dtype=choose_autocast_dtype(options.get("autocast", "auto"), str(ranks.device)),
+        reduce_each=bool(options.get("reduce_each_micro_batch") or options.get("cpu_offload")),
     )
-    if options.compile_backend is not None:
-        compile_together(trainer, options.compile_backend)
-    if options.seed is not None:  # loading draws, more or less of it, from one transformers to the next
-        torch.manual_seed((options.seed + ranks.rank) % 2**63)
+    if backend := options.get("compile_backend"):
+        compile_together(trainer, backend)
+    if seed is not None:  # loading draws, more or less of it, from one transformers to the next
+        torch.manual_seed((seed + ranks.rank) % 2**63)
     return trainer
 
 
-def load_model(options: TrainerOptions, ranks: Ranks) -> PreTrainedModel:
+def load_model(path: Path, options: TrainerOptions, ranks: Ranks) -> PreTrainedModel:
     """The whole model, or this rank's shards of it."""
-    path = Path(options.model_path)
-    model = make_meta_model(path, dtype=getattr(torch, options.dtype), head=options.head)
-    if options.gradient_checkpointing:
+    dtype, offload = getattr(torch, options.get("dtype", "float32")), options.get("cpu_offload", False)
+    model = make_meta_model(path, dtype=dtype, head=options.get("head", "tokens"))
+    if options.get("gradient_checkpointing"):
         checkpoint_layers(model)
     if ranks.mesh is not None:
-        shard_model(model, ranks, cpu_offload=options.cpu_offload)
-    device = "cpu" if options.cpu_offload else ranks.device
+        shard_model(model, ranks, cpu_offload=offload)
+    device = "cpu" if offload else ranks.device
     load_sharded_weights(model, path, device=device, buffer_device=ranks.device, new_head=True)
     return model
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from rollouts.errors import BackendError
-from rollouts.models.sharded import get_local
+from rollouts.models.sharded import compute_local_slices, get_local
 from rollouts.ranks.group import Ranks
 from rollouts.weight_sync.flat_buckets import split_buckets
 
@@ -45,17 +45,13 @@ def check_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None
             raise BackendError(f"{len(names)} weights {what}: {', '.join(names[:5])}; nothing was loaded")
 
 
-def _pad_rows(rows: Tensor, count: int) -> Tensor:
-    """`rows` and as many of zeros as make `count`."""
-    return torch.cat([rows, rows.new_zeros((count - len(rows), *rows.shape[1:]))])
-
-
-def _get_rows(parameter: Tensor, num_shards: int) -> tuple[Tensor, int]:
-    """This rank's rows, and those of each shard but the last ones, which have fewer or none: torch cuts as
-    torch.chunk does.
+def _pad_shard(parameter: Tensor, num_shards: int) -> Tensor:
+    """This rank's rows, flat, with zeros behind them to as many as the first shard has: torch cuts as
+    torch.chunk does, and the last shards have fewer or none.
     """
     assert isinstance(parameter, DTensor) and parameter.placements[-1] == Shard(0), parameter
-    return get_local(parameter), -(-parameter.shape[0] // num_shards)
+    rows, count = get_local(parameter), -(-parameter.shape[0] // num_shards)
+    return torch.cat([rows, rows.new_zeros((count - len(rows), *rows.shape[1:]))]).flatten()
 
 
 def gather_bucket(
@@ -69,7 +65,7 @@ def gather_bucket(
         return [(name, parameter.detach()) for name, parameter in bucket]
     if ranks.rank // ranks.num_shards != to // ranks.num_shards:
         return None
-    pieces = [_pad_rows(*_get_rows(parameter, ranks.num_shards)).flatten() for _, parameter in bucket]
+    pieces = [_pad_shard(parameter, ranks.num_shards) for _, parameter in bucket]
     mine = torch.cat(pieces)
     blocks = list(mine.new_empty((ranks.num_shards, len(mine))).unbind(0)) if ranks.rank == to else None
     dist.gather(mine, blocks, dst=to, group=ranks.shard_mesh.get_group())
@@ -104,16 +100,8 @@ def gather_parts(
 
 def scatter_weight(ranks: Ranks, parameter: Tensor, weight: Tensor | None) -> None:
     """Copies rank 0's `weight` into a parameter, each rank its own rows."""
-    if ranks.mesh is None:
-        assert weight is not None
-        parameter.detach().copy_(weight)
-        return
-    local, rows = _get_rows(parameter, ranks.num_shards)
-    block = local.new_empty((rows, *parameter.shape[1:]))
-    parts: list[Tensor] | None = None
-    if weight is not None:
-        shards = _pad_rows(weight.to(local), rows * ranks.num_shards).split(rows)
-        # the mesh numbers a replica's ranks one after the other
-        parts = [shards[rank % ranks.num_shards] for rank in range(ranks.world_size)]
-    dist.scatter(block, parts, src=0)
-    local.copy_(block[: len(local)])
+    local = get_local(parameter)
+    whole = local.new_empty(parameter.shape) if weight is None else weight.to(local).contiguous()
+    if ranks.mesh is not None:  # whole for a moment, as in a forward pass
+        dist.broadcast(whole, src=0)
+    local.copy_(whole[compute_local_slices(parameter)])

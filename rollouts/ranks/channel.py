@@ -32,7 +32,7 @@ Command = dict[str, Any]  # JSON values; "name" says what to do
 EXIT_RANK_LOST = 75  # EX_TEMPFAIL: start it again
 BEAT_S = 1.0
 SILENT_BEATS = 20
-GRACE_S = 1.5  # a failed rank waits so long for another rank's death that explains its failure
+PROOFS = 3  # of life, after a failure: a dead rank's last beats come in two readings at most
 NOTICE_S = 3.0  # rank 0 waits so long for the others to read who is lost before its store goes with it
 PATIENCE_S = 8.0  # the others wait so long for a failed rank to end first, with its own message and exit code
 CLOSE_S = 10.0  # rank 0 waits so long for the others to leave
@@ -178,14 +178,13 @@ class Channel:
         for rank in self._others:
             if (rank == 0 and self._broken) or rank in ended:
                 return RankLost(rank, self._beats[rank][1], ENDED)
-            if has_ended(self.processes[rank]) and not (self.rank == 0 and self._has_left(rank)):
+            if has_ended(self.processes[rank]) and not (
+                self.rank == 0 and self._store.check([f"left/{rank}"])
+            ):
                 ended.add(rank)
             if silent[rank] >= SILENT_BEATS:
                 return RankLost(rank, self._beats[rank][1], SILENT)
         return None
-
-    def _has_left(self, rank: int) -> bool:
-        return self._store.check([f"left/{rank}"])
 
     def report(self, lost: RankLost, *, own: bool = False) -> None:
         """Tells all ranks whom the run has lost, unless one has told them already. own: this rank has failed
@@ -197,15 +196,20 @@ class Channel:
 
     async def report_failure(self, error: BaseException) -> None:
         """Tells the others that this rank has failed, unless watch() finds meanwhile that another rank is
-        lost, which explains a failure inside a collective.
+        lost, which explains a failure inside a collective. So it waits until all others have shown that they
+        live, or watch() must have judged.
         """
         if self._failed:
             return
-        said = f"{type(error).__name__}: {error}"
-        collective = isinstance(error, DistError) or "gloo" in said or "NCCL" in said
-        await trio.sleep((SILENT_BEATS + 2) * BEAT_S if collective else GRACE_S)
+        with trio.move_on_after((SILENT_BEATS + 2) * BEAT_S):
+            for _ in range(PROOFS):
+                heard = self._beats
+                while not self._closing.is_set() and any(  # noqa: ASYNC110  (of other processes)
+                    self._beats[rank] == heard[rank] for rank in self._others
+                ):
+                    await trio.sleep(BEAT_S / 10)
         self._failed = True
-        self.report(RankLost(self.rank, self.phase, said), own=True)
+        self.report(RankLost(self.rank, self.phase, f"{type(error).__name__}: {error}"), own=True)
         await self._wait_left(NOTICE_S)
 
     # --- leaving
@@ -232,7 +236,6 @@ class Channel:
         self.stop_watching()
         with contextlib.suppress(DistError):
             self._store.set(f"left/{self.rank}", "")
-            self._store.add("left", 1)
 
     async def end_others(self) -> None:
         """The other ranks end with exit code 0, whatever they wait for. The caller then ends this process."""
@@ -241,7 +244,7 @@ class Channel:
 
     def count_left(self) -> int:
         """Ranks that have left. On rank 0."""
-        return self._store.add("left", 0)
+        return sum(self._store.check([f"left/{rank}"]) for rank in self._others)
 
     async def _wait_left(self, timeout_s: float) -> None:
         if self.rank == 0:

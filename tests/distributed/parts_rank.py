@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from rollouts.backends import weights as sharded_weights
-from rollouts.backends.captures import describe_room
-from rollouts.backends.open import TrainerOptions, open_trainer
+from rollouts.backends.captures import compute_held_bytes
+from rollouts.backends.open import open_trainer
 from rollouts.backends.trainer import Trainer
 from rollouts.config.tables import OptimConfig
 from rollouts.models.export import deal_weights, name_parts
@@ -40,7 +40,7 @@ def step(trainer: Trainer) -> None:
 def capture(trainer: Trainer, ranks: Ranks, path: Path) -> dict[str, Any]:
     """Copies, changes the weights, and only then writes."""
     deal = deal_weights(trainer.model, ranks.rank, ranks.world_size)
-    _, _, needed = describe_room(trainer.model, ranks, deal)
+    needed = compute_held_bytes(trainer.model, ranks, deal)
     held = trainer.capture(({"steps": 1.0}, None), name="held")
     assert held is not None
     for parameter in trainer.model.parameters():
@@ -68,7 +68,9 @@ def main() -> None:
     folder = Path(sys.argv[-1])
     ranks = connect(read_launch(os.environ), int(sys.argv[1]), lambda: "cpu").ranks
     trainer = open_trainer(
-        TrainerOptions(model_path=str(folder / "model"), optim=OptimConfig().model_dump()),
+        folder / "model",
+        OptimConfig(),
+        {},
         ranks,
         lambda: None,
     )

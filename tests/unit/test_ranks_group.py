@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  (documented there)
 
-from rollouts.backends.captures import has_room
 from rollouts.backends.fsdp import find_directory
 from rollouts.errors import BackendError, ConfigError, RunDirError
 from rollouts.models.directories import BLOCK_BYTES, BLOCKS, WHOLE_BYTES, compute_model_digests
@@ -32,20 +30,6 @@ def test_others_hear_of_an_error_by_rank_and_of_a_full_disk_as_one():
 def test_shards_must_divide_the_ranks():
     with pytest.raises(ConfigError, match=r"distributed\.shard_size=2 does not divide 3 ranks"):
         init_group(Launch(0, 3, 0, 3, "127.0.0.1", 0), HashStore(), device="cpu", shard_size=2)
-
-
-@pytest.mark.parametrize(
-    ("told", "room"),
-    [
-        ([[1, 250, 100], [1, 250, 100]], True),  # one machine: 1.25 · 200
-        ([[1, 260, 100], [1, 249, 100]], False),  # the least that a rank sees counts
-        ([[1, 250, 200], [2, 125, 100]], True),
-        ([[1, 10_000, 200], [2, 124, 100]], False),  # another machine is short
-        ([[1, float("inf"), 200], [2, 125, 100]], True),
-    ],
-)
-def test_there_is_room_where_every_machine_has_a_quarter_more_than_its_ranks_need(told, room):
-    assert has_room(np.array(told, dtype=np.float64)) is room
 
 
 # --- model directories of several machines ------------------------------------------------------------------
