@@ -96,8 +96,8 @@ class TrainingBackend(Protocol):
         ...
 
     def reset(self) -> TrainFuture[None]:
-        """Discards accumulated gradients and forgets an earlier failure. Counters and torch's random states
-        are as after the last step.
+        """Discards accumulated gradients and forgets an earlier failure. torch's random states are as after
+        the last step.
         """
         ...
 

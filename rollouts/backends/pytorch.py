@@ -136,10 +136,11 @@ class RankedTrainingBackend:
         return future
 
     def statistics(self) -> Mapping[str, float]:
-        """Optimizer steps, skipped ones, tokens trained and computed (padding included), batches by layout,
-        and the device thread's queue.
+        """Optimizer steps, and since the backend was opened: skipped ones, tokens trained and, for that,
+        computed (padding included), batches by layout; and the device thread's queue.
         """
-        return {**self._steps.statistics(), **self.device_thread.statistics()}
+        counts = {name: float(count) for name, count in self._steps.counts.items()}
+        return {"steps": float(self._steps.steps), **counts, **self.device_thread.statistics()}
 
     def interrupt(self) -> None:
         """forward_backward and forward queued so far end at their next micro-batch, with StepInterrupted.
@@ -148,13 +149,13 @@ class RankedTrainingBackend:
         self.device_thread.interrupt()
 
     def reset(self) -> DeviceFuture[None]:
-        """Discards accumulated gradients and forgets an earlier failure. Counters and torch's random states
-        are as after the last step. Raises BackendError if the ranks are out of step.
+        """Discards accumulated gradients and forgets an earlier failure. torch's random states are as after
+        the last step. Raises BackendError if the ranks are out of step.
         """
 
         def job() -> None:
             self._failure = None
-            self._steps.reset()
+            self._steps.discard_pending()
             self._together("reset")
 
         return self.device_thread.submit(job)
@@ -223,33 +224,29 @@ class RankedTrainingBackend:
         self, name: str, batch: RolloutBatch, spec: LossSpec | None
     ) -> tuple[Any, PreparedBatch, list[list[Portion]]]:
         """The command's result on all ranks, the prepared batch, and [rank][round] portions."""
-        dealt: list[Any] = []
-
-        def make_shares() -> list[Share]:
-            embeddings: Any = self.model.get_input_embeddings()
-            packing, world = self._packing, self.ranks.world_size
-            prepared = prepare_batch(
-                batch,
-                spec,
-                self._trainer.find_plan(),
-                packing,
-                vocab_size=int(embeddings.num_embeddings),
-                ranks=world,
-            )
-            portions = deal_portions(
-                [make_portion(micro_batch, batch) for micro_batch in prepared.micro_batches],
-                world,
-                micro_batch_cost=packing.micro_batch_cost,
-                attention_cost=packing.attention_cost,
-            )
-            dealt.extend([prepared, portions])
-            counts = prepared.denominator, prepared.expected_count
-            return [Share(tuple(mine), batch.temperature, spec, *counts) for mine in portions]
-
-        result = self._together(name, make_shares)
-        prepared, portions = dealt
-        computed = sum(portion.micro_batch.computed_tokens for mine in portions for portion in mine)
-        self._steps.add_batch(prepared, computed, trains=spec is not None)
+        embeddings: Any = self.model.get_input_embeddings()
+        packing, world, counts = self._packing, self.ranks.world_size, self._steps.counts
+        prepared = prepare_batch(
+            batch,
+            spec,
+            self._trainer.find_plan(),
+            packing,
+            vocab_size=int(embeddings.num_embeddings),
+            ranks=world,
+        )
+        portions = deal_portions(
+            [make_portion(micro_batch, batch) for micro_batch in prepared.micro_batches],
+            world,
+            micro_batch_cost=packing.micro_batch_cost,
+            attention_cost=packing.attention_cost,
+        )
+        whole = spec, prepared.denominator, prepared.expected_count
+        result = self._together(name, [Share(tuple(mine), batch.temperature, *whole) for mine in portions])
+        counts[f"batches_as_{prepared.layout}"] += 1
+        if spec is not None:
+            computed = (portion.micro_batch.computed_tokens for mine in portions for portion in mine)
+            counts["computed_tokens"] += sum(computed)
+            counts["skipped_rows"] += prepared.skipped_rows
         return result, prepared, portions
 
     def _forward_backward(self, batch: RolloutBatch, spec: LossSpec) -> ForwardBackwardResult:
@@ -263,7 +260,7 @@ class RankedTrainingBackend:
             return ForwardBackwardResult(
                 loss=None, denominator=denominator, metrics={}, skipped=steps.poisoned
             )
-        steps.counts["trained_tokens"] += float(batch.response_lengths.sum())
+        steps.counts["trained_tokens"] += int(batch.response_lengths.sum())
         reach("train.after_forward_backward")
         metrics = result.metrics  # of the rows that were computed
         if prepared.skipped_rows:

@@ -75,14 +75,10 @@ def find_attention_cost(model: PreTrainedModel) -> float:
     config that does not say.
     """
     config = model.config.get_text_config()
-    layers, heads = getattr(config, "num_hidden_layers", 0), getattr(config, "num_attention_heads", 0)
-    width = heads * (getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(heads, 1))
+    layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
     if not layers or not width:
         return ATTENTION_COST
-    parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
-    embedding: Any = model.get_input_embeddings().weight
-    if getattr(model.get_output_embeddings(), "weight", None) is not embedding:
-        parameters -= embedding.numel()
+    parameters = model.num_parameters(exclude_embeddings=True)
     return estimate_attention_cost(layers=layers, attention_width=width, parameters=parameters)
 
 

@@ -9,6 +9,7 @@ compute_loss     from log-probs (of a scalar head: values) of a micro-batch to t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from rollouts.config.tables import OptimConfig
 from rollouts.data.packing import ATTENTION_COST, MicroBatch, make_micro_batches
 from rollouts.errors import BackendError, DenominatorMismatch, NonFiniteSteps
 from rollouts.losses import LossFn, LossInputs
-from rollouts.models.log_probs import LAYOUTS, ForwardPlan, Layout, TokenOutputs
+from rollouts.models.log_probs import ForwardPlan, Layout, TokenOutputs
 from rollouts.models.optim import compute_lr
 from rollouts.types import (
     BoolArray,
@@ -54,6 +55,7 @@ SKIPPING_LOSSES = (
     "dppo",
 )
 COUNTS = ("skipped_steps", "trained_tokens", "computed_tokens", "skipped_rows")
+POSITION_FIELDS = ("steps", "skipped_in_a_row", "weight_version")
 
 
 # --- batches ------------------------------------------------------------------------------------------------
@@ -244,23 +246,10 @@ class OptimizerSteps:
         self.steps = 0  # skipped ones included: the schedule's position
         self.poisoned: str | None = None  # why the pending step will be skipped
         self.pending_batches = 0  # forward_backward calls since the last step
-        self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)
-        # as of the last step: what was computed since, for a step that is given up, did not happen
-        self._counts_before = dict(self.counts)
-        # batches computed in each layout since the backend was opened
-        self._layouts = {f"batches_as_{layout}": 0.0 for layout in LAYOUTS}
+        self.counts = Counter[str](dict.fromkeys(COUNTS, 0))  # since the backend was opened
         self._optim = optim
         self._total_steps = total_steps
         self._skipped_in_a_row = 0
-
-    def add_batch(self, prepared: PreparedBatch, computed_tokens: int, *, trains: bool) -> None:
-        """Counts a batch that was computed. Where log-probs alone are, as of a probe, only its layout counts:
-        a resumed run asks for others.
-        """
-        self._layouts[f"batches_as_{prepared.layout}"] += 1
-        if trains:
-            self.counts["computed_tokens"] += computed_tokens
-            self.counts["skipped_rows"] += prepared.skipped_rows
 
     def choose_params(self, params: OptimParams | None) -> OptimParams:
         """lr and clipping of the next step: the schedule's, or those of `params`. Raises BackendError if
@@ -285,7 +274,6 @@ class OptimizerSteps:
         self.counts["skipped_steps"] += skipped is not None
         self._skipped_in_a_row = in_a_row = 0 if skipped is None else self._skipped_in_a_row + 1
         self.discard_pending()
-        self._counts_before = dict(self.counts)
         if in_a_row >= MAX_NONFINITE_STEPS:
             self._skipped_in_a_row = 0  # whoever goes on all the same, goes on for as many again
             raise NonFiniteSteps(
@@ -295,34 +283,19 @@ class OptimizerSteps:
         return OptimStepResult(step=self.steps, lr=lr, grad_norm=grad_norm, clipped=clipped, skipped=skipped)
 
     def discard_pending(self) -> None:
-        """Forgets what has accumulated."""
+        """Forgets what has accumulated since the last step."""
         self.poisoned, self.pending_batches = None, 0
 
-    def reset(self) -> None:
-        """Forgets what has accumulated since the last step."""
-        self.counts = dict(self._counts_before)
-        self.discard_pending()
-
     def position(self, weight_version: int) -> dict[str, float]:
-        """What a checkpoint keeps of this."""
-        own = {"steps": self.steps, "skipped_in_a_row": self._skipped_in_a_row}
-        return {**own, "weight_version": weight_version, **self.counts}
+        """What a checkpoint keeps of this: POSITION_FIELDS."""
+        position = self.steps, self._skipped_in_a_row, weight_version
+        return dict(zip(POSITION_FIELDS, position, strict=True))
 
     def restore(self, position: Mapping[str, float]) -> int:
         """Takes a saved position; the version of the weights then."""
-        self.steps, self._skipped_in_a_row = int(position["steps"]), int(position["skipped_in_a_row"])
-        self._counts_before = {name: float(position[name]) for name in COUNTS}
-        self.reset()
-        return int(position["weight_version"])
-
-    def statistics(self) -> dict[str, float]:
-        """Optimizer steps, skipped ones, tokens trained and, for that, computed (padding included), batches
-        by layout.
-        """
-        return {"steps": float(self.steps), **self.counts, **self._layouts}
-
-
-POSITION_FIELDS = ("steps", "skipped_in_a_row", "weight_version", *COUNTS)
+        self.steps, self._skipped_in_a_row, version = (int(position[name]) for name in POSITION_FIELDS)
+        self.discard_pending()
+        return version
 
 
 def collect_gradients(model: torch.nn.Module) -> list[Tensor]:

@@ -72,8 +72,8 @@ COMMANDS = {
 }  # fmt: skip
 Saved = tuple[Mapping[str, float], Any]
 """Rank 0's position and tokenizer."""
-MakeShares = Callable[[], Sequence[Share]] | None
-"""Rank 0's: one share for each rank. None on the others."""
+Shares = Sequence[Share] | None
+"""Rank 0's: one for each rank. None on the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +146,11 @@ class Trainer:
 
     # --- batches
 
-    def forward_backward(self, make_shares: MakeShares) -> ShareResult:
+    def forward_backward(self, shares: Shares) -> ShareResult:
         """Adds the gradient of sum / denominator to what has accumulated."""
         if not self._random_states:
             self._note_random_states()
-        share = self._receive_share(make_shares)
+        share = self._receive_share(shares)
         spec = share.spec
         assert spec is not None
         loss_fn = run_agreed(self.ranks, lambda: resolve_loss(spec.name)).value
@@ -188,11 +188,11 @@ class Trainer:
         found = [np.frombuffer(block, np.float32).reshape(3, -1) for block in blocks]
         return ShareResult(total, merged, found)
 
-    def forward(self, make_shares: MakeShares) -> list[FloatArray]:
+    def forward(self, shares: Shares) -> list[FloatArray]:
         """Of each rank: log-probs (of a scalar head: values) [sum of N] of its portions' pairs, in their
         order. The shares have no loss.
         """
-        share = self._receive_share(make_shares)
+        share = self._receive_share(shares)
         found: list[FloatArray] = [np.zeros(0, np.float32)]
         with torch.no_grad():
             for portion in share.portions:
@@ -202,13 +202,13 @@ class Trainer:
         blocks = all_gather_bytes(self.ranks, np.concatenate(found).tobytes())
         return [np.frombuffer(block, np.float32) for block in blocks]
 
-    def _receive_share(self, make_shares: MakeShares) -> Share:
+    def _receive_share(self, shares: Shares) -> Share:
         if self.ranks.world_size == 1:
-            assert make_shares is not None
-            return run_agreed(self.ranks, make_shares).value[0]
+            assert shares is not None
+            return shares[0]
 
         def encode() -> list[bytes] | None:
-            return None if make_shares is None else [encode_share(share) for share in make_shares()]
+            return None if shares is None else [encode_share(share) for share in shares]
 
         return decode_share(scatter_bytes(self.ranks, run_agreed(self.ranks, encode).value))
 

@@ -154,19 +154,16 @@ def measure_kl(batch: RolloutBatch, trajectories: IntArray) -> dict[str, float]:
     trajectories, of KL(policy || reference).
 
     lp is the policy's when the batch was sampled, or recomputed. Nothing without the reference's log-probs,
-    and where the mean is not finite.
+    and where a row's is not finite.
     """
     log_probs = batch.old_log_probs or batch.rollout_log_probs
     if batch.ref_log_probs is None or log_probs is None or not len(batch):
         return {}
-    rows = zip(log_probs, batch.ref_log_probs, batch.loss_masks, strict=True)
-    with np.errstate(invalid="ignore"):
-        kl = sum(
-            float((policy[mask].astype(np.float64) - reference[mask].astype(np.float64)).sum())
-            for policy, reference, mask in rows
-        )
-    mean = kl / len(np.unique(trajectories))
-    return {"kl/ref_per_sample": mean} if np.isfinite(mean) else {}
+    try:
+        _, kl = subtract_kl(np.zeros(len(batch)), log_probs, batch.ref_log_probs, batch.loss_masks, 0.0)
+    except ValueError:  # a row's is not finite
+        return {}
+    return {"kl/ref_per_sample": float(kl.sum(dtype=np.float64)) / len(np.unique(trajectories))}
 
 
 def collect_named_rewards(samples: Sequence[Sample]) -> dict[str, NDArray[np.float64]]:
