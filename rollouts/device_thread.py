@@ -56,13 +56,6 @@ class DeviceFuture(Generic[T]):
     def __await__(self) -> Generator[Any, Any, T]:
         return self.result().__await__()
 
-    def _finish(self, value: T | None, error: BaseException | None) -> None:
-        self._value, self._error = value, error
-        if error is not None:
-            self._traceback = error.__traceback__
-            self._thread._unheard[self] = error
-        self._finished.set()
-
 
 Job = tuple[int, Callable[[], Any], DeviceFuture[Any]]  # with its number, from 1
 
@@ -77,9 +70,8 @@ class DeviceThread:
         self._token = trio.lowlevel.current_trio_token()
         self._home = threading.get_ident()
         self._unheard: dict[DeviceFuture[Any], BaseException] = {}  # failures that nobody awaited yet
-        self.out_of_step: BaseException | None = (
-            None  # of ranks that work together: what this one alone has met; no job may meet the others again
-        )
+        # of ranks that work together: what this one alone has met; no job may meet the others again
+        self.out_of_step: BaseException | None = None
         self._open = True
         self._dropping = False
         self._running = 0  # number of the job that runs, or ran last
@@ -111,12 +103,6 @@ class DeviceThread:
         """
         self._interrupted = self._submitted
 
-    def is_interrupted(self) -> bool:
-        """For jobs: whether the running one is to end at its next boundary. Where ranks must end together,
-        they agree on this.
-        """
-        return self._running <= self._interrupted
-
     def has_queued(self) -> bool:
         """For jobs: whether others wait behind the running one."""
         return not self._jobs.empty()
@@ -126,7 +112,7 @@ class DeviceThread:
         interrupt(), and BackendClosed if the context is being left by an exception.
         """
         self._check_dropping()
-        if self.is_interrupted():
+        if self._running <= self._interrupted:
             raise StepInterrupted(
                 "the step was interrupted between two micro-batches, as a stop had asked; its gradients are"
                 " discarded"
@@ -168,27 +154,21 @@ class DeviceThread:
     ) -> None:
         self._completed += 1
         self._busy_s += seconds
-        future._finish(value, error)
-
-    def _close(self, *, drop_queued: bool) -> None:
-        self._open = False
-        self._dropping = drop_queued
-        self._jobs.put(None)
+        future._value, future._error = value, error
+        if error is not None:
+            future._traceback = error.__traceback__
+            self._unheard[future] = error
+        future._finished.set()
 
     def _raise_unheard(self) -> None:
         # a step that did not run because of an earlier failure adds nothing to that failure, which was heard
         # or is in here too; and an interrupt is what somebody asked for
-        errors = [
-            error
-            for error in self._unheard.values()
-            if not isinstance(error, EarlierStepFailed | StepInterrupted)
-        ]
+        known = EarlierStepFailed | StepInterrupted
+        errors = [error for error in self._unheard.values() if not isinstance(error, known)]
         if len(errors) == 1:
             raise errors[0]
         if errors:
-            raise BaseExceptionGroup(
-                f"{len(errors)} jobs of device thread {self.name!r} failed and nobody awaited them", errors
-            )
+            raise BaseExceptionGroup(f"jobs of device thread {self.name!r} failed, unawaited", errors)
 
 
 @asynccontextmanager
@@ -210,7 +190,8 @@ async def open_device_thread(*, name: str, torch_threads: int | None = None) -> 
         yield thread
         drop_queued = False
     finally:
-        thread._close(drop_queued=drop_queued)
+        thread._open, thread._dropping = False, drop_queued
+        thread._jobs.put(None)
         with trio.CancelScope(shield=True):
             await stopped.wait()
     thread._raise_unheard()

@@ -61,9 +61,8 @@ def _check_none_was_saved(stage_dir: Path, problems: list[str]) -> None:
 def set_aside_after(stage_dir: Path, newest: Path | None, report: Report) -> None:
     """Takes its name off everything that is called a checkpoint of a later step than `newest`."""
     completed = (parse_step(newest.name) or 0) if newest else -1
-    for path in sorted(stage_dir.iterdir()) if stage_dir.is_dir() else ():
-        step = parse_step(path.name)
-        if step is None or step <= completed:
+    for step, path in reversed(list_named(stage_dir)):
+        if step <= completed:
             continue
         aside = path.with_name(f"{DAMAGED_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}")
         path.rename(aside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from rollouts.checkpoints.load import Report, list_checkpoints, report_nothing
@@ -14,31 +14,16 @@ from rollouts.metrics.jsonl import drop_outdated, has_place, newest_attempts, re
 from rollouts.run_dir import RunDir
 
 
-def checkpoints_to_remove(
-    steps: Iterable[int], keep_last: int, scores: Mapping[int, float] | None = None
-) -> list[int]:
-    """All of `steps` but the `keep_last` highest and the one with the highest score, ascending; of equal
-    scores the later step stays.
-
-    Raises ValueError if keep_last is below 1: the newest always stays.
-    """
-    if keep_last < 1:
-        raise ValueError(f"keep_last={keep_last} must be at least 1; the newest checkpoint always stays")
-    present = sorted(set(steps))
-    scored = [step for step in present if scores and step in scores]
-    best = max(scored, key=lambda step: ((scores or {})[step], step), default=None)
-    return [step for step in present[:-keep_last] if step != best]
-
-
 def apply_retention(stage_dir: Path, keep_last: int, scores: Mapping[int, float] | None = None) -> list[int]:
-    """Steps of the complete checkpoints that were removed, so that `keep_last` and the best stay. Incomplete
-    ones neither count nor go.
+    """Steps of the complete checkpoints that were removed: all but the `keep_last` newest, 1 or more, and the
+    one with the highest score, of equal scores the later. Incomplete ones neither count nor go.
 
     Each is renamed out of sight before a file is deleted: a crash midway leaves no half checkpoint under a
     checkpoint's name.
     """
-    paths = dict(list_checkpoints(stage_dir))
-    steps = checkpoints_to_remove(paths, keep_last, scores)
+    paths, scores = dict(list_checkpoints(stage_dir)), scores or {}
+    best = max(paths.keys() & scores.keys(), key=lambda step: (scores[step], step), default=None)
+    steps = [step for step in [*paths][:-keep_last] if step != best]
     for step in steps:
         hidden = move_aside(paths[step])
         reach("checkpoint.retention_hidden")

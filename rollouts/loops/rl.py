@@ -51,21 +51,18 @@ from rollouts.loops.rl_batch import (
 )
 from rollouts.loops.steps import StepHooks, surround_steps
 from rollouts.loops.updates import Update, UpdateResult, last_pass_metrics, record_updates, train
-from rollouts.loops.weight_push import WeightPush, open_weight_push
+from rollouts.loops.weight_push import GeneratingEngines, WeightPush, open_weight_push
 from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, SyncWeights, TrainingBackend
 from rollouts.types import Metric, RolloutBatch, Sample, metric_values
 
 
-class BatchSource(Protocol):
+class BatchSource(GeneratingEngines, Protocol):
     """What the loop needs of an AsyncRolloutManager."""
 
     async def generate_batch(self) -> RolloutBatch: ...
     def generating(self) -> AbstractAsyncContextManager[None]: ...
-    @property
-    def overlaps(self) -> bool: ...  # whether generation goes on between calls
-    def engines_updated(self, version: int) -> None: ...
     def batch_metrics(self) -> Mapping[str, Metric]: ...
     def failed_samples(self) -> Sequence[Sample]: ...
 

@@ -57,21 +57,21 @@ class StepsConfig(Protocol):
     def eval_every(self) -> int: ...
 
 
+@dataclass(slots=True, eq=False)
 class Steps:
     """Made by surround_steps."""
 
-    def __init__(
-        self,
-        hooks: StepHooks,
-        config: StepsConfig,
-        backends: tuple[TrainingBackend, ...],
-        completed: int,
-    ) -> None:
-        self._hooks = hooks
-        self._backends = backends
-        self._config = config
-        self._saved = completed  # the newest step whose save was begun
-        self._note(completed)
+    hooks: StepHooks
+    config: StepsConfig
+    backends: tuple[TrainingBackend, ...]
+    completed: int
+    _saved: int = 0  # the newest step whose save was begun
+    _state: EncodeState = dict  # as of the last complete step, and how many updates there were then
+    _updates: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._saved = self.completed
+        self._note(self.completed)
 
     @asynccontextmanager
     async def completing(
@@ -80,44 +80,44 @@ class Steps:
         """After the block `step` is complete, and saved and evaluated where that is due. It is saved first,
         so that a slow evaluation cannot lose a step; a stop cuts the evaluation.
         """
-        with self._hooks.stop.completing():
+        with self.hooks.stop.completing():
             yield
             self._note(step)
-            every = self._hooks.checkpoint_every
-            if step == self._config.steps or (every > 0 and step % every == 0):
+            every = self.hooks.checkpoint_every
+            if step == self.config.steps or (every > 0 and step % every == 0):
                 await self._save()
         await trio.lowlevel.checkpoint()  # where a requested stop ends the loop
-        eval_every = self._config.eval_every
-        if step != self._config.steps and eval_every > 0 and step % eval_every == 0:
+        eval_every = self.config.eval_every
+        if step != self.config.steps and eval_every > 0 and step % eval_every == 0:
             if before_evaluating is not None:
                 await before_evaluating()
-            await self._hooks.evaluate(step)
+            await self.hooks.evaluate(step)
 
     async def save_completed(self) -> None:
         """Saves the last complete step, unless that is done or updates of the next one have been applied."""
-        if self._saved == self._completed and await self._hooks.is_saved(self._completed):
+        if self._saved == self.completed and await self.hooks.is_saved(self.completed):
             return
-        for reset in [backend.reset() for backend in self._backends]:
+        for reset in [backend.reset() for backend in self.backends]:
             await reset.result()
         if self._count_updates() == self._updates:
             await self._save()
             return
-        self._hooks.stop.say(
-            f"step {self._completed} is not saved, because updates of step {self._completed + 1} have been"
+        self.hooks.stop.say(
+            f"step {self.completed} is not saved, because updates of step {self.completed + 1} have been"
             f" applied already; {LAST_COUNTS}"
         )
 
     async def _save(self) -> None:
-        self._saved = self._completed
-        await self._hooks.save(self._completed, self._state)
+        self._saved = self.completed
+        await self.hooks.save(self.completed, self._state)
 
     def _note(self, completed: int) -> None:
-        self._completed = completed
-        self._state = self._hooks.hold_state()
+        self.completed = completed
+        self._state = self.hooks.hold_state()
         self._updates = self._count_updates()
 
     def _count_updates(self) -> float:
-        return sum(backend.statistics().get("steps", 0.0) for backend in self._backends)
+        return sum(backend.statistics().get("steps", 0.0) for backend in self.backends)
 
 
 @asynccontextmanager

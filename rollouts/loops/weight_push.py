@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import trio
@@ -22,7 +23,7 @@ class GeneratingEngines(Protocol):
     """What a push needs of an AsyncRolloutManager."""
 
     @property
-    def overlaps(self) -> bool: ...
+    def overlaps(self) -> bool: ...  # whether generation goes on between batches
     def engines_updated(self, version: int) -> None: ...
 
 
@@ -41,26 +42,19 @@ async def open_weight_push(
         yield WeightPush(nursery, sync, rollout_manager, config, stop)
 
 
+@dataclass(slots=True, eq=False)
 class WeightPush:
     """Made by open_weight_push."""
 
-    def __init__(
-        self,
-        nursery: trio.Nursery,
-        sync: Callable[..., Awaitable[Mapping[str, float]]],
-        rollout_manager: GeneratingEngines,
-        config: RLTrainingConfig,
-        stop: Stop,
-    ) -> None:
-        self._nursery = nursery
-        self._sync = sync
-        self._rollout_manager = rollout_manager
-        self._config = config
-        self._stop = stop
-        self._ended: trio.Event | None = None  # of the update in flight
-        self._guarded = trio.CancelScope()
-        self._failure: Exception | None = None
-        self._metrics: dict[str, float] = {}
+    nursery: trio.Nursery
+    sync: Callable[..., Awaitable[Mapping[str, float]]]
+    rollout_manager: GeneratingEngines
+    config: RLTrainingConfig
+    stop: Stop
+    _ended: trio.Event | None = None  # of the update in flight
+    _guarded: trio.CancelScope = field(default_factory=trio.CancelScope)
+    _failure: Exception | None = None
+    _metrics: dict[str, float] = field(default_factory=dict[str, float])
 
     async def send(self, step: int) -> None:
         """Returns when the trainer may go on; after the last step when the update has ended. Does nothing
@@ -69,18 +63,18 @@ class WeightPush:
         Waits for the update before. A stop ends the waiting. Raises no failure, so that the step is logged
         first.
         """
-        last = step == self._config.steps
-        if step % self._config.sync_every != 0 and not last:
+        last = step == self.config.steps
+        if step % self.config.sync_every != 0 and not last:
             return
-        with self._stop.scope():
+        with self.stop.scope():
             if self._ended is not None:
                 await self._ended.wait()
             if self._failure is not None:
                 return
             released, ended = trio.Event(), trio.Event()
             self._ended = ended
-            self._nursery.start_soon(self._push, step, released, ended)
-            await (released if self._rollout_manager.overlaps and not last else ended).wait()
+            self.nursery.start_soon(self._push, step, released, ended)
+            await (released if self.rollout_manager.overlaps and not last else ended).wait()
 
     async def wait(self) -> None:
         """Returns when no update is in flight. Raises what the last one failed with."""
@@ -106,11 +100,11 @@ class WeightPush:
 
     async def _push(self, version: int, released: trio.Event, ended: trio.Event) -> None:
         try:
-            options = {"released": released} if self._rollout_manager.overlaps else {}
-            metrics = await self._sync(version, **options)
+            options = {"released": released} if self.rollout_manager.overlaps else {}
+            metrics = await self.sync(version, **options)
             # not in one line: |= reads its left side before it waits, and take_metrics may come in between
             self._metrics |= metrics
-            self._rollout_manager.engines_updated(version)
+            self.rollout_manager.engines_updated(version)
         except Exception as error:
             self._failure = error
             self._guarded.cancel()

@@ -18,10 +18,13 @@ OPTIM = OptimConfig(lr=1e-2)
 
 
 @asynccontextmanager
-async def open_backend(model: Any, **options: Any) -> AsyncIterator[Any]:
+async def open_backend(
+    model: Any, *, optim: OptimConfig = OPTIM, total_steps: int = 10, **options: Any
+) -> AsyncIterator[Any]:
     async with open_device_thread(name="trainer", torch_threads=1) as device_thread:
-        optimizer = create_adamw_optimizer(model, OPTIM)
-        yield PyTorchTrainingBackend(model, optimizer, device_thread, optim=OPTIM, total_steps=10, **options)
+        optimizer = create_adamw_optimizer(model, optim)
+        options |= {"optim": optim, "total_steps": total_steps}
+        yield PyTorchTrainingBackend(model, optimizer, device_thread, **options)
 
 
 def take_gradients(model: Any) -> dict[str, Tensor]:

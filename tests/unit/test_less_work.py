@@ -15,16 +15,13 @@ import torch
 import transformers
 from torch import Tensor
 
-from rollouts.backends.pytorch import PyTorchTrainingBackend
-from rollouts.config.tables import OptimConfig
-from rollouts.device_thread import open_device_thread
 from rollouts.losses import LossInputs, resolve_loss
 from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model
 from rollouts.models.log_probs import ForwardPlan
-from rollouts.models.optim import create_adamw_optimizer
 from rollouts.models.tiny import make_tiny
 from rollouts.types import LossSpec, RolloutBatch
+from tests.support.plain_backend import open_backend
 
 TOLERANCE = 1e-4  # ‖a − b‖ / ‖b‖ of each parameter's gradient
 WINDOW = 24  # tokens, shorter than the rows
@@ -147,18 +144,8 @@ def choose_plan(model: Any, on: frozenset[str]) -> ForwardPlan:
 async def compute_our_gradients(
     model: Any, batch: RolloutBatch, spec: LossSpec, on: frozenset[str], *, skips: bool
 ) -> dict[str, Tensor]:
-    async with open_device_thread(name="trainer", torch_threads=1) as thread:
-        optim = OptimConfig(lr=1e-3)
-        backend = PyTorchTrainingBackend(
-            model,
-            create_adamw_optimizer(model, optim),
-            thread,
-            optim=optim,
-            total_steps=1,
-            plan=choose_plan(model, on),
-            share_prefix="sharing" in on,
-            skip_zero_advantage="skipping" in on,
-        )
+    options = {"share_prefix": "sharing" in on, "skip_zero_advantage": "skipping" in on}
+    async with open_backend(model, plan=choose_plan(model, on), **options) as backend:
         await backend.forward_backward(batch, spec)
         statistics = backend.statistics()
     wanted = "packed" if {"packing", "sharing"} & on else "single"

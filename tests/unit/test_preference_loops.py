@@ -4,8 +4,9 @@ metrics, resume, stops.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.schema import PreferenceTrainingConfig
 from rollouts.config.tables import DataSourceConfig, OptimConfig
 from rollouts.data.mixture import make_mixture, select_samples
@@ -23,7 +23,6 @@ from rollouts.data.preference import (
     count_labels,
 )
 from rollouts.data.sft import SFTSample
-from rollouts.device_thread import open_device_thread
 from rollouts.errors import ConfigError, PlugInError
 from rollouts.loops.linearised import on_thread
 from rollouts.loops.preference import (
@@ -38,7 +37,7 @@ from rollouts.losses.row_losses import (
     make_kto_loss,
     make_pair_loss,
 )
-from rollouts.models.optim import create_adamw_optimizer
+from tests.support import plain_backend
 from tests.unit.test_loops import MemoryLogger
 from tests.unit.test_pytorch_backend import make_model
 
@@ -76,15 +75,8 @@ def config_of(**changes: Any) -> PreferenceTrainingConfig:
     )
 
 
-@asynccontextmanager
-async def open_backend(
-    model: Any = None, *, optim: OptimConfig = OPTIM, **options: Any
-) -> AsyncIterator[Any]:
-    model = make_model() if model is None else model
-    async with open_device_thread(name="trainer", torch_threads=1) as device_thread:
-        yield PyTorchTrainingBackend(
-            model, create_adamw_optimizer(model, optim), device_thread, optim=optim, total_steps=10, **options
-        )
+def open_backend(model: Any = None, **options: Any) -> AbstractAsyncContextManager[Any]:
+    return plain_backend.open_backend(model or make_model(), optim=OPTIM, **options)
 
 
 class PlainReference:
@@ -185,14 +177,15 @@ async def train_pairs(
     config: PreferenceTrainingConfig,
     samples: Any,
     *,
-    model: Any = None,
     reference: Any = None,
-    logger: Any = None,
+    load: Path | None = None,
+    save: Path | None = None,
     **loop: Any,
 ):
-    """(weights, metrics) after the loop on a fresh backend."""
-    options = {"micro_batch_tokens": config.micro_batch_tokens}
-    async with open_backend(model, **options) as backend:
+    """(weights, metrics) after the loop on a backend that is fresh, or as it was saved."""
+    async with open_backend(micro_batch_tokens=config.micro_batch_tokens) as backend:
+        if load is not None:
+            await backend.load(load).result()
         if config.loss == "kto":
             good, bad = count_labels(samples)
             made = make_kto_loss(config.loss_params, num_desirable=good, num_undesirable=bad)
@@ -202,11 +195,13 @@ async def train_pairs(
             backend,
             make_mixture(samples),
             config,
-            logger or MemoryLogger(),
+            MemoryLogger(),
             loss=on_thread(backend.device_thread.submit, made),
             reference=reference,
             **loop,
         )
+        if save is not None:
+            await backend.save(save).result()
         return weights_of(backend.model), history
 
 
@@ -272,35 +267,13 @@ async def test_a_precomputed_reference_is_asked_once_per_row_and_gives_what_a_li
     assert_close(one[0], other[0], 0.0)
 
 
-async def test_a_run_that_goes_on_is_the_unbroken_one(tmp_path):
+async def test_a_run_that_goes_on_is_the_unbroken_one(tmp_path: Path):
     samples, config = make_pairs(6), config_of(steps=5)
-    whole, history = await train_pairs(config, samples, reference=PlainReference(reference_model()), seed=3)
-    loss = make_pair_loss("dpo", config.loss_params)
-    data = make_mixture(samples)
-    async with open_backend() as backend:
-        await run_preference_training(
-            backend,
-            data,
-            config.model_copy(update={"steps": 2}),
-            MemoryLogger(),
-            loss=on_thread(backend.device_thread.submit, loss),
-            reference=PlainReference(reference_model()),
-            seed=3,
-        )
-        await backend.save(tmp_path / "two").result()
-    async with open_backend(make_model(seed=4)) as backend:
-        await backend.load(tmp_path / "two").result()
-        rest = await run_preference_training(
-            backend,
-            data,
-            config,
-            MemoryLogger(),
-            loss=on_thread(backend.device_thread.submit, loss),
-            reference=PlainReference(reference_model()),
-            seed=3,
-            completed_steps=2,
-        )
-        assert_close(weights_of(backend.model), whole, 0.0)
+    common: Any = {"reference": PlainReference(reference_model()), "seed": 3}
+    whole, history = await train_pairs(config, samples, **common)
+    await train_pairs(config.model_copy(update={"steps": 2}), samples, save=tmp_path, **common)
+    weights, rest = await train_pairs(config, samples, load=tmp_path, completed_steps=2, **common)
+    assert_close(weights, whole, 0.0)
     assert [row["loss/total"] for row in rest] == [row["loss/total"] for row in history[2:]]
 
 
@@ -395,6 +368,3 @@ def test_slopes_of_a_pair_are_dpos_by_hand():
     )
     assert found.loss == pytest.approx(0.620957, abs=1e-6)
     np.testing.assert_allclose(found.advantages, [0.0462570, -0.0462570], atol=1e-7)
-
-
-# --- stops, on fakes in virtual time ------------------------------------------------------------------------

@@ -3,41 +3,29 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import trio
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rollouts.backends.open import choose_autocast_dtype, open_pytorch_backend
-from rollouts.backends.pytorch import PyTorchTrainingBackend
+from rollouts.backends.open import choose_autocast_dtype
 from rollouts.config.tables import OptimConfig
-from rollouts.device_thread import open_device_thread
-from rollouts.errors import BackendClosed, BackendError
+from rollouts.errors import BackendError
 from rollouts.losses import LossInputs, LossOutput
 from rollouts.losses.reductions import reduce_loss
-from rollouts.models.export import save_hf_model
-from rollouts.models.optim import create_adamw_optimizer
 from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import SFT, make_batch
 from rollouts.types import LossSpec, Mean, OptimParams, RolloutBatch
-from tests.support import backend_checks
+from tests.support import backend_checks, plain_backend
 
 torch.set_num_threads(1)
-OPTIM = OptimConfig(lr=1e-2)
 SEEN: list[LossInputs] = []
-
-
-def on_batch() -> None:
-    """Called by slow_loss; a test replaces it."""
 
 
 def make_model(*, tied: bool = True, seed: int = 0) -> LlamaForCausalLM:
@@ -56,20 +44,8 @@ def make_model(*, tied: bool = True, seed: int = 0) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-@asynccontextmanager
-async def open_backend(
-    model: Any = None, *, optim: OptimConfig = OPTIM, total_steps: int = 10, **options: Any
-) -> AsyncIterator[Any]:
-    model = make_model() if model is None else model
-    async with open_device_thread(name="trainer", torch_threads=1) as device_thread:
-        yield PyTorchTrainingBackend(
-            model,
-            create_adamw_optimizer(model, optim),
-            device_thread,
-            optim=optim,
-            total_steps=total_steps,
-            **options,
-        )
+def open_backend(**options: Any) -> AbstractAsyncContextManager[Any]:
+    return plain_backend.open_backend(make_model(), **options)
 
 
 def slow_log_probs(model: Any, batch: RolloutBatch) -> list[Tensor]:
@@ -301,18 +277,6 @@ async def test_a_checkpoint_before_the_first_step_can_be_loaded(tmp_path: Path):
             await backend.optim_step()
 
 
-async def test_open_pytorch_backend_loads_trains_and_saves(tmp_path: Path):
-    save_hf_model(make_model(), tmp_path / "model")
-    async with open_pytorch_backend(
-        tmp_path / "model", optim=OPTIM, total_steps=3, threads=1, autocast="off"
-    ) as backend:
-        first = await backend.forward_backward(make_batch(), SFT)
-        await backend.optim_step()
-        second = await backend.forward_backward(make_batch(), SFT)
-        assert second.loss < first.loss
-        assert await backend.device_thread.submit(torch.get_num_threads) == 1
-
-
 CONTRACT = {
     name: check
     for name, check in {**vars(contract), **vars(backend_checks)}.items()
@@ -325,31 +289,7 @@ async def test_contract(promise: Any, tmp_path: Path):
     await promise(open_backend, *([tmp_path] if "folder" in inspect.signature(promise).parameters else []))
 
 
-INTERRUPT: list[Any] = []  # (micro-batch, what is called in it), counted down
-
-
 # --- what users saw -----------------------------------------------------------------------------------------
-
-
-def with_zero_rows(batch: RolloutBatch, rows: set[int]) -> RolloutBatch:
-    assert batch.advantages is not None
-    return dataclasses.replace(
-        batch, advantages=tuple(a * 0 if row in rows else a for row, a in enumerate(batch.advantages))
-    )
-
-
-@pytest.mark.parametrize("unit", ["tokens", "sequences"])
-async def test_skipping_rows_without_advantage_changes_neither_gradient_nor_denominator(unit: Any):
-    batch = with_zero_rows(make_batch(), {0, 1, 2, 5})
-    found = []
-    for skip in (False, True):
-        async with open_backend(skip_zero_advantage=skip) as backend:
-            result = await backend.forward_backward(batch, LossSpec("reinforce", unit=unit))
-            found.append((result.loss, result.denominator, gradients(backend), backend.statistics()))
-    assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-5)
-    assert_close(found[0][2], found[1][2], tolerance=1e-6)
-    assert found[1][3]["skipped_rows"] == 4
-    assert found[1][3]["computed_tokens"] < found[0][3]["computed_tokens"]
 
 
 async def test_a_token_outside_the_vocabulary_is_named_by_its_row():
@@ -372,29 +312,3 @@ async def test_a_loss_without_gradient_is_named():
     async with open_backend() as backend:
         with pytest.raises(BackendError, match="detached_loss' returned a sum without gradient"):
             await backend.forward_backward(make_batch(), LossSpec(f"{__name__}:detached_loss"))
-
-
-async def test_a_cancelled_step_stops_between_micro_batches(monkeypatch: pytest.MonkeyPatch):
-    SEEN.clear()
-    future = None
-    started = trio.Event()
-    token = trio.lowlevel.current_trio_token()
-    monkeypatch.setattr(f"{__name__}.on_batch", lambda: token.run_sync_soon(started.set))
-    with trio.move_on_after(30) as scope:
-        async with open_backend(share_prefix=False, micro_batch_tokens=1) as backend:
-            future = backend.forward_backward(make_batch(groups=8, size=8), LossSpec(f"{__name__}:slow_loss"))
-            await started.wait()
-            scope.cancel()
-            await future
-    assert scope.cancelled_caught
-    assert len(SEEN) < 64
-    assert future is not None
-    with pytest.raises(BackendClosed, match="stopped between two pieces"):
-        await future
-
-
-def slow_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
-    """A loss that takes its time, so that a cancellation arrives while a batch is worked on."""
-    on_batch()
-    threading.Event().wait(0.05)
-    return watching_loss(inputs, unit=unit)

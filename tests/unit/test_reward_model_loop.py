@@ -4,8 +4,8 @@ measures are those of its scores.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,18 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification
 
-from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.schema import RewardModelTrainingConfig
 from rollouts.config.tables import DataSourceConfig, OptimConfig
 from rollouts.data.mixture import make_mixture, select_samples
 from rollouts.data.preference import PreferenceSample
-from rollouts.device_thread import open_device_thread
 from rollouts.errors import ModelError
 from rollouts.loops.linearised import on_thread
 from rollouts.loops.reward_model import run_reward_model_training
 from rollouts.losses.row_losses import make_score_loss, measure_calibration
 from rollouts.models.export import save_hf_model
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
-from rollouts.models.optim import create_adamw_optimizer
 from rollouts.models.scalar_head import get_scalar_weight, set_padding_token
+from tests.support import plain_backend
 from tests.unit.test_loops import Diary, MemoryLogger
 from tests.unit.test_preference_loops import assert_close, make_pairs, weights_of
 
@@ -56,13 +54,8 @@ def config_of(**changes: Any) -> RewardModelTrainingConfig:
     return RewardModelTrainingConfig.model_validate({"data": data, "steps": 3, "batch_size": 4, **changes})
 
 
-@asynccontextmanager
-async def open_backend(path: Path, **options: Any) -> AsyncIterator[Any]:
-    model = load_hf_model(path, head="scalar")
-    async with open_device_thread(name="trainer", torch_threads=1) as device_thread:
-        yield PyTorchTrainingBackend(
-            model, create_adamw_optimizer(model, OPTIM), device_thread, optim=OPTIM, total_steps=10, **options
-        )
+def open_backend(path: Path) -> AbstractAsyncContextManager[Any]:
+    return plain_backend.open_backend(load_hf_model(path, head="scalar"), optim=OPTIM)
 
 
 async def train(
