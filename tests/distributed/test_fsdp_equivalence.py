@@ -17,20 +17,17 @@ import trio
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rollouts.backends.pytorch import PyTorchTrainingBackend
-from rollouts.device_thread import open_device_thread
 from rollouts.models.load import load_hf_model
-from rollouts.models.optim import create_adamw_optimizer
 from tests.distributed.job import run_ranks
 from tests.distributed.train_program import (
     HALF,
-    OPTIM,
     Case,
     backend_options,
     find_model,
     make_rollouts,
     train,
 )
+from tests.support.plain_backend import open_backend
 
 pytestmark = pytest.mark.slow
 
@@ -63,9 +60,7 @@ def train_alone(number: int, cases: str) -> tuple[dict[str, Any], dict[str, Tens
     async def run() -> tuple[dict[str, Any], dict[str, Tensor], list[float]]:
         head = case.options.get("head", "tokens")
         model = load_hf_model(find_model(case.model), dtype=getattr(torch, case.dtype), head=head)
-        async with open_device_thread(name="trainer", torch_threads=1) as thread:
-            optimizer = create_adamw_optimizer(model, OPTIM)
-            backend = PyTorchTrainingBackend(model, optimizer, thread, **backend_options(case))
+        async with open_backend(model, **backend_options(case)) as backend:
             said, weights = await train(backend, case)
         return said, weights, [sum_terms(case, step) for step in range(case.steps)]
 

@@ -141,7 +141,6 @@ async def drive(channel: Any, ranks: Any) -> list[dict[str, Any]]:
             path, channel=channel, ranks=ranks, dtype=case.dtype, **options
         ) as backend:
             said, weights = await train(backend, case)
-            said["statistics"] = dict(backend.statistics())
         save_file(
             {name: tensor.contiguous() for name, tensor in weights.items()},
             f"{sys.argv[-1]}.{number}.safetensors",
