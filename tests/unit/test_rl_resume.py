@@ -29,8 +29,6 @@ from rollouts.loops.algorithm import (
 )
 from rollouts.loops.rl import run_rl_training
 from rollouts.loops.steps import EncodeState, StepHooks
-from rollouts.metrics.contributions import UpdateRecord
-from rollouts.metrics.spans import Span
 from rollouts.models.tiny import make_tiny
 from rollouts.reference.score import open_frozen_reference
 from rollouts.testing.fakes import FakeTokenizer, open_fake_backend
@@ -58,52 +56,18 @@ class Rows:
         self.steps: list[dict[str, float]] = []
         self.samples: list[tuple[str, str]] = []
 
-    async def log_step(
-        self,
-        stage: str,
-        step: int,
-        policy_version: int,
-        metrics: Mapping[str, float],
-        *,
-        updates: Sequence[UpdateRecord] = (),
-        spans: Sequence[Span] = (),
-    ) -> None:
-        self.steps.append(
-            {name: value for name, value in metrics.items() if not name.startswith(("time/", "perf/"))}
-        )
+    async def log_step(self, stage: str, step: int, policy_version: int, metrics: Any, **rows: Any) -> None:
+        timed = ("time/", "perf/")
+        self.steps.append({name: value for name, value in metrics.items() if not name.startswith(timed)})
 
     async def log_samples(
         self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]
     ) -> None:
         self.samples += [(sample.id, sample.response) for sample in samples]
 
-    async def log_evaluation(
-        self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]
-    ) -> None:
-        raise AssertionError("nothing is evaluated here")
-
-    async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None: ...
-
 
 async def reward_low_bytes(sample: Sample) -> float:
     return float((sample.tokens[sample.loss_mask] < 128).mean())
-
-
-def make_manager(
-    backend: Any, buffer: DataBuffer, engine: Any, config: RLTrainingConfig
-) -> AsyncRolloutManager:
-    return AsyncRolloutManager(
-        buffer,
-        engine,
-        generate=make_chat_generate(FakeTokenizer()),
-        config=config.rollout,
-        reward=reward_low_bytes,
-        filters=(),
-        sampling=SamplingParams(max_new_tokens=6, stop_token_ids=(257,)),
-        seed=5,
-        policy_version=lambda: backend.weight_version,
-        max_staleness=0,
-    )
 
 
 async def run(
@@ -128,7 +92,12 @@ async def run(
             deterministic=True,
         ) as engine,
     ):
-        manager = make_manager(backend, buffer, engine, config)
+        manager = AsyncRolloutManager(
+            buffer, engine, generate=make_chat_generate(FakeTokenizer()), config=config.rollout,
+            reward=reward_low_bytes, filters=(), seed=5,
+            sampling=SamplingParams(max_new_tokens=6, stop_token_ids=(257,)),
+            policy_version=lambda: backend.weight_version, max_staleness=0,
+        )  # fmt: skip
         state = start_loop_state(config)
         if resume_from:
             saved = json.loads((folder / f"step_{resume_from}.json").read_text())
@@ -151,16 +120,9 @@ async def run(
             return {}
 
         hooks = StepHooks(hold_state=hold_state, save=save)
-        arguments: dict[str, Any] = {
-            "reference": reference,
-            "seed": 5,
-            "state": state,
-            "completed_steps": resume_from,
-            "hooks": hooks,
-        }
-        await run_rl_training(
-            backend, buffer, manager, [engine], config, rows, sync_weights=sync, **arguments
-        )
+        arguments: dict[str, Any] = {"reference": reference, "seed": 5, "state": state, "hooks": hooks}
+        arguments |= {"sync_weights": sync, "completed_steps": resume_from}
+        await run_rl_training(backend, buffer, manager, [engine], config, rows, **arguments)
         weights = {
             name: value.float().numpy() for name, value in (await backend.get_weights().result()).items()
         }
