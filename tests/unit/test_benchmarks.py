@@ -2,8 +2,6 @@
 GPU suite at a tiny size.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -18,8 +16,10 @@ from benchmarks.bench import CPU_SET, ON_REQUEST, parse_result, run_benchmark
 from benchmarks.bench_page import format_page, read_about
 from benchmarks.e2e.runs import Setting, make_config, order_rows
 from benchmarks.e2e.tasks import make_rows
+from benchmarks.h200.place import QWEN_1_5B, Place, Shape
+from benchmarks.h200.report import Part, Report, run_part
 from benchmarks.h200.targets import TARGETS
-from benchmarks.harness import finish, meets
+from benchmarks.harness import finish
 from rollouts.config.load import load_config
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.preflight.rows import load_all_rows
@@ -38,43 +38,18 @@ RESULT = """
 """
 
 
-# --- targets ------------------------------------------------------------------------------------------------
-
-
-def test_a_target_is_met_at_its_bound() -> None:
-    assert meets(2.0, ">= 2.0")
-    assert meets(0.6, "<= 0.6")
-    assert not meets(1.99, ">= 2.0")
-    assert not meets(0.61, "<= 0.6")
-
-
-def test_a_benchmark_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
-    targets = {"speedup": ">= 2.0", "missing": "<= 1", "absent": "<= 1"}
-    status = finish(
-        "example",
-        peer="trl",
-        metrics={"speedup": 1.5, "missing": None},
-        targets=targets,
-        unmeasured={"missing": "no GPU"},
-    )
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert status == 1
-    assert found["met"] == {"speedup": False, "missing": None, "absent": None}
-    assert found["unmeasured"] == {"missing": "no GPU"}
-    assert "failures" not in found
-    assert set(found) >= {"benchmark", "peer", "metrics", "targets", "machine", "versions"}
-
-
-# --- what a benchmark printed -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "text", ["", "Traceback\nValueError: no", '{"metrics": {}}\nand then it broke', "[1, 2]", "3"]
-)
-def test_the_last_line_of_the_output_is_the_result_or_there_is_none(text: str) -> None:
-    last = {"benchmark": "b", "metrics": {"new": 2}, "targets": {}, "met": {}, "peer": "trl"}
-    assert parse_result(f'{{"metrics": {{"old": 1}}}}\ntext\n{json.dumps(last)}\n\n') == last
-    assert parse_result(text) is None
+def test_a_benchmark_ends_with_one_line_of_json_and_a_target_is_met_at_its_bound(capsys) -> None:
+    metrics = {"speedup": 1.99, "memory": 0.6, "missing": None}
+    targets = {"speedup": ">= 2.0", "memory": "<= 0.6", "missing": "<= 1", "absent": "<= 1"}
+    status = finish("example", peer="trl", metrics=metrics, targets=targets, unmeasured={"missing": "no GPU"})
+    out = capsys.readouterr().out
+    found = json.loads(out.splitlines()[-1])
+    assert status == 1 and parse_result(out + "\n") == found
+    assert found["met"] == {"speedup": False, "memory": True, "missing": None, "absent": None}
+    assert found["unmeasured"] == {"missing": "no GPU"} and "failures" not in found
+    assert found.keys() >= {"benchmark", "peer", "metrics", "targets", "machine", "versions"}
+    for broken in ("", "Traceback\nValueError: no", '{"metrics": {}}\nand then it broke', "[1, 2]", "3"):
+        assert parse_result(broken) is None
 
 
 def test_a_benchmark_that_breaks_leaves_a_log_and_no_result(
@@ -99,9 +74,6 @@ Not run yet: train_step, h200.
     assert [line for line in wanted.strip().splitlines() if line not in text] == []
 
 
-# --- the benchmarks -----------------------------------------------------------------------------------------
-
-
 def run_module(name: str, *arguments: str) -> str:
     command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
@@ -109,15 +81,11 @@ def run_module(name: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_a_benchmark_says_what_it_measures_and_its_command(name: str) -> None:
-    about, command = read_about(name)
-    assert len(about) > 30 and command
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
-def test_a_benchmark_answers_help_and_has_a_short_form(name: str) -> None:
+def test_a_benchmark_says_what_it_measures_and_has_a_short_form(name: str) -> None:
+    about, command = read_about(name)
+    assert len(about) > 30 and command
     assert ("--tiny" if name == "h200" else "--quick") in run_module(name, "--help")
 
 
@@ -139,8 +107,6 @@ def test_every_part_of_the_gpu_suite_runs_at_a_tiny_size() -> None:
 async def test_a_part_that_fails_is_reported_and_its_numbers_have_a_reason(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from benchmarks.h200.place import Place
-    from benchmarks.h200.report import Part, Report, run_part
 
     async def fail(place: Place, report: Report) -> None:
         report.add("first", 1.0)
@@ -156,7 +122,6 @@ async def test_a_part_that_fails_is_reported_and_its_numbers_have_a_reason(
 
 
 def test_flops_of_a_step_are_those_of_its_matrices_and_its_causal_attention() -> None:
-    from benchmarks.h200.place import QWEN_1_5B, Shape
 
     shape = Shape(
         "hand", "qwen2", hidden=4, layers=2, feed_forward=8, vocab=10, heads=2, kv_heads=1, head_dim=3
@@ -169,9 +134,6 @@ def test_flops_of_a_step_are_those_of_its_matrices_and_its_causal_attention() ->
     assert shape.kv_bytes(2) == 2 * 2 * 1 * 3 * 2
     assert QWEN_1_5B.body_parameters + QWEN_1_5B.head_parameters == pytest.approx(1.544e9, rel=1e-3)
     assert QWEN_1_5B.kv_bytes(2) == 28 * 1024
-
-
-# --- the same task for both sides ---------------------------------------------------------------------------
 
 
 def test_the_peer_gets_rows_in_the_order_in_which_our_run_draws_them(tmp_path: Path) -> None:
