@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,10 +27,11 @@ from rollouts.errors import RunDirError
 from rollouts.models.export import (
     Deal,
     FileNames,
+    ShardWriter,
     deal_weights,
     name_parts,
+    open_part,
     write_description,
-    write_part,
 )
 from rollouts.models.host_memory import read_free_memory
 from rollouts.models.sharded import get_local
@@ -68,16 +68,19 @@ def save_together(
             write_description(model, path, tokenizer)
 
     run_agreed(ranks, describe)
-    with ExitStack() as stack:
 
-        def begin() -> tuple[Deal, Any]:
-            check_seen(path, ranks.rank)
-            deal = deal_weights(model, ranks.rank, ranks.world_size)
-            return deal, stack.enter_context(write_part(path, deal.names, ranks.rank))
+    def begin() -> tuple[Deal, ShardWriter]:
+        check_seen(path, ranks.rank)
+        deal = deal_weights(model, ranks.rank, ranks.world_size)
+        return deal, open_part(path, deal.names, ranks.rank)
 
-        deal, writer = run_agreed(ranks, begin).value
+    deal, writer = run_agreed(ranks, begin).value
+
+    def write() -> None:
         gather_parts(ranks, deal.parameters, writer.take)
-        counts = run_agreed(ranks, stack.close, lambda _: [float(len(writer.shards))], count=1).numbers[:, 0]
+        writer.close()
+
+    counts = run_agreed(ranks, write, lambda _: [float(len(writer.shards))], count=1).numbers[:, 0]
     run_agreed(ranks, lambda: name_parts(path, counts.astype(int).tolist()) if ranks.rank == 0 else None)
     run_agreed(ranks, lambda: hold_state(model, optimizer, position, ranks, copied=False).write(path))
 
@@ -102,7 +105,7 @@ class HeldPart:
 
     state: HeldState
     weights: Sequence[Sequence[tuple[str, Tensor]]]  # whole tensors, in the buckets in which they came
-    names: FileNames  # looked at before training went on
+    names: FileNames
     model: PreTrainedModel  # of which config and conversions are read, which training leaves alone
     tokenizer: PreTrainedTokenizerBase | None  # on rank 0
 
@@ -115,9 +118,10 @@ class HeldPart:
         check_seen(path, rank)
         if rank == 0:
             write_description(self.model, path, self.tokenizer)
-        with write_part(path, self.names, rank) as writer:
-            for bucket in self.weights:
-                writer.take(bucket)
+        writer = open_part(path, self.names, rank)
+        for bucket in self.weights:
+            writer.take(bucket)
+        writer.close()
         self.state.write(path)
         return len(writer.shards)
 
@@ -142,22 +146,17 @@ def hold_together(
     if not room.all():
         return None
     buckets: list[list[tuple[str, Tensor]]] = []
-    short: list[Exception] = []  # memory was not to be had: the ranks agree on that below
 
     def keep(bucket: Sequence[tuple[str, Tensor]]) -> None:
-        try:
-            buckets.append([] if short else [(name, one.to("cpu", copy=True)) for name, one in bucket])
-        except (MemoryError, RuntimeError) as error:  # torch's allocators raise the latter
-            short.append(error)
+        buckets.append([(name, one.to("cpu", copy=True)) for name, one in bucket])
 
     def hold() -> HeldState | None:
         try:
-            return None if short else hold_state(model, optimizer, position, ranks, copied=True)
-        except (MemoryError, RuntimeError) as error:
-            short.append(error)
+            gather_parts(ranks, deal.parameters, keep)
+            return hold_state(model, optimizer, position, ranks, copied=True)
+        except (MemoryError, RuntimeError):  # torch's allocators raise the latter
             return None
 
-    gather_parts(ranks, deal.parameters, keep)
     state, lacking = run_agreed(ranks, hold, lambda state: [float(state is None)], count=1)
     if state is None or lacking.any():
         return None

@@ -84,18 +84,24 @@ def gather_parts(
     take: Callable[[list[tuple[str, Tensor]]], object],
 ) -> None:
     """Hands `take` on each rank the whole tensors of its own part of `parts` [W], bucket by bucket.
-    Collective; `take` must not raise.
+    Collective. What `take` raises is raised after the last turn, so that the ranks stay together.
 
     In turns: a bucket for every rank is gathered, then all take theirs at the same time.
     """
+    failure: Exception | None = None
     buckets = [split_buckets(part, RANK_BUCKET_BYTES) for part in parts]
     for turn in range(max(len(mine) for mine in buckets)):
         own: list[tuple[str, Tensor]] | None = None
         for rank, theirs in enumerate(buckets):
             if turn < len(theirs):
                 own = gather_bucket(ranks, theirs[turn], to=rank) or own
-        if own is not None:
-            take(own)
+        try:
+            if own is not None and failure is None:
+                take(own)
+        except Exception as error:
+            failure = error
+    if failure is not None:
+        raise failure
 
 
 def scatter_weight(ranks: Ranks, parameter: Tensor, weight: Tensor | None) -> None:

@@ -33,17 +33,17 @@ class TensorFile:
     only while something is written: one that is given up leaks nothing.
     """
 
-    def __init__(self, path: Path, *, header_bytes: int, metadata: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, *, header_bytes: int, metadata: Mapping[str, str] | None = None) -> None:
         self.path = path
         self.names: list[str] = []
-        self.size = LENGTH_BYTES + -(-header_bytes // 8) * 8  # bytes of the file
-        self._begin = self.size  # where the tensors begin
-        self._header = f'{{"__metadata__":{json.dumps(dict(metadata))}'
-        path.write_bytes(bytes(self.size))
+        self.nbytes = 0  # of the tensors
+        self._room = -(-header_bytes // 8) * 8
+        self._header = f'{{"__metadata__":{json.dumps(dict(metadata or {"format": "pt"}))}'
+        path.write_bytes(bytes(LENGTH_BYTES + self._room))
 
     def has_room(self, name: str) -> bool:
         """Whether the header still holds another tensor."""
-        return len(self._header.encode()) + len(name.encode()) + ENTRY_BYTES <= self._begin - LENGTH_BYTES
+        return len(self._header.encode()) + len(name.encode()) + ENTRY_BYTES <= self._room
 
     def append(self, name: str, tensor: Tensor) -> None:
         """Writes one tensor, on whatever device it is. Raises OSError; ModelError for a dtype outside
@@ -54,24 +54,22 @@ class TensorFile:
                 f"tensor {name!r} has dtype {tensor.dtype}, which files do not hold here; convert it first"
             )
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        array: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
-        content = memoryview(array)
+        content: Any = flat.view(torch.uint8).numpy().data if flat.numel() else b""
         with self.path.open("ab") as file:
             for start in range(0, len(content), CHUNK_BYTES):
                 file.write(content[start : start + CHUNK_BYTES])
-        begin, end = self.size - self._begin, self.size - self._begin + tensor.nbytes
-        entry = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        offsets = [self.nbytes, self.nbytes + tensor.nbytes]
+        entry = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         self._header += f",{json.dumps(name)}:{json.dumps(entry, separators=(',', ':'))}"
-        self.size += tensor.nbytes
+        self.nbytes += tensor.nbytes
         self.names.append(name)
 
     def finish(self) -> None:
         """Writes the header: the file is complete. Raises OSError."""
-        room = self._begin - LENGTH_BYTES
-        text = (self._header + "}").encode().ljust(room)
-        assert len(text) == room, "has_room was asked before each tensor"
+        text = (self._header + "}").encode().ljust(self._room)
+        assert len(text) == self._room, "has_room was asked before each tensor"
         with self.path.open("r+b") as file:
-            file.write(room.to_bytes(LENGTH_BYTES, "little") + text)
+            file.write(self._room.to_bytes(LENGTH_BYTES, "little") + text)
 
 
 def write_safetensors(
@@ -80,7 +78,6 @@ def write_safetensors(
     """The file `path` holds `tensors`, on whatever device they are. Not synced. Tensors that share memory are
     written once each. Raises OSError; ModelError for a dtype outside DTYPES.
     """
-    metadata = dict(metadata or {"format": "pt"})
     room = len(json.dumps(metadata)) + sum(len(json.dumps(name)) + ENTRY_BYTES for name in tensors)
     file = TensorFile(path, header_bytes=room + ENTRY_BYTES, metadata=metadata)
     # widest first, which keeps every tensor aligned

@@ -192,7 +192,7 @@ def run_agreed(
     count: int = 0,
 ) -> Agreed[T]:
     """This rank's result of local work that may fail on one rank alone, and the `count` numbers that each
-    rank's result gave. The work must not be collective.
+    rank's result gave. Work that is collective must not raise on one rank before its last exchange.
 
     Raises AgreedFailure on every rank if the work failed on any: on that rank with its error, elsewhere with
     a BackendError (or an OSError, if it was one) naming the first rank that failed.

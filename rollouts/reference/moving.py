@@ -27,7 +27,7 @@ from torch import Tensor
 
 from rollouts.device_thread import DeviceThread
 from rollouts.errors import BackendError, CheckpointError, ConfigError
-from rollouts.models.export import write_hf_stream
+from rollouts.models.export import save_hf_model
 from rollouts.models.load import load_hf_model
 from rollouts.protocols import TrainingBackend
 from rollouts.reference.score import FrozenReference
@@ -209,9 +209,7 @@ class MovingReference:
         held, counters = await self._device_thread.submit(copy), self._counters
 
         def write(path: Path) -> None:
-            path.mkdir(parents=True, exist_ok=True)
-            with write_hf_stream(self._model, path, dtype=next(iter(held.values())).dtype) as sink:
-                sink(list(held.items()))
+            save_hf_model(self._model, path, weights=held.items(), dtype=next(iter(held.values())).dtype)
             (path / STATE_FILE).write_bytes(msgspec.json.encode(counters))
 
         return lambda path: trio.to_thread.run_sync(write, path)

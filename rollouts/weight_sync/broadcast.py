@@ -85,7 +85,8 @@ class _Update:
         async with trio.open_nursery() as self.nursery:
             try:
                 await backend.stream_weights(self.take).result()
-                await trio.to_thread.run_sync(self._guarded, lambda: self._pass_on(self.names.rest()))
+                await trio.to_thread.run_sync(self.take, [])  # what no bucket took along
+                self._guarded(self.names.check_complete)
                 if self.held is not None:
                     await self._send(self.held, last=True)
             finally:
@@ -192,7 +193,7 @@ class Broadcast:
             update = _Update(
                 [self._peers[id(engine)][1] for engine in engines],
                 version,
-                FileNames(getattr(backend, "model", None)),
+                await trio.to_thread.run_sync(FileNames, getattr(backend, "model", None)),
                 *self._options,
             )
             update.outcomes = dict.fromkeys((peer.name for peer in update.live), None)

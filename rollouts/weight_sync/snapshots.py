@@ -160,18 +160,22 @@ class _Streaming:
 
 async def stream_guarded(source: WeightSource, take: Callable[[Sequence[tuple[str, Any]]], object]) -> None:
     """Hands all buckets to `take`. Raises what it raises, once the stream has ended: an error in a sink would
-    fail the backend.
+    fail the backend. After a cancellation buckets are let through unread.
     """
     failures: list[Exception] = []
+    awaited = True
 
     def sink(bucket: Sequence[tuple[str, Any]]) -> None:
-        if not failures:
+        if awaited and not failures:
             try:
                 take(bucket)
             except Exception as error:
                 failures.append(error)
 
-    await source.stream_weights(sink).result()
+    try:
+        await source.stream_weights(sink).result()
+    finally:
+        awaited = False
     if failures:
         raise failures[0]
 
@@ -224,7 +228,8 @@ async def export_snapshot(
     shard_bytes = min(shard_bytes, max(LEAST_SHARD_BYTES, count_bytes(model, dtype) // SHARDS))
     try:
         await trio.to_thread.run_sync(lambda: temporary.mkdir(parents=True))
-        shards = await _stream_shards(source, temporary, FileNames(model), dtype, shard_bytes)
+        names = await trio.to_thread.run_sync(FileNames, model)
+        shards = await _stream_shards(source, temporary, names, dtype, shard_bytes)
         if not shards:
             raise SnapshotError(f"snapshot {path} would hold no weights: the backend streamed none")
         return await trio.to_thread.run_sync(
@@ -271,15 +276,14 @@ async def _stream_shards(
     left = False
     async with trio.open_nursery() as nursery:
         try:
-            await source.stream_weights(writer.take).result()
+            await stream_guarded(source, writer.take)
             await trio.to_thread.run_sync(writer.close)
         except Exception as error:
             failures.append(error)
         finally:
-            writer.stop()
             left = True
-    if writer.failure is not None or failures:
-        raise writer.failure or failures[0]
+    if failures:
+        raise failures[0]
     return [(records[name], tensors) for name, tensors in writer.shards]
 
 

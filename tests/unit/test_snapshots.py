@@ -89,7 +89,7 @@ async def test_a_snapshot_has_the_names_and_bits_that_saving_the_model_writes(
     for shard in shards:
         with safe_open(shard, framework="pt") as opened:
             assert set(opened.keys()) == {name for name, file in weight_map.items() if file == shard.name}
-            assert len(opened.keys()) == 1 or shard.stat().st_size < 55_000
+            assert len(opened.keys()) == 1 or shard.stat().st_size < 120_000  # with 64 KiB of header
 
 
 async def test_a_snapshot_is_a_model_directory_in_the_dtype_that_engines_serve(cache: Path, tmp_path: Path):
