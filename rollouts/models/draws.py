@@ -5,7 +5,7 @@ its key and count alone.
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ DRAW_DTYPE = np.dtype(
 )
 
 LARGEST_INVERSE_TEMPERATURE = 1e30  # 0 * inf would be NaN at the largest logit
+BLOCK = 256  # near the root of usual vocabularies, most of which it or its half divides
 FIRST_CANDIDATES = 1024  # of top-p; a whole-vocabulary sort costs 50 times as much and is rarely needed
 
 
@@ -103,39 +104,33 @@ def sample_tokens(logits: Tensor, draws: NDArray[np.void]) -> Sampled:
     return Sampled(ids.cpu().numpy(), log_probs.cpu().numpy())
 
 
-def find_top(scaled: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64]) -> Tensor:
+def find_top(
+    scaled: Tensor,
+    top_k: NDArray[np.int64],
+    top_p: NDArray[np.float64],
+    *,
+    candidates: int = FIRST_CANDIDATES,
+) -> Tensor:
     """[B, V] true in each row's kept set: the top_k largest, of these the fewest whose mass reaches top_p, at
     least one.
 
     scaled [B, V]: logits below the row's largest, over the temperature; one top_k (0: all) and top_p per row.
     """
     device, vocab = scaled.device, scaled.shape[1]
-    limited = (top_k > 0) & (top_k < vocab)
-    limits = torch.from_numpy(np.where(limited, top_k, vocab)).to(device)[:, None]
-    mass = torch.from_numpy(top_p).to(device)[:, None]
-    candidates = min(vocab, max(FIRST_CANDIDATES, int(np.where(limited, top_k, 0).max())))
-    while True:
-        values, ids = scaled.topk(candidates, dim=-1)
-        inside = torch.arange(candidates, device=device) < limits
-        weights = values.double().exp() * inside
-        total = weights.sum(-1, keepdim=True)
-        if bool((limits > candidates).any()):
-            total = torch.where(limits > candidates, scaled.exp().sum(-1, keepdim=True), total)
-        reached = weights.cumsum(-1) / total  # share of the top-k mass up to and with each candidate
-        if candidates == vocab or not bool(((limits > candidates) & (reached[:, -1:] < mass)).any()):
-            break
-        candidates = vocab
+    rows = (np.where(top_k > 0, np.minimum(top_k, vocab), vocab), top_p)
+    limits, mass = (torch.from_numpy(values).to(device)[:, None] for values in rows)
+    candidates = min(vocab, max(candidates, int(top_k.max())))
+    values, ids = scaled.topk(candidates, dim=-1)
+    inside = torch.arange(candidates, device=device) < limits
+    weights = values.double().exp() * inside
+    cut = limits > candidates  # those without a top-k
+    total = torch.where(cut, scaled.exp().sum(-1, keepdim=True), weights.sum(-1, keepdim=True))
+    reached = weights.cumsum(-1) / total  # share of the top-k mass up to and with each candidate
+    if bool((cut & (reached[:, -1:] < mass)).any()):
+        return find_top(scaled, top_k, top_p, candidates=vocab)
     before = torch.nn.functional.pad(reached, (1, -1))
     keep = inside & ((before < mass) | (mass >= 1))
     return torch.zeros_like(scaled, dtype=torch.bool).scatter_(1, ids, keep)
-
-
-@lru_cache(maxsize=64)
-def _block_size(vocab: int) -> int:
-    """A block length near the root of the vocabulary, a divisor of it where one lies within a factor of 4."""
-    root = vocab**0.5
-    divisors = [size for size in range(max(1, int(root / 4)), int(root * 4) + 1) if vocab % size == 0]
-    return min(divisors, key=lambda size: abs(np.log(size / root)), default=int(root))
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,9 +141,10 @@ def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     as the exponentials.
     """
     vocab = weights.shape[1]
-    size = _block_size(vocab)
-    if vocab % size:
-        weights = torch.nn.functional.pad(weights, (0, size - vocab % size))
+    size = math.gcd(vocab, BLOCK)
+    if size < BLOCK // 4:
+        size = BLOCK
+        weights = torch.nn.functional.pad(weights, (0, -vocab % size))
     blocks = weights.view(len(weights), -1, size)
     block_edges = blocks.sum(-1).double().cumsum(-1)
     block, rest = _first_above(block_edges, uniforms)

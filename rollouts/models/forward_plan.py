@@ -57,6 +57,8 @@ DISTANCE = re.compile(r"window|chunk|local|index_topk|stride|compress|(?<!decode
 NOT_DISTANCE = re.compile(
     r"^sliding_window$|^max_window_layers$|pattern|^chunk_size_feed_forward$|^use_|rope|theta|experts"
 )
+# what configs call a factor of the logits, and whether it multiplies or divides
+LOGIT_SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 LAYOUT_NAMES = {"packed": "packed rows", "rows": "right-padded rows", "single": "one row at a time"}
 
 
@@ -185,31 +187,22 @@ class _Probe:
     # --- shortcuts
 
     def _choose_head(self, expected: Tensor) -> ForwardPlan:
-        """The first head whose scores are those of the model's own logits. A linear one may have a scale,
-        which is measured.
-        """
-        plan = ForwardPlan(head="scalar" if self.scalar else "linear")
+        """The first head whose scores are those of the model's own logits."""
+        scale = 1.0
+        for name, power in LOGIT_SCALES.items():
+            value = getattr(self.config, name, None)
+            scale *= value**power if isinstance(value, int | float) and value > 0 else 1.0
+        plan = ForwardPlan(head="scalar") if self.scalar else ForwardPlan(logit_scale=scale)
         reason = self._find_difference(expected, plan)
-        if not reason:
-            return plan
-        if self.scalar:
+        if reason and self.scalar:
             raise ModelError(
                 f"{type(self.model).__name__} puts its head on something else than its decoder's hidden"
                 f" states ({reason}); use a Llama, Qwen or Gemma"
             )
-        candidates = [ForwardPlan(head="own")]
-        try:
-            states = compute_micro_batch_states(self.model, self._pack(plan)[0], plan=plan)
-            head: Any = self.model.get_output_embeddings()
-            product = (widen(states) @ widen(head.weight).T).double()
-            logits = self._run_plainly(self._rows[0])[:-1].double()
-            scale = float((product * logits).sum() / (product * product).sum())
-            if math.isfinite(scale) and scale > 0:
-                candidates.insert(0, ForwardPlan(logit_scale=scale))
-        except PROBE_ERRORS as error:
-            self._on_error(error)
-        exact = (one for one in candidates if not self._find_difference(expected, one))
-        return next(exact, ForwardPlan(head="whole"))
+        if not reason:
+            return plan
+        own = ForwardPlan(head="own")
+        return ForwardPlan(head="whole") if self._find_difference(expected, own) else own
 
     def _refuse_rows(self, expected: Tensor, plan: ForwardPlan) -> str:
         """Why padded rows are not exact, or ""."""
@@ -235,8 +228,7 @@ class _Probe:
             for place in (self.config, *self.model.modules())
             if isinstance(size := getattr(place, "sliding_window", None), int) and size > PROBE_WINDOW
         ]
-        reason = self._find_difference(expected, plan)
-        if reason or not windows:
+        if (reason := self._find_difference(expected, plan)) or not windows:
             return reason
         # The config sizes the masks of a plain forward, and each layer its attention of packed rows.
         for place, _ in windows:

@@ -34,7 +34,6 @@ def sample_completions(
     *,
     seed: int = 0,
     weight_version: int = 0,
-    use_cache: bool = True,
 ) -> list[Completion]:
     """One completion per request, in their order: token ids (the stop token included) and log-probs in nats
     of the distribution drawn from.
@@ -45,10 +44,10 @@ def sample_completions(
     beside every token. The requests are one padded batch, decoded until the last row ends. The model's
     dropout is off meanwhile and no gradient is kept.
 
-    `use_cache` keeps keys and values where the model can; without it, and for a model that has none, every
-    step computes everything again. Raises RequestRefused for an empty or too long prompt, an id outside the
-    vocabulary, two requests of one id, wrong settings, and for a row that may outgrow the length up to which
-    the model's rotary frequencies are fixed; ModelError if the model's distribution is not finite.
+    Keys and values are kept where the model can; else every step computes everything again. Raises
+    RequestRefused for an empty or too long prompt, an id outside the vocabulary, two requests of one id,
+    wrong settings, and for a row that may outgrow the length up to which the model's rotary frequencies are
+    fixed; ModelError if the model's distribution is not finite.
     """
     if not requests:
         return []
@@ -60,7 +59,7 @@ def sample_completions(
     log_probs: list[list[float]] = [[] for _ in requests]
     reasons: list[FinishReason | None] = [None] * len(requests)
     with evaluation_mode(model), torch.no_grad():
-        steps = _step(model, requests, cached=use_cache and _has_cache(model))
+        steps = _step(model, requests)
         logits = next(steps)
         while not all(reasons):
             sampled = sample_tokens(logits, draws)
@@ -97,9 +96,7 @@ def _find_end(request: GenerateRequest, token_ids: list[int], log_prob: float) -
     return "length" if len(token_ids) == request.sampling.max_new_tokens else None
 
 
-def _step(
-    model: PreTrainedModel, requests: Sequence[GenerateRequest], *, cached: bool
-) -> Generator[Tensor, Tensor, None]:
+def _step(model: PreTrainedModel, requests: Sequence[GenerateRequest]) -> Generator[Tensor, Tensor, None]:
     """Yields logits [B, V] of the next token; takes the tokens [B] that were drawn.
 
     With a cache prompts are padded on the left, so all end together. Without one rows are padded on the
@@ -107,7 +104,7 @@ def _step(
     """
     rows = [torch.from_numpy(np.asarray(one.prompt_ids, np.int64)).to(model.device) for one in requests]
     pad = torch.nn.utils.rnn.pad_sequence
-    if not cached:
+    if not _has_cache(model):
         while True:
             ends = torch.tensor([len(row) - 1 for row in rows], device=model.device)
             logits = model(input_ids=pad(rows, batch_first=True), use_cache=False).logits
@@ -116,13 +113,11 @@ def _step(
     ids = pad(rows, batch_first=True, padding_side="left")
     attention = pad([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
     positions = (attention.cumsum(-1) - 1).clamp(min=0)
-    options: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1}
-    options = {name: value for name, value in options.items() if name in _accepted_inputs(model)}
-    numbered = "position_ids" in _accepted_inputs(model)
+    cache = None
     while True:
-        options |= {"position_ids": positions} if numbered else {}
-        output: Any = model(input_ids=ids, attention_mask=attention, **options)
-        options["past_key_values"] = output.past_key_values
+        inputs: Any = {"input_ids": ids, "attention_mask": attention, "position_ids": positions}
+        output: Any = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = output.past_key_values
         drawn = yield output.logits[:, -1]
         ids, positions = drawn[:, None], positions[:, -1:] + 1
         attention = torch.cat([attention, attention.new_ones((len(rows), 1))], dim=1)
@@ -133,32 +128,21 @@ def _has_cache(model: PreTrainedModel) -> bool:
     padding, to keys that are handed back, and none sums up what came before, padding included.
     """
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    needed = {"past_key_values", "use_cache", "attention_mask"}
-    stateful = bool(getattr(model, "_is_stateful", False))
-    return not stateful and kinds <= ATTENTION and needed <= _accepted_inputs(model)
-
-
-def _accepted_inputs(model: PreTrainedModel) -> frozenset[str]:
-    return frozenset(inspect.signature(model.forward).parameters)
+    needed = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+    accepted = needed <= inspect.signature(model.forward).parameters.keys()
+    return accepted and kinds <= ATTENTION and not getattr(model, "_is_stateful", False)
 
 
 def _check_requests(model: PreTrainedModel, requests: Sequence[GenerateRequest]) -> None:
-    config: Any = model.config.get_text_config()
     embeddings: Any = model.get_input_embeddings()
-    context = find_context_limit(config) or UNLIMITED
-    rotary, seen = find_rotary_limit(config), set[str]()
+    context, rotary = find_context_limit(model.config) or UNLIMITED, find_rotary_limit(model.config)
+    seen = set[str]()
     for request in requests:
-        check_request(request, vocab_size=len(embeddings.weight), max_context=context)
-        what, new = f"request {request.request_id!r}", request.sampling.max_new_tokens
-        count = len(request.prompt_ids)
-        if rotary is not None and count + new > rotary.tokens:
-            raise RequestRefused(
-                f"{what}: {count} prompt tokens and max_new_tokens={new} make {count + new}; {rotary}, so its"
-                " log-probs would not be those of the finished row: shorten the prompt or lower"
-                " max_new_tokens"
-            )
+        limit = context if rotary is None else min(context, rotary.tokens)
+        check_request(request, vocab_size=len(embeddings.weight), max_context=limit)
         if request.request_id in seen:
             raise RequestRefused(
-                f"{what} is there twice; both would draw the same tokens: give every request its own id"
+                f"request {request.request_id!r} is there twice; both would draw the same tokens: give every"
+                " request its own id"
             )
         seen.add(request.request_id)

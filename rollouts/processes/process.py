@@ -46,7 +46,6 @@ class Process:
     def __init__(
         self,
         control: trio.socket.SocketType,
-        *,
         channel: trio.SocketStream | None,
         log: tuple[Path, int] | None,
         output: int,
@@ -105,7 +104,11 @@ class Process:
             return f"did not start: {self._said['failed']}"
         if code is None:
             return "was killed with its guard"
-        return f"ended with exit code {code}" if code >= 0 else f"was killed by {describe_signal(-code)}"
+        if code >= 0:
+            return f"ended with exit code {code}"
+        with suppress(ValueError):  # one that has no name, say a real-time signal
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by signal {-code}"
 
     def terminate(self) -> None:
         """SIGTERM to the child; after grace_s SIGKILL to all that is left of its tree."""
@@ -185,24 +188,28 @@ async def open_process(
 
     Raises OSError if the guard cannot be started, InfrastructureError if something is left after END_S.
     """
-    settings = {
-        "argv": [str(word) for word in argv],
-        "parent_pid": os.getpid(),
-        "memory_bytes": memory_bytes,
-        "subreaper": subreaper,
-        "grace_s": grace_s,
-        "linger_s": linger_s,
-    }
+    words = [str(word) for word in argv]
+    settings: dict[str, Any] = {"argv": words, "parent_pid": os.getpid(), "memory_bytes": memory_bytes}
+    settings |= {"subreaper": subreaper, "grace_s": grace_s, "linger_s": linger_s}
     with ExitStack() as ours:
-        process = start_guard(
-            ours,
-            settings,
-            os.environ if env is None else env,
-            log=log,
-            headline=headline,
-            output_bytes=output_bytes,
-            with_channel=with_channel,
-        )
+        with ExitStack() as theirs:
+            control, its_control = open_socket_pair(ours, theirs)
+            channel, stdin = None, os.open(os.devnull, os.O_RDONLY)
+            theirs.callback(os.close, stdin)
+            if with_channel:
+                channel_socket, its_channel = open_socket_pair(ours, theirs)
+                channel, stdin = trio.SocketStream(channel_socket), its_channel.fileno()
+            if log is None:
+                log_start, (output, stdout) = None, os.pipe()
+                os.set_blocking(output, False)
+                ours.callback(os.close, output)
+                ours.callback(trio.lowlevel.notify_closing, output)
+            else:
+                output, (stdout, start) = -1, open_log(log, f"{headline}: {shlex.join(words)}")
+                log_start = (log, start)
+            theirs.callback(os.close, stdout)
+            process = Process(control, channel, log_start, output, output_bytes)
+            process.guard_pid = start_guard(settings, env, [stdin, stdout, stdout, its_control.fileno()])
         try:
             yield process
         finally:
@@ -217,52 +224,24 @@ async def open_process(
         )
 
 
-def start_guard(
-    ours: ExitStack,
-    settings: Mapping[str, Any],
-    env: Mapping[str, str],
-    *,
-    log: Path | None,
-    headline: str,
-    output_bytes: int,
-    with_channel: bool,
-) -> Process:
-    """The process on its way; leaving `ours` closes this side's descriptors. Takes milliseconds: posix_spawn
-    shares the memory. Raises OSError.
+def start_guard(settings: Mapping[str, Any], env: Mapping[str, str] | None, files: Sequence[int]) -> int:
+    """The id of the guard, with these descriptors from 0 on. Takes milliseconds: posix_spawn shares the
+    memory.
     """
     words = [sys.executable, "-I", "-S", str(GUARD), json.dumps(settings)]
-    with ExitStack() as theirs:
-        control, its_control = open_socket_pair(ours, theirs)
-        channel, stdin = None, os.open(os.devnull, os.O_RDONLY)
-        theirs.callback(os.close, stdin)
-        if with_channel:
-            channel_socket, its_channel = open_socket_pair(ours, theirs)
-            channel = trio.SocketStream(channel_socket)
-            stdin = its_channel.fileno()
-        if log is None:
-            output, stdout = os.pipe()
-            os.set_blocking(output, False)
-            ours.callback(os.close, output)
-            ours.callback(trio.lowlevel.notify_closing, output)
-            log_start = None
-        else:
-            output, stdout = -1, os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            os.fchmod(stdout, 0o600)  # one that was there may be open to others; SGLang prints its key
-            log_start = (log, os.fstat(stdout).st_size)
-            now, command = datetime.now(UTC).isoformat(timespec="seconds"), shlex.join(settings["argv"])
-            line = f"=== {now} {headline}: {command}\n"
-            os.write(stdout, line.encode())
-        theirs.callback(os.close, stdout)
-        process = Process(control, channel=channel, log=log_start, output=output, output_bytes=output_bytes)
-        files = [(stdin, 0), (stdout, 1), (stdout, 2), (its_control.fileno(), 3)]
-        process.guard_pid = os.posix_spawn(
-            words[0],
-            words,
-            env,
-            file_actions=[(os.POSIX_SPAWN_DUP2, fd, to) for fd, to in files],
-            setsid=True,
-        )
-        return process
+    actions = [(os.POSIX_SPAWN_DUP2, fd, to) for to, fd in enumerate(files)]
+    return os.posix_spawn(
+        words[0], words, os.environ if env is None else env, file_actions=actions, setsid=True
+    )
+
+
+def open_log(path: Path, headline: str) -> tuple[int, int]:
+    """A descriptor that appends to the file, after a dated line; and how long it was before."""
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.fchmod(log, 0o600)  # one that was there may be open to others; SGLang prints its key
+    start = os.fstat(log).st_size
+    os.write(log, f"=== {datetime.now(UTC).isoformat(timespec='seconds')} {headline}\n".encode())
+    return log, start
 
 
 def open_socket_pair(ours: ExitStack, theirs: ExitStack) -> tuple[trio.socket.SocketType, socket.socket]:
@@ -272,11 +251,3 @@ def open_socket_pair(ours: ExitStack, theirs: ExitStack) -> tuple[trio.socket.So
     stream = trio.socket.from_stdlib_socket(first)
     ours.callback(stream.close)
     return stream, second
-
-
-def describe_signal(number: int) -> str:
-    """Its name, or for one that has none (say a real-time signal) its number."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
