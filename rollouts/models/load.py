@@ -48,31 +48,28 @@ def resolve_model(
     kind, _, rest = name.partition(":")
     cache, path = choose_model_cache(cache_dir), Path(name).expanduser()
     missing = f"model.name={name!r} is not here, and the hub did not give it"
+    is_gguf = name.endswith(".gguf") and not path.is_dir()
     unlike_hub = not name or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     if kind == "bundled":
         path = make_bundled_model(rest, cache)
     elif kind == "tiny":
         path = make_tiny(rest, seed, cache)
-    elif name.endswith(".gguf") and not path.is_dir():
-        if not path.is_file():
-            if not rest or unlike_hub or kind.count("/") != 1:
-                raise ModelError(
-                    f"model.name={name!r} is not a file here; give the path of a .gguf file, or"
-                    " 'org/model:file.gguf' for one on the hub"
-                )
-            with naming_errors(missing, HUB_WAY_OUT), quiet_transformers():
-                path = Path(hf_hub_download(kind, rest))
-        path = make_gguf_model(path, cache)
-    elif not name or not path.is_dir():
-        if unlike_hub or path.exists():
+    elif not name or not (path.is_file() if is_gguf else path.is_dir()):
+        if unlike_hub or path.exists() or (is_gguf and not (rest and "/" in kind)):
             raise ModelError(
-                f"model.name={name!r} is not a directory; give a directory, a .gguf file, a hub name like"
-                " 'org/model', 'bundled:…' or 'tiny:byte'"
+                f"model.name={name!r} is not a directory or file here; give a directory, a .gguf file, a hub"
+                " name like 'org/model', 'org/model:file.gguf' for a file on the hub, 'bundled:…' or"
+                " 'tiny:byte'"
             )
         with naming_errors(missing, HUB_WAY_OUT), quiet_transformers():
-            # gigabytes of a model that cannot be used are not asked for
-            find_class(Path(hf_hub_download(name, "config.json")).parent, head)
-            path = Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
+            if is_gguf:
+                path = Path(hf_hub_download(kind, rest))
+            else:
+                # gigabytes of a model that cannot be used are not asked for
+                find_class(Path(hf_hub_download(name, "config.json")).parent, head)
+                path = Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
+    if is_gguf:
+        path = make_gguf_model(path, cache)
     check_model_directory(path)
     find_class(path, head)
     return path

@@ -152,9 +152,7 @@ def check_tokenizer_fits(
     `model_config` is the content of config.json, of its language model. A vocabulary larger than the
     tokenizer is usual (padded), and fine.
     """
-    size, vocabulary = model_config.get("vocab_size"), tokenizer.get_vocab()
-    if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
-        raise ModelError(f"{where}: config.json has vocab_size={size!r}; it must be a number above 0")
+    size, vocabulary = model_config["vocab_size"], tokenizer.get_vocab()
     outside = sorted((token_id, token) for token, token_id in vocabulary.items() if token_id >= size)
     if outside:
         first_id, token = outside[0]
@@ -163,10 +161,3 @@ def check_tokenizer_fits(
             f" {size - 1}); the first token outside is {token!r} with id {first_id}; use the tokenizer that"
             " came with the model"
         )
-    for name, token in tokenizer.special_tokens_map.items():
-        for text in map(str, token if isinstance(token, list | tuple) else [token]):
-            if text not in vocabulary:
-                raise ModelError(
-                    f"{where}: {name}={text!r} is not in the tokenizer's vocabulary; correct its"
-                    " tokenizer_config.json"
-                )

@@ -150,7 +150,7 @@ def test_a_file_that_is_none_or_not_whole_is_named_and_leaves_nothing_behind(
     content: bytes | tuple[str, ...], part: float, message: str, tmp_path: Path
 ):
     file, cache = tmp_path / "small.gguf", tmp_path / "cache"
-    with pytest.raises(ModelError, match="is not a file here"):
+    with pytest.raises(ModelError, match="is not a directory or file here"):
         resolve_model(str(file), cache_dir=cache)
     if isinstance(content, tuple):
         write_gguf(file, leave_out=content)

@@ -132,9 +132,7 @@ def test_a_model_that_cannot_be_trained_is_refused_before_its_weights_are_read_o
     (copied / "evil.py").write_text("raise SystemExit('ran code from a model directory')\n")
     config = {"model_type": model_type, "architectures": [architecture], **read_params(more)}
     edit_json(copied / "config.json", **config)
-    monkeypatch.setattr(
-        "transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("read the weights")
-    )
+    monkeypatch.setattr("rollouts.models.load.load_sharded_weights", lambda *_, **__: pytest.fail("read it"))
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file: str(copied / file))
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("downloaded it"))
     for use in (lambda: resolve_model(str(copied)), lambda: load_hf_model(copied)):

@@ -131,17 +131,3 @@ def test_a_padded_vocabulary_is_fine_and_a_smaller_one_is_not():
     with pytest.raises(ModelError, match=wanted) as caught:
         check_tokenizer_fits(tokenizer, {"vocab_size": 258}, "model.name")
     assert "'Ń' with id 258" in str(caught.value)  # the last of the byte alphabet
-
-
-def test_a_special_token_outside_the_vocabulary_is_named():
-    class Wrong(PreTrainedTokenizerFast):
-        @property
-        def special_tokens_map(self) -> dict[str, str]:
-            return {"eos_token": "</s>"}
-
-    tokenizer = byte_tokenizer()
-    tokenizer.__class__ = Wrong
-    with pytest.raises(
-        ModelError, match=r"model\.name: eos_token='</s>' is not in the tokenizer's vocabulary"
-    ):
-        check_tokenizer_fits(tokenizer, {"vocab_size": 300}, "model.name")
