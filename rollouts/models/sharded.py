@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -226,9 +226,9 @@ class WeightGroup:
     """Weights of the model that are made from the same tensors of the files; one from one almost always."""
 
     target: str  # the model's name, of the first weight where several are made
-    converter: Any  # transformers' WeightConverter; None: the one tensor is the weight as it is
+    # transformers' WeightConverter with the sources by pattern; None: the one tensor is the weight as it is
+    converter: Any
     sources: list[FileTensor] = field(default_factory=list)
-    patterns: list[str] = field(default_factory=list)  # of the converter, that the sources' names matched
 
 
 def plan_weights(
@@ -253,12 +253,12 @@ def plan_weights(
     shapes: dict[str, tuple[int, ...]] = {}
     first_sources: dict[str, FileTensor] = {}
     for group in groups:
-        empty = [torch.empty(source.shape, device="meta") for source in group.sources]
+        empty = {source: torch.empty(source.shape, device="meta") for source in group.sources}
         for name, tensor in convert_group(model, group, empty).items():
             main, source = aliases.get(name, name), group.sources[0]
             shapes[main] = tuple(tensor.shape)
             first = first_sources.setdefault(main, source)
-            if first is not source and not torch.equal(*read_tensors([first, source])):
+            if first is not source and not torch.equal(*read_tensors([first, source]).values()):
                 raise ModelError(
                     f"the weights in {path} have {first.name} and {source.name}, which config.json ties, with"
                     " different values; set tie_word_embeddings to false in config.json"
@@ -278,11 +278,9 @@ def plan_weights(
     }
     for what, found in problems.items():
         if found:
-            more = f" and {len(found) - NAMES_SHOWN} more" if len(found) > NAMES_SHOWN else ""
             raise ModelError(
-                f"the weights in {path} do not fit: {len(found)} {what}:"
-                f" {', '.join(found[:NAMES_SHOWN])}{more}; copy the model directory again, or use the one"
-                " that the config.json is of"
+                f"the weights in {path} do not fit: {len(found)} {what}: {', '.join(found[:NAMES_SHOWN])};"
+                " copy the model directory again, or use the one that the config.json is of"
             )
     return groups, [one for one in conversions if one.was_used()]
 
@@ -306,10 +304,12 @@ def _group(
         if name not in known and tensor.name in known:
             name, pattern = tensor.name, None
         if name in known:
-            converter = copy.deepcopy(by_pattern[pattern]) if pattern is not None else None
-            group = groups.setdefault(name, WeightGroup(name, converter))
-            group.sources.append(tensor)
-            group.patterns.append(pattern or tensor.name)
+            if name not in groups:
+                converter = None if pattern is None else copy.deepcopy(by_pattern[pattern])
+                groups[name] = WeightGroup(name, converter)
+            groups[name].sources.append(tensor)
+            if pattern is not None:
+                groups[name].converter.add_tensor(name, tensor.name, pattern, tensor)
         elif not name.endswith(OLD_NAMES) and not _matches(model._keys_to_ignore_on_load_unexpected, name):
             unknown.append(tensor.name)
     return list(groups.values()), unknown
@@ -319,15 +319,15 @@ def _matches(patterns: Any, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns or ())
 
 
-def convert_group(model: PreTrainedModel, group: WeightGroup, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The weights that transformers makes of a group's tensors, which are in the order of its sources. Raises
-    ModelError.
-    """
+def convert_group(
+    model: PreTrainedModel, group: WeightGroup, tensors: Mapping[FileTensor, Tensor]
+) -> dict[str, Tensor]:
+    """The weights that transformers makes of a group's tensors. Raises ModelError."""
     if group.converter is None:
-        return {group.target: tensors[0]}
+        return {group.target: tensors[group.sources[0]]}
     converter = copy.deepcopy(group.converter)
-    for pattern, source, tensor in zip(group.patterns, group.sources, tensors, strict=True):
-        converter.add_tensor(group.target, source.name, pattern, tensor)
+    for sources in converter.collected_tensors.values():
+        sources[:] = [tensors[source] for source in sources]
     try:
         made = converter.convert(group.target, model=model, config=model.config)
     # transformers' operations raise whatever torch does with tensors that do not fit together
@@ -349,7 +349,9 @@ def _read_headers(path: Path) -> list[FileTensor]:
     return found
 
 
-def read_tensors(sources: Sequence[FileTensor], slices: tuple[slice, ...] | None = None) -> list[Tensor]:
+def read_tensors(
+    sources: Sequence[FileTensor], slices: tuple[slice, ...] | None = None
+) -> dict[FileTensor, Tensor]:
     """The tensors, or the same slices of each. Raises ModelError.
 
     Each file is opened for this reading alone: what was read through a mapping counts as this process's
@@ -360,6 +362,5 @@ def read_tensors(sources: Sequence[FileTensor], slices: tuple[slice, ...] | None
         with naming_errors(f"{path} cannot be read"), safe_open(path, framework="pt") as file:
             for source in sources:
                 if source.file == path:
-                    name = source.name
-                    found[source] = file.get_slice(name)[slices] if slices else file.get_tensor(name)
-    return [found[source] for source in sources]
+                    found[source] = file.get_slice(source.name)[slices or ...]
+    return found
