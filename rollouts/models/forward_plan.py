@@ -221,7 +221,8 @@ class _Probe:
         if others := sorted(map(str, kinds - {"full_attention", "sliding_attention"})):
             return f"they need attention in every layer, and this model has {', '.join(others)}"
         for key, value in self.config.to_dict().items():
-            if _is_distance(key, value):
+            far = type(value) is int and value > 0 and DISTANCE.search(key)
+            if far and not NOT_DISTANCE.search(key):
                 return f"{key}={value} reaches beyond what a probe can see"
         windows: list[tuple[Any, int]] = [
             (place, size)
@@ -271,9 +272,3 @@ class _Probe:
         what, unit = ("hidden states", "of their size") if self.scalar else ("log-probs", "nats")
         worst, rounding = f"{np.max(differences):.1e} {unit}", f"{self._tolerance:.1e}"
         return f"{what} differ from a plain forward's by {worst} (rounding: {rounding})"
-
-
-def _is_distance(key: str, value: object) -> bool:
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        return False
-    return bool(DISTANCE.search(key)) and not NOT_DISTANCE.search(key)

@@ -39,8 +39,9 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
+    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -55,15 +56,6 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
-
-
-def byte_characters() -> list[str]:
-    """The printable character that byte-level tokenizers write for each byte, in byte order: itself if
-    printable, else one from U+0100 on.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    spare = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
 
 
 # --- chat templates -----------------------------------------------------------------------------------------

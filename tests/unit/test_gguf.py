@@ -12,18 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from rollouts.errors import ModelError
 from rollouts.models import gguf as gguf_module
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model, stop_token_ids
-from rollouts.models.tokenizers import CHAT_TEMPLATE, byte_characters
+from rollouts.models.tokenizers import CHAT_TEMPLATE
 from tests.support.text_tables import read_cells
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 torch.set_num_threads(1)
 HIDDEN, HEADS, KV_HEADS, LAYERS = 32, 4, 2, 2
-TOKENS = [*byte_characters(), "he", "<|im_start|>", "<|im_end|>"]
+TOKENS = [*(text for _, text in sorted(bytes_to_unicode().items())), "he", "<|im_start|>", "<|im_end|>"]
 
 
 # GGUF's name of each tensor, by Hugging Face's, and its shape
