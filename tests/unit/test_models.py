@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from rollouts.config.tables import OptimConfig
 from rollouts.errors import ModelError
@@ -93,22 +93,10 @@ def test_loading_gives_the_files_weights_in_the_asked_dtype_and_prints_nothing(t
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_missing_weight_is_an_error_not_random_numbers(copied):
-    weights = load_file(copied / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight"):
-        load_hf_model(copied)
-
-
-def test_files_that_cannot_be_used_are_a_model_error_with_its_cause(copied):
+def test_a_file_that_is_cut_is_a_model_error_with_its_cause(copied):
     weights = (copied / "model.safetensors").read_bytes()
     (copied / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     with pytest.raises(ModelError, match="cannot be read"):
-        load_hf_model(copied)
-    (copied / "model.safetensors").write_bytes(weights)
-    edit_json(copied / "config.json", hidden_size=128)
-    with pytest.raises(ModelError, match="have another shape"):
         load_hf_model(copied)
 
 

@@ -67,10 +67,8 @@ async def wait_until(condition) -> None:
 @pytest.mark.parametrize("end", ["leave", "kill", "terminate", "child", "inner", "outer", "both waiters"])
 async def test_nothing_is_left_of_a_tree(tmp_path: Path, end: str):
     async with open_tree(tmp_path, grace_s=0.2) as (process, pids):
-        if end == "kill":
-            process.kill()
-        elif end == "terminate":
-            process.terminate()
+        if end in ("kill", "terminate"):
+            getattr(process, end)()
         elif end != "leave":
             os.kill(pids[{"inner": 3, "outer": 4}.get(end, 0)], signal.SIGKILL)
         if end != "leave":
@@ -106,20 +104,18 @@ trio.run(main)
 """
 
 
-async def start_parent(argv: list[str], env: dict[str, str], log: Path, linger_s: float):
-    """A trainer with a child: its process, and the child's id."""
+@asynccontextmanager
+async def open_parent(argv: list[str], env: dict[str, str], log: Path, linger_s: float) -> AsyncIterator[int]:
+    """A trainer, killed at the end, with a child: the child's id."""
     command = [sys.executable, "-c", PARENT, json.dumps([argv, env, str(log), linger_s])]
     parent = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
     assert parent.stdout is not None
-    with trio.fail_after(60):
-        return parent, int(await parent.stdout.receive_some(100))
-
-
-async def kill_parent(parent: trio.Process) -> None:
-    assert parent.stdout is not None
-    parent.kill()
-    await parent.wait()
-    await parent.stdout.aclose()
+    async with parent.stdout:
+        with trio.fail_after(60):
+            child = int(await parent.stdout.receive_some(100))
+        yield child
+        parent.kill()
+        await parent.wait()
 
 
 @linux_only
@@ -127,11 +123,10 @@ async def kill_parent(parent: trio.Process) -> None:
 async def test_nothing_survives_a_trainer_that_is_killed(tmp_path: Path, first: str | None):
     """Not even if a guard is killed just before it."""
     pids = tmp_path / "pids"
-    parent, child = await start_parent([*PYTHON, str(FAKE)], environment(pids), tmp_path / "log", 0.0)
-    tree = await read_tree(pids, child)
-    if first:
-        os.kill(tree[{"inner": 3, "outer": 4}[first]], signal.SIGKILL)
-    await kill_parent(parent)
+    async with open_parent([*PYTHON, str(FAKE)], environment(pids), tmp_path / "log", 0.0) as child:
+        tree = await read_tree(pids, child)
+        if first:
+            os.kill(tree[{"inner": 3, "outer": 4}[first]], signal.SIGKILL)
     await wait_until(lambda: not any(map(is_alive, tree)))
 
 
@@ -141,8 +136,8 @@ async def test_a_process_that_lingers_finishes_its_work_after_a_killed_trainer(
     tmp_path: Path, work: str, done: bool
 ):
     code = f"import sys, time; sys.stdin.read(); {work}; open('{tmp_path}/done', 'w')"
-    parent, child = await start_parent([*PYTHON, "-c", code], {}, tmp_path / "log", 20.0 if done else 0.3)
-    await kill_parent(parent)
+    async with open_parent([*PYTHON, "-c", code], {}, tmp_path / "log", 20.0 if done else 0.3) as child:
+        pass
     await wait_until(lambda: not is_alive(child))
     assert (tmp_path / "done").exists() == done
 
