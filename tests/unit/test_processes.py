@@ -113,9 +113,11 @@ async def open_parent(argv: list[str], env: dict[str, str], log: Path, linger_s:
     async with parent.stdout:
         with trio.fail_after(60):
             child = int(await parent.stdout.receive_some(100))
-        yield child
-        parent.kill()
-        await parent.wait()
+        try:
+            yield child
+        finally:
+            parent.kill()
+            await parent.wait()
 
 
 @linux_only
