@@ -327,7 +327,6 @@ class EngineLoad:
 
     running: int  # requests being decoded
     waiting: int  # requests that the engine has taken and not begun
-    cache_usage: float | None = None  # share of the key-value cache in use; None: it does not say
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
@@ -11,7 +12,7 @@ import msgspec
 import trio
 
 from rollouts.engines.http import HttpClient
-from rollouts.engines.wire import decode_field, decode_reply, show
+from rollouts.engines.wire import decode_reply, show
 from rollouts.errors import EngineError, EngineOverloaded, EngineSilent, InfrastructureError, RequestRefused
 from rollouts.processes.nurseries import run_all
 
@@ -19,15 +20,14 @@ HEALTH_S = 10.0  # for the answer to whether a server is well; less where silenc
 ResultT = TypeVar("ResultT")
 
 
+@dataclass(eq=False)
 class Server:
     """Calls to one server."""
 
-    def __init__(self, client: HttpClient, *, name: str, silence_s: float, health_path: str) -> None:
-        """`silence_s`: seconds without a byte, and without progress, after which an answer is given up."""
-        self.name = name
-        self.silence_s = silence_s
-        self._client = client
-        self._health_path = health_path
+    client: HttpClient
+    name: str
+    silence_s: float  # seconds without a byte, and without progress, after which an answer is given up
+    health_path: str
 
     async def call(
         self, method: str, path: str, body: Any = None, *, silence_s: float | None = None
@@ -36,36 +36,34 @@ class Server:
         EngineUnreachable, EngineSilent, ReplyError.
         """
         sent = None if body is None else msgspec.json.encode(body)
-        reply = await self._client.request(method, path, body=sent, silence_s=silence_s or self.silence_s)
+        reply = await self.client.request(method, path, body=sent, silence_s=silence_s or self.silence_s)
         check_status(reply, where=f"{self.name}: {method} {path}")
         return reply.content
 
-    async def read(self, path: str, kind: type[ResultT]) -> ResultT:
-        """The record in the answer to GET `path`. Raises as call, and ReplyError."""
-        return decode_reply(await self.call("GET", path), kind, where=f"{self.name}: GET {path}")
+    async def read(self, path: str, kind: type[ResultT], field: str = "") -> ResultT:
+        """The record in the answer to GET `path`, or in one field of it. Raises as call, and ReplyError."""
+        return decode_reply(await self.call("GET", path), kind, field=field, where=f"{self.name}: GET {path}")
 
-    async def read_field(self, path: str, name: str, kind: type[ResultT]) -> ResultT:
-        """One field of the answer to GET `path`. Raises as call, and ReplyError."""
-        return decode_field(await self.call("GET", path), name, kind, where=f"{self.name}: GET {path}")
-
-    async def control(self, path: str, body: Any = None) -> bytes:
-        """The body of a 2xx answer to a POST that may take long, awaited for as long as the server is well. A
-        refusal is EngineError: a control call carries no request at fault.
+    async def control(self, path: str, body: Any = None, kind: Any = None, field: str = "") -> Any:
+        """What `read` returns, of a POST that may take long, awaited for as long as the server is well; None
+        without a `kind`. A refusal is EngineError: a control call carries no request at fault.
         """
+        where = f"{self.name}: POST {path}"
         try:
-            return await ask_watched(
+            reply = await ask_watched(
                 lambda: self.call("POST", path, body, silence_s=math.inf),
                 self.health,
                 silence_s=self.silence_s,
-                where=f"{self.name}: POST {path}",
+                where=where,
             )
         except RequestRefused as error:
             raise EngineError(str(error)) from error
+        return None if kind is None else decode_reply(reply, kind, field=field, where=where)
 
     async def health(self) -> bool:
         """Whether the health path gives 2xx within HEALTH_S."""
         try:
-            await self.call("GET", self._health_path, silence_s=min(self.silence_s, HEALTH_S))
+            await self.call("GET", self.health_path, silence_s=min(self.silence_s, HEALTH_S))
         except EngineError:
             return False
         return True
@@ -106,7 +104,7 @@ def check_status(reply: httpx.Response, *, where: str) -> None:
     other request will fare better.
     """
     status, text = reply.status_code, f"{where} gave {reply.status_code}: {show(reply.content)}"
-    if 200 <= status < 300:
+    if reply.is_success:
         return
     if status in (429, 503):
         value = reply.headers.get("retry-after", "").strip()  # seconds; dates are ignored

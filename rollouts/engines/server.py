@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypedDict
 
+import numpy as np
 import trio
 
 from rollouts.engines.calls import Server, ask_watched
 from rollouts.engines.http import Transport, open_http_client, split_url
-from rollouts.engines.snapshot import check_same_model, read_tensor_shapes
+from rollouts.engines.snapshot import TensorShapes, check_same_model, read_tensor_shapes
 from rollouts.engines.wire import make_empty_completion, parse_version
 from rollouts.errors import (
     EngineClosed,
@@ -33,13 +34,13 @@ from rollouts.errors import (
     EngineSetupError,
     EngineSilent,
     InfrastructureError,
+    ModelError,
     ReplyError,
     RequestRefused,
-    SnapshotError,
 )
 from rollouts.models.limits import check_request
 from rollouts.protocols import PauseMode
-from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
+from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest, SamplingParams
 
 # for a server to answer what it was told to abort; after it the connection is closed, which aborts too
 ABORT_GRACE_S = 5.0
@@ -53,20 +54,22 @@ class Dialect(Protocol):
     Everything raises EngineError.
     """
 
+    server: Server
+    features: EngineFeatures
     abort_grace_s: float = ABORT_GRACE_S  # 0: requests are aborted by closing their connections
-    shapes: Mapping[str, tuple[int, ...]] | None = None  # of the server's model; None: unknown here
+    shapes: TensorShapes | None = None  # of the server's model; None: unknown here
 
     async def ask(self, request: GenerateRequest, server_id: str) -> Completion: ...
-    async def read_work(self) -> Hashable:
+    async def read_work(self) -> object:
         """Differs from what it was if the server did anything since."""
         await trio.lowlevel.checkpoint()
         return trio.current_time()
 
-    async def abort(self, server_ids: list[str]) -> None:
+    async def abort(self, server_ids: Sequence[str]) -> None:
         await trio.lowlevel.checkpoint()
 
-    async def freeze(self, mode: PauseMode) -> None:
-        """The server generates nothing until thaw()."""
+    async def freeze(self) -> None:
+        """The server generates nothing until thaw(); what is in flight goes on then."""
         await trio.lowlevel.checkpoint()
 
     async def thaw(self) -> None:
@@ -79,19 +82,12 @@ class Dialect(Protocol):
     async def checksum(self) -> str | None:
         await trio.lowlevel.checkpoint()
 
-    async def load(self) -> EngineLoad | None:
-        await trio.lowlevel.checkpoint()
-
     # Called only where features say so.
     async def load_weights(self, path: Path, version: int) -> None:
         """The snapshot in `path` is loaded and bears `version`."""
-        raise AssertionError("its features say that it cannot")
 
-    async def release_memory(self) -> None:
-        raise AssertionError("its features say that it cannot")
-
-    async def restore_memory(self) -> None:
-        raise AssertionError("its features say that it cannot")
+    async def release_memory(self) -> None: ...
+    async def restore_memory(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -106,18 +102,16 @@ class _InFlight:
 class ServerEngine:
     """One server. Made by open_vllm_engine, open_sglang_engine and open_openai_engine."""
 
-    def __init__(self, server: Server, features: EngineFeatures, dialect: Dialect) -> None:
-        self.features = features
+    def __init__(self, dialect: Dialect) -> None:
+        self.features = dialect.features
         self.dialect = dialect
-        self._server = server
         self._in_flight: dict[str, _InFlight] = {}
         self._paused = False  # new requests wait at the gate
         self._frozen = False  # what is at the server stands still: its silence says nothing
         self._released = False  # its memory
         self._closed = False
         self._changed = trio.lowlevel.ParkingLot()
-        self._work: tuple[float, Hashable] = (-math.inf, None)  # when it was asked for, and the answer
-        self._finished = 0
+        self._work: tuple[float, object] = (-math.inf, None)  # when it was asked for, and the answer
 
     # --- requests
 
@@ -126,12 +120,10 @@ class ServerEngine:
         EngineClosed, InfrastructureError.
         """
         self._check_open()
-        features = self.features
+        features, where = self.features, f"{self.features.name}, request {request.request_id!r}"
         check_request(request, vocab_size=features.vocab_size, max_context=features.context_length)
         if request.request_id in self._in_flight:
-            raise RequestRefused(
-                f"request {request.request_id!r} is in flight on {features.name} already; ids must be unique"
-            )
+            raise RequestRefused(f"{where} is in flight already; ids must be unique")
         entry = self._in_flight[request.request_id] = _InFlight()
         try:
             with entry.scope:
@@ -139,14 +131,12 @@ class ServerEngine:
                     await self._changed.park()
                 if not entry.aborted:
                     entry.asked = True
-                    completion = await ask_watched(
+                    return await ask_watched(
                         lambda: self.dialect.ask(request, entry.server_id),
                         self._works,
-                        silence_s=self._server.silence_s,
-                        where=f"{features.name}, request {request.request_id!r}",
+                        silence_s=self.dialect.server.silence_s,
+                        where=where,
                     )
-                    self._finished += 1
-                    return completion
         finally:
             del self._in_flight[request.request_id]
             entry.done.set()
@@ -158,7 +148,7 @@ class ServerEngine:
         server need not.
         """
         now, (asked_s, before) = trio.current_time(), self._work
-        if self._frozen or now - asked_s < self._server.silence_s / 2:
+        if self._frozen or now - asked_s < self.dialect.server.silence_s / 2:
             return True
         self._work = (now, None)  # whoever comes while we ask waits another round
         try:
@@ -181,17 +171,17 @@ class ServerEngine:
             entry.aborted = True
         self._changed.unpark_all()
         failure: EngineError | None = None
-        sent = left = self._sent()
+        sent = self._sent()
         with trio.move_on_after(self.dialect.abort_grace_s):
-            while left := [entry for entry in left if not entry.done.is_set()]:
+            while left := [entry.server_id for entry in sent if not entry.done.is_set()]:
                 try:
-                    await self.dialect.abort([entry.server_id for entry in left])
+                    await self.dialect.abort(left)
                     failure = None
                 except EngineError as error:
                     failure = error
                 with trio.move_on_after(ABORT_AGAIN_S):
-                    await _wait_done(left)
-        for entry in left:
+                    await _wait_done(sent)
+        for entry in sent:
             entry.scope.cancel()
         await _wait_done(sent)
         if failure is not None:
@@ -207,7 +197,7 @@ class ServerEngine:
         if mode == "keep" and not self.features.keep_pause:
             raise EngineError(f'{self.features.name} cannot freeze requests; pause("wait") or pause("abort")')
         paused, frozen = self._paused, self._frozen
-        self._set_gate(paused=True, frozen=mode != "wait")
+        self._set_gate(True, mode != "wait")
         try:
             if mode == "wait":  # a server's own "wait" keeps what it has queued
                 if paused:
@@ -215,9 +205,9 @@ class ServerEngine:
                 await _wait_done(self._sent())
             elif mode == "abort":
                 await self.abort_all()
-            await self.dialect.freeze(mode)
+            await self.dialect.freeze()
         except BaseException:
-            self._set_gate(paused=paused, frozen=frozen)
+            self._set_gate(paused, frozen)
             raise
         self._frozen = True
 
@@ -229,9 +219,9 @@ class ServerEngine:
         try:
             await self.dialect.thaw()
         finally:
-            self._set_gate(paused=False, frozen=False)
+            self._set_gate(False, False)
 
-    def _set_gate(self, *, paused: bool, frozen: bool) -> None:
+    def _set_gate(self, paused: bool, frozen: bool) -> None:
         self._paused, self._frozen = paused, frozen
         self._work = (-math.inf, None)  # what stood still while it was paused may begin anew
         self._changed.unpark_all()
@@ -268,7 +258,7 @@ class ServerEngine:
             shapes = await trio.to_thread.run_sync(read_tensor_shapes, path)
             if self.dialect.shapes is not None:
                 check_same_model(shapes, self.dialect.shapes, path=path)
-        except SnapshotError as error:
+        except ModelError as error:
             raise EngineError(f"{self.features.name} was sent nothing: {error}") from error
         await self.dialect.load_weights(path, version)
         return {"version": version, "tensors": len(shapes)}
@@ -284,12 +274,13 @@ class ServerEngine:
     # --- the rest
 
     async def health(self) -> bool:
-        return not self._closed and await self._server.health()
+        return not self._closed and await self.dialect.server.health()
 
     async def load(self) -> EngineLoad:
-        """What the server says, or where it says nothing what we sent and what waits here."""
+        """What was sent, and what waits here."""
+        await trio.lowlevel.checkpoint()
         sent = len(self._sent())
-        return await self.dialect.load() or EngineLoad(running=sent, waiting=len(self._in_flight) - sent)
+        return EngineLoad(running=sent, waiting=len(self._in_flight) - sent)
 
     async def release_memory(self) -> None:
         """Gives memory back. Raises EngineError where the server cannot, and unless it is paused and idle."""
@@ -306,13 +297,12 @@ class ServerEngine:
         if self._released:
             await self.dialect.restore_memory()
             if self._paused:
-                await self.dialect.freeze("keep")  # vLLM's waking up resumes its scheduler
+                await self.dialect.freeze()  # vLLM's waking up resumes its scheduler
             self._released = False
 
     def statistics(self) -> Mapping[str, float]:
         sent = len(self._sent())
-        waiting = float(len(self._in_flight) - sent)
-        return {"running": float(sent), "waiting": waiting, "requests_finished": float(self._finished)}
+        return {"running": float(sent), "waiting": float(len(self._in_flight) - sent)}
 
     # --- life
 
@@ -335,25 +325,33 @@ async def _wait_done(entries: Sequence[_InFlight]) -> None:
 # --- opening ------------------------------------------------------------------------------------------------
 
 
+class ServerOptions(TypedDict, total=False):
+    """What every kind of server is opened with."""
+
+    name: str  # what errors and metrics call it; "kind-host:port" unless given
+    api_key: str | None  # what the server was started with
+    silence_s: float  # 60 unless given: without an answer and without progress, an answer is given up
+    transport: Transport | None  # how requests travel; None: over the network
+
+
 @asynccontextmanager
 async def open_server_engine(
     url: str,
-    shake_hands: Callable[[Server], Awaitable[tuple[EngineFeatures, Dialect]]],
+    shake_hands: Callable[[Server], Awaitable[Dialect]],
     *,
     kind: str,
-    name: str,
     health_path: str,
-    api_key: str | None,
-    silence_s: float,
-    transport: Transport | None,
+    name: str = "",
+    api_key: str | None = None,
+    silence_s: float = 60.0,
+    transport: Transport | None = None,
 ) -> AsyncIterator[ServerEngine]:
     """The engine of the server behind `url`, as `shake_hands` describes it, until the block ends. Raises what
     it raises, and EngineSetupError for a url or a key that cannot be used.
     """
     name = name or f"{kind}-{split_url(url).netloc}"
     async with open_http_client(url, api_key=api_key, transport=transport) as client:
-        server = Server(client, name=name, silence_s=silence_s, health_path=health_path)
-        engine = ServerEngine(server, *await shake_hands(server))
+        engine = ServerEngine(await shake_hands(Server(client, name, silence_s, health_path)))
         try:
             yield engine
         finally:
@@ -367,26 +365,27 @@ def setup_errors(way_out: str) -> Iterator[None]:
     """
     try:
         yield
-    except EngineSetupError:
-        raise
     except EngineError as error:
-        if isinstance(error, InfrastructureError) and not isinstance(error, ReplyError):
+        if isinstance(error, EngineSetupError | InfrastructureError) and not isinstance(error, ReplyError):
             raise
         raise EngineSetupError(f"{error}; {way_out}") from error
 
 
 def refuse_settings(name: str, rules: Mapping[str, object]) -> None:
     """Raises EngineSetupError with the first sentence about a server whose value is true."""
-    for sentence, broken in rules.items():
-        if broken:
-            raise EngineSetupError(f"{name} {sentence}")
+    for sentence in list_true(rules):
+        raise EngineSetupError(f"{name} {sentence}")
 
 
-def find_shapes(model: Path) -> dict[str, tuple[int, ...]] | None:
-    """Shapes of the model that a server was started with; None if it lies on another machine or in another
-    format.
-    """
-    try:
-        return read_tensor_shapes(model)
-    except SnapshotError:
-        return None
+def make_handshake_request(token: int, temperature: float = 1.0) -> GenerateRequest:
+    """One token after `token`."""
+    return GenerateRequest(
+        request_id="handshake",
+        prompt_ids=np.asarray([token]),
+        sampling=SamplingParams(max_new_tokens=1, temperature=temperature),
+    )
+
+
+def list_true(sentences: Mapping[str, object]) -> tuple[str, ...]:
+    """The sentences whose values are true."""
+    return tuple(sentence for sentence, is_true in sentences.items() if is_true)

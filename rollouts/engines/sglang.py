@@ -1,6 +1,6 @@
 """An SGLang server as an InferenceEngine: token ids in; token ids, log-probs and each token's version out.
 
-The prefix cache is salted by opened engine and weight version (`extra_key`), and flushed by an update.
+The prefix cache is salted (`extra_key`) anew by each opened engine and each update, and flushed by an update.
 pause("keep") is "retract": what is in flight is computed anew under the next weights.
 """
 
@@ -11,40 +11,32 @@ import json
 import math
 import re
 import uuid
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Unpack
 
-import numpy as np
 import trio
+from msgspec import Struct
 
 from rollouts.engines.calls import Server
-from rollouts.engines.http import Transport
 from rollouts.engines.server import (
     LOADING,
     NEVER_NAMED,
     Dialect,
     ServerEngine,
-    find_shapes,
+    ServerOptions,
+    list_true,
+    make_handshake_request,
     open_server_engine,
     refuse_settings,
     setup_errors,
 )
-from rollouts.engines.sglang_wire import (
-    Checksums,
-    Model,
-    ModelInfo,
-    RankLoad,
-    ServerInfo,
-    Update,
-    make_generate_body,
-    parse_generate_reply,
-)
-from rollouts.engines.wire import decode_reply
-from rollouts.errors import EngineError, InfrastructureError, ReplyError
-from rollouts.protocols import PauseMode
-from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest, SamplingParams
+from rollouts.engines.snapshot import TensorShapes, find_tensor_shapes
+from rollouts.engines.wire import VersionSpan, decode_reply, make_completion
+from rollouts.errors import EngineError, EngineOverloaded, InfrastructureError, ReplyError
+from rollouts.types import Completion, EngineFeatures, GenerateRequest
 
 OLDEST_VERSION = (0, 5, 20)  # the first whose answers say which version produced which token
 RESERVED = 2  # tokens of its context that the server leaves empty: it lowers max_new_tokens without a word
@@ -52,77 +44,171 @@ LEAST_ANSWER = 4  # tokens that fit after a prompt of max_req_input_len
 # to tell the server that nobody waits for an answer any more; it would find out by itself in some seconds
 CANCEL_GRACE_S = 1.0
 COLD = 1e-3  # a temperature at which the likeliest token is as good as certain
+SEED_MASK = 0x7FFFFFFF  # what the server's seeded sampler takes
+# Everything that a server could fill in from its own defaults is said.
+PLAIN_SAMPLING = {
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "skip_special_tokens": False,
+}
 
 
+class Finish(Struct):
+    type: Literal["stop", "length", "abort"]
+    message: str | None = None
+    status_code: int | None = None  # of an abort by the server itself: what is wrong
+
+
+class Meta(Struct):
+    id: str
+    finish_reason: Finish
+    # missing when it was aborted before it ran
+    output_token_logprobs: list[tuple[float, int, str | None]] = []
+    weight_versions: list[VersionSpan] = []
+    input_token_logprobs: list[tuple[float | None, int, str | None]] = []  # where they were asked for
+
+
+class Generated(Struct):
+    output_ids: list[int]
+    meta_info: Meta
+
+
+class ModelInfo(Struct):
+    model_path: str
+    weight_version: str
+    is_generation: bool = True
+
+
+class ServerInfo(Struct):
+    """What of the server's hundreds of settings matters here. Its keys are among the others: never show the
+    body.
+    """
+
+    version: str
+    enable_deterministic_inference: bool = False
+    enable_memory_saver: bool = False
+    enable_weights_cpu_backup: bool = False
+    enable_watermark: bool | None = False
+    speculative_algorithm: str | None = None
+    speculative_accept_threshold_single: float = 1.0
+    speculative_accept_threshold_acc: float = 1.0
+    tp_size: int = 1
+    pp_size: int = 1
+    dp_size: int = 1
+    max_req_input_len: int | None = None
+
+
+class Model(Struct):
+    max_model_len: int
+
+
+class RankWork(Struct):
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_used_tokens: int = 0
+    total_prefill_uncached_tokens: int = 0
+    decode_moments: list[float] = []  # sums over decode steps: they grow with every one
+
+
+class RankChecksum(Struct):
+    checksums: dict[str, str]
+
+
+class Update(Struct):
+    success: bool
+    message: str = ""
+
+
+@dataclass(eq=False)
 class SGLangServer(Dialect):
     """The Dialect of one SGLang server, and its own calls for transfers of weights in memory."""
 
-    def __init__(
-        self,
-        server: Server,
-        features: EngineFeatures,
-        *,
-        info: ServerInfo,
-        shapes: Mapping[str, tuple[int, ...]] | None,
-        ends_at: int | None,
-        version: str,
-    ) -> None:
-        """`ends_at`: tokens of prompt and answer at which the server ends an answer, some before its context
-        is full. `version`: its name for its weights.
-        """
-        self.name = server.name
-        self.shapes = shapes
-        self.world_size = info.tp_size * info.pp_size  # processes that hold weights
-        self.data_parallel = info.dp_size  # copies of the model; an update in memory reaches only one
-        # the weights too where the server keeps a copy of them
-        self._tags = {"tags": ["kv_cache", "weights"] if info.enable_weights_cpu_backup else ["kv_cache"]}
-        self._server = server
-        self._vocab_size = features.vocab_size
-        self._ends_at = ends_at
-        # what an earlier run cached under the same version was computed by other weights
-        self._own = uuid.uuid4().hex[:16]
-        self._salt = f"{self._own}-v{version}"
+    server: Server
+    features: EngineFeatures
+    info: ServerInfo
+    shapes: TensorShapes | None = None
+    # tokens of prompt and answer at which the server ends an answer, some before its context is full
+    ends_at: int | None = None
+
+    def __post_init__(self) -> None:
+        self._set_salt()
+
+    @property
+    def name(self) -> str:
+        return self.server.name
+
+    @property
+    def world_size(self) -> int:
+        """Processes that hold weights."""
+        return self.info.tp_size * self.info.pp_size
+
+    def _set_salt(self) -> None:
+        """What other weights computed, also for an earlier run, is not used again."""
+        self._salt = uuid.uuid4().hex
 
     # --- requests
 
     async def ask(self, request: GenerateRequest, server_id: str) -> Completion:
-        body = make_generate_body(request, server_id, salt=self._salt)
+        """Raises EngineOverloaded or InfrastructureError also for an abort that is the server's failure."""
+        sampling, prompt = request.sampling, request.prompt_ids.tolist()
+        params: dict[str, Any] = PLAIN_SAMPLING | {
+            "max_new_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            # with it the server looks at no stop token at all, ours included
+            "ignore_eos": not sampling.stop_token_ids,
+        }
+        if sampling.seed is not None:
+            params["sampling_seed"] = sampling.seed & SEED_MASK
+        body = {"rid": server_id, "input_ids": prompt, "sampling_params": params}
+        body |= {"return_logprob": True, "extra_key": self._salt}
+        if request.score_prompt:
+            body["logprob_start_len"] = 0
         try:
-            answer = await self._server.call("POST", "/generate", body, silence_s=math.inf)
+            answer = await self.server.call("POST", "/generate", body, silence_s=math.inf)
         except trio.Cancelled:
             with trio.move_on_after(CANCEL_GRACE_S, shield=True), suppress(EngineError):
                 await self.abort([server_id])  # the closed connection says the same, a little later
             raise
         where = f"{self.name}: POST /generate"
-        return parse_generate_reply(
-            answer, request, server_id, vocab_size=self._vocab_size, where=where, ends_at=self._ends_at
+        reply = decode_reply(answer, Generated, where=where)
+        meta, who = reply.meta_info, f"{where}, request {request.request_id!r}"
+        finish, status = meta.finish_reason, meta.finish_reason.status_code
+        if meta.id != server_id:
+            raise ReplyError(f"{who}: the answer is to {meta.id!r}, asked was {server_id!r}")
+        if finish.type == "abort" and status is not None:
+            kind = EngineOverloaded if status in (429, 503) else InfrastructureError
+            raise kind(f"{who}: the server gave it up with status {status}: {finish.message}")
+        scored = zip(meta.input_token_logprobs, prompt, strict=False)
+        return make_completion(
+            request,
+            reply.output_ids,
+            [(token, log_prob) for log_prob, token, _ in meta.output_token_logprobs],
+            meta.weight_versions,
+            finish.type,
+            vocab_size=self.features.vocab_size,
+            where=where,
+            ends_at=self.ends_at,
+            prompt_log_probs=[log_prob if of == token else None for (log_prob, of, _), token in scored],
         )
 
-    async def read_work(self) -> Hashable:
-        return await self._read_loads()
+    async def read_work(self) -> Sequence[RankWork]:
+        return await self.server.read("/v1/loads", list[RankWork], "loads")
 
-    async def abort(self, server_ids: list[str]) -> None:
+    async def abort(self, server_ids: Sequence[str]) -> None:
         for server_id in server_ids:
-            await self._server.control("/abort_request", {"rid": server_id})
+            await self.server.control("/abort_request", {"rid": server_id})
 
-    async def freeze(self, mode: PauseMode) -> None:
+    async def freeze(self) -> None:
         """What is in flight is computed anew under the next weights."""
-        await self._server.control("/pause_generation", {"mode": "retract"})
+        await self.server.control("/pause_generation", {"mode": "retract"})
 
     async def thaw(self) -> None:
-        await self._server.control("/continue_generation", {"torch_empty_cache": False})
-
-    async def load(self) -> EngineLoad:
-        loads = await self._read_loads()
-        usages = [rank.token_usage for rank in loads if rank.token_usage is not None]
-        return EngineLoad(
-            running=sum(rank.num_running_reqs for rank in loads),
-            waiting=sum(rank.num_waiting_reqs for rank in loads),
-            cache_usage=sum(usages) / len(usages) if usages else None,
-        )
-
-    async def _read_loads(self) -> tuple[RankLoad, ...]:
-        return await self._server.read_field("/v1/loads", "loads", tuple[RankLoad, ...])
+        await self.server.control("/continue_generation", {"torch_empty_cache": False})
 
     # --- weights
 
@@ -131,24 +217,25 @@ class SGLangServer(Dialect):
         await self._check_info_again()
         body = {"model_path": str(path), "weight_version": str(version), "flush_cache": True}
         await self._update("/update_weights_from_disk", body | {"torch_empty_cache": False})
-        self._salt = f"{self._own}-v{version}"
+        self._set_salt()
 
     async def _check_info_again(self) -> None:
         """A server whose weights were never named has just been started, perhaps by somebody else."""
         if await self.read_version_name() == NEVER_NAMED:
-            await read_server_info(self._server)
+            await read_server_info(self.server)
 
     async def read_version_name(self) -> str:
-        return (await self._server.read("/model_info", ModelInfo)).weight_version
+        return (await self.server.read("/model_info", ModelInfo)).weight_version
 
     async def checksum(self) -> str | None:
         """A sha256 of the checksums of all ranks."""
-        answer = await self._server.control("/weights_checker", {"action": "checksum"})
-        found = decode_reply(answer, Checksums, where=f"{self.name}: POST /weights_checker")
-        if not found.success or not found.ranks or not all(rank.checksums for rank in found.ranks):
-            raise ReplyError(f"{self.name}: POST /weights_checker gave no checksums")
-        sums = json.dumps([rank.checksums for rank in found.ranks], sort_keys=True)
-        return hashlib.sha256(sums.encode()).hexdigest()
+        path, body = "/weights_checker", {"action": "checksum"}
+        ranks = [
+            rank.checksums for rank in await self.server.control(path, body, list[RankChecksum], "ranks")
+        ]
+        if not ranks or not all(ranks):
+            raise ReplyError(f"{self.name}: POST {path} gave no checksums")
+        return hashlib.sha256(json.dumps(ranks, sort_keys=True).encode()).hexdigest()
 
     # --- weights in memory: the server's side of weight_sync.broadcast_sglang
 
@@ -172,18 +259,14 @@ class SGLangServer(Dialect):
         """
         await self._check_info_again()
         await self._update("/update_weight_version", {"new_version": LOADING, "abort_all_requests": False})
-        for may_be_open in (True, False):
-            try:
-                await self._server.control("/begin_weight_update", {"selector": "all"})
-                break
-            except InfrastructureError:
+        with suppress(EngineError):  # there is none to close
+            await self.end_transfer()
+        try:
+            await self.server.control("/begin_weight_update", {"selector": "all"})
+        except EngineError as error:
+            if " gave 404" not in str(error):
                 raise
-            except EngineError as error:
-                if " gave 404" in str(error):
-                    return False
-                if not may_be_open or "already open" not in str(error):
-                    raise
-                await self.end_transfer()
+            return False
         return True
 
     async def receive_broadcast(
@@ -199,35 +282,32 @@ class SGLangServer(Dialect):
         """Returns when the server has taken one flattened bucket out of the group and loaded it. The last one
         names the version.
         """
-        body: dict[str, Any] = {
-            "names": list(names),
-            "dtypes": list(dtypes),
-            "shapes": [list(shape) for shape in shapes],
-            "group_name": group_name,
-            "load_format": "flattened_bucket",
-            "flush_cache": last,
-        }
+        body: dict[str, Any] = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group_name}
+        body |= {"load_format": "flattened_bucket", "flush_cache": last}
         named = {"weight_version": str(version)} if last else {}
         await self._update("/update_weights_from_distributed", body | named)
         if last:
-            self._salt = f"{self._own}-v{version}"
+            self._set_salt()
 
     async def end_transfer(self) -> None:
         await self._update("/end_weight_update", {})
 
     async def _update(self, path: str, body: Mapping[str, Any]) -> None:
-        where = f"{self.name}: POST {path}"
-        answer = decode_reply(await self._server.control(path, body), Update, where=where)
+        answer: Update = await self.server.control(path, body, Update)
         if not answer.success:
-            raise EngineError(f"{where} failed: {answer.message}")
+            raise EngineError(f"{self.name}: POST {path} failed: {answer.message}")
 
     # --- memory
 
     async def release_memory(self) -> None:
-        await self._server.control("/release_memory_occupation", self._tags)
+        await self.server.control("/release_memory_occupation", self._tags())
 
     async def restore_memory(self) -> None:
-        await self._server.control("/resume_memory_occupation", self._tags)
+        await self.server.control("/resume_memory_occupation", self._tags())
+
+    def _tags(self) -> dict[str, list[str]]:
+        """The weights too where the server keeps a copy of them."""
+        return {"tags": ["kv_cache", "weights"] if self.info.enable_weights_cpu_backup else ["kv_cache"]}
 
 
 SGLangEngine = ServerEngine
@@ -237,80 +317,65 @@ SGLangEngine = ServerEngine
 
 
 def open_sglang_engine(
-    url: str,
-    *,
-    name: str = "",
-    api_key: str | None = None,
-    silence_s: float = 60.0,
-    vocab_size: int,
-    context_length: int | None = None,
-    transport: Transport | None = None,
+    url: str, *, vocab_size: int, context_length: int | None = None, **options: Unpack[ServerOptions]
 ) -> AbstractAsyncContextManager[SGLangEngine]:
     """The SGLang server at `url`, which is ours alone from now on: if somebody left it paused, it goes on.
 
-    name: what errors and metrics call it; "sglang-host:port" unless given. api_key: what the server was
-    started with (`--api-key`). silence_s: seconds without an answer and without progress after which an
-    answer is given up. vocab_size: the trainer's. context_length: what a request may need; the server's own
-    if None. Raises EngineSetupError, naming what to set, for a server whose answers would falsify training or
-    that refuses the key; InfrastructureError if it does not answer.
+    vocab_size: the trainer's. context_length: what a request may need; the server's own if None. Raises
+    EngineSetupError, naming what to set, for a server whose answers would falsify training or that refuses
+    the key; InfrastructureError if it does not answer.
     """
-    return open_server_engine(
-        url,
-        lambda server: _shake_hands(server, vocab_size, context_length),
-        kind="sglang",
-        name=name,
-        health_path="/ready",  # /health would generate a token, which takes a second and a row
-        api_key=api_key,
-        silence_s=silence_s,
-        transport=transport,
-    )
 
-
-async def _shake_hands(
-    server: Server, vocab_size: int, context_length: int | None
-) -> tuple[EngineFeatures, SGLangServer]:
-    who = server.name
-    with setup_errors("is it SGLang 0.5.20 or later, and api_key its --api-key, without an --admin-api-key?"):
-        model = await server.read("/model_info", ModelInfo)
-        await server.control("/continue_generation", {"torch_empty_cache": False})
-        models = await server.read_field("/v1/models", "data", list[Model])
-    info = await read_server_info(server)
-    served = read_vocab_size(Path(model.model_path))
-    longest = models[0].max_model_len if models else 0
-    needed = context_length or longest
-    refuse_settings(
-        who,
-        {
-            f"serves {model.model_path} as an embedding model; start it without --is-embedding": (
-                not model.is_generation
+    async def shake_hands(server: Server) -> SGLangServer:
+        with setup_errors(
+            "is it SGLang 0.5.20 or later, and api_key its --api-key, without --admin-api-key?"
+        ):
+            model = await server.read("/model_info", ModelInfo)
+            await server.control("/continue_generation", {"torch_empty_cache": False})
+            models = await server.read("/v1/models", list[Model], "data")
+        info = await read_server_info(server)
+        served = read_vocab_size(Path(model.model_path))
+        longest = max([one.max_model_len for one in models], default=0)
+        needed = context_length or longest
+        refuse_settings(
+            server.name,
+            {
+                f"serves {model.model_path} as an embedding model; start it without --is-embedding": (
+                    not model.is_generation
+                ),
+                f"serves {model.model_path} with {served} token ids, the trainer's model has {vocab_size};"
+                " serve the same model": served not in (None, vocab_size),
+                f"has a context of {longest} tokens, needed are {needed}; start it with"
+                f" --context-length {needed}": needed > longest,
+            },
+        )
+        seeds, frees_memory = info.enable_deterministic_inference, info.enable_memory_saver
+        gaps = {
+            "A request with stop tokens ends at the model's own end-of-text tokens as well.": True,
+            "A request's seed is ignored: the server was started without --enable-deterministic-inference,"
+            " which not all backends have.": not seeds,
+            "Memory is not given back: the server was started without --enable-memory-saver.": (
+                not frees_memory
             ),
-            f"serves {model.model_path} with {served} token ids, the trainer's model has {vocab_size}; serve"
-            " the same model": served not in (None, vocab_size),
-            f"has a context of {longest} tokens, needed are {needed}; start it with"
-            f" --context-length {needed}": (needed > longest),
-        },
-    )
-    features = EngineFeatures(
-        vocab_size=vocab_size,
-        context_length=needed,
-        deterministic=info.enable_deterministic_inference,
-        name=who,
-        seeds=info.enable_deterministic_inference,
-        checksum=True,
-        frees_memory=info.enable_memory_saver,
-        gaps=list_gaps(info, knows_vocab=served is not None),
-    )
-    least = info.max_req_input_len
-    dialect = SGLangServer(
-        server,
-        features,
-        info=info,
-        shapes=await trio.to_thread.run_sync(find_shapes, Path(model.model_path)),
-        ends_at=longest - RESERVED if least is None else least + LEAST_ANSWER,
-        version=model.weight_version,
-    )
-    await _check_temperature(dialect)
-    return features, dialect
+        }
+        features = EngineFeatures(
+            vocab_size=vocab_size,
+            context_length=needed,
+            deterministic=seeds,
+            name=server.name,
+            seeds=seeds,
+            checksum=True,
+            frees_memory=frees_memory,
+            gaps=list_true(gaps),
+        )
+        least = info.max_req_input_len
+        ends_at = longest - RESERVED if least is None else least + LEAST_ANSWER
+        shapes = await trio.to_thread.run_sync(find_tensor_shapes, Path(model.model_path))
+        dialect = SGLangServer(server, features, info, shapes, ends_at)
+        await _check_temperature(dialect)
+        return dialect
+
+    return open_server_engine(url, shake_hands, kind="sglang", health_path="/ready", **options)
 
 
 async def _check_temperature(dialect: SGLangServer) -> None:
@@ -318,16 +383,12 @@ async def _check_temperature(dialect: SGLangServer) -> None:
     an environment variable of the server. The likeliest token is nearly certain when it is cold, unless some
     are equally likely, as they may be in 16 bits.
     """
-    sampling = SamplingParams(max_new_tokens=1, temperature=COLD)
-    request = GenerateRequest(request_id="handshake", prompt_ids=np.asarray([1]), sampling=sampling)
-    log_prob = float((await dialect.ask(request, uuid.uuid4().hex)).log_probs[0])
-    refuse_settings(
-        dialect.name,
-        {
-            f"gives log-probs of the unscaled distribution ({log_prob:.3g} at temperature {COLD:g}), not of"
-            " the one sampled from; start it without SGLANG_RETURN_ORIGINAL_LOGPROB": log_prob < -1.5,
-        },
+    answer = await dialect.ask(make_handshake_request(1, COLD), uuid.uuid4().hex)
+    rule = (
+        f"gives log-probs of the unscaled distribution ({answer.log_probs[0]:.3g} at temperature {COLD:g}),"
+        " not of the one sampled from; start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
     )
+    refuse_settings(dialect.name, {rule: answer.log_probs[0] < -1.5})
 
 
 async def read_server_info(server: Server) -> ServerInfo:
@@ -344,34 +405,15 @@ async def read_server_info(server: Server) -> ServerInfo:
             " --enable-watermark": info.enable_watermark,
             f"accepts speculated tokens at a threshold of {lowest}, so it does not sample from the"
             " model; start it with --speculative-accept-threshold-single 1.0"
-            " --speculative-accept-threshold-acc 1.0": (info.speculative_algorithm and lowest < 1.0),
+            " --speculative-accept-threshold-acc 1.0": info.speculative_algorithm and lowest < 1.0,
         },
     )
     return info
-
-
-def list_gaps(info: ServerInfo, *, knows_vocab: bool) -> tuple[str, ...]:
-    """A sentence for each thing that this server cannot do."""
-    gaps = {
-        "A request with stop tokens ends at the model's own end-of-text tokens as well.": True,
-        "A request's seed is ignored: the server was started without --enable-deterministic-inference, which"
-        " not all backends have.": not info.enable_deterministic_inference,
-        "Memory is not given back: the server was started without --enable-memory-saver.": (
-            not info.enable_memory_saver
-        ),
-        "Releasing memory keeps the weights: the server was started without --enable-weights-cpu-backup.": (
-            info.enable_memory_saver and not info.enable_weights_cpu_backup
-        ),
-        "The server does not say how many token ids its model has, and its config.json cannot be read from"
-        " here; the trainer's number is taken.": not knows_vocab,
-    }
-    return tuple(gap for gap, is_there in gaps.items() if is_there)
 
 
 def read_vocab_size(model: Path) -> int | None:
     """`vocab_size` in the config.json of a model directory; None if it cannot be read from this machine."""
     with suppress(OSError, ValueError, AttributeError):
         config = json.loads((model / "config.json").read_bytes())
-        size = config.get("text_config", config).get("vocab_size")
-        return size if isinstance(size, int) else None
+        return config.get("text_config", config).get("vocab_size")
     return None

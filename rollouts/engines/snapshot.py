@@ -9,41 +9,44 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from rollouts.errors import ModelError, SnapshotError
-from rollouts.models.directories import WEIGHT_INDEX, read_shard_names
+from rollouts.errors import ModelError
+from rollouts.models.directories import list_weight_files
 from rollouts.models.quiet import naming_errors
 
+TensorShapes = Mapping[str, tuple[int, ...]]
 
-def read_tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every tensor in a model directory. Raises SnapshotError naming the file that is
-    missing, cut or no safetensors.
+
+def read_tensor_shapes(path: Path) -> TensorShapes:
+    """Name → shape of every tensor in a model directory. Raises ModelError naming the file that is missing,
+    cut or no safetensors.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    try:
-        indexed = (path / WEIGHT_INDEX).exists()
-        names = read_shard_names(path) if indexed else [file.name for file in path.glob("*.safetensors")]
-        for name in sorted(names):
-            # opening also checks the file's size
-            with naming_errors(f"{path / name} cannot be read"), safe_open(path / name, "np") as file:
-                shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    except ModelError as error:
-        raise SnapshotError(str(error)) from error
-    if not shapes:
-        raise SnapshotError(f"{path} has no *.safetensors file with weights")
+    for name in list_weight_files(path):
+        # opening also checks the file's size
+        with naming_errors(f"{path / name} cannot be read"), safe_open(path / name, "np") as file:
+            shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     return shapes
 
 
-def check_same_model(
-    shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], *, path: Path
-) -> None:
-    """Raises SnapshotError unless `shapes` are those of the model `expected`. A tied output layer may be
+def find_tensor_shapes(path: Path) -> TensorShapes | None:
+    """Those of the model that a server was started with; None if it lies on another machine or in another
+    format.
+    """
+    try:
+        return read_tensor_shapes(path)
+    except ModelError:
+        return None
+
+
+def check_same_model(shapes: TensorShapes, expected: TensorShapes, *, path: Path) -> None:
+    """Raises ModelError unless `shapes` are those of the model `expected`. A tied output layer may be
     missing, and so may rotary frequencies, which old checkpoints carry and nobody loads.
     """
-    for name in sorted(shapes.keys() | expected.keys()):
+    for name, _ in sorted(shapes.items() ^ expected.items()):
         here, there = shapes.get(name), expected.get(name)
-        may_lack = name == "lm_head.weight" or (here is None and name.endswith(".inv_freq"))
-        if here != there and not (may_lack and None in (here, there)):
-            raise SnapshotError(
+        may_lack = name == "lm_head.weight" or name.endswith(".inv_freq")
+        if not (may_lack and None in (here, there)):
+            raise ModelError(
                 f"{path}: the tensor {name} has the shape {here}; the model that the server was started with"
                 f" has {there} (None: it is not there)"
             )

@@ -14,111 +14,167 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Hashable, Mapping
+import re
+import uuid
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Unpack
 
 import msgspec
 import trio
+from msgspec import Struct
 
 from rollouts.engines.calls import Server
-from rollouts.engines.http import Transport
 from rollouts.engines.server import (
     LOADING,
     NEVER_NAMED,
     Dialect,
     ServerEngine,
-    find_shapes,
+    ServerOptions,
+    list_true,
+    make_handshake_request,
     open_server_engine,
     refuse_settings,
     setup_errors,
 )
-from rollouts.engines.vllm_wire import (
-    SERVER_PREFIX,
-    Config,
-    Generated,
-    Served,
-    make_generate_body,
-    parse_generated,
-    parse_metrics,
-)
-from rollouts.engines.wire import decode_field, decode_reply, parse_version
-from rollouts.errors import EngineError, EngineSetupError, RequestRefused, WeightVersionError
-from rollouts.protocols import PauseMode
-from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
+from rollouts.engines.snapshot import TensorShapes, find_tensor_shapes
+from rollouts.engines.wire import ServedModel, VersionSpan, decode_reply, make_completion, parse_version
+from rollouts.errors import EngineError, EngineSetupError, ReplyError, WeightVersionError
+from rollouts.types import Completion, EngineFeatures, GenerateRequest
 
 GENERATE = "/inference/v1/generate"
+SERVER_PREFIX = "generate-tokens-"  # the server puts it before the ids that we give
 # the first time it is asked for its settings it looks over its whole machine: 20 s on two busy cores
 INFO_S = 180.0
 HASH_OF_NOTHING = hashlib.sha256(b"").hexdigest()
-RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
-WORK = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:iteration_tokens_total_count")
+# a counter of work in a Prometheus page: its name, its labels, and its value
+WORK = re.compile(
+    r"^vllm:(?:generation|prompt|iteration)_tokens_total(?:_count)?(?:\{.*\})? \S+", re.MULTILINE
+)
 
 
+class LogProb(Struct):
+    logprob: float
+    token_id: int = -1  # of an answer; those of a prompt are keyed by it
+
+
+class LogProbs(Struct):
+    content: list[LogProb]
+
+
+class Choice(Struct):
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length", "abort"]
+    logprobs: LogProbs
+    weight_versions: list[VersionSpan]
+
+
+class Generated(Struct):
+    request_id: str
+    choices: list[Choice]
+    prompt_logprobs: list[dict[str, LogProb] | None] | None = None  # of the prompt, by token id
+
+
+class ModelConfig(Struct):
+    model: str
+    max_model_len: int
+    logprobs_mode: str
+    enable_sleep_mode: bool = False
+    quantization: str | None = None
+
+
+class Config(Struct):
+    model_config: ModelConfig
+    device_config: dict[str, Any] = {}
+    parallel_config: dict[str, Any] = {}
+    scheduler_config: dict[str, Any] = {}
+    weight_transfer_config: dict[str, Any] | None = None
+
+
+@dataclass(eq=False)
 class VLLMServer(Dialect):
     """The Dialect of one vLLM server, and its own calls for transfers of weights in memory."""
 
-    def __init__(
-        self,
-        server: Server,
-        features: EngineFeatures,
-        *,
-        model: str,
-        shapes: Mapping[str, tuple[int, ...]] | None,
-        transfer_backend: str | None,
-    ) -> None:
-        """`model`: its name on the wire. `transfer_backend` None: transfer in memory is off."""
-        self.name = server.name
-        self.shapes = shapes
-        self._features = features
-        self._server = server
-        self._model = model
-        self._transfer_backend = transfer_backend
+    server: Server
+    features: EngineFeatures
+    model: str  # its name on the wire
+    shapes: TensorShapes | None = None
+    transfer_backend: str | None = None  # None: transfer in memory is off
+
+    @property
+    def name(self) -> str:
+        return self.server.name
 
     # --- requests
 
     async def ask(self, request: GenerateRequest, server_id: str) -> Completion:
-        body = make_generate_body(request, server_id, model=self._model, seeds=self._features.seeds)
-        reply = await self._server.call("POST", GENERATE, body, silence_s=math.inf)
-        return parse_generated(
-            reply, request, server_id, vocab_size=self._features.vocab_size, where=self.name
+        """Nothing but the request's own stop tokens ends it: the model's own are left to the caller."""
+        sampling, prompt = request.sampling, request.prompt_ids.tolist()
+        params: dict[str, Any] = {
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "logprobs": 0,  # of the sampled token alone
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": True,
+            "detokenize": False,
+        }
+        if request.score_prompt:
+            params["prompt_logprobs"] = 0  # of the prompt's own tokens
+        if sampling.seed is not None and self.features.seeds:
+            params["seed"] = sampling.seed & (2**63 - 1)  # the server takes 64 bits, and −1 for none
+        body = {"model": self.model, "request_id": server_id, "token_ids": prompt, "sampling_params": params}
+        answer = await self.server.call("POST", GENERATE, body, silence_s=math.inf)
+        reply = decode_reply(answer, Generated, where=self.name)
+        who = f"{self.name}, request {request.request_id!r}"
+        if reply.request_id != SERVER_PREFIX + server_id or len(reply.choices) != 1:
+            raise ReplyError(
+                f"{who}: {len(reply.choices)} choices for {reply.request_id!r}; asked was one for"
+                f" {SERVER_PREFIX + server_id!r}"
+            )
+        (choice,), stops = reply.choices, sampling.stop_token_ids
+        if choice.finish_reason == "stop" and choice.token_ids and choice.token_ids[-1] not in stops:
+            raise ReplyError(f"{who}: stopped by {choice.token_ids[-1]}, none of stop_token_ids={stops}")
+        scored = zip(reply.prompt_logprobs or (), map(str, prompt), strict=False)
+        return make_completion(
+            request,
+            choice.token_ids,
+            [(entry.token_id, entry.logprob) for entry in choice.logprobs.content],
+            choice.weight_versions,
+            choice.finish_reason,
+            vocab_size=self.features.vocab_size,
+            where=self.name,
+            prompt_log_probs=[of[token].logprob if of and token in of else None for of, token in scored],
         )
 
-    async def read_work(self) -> Hashable:
-        metrics = await self._read_metrics()
-        return tuple(metrics.get(name) for name in WORK)
+    async def read_work(self) -> Sequence[str]:
+        page = (await self.server.call("GET", "/metrics")).decode(errors="replace")
+        return WORK.findall(page)
 
-    async def _read_metrics(self) -> dict[str, float]:
-        return parse_metrics(await self._server.call("GET", "/metrics"), where=self.name)
+    async def abort(self, server_ids: Sequence[str]) -> None:
+        ids = [SERVER_PREFIX + server_id for server_id in server_ids]  # an empty list aborts everybody's
+        await self.server.control("/abort_requests", {"request_ids": ids})
 
-    async def abort(self, server_ids: list[str]) -> None:
-        ids = [SERVER_PREFIX + server_id for server_id in server_ids]
-        if ids:  # an empty list aborts everybody's requests
-            await self._server.control("/abort_requests", {"request_ids": ids})
-
-    async def freeze(self, mode: PauseMode) -> None:
-        await self._server.control(f"/pause?mode={mode}")
+    async def freeze(self) -> None:
+        await self.server.control("/pause?mode=keep")
 
     async def thaw(self) -> None:
-        await self._server.control("/resume")
-
-    async def load(self) -> EngineLoad:
-        metrics = await self._read_metrics()
-        running, waiting = int(metrics.get(RUNNING, 0)), int(metrics.get(WAITING, 0))
-        return EngineLoad(running, waiting, cache_usage=metrics.get("vllm:kv_cache_usage_perc"))
+        await self.server.control("/resume")
 
     # --- weights
 
     async def read_version_name(self) -> str:
-        return await self._server.read_field("/weight_info", "weight_version", str)
+        return await self.server.read("/weight_info", str, "weight_version")
 
     async def checksum(self) -> str | None:
         """A sha256 over those of all parameters that the server can read; those it keeps packed, on a CPU,
         are left out.
         """
-        body = await self._server.control("/weight_checker", {"action": "checksum"})
-        sums = decode_field(body, "checksums", dict[str, str], where=self.name)
+        body = {"action": "checksum"}
+        sums = await self.server.control("/weight_checker", body, dict[str, str], "checksums")
         seen = sorted((name, digest) for name, digest in sums.items() if digest != HASH_OF_NOTHING)
         if not seen:
             raise EngineError(
@@ -130,7 +186,7 @@ class VLLMServer(Dialect):
         await self._begin()
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
         try:
-            await self._server.control("/collective_rpc", body)
+            await self.server.control("/collective_rpc", body)
         except EngineError as error:
             raise EngineError(
                 f"{self.name} could not load {path} and may have its weights in pieces: they bear no version;"
@@ -142,18 +198,16 @@ class VLLMServer(Dialect):
         """From now on its weights have no version. A server whose weights were never named has just been
         started, perhaps by somebody else, so its settings are checked again.
         """
-        if not await self._server.read_field("/is_paused", "is_paused", bool):
+        if not await self.server.read("/is_paused", bool, "is_paused"):
             raise EngineError(f"{self.name} generates; call pause() before its weights are exchanged")
         if await self.read_version_name() == NEVER_NAMED:
-            await read_config(self._server, self._features.context_length)
+            await read_config(self.server, self.features.context_length)
         await self._name_weights(LOADING)
 
     async def _commit(self, version: int) -> None:
         """Nothing computed by other weights is used again, and what follows carries `version`."""
-        reply = await self._server.control(
-            "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
-        )
-        if not decode_field(reply, "success", bool, where=self.name):
+        path = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
+        if not await self.server.control(path, None, bool, "success"):
             raise EngineError(
                 f"{self.name} did not reset its prefix cache: keys and values of older weights would be used"
             )
@@ -165,7 +219,7 @@ class VLLMServer(Dialect):
             )
 
     async def _name_weights(self, name: str) -> None:
-        await self._server.control("/update_weight_version", {"new_version": name})
+        await self.server.control("/update_weight_version", {"new_version": name})
 
     # --- weights in memory: the server's own calls, for weight_sync.broadcast_vllm
 
@@ -173,41 +227,41 @@ class VLLMServer(Dialect):
         """Joins the server's workers to a process group; `info` is the backend's (address, port, rank offset,
         world size).
         """
-        if self._transfer_backend in (None, "ipc"):  # "ipc" wants pickles over HTTP
+        if self.transfer_backend in (None, "ipc"):  # "ipc" wants pickles over HTTP
             raise EngineSetupError(
-                f"{self.name} has the transfer backend {self._transfer_backend}; start it with"
+                f"{self.name} has the transfer backend {self.transfer_backend}; start it with"
                 """ --weight-transfer-config '{"backend": "nccl"}'"""
             )
-        await self._server.control("/init_weight_transfer_engine", {"init_info": dict(info)})
+        await self.server.control("/init_weight_transfer_engine", {"init_info": info})
 
     async def start_weight_update(self) -> None:
         """The server expects tensors from now on, and its version has no number. Pause first."""
         await self._begin()
-        await self._server.control("/start_weight_update")
+        await self.server.control("/start_weight_update")
 
     async def update_weights(self, info: Mapping[str, Any]) -> None:
         """Receives the tensors that `info` lists (names, dtypes, shapes). Returns when they have come: send
         them meanwhile.
         """
-        await self._server.control("/update_weights", {"update_info": dict(info)})
+        await self.server.control("/update_weights", {"update_info": info})
 
     async def finish_weight_update(self, version: int) -> None:
         """What came is in use as `version`. Raises WeightVersionError if the server names another one."""
-        await self._server.control("/finish_weight_update", {})
+        await self.server.control("/finish_weight_update", {})
         await self._commit(version)
 
     async def get_world_size(self) -> int:
         """Number of the server's workers, each a rank of the process group."""
-        return await self._server.read_field("/get_world_size", "world_size", int)
+        return await self.server.read("/get_world_size", int, "world_size")
 
     # --- memory
 
     async def release_memory(self) -> None:
         """The weights wait in the host's memory, the cache is gone."""
-        await self._server.control("/sleep?level=1&mode=wait")
+        await self.server.control("/sleep?level=1&mode=wait")
 
     async def restore_memory(self) -> None:
-        await self._server.control("/wake_up")
+        await self.server.control("/wake_up")
 
 
 VLLMEngine = ServerEngine
@@ -217,75 +271,65 @@ VLLMEngine = ServerEngine
 
 
 def open_vllm_engine(
-    url: str,
-    *,
-    name: str = "",
-    api_key: str | None = None,
-    silence_s: float = 60.0,
-    vocab_size: int,
-    context_length: int | None = None,
-    transport: Transport | None = None,
+    url: str, *, vocab_size: int, context_length: int | None = None, **options: Unpack[ServerOptions]
 ) -> AbstractAsyncContextManager[VLLMEngine]:
     """The engine behind `url`, checked and not paused, until the block ends; the server goes on.
 
-    `name`: what errors and metrics call it; "vllm-host:port" unless given. `vocab_size`: the trainer's; ids
-    outside it are refused both ways. `context_length`: at least this many tokens must fit; None: what the
-    server has. Raises EngineSetupError naming the flag for settings that would falsify training;
-    EngineUnreachable, EngineSilent.
+    `vocab_size`: the trainer's; ids outside it are refused both ways. `context_length`: at least this many
+    tokens must fit; None: what the server has. Raises EngineSetupError naming the flag for settings that
+    would falsify training; EngineUnreachable, EngineSilent.
     """
-    return open_server_engine(
-        url,
-        lambda server: _shake_hands(server, vocab_size, context_length),
-        kind="vllm",
-        name=name,
-        health_path="/health",
-        api_key=api_key,
-        silence_s=silence_s,
-        transport=transport,
-    )
 
+    async def shake_hands(server: Server) -> VLLMServer:
+        with setup_errors("is the API key the one of --api-key or VLLM_API_KEY?"):
+            models = await server.read("/v1/models", list[ServedModel], "data")
+        refuse_settings(server.name, {"serves no model": not models})
+        config = await read_config(server, context_length)
+        model, transfer = config.model_config, config.weight_transfer_config or {}
+        on_cpu = config.device_config.get("device") == "cpu"
+        # A prompt that is computed in parts is sampled from after each part, and all but the last draw are
+        # taken back. vLLM 0.32 takes them back by setting the generator's offset, which one on a CPU does not
+        # have: the first such request with a seed would end the server.
+        seeds = not on_cpu or not config.scheduler_config.get("enable_chunked_prefill", True)
+        frees_memory = model.enable_sleep_mode and not on_cpu
+        gaps = {
+            "memory is not given back: that takes a GPU and --enable-sleep-mode": not frees_memory,
+            "no seeds: on a CPU they end the server where prompts are computed in parts; start it with"
+            " --no-enable-chunked-prefill": not seeds,
+            "the checksum leaves out parameters that a CPU keeps packed: prove an update by log-probs too": (
+                on_cpu
+            ),
+        }
+        features = EngineFeatures(
+            vocab_size=vocab_size,
+            context_length=context_length or model.max_model_len,
+            name=server.name,
+            seeds=seeds,
+            checksum=True,
+            frees_memory=frees_memory,
+            gaps=list_true(gaps),
+        )
+        dialect = VLLMServer(server, features, models[0].id, transfer_backend=transfer.get("backend"))
+        if model.quantization is None:  # else its shapes are not the trainer's
+            dialect.shapes = await trio.to_thread.run_sync(find_tensor_shapes, Path(model.model))
+        await dialect.thaw()  # whoever used it before may have left it paused
+        counted = await dialect.read_work()
+        refuse_settings(
+            server.name, {"does not count its work; start it without --disable-log-stats": not counted}
+        )
+        await _check_generates(dialect)
+        return dialect
 
-async def _shake_hands(
-    server: Server, vocab_size: int, context_length: int | None
-) -> tuple[EngineFeatures, VLLMServer]:
-    with setup_errors("is the API key the one of --api-key or VLLM_API_KEY?"):
-        models = await server.read_field("/v1/models", "data", list[Served])
-    refuse_settings(server.name, {"serves no model": not models})
-    config = await read_config(server, context_length)
-    metrics = parse_metrics(await server.call("GET", "/metrics"), where=server.name)
-    missing = [metric for metric in (*WORK[:2], RUNNING, WAITING) if metric not in metrics]
-    refuse_settings(server.name, {f"does not count {missing}; start it without --disable-log-stats": missing})
-    frees_memory = config.model_config.enable_sleep_mode and config.device_config.device != "cpu"
-    features = EngineFeatures(
-        vocab_size=vocab_size,
-        context_length=context_length or min(models[0].max_model_len, config.model_config.max_model_len),
-        name=server.name,
-        seeds=rewinds_generators(config),
-        checksum=True,
-        frees_memory=frees_memory,
-        gaps=list_gaps(config, frees_memory=frees_memory),
-    )
-    await server.control("/resume")  # whoever used it before may have left it paused
-    await _check_generates(server, vocab_size, models[0].id)
-    model = Path(config.model_config.model)
-    is_packed = config.model_config.quantization is not None  # other shapes than the trainer's
-    dialect = VLLMServer(
-        server,
-        features,
-        model=models[0].id,
-        shapes=None if is_packed else await trio.to_thread.run_sync(find_shapes, model),
-        transfer_backend=config.weight_transfer_config.backend if config.weight_transfer_config else None,
-    )
-    return features, dialect
+    return open_server_engine(url, shake_hands, kind="vllm", health_path="/health", **options)
 
 
 async def read_config(server: Server, context_length: int | None) -> Config:
     """The server's settings. Raises EngineSetupError naming the flag to set."""
     with setup_errors("start vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1 in its environment"):
-        silence_s = max(server.silence_s, INFO_S)
-        body = await server.call("GET", "/server_info?config_format=json", silence_s=silence_s)
-        config = decode_field(body, "vllm_config", Config, where=f"{server.name}: GET /server_info")
-    model, processes = config.model_config, config.parallel_config.api_processes
+        path, silence_s = "/server_info?config_format=json", max(server.silence_s, INFO_S)
+        body = await server.call("GET", path, silence_s=silence_s)
+        config = decode_reply(body, Config, field="vllm_config", where=f"{server.name}: GET /server_info")
+    model, processes = config.model_config, config.parallel_config.get("_api_process_count", 1)
     refuse_settings(
         server.name,
         {
@@ -302,43 +346,13 @@ async def read_config(server: Server, context_length: int | None) -> Config:
     return config
 
 
-def rewinds_generators(config: Config) -> bool:
-    """Whether requests may carry seeds.
-
-    A prompt that is computed in parts is sampled from after each part, and all but the last draw are taken
-    back. vLLM 0.32 takes them back by setting the generator's offset, which one on a CPU does not have: the
-    first such request with a seed would end the server.
-    """
-    return config.device_config.device != "cpu" or not config.scheduler_config.enable_chunked_prefill
-
-
-def list_gaps(config: Config, *, frees_memory: bool) -> tuple[str, ...]:
-    """A sentence for each thing that the server cannot do."""
-    gaps = {
-        "no buckets in memory: weights come from a directory that the server sees, or by a transport of its"
-        " own": True,
-        "memory is not given back: that takes a GPU and --enable-sleep-mode": not frees_memory,
-        "no seeds: on a CPU they end the server where prompts are computed in parts; start it with"
-        " --no-enable-chunked-prefill": not rewinds_generators(config),
-        "the checksum leaves out parameters that a CPU keeps packed: prove an update by log-probs too": (
-            config.device_config.device == "cpu"
-        ),
-    }
-    return tuple(gap for gap, is_there in gaps.items() if is_there)
-
-
-async def _check_generates(server: Server, vocab_size: int, model: str) -> None:
+async def _check_generates(dialect: VLLMServer) -> None:
     """One token after the last id of the vocabulary: shows that it is in the server's, and that the answer
     says what training needs.
     """
-    params = {"max_tokens": 1, "logprobs": 0, "detokenize": False}
-    body = {"model": model, "token_ids": [vocab_size - 1], "sampling_params": params}
-    with setup_errors("start vLLM 0.32 or later with --enable-scale-out"):
-        try:
-            reply = await server.call("POST", GENERATE, body)
-        except RequestRefused as error:
-            raise EngineSetupError(
-                f"{server.name} refuses token {vocab_size - 1}, the last of the trainer's vocabulary of"
-                f" {vocab_size}: does --model name the same model? {error}"
-            ) from error
-        decode_reply(reply, Generated, where=server.name)
+    vocab_size = dialect.features.vocab_size
+    with setup_errors(
+        "start vLLM 0.32 or later with --enable-scale-out, and with the trainer's model: asked was token"
+        f" {vocab_size - 1}, the last of its vocabulary of {vocab_size}, of the same model"
+    ):
+        await dialect.ask(make_handshake_request(vocab_size - 1), uuid.uuid4().hex)

@@ -1,5 +1,5 @@
 """What every server's answer must be before it becomes a Completion: decoded into typed records, never
-repaired. The records of a server are with its engine.
+repaired. The records of a server are with its engine; fields that they do not name are ignored.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ HIGHEST_LOG_PROB = 1e-3  # rounding may lift a certain token a little above 0
 _VERSION = re.compile("0|[1-9][0-9]{0,17}")  # as we write them; all of these fit into int64
 
 
-class Record(msgspec.Struct, frozen=True):
-    """Part of a server's reply; fields that are not named are ignored."""
-
-
-class VersionSpan(Record, frozen=True):
+class VersionSpan(msgspec.Struct):
     """Output tokens [start, end) that one weight version produced; both servers name versions by strings."""
 
     version: str
@@ -35,20 +31,22 @@ class VersionSpan(Record, frozen=True):
     end: int
 
 
-def decode_reply(body: bytes, kind: type[RecordT], *, where: str) -> RecordT:
-    """The record in a JSON body. Raises ReplyError naming `where`, the rule that was broken and the beginning
-    of the body; not of a server's settings, among which are its keys.
+class ServedModel(msgspec.Struct):
+    """Of /v1/models."""
+
+    id: str
+
+
+def decode_reply(body: bytes, kind: type[RecordT], *, where: str, field: str = "") -> RecordT:
+    """The record in a JSON body, or in one field of its object. Raises ReplyError naming `where`, the rule
+    that was broken and the beginning of the body; not of a server's settings, among which are its keys.
     """
     try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a validation error is a DecodeError
+        part = msgspec.json.decode(body, type=dict[str, msgspec.Raw])[field] if field else body
+        return msgspec.json.decode(part, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError) as error:  # a validation error is the first
         shown = f"{len(body)} bytes" if "/server_info" in where else show(body)
-        raise ReplyError(f"{where} answered {shown}: {error}") from error
-
-
-def decode_field(body: bytes, name: str, kind: type[RecordT], *, where: str) -> RecordT:
-    """The field `name` of a JSON object. Raises ReplyError as decode_reply does."""
-    return getattr(decode_reply(body, msgspec.defstruct("Reply", [(name, kind)]), where=where), name)
+        raise ReplyError(f"{where} answered {shown}: {field} {error}") from error
 
 
 def make_completion(
@@ -70,27 +68,29 @@ def make_completion(
     """
     count, limit, stops = len(token_ids), request.sampling.max_new_tokens, request.sampling.stop_token_ids
     at_end = ends_at is not None and len(request.prompt_ids) + count >= ends_at
+    values = [value for _, value in log_probs]
+    scores: list[float] = []
+    if request.score_prompt and finish_reason != "abort":
+        scores = [0.0, *(math.nan if value is None else value for value in prompt_log_probs[1:])]
     bad_ids = [token for token in token_ids if not 0 <= token < vocab_size]
-    bad_log_probs = [value for _, value in log_probs if not LOWEST_LOG_PROB <= value <= HIGHEST_LOG_PROB]
-    scores = [0.0, *(math.nan if value is None else value for value in prompt_log_probs[1:])]
-    is_scored = request.score_prompt and finish_reason != "abort"
+    bad_log_probs = [
+        value for value in (*values, *scores) if not LOWEST_LOG_PROB <= value <= HIGHEST_LOG_PROB
+    ]
     rules = {
         f"{count} tokens, more than max_new_tokens={limit}": count > limit,
         f"no token, yet finish reason {finish_reason!r}": not count and finish_reason != "abort",
         f"the {count} tokens are not those of the {len(log_probs)} log-probs": [*token_ids]
         != [token for token, _ in log_probs],
-        f"ids {bad_ids[:3]} outside the vocabulary of {vocab_size}": bool(bad_ids),
-        f"log-probs {bad_log_probs[:3]}; they must be finite, at least {LOWEST_LOG_PROB:g}, at most 0": bool(
+        f"ids {bad_ids[:3]} outside the vocabulary of {vocab_size}": bad_ids,
+        f"log-probs {bad_log_probs[:3]}; they must be finite, at least {LOWEST_LOG_PROB:g}, at most 0": (
             bad_log_probs
         ),
         f"{count} tokens, yet finish reason 'length' for max_new_tokens={limit}": (
             finish_reason == "length" and count < limit and not at_end
         ),
         "finish reason 'stop', but the request has no stop token": finish_reason == "stop" and not stops,
-        f"the prompt's {len(request.prompt_ids)} tokens are scored {scores}": is_scored
-        and (
-            len(scores) != len(request.prompt_ids)
-            or not all(LOWEST_LOG_PROB <= score < math.inf for score in scores)
+        f"{len(scores)} of the prompt's {len(request.prompt_ids)} tokens are scored": (
+            scores and len(scores) != len(request.prompt_ids)
         ),
     }
     who = f"{where}, request {request.request_id!r}"
@@ -100,10 +100,10 @@ def make_completion(
     return Completion(
         request_id=request.request_id,
         token_ids=np.asarray(token_ids, np.int64),
-        log_probs=np.asarray([value for _, value in log_probs], np.float32),
+        log_probs=np.asarray(values, np.float32),
         weight_versions=expand_spans(spans, count, where=who),
         finish_reason=finish_reason,
-        prompt_log_probs=np.asarray(scores, np.float32) if is_scored else None,
+        prompt_log_probs=np.asarray(scores, np.float32) if scores else None,
     )
 
 

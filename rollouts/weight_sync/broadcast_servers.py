@@ -76,9 +76,9 @@ class SGLangPeer:
 
     async def _join(self) -> None:
         server, name = self._server, self._group_name
-        if server.data_parallel != 1:
+        if server.info.dp_size != 1:
             raise EngineError(
-                f"{self.name} has --dp-size {server.data_parallel}; weights in memory reach only servers with"
+                f"{self.name} has --dp-size {server.info.dp_size}; weights in memory reach only servers with"
                 " 1, or update from disk"
             )
         size = 1 + server.world_size

@@ -14,8 +14,7 @@ from rollouts.data.data_buffer import DataBuffer, PromptRow
 from rollouts.engines.calls import Server
 from rollouts.engines.http import HttpClient
 from rollouts.engines.server import ServerEngine
-from rollouts.engines.sglang import SGLangServer
-from rollouts.engines.sglang_wire import ServerInfo
+from rollouts.engines.sglang import ServerInfo, SGLangServer
 from rollouts.engines.vllm import VLLMServer
 from rollouts.protocols import PauseMode, TrainingBackend, WeightSink
 from rollouts.testing.fakes import FakeBackend, FakeFuture
@@ -43,11 +42,9 @@ class SimulatedEngine(ServerEngine):
             process.vocab_size, process.context_length, name=process.name, checksum=True
         )
         if dialect == "vllm":
-            spoken = VLLMServer(server, features, model="m", shapes=None, transfer_backend=None)
+            super().__init__(VLLMServer(server, features, "m"))
         else:
-            info = ServerInfo(version="0.5.23")
-            spoken = SGLangServer(server, features, info=info, shapes=None, ends_at=None, version="default")
-        super().__init__(server, features, spoken)
+            super().__init__(SGLangServer(server, features, ServerInfo(version="0.5.23")))
 
     async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
         await self.dialect.load_weights(path, version)

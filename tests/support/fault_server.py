@@ -22,8 +22,7 @@ import numpy as np
 import trio
 
 from rollouts.engines.sglang import open_sglang_engine
-from rollouts.engines.vllm import open_vllm_engine
-from rollouts.engines.vllm_wire import SERVER_PREFIX
+from rollouts.engines.vllm import SERVER_PREFIX, open_vllm_engine
 from rollouts.types import GenerateRequest, SamplingParams
 from tests.support.simulated_process import (
     Answer,
