@@ -2,8 +2,8 @@
 underneath.
 
     generate() ──► queue, by arrival ──► seat on an engine ──► engine.generate ──► answer
-        ▲                                  │ the engine's fault,       └ held while the engine is updated
-        └──── asked again, elsewhere ──────┘ or it left service
+                     ▲                     │ the engine's fault,       └ held while the engine is updated
+                     └── asked again first ┘ or it left service
 
 What an event does to an engine is in `fleet_members`. A seat is taken in the moment in which a waiter is
 woken, and given back in a `finally`: a cancelled caller leaves neither a seat nor a place in the queue.
@@ -13,10 +13,9 @@ an engine serve.
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import NoReturn
@@ -50,6 +49,7 @@ from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateReque
 
 WARN_EVERY_S = 30.0
 MAX_ATTEMPTS = 20  # failures of one request before the last is raised; an overload is none
+CLOSED = "the fleet is closed; use it inside `async with open_fleet(...)`"
 RETRY_S, RETRY_CAP_S = 0.1, 10.0  # first and longest back-off of a request
 
 
@@ -77,7 +77,7 @@ async def open_fleet(
         try:
             for member in members:
                 fleet._add(member)
-            nursery.start_soon(fleet._warn_in_outages)
+            nursery.start_soon(fleet._watch_service)
             yield fleet
         finally:
             fleet._close()
@@ -103,8 +103,7 @@ class Fleet:
         self._nursery = nursery
         self._members: dict[str, FleetMember] = {}
         self._calls: dict[str, Call] = {}  # everyone who is in generate(), by request id
-        self._queue: list[tuple[int, Call]] = []  # a heap by arrival, also of some that wait no more
-        self._arrivals = 0
+        self._queue: deque[Call] = deque()  # who waits for a seat
         self._paused = self._closed = False
         self._down_since = math.inf  # nobody serves since then; inf: somebody does
         self._counts = Counter({"fleet/retries": 0})
@@ -127,17 +126,21 @@ class Fleet:
             raise RequestRefused(
                 f"request {request.request_id!r} is in flight in this fleet already; ids must be unique"
             )
-        call = self._calls[request.request_id] = Call(request, self._arrivals)
-        self._arrivals += 1
+        call = self._calls[request.request_id] = Call(request)
         try:
-            return await self._run(call)
+            with call.life:
+                return await self._run(call)
         finally:
             del self._calls[request.request_id]
+        if call.failure is not None:
+            raise call.failure
+        return make_empty_completion(request)
 
     async def _run(self, call: Call) -> Completion:
         attempts = overloads = 0
         overloaded_since = math.inf
-        while (member := await self._take_seat(call)) is not None:
+        while True:
+            member = await self._take_seat(call)
             try:
                 outcome = await member.ask(call)
             finally:
@@ -146,9 +149,8 @@ class Fleet:
             if isinstance(outcome, Completion):
                 note_answer(member.name, call.sent_at, now - call.sent_at, len(outcome.token_ids))
                 return outcome
-            self._check_open()
             if call.aborted:
-                break
+                return make_empty_completion(call.request)
             self._counts["fleet/retries"] += 1
             if isinstance(outcome, EngineOverloaded):  # no attempt is spent
                 overloads, overloaded_since = overloads + 1, min(overloaded_since, now)
@@ -167,61 +169,46 @@ class Fleet:
                         f" {member.last_error}"
                     )
             if outcome is not None:  # else the engine left service: elsewhere, at once
-                call.avoid, call.event = member.name, trio.Event()
-                pause_s = back_off_s(overloads or attempts, RETRY_S, RETRY_CAP_S, self._random)
-                with trio.move_on_after(pause_s):
-                    await call.event.wait()
-        self._check_open()
-        return make_empty_completion(call.request)
+                call.avoid = member.name
+                await trio.sleep(back_off_s(overloads or attempts, RETRY_S, RETRY_CAP_S, self._random))
 
-    async def _take_seat(self, call: Call) -> FleetMember | None:
-        """The engine on which this call has a seat; None: it was aborted. Raises FleetDown, EngineClosed."""
-        call.seat, call.waits = None, not call.aborted
-        heapq.heappush(self._queue, (call.arrival, call))
+    async def _take_seat(self, call: Call) -> FleetMember:
+        """The engine on which this call has a seat. Raises FleetDown."""
+        queue_up = self._queue.append if call.seat is None else self._queue.appendleft
+        call.seat, call.seated, call.stay = None, trio.Event(), trio.CancelScope()
+        queue_up(call)
         self._note_service()
-        self._dispatch()
         try:
-            await trio.lowlevel.checkpoint_if_cancelled()
-            while call.waits:
-                self._check_open()
-                give_up_at = self._down_since + self._down_limit_s
-                if trio.current_time() >= give_up_at or (give_up_at < math.inf and self._is_over()):
-                    raise self._make_fleet_down(self._down_since)
-                call.event = trio.Event()
-                with trio.move_on_at(give_up_at):
-                    await call.event.wait()
+            if self._is_down():
+                raise self._make_fleet_down(self._down_since)
+            self._dispatch()
+            await call.seated.wait()
         except BaseException:
-            if call.seat is not None:
+            if call.seat is None:
+                self._queue.remove(call)
+            else:
                 self._leave_seat(call, call.seat)
             raise
-        finally:
-            call.waits = False
-        if call.aborted or self._closed:  # meanwhile
-            call.scope.cancel()
+        assert call.seat is not None
         return call.seat
 
     def _dispatch(self) -> None:
-        """Seats those who waited longest, for as long as there are seats."""
+        """Seats those who wait, the first first, for as long as there are seats."""
         while self._queue and not self._paused:
-            call = self._queue[0][1]
-            if call.waits:
-                member = choose_member(self._members.values(), call)
-                if member is None:
-                    return
-                member.sent += 1
-                member.calls.add(call)
-                call.seat, call.sent_at, call.scope = member, trio.current_time(), trio.CancelScope()
-                call.waits = call.is_held = False
-                call.event.set()
-            heapq.heappop(self._queue)
+            member = choose_member(self._members.values(), self._queue[0])
+            if member is None:
+                return
+            call = self._queue.popleft()
+            member.sent += 1
+            member.calls.add(call)
+            call.seat, call.sent_at = member, trio.current_time()
+            call.seated.set()
 
     def _leave_seat(self, call: Call, member: FleetMember) -> None:
+        call.is_asked = False
         member.calls.discard(call)
         member.changed.unpark_all()
         self._dispatch()
-
-    def _count_waiting(self) -> int:
-        return sum(call.waits for call in self._calls.values())
 
     # --- whether anyone serves
 
@@ -244,29 +231,38 @@ class Fleet:
         """An outage begins when the last engine is lost or, before the first update, with the first request.
         An engine that served and is updated is no outage; an update that begins in an outage does not end it.
         """
-        since = self._down_since
         if any(member.condition == "healthy" and not member.leaving for member in self._members.values()):
             self._down_since = math.inf
-        elif since == math.inf and (self.published_version >= 0 or self._count_waiting()):
+        elif self._down_since == math.inf and (self.published_version >= 0 or self._queue):
             self._down_since = trio.current_time()
-        if since != self._down_since or self._is_over():
-            for call in self._calls.values():
-                if call.waits:
-                    call.event.set()
         self._changed.unpark_all()
 
     def _is_over(self) -> bool:
         """Whether every member is dead for good: waiting brings nobody back."""
         return bool(self._members) and all(member.gave_up for member in self._members.values())
 
-    async def _warn_in_outages(self) -> None:
+    def _is_down(self) -> bool:
+        """Whether nobody waits any longer for somebody to serve."""
+        down_s = trio.current_time() - self._down_since
+        return down_s >= self._down_limit_s or (down_s >= 0 and self._is_over())
+
+    async def _watch_service(self) -> None:
+        """Warns while nobody serves, and ends the wait for it at the limit."""
+        warned_at = -math.inf
         while True:
-            with trio.move_on_at(self._down_since + WARN_EVERY_S) as scope:
-                await self._changed.park()
-            while scope.cancelled_caught and self._down_since < math.inf:
+            now = trio.current_time()
+            if self._is_down():
+                for call in self._queue:
+                    call.end(self._make_fleet_down(self._down_since))
+            warn_at = max(self._down_since, warned_at) + WARN_EVERY_S
+            if now >= warn_at:
+                warned_at = now
                 outage = self._describe_outage(self._down_since)
-                self._warn(f"{outage} {self._count_waiting()} requests wait.")
-                await trio.sleep(WARN_EVERY_S)
+                self._warn(f"{outage} {len(self._queue)} requests wait.")
+                continue
+            ends_at = self._down_since + self._down_limit_s
+            with trio.move_on_at(min(warn_at, ends_at if ends_at > now else math.inf)):
+                await self._changed.park()
 
     def _describe_outage(self, since: float) -> str:
         states = "; ".join(member.describe() for member in self._members.values()) or "all have left"
@@ -281,7 +277,7 @@ class Fleet:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EngineClosed("the fleet is closed; use it inside `async with open_fleet(...)`")
+            raise EngineClosed(CLOSED)
 
     # --- the admission side of a weight update
 
@@ -373,7 +369,7 @@ class Fleet:
                     await member.changed.park()
         finally:
             for call in member.calls:
-                call.scope.cancel()
+                call.stay.cancel()
             member.scope.cancel()
             del self._members[member.name]
             self._note_service()
@@ -433,24 +429,21 @@ class Fleet:
     async def resume(self) -> None:
         """The fleet sends requests again, and every member that can be reached resumes. Raises like pause."""
         self._paused = False
-        try:
-            for error in (await self._tell_all(self._reachable(), lambda engine: engine.resume())).values():
-                raise error
-        finally:
-            self._dispatch()
+        self._dispatch()
+        for error in (await self._tell_all(self._reachable(), lambda engine: engine.resume())).values():
+            raise error
 
     async def abort_all(self) -> None:
         """Every request is answered with what it has: nothing, if no engine works on it or it is held."""
         for call in self._calls.values():
-            call.aborted, call.waits = True, False
-            call.event.set()
-            if call.is_held:
-                call.scope.cancel()
+            call.aborted = True
+            if not call.is_asked:
+                call.end(None)
         busy = [member for member in self._members.values() if member.calls]
         for name in await self._tell_all(busy, lambda engine: engine.abort_all()):
             for call in self._calls.values():
                 if call.aborted and call.seat is not None and call.seat.name == name:
-                    call.scope.cancel()
+                    call.end(None)
 
     async def health(self) -> bool:
         """Whether anyone is in service."""
@@ -461,7 +454,7 @@ class Fleet:
         """The requests that members have, and the fleet's own queue."""
         await trio.lowlevel.checkpoint()
         running = sum(len(member.calls) for member in self._members.values())
-        return EngineLoad(running=running, waiting=self._count_waiting())
+        return EngineLoad(running=running, waiting=len(self._queue))
 
     def statistics(self) -> dict[str, float]:
         """`engine/<name>/…` for each member, and `fleet/…`. state: 0 healthy, 1 suspect, 2 dead, 3
@@ -470,7 +463,7 @@ class Fleet:
         values: dict[str, float] = {
             **self._counts,
             "fleet/serving": sum(member.in_service for member in self._members.values()),
-            "fleet/queued": self._count_waiting(),
+            "fleet/queued": len(self._queue),
         }
         for name, member in self._members.items():
             values |= {
@@ -489,7 +482,6 @@ class Fleet:
         """Whoever is in generate(), and every later call, gets EngineClosed."""
         self._closed = True
         for call in self._calls.values():
-            call.scope.cancel()
-            call.event.set()
+            call.end(EngineClosed(CLOSED))
         self._stale_sender.close()
         self._note_service()

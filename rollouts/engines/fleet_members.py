@@ -1,6 +1,6 @@
 """One engine of a fleet: what the fleet knows of it, how events change that, and who looks after it.
 
-                 3 failed checks, its process exited, 3 failures without a success
+                      3 failures without a success, its process exited
     healthy ─────► suspect ─────────────────────────────────────────────► dead ◄──────────┐
        ▲  ▲ failure   │ check: another version                             │ after a       │ it raised
        │  └───────────┤                                                    ▼ back-off      │
@@ -36,7 +36,7 @@ from rollouts.types import Completion, EngineFeatures, GenerateRequest
 
 EngineCondition = Literal["healthy", "suspect", "dead", "restarting", "stale"]
 CONDITIONS = get_args(EngineCondition)
-IN_A_ROW = 3  # failures without a success, failed checks, failed updates: the engine is dead
+IN_A_ROW = 3  # failures (of requests, checks or updates) without a success: the engine is dead
 CHECK_S = 10.0  # for one health check
 RECOVER_S, RECOVER_CAP_S = 1.0, 60.0  # first and longest back-off of checks, restarts, announcements
 RETRY_AFTER_CAP_S = 300.0  # a server that asks for a longer rest is asked again after this
@@ -61,15 +61,20 @@ class Call:
     """A caller of generate()."""
 
     request: GenerateRequest
-    arrival: int
-    event: trio.Event = field(default_factory=trio.Event)  # ends its wait
-    waits: bool = False  # for a seat
-    seat: FleetMember | None = None
+    seat: FleetMember | None = None  # its engine, or the last that it had
+    seated: trio.Event = field(default_factory=trio.Event)
     sent_at: float = 0.0  # when it took that seat
     avoid: str | None = None  # the engine that failed it last
+    is_asked: bool = False  # an engine works on it, and can be told to abort it
     aborted: bool = False
-    is_held: bool = False  # its answer, until the engine is verified
-    scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # around its stay on an engine
+    failure: EngineError | None = None  # why it ended
+    life: trio.CancelScope = field(default_factory=trio.CancelScope)
+    stay: trio.CancelScope = field(default_factory=trio.CancelScope)  # on an engine
+
+    def end(self, failure: EngineError | None) -> None:
+        """generate() raises `failure`; None: it answers that the request was aborted."""
+        self.failure = failure
+        self.life.cancel()
 
 
 @dataclass(slots=True, eq=False)
@@ -89,9 +94,7 @@ class FleetMember:
     limit: float = 0.0  # requests at once; max_concurrency at first
     calls: set[Call] = field(default_factory=set)  # those that have a seat
     sent: int = 0
-    failures: int = 0  # in a row, as the next three
-    failed_checks: int = 0
-    failed_updates: int = 0
+    strikes: int = 0  # failures in a row, as the next two
     overloads: int = 0
     tries: int = 0  # restarts in a row that did not bring it back for long
     all_failures: int = 0
@@ -157,9 +160,9 @@ class FleetMember:
         now = trio.current_time()
         if condition in ("dead", "stale") and not updating:
             for call in self.calls:
-                call.scope.cancel()
+                call.stay.cancel()
         if condition == "healthy" and not updating:
-            self.healthy_since, self.failed_checks = now, 0
+            self.healthy_since = now
             self.in_service_since = now if before == "stale" else self.in_service_since
             self.due = self.resting_until if self.resting_until > now else math.inf
         self.acting.cancel()
@@ -179,15 +182,17 @@ class FleetMember:
         """What came of asking the engine: an answer that may be delivered, the engine's failure, or None when
         it left service meanwhile. Raises RequestRefused.
 
-        What is answered during an update is held until the engine is verified; a failed update and
-        abort_all() cancel the call's scope.
+        What is answered during an update is held until the engine is verified; a failed update cancels the
+        call's stay.
         """
-        with call.scope:
+        with call.stay:
             try:
+                call.is_asked = True
                 completion = await self.engine.generate(call.request)
+                call.is_asked = False
                 if self.updating:
                     await self._hold(call)
-                if call.scope.cancel_called:
+                if call.stay.cancel_called:
                     return None
                 self._check_version(completion)
                 return completion
@@ -207,9 +212,8 @@ class FleetMember:
         return None
 
     async def _hold(self, call: Call) -> None:
-        call.is_held = True
         if call.aborted:
-            call.scope.cancel()
+            call.end(None)
         while self.updating:
             await self.changed.park()
 
@@ -226,7 +230,7 @@ class FleetMember:
 
     def answered(self) -> None:
         """A good answer. The limit grows by a tenth a round if it was what kept further requests away."""
-        self.failures = self.overloads = 0
+        self.strikes = self.overloads = 0
         if len(self.calls) >= int(self.limit):
             self.limit = min(float(self.max_concurrency), self.limit + 0.1)
 
@@ -236,15 +240,13 @@ class FleetMember:
         """
         self.count(error)
         self.last_error = str(error)
-        now = trio.current_time()
+        now, asked_s = trio.current_time(), error.retry_after_s
         if now >= self.resting_until:  # the others of one burst come during the rest that the first began
             self.overloads += 1
             self.limit = max(1.0, min(self.limit, float(len(self.calls))) / 2)
-            self.resting_until = self._after(self.overloads)
-            if error.retry_after_s is not None:
-                self.resting_until = now
-        if error.retry_after_s is not None:
-            self.resting_until = max(self.resting_until, now + min(error.retry_after_s, RETRY_AFTER_CAP_S))
+            self.resting_until = self._after(self.overloads) if asked_s is None else now
+        if asked_s is not None:
+            self.resting_until = max(self.resting_until, now + min(asked_s, RETRY_AFTER_CAP_S))
         if self.in_service:
             self.due = self.resting_until
             self.changed.unpark_all()
@@ -258,12 +260,16 @@ class FleetMember:
         self.last_error = str(error)
         if self.condition != "healthy" or sent_at < self.healthy_since:
             return
-        self.failures += 1
-        if self.failures >= IN_A_ROW:
-            self.die(f"{self.failures} failures without one success between them, the last: {error}")
-        else:
+        if not self._strike(str(error)):
             due = math.inf if self.updating else trio.current_time()
             self._set("suspect", due=due, updating=self.updating)
+
+    def _strike(self, error: str, *, may_die: bool = True) -> bool:
+        """Whether it dies of this failure."""
+        self.strikes += 1
+        if may_die and self.strikes >= IN_A_ROW:
+            self.die(f"{self.strikes} failures without one success between them, the last: {error}")
+        return self.is_down
 
     def die(self, error: str) -> None:
         """An update under way ends here: its commit comes too late."""
@@ -279,7 +285,7 @@ class FleetMember:
         self._set("dead", due=math.inf if spent else self._after(self.tries + 1), error=error)
 
     def _come_back(self) -> None:
-        self.failures = self.failed_checks = self.failed_updates = self.overloads = 0
+        self.strikes = self.overloads = 0
         self.limit = float(self.max_concurrency)
         self._set("stale", due=trio.current_time())
 
@@ -296,7 +302,7 @@ class FleetMember:
             self._set("stale", due=trio.current_time(), error=late)
         elif self.updating:
             self.version = version
-            self.failures = self.failed_updates = 0
+            self.strikes = 0
             self._set("healthy")
         return self.in_service
 
@@ -307,12 +313,9 @@ class FleetMember:
         self.last_error = error
         if self.is_down:
             return
-        self.failed_updates += 1
         self.all_failures += 1
-        if self.member.restart is not None and self.failed_updates >= IN_A_ROW:
-            self.die(f"{self.failed_updates} weight updates failed, the last: {error}")
-        else:
-            self._set("stale", due=self._after(self.failed_updates), error=error)
+        if not self._strike(error, may_die=self.member.restart is not None):
+            self._set("stale", due=self._after(self.strikes), error=error)
 
     def publish(self, version: int) -> None:
         """Whoever serves an older version is stale from now on; whoever is stale and waits is announced."""
@@ -363,27 +366,18 @@ class FleetMember:
             error = f"no answer to a health check in {CHECK_S:g} s"
         except EngineError as raised:
             error = f"health check: {raised}"
-        before = f"; before it: {self.last_error}" if self.last_error else ""
         if self.acting.cancel_called:  # an update or a death came in the same tick as the answer
             return
         if self.condition == "dead":
             self.tries += version is None
-            if version is None:
-                self._lie_dead(error)
-            else:
-                self._come_back()
-        elif version is None:
-            error += "" if self.failed_checks else before
-            self.failed_checks += 1
-            if self.failed_checks >= IN_A_ROW:
-                self.die(error)
-            else:
-                self.last_error, self.due = error, self._after(self.failed_checks)
+            self._come_back() if version is not None else self._lie_dead(error)
         elif version == self.version:
             self._set("healthy")
-        else:
-            why = f"it reports weight version {version}, committed was {self.version}{before}"
+        elif version is not None:
+            why = f"it reports weight version {version}, committed was {self.version}"
             self._set("stale", due=trio.current_time(), error=why)
+        elif not self._strike(error):
+            self.last_error, self.due = error, self._after(self.strikes)
 
     async def _restart(self, restart: Callable[[], Awaitable[None]]) -> None:
         self.watching.cancel()
