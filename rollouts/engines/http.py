@@ -9,6 +9,7 @@ There is no queue and no limit here: what limits requests is admission above.
 
 from __future__ import annotations
 
+import re
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -26,6 +27,11 @@ MAX_BYTES = 1 << 28  # of an answer that says its length; one of 100,000 tokens 
 CONNECT_S = 5.0  # for a connection, TLS included
 CLOSE_S = 1.0  # for a TLS goodbye
 RESEND_S = 1.0  # a kept connection that the server had closed says so at once; later it may have done work
+# scheme://name.of.host:port/prefix, or scheme://[IPv6]:port/prefix
+URL = re.compile(
+    r"https?://(\[[0-9a-f:.]+\]|[\w-]{1,63}(\.[\w-]{1,63})*\.?)(:(?P<port>\d{1,5}))?(/[!$->A-~]*)?",
+    re.ASCII | re.IGNORECASE,
+)
 _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody; a client without it costs 24 ms
 
 Transport = Callable[[], httpx.AsyncBaseTransport]
@@ -87,10 +93,10 @@ class HttpClient:
                 )
             await reply.aread()
             kept = not self._closed
-        except httpx.ConnectTimeout as error:
-            raise EngineUnreachable(f"{where}: no connection within {CONNECT_S:g} s") from error
-        except httpx.ConnectError as error:
-            raise EngineUnreachable(f"{where}: no connection: {_describe(error)}") from error
+        except (httpx.ConnectTimeout, httpx.ConnectError) as error:
+            raise EngineUnreachable(
+                f"{where}: no connection within {CONNECT_S:g} s: {_describe(error)}"
+            ) from error
         except httpx.TimeoutException as error:
             raise EngineSilent(f"{where}: no byte moved for {silence_s:g} s") from error
         except (httpx.RemoteProtocolError, httpx.DecodingError) as error:
@@ -136,12 +142,10 @@ class _Unanswered(EngineUnreachable):
 
 
 def _describe(error: BaseException) -> str:
-    """The message of the first cause, which httpx leaves out."""
-    text = str(error) or type(error).__name__
+    """What the first cause says, which httpx leaves out."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else cause
-        text = str(error) or text
-    return text
+    return str(error) or type(error).__name__
 
 
 async def _close(client: httpx.AsyncClient) -> None:
@@ -189,20 +193,11 @@ def split_url(url: str) -> SplitResult:
     """The parts of a server's url. Raises EngineSetupError, which shows no query and no password: either may
     be a key.
     """
-    if "@" in url:
-        raise EngineSetupError("a server's url carries a user name or password; give the key as api_key")
-    try:
-        parts = urlsplit(url)
-        host = (parts.hostname or "").encode(
-            "idna"
-        )  # what connecting does: it refuses empty and endless labels
-        fits = parts.scheme in ("http", "https") and host and parts.port != 0
-    except ValueError:  # UnicodeError is one
-        parts, fits = urlsplit(""), False
-    if not fits or not (url.isascii() and url.isprintable()) or any(character in url for character in "?# "):
-        shown = url.split("?")[0].split("#")[0]
+    found = URL.fullmatch(url)
+    if found is None or not 0 < int(found["port"] or 80) < 1 << 16:
+        shown = re.split("[?#]", url.rpartition("@")[2])[0]
         raise EngineSetupError(
-            f"url={shown!r} is not http(s)://host[:port][/prefix]; it may have no query, and the key goes"
-            " into api_key"
+            f"url={shown!r} is not http(s)://host[:port][/prefix]; it may have no query and no password, and"
+            " the key goes into api_key"
         )
-    return parts
+    return urlsplit(url)

@@ -1,7 +1,7 @@
 """Inference servers that this process starts, watches, restarts and never leaves behind.
 
     open_engine_processes ──► vLLM or SGLang on 127.0.0.1, each with a port and a key of this run
-        ready: the health path answers, our key is accepted, no key is not
+        ready: the health path answers, our key is accepted, and nobody without it
         wait_exited(): why a server ended · restart(): the same port and key again
     leaving the context, or the end of this process by any signal: nothing of a server is left
 
@@ -13,12 +13,13 @@ prints it into its log: logs are readable by their owner only, and it is blotted
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -32,19 +33,35 @@ from rollouts.processes.process import Process, open_process
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 HEALTH_PATHS = {"vllm": "/health", "sglang": "/ready"}  # SGLang's /health generates a token, for a second
 KEYED_PATH = "/v1/models"  # answered by both at once, and only with the key
-SERVED_NAME = "policy"
 HOST = "127.0.0.1"
-ASK_S = (0.05, 0.5)  # between two questions whether a server is up: at first, and later
+ASK_S = 0.2  # between two questions whether a server is up
 ANSWER_S = 10.0  # for one such answer
 START_S = 600.0  # for a server to be ready
 STOP_S = 10.0  # for one to end by itself
 TAIL_LINES = 20  # of a server's log in messages
+# What a user may not change. vLLM's log-probs are those of the distribution sampled from, after temperature
+# and top-p; scale-out opens the endpoint for token ids. SGLang would spin on a core that others need.
+FIXED = {
+    "vllm": "--model {model} --logprobs-mode processed_logprobs --enable-scale-out",
+    "vllm cpu": "",
+    "sglang": "--model-path {model}",
+    "sglang cpu": "--device cpu --sleep-on-idle",
+}
+FIXED_FOR_ALL = f"--host {HOST} --served-model-name policy"
+# What a user's own flag replaces. A request's seed ends a vLLM server on a CPU that computes prompts in
+# parts; compiling takes minutes on a few cores. SGLang would size its cache by all of the machine's memory.
+DEFAULTS = {
+    "vllm": "--disable-uvicorn-access-log",
+    "vllm cpu": "--no-enable-chunked-prefill --enforce-eager",
+    "sglang": "--log-level-http warning",
+    "sglang cpu": "--attention-backend torch_native --max-total-tokens 16384",
+}
+CHOSEN = {"vllm": "--port --api-key", "sglang": "--port --api-key --config --admin-api-key"}  # for each run
 # The trainer's own: a server that finds torchrun's variables believes to be one of its ranks, and another
 # environment's modules break it.
-NOT_INHERITED = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
-    *("ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_API_KEY"),
+NOT_INHERITED = re.compile(
+    "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+    "|PYTHON(PATH|HOME)|VIRTUAL_ENV|VLLM_API_KEY"
 )
 Flags = dict[str, str | None]  # names and values; None for a switch
 
@@ -59,31 +76,43 @@ class EngineCommand:
     args: tuple[str, ...] = ()  # the user's own flags, appended last
 
 
+def find_free_port() -> int:
+    """A port on the loopback interface that nobody had a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+@dataclass(eq=False)
 class EngineProcess:
     """One server: its address, and what happens to its process. Made by open_engine_processes."""
 
-    def __init__(
-        self, name: str, command: EngineCommand, env: Mapping[str, str], log_path: Path, key_file: Path
-    ) -> None:
-        self.name = name
-        self.log_path = log_path
-        self.port = find_free_port()
-        self.url = f"http://{HOST}:{self.port}"
-        self.api_key = secrets.token_hex(32)
-        self.starts = 0
-        self.pid = 0  # of the server process that was started last; its workers are below it
-        self._command = command
-        self._env = env
-        self._key_file = key_file
-        self._process: Process | None = None  # the one that was started last
-        self._life = AsyncExitStack()  # ends it
+    name: str
+    command: EngineCommand
+    env: Mapping[str, str]
+    log_path: Path
+    key_file: Path
+    port: int = field(default_factory=find_free_port)
+    api_key: str = field(default_factory=lambda: secrets.token_hex(32))
+    starts: int = 0
+    _process: Process | None = None  # the one that was started last
+    _life: AsyncExitStack = field(default_factory=AsyncExitStack)  # ends it
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Of the server process that was started last; its workers are below it."""
+        return self._process.pid if self._process else 0
 
     async def wait_exited(self) -> str:
         """Why the server ended, with the last lines of its log; waits until nothing of it is left."""
         assert self._process is not None, "not started"
         process = self._process
         await process.wait_ended()
-        return f"{self._describe_end(process)}\n{self._read_tail(process)}"
+        return self._describe_end(process)
 
     async def stop(self) -> None:
         """Ends the server: SIGTERM, and after the grace SIGKILL for its whole tree. Not to be interrupted.
@@ -101,15 +130,15 @@ class EngineProcess:
         is ready. Raises EngineSetupError if it does not become ready.
         """
         await self.stop()
-        env = dict(self._env)
-        if self._command.kind == "vllm":
+        env = dict(self.env)
+        if self.command.kind == "vllm":
             env["VLLM_API_KEY"] = self.api_key
         else:
-            self._key_file.touch(mode=0o600)
-            self._key_file.write_text(f'api-key: "{self.api_key}"\n')
+            self.key_file.touch(mode=0o600)
+            self.key_file.write_text(f'api-key: "{self.api_key}"\n')
         self.starts += 1
         opening = open_process(
-            make_arguments(self._command, port=self.port, key_file=self._key_file),
+            make_arguments(self.command, port=self.port, key_file=self.key_file),
             env=env,
             log=self.log_path,
             headline=f"start {self.starts} of {self.name}",
@@ -119,46 +148,30 @@ class EngineProcess:
             process = self._process = await self._life.enter_async_context(opening)
             await self._wait_ready(process)
         finally:
-            self._key_file.unlink(missing_ok=True)
+            self.key_file.unlink(missing_ok=True)
 
     async def _wait_ready(self, process: Process) -> None:
-        state = "starting"
         with trio.move_on_after(START_S):
-            async with trio.open_nursery() as nursery:
-
-                async def notice_end() -> None:
+            # Nothing tells when a server is up, so it is asked again and again.
+            while not process.has_ended:
+                state = await ask_ready(self.url, self.api_key, HEALTH_PATHS[self.command.kind])
+                if state == "ready":
+                    return
+                if state == "foreign":
+                    raise EngineSetupError(f"another server answers at {self.url}; start again")
+                with trio.move_on_after(ASK_S):
                     await process.wait_ended()
-                    nursery.cancel_scope.cancel()
-
-                nursery.start_soon(notice_end)
-                await process.wait_started()
-                self.pid = process.pid
-                # Nothing tells when a server is up, so it is asked again and again.
-                pause_s, longest_s = ASK_S
-                path = HEALTH_PATHS[self._command.kind]
-                while (state := await ask_ready(self.url, self.api_key, health_path=path)) == "starting":
-                    await trio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, longest_s)
-                nursery.cancel_scope.cancel()
-        if state == "ready" and not process.has_ended:
-            return
-        what = f"{self.name} was not ready after {START_S:g} s"
-        if state == "foreign":
-            what = f"another server answers at {self.url}; start again"
-        elif process.has_ended:
-            what = f"{self._describe_end(process)} before it was ready"
+        why = "ended before it was ready" if process.has_ended else f"was not ready after {START_S:g} s"
         raise EngineSetupError(
-            f"{what}; what it said last is the reason, or set engine.python and engine.args otherwise\n"
-            f"{self._read_tail(process)}"
+            f"{self.name} {why}; what it said last is the reason, or set engine.python and engine.args"
+            f" otherwise\n{self._describe_end(process)}"
         )
 
     def _describe_end(self, process: Process) -> str:
-        return f"{self.name} (pid {process.pid}) {process.describe_end()}"
-
-    def _read_tail(self, process: Process) -> str:
-        """The last lines of this start's log and where it is, without the key."""
+        """How it ended, with the last lines of this start's log, without the key."""
         lines = process.read_tail().replace(self.api_key, "<key>").splitlines()[-TAIL_LINES:]
-        return "\n".join([f"last lines of {self.log_path}:", *lines])
+        end = process.describe_end() if process.has_ended else "runs"
+        return "\n".join([f"{self.name} (pid {process.pid}) {end}; last lines of {self.log_path}:", *lines])
 
 
 @asynccontextmanager
@@ -190,15 +203,12 @@ async def open_engine_processes(
                 await run_all(*(process.stop for process in processes))
 
 
-async def ask_ready(url: str, api_key: str, *, health_path: str) -> Literal["ready", "starting", "foreign"]:
+async def ask_ready(url: str, api_key: str, health_path: str) -> Literal["ready", "starting", "foreign"]:
     """Whether the server there is up, takes our key and takes nobody without it ("ready"), or is up and not
     ours ("foreign").
     """
     with trio.move_on_after(ANSWER_S), suppress(InfrastructureError):
-        async with (
-            open_http_client(url) as anybody,
-            open_http_client(url, api_key=api_key) as we,
-        ):
+        async with open_http_client(url) as anybody, open_http_client(url, api_key=api_key) as we:
             if (await we.request("GET", health_path)).status_code == 200:
                 with_key = (await we.request("GET", KEYED_PATH)).status_code
                 without = (await anybody.request("GET", KEYED_PATH)).status_code
@@ -211,40 +221,21 @@ async def ask_ready(url: str, api_key: str, *, health_path: str) -> Literal["rea
 
 def make_arguments(command: EngineCommand, *, port: int, key_file: Path) -> tuple[str, ...]:
     """The server's whole command line, without a secret in it."""
-    fixed, defaults = list_flags(command)
-    fixed["--port"] = str(port)
-    if command.kind == "sglang":
-        fixed["--config"] = str(key_file)
     own = dict(split_flags(command.args))
-    flags = fixed | {name: value for name, value in defaults.items() if name not in own}
-    words = [str(command.python), "-m", MODULES[command.kind]]
-    for name, value in flags.items():
-        words += [name] if value is None else [name, value]
-    return (*words, *command.args)
+    flags = list_flags(command, FIXED) | {"--port": str(port)}
+    if command.kind == "sglang":
+        flags["--config"] = str(key_file)
+    flags |= {name: value for name, value in list_flags(command, DEFAULTS).items() if name not in own}
+    words = [word for flag in flags.items() for word in flag if word is not None]
+    return (str(command.python), "-m", MODULES[command.kind], *words, *command.args)
 
 
-def list_flags(command: EngineCommand) -> tuple[Flags, Flags]:
-    """What a user may not change, but for port and key, and what a user's own flag replaces."""
-    on_cpu = not runs_on_gpu(command)
-    if command.kind == "vllm":
-        fixed: Flags = {
-            "--model": str(command.model),
-            # of the distribution sampled from: after temperature and top-p
-            "--logprobs-mode": "processed_logprobs",
-            "--enable-scale-out": None,  # opens the endpoint for token ids
-        }
-        defaults: Flags = {"--disable-uvicorn-access-log": None}  # a line for every request otherwise
-        if on_cpu:
-            # with it, a request's seed ends a server on a CPU: see vllm.rewinds_generators
-            defaults["--no-enable-chunked-prefill"] = None
-            defaults["--enforce-eager"] = None  # compiling takes minutes on a few cores
-    else:
-        fixed, defaults = {"--model-path": str(command.model)}, {"--log-level-http": "warning"}
-        if on_cpu:
-            # it would spin on a core that others need, and size its cache by all of the machine's memory
-            fixed |= {"--device": "cpu", "--sleep-on-idle": None}
-            defaults |= {"--attention-backend": "torch_native", "--max-total-tokens": "16384"}
-    return fixed | {"--host": HOST, "--served-model-name": SERVED_NAME}, defaults
+def list_flags(command: EngineCommand, table: Mapping[str, str]) -> Flags:
+    """The flags of the table for this kind of server where it runs."""
+    texts = [table[command.kind], FIXED_FOR_ALL if table is FIXED else ""]
+    if not runs_on_gpu(command):
+        texts.append(table[f"{command.kind} cpu"])
+    return dict(split_flags([word.format(model=command.model) for text in texts for word in text.split()]))
 
 
 def check_command(command: EngineCommand) -> None:
@@ -257,15 +248,14 @@ def check_command(command: EngineCommand) -> None:
             f"engine.python={command.python} is not there or cannot be executed; `{install}` makes one for a"
             " CPU, or name another"
         )
-    ours = ("--port", "--api-key", *(("--config", "--admin-api-key") if command.kind == "sglang" else ()))
-    fixed: Flags = {**dict.fromkeys(ours, "chosen for each run"), **list_flags(command)[0]}
-    if command.kind == "sglang":
-        fixed["--model"] = str(command.model)
+    fixed = list_flags(command, FIXED) | dict.fromkeys(CHOSEN[command.kind].split(), "chosen for each run")
+    fixed["--model"] = str(command.model)
     for name, value in split_flags(command.args):
         for flag, needed in fixed.items():
             # argparse takes the beginning of a flag for the flag; "--no-x" is the opposite of "--x".
-            meant = (len(name) > 2 and flag.startswith(name)) or name == f"--no-{flag[2:]}"
-            if meant and (name, value) != (flag, needed) and name not in fixed.keys() - {flag}:
+            begins = len(name) > 2 and flag.startswith(name) and name not in fixed
+            meant = name in (flag, f"--no-{flag[2:]}") or begins
+            if meant and (name, value) != (flag, needed):
                 raise ConfigError(
                     f"engine.args has `{name} {value or ''}`, but training needs `{flag} {needed or ''}`;"
                     " leave it out"
@@ -300,11 +290,7 @@ def make_environment(
     """The server's environment: what is inherited, without the trainer's own, with what it needs. `threads`:
     its share of the cores on a CPU.
     """
-    env = {
-        name: value
-        for name, value in inherited.items()
-        if name not in NOT_INHERITED and not name.startswith("TORCHELASTIC_")
-    }
+    env = {name: value for name, value in inherited.items() if not NOT_INHERITED.fullmatch(name)}
     # compilers and ninja of its own environment
     env["PATH"] = f"{command.python.parent.absolute()}{os.pathsep}{env.get('PATH', os.defpath)}"
     # thousands of modules: compiled anew at each start, in each of its processes, they take minutes
@@ -319,10 +305,3 @@ def make_environment(
         if threads is not None:  # bound, all servers would take the same cores, and the trainer's too
             env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return env
-
-
-def find_free_port() -> int:
-    """A port on the loopback interface that nobody had a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]

@@ -85,9 +85,13 @@ class Dialect(Protocol):
     # Called only where features say so.
     async def load_weights(self, path: Path, version: int) -> None:
         """The snapshot in `path` is loaded and bears `version`."""
+        raise AssertionError(path)
 
-    async def release_memory(self) -> None: ...
-    async def restore_memory(self) -> None: ...
+    async def release_memory(self) -> None:
+        raise AssertionError
+
+    async def restore_memory(self) -> None:
+        raise AssertionError
 
 
 @dataclass(slots=True, eq=False)

@@ -78,7 +78,7 @@ async def test_servers_are_waited_for_and_have_a_port_a_log_and_a_secret_key_eac
         # 20 lines of its log: 19 of the 40 that it counted, and the error
         (
             "die",
-            r"(?s)vllm-0 \(pid \d+\) ended with exit code 3 .*vllm-0\.log(?!.*line 20\n).*line 21\n.*memory$",
+            r"(?s)vllm-0 \(pid \d+\) ended with exit code 3; .*vllm-0\.log(?!.*line 20\n).*line 21\n.*memory$",
         ),
         ("never", "(?s)not ready after 1 s.*fake server says hello"),
         ("open", "another server answers"),
