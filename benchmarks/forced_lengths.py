@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,3 +49,11 @@ def run_generate(model: Any, ids: Tensor, length: int) -> Tensor:
             eos_token_id=None,
             pad_token_id=0,
         )
+
+
+def copy_in(model: Any, dtype: torch.dtype) -> Any:
+    """A copy of the model with weights in `dtype`; its rotary frequencies stay in float32."""
+    own = copy.deepcopy(model).eval().requires_grad_(False)
+    for weight in own.parameters():
+        weight.data = weight.data.to(dtype)
+    return own

@@ -46,6 +46,7 @@ import numpy as np
 import torch
 import trio
 
+from benchmarks.forced_lengths import copy_in
 from benchmarks.harness import finish
 from rollouts.backends.open import open_pytorch_backend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
@@ -251,9 +252,9 @@ async def measure_embedded(
     size = dtype.itemsize * sum(parameter.numel() for parameter in backend.model.parameters())
     vocab_size, floors, numbers = backend.model.config.vocab_size, Floors(size, folder), iter(range(1, 1000))
     kept: list[Path] = []
-    options = {"copy_dtype": dtype, "trainer_version": lambda: 0, "max_context": CONTEXT}
+    own = await device_thread.submit(lambda: copy_in(backend.model, dtype))
     async with open_local_engine(
-        backend.model, device_thread=device_thread, mode="copied", **options
+        own, device_thread=device_thread, mode="given", max_context=CONTEXT
     ) as engine:
 
         async def stream() -> None:

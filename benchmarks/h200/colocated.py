@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.forced_lengths import run_engine
+from benchmarks.forced_lengths import copy_in, run_engine
 from benchmarks.h200.place import (
     GIB,
     NO_PEAK,
@@ -51,13 +51,12 @@ async def measure_step(place: Place, report: Report) -> None:
             lambda: make_backend(model, place, thread, micro_batch_tokens=place.micro_batch_tokens)
         )
         async with open_local_engine(
-            model,
+            await thread.submit(lambda: copy_in(model, place.dtype)),
             device_thread=thread,
-            mode="copied",
+            mode="given",
             trainer_version=lambda: 0,
             max_rows=rows,
             max_context=prompt + longest,
-            copy_dtype=place.dtype,
         ) as engine:
             for step in range(1, 4):
                 if step == 2:  # the first compiled, captured and grew

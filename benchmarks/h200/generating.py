@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.forced_lengths import run_engine, run_generate
+from benchmarks.forced_lengths import copy_in, run_engine, run_generate
 from benchmarks.h200.place import (
     Place,
     draw_tokens,
@@ -170,13 +170,12 @@ async def measure_sync(place: Place, report: Report) -> None:
             lambda: make_backend(model, place, thread, micro_batch_tokens=256, compiled=False)
         )
         async with open_local_engine(
-            model,
+            await thread.submit(lambda: copy_in(model, place.dtype)),
             device_thread=thread,
-            mode="copied",
+            mode="given",
             trainer_version=lambda: 0,
             max_rows=8,
             max_context=128,
-            copy_dtype=place.dtype,
         ) as engine:
             await run_engine(engine, [draw_tokens(place, 16, place.shape.vocab)], [4], "before")
             times: list[float] = []

@@ -145,7 +145,7 @@ async def test_log_probs_are_the_models_own_through_joins_and_compaction(kind: s
     ("options", "atol"),
     [
         ({"autocast_dtype": torch.bfloat16}, 0.25),
-        ({"mode": "copied", "copy_dtype": torch.float64}, 1e-4),
+        ({"mode": "copied"}, 1e-4),
         ({"mode": "given"}, 1e-4),
     ],
 )

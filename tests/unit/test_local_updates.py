@@ -190,7 +190,6 @@ async def test_tokens_that_are_no_whole_numbers_are_refused():
     ("options", "message"),
     [
         ({"trainer_version": None}, "needs trainer_version"),
-        ({"copy_dtype": torch.bfloat16}, "no copy"),
         ({"max_rows": 0}, "max_rows=0"),
         ({"max_context": 161}, "max_context=161"),
     ],

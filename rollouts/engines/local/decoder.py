@@ -29,10 +29,12 @@ COLUMN_ROWS = 8  # below, the plain product is faster
 TRANSPOSE_BLOCK = 512  # tokens of the vocabulary
 SHORTEST = 64  # positions of a recorded step
 
-BODY_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
-LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-ATTENTION_EXTRAS = {"q_norm", "k_norm", "rotary_emb"}
+# of a body, its layers and their attention
+PARTS = {
+    *("embed_tokens", "layers", "norm", "rotary_emb", "self_attn", "mlp", "input_layernorm"),
+    *("post_attention_layernorm", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"),
+}
+SOFT_CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
@@ -50,8 +52,7 @@ class FastDecoder:
         """
         model: Any = whole.model
         config = model.config
-        _check_config(config, max_context=max_context)
-        _check_parts(model)
+        _check(model, max_context=max_context)
         self._whole, self._body, self._head = whole, model.model, model.lm_head
         self._num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -217,38 +218,28 @@ def _transpose_in_blocks(logits: Tensor) -> Tensor:
     return rows
 
 
-def _check_config(config: Any, *, max_context: int) -> None:
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds - {"full_attention", "sliding_attention"}:
-        raise ModelError(f"config.layer_types has {sorted(kinds)}; the fast path has full attention only")
+def _check(model: Any, *, max_context: int) -> None:
+    """Raises ModelError for what the probe may not show: attention that is not full, caps of large logits,
+    and what is there beside the parts that are run, for it may do nothing only at first.
+    """
+    config, layers = model.config, model.model.layers
+    kinds = {*(getattr(config, "layer_types", None) or ())}
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    windowed = "sliding_attention" in kinds or (window and not getattr(config, "layer_types", None))
-    if windowed and (window is None or window < max_context):
-        raise ModelError(
-            f"config.sliding_window={window} is shorter than the context of {max_context} tokens; the fast"
-            f" path has full attention only (with max_context={window} no row would leave the window)"
-        )
-    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
-        if getattr(config, name, None) is not None:
-            raise ModelError(f"config.{name}={getattr(config, name)}; the fast path has no soft-capping")
+    windowed = "sliding_attention" in kinds or (window and not kinds)
+    caps = [name for name in SOFT_CAPS if getattr(config, name, None) is not None]
+    modules = (model.model, *layers, *(layer.self_attn for layer in layers))
+    others = {name for module in modules for name in _children(module)} - PARTS
+    rules = {
+        f"config.layer_types has {sorted(kinds)}": kinds - {"full_attention", "sliding_attention"},
+        f"config.sliding_window={window} is shorter than the context of {max_context} tokens (with"
+        f" max_context={window} no row would leave it)": windowed and (window or 0) < max_context,
+        f"config has {caps}": caps,
+        f"the model has the parts {sorted(others)}": others,
+    }
+    for rule, broken in rules.items():
+        if broken:
+            raise ModelError(f"{rule}; the fast path runs a Llama's parts, with full attention only")
 
 
-def _check_parts(model: Any) -> None:
-    """Also what is there beside the parts that are run is refused: it may do nothing only at first."""
-    wanted = [("model", getattr(model, "model", None), BODY_PARTS, set[str]())]
-    for index, layer in enumerate(getattr(wanted[0][1], "layers", ())):
-        attention = getattr(layer, "self_attn", None)
-        wanted += [
-            (f"layer {index}", layer, LAYER_PARTS, set()),
-            (f"the attention of layer {index}", attention, ATTENTION_PARTS, ATTENTION_EXTRAS),
-        ]
-    for what, module, parts, extras in wanted:
-        found = _children(module)
-        if not parts <= found <= parts | extras:
-            raise ModelError(
-                f"{what} has the parts {sorted(found)}; the fast path runs a Llama's, {sorted(parts)}"
-            )
-
-
-def _children(module: nn.Module | None) -> set[str]:
-    return set() if module is None else {name for name, _ in module.named_children()}
+def _children(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}

@@ -4,12 +4,13 @@
                       └───────────┴──────────┴──── the scheduler task: one device job at a time
     pause, resume, abort_all, updates ──► change the state and wake it
 
-Every wait is for `_changed`, an event that is set and replaced whenever the state changes. Nobody polls.
+Every wait is for `_changed`, which wakes whoever parks there when the state changes. Nobody polls.
 While a job runs, the active rows belong to the device thread; between jobs they belong to the scheduler.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from rollouts.engines.local.batch import DecodeBatch, Row
 from rollouts.engines.local.opening import DEFAULT_CONTEXT, ForwardPath, OpenedDecoder, open_decoder
-from rollouts.engines.local.weights import StagedWeights, copy_model, read_checkpoint
+from rollouts.engines.local.weights import StagedWeights, read_checkpoint
 from rollouts.errors import EngineClosed, EngineError, RequestRefused, WeightVersionError
 from rollouts.models.draws import make_draw, stream_key
 from rollouts.models.limits import check_request, find_context_limit
@@ -50,7 +51,6 @@ async def open_local_engine(
     max_rows: int = 128,
     max_context: int | None = None,
     autocast_dtype: torch.dtype | None = None,
-    copy_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     seed: int = 0,
 ) -> AsyncIterator[LocalEngine]:
@@ -60,9 +60,9 @@ async def open_local_engine(
 
     mode "shared" generates with `model` itself, which is never changed; its version is `trainer_version()`,
     read when a job is queued on the device thread, behind everything the trainer queued before. mode "copied"
-    owns a copy (in `copy_dtype`, if given), which starts at `trainer_version()`, or 0, and follows updates;
-    mode "given" does so with `model` itself, which nobody else may use then. `max_context` defaults to the
-    model's own, and to 8192 where its config sets no limit.
+    owns a copy, which starts at `trainer_version()`, or 0, and follows updates; mode "given" does so with
+    `model` itself, which nobody else may use then. `max_context` defaults to the model's own, and to 8192
+    where its config sets no limit.
 
     deterministic: requests are taken as lists. A list is what waits, sorted by request id, when the engine is
     idle and every other task is blocked; the next list is taken when the last row of this one has finished.
@@ -74,26 +74,32 @@ async def open_local_engine(
     limit = find_context_limit(model.config)
     context = (limit or DEFAULT_CONTEXT) if max_context is None else max_context
     at_most = "" if limit is None else f" and at most the model's max_position_embeddings={limit}"
-    _require(1 < context <= (limit or context), f"max_context={context}; it must be above 1{at_most}")
-    _require(max_rows > 0, f"max_rows={max_rows}; it must be at least 1")
-    versioned = mode != "shared" or trainer_version is not None
-    _require(versioned, "mode='shared' needs trainer_version: a shared engine reports the trainer's version")
-    uncopied = f"copy_dtype={copy_dtype}, but mode={mode!r} makes no copy; use mode='copied'"
-    _require(mode == "copied" or copy_dtype is None, uncopied)
+    rules = {
+        f"max_context={context}; it must be above 1{at_most}": 1 < context <= (limit or context),
+        f"max_rows={max_rows}; it must be at least 1": max_rows > 0,
+        "mode='shared' needs trainer_version: a shared engine reports the trainer's version": (
+            mode != "shared" or trainer_version
+        ),
+    }
+    for rule, holds in rules.items():
+        if not holds:
+            raise EngineError(rule)
 
     def open_on_device() -> OpenedDecoder:
-        own = copy_model(model, copy_dtype) if mode == "copied" else model
+        own = copy.deepcopy(model).eval().requires_grad_(False) if mode == "copied" else model
         return open_decoder(own, max_context=context, max_rows=max_rows, autocast_dtype=autocast_dtype)
 
-    engine = LocalEngine(
-        await device_thread.submit(open_on_device),
+    opened = await device_thread.submit(open_on_device)
+    features = EngineFeatures(
+        vocab_size=opened.whole.vocab_size,
         context_length=context,
+        in_memory_update=mode != "shared",
+        update_from_checkpoint=mode != "shared",
         shares_weights=mode == "shared",
         deterministic=deterministic,
-        device_thread=device_thread,
-        trainer_version=trainer_version or (lambda: 0),
-        max_rows=max_rows,
-        seed=seed,
+    )
+    engine = LocalEngine(
+        opened, features, device_thread, trainer_version or (lambda: 0), max_rows=max_rows, seed=seed
     )
     async with open_plain_nursery() as nursery:
         nursery.start_soon(engine._schedule)
@@ -103,41 +109,26 @@ async def open_local_engine(
             engine._close()
 
 
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise EngineError(message)
-
-
 class LocalEngine:
     """An InferenceEngine. Made by open_local_engine."""
 
     def __init__(
         self,
         opened: OpenedDecoder,
-        *,
-        context_length: int,
-        shares_weights: bool,
-        deterministic: bool,
+        features: EngineFeatures,
         device_thread: DeviceThread,
         trainer_version: Callable[[], int],
+        *,
         max_rows: int,
         seed: int,
     ) -> None:
-        self.features = EngineFeatures(
-            vocab_size=opened.whole.vocab_size,
-            context_length=context_length,
-            in_memory_update=not shares_weights,
-            update_from_checkpoint=not shares_weights,
-            shares_weights=shares_weights,
-            keep_pause=True,
-            deterministic=deterministic,
-        )
+        self.features = features
         self.path: ForwardPath = opened.path  # how the model is run; see opening.py
         self.describe = opened.describe
         self._batch = DecodeBatch(opened.whole, opened.decoder)
         self._device_thread = device_thread
         self._model = opened.whole.model
-        self._weights = None if shares_weights else StagedWeights(self._model)
+        self._weights = None if features.shares_weights else StagedWeights(self._model)
         self._trainer_version = trainer_version
         self._version = trainer_version()  # of the copy; a shared engine asks the trainer every time
         self._max_rows = max_rows
@@ -151,7 +142,7 @@ class LocalEngine:
         self._job_running = False
         self._interrupt = False  # read by the device thread between steps
         self._closed = False
-        self._changed = trio.Event()
+        self._changed = trio.lowlevel.ParkingLot()
 
     # --- what callers see -----------------------------------------------------------------------------------
 
@@ -175,7 +166,7 @@ class LocalEngine:
         self._waiting.append(row)
         if not features.deterministic and self._paused is None and len(self._active) < self._max_rows:
             self._interrupt = True
-        self._notify()
+        self._changed.unpark_all()
         try:
             await row.answered.wait()
         finally:
@@ -198,7 +189,7 @@ class LocalEngine:
         if mode == "abort":
             await self.abort_all()
         self._interrupt = True
-        self._notify()
+        self._changed.unpark_all()
         await self._wait_until(lambda: self._is_still() and (mode == "keep" or not self._active))
 
     async def resume(self) -> None:
@@ -221,12 +212,10 @@ class LocalEngine:
 
     async def health(self) -> bool:
         """Whether the engine is open and its device thread answers."""
-        if self._closed:
-            return False
-        try:
-            return bool(await self._device_thread.submit(lambda: True))
-        except Exception:  # whatever it is, the device does not answer
-            return False
+        with suppress(Exception):  # whatever it is, the device does not answer
+            await self._device_thread.submit(lambda: None)
+            return not self._closed
+        return False
 
     async def release_memory(self) -> None:
         """Gives the keys and values back. Raises EngineError while rows are active. They return with the next
@@ -242,13 +231,11 @@ class LocalEngine:
 
     async def restore_memory(self) -> None:
         """Nothing to do: keys and values are allocated with the next request."""
-        self._check_open()
         await trio.lowlevel.checkpoint()
 
     async def load(self) -> EngineLoad:
         await trio.lowlevel.checkpoint()
-        statistics = self.statistics()
-        return EngineLoad(running=int(statistics["running"]), waiting=int(statistics["waiting"]))
+        return EngineLoad(running=len(self._active), waiting=len(self._waiting) + len(self._listed))
 
     async def checksum(self) -> str | None:
         """None: the weights are this process's own, and the probe reads them directly."""
@@ -347,7 +334,7 @@ class LocalEngine:
         if self._resume_after_update:
             self._resume_after_update = False
             self._paused = None
-            self._notify()
+            self._changed.unpark_all()
 
     def _updatable(self) -> StagedWeights:
         self._check_open()
@@ -365,7 +352,7 @@ class LocalEngine:
     async def _schedule(self) -> None:
         while not self._closed:
             if not self._has_work():
-                await self._changed.wait()
+                await self._changed.park()
                 continue
             # requests that are about to come are let in: all of them in deterministic mode, where a list must
             # be whole
@@ -420,7 +407,7 @@ class LocalEngine:
                 await self._run_to_end(self._batch.reset)
         finally:
             self._job_running = False
-            self._notify()
+            self._changed.unpark_all()
 
     def _end_early(self, row: Row) -> None:
         """A row that waits is answered as it is now, an active one when the scheduler has taken it out."""
@@ -430,7 +417,7 @@ class LocalEngine:
                 queue.remove(row)
                 row.answered.set()
         self._interrupt = True
-        self._notify()
+        self._changed.unpark_all()
 
     def _is_still(self) -> bool:
         return not self._job_running and not any(row.leaving for row in self._active)
@@ -439,7 +426,7 @@ class LocalEngine:
         self._closed = True
         self._interrupt = True
         self._fail_calls(EngineClosed, f": {CLOSED}")
-        self._notify()
+        self._changed.unpark_all()
 
     def _fail_calls(self, kind: type[EngineError], why: str, cause: Exception | None = None) -> None:
         for rows in (self._active, self._listed, self._waiting):
@@ -451,10 +438,9 @@ class LocalEngine:
 
     async def _run_to_end(self, work: Callable[[], ResultT]) -> ResultT:
         """What a device job returns. A job that was queued is never abandoned, whoever is cancelled."""
-        results: list[ResultT] = []
         with trio.CancelScope(shield=True):
-            results.append(await self._device_thread.submit(work))
-        return results[0]
+            return await self._device_thread.submit(work)
+        raise AssertionError("a shield swallows nothing")
 
     # --- waiting --------------------------------------------------------------------------------------------
 
@@ -462,13 +448,9 @@ class LocalEngine:
         if self._closed:
             raise EngineClosed(CLOSED)
 
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, trio.Event()
-        changed.set()
-
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
         """Returns when the condition holds. Raises EngineClosed if the engine closes first."""
         await trio.lowlevel.checkpoint()
         while not condition():
-            await self._changed.wait()
+            await self._changed.park()
             self._check_open()

@@ -4,7 +4,6 @@ not at all.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,13 +95,3 @@ def read_checkpoint(path: Path, model: PreTrainedModel) -> Iterator[list[tuple[s
             yield list(convert_group(model, group, read_tensors(group.sources)).items())
     except ModelError as error:
         raise EngineError(f"{path} cannot be loaded as weights of {type(model).__name__}: {error}") from error
-
-
-def copy_model(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
-    """The engine's own copy, for inference only."""
-    own = copy.deepcopy(model)
-    # not the rotary frequencies, which a loaded model has in float32
-    for weight in own.state_dict(keep_vars=True).values() if dtype is not None else ():
-        if weight.is_floating_point():
-            weight.data = weight.data.to(dtype)
-    return own.eval().requires_grad_(False)
