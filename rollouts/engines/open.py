@@ -6,14 +6,14 @@ import importlib.util
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from rollouts.config.tables import EngineConfig
 from rollouts.engines.fleet import Fleet, open_fleet
 from rollouts.engines.fleet_members import Member
 from rollouts.engines.processes import EngineCommand, open_engine_processes
-from rollouts.engines.server import ServerEngine
 from rollouts.engines.sglang import open_sglang_engine
 from rollouts.engines.vllm import open_vllm_engine
 from rollouts.errors import ConfigError
@@ -27,9 +27,7 @@ def check_engine_config(config: EngineConfig) -> None:
     """Raises ConfigError for servers that cannot be started or asked from here: no Python that has them, no
     key.
     """
-    if config.kind == "local":
-        return
-    if not config.urls:
+    if config.kind != "local" and not config.urls:
         find_server_python(config)
 
 
@@ -77,45 +75,18 @@ async def open_server_fleet(
     leaves.
     """
     assert config.kind != "local", "an embedded engine is opened by rollouts.engines.local"
+    opener = open_vllm_engine if config.kind == "vllm" else open_sglang_engine
+    open_engine = partial(opener, silence_s=SILENCE_S, vocab_size=vocab_size)
     async with AsyncExitStack() as stack:
-        members: list[Member] = []
-        if config.urls:
-            for url in config.urls:
-                opened = _open_engine(config, url, api_key=read_api_key(config.kind), vocab_size=vocab_size)
-                members.append(Member(await stack.enter_async_context(opened)))
-        else:
-            command = EngineCommand(
-                kind=config.kind,
-                python=find_server_python(config),
-                model=model_path,
-                args=tuple(config.args),
-            )
-            for process in await stack.enter_async_context(
-                open_engine_processes(command, count=config.count, log_dir=log_dir)
-            ):
-                opened = _open_engine(
-                    config, process.url, api_key=process.api_key, vocab_size=vocab_size, name=process.name
-                )
-                engine = await stack.enter_async_context(opened)
-                members.append(Member(engine, restart=process.restart, wait_exited=process.wait_exited))
+        enter, key = stack.enter_async_context, read_api_key(config.kind)
+        members = [Member(await enter(open_engine(url, api_key=key))) for url in config.urls]
+        if not members:
+            command = EngineCommand(config.kind, find_server_python(config), model_path, tuple(config.args))
+            opening = open_engine_processes(command, count=config.count, log_dir=log_dir)
+            for process in await enter(opening):
+                engine = await enter(open_engine(process.url, api_key=process.api_key, name=process.name))
+                members.append(Member(engine, process.restart, process.wait_exited))
         fleet = open_fleet(
-            members,
-            max_concurrency=MAX_CONCURRENCY,
-            down_limit_s=DOWN_LIMIT_S,
-            seed=seed,
-            warn=warn,
+            members, max_concurrency=MAX_CONCURRENCY, down_limit_s=DOWN_LIMIT_S, seed=seed, warn=warn
         )
-        yield await stack.enter_async_context(fleet)
-
-
-def _open_engine(
-    config: EngineConfig, url: str, *, api_key: str | None, vocab_size: int, name: str = ""
-) -> AbstractAsyncContextManager[ServerEngine]:
-    open_engine = open_vllm_engine if config.kind == "vllm" else open_sglang_engine
-    return open_engine(
-        url,
-        name=name,
-        api_key=api_key,
-        silence_s=SILENCE_S,
-        vocab_size=vocab_size,
-    )
+        yield await enter(fleet)
