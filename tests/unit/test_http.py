@@ -240,6 +240,59 @@ async def test_a_burst_leaves_no_more_than_max_idle_clients_which_leave_by_age(
         assert len(client._idle) == 1
 
 
+async def wait_until(condition: Callable[[], bool]) -> None:
+    with trio.fail_after(60):
+        while not condition():  # noqa: ASYNC110
+            await trio.sleep(0.001)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+async def test_the_connection_that_was_used_last_is_used_first(order: tuple[int, int]):
+    answered = [trio.Event(), trio.Event()]
+
+    async def handle(peer: Peer) -> None:
+        while await peer.read_request():
+            await answered[peer.number].wait()
+            await peer.send(REPLY)
+
+    async with open_both(handle) as (server, client):
+        async with trio.open_nursery() as nursery:
+            for number in range(2):
+                nursery.start_soon(client.request, "GET", "/x")
+                await wait_until(lambda number=number: len(server.log) > number)
+            for kept, number in enumerate(order):
+                answered[number].set()
+                await wait_until(lambda kept=kept: len(client._idle) > kept)
+        await client.request("GET", "/x")
+    assert [number for number, _ in server.log] == [0, 1, order[-1]]
+
+
+async def test_a_cancelled_request_closes_its_own_connection_only():
+    cancelled, scope = trio.Event(), trio.CancelScope()
+
+    async def handle(peer: Peer) -> None:
+        while await peer.read_request():
+            if peer.number == 1:
+                await cancelled.wait()
+                await peer.send(REPLY)
+
+    async def ask_in_scope(client: HttpClient) -> None:
+        with scope:
+            await client.request("GET", "/x")
+
+    async with open_both(handle) as (server, client):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask_in_scope, client)
+            await wait_until(lambda: len(server.log) == 1)
+            nursery.start_soon(client.request, "GET", "/x")
+            await wait_until(lambda: len(server.log) == 2)
+            scope.cancel()
+            await wait_until(lambda: server.open == 1)
+            cancelled.set()
+        await client.request("GET", "/x")
+    assert [number for number, _ in server.log] == [0, 1, 1]
+
+
 @pytest.mark.parametrize("end", ["close", "reset"])
 async def test_a_kept_connection_closed_under_the_request_is_replaced_once(end: str):
     async def handle(peer: Peer) -> None:
@@ -335,9 +388,7 @@ async def test_cancelled_requests_leave_nothing_behind(count: int):
             assert (await client.request("POST", "/generate", body=b"{}")).content == body
         await client.aclose()
         assert not client._idle
-        with trio.fail_after(60):
-            while server.open:  # noqa: ASYNC110
-                await trio.sleep(0.01)
+        await wait_until(lambda: not server.open)
     assert count * 0.1 < seen["answered"] < count * 0.9, "hardly any was cancelled, or nearly all"
     assert seen["answered"] + count * 0.1 < seen["sent"] - 100, "hardly any was cancelled after it was sent"
     assert trio.lowlevel.current_statistics().tasks_living == tasks
