@@ -9,7 +9,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -23,6 +22,13 @@ import pytest
 import torch
 import transformers
 
+from rollouts.engines.processes import (
+    HEALTH_PATHS,
+    EngineCommand,
+    find_free_port,
+    make_arguments,
+    make_environment,
+)
 from rollouts.engines.server import ServerEngine
 from rollouts.engines.sglang import open_sglang_engine
 from rollouts.engines.vllm import open_vllm_engine
@@ -33,20 +39,9 @@ START_S = 400.0
 CONTEXT_LENGTH = 2048
 VOCAB_SIZE = 259  # of the byte tokenizer
 
-
-WORDS = {
-    "vllm": "vllm.entrypoints.openai.api_server --served-model-name policy --enforce-eager"
-    f" --max-model-len {CONTEXT_LENGTH}",
-    "sglang": f"sglang.launch_server --context-length {CONTEXT_LENGTH} --device cpu --sleep-on-idle"
-    " --attention-backend torch_native --max-total-tokens 16384 --max-running-requests 32",
-}
-ENVIRONMENT = {
-    "PYTHONDONTWRITEBYTECODE": "",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
+ARGS = {
+    "vllm": f"--dtype float32 --max-model-len {CONTEXT_LENGTH}",
+    "sglang": f"--dtype float32 --context-length {CONTEXT_LENGTH} --max-running-requests 32",
 }
 Kind = Literal["vllm", "sglang"]
 Snapshots = tuple[Path, Path]
@@ -132,25 +127,17 @@ def run_server(
     keys, log = folder / "keys.yaml", folder / "server.log"
     keys.touch(mode=0o600)
     keys.write_text(f'api-key: "{api_key}"\n')
-    words = f"{WORDS[kind]} --dtype float32 --host 127.0.0.1 --port {port}".split()
-    command = [
-        str(python),
-        "-m",
-        *words,
-        "--model-path" if kind == "sglang" else "--model",
-        str(model),
-        *flags,
-    ]
-    env = os.environ | ENVIRONMENT | {"VLLM_API_KEY": api_key} | environment
-    if kind == "sglang":
-        command += ["--config", str(keys)]
+    command = EngineCommand(kind, python, model, (*ARGS[kind].split(), *flags))
+    words = make_arguments(command, port=port, key_file=keys)
+    env = make_environment(command, os.environ, threads=1) | {"HF_HUB_OFFLINE": "1"}
+    env |= {"VLLM_API_KEY": api_key, "VLLM_NO_USAGE_STATS": "1"} | environment
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
+            words, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_ready(process, url + ("/health" if kind == "vllm" else "/ready"), log)
+        _wait_ready(process, url + HEALTH_PATHS[kind], log)
         yield RunningServer(kind, url, api_key, log, process.pid)
     finally:
         process.send_signal(signal.SIGTERM)  # its children end with it; what does not is killed
@@ -175,19 +162,11 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
         time.sleep(0.5)
 
 
-def find_free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 @pytest.fixture(scope="session")
 def vllm_server(
     vllm_python: Path, snapshots: Snapshots, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """A vLLM server with the settings that training needs."""
-    folder, flags = tmp_path_factory.mktemp("vllm"), ("--logprobs-mode", "processed_logprobs")
-    with run_server("vllm", vllm_python, snapshots[0], folder, "--enable-scale-out", *flags) as server:
+    with run_server("vllm", vllm_python, snapshots[0], tmp_path_factory.mktemp("vllm")) as server:
         yield server
 
 

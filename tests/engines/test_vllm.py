@@ -43,14 +43,14 @@ async def test_server_that_fails_in_a_load_has_no_version_until_an_update_succee
         version = await engine.weight_version()
         before = await engine.generate(make_request(temperature=0.0))
         await engine.pause("keep")
-        send = engine._server.control
+        send = engine.dialect.server.control
 
-        async def lose_and_send(path: str, body: Any = None) -> bytes:
+        async def lose_and_send(*arguments: Any) -> Any:
             shutil.rmtree(gone, ignore_errors=True)
-            return await send(path, body)
+            return await send(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._server, "control", lose_and_send)
+            patch.setattr(engine.dialect.server, "control", lose_and_send)
             with pytest.raises(
                 EngineError, match=f"could not load {gone} and may have its weights in pieces"
             ):
@@ -107,8 +107,8 @@ async def test_openai_engine_evaluates_on_the_same_server(
 @pytest.mark.parametrize(
     ("flags", "dev_mode", "named"),
     [
-        ("", "1", "--logprobs-mode processed_logprobs"),
-        ("--logprobs-mode processed_logprobs", "0", "VLLM_SERVER_DEV_MODE=1"),
+        ("--logprobs-mode raw_logprobs", "1", "--logprobs-mode processed_logprobs"),
+        ("--enforce-eager", "0", "VLLM_SERVER_DEV_MODE=1"),
     ],
 )  # the other settings are tried in unit tests, without a server of their own
 async def test_server_without_a_setting_is_refused_by_the_name_of_its_flag(
@@ -119,8 +119,8 @@ async def test_server_without_a_setting_is_refused_by_the_name_of_its_flag(
     snapshots: Snapshots,
     tmp_path: Path,
 ):
-    words = ["--enable-scale-out", *flags.split()]
-    opened = run_server("vllm", vllm_python, snapshots[0], tmp_path, *words, VLLM_SERVER_DEV_MODE=dev_mode)
+    environment = {"VLLM_SERVER_DEV_MODE": dev_mode}
+    opened = run_server("vllm", vllm_python, snapshots[0], tmp_path, *flags.split(), **environment)
     with opened as server, pytest.raises(EngineSetupError, match=named):
         async with open_engine(server):
             pass
