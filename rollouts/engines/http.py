@@ -14,6 +14,7 @@ import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urlsplit
 
 import httpx
@@ -38,16 +39,17 @@ Transport = Callable[[], httpx.AsyncBaseTransport]
 """How requests travel, in place of the network."""
 
 
+@dataclass(eq=False)
 class HttpClient:
     """Requests to one server. Made by open_http_client."""
 
-    def __init__(self, url: str, headers: Mapping[str, str], make: Callable[[], httpx.AsyncClient]) -> None:
-        """`url` stands before every path, and in messages; `headers` go into every request."""
-        self.url = url
-        self._headers = headers
-        self._make = make
-        self._idle: deque[tuple[float, httpx.AsyncClient]] = deque()  # idle since; the newest last
-        self._closed = False
+    url: str  # stands before every path, and in messages
+    headers: Mapping[str, str]  # go into every request
+    make: Callable[[], httpx.AsyncClient]
+    _idle: deque[tuple[float, httpx.AsyncClient]] = field(
+        default_factory=deque
+    )  # idle since; the newest last
+    _closed: bool = False
 
     async def request(
         self, method: str, path: str, *, body: bytes | None = None, silence_s: float = 60.0
@@ -67,7 +69,7 @@ class HttpClient:
             except _Unanswered:
                 if trio.current_time() - begun_s >= RESEND_S:
                     raise
-        return await self._ask(self._make(), method, path, body, silence_s)
+        return await self._ask(self.make(), method, path, body, silence_s)
 
     async def _ask(
         self, client: httpx.AsyncClient, method: str, path: str, body: bytes | None, silence_s: float
@@ -77,7 +79,7 @@ class HttpClient:
         if self._closed:
             raise EngineClosed(f"{where}: the client is closed; use it inside its `async with`")
         timeout = httpx.Timeout(silence_s, connect=CONNECT_S, pool=None).as_dict()
-        headers = dict(self._headers)
+        headers = dict(self.headers)
         if method != "GET":
             headers |= {"content-length": str(len(body or b"")), "content-type": "application/json"}
         request = httpx.Request(

@@ -252,10 +252,7 @@ def check_command(command: EngineCommand) -> None:
     fixed["--model"] = str(command.model)
     for name, value in split_flags(command.args):
         for flag, needed in fixed.items():
-            # argparse takes the beginning of a flag for the flag; "--no-x" is the opposite of "--x".
-            begins = len(name) > 2 and flag.startswith(name) and name not in fixed
-            meant = name in (flag, f"--no-{flag[2:]}") or begins
-            if meant and (name, value) != (flag, needed):
+            if name in (flag, f"--no-{flag[2:]}") and (name, value) != (flag, needed):
                 raise ConfigError(
                     f"engine.args has `{name} {value or ''}`, but training needs `{flag} {needed or ''}`;"
                     " leave it out"

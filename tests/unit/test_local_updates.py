@@ -227,8 +227,8 @@ def sees_the_future(model: Any) -> None:
 
 UNLIKE = """
 Mistral | sliding_window = 64               | sliding_window=64 is shorter than the context of 160
-Gemma2  | head_dim = 8                      | final_logit_softcapping=30.0
-Llama   | final_logit_softcapping = 30.0    | final_logit_softcapping=30.0
+Gemma2  | head_dim = 8                      | config has .'final_logit_softcapping'
+Llama   | final_logit_softcapping = 30.0    | config has .'final_logit_softcapping'
 Olmo2   |                                   | parts
 Llama   |                                   | differ from the model's own by
 """

@@ -43,9 +43,7 @@ class StagedWeights:
         self.is_open = False
 
     def add(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """Copies the tensors. Raises EngineError outside an update, and on an unknown name or a wrong shape,
-        before any of the bucket is copied.
-        """
+        """Copies the tensors. Raises EngineError outside an update, for an unknown name and a wrong shape."""
         if not self.is_open:
             raise EngineError("receive_bucket outside an update; await begin_update() first")
         for name, tensor in bucket:
@@ -56,8 +54,6 @@ class StagedWeights:
                     f"weight update has {name!r} of shape {list(tensor.shape)}, which the engine's model"
                     f" {has}; trainer and engine must be one model"
                 )
-        for name, tensor in bucket:
-            target = self._targets[name]
             room = self._spare.pop(id(target), None)
             if room is None or room.is_inference():
                 room = torch.empty_like(target, requires_grad=False)
