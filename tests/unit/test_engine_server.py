@@ -35,6 +35,7 @@ from tests.support.fault_plan import (
     CutBody,
 )
 from tests.support.fault_server import Reply, open_fake_server
+from tests.support.text_tables import read_cells
 from tests.unit.server_engines import (
     BOTH,
     GENERATE,
@@ -99,41 +100,30 @@ async def test_a_cancelled_caller_frees_its_row(dialect, autojump_clock):
 SGLANG_ANSWER = """{"output_ids": [5], "meta_info": {"id": "ID", "finish_reason": {"type": "length"},
 "output_token_logprobs": [[-3.2, 5, null]],
 "weight_versions": [{"version": "default", "start": 0, "end": 1}]}}"""
-RAW = '{"model": "m", "max_model_len": 256, "logprobs_mode": "raw_logprobs"}'
-SHORT = '{"model": "m", "max_model_len": 128, "logprobs_mode": "processed_logprobs"}'
+# the server, what it says, and what it has to be started with
+FALSE_SETTINGS = """
+vllm | {"/v1/models": 401} | --api-key
+vllm | {"/v1/models": {"data": []}} | serves no model
+vllm | {"/server_info": 404} | VLLM_SERVER_DEV_MODE=1
+vllm | {"/server_info": {"vllm_config": {"model_config": {"model": "m"}}}} | 0.32
+vllm | {"/inference/v1/generate": 403} | --enable-scale-out
+vllm | {"/inference/v1/generate": 400} | vocabulary of 300
+vllm | {"/inference/v1/generate": {"request_id": "x", "choices": [{}]}} | 0.32
+vllm | {"/metrics": "python_info 1"} | --disable-log-stats
+vllm | {"model_config": {"model": "m", "max_model_len": 256, "logprobs_mode": "raw_logprobs"}} | processed_logprobs
+vllm | {"model_config": {"model": "m", "max_model_len": 128, "logprobs_mode": "processed_logprobs"}} | len 256
+vllm | {"parallel_config": {"_api_process_count": 2}} | --api-server-count 1
+sglang | {"/model_info": 401} | --api-key
+sglang | {"/v1/models": {"data": [{"id": "m"}]}} | 0.5.20
+sglang | {"/v1/models": {"data": [{"id": "m", "max_model_len": 128}]}} | --context-length 256
+sglang | {"version": "0.5.9"} | 0.5.20 or later
+sglang | {"enable_watermark": true} | --enable-watermark
+sglang | {"speculative_algorithm": "EAGLE", "speculative_accept_threshold_acc": 0.9} | threshold-acc 1.0
+sglang | {"/model_info": {"model_path": "m", "weight_version": "1", "is_generation": false}} | --is-embedding
+"""
 
 
-@pytest.mark.parametrize(
-    ("dialect", "said", "named"),
-    [
-        ("vllm", '{"/v1/models": 401}', "--api-key"),
-        ("vllm", '{"/v1/models": {"data": []}}', "serves no model"),
-        ("vllm", '{"/server_info": 404}', "VLLM_SERVER_DEV_MODE=1"),
-        ("vllm", '{"/server_info": {"vllm_config": {"model_config": {"model": "m"}}}}', "0.32"),
-        ("vllm", '{"/inference/v1/generate": 403}', "--enable-scale-out"),
-        ("vllm", '{"/inference/v1/generate": 400}', "vocabulary of 300"),
-        ("vllm", '{"/inference/v1/generate": {"request_id": "x", "choices": [{}]}}', "0.32"),
-        ("vllm", '{"/metrics": "python_info 1"}', "--disable-log-stats"),
-        ("vllm", f'{{"model_config": {RAW}}}', "processed_logprobs"),
-        ("vllm", f'{{"model_config": {SHORT}}}', "--max-model-len 256"),
-        ("vllm", '{"parallel_config": {"_api_process_count": 2}}', "--api-server-count 1"),
-        ("sglang", '{"/model_info": 401}', "--api-key"),
-        ("sglang", '{"/v1/models": {"data": [{"id": "m"}]}}', "0.5.20"),
-        ("sglang", '{"/v1/models": {"data": [{"id": "m", "max_model_len": 128}]}}', "--context-length 256"),
-        ("sglang", '{"version": "0.5.9"}', "0.5.20 or later"),
-        ("sglang", '{"enable_watermark": true}', "--enable-watermark"),
-        (
-            "sglang",
-            '{"speculative_algorithm": "EAGLE", "speculative_accept_threshold_acc": 0.9}',
-            "--speculative-accept-threshold-acc 1.0",
-        ),
-        (
-            "sglang",
-            '{"/model_info": {"model_path": "m", "weight_version": "1", "is_generation": false}}',
-            "--is-embedding",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("dialect", "said", "named"), read_cells(FALSE_SETTINGS))
 async def test_a_setting_that_would_falsify_training_is_refused_by_its_flag(dialect, said, named):
     """`said`: settings of the server, and by path its answers: bodies, text, or statuses."""
     settings = json.loads(said)
