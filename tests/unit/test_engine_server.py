@@ -110,7 +110,7 @@ vllm | {"/inference/v1/generate": 403} | --enable-scale-out
 vllm | {"/inference/v1/generate": 400} | vocabulary of 300
 vllm | {"/inference/v1/generate": {"request_id": "x", "choices": [{}]}} | 0.32
 vllm | {"/metrics": "python_info 1"} | --disable-log-stats
-vllm | {"model_config": {"model": "m", "max_model_len": 256, "logprobs_mode": "raw_logprobs"}} | processed_logprobs
+vllm | {"model_config": {"model": "m", "max_model_len": 256, "logprobs_mode": "raw"}} | processed_logprobs
 vllm | {"model_config": {"model": "m", "max_model_len": 128, "logprobs_mode": "processed_logprobs"}} | len 256
 vllm | {"parallel_config": {"_api_process_count": 2}} | --api-server-count 1
 sglang | {"/model_info": 401} | --api-key

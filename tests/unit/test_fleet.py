@@ -244,14 +244,6 @@ async def test_abort_all_does_not_wait_for_an_update(autojump_clock):
         fleet.commit(a, 0)
 
 
-async def test_a_pause_reaches_every_member(autojump_clock):
-    a, b = FakeEngine("a"), FakeEngine("b")
-    async with fleet_of(a, b) as fleet:
-        await fleet.pause("wait")
-        await fleet.resume()
-    assert a.calls == b.calls == ["pause wait", "resume"]
-
-
 async def test_leaving_the_fleet_ends_everyones_wait(autojump_clock):
     a = FakeEngine("a", hang)
 
@@ -273,12 +265,3 @@ async def test_leaving_the_fleet_ends_everyones_wait(autojump_clock):
         await fleet.stale_members.receive()
     with pytest.raises(EngineClosed):
         await fleet.generate(ask("late"))
-
-
-async def test_a_caller_who_is_cancelled_already_keeps_no_seat(autojump_clock):
-    a = FakeEngine("a")
-    async with fleet_of(a) as fleet:
-        with trio.CancelScope() as scope:
-            scope.cancel()
-            await fleet.generate(ask("r"))
-        assert scope.cancelled_caught and not a.asked

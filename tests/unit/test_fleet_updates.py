@@ -8,7 +8,7 @@ import trio.testing
 
 from rollouts.engines.fleet import open_fleet
 from rollouts.engines.fleet_members import Member
-from rollouts.errors import EngineError, EngineSetupError, FleetDown
+from rollouts.errors import EngineError, EngineSetupError
 from rollouts.types import Completion
 from tests.unit.fleet_engines import (
     UNREACHABLE,
@@ -105,22 +105,6 @@ async def test_an_engine_that_cannot_be_updated_is_restarted(autojump_clock):
         assert len(a.restarted_at) == 1
 
 
-async def test_publishing_takes_out_whoever_was_not_updated(autojump_clock):
-    a, b = FakeEngine("a"), FakeEngine("b")
-    async with fleet_of(a, b) as fleet:
-        fleet.close_admission(a)
-        fleet.commit(a, 1)
-        fleet.publish(1)
-        assert state_of(fleet, "b") == "stale" and await fleet.stale_members.receive() is b
-        assert await fleet.weight_version() == fleet.published_version == 1
-
-
-async def test_a_fleet_is_not_updated_as_one_engine():
-    async with fleet_of(FakeEngine("a")) as fleet:
-        with pytest.raises(EngineError, match="weight_sync"):
-            fleet.begin_update()
-
-
 # --- coming and going --------------------------------------------------------------------------------------
 
 
@@ -178,9 +162,3 @@ async def test_engines_that_do_not_fit_together_are_refused(change, says):
     with pytest.raises(EngineSetupError, match=says):
         async with open_fleet([*map(Member, engines)], warn=print):
             raise AssertionError("opened")
-
-
-async def test_an_error_inside_the_fleets_context_comes_out_as_it_is():
-    with pytest.raises(FleetDown):
-        async with open_fleet([Member(FakeEngine("a"))], warn=print):
-            raise FleetDown("all of them")

@@ -32,17 +32,6 @@ async def test_compiled_steps_answer_as_the_model_does_and_see_updates():  # pra
             model.cuda()
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("by_columns", [False, True])
-def test_a_product_by_columns_is_the_layers_own(bias: bool, by_columns: bool):
-    layer, states = torch.nn.Linear(24, 40, bias=bias), torch.randn(9, 24)
-    states = states.t().contiguous().t() if by_columns else states
-    with torch.inference_mode():
-        found = decoder._linear_by_columns(layer, states)
-        torch.testing.assert_close(found, layer(states), rtol=1e-5, atol=1e-6)
-    assert found.t().is_contiguous()
-
-
 @pytest.mark.parametrize(
     ("others_wait", "seconds", "steps"), [(True, 1e9, 4), (False, 1e9, 32), (True, 0.0, 1)]
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,12 +177,6 @@ async def test_a_bad_request_is_refused_by_field_value_and_rule(changes: str, me
     async with open_engine() as engine:
         with pytest.raises(RequestRefused, match=message):
             await engine.generate(make_request(**read_params(changes)))
-
-
-async def test_tokens_that_are_no_whole_numbers_are_refused():
-    async with open_engine() as engine:
-        with pytest.raises(RequestRefused, match="prompt_ids has dtype float64"):
-            await engine.generate(replace(make_request(), prompt_ids=np.array([1.0])))
 
 
 @pytest.mark.parametrize(
