@@ -59,6 +59,10 @@ class Dialect(Protocol):
     abort_grace_s: float = ABORT_GRACE_S  # 0: requests are aborted by closing their connections
     shapes: TensorShapes | None = None  # of the server's model; None: unknown here
 
+    @property
+    def name(self) -> str:
+        return self.server.name
+
     async def ask(self, request: GenerateRequest, server_id: str) -> Completion: ...
     async def read_work(self) -> object:
         """Differs from what it was if the server did anything since."""

@@ -136,10 +136,6 @@ class SGLangServer(Dialect):
         self._set_salt()
 
     @property
-    def name(self) -> str:
-        return self.server.name
-
-    @property
     def world_size(self) -> int:
         """Processes that hold weights."""
         return self.info.tp_size * self.info.pp_size

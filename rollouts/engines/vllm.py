@@ -103,10 +103,6 @@ class VLLMServer(Dialect):
     shapes: TensorShapes | None = None
     transfer_backend: str | None = None  # None: transfer in memory is off
 
-    @property
-    def name(self) -> str:
-        return self.server.name
-
     # --- requests
 
     async def ask(self, request: GenerateRequest, server_id: str) -> Completion:

@@ -155,8 +155,8 @@ VLLM_WORDS = """/v/python -m vllm.entrypoints.openai.api_server --model /m --log
 --enable-scale-out --host 127.0.0.1 --served-model-name policy --port 8101 --disable-uvicorn-access-log
 --no-enable-chunked-prefill --enforce-eager --device cpu --seed 3"""
 # the user's --max_total_tokens takes the place of ours
-SGLANG_WORDS = """/v/python -m sglang.launch_server --model-path /m --device cpu --sleep-on-idle
---host 127.0.0.1 --served-model-name policy --port 8101 --config k.yaml --log-level-http warning
+SGLANG_WORDS = """/v/python -m sglang.launch_server --model-path /m --host 127.0.0.1
+--served-model-name policy --device cpu --sleep-on-idle --port 8101 --config k.yaml --log-level-http warning
 --attention-backend torch_native --device=cpu --max_total_tokens=99"""
 
 
