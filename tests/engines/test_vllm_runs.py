@@ -7,10 +7,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,27 +59,15 @@ def test_a_language_model_learns_on_a_server_whose_weights_are_proven_every_seco
         assert (row["weight_version_min"], row["weight_version_max"]) == (served, served)
 
 
-@pytest.fixture
-def lying_url(vllm_server: RunningServer) -> Iterator[str]:
-    """The address of a vLLM server that says that it loads weights and keeps those it has."""
-    script = Path(__file__).with_name("lying_proxy.py")
-    with subprocess.Popen(
-        [sys.executable, str(script), vllm_server.url], stdout=subprocess.PIPE, text=True
-    ) as proxy:
-        assert proxy.stdout is not None
-        yield proxy.stdout.readline().strip()
-        proxy.kill()
-
-
 def test_a_server_that_keeps_its_old_weights_and_says_200_stops_the_run_before_a_sample_of_them_trains(
-    lying_url: str, vllm_server: RunningServer, snapshots: Snapshots, tmp_path: Path
+    vllm_server: RunningServer, snapshots: Snapshots, tmp_path: Path
 ):
     errors = train(
         tmp_path,
         "demo_vllm.toml",
-        f'{use_short(tmp_path, snapshots[0])} --engine.urls ["{lying_url}"]',
+        f'{use_short(tmp_path, snapshots[0])} --engine.urls ["{vllm_server.url}"]',
         exit_code=1,
-        program=Path(__file__).with_name("impatient_train.py"),
+        program=Path(__file__).with_name("sabotaged_train.py"),
         VLLM_API_KEY=vllm_server.api_key,
     )
     assert "WeightSyncError" in errors

@@ -17,7 +17,7 @@ import trio.testing
 from rollouts.device_thread import open_device_thread
 from rollouts.engines.local import LocalEngine, open_local_engine
 from rollouts.testing import engine_contracts
-from rollouts.testing.engine_contracts import make_request
+from rollouts.testing.engine_contracts import asked, make_request
 from rollouts.testing.fakes import ScriptedEngine
 from rollouts.types import Completion, GenerateRequest, SamplingParams
 from tests.support.text_tables import read_cells, read_params
@@ -58,14 +58,8 @@ async def open_engine(
 
 
 async def generate_all(engine: LocalEngine, requests: list[GenerateRequest]) -> dict[str, Completion]:
-    answers: dict[str, Completion] = {}
-
-    async def ask(request: GenerateRequest) -> None:
-        answers[request.request_id] = await engine.generate(request)
-
-    async with trio.open_nursery() as nursery:
-        for request in requests:
-            nursery.start_soon(ask, request)
+    async with asked(engine, *requests) as answers:
+        pass
     return answers
 
 
