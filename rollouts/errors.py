@@ -49,6 +49,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -270,3 +271,16 @@ def check_keywords(
             raise ConfigError(
                 f"{what} has no parameter {name!r}; {hint} takes {', '.join(accepted) or 'none'}"
             )
+
+
+def parse_call(text: str) -> tuple[str, dict[str, float]]:
+    """The name and numbers of "name" or "name(key=number, …)"; a name may be module:function. Raises
+    ValueError.
+    """
+    found = re.fullmatch(r"\s*([\w.]*(?::\w+)?)\s*(?:\(([^()]*)\))?\s*", text)
+    name, numbers = found.groups() if found else ("", "not numbers")
+    try:
+        pairs = dict(part.split("=") for part in (numbers or "").split(",") if part.strip())
+        return name, {key.strip(): float(number) for key, number in pairs.items()}
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not of the form name or name(key=number, …)") from error

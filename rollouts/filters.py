@@ -5,15 +5,13 @@ group.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollouts.errors import PlugInError
+from rollouts.errors import PlugInError, check_keywords
 from rollouts.types import FilterDecision, SampleGroup
 
 GroupFilter = Callable[..., FilterDecision]
@@ -163,13 +161,10 @@ FILTERS: Mapping[str, GroupFilter] = {
 
 
 def make_filter(name: str, **thresholds: float | str) -> GroupFilter:
-    """The filter of that name with some of its thresholds replaced. Raises PlugInError naming the filters, or
-    the thresholds there are.
+    """The filter of that name with some of its thresholds replaced. Raises PlugInError naming the filters,
+    ConfigError naming the thresholds there are.
     """
     if name not in FILTERS:
         raise PlugInError(f"filter={name!r} is not one of {', '.join(FILTERS)}")
-    known = [parameter for parameter in inspect.signature(FILTERS[name]).parameters if parameter != "group"]
-    unknown = [threshold for threshold in thresholds if threshold not in known]
-    if unknown:
-        raise PlugInError(f"filter {name} has no threshold {unknown[0]!r}; it has {', '.join(known)}")
-    return cast(GroupFilter, functools.partial(FILTERS[name], **thresholds))
+    check_keywords(f"filter {name}", FILTERS[name], thresholds, beside=("group",))
+    return functools.partial(FILTERS[name], **thresholds)

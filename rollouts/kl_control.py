@@ -73,23 +73,19 @@ def compute_two_sided_kl_coef(
     return min(max(kl_coef, lowest), highest)
 
 
-def _bind(control: Callable[..., float]) -> Callable[..., KLControl]:
-    """The function from settings to the controller that has them. It raises ValueError for settings out of
-    their range, TypeError for those that the controller lacks or does not know.
+def _bind(control: Callable[..., float], **settings: float) -> KLControl:
+    """The controller that has these settings. Raises ValueError for settings out of their range, TypeError
+    for those that the controller lacks or does not know.
     """
-
-    def make(**settings: float) -> KLControl:
-        bound = functools.partial(control, **settings)
-        bound(0.0, 1.0, 0)
-        return bound
-
-    return make
+    bound = functools.partial(control, **settings)
+    bound(0.0, 1.0, 0)
+    return bound
 
 
 KL_CONTROLS: dict[str, Callable[..., KLControl]] = {
-    "fixed": _bind(keep_kl_coef),
-    "proportional": _bind(compute_adaptive_kl_coef),
-    "two_sided": _bind(compute_two_sided_kl_coef),
+    "fixed": functools.partial(_bind, keep_kl_coef),
+    "proportional": functools.partial(_bind, compute_adaptive_kl_coef),
+    "two_sided": functools.partial(_bind, compute_two_sided_kl_coef),
 }
 """Name -> the function that binds a controller's settings."""
 

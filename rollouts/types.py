@@ -34,6 +34,7 @@ from rollouts.metric_kinds import metric_values as metric_values
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
+FloatRows = tuple[FloatArray, ...]  # one array [T_i] per row
 
 
 class Status(StrEnum):
@@ -218,17 +219,15 @@ class RolloutBatch:
     loss_masks: tuple[BoolArray, ...]
     rewards: FloatArray | None = None  # [B]
     metadata: tuple[Mapping[str, JSONValue], ...] = ()  # one per row, or empty
-    rollout_log_probs: tuple[FloatArray, ...] | None = None  # nats; mu
-    old_log_probs: tuple[FloatArray, ...] | None = None  # nats; trainer's recompute, when rl.recompute_old
-    ref_log_probs: tuple[FloatArray, ...] | None = None  # nats; frozen reference
-    advantages: tuple[FloatArray, ...] | None = None
+    rollout_log_probs: FloatRows | None = None  # nats; mu
+    old_log_probs: FloatRows | None = None  # nats; trainer's recompute, when rl.recompute_old
+    ref_log_probs: FloatRows | None = None  # nats; frozen reference
+    advantages: FloatRows | None = None
     mean_advantages: FloatArray | None = (
         None  # [B] of each row over the tokens that train, 0 of none; for the record
     )
-    returns: tuple[FloatArray, ...] | None = (
-        None  # what a critic's values are to become, in the reward's unit
-    )
-    old_values: tuple[FloatArray, ...] | None = None  # the critic's own, before the first update on the batch
+    returns: FloatRows | None = None  # what a critic's values are to become, in the reward's unit
+    old_values: FloatRows | None = None  # the critic's own, before the first update on the batch
     group_indices: IntArray | None = None  # [B]
     weight_versions: tuple[IntArray, ...] | None = None
     temperature: float = 1.0  # that the rollouts were sampled at; the trainer divides its logits by it
@@ -382,7 +381,7 @@ class TokenArrays:
     a row that was left out.
     """
 
-    log_probs: tuple[FloatArray, ...]  # nats: the trainer's own at this update; of a scalar head its values
+    log_probs: FloatRows  # nats: the trainer's own at this update; of a scalar head its values
     slopes: tuple[
         FloatArray, ...
     ]  # d(sum / denominator) / d(log-prob): the part of the loss's derivative that goes through the token

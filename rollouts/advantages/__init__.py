@@ -23,11 +23,19 @@ from rollouts.advantages.gae import (
     whiten_advantages,
 )
 from rollouts.advantages.group import GROUP_ADVANTAGES, whiten_over_tokens
-from rollouts.advantages.inputs import AdvantageFn, AdvantageInputs, merge_segments, require
+from rollouts.advantages.inputs import (
+    AdvantageFn,
+    AdvantageInputs,
+    FloatRows,
+    Masks,
+    Rows,
+    merge_segments,
+    require,
+)
 from rollouts.advantages.kl_rewards import compute_token_rewards, subtract_kl
 from rollouts.advantages.roles import RoleAdvantages, compute_role_advantages
 from rollouts.errors import check_keywords
-from rollouts.types import BoolArray, FloatArray
+from rollouts.types import FloatArray
 
 __all__ = [
     "ADVANTAGES",
@@ -72,16 +80,16 @@ def compute_group_advantages(
     ValueError on an unknown kind, on lengths that differ, and naming the row whose reward is not finite.
     """
     require(kind in ADVANTAGES, f"kind={kind!r} is not known; advantages are {', '.join(ADVANTAGES)}")
-    given: dict[str, Any] = {"rewards": rewards, "group_indices": group_indices, "lengths": lengths}
-    given |= {"named_rewards": named_rewards or {}, "trajectories": trajectories}
-    advantages = compute_advantages(AdvantageInputs(**given), ADVANTAGES[kind], **params)
+    inputs: dict[str, Any] = {"rewards": rewards, "group_indices": group_indices, "lengths": lengths}
+    inputs |= {"named_rewards": named_rewards or {}, "trajectories": trajectories}
+    advantages = compute_advantages(AdvantageInputs(**inputs), ADVANTAGES[kind], **params)
     assert isinstance(advantages, np.ndarray), kind
     return advantages
 
 
 def compute_advantages(
     inputs: AdvantageInputs, function: AdvantageFn, **params: Any
-) -> FloatArray | tuple[FloatArray, ...] | GAEResult:
+) -> FloatArray | FloatRows | GAEResult:
     """What the function answers, checked: float32 [B], or one float32 array per row when it answers with
     arrays per token; a GAEResult with both.
 
@@ -92,15 +100,15 @@ def compute_advantages(
     name, rows = getattr(function, "__name__", "the advantage function"), len(inputs.rewards)
     if not isinstance(answer, GAEResult):
         return _check_answer(answer, name, rows)
-    advantages, returns = (
-        _check_answer(part, f"{name}, {field}:", rows) for field, part in answer._asdict().items()
-    )
-    if isinstance(advantages, np.ndarray) or isinstance(returns, np.ndarray):
-        raise ValueError(f"{name} answered with a GAEResult of numbers; give one array [T] per row")
-    return GAEResult(advantages, returns)
+    parts = {
+        field: _check_answer(part, f"{name}, {field}:", rows) for field, part in answer._asdict().items()
+    }
+    for part in parts.values():
+        require(isinstance(part, tuple), f"{name} answered with a GAEResult of numbers; give arrays [T]")
+    return GAEResult(**parts)  # pyright: ignore[reportArgumentType]
 
 
-def _check_answer(answer: Any, name: str, rows: int) -> FloatArray | tuple[FloatArray, ...]:
+def _check_answer(answer: Any, name: str, rows: int) -> FloatArray | FloatRows:
     rule = "an advantage is one finite number per row, or one array [T] of finite numbers per row"
     countable = isinstance(answer, list | tuple) or getattr(answer, "ndim", 0)
     found = f"{len(answer)} advantages" if countable else type(answer).__name__
@@ -114,9 +122,7 @@ def _check_answer(answer: Any, name: str, rows: int) -> FloatArray | tuple[Float
     return tuple(row.astype(np.float32) for row in values) if per_token else np.asarray(values, np.float32)
 
 
-def broadcast_advantages(
-    advantages: NDArray[Any] | Sequence[float] | Sequence[ArrayLike], loss_masks: Sequence[BoolArray]
-) -> tuple[FloatArray, ...]:
+def broadcast_advantages(advantages: NDArray[Any] | Sequence[float] | Rows, loss_masks: Masks) -> FloatRows:
     """Each row's advantage on every token that trains, 0 elsewhere: one array [T_i] per row. Raises
     ValueError if the lengths differ.
 

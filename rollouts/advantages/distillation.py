@@ -13,18 +13,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollouts.advantages.inputs import require, scatter_trained, take_trained
-from rollouts.types import BoolArray, FloatArray
+from rollouts.advantages.inputs import FloatRows, Masks, require, scatter_trained, take_trained
+from rollouts.types import FloatArray
 
 
 def compute_distillation_advantages(
     teacher_log_probs: Sequence[FloatArray],
     log_probs: Sequence[FloatArray],
-    loss_masks: Sequence[BoolArray],
+    loss_masks: Masks,
     *,
     coef: float = 1.0,
     clip: float | None = None,
-) -> tuple[FloatArray, ...]:
+) -> FloatRows:
     """A_t = coef·(teacher_log_prob − log_prob) of each trained token, one array [T_i] per row, 0 elsewhere:
     minus the k1 of the reverse KL.
 
@@ -49,9 +49,7 @@ def compute_distillation_advantages(
     return tuple(advantages)
 
 
-def align_rows(
-    teacher_values: Sequence[FloatArray], teacher_masks: Sequence[BoolArray], loss_masks: Sequence[BoolArray]
-) -> tuple[FloatArray, ...]:
+def align_rows(teacher_values: Sequence[FloatArray], teacher_masks: Masks, loss_masks: Masks) -> FloatRows:
     """The teacher's values of each response at the student's positions, one array [T_i] per row, 0.0
     elsewhere.
 

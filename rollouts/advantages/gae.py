@@ -8,29 +8,36 @@ happened in between belongs on the trained token before it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from rollouts.advantages.group import whiten_over_tokens
-from rollouts.advantages.inputs import AdvantageInputs, Floats, require, scatter_trained, take_trained
+from rollouts.advantages.inputs import (
+    AdvantageInputs,
+    FloatRows,
+    Floats,
+    Masks,
+    Rows,
+    require,
+    scatter_trained,
+    take_trained,
+)
 from rollouts.errors import ConfigError
-from rollouts.types import BoolArray, FloatArray
 
 
 class GAEResult(NamedTuple):
     """Per-token results, one array [T_i] per row, 0 outside the loss masks."""
 
-    advantages: tuple[FloatArray, ...]
-    returns: tuple[FloatArray, ...]  # what the critic's values are regressed on
+    advantages: FloatRows
+    returns: FloatRows  # what the critic's values are regressed on
 
 
 def compute_gae(
-    rewards: Sequence[ArrayLike],
-    values: Sequence[ArrayLike],
-    loss_masks: Sequence[BoolArray],
+    rewards: Rows,
+    values: Rows,
+    loss_masks: Masks,
     *,
     gamma: float = 1.0,
     lam: float | ArrayLike = 1.0,
@@ -60,28 +67,29 @@ def compute_gae(
             require(0 <= number <= 1, f"{name}={number}; it must be from 0 to 1")
     finite = "bootstrap_values must be one finite number per row, 0 where it ended"
     require(np.isfinite(bootstrap).all(), finite)
-    kept_rewards = _pad(take_trained("rewards", rewards, loss_masks))
-    kept_values = _pad(take_trained("values", values, loss_masks))
-    lengths = _count_trained(loss_masks)
+    kept_rewards = _align_ends(take_trained("rewards", rewards, loss_masks))
+    kept_values = _align_ends(take_trained("values", values, loss_masks))
+    following = np.append(kept_values, bootstrap[:, None], axis=1)[:, 1:]
+    deltas = kept_rewards + gamma * following - kept_values
 
     def sweep(lams: Floats) -> Floats:
         """[B, L] advantages, backwards over the tokens of all rows at once."""
-        advantages, next_advantage, next_value = np.zeros_like(kept_rewards), np.zeros(rows), bootstrap
-        for token in range(kept_rewards.shape[1] - 1, -1, -1):
-            here, value = token < lengths, kept_values[:, token]
-            delta = kept_rewards[:, token] + gamma * next_value - value
-            next_advantage = np.where(here, delta + gamma * lams * next_advantage, next_advantage)
-            next_value = np.where(here, value, next_value)
-            advantages[:, token] = np.where(here, next_advantage, 0.0)
+        advantages, advantage = np.zeros_like(deltas), np.zeros(rows)
+        for token in reversed(range(deltas.shape[1])):
+            advantages[:, token] = advantage = deltas[:, token] + gamma * lams * advantage
         return advantages
 
     advantages = sweep(lams)
-    for_critic = advantages if critic_lam is None else sweep(np.full(rows, critic_lam))
-    results = (
-        [row[:length] for row, length in zip(each, lengths, strict=True)]
-        for each in (advantages, for_critic + kept_values)
+    returns = kept_values + (advantages if critic_lam is None else sweep(np.full(rows, critic_lam)))
+    return GAEResult(
+        *(
+            tuple(
+                scatter_trained(row[len(row) - np.count_nonzero(mask) :], mask)
+                for row, mask in zip(each, loss_masks, strict=True)
+            )
+            for each in (advantages, returns)
+        )
     )
-    return GAEResult(*(tuple(map(scatter_trained, each, loss_masks)) for each in results))
 
 
 def compute_gae_advantages(
@@ -113,7 +121,8 @@ def compute_gae_advantages(
         )
     lams = lam
     if alpha is not None:
-        lams = compute_length_adaptive_lambda(_count_trained(inputs.loss_masks), alpha=alpha)
+        lengths = [np.count_nonzero(mask) for mask in inputs.loss_masks]
+        lams = compute_length_adaptive_lambda(lengths, alpha=alpha)
     rows = inputs.token_rewards, inputs.values, inputs.loss_masks
     result = compute_gae(*rows, gamma=gamma, lam=lams, critic_lam=critic_lam)
     if whiten:
@@ -131,9 +140,7 @@ def compute_length_adaptive_lambda(lengths: ArrayLike, *, alpha: float = 0.05) -
     return np.maximum(0.0, 1.0 - 1.0 / (alpha * np.maximum(np.asarray(lengths, np.float64), 1.0)))
 
 
-def compute_discounted_returns(
-    rewards: Sequence[ArrayLike], loss_masks: Sequence[BoolArray], *, gamma: float = 1.0
-) -> tuple[FloatArray, ...]:
+def compute_discounted_returns(rewards: Rows, loss_masks: Masks, *, gamma: float = 1.0) -> FloatRows:
     """Reward to go of each trained token, Σ_{s ≥ t} gamma^(s−t)·r_s counted in trained tokens; 0 elsewhere:
     GAE without a critic.
 
@@ -143,9 +150,7 @@ def compute_discounted_returns(
     return compute_gae(rewards, nothing, loss_masks, gamma=gamma).returns
 
 
-def whiten_advantages(
-    advantages: Sequence[ArrayLike], loss_masks: Sequence[BoolArray], *, ddof: int = 1
-) -> tuple[FloatArray, ...]:
+def whiten_advantages(advantages: Rows, loss_masks: Masks, *, ddof: int = 1) -> FloatRows:
     """Per row [T_i]: (A − mean) / sqrt(variance + 1e-8) over all trained tokens of the batch, 0 elsewhere;
     what PPO does with GAE's advantages.
 
@@ -160,9 +165,7 @@ def whiten_advantages(
     return tuple(map(scatter_trained, parts, loss_masks))
 
 
-def compute_explained_variance(
-    values: Sequence[ArrayLike], returns: Sequence[ArrayLike], loss_masks: Sequence[BoolArray]
-) -> float | None:
+def compute_explained_variance(values: Rows, returns: Rows, loss_masks: Masks) -> float | None:
     """1 − Var(returns − values) / Var(returns) over all trained tokens: 1 is a perfect critic, 0 one no
     better than a constant.
 
@@ -178,13 +181,9 @@ def compute_explained_variance(
     return float(1.0 - (target - predicted).var() / target.var())
 
 
-def _count_trained(loss_masks: Sequence[BoolArray]) -> NDArray[np.int64]:
-    return np.asarray([np.count_nonzero(mask) for mask in loss_masks], np.int64)
-
-
-def _pad(rows: list[Floats]) -> Floats:
-    """[B, L] the rows, padded with 0 on the right."""
-    padded = np.zeros((len(rows), max(map(len, rows), default=0)))
-    for index, row in enumerate(rows):
-        padded[index, : len(row)] = row
-    return padded
+def _align_ends(rows: list[Floats]) -> Floats:
+    """[B, L] the rows, with zeros before them: all end in the last column."""
+    aligned = np.zeros((len(rows), max(map(len, rows), default=0)))
+    for row, values in zip(aligned, rows, strict=True):
+        row[len(row) - len(values) :] = values
+    return aligned

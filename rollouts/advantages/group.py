@@ -26,6 +26,7 @@ from rollouts.advantages.inputs import (
     need_lengths,
     require,
 )
+from rollouts.types import IntArray
 
 STD_EPSILON = 1e-6  # of 2402.03300; keeps a nearly constant group from dividing by nothing
 VARIANCE_EPSILON = 1e-8  # inside the root when a batch is whitened
@@ -80,8 +81,8 @@ def compute_grpo_advantages(
     advantages = np.empty_like(rewards)
     for row, reward in enumerate(rewards):
         others = np.delete(rewards, row)
-        spread = len(others) > 1 and np.ptp(others) > 0
-        advantages[row] = (reward - others.mean()) / (others.std(ddof=1) + std_epsilon if spread else 1.0)
+        spread = others.std(ddof=1) + std_epsilon if len(others) > 1 and np.ptp(others) > 0 else 1.0
+        advantages[row] = (reward - others.mean()) / spread
     return advantages
 
 
@@ -120,9 +121,9 @@ def compute_opo_advantages(inputs: AdvantageInputs) -> Floats:
     lengths = need_lengths(inputs, "opo")
     advantages = np.zeros_like(inputs.rewards)
     for rows in groups_with_spread(inputs.rewards, inputs.group_indices):
-        total = lengths[rows].sum()
-        if total > 0:
-            advantages[rows] = inputs.rewards[rows] - (lengths[rows] * inputs.rewards[rows]).sum() / total
+        if lengths[rows].any():
+            rewards = inputs.rewards[rows]
+            advantages[rows] = rewards - np.average(rewards, weights=lengths[rows])
     return advantages
 
 
@@ -141,11 +142,11 @@ def compute_pass_at_k_advantages(
     rule = f"k={k}; it must be at least 2, or 0 for the whole group (for k = 1 use 'rloo')"
     require(k == 0 or k > 1, rule)
     size = len(rewards)
-    chosen = size if k == 0 else min(k, size)
+    chosen = min(k or size, size)
     order = np.argsort(rewards, kind="stable")
     ascending = rewards[order]
     subsets = math.comb(size - 1, chosen - 1)  # whole numbers: no overflow
-    ways = np.asarray([math.comb(place, chosen - 2) / subsets for place in range(size)], np.float64)
+    ways = np.asarray([math.comb(place, chosen - 2) / subsets for place in range(size)])
     gains = np.zeros(size)
     # the row at `place` is the best of a subset; the second best is at one of the places below
     for place in range(1, size):
@@ -227,7 +228,7 @@ def use_raw_rewards(inputs: AdvantageInputs) -> Floats:
     return inputs.rewards.copy()
 
 
-def whiten_over_tokens(values: Floats, lengths: NDArray[np.int64], *, ddof: int = 1) -> Floats:
+def whiten_over_tokens(values: Floats, lengths: IntArray, *, ddof: int = 1) -> Floats:
     """(value − mean) / sqrt(variance + 1e-8) of row values [B], each counted once for each of its `lengths`
     trained tokens.
 
@@ -237,12 +238,12 @@ def whiten_over_tokens(values: Floats, lengths: NDArray[np.int64], *, ddof: int 
     count = int(lengths.sum())
     if count <= ddof or np.ptp(values[lengths > 0]) == 0:
         return np.zeros_like(values)
-    mean = (lengths * values).sum() / count
-    variance = (lengths * (values - mean) ** 2).sum() / (count - ddof)
-    return np.where(lengths > 0, (values - mean) / np.sqrt(variance + VARIANCE_EPSILON), 0.0)
+    centred = values - np.average(values, weights=lengths)
+    variance = np.average(centred**2, weights=lengths) * count / (count - ddof)
+    return np.where(lengths > 0, centred / np.sqrt(variance + VARIANCE_EPSILON), 0.0)
 
 
-def groups_with_spread(values: Floats, group_indices: NDArray[np.int64]) -> Iterator[NDArray[np.intp]]:
+def groups_with_spread(values: Floats, group_indices: IntArray) -> Iterator[NDArray[np.intp]]:
     """The rows of every group of at least two rows whose values differ, groups in ascending order."""
     for group in np.unique(group_indices):
         rows = np.flatnonzero(group_indices == group)

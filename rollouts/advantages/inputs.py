@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rollouts.types import BoolArray, FloatArray, Sample
+from rollouts.types import BoolArray, FloatArray, FloatRows, IntArray, Sample
 
 Floats = NDArray[np.float64]
+Rows = Sequence[ArrayLike]  # one array [T_i] per row, as a caller may give it
+Masks = Sequence[BoolArray]  # [T_i] per row: True where the token trains
 
 AdvantageFn = Callable[..., Any]
 """Called as `function(inputs, **params)`: one number per row [B], or one array [T_i] per row with a value
@@ -33,40 +35,38 @@ class AdvantageInputs:
     """
 
     rewards: Floats  # [B]; less the KL term where that goes into the reward
-    group_indices: NDArray[np.int64]  # [B] rows of one prompt share a number, in any order of the rows
-    lengths: NDArray[np.int64] | None = None  # [B] tokens that train; None where the caller does not know
+    group_indices: IntArray  # [B] rows of one prompt share a number, in any order of the rows
+    lengths: IntArray | None = None  # [B] tokens that train; None where the caller does not know
     # parts of the reward that every row has, each [B], and their weights; no weights: 1 each
     named_rewards: Mapping[str, Floats] = field(default_factory=dict)
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     # [B] the records behind the rows, or empty; for functions that need more
     samples: tuple[Sample, ...] = ()
     # [B] segments of one trajectory share a number, and their reward; None: each row is one
-    trajectories: NDArray[np.int64] | None = None
-    values: tuple[FloatArray, ...] = ()  # [T_i] per row: the critic's, before each token; empty: no critic
+    trajectories: IntArray | None = None
+    values: FloatRows = ()  # [T_i] per row: the critic's, before each token; empty: no critic
     # [T_i] per row, beside `values`: the KL term of each token, and the reward on the last trained one
-    token_rewards: tuple[FloatArray, ...] = ()
+    token_rewards: FloatRows = ()
     loss_masks: tuple[BoolArray, ...] = ()  # [T_i] per row, beside `values`: the tokens that train
 
     def __post_init__(self) -> None:
-        shared = {
-            "rewards": np.asarray(self.rewards, np.float64),
-            "group_indices": np.asarray(self.group_indices),
+        kinds = {"rewards": np.float64, "group_indices": None, "lengths": np.int64, "trajectories": np.int64}
+        given = {name: getattr(self, name) for name in kinds}
+        columns: dict[str, NDArray[Any]] = {
+            name: np.asarray(values, kinds[name]) for name, values in given.items() if values is not None
         }
         named = {name: np.asarray(values, np.float64) for name, values in self.named_rewards.items()}
-        given = {"lengths": self.lengths, "trajectories": self.trajectories}
-        own = {name: np.asarray(values, np.int64) for name, values in given.items() if values is not None}
-        for name, values in {**shared, **own, "named_rewards": named}.items():
+        for name, values in {**columns, "named_rewards": named}.items():
             object.__setattr__(self, name, values)
-        shared |= {f"named_rewards[{name!r}]": values for name, values in named.items()}
+        columns |= {f"named_rewards[{name!r}]": values for name, values in named.items()}
         count = self.rewards.size
-        for name, values in {**shared, **own}.items():
+        for name, values in columns.items():
             shapes = f"{name} has shape {values.shape}; there must be one per row of {self.rewards.shape}"
             require(values.shape == (count,), shapes)
             check_finite(values, name)
-        lengths = own.get("lengths", np.zeros(0))
-        require(
-            (lengths >= 0).all(), f"lengths has {lengths.min(initial=0)}; a number of tokens is at least 0"
-        )
+        lengths = columns.pop("lengths", np.zeros(0))
+        fewest = f"lengths has {lengths.min(initial=0)}; a number of tokens is at least 0"
+        require((lengths >= 0).all(), fewest)
         for name in ("samples", "values", "token_rewards", "loss_masks"):
             rows, none = len(getattr(self, name)), 0 if name == "samples" else len(self.values)
             missing = f"{name} has {rows} rows for {count} rewards; there must be one per row"
@@ -76,7 +76,7 @@ class AdvantageInputs:
             require(math.isfinite(weight), rule)
         if self.trajectories is not None:
             _, first, places = np.unique(self.trajectories, return_index=True, return_inverse=True)
-            for name, values in shared.items():
+            for name, values in columns.items():
                 for row in np.flatnonzero(values != values[first][places]):
                     raise ValueError(
                         f"{name}[{row}] is {values[row]}, and {values[first][places][row]} in another"
@@ -114,7 +114,7 @@ def require(condition: object, message: str) -> None:
         raise ValueError(message)
 
 
-def need_lengths(inputs: AdvantageInputs, kind: str) -> NDArray[np.int64]:
+def need_lengths(inputs: AdvantageInputs, kind: str) -> IntArray:
     """Tokens that train [B]. Raises ValueError when the inputs do not say."""
     if inputs.lengths is None:
         raise ValueError(
@@ -129,7 +129,7 @@ def check_finite(values: NDArray[Any], name: str) -> None:
         raise ValueError(f"{name}[{row}] is {values[row]}; it must be finite, or it spoils its whole group")
 
 
-def take_trained(name: str, rows: Sequence[ArrayLike], masks: Sequence[BoolArray]) -> list[Floats]:
+def take_trained(name: str, rows: Rows, masks: Masks) -> list[Floats]:
     """The values of each row's trained tokens. Raises ValueError unless there is one value per token, and
     each of these is finite.
     """

@@ -4,20 +4,27 @@ out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import ArrayLike
 
-from rollouts.advantages.inputs import Floats, check_finite, require, scatter_trained, take_trained
-from rollouts.types import BoolArray, FloatArray
+from rollouts.advantages.inputs import (
+    FloatRows,
+    Floats,
+    Masks,
+    Rows,
+    check_finite,
+    require,
+    scatter_trained,
+    take_trained,
+)
+from rollouts.types import FloatArray
 
 
 def subtract_kl(
     rewards: ArrayLike,
-    log_probs: Sequence[FloatArray],
-    ref_log_probs: Sequence[FloatArray],
-    loss_masks: Sequence[BoolArray],
+    log_probs: Rows,
+    ref_log_probs: Rows,
+    loss_masks: Masks,
     beta: float,
     *,
     trajectories: ArrayLike | None = None,
@@ -47,11 +54,11 @@ def subtract_kl(
 
 def compute_token_rewards(
     rewards: ArrayLike,
-    log_probs: Sequence[FloatArray],
-    ref_log_probs: Sequence[FloatArray],
-    loss_masks: Sequence[BoolArray],
+    log_probs: Rows,
+    ref_log_probs: Rows,
+    loss_masks: Masks,
     beta: float,
-) -> tuple[FloatArray, ...]:
+) -> FloatRows:
     """Per row [T_i]: −beta·(log_prob − ref_log_prob) on every trained token, with the row's reward added on
     the last one. 0 elsewhere.
 
@@ -69,9 +76,9 @@ def compute_token_rewards(
 
 def _token_kl(
     rewards: ArrayLike,
-    log_probs: Sequence[FloatArray],
-    ref_log_probs: Sequence[FloatArray],
-    loss_masks: Sequence[BoolArray],
+    log_probs: Rows,
+    ref_log_probs: Rows,
+    loss_masks: Masks,
 ) -> tuple[Floats, list[Floats]]:
     """The rewards [B], and log_prob − ref_log_prob of the trained tokens of each row."""
     values = np.asarray(rewards, np.float64)

@@ -32,8 +32,8 @@ from rollouts.config.tables import (
     Seed,
     Sources,
     Tables,
-    parse_call,
 )
+from rollouts.errors import parse_call
 
 
 def refuse(rules: Mapping[str, Any]) -> None:

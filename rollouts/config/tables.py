@@ -26,6 +26,8 @@ from pydantic import (
     model_validator,
 )
 
+from rollouts.errors import parse_call
+
 # NUL or half a surrogate pair, as repr writes it, not the text of such an escape
 NOT_PLAIN = re.compile(r"(?<!\\)(?:\\\\)*\\(?:x00|ud[89a-f])")
 NONE = "none"  # TOML has no null: the word switches off a nullable setting that is not text
@@ -100,17 +102,6 @@ PathText = Annotated[str, AfterValidator(_absolute_path)]
 FunctionText = Annotated[str, AfterValidator(_absolute_function)]
 NameText = Annotated[str, AfterValidator(_absolute_name)]
 DirText = Annotated[str, AfterValidator(lambda path, info: path and _absolute_path(path, info) and path)]
-
-
-def parse_call(text: str) -> tuple[str, dict[str, float]]:
-    """The name and numbers of "name" or "name(key=number, …)". Raises ValueError."""
-    found = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text)
-    name, numbers = found.groups() if found else ("", "not numbers")
-    try:
-        pairs = dict(part.split("=") for part in (numbers or "").split(",") if part.strip())
-        return name, {key.strip(): float(number) for key, number in pairs.items()}
-    except ValueError as error:
-        raise ValueError(f"{text!r} is not of the form name or name(key=number, …)") from error
 
 
 def _unwrap(tables: Any, dump: SerializerFunctionWrapHandler) -> Any:

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from rollouts.advantages import ADVANTAGES, AdvantageFn
 from rollouts.config.schema import AlgorithmChange, RLTrainingConfig, list_tables
-from rollouts.config.tables import parse_call
-from rollouts.errors import CheckpointError, ConfigError, PlugInError
+from rollouts.errors import CheckpointError, ConfigError, PlugInError, parse_call
 from rollouts.kl_control import KL_CONTROLS, KLControl, exceeds_kl_limit
 from rollouts.loops.rl_batch import find_trajectories, make_loss_spec
 from rollouts.schedules import choose_at_step, interpolate_linear

@@ -84,10 +84,8 @@ def try_loss(
         entropy=zeros.clone().requires_grad_(wants_entropy_gradient(name, params)),
         advantages=zeros + 1.0,
         old_log_probs=zeros if recompute_old else None,
-        rollout_log_probs=zeros,
         ref_log_probs=zeros if reference else None,
-        returns=zeros,
-        old_values=zeros,
+        **dict.fromkeys(("rollout_log_probs", "returns", "old_values"), zeros),
     )
     try:
         LOSSES[name](inputs, unit=unit, **params)

@@ -31,13 +31,12 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import re
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, check_keywords, parse_call
 from rollouts.losses.inputs import LossInputs, bind_numbers, check_numbers, require
 from rollouts.losses.plug_ins import find_function
 from rollouts.losses.reductions import (
@@ -50,11 +49,13 @@ from rollouts.losses.reductions import (
 Correction = Callable[[LossInputs], Tensor]
 """Inputs that are 0 outside the mask -> weights [B, T], not negative, without gradient."""
 
+Judged = tuple[Tensor, Tensor]
+"""A statistic of tokens [B, T] or rows [B, 1], and where it drops them."""
+
 CORRECTIONS: dict[str, Callable[..., Tensor]] = {}
-FACTOR = re.compile(r"([\w.]+(?::\w+)?)\s*(?:\(([^()]*)\))?")
 
 
-def _correction(compute: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+def _correction(compute: Callable[..., Tensor | Judged]) -> Callable[..., Tensor]:
     """Enters a function into CORRECTIONS, its numbers checked. It gives weights, or a statistic of tokens
     or rows and what is dropped: the weight is 0 there, else 1, and NaN where the statistic is NaN, with which
     every comparison is false.
@@ -113,21 +114,21 @@ def sequence_tis(inputs: LossInputs, *, cap: float = 2.0) -> Tensor:
 
 
 @_correction
-def token_mask(inputs: LossInputs, *, low: float = 0.5, high: float = 2.0) -> tuple[Tensor, Tensor]:
+def token_mask(inputs: LossInputs, *, low: float = 0.5, high: float = 2.0) -> Judged:
     """1 where low <= w <= high, else 0."""
     weights = torch.exp(_compute_log_weights(inputs))
     return weights, (weights < low) | (weights > high)
 
 
 @_correction
-def geometric_mask(inputs: LossInputs, *, low: float = 0.99, high: float = 1.01) -> tuple[Tensor, Tensor]:
+def geometric_mask(inputs: LossInputs, *, low: float = 0.99, high: float = 1.01) -> Judged:
     """1 on rows with low <= exp(mean of log w) <= high, else 0. Source: richardli.xyz/rl-collapse."""
     mean = torch.exp(compute_row_mean(_compute_log_weights(inputs), inputs.mask))
     return mean, (mean < low) | (mean > high)
 
 
 @_correction
-def veto(inputs: LossInputs, *, floor: float = 1e-4) -> tuple[Tensor, Tensor]:
+def veto(inputs: LossInputs, *, floor: float = 1e-4) -> Judged:
     """0 on rows in which a token has w < floor, else 1: a token that the trainer would hardly give."""
     log_weights = _compute_log_weights(inputs)
     spoilt = ((log_weights < math.log(floor)) & inputs.mask).any(-1, keepdim=True)
@@ -135,14 +136,14 @@ def veto(inputs: LossInputs, *, floor: float = 1e-4) -> tuple[Tensor, Tensor]:
 
 
 @_correction
-def sequence_k1_mask(inputs: LossInputs, *, limit: float = 0.1) -> tuple[Tensor, Tensor]:
+def sequence_k1_mask(inputs: LossInputs, *, limit: float = 0.1) -> Judged:
     """1 on rows with |mean of −log w| <= limit nats, else 0: an estimate of KL(engine || trainer)."""
     mean = compute_row_mean(_compute_log_weights(inputs), inputs.mask)
     return mean, mean.abs() > limit
 
 
 @_correction
-def sequence_k3_mask(inputs: LossInputs, *, limit: float = 0.1) -> tuple[Tensor, Tensor]:
+def sequence_k3_mask(inputs: LossInputs, *, limit: float = 0.1) -> Judged:
     """1 on rows with mean of w − 1 − log w <= limit nats, else 0: KL(engine || trainer), never negative."""
     log_weights = _compute_log_weights(inputs)
     mean = compute_row_mean(torch.exp(log_weights) - 1.0 - log_weights, inputs.mask)
@@ -150,7 +151,7 @@ def sequence_k3_mask(inputs: LossInputs, *, limit: float = 0.1) -> tuple[Tensor,
 
 
 @_correction
-def opsm(inputs: LossInputs, *, delta: float = 0.1) -> tuple[Tensor, Tensor]:
+def opsm(inputs: LossInputs, *, delta: float = 0.1) -> Judged:
     """0 on tokens with A < 0 of rows with mean of mu − lp > delta nats, else 1: off-policy sequence masking.
 
     What the policy has moved away from is not pushed further. lp is the policy as it is now. Paper:
@@ -188,24 +189,18 @@ def parse_correction(text: str) -> Correction:
     Raises ConfigError naming the factor that is not understood or the number that breaks its rule,
     PlugInError for a function that cannot be imported.
     """
-    factors = [_parse_factor(factor.strip(), text) for factor in text.split("*")]
+    factors = [_parse_factor(factor, text) for factor in text.split("*")]
     return lambda inputs: functools.reduce(torch.mul, [factor(inputs) for factor in factors])
 
 
 def _parse_factor(factor: str, text: str) -> Correction:
-    match = FACTOR.fullmatch(factor)
-    name, inside = match.groups() if match else (factor, "")
-    function = find_function("correction", name, CORRECTIONS, takes="(inputs, **numbers)")
     try:
-        pairs = (part.split("=") for part in (inside or "").split(",") if part.strip())
-        numbers = {key.strip(): float(value) for key, value in pairs}
+        name, numbers = parse_call(factor)
+        function = find_function("correction", name, CORRECTIONS, takes="(inputs, **numbers)")
+        check_keywords(f"correction {name!r}", function, numbers, beside=("inputs",))
         bind_numbers(name, inspect.signature(function), None, **numbers)
     except (ValueError, TypeError) as error:
-        takes = ", ".join(list(inspect.signature(function).parameters)[1:])
-        raise ConfigError(
-            f"correction={text!r}: {factor!r} is not understood ({error}); it takes {takes or 'none'}, as in"
-            " token_tis(cap=2.0)"
-        ) from error
+        raise ConfigError(f"correction={text!r}: {error}; write it as token_tis(cap=2.0)") from error
     return functools.partial(function, **numbers)
 
 

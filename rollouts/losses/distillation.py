@@ -137,25 +137,18 @@ def gkd_loss(
     rows = mask.flatten().nonzero().squeeze(-1)
     chosen = [logits.flatten(0, 1).index_select(0, rows) for logits in (student_logits, teacher_logits)]
     values = compute_tiled_divergence(chosen[0], chosen[1], beta=beta, temperature=temperature, tile=tile)
-    token_losses = torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(
-        mask, values
-    )
-    total, count = reduce_loss(token_losses, mask, unit)
-    return LossOutput(
-        total, count, collect_token_metrics({"divergence/mean": token_losses.detach()}, {}, mask)
-    )
+    token_losses = values.new_zeros(mask.shape).masked_scatter(mask, values)
+    metrics = collect_token_metrics({"divergence/mean": token_losses}, mask)
+    return LossOutput(*reduce_loss(token_losses, mask, unit), metrics)
 
 
 def _in_tiles(
     function: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor, *, rows: int
 ) -> Tensor:
     """The function's results [n] for `rows` positions at a time, one after the other."""
-    tiles = zip(first.split(rows), second.split(rows), strict=True)
-    if not torch.is_grad_enabled():
-        return torch.cat([function(one, other) for one, other in tiles])
     parts = [
         cast(Tensor, checkpoint(function, one, other, use_reentrant=False, preserve_rng_state=False))
-        for one, other in tiles
+        for one, other in zip(first.split(rows), second.split(rows), strict=True)
     ]
     return torch.cat(parts)
 

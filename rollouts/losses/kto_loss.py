@@ -53,7 +53,7 @@ def kto_loss(
     metrics = {}
     for kind, mask in (("chosen", good), ("rejected", ~good)):
         means = {f"rewards/{kind}": beta * log_ratios, f"logps/{kind}": log_probs}
-        metrics |= collect_token_metrics(means, {}, mask)
+        metrics |= collect_token_metrics(means, mask)
     if len(losses):
         metrics["kto/reference_point"] = Mean(float(point) * len(losses), float(len(losses)))
     return LossOutput(losses.sum(), float(len(losses)), metrics)

@@ -16,8 +16,8 @@ def find_function(
     """The function that `name`, a key of `known` or module:function, stands for. `takes` are its arguments in
     words.
 
-    Raises ConfigError naming the nearest key when the name is unknown, PlugInError when a file is named, when
-    it cannot be imported, and when it is no function.
+    Raises ConfigError naming the nearest key when the name is unknown, PlugInError when it cannot be imported
+    (a file, too) and when it is no function.
     """
     if name in known:
         return known[name]
@@ -28,17 +28,12 @@ def find_function(
             f"{setting}={name!r} is not known; did you mean {nearest!r}? Known: {', '.join(known)}, or"
             " module:function"
         )
-    if module_name.endswith(".py") or "/" in module_name:
-        raise PlugInError(
-            f"{setting}={name!r} names a file; write module:function, so that every worker can import it, and"
-            " put the file's directory on PYTHONPATH"
-        )
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise PlugInError(
-            f"{setting}={name!r} cannot be imported ({error}); it must be module:function with the module on"
-            " the Python path"
+            f"{setting}={name!r} cannot be imported ({error}); write module:function, so that every worker"
+            " can import it, and put the directory of the module's file on PYTHONPATH"
         ) from error
     if not callable(function):
         kind = type(function).__name__

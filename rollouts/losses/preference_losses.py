@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -32,11 +32,9 @@ from torch.nn.functional import logsigmoid
 from rollouts.errors import ConfigError, check_keywords
 from rollouts.losses.inputs import LossInputs, LossOutput, bind_numbers, clear_masked, require
 from rollouts.losses.plug_ins import find_function
-from rollouts.losses.reductions import collect_token_metrics
+from rollouts.losses.reductions import sum_rows
 
 HIGHEST_MEAN_LOG_PROB = -1e-6  # odds are infinite at a probability of 1; at most 1 − 1e-6 counts
-REFERENCE = ("chosen", "rejected", "ref_chosen", "ref_rejected")
-LENGTHS = ("chosen_lengths", "rejected_lengths")
 
 
 class PairLogProbs(NamedTuple):
@@ -50,28 +48,6 @@ class PairLogProbs(NamedTuple):
     rejected_lengths: Tensor  # [P]
 
 
-class Pair(NamedTuple):
-    """What a formula sees, all [P] with gradient."""
-
-    good: Tensor  # Δ_c of a loss with a reference, else π_c
-    bad: Tensor  # Δ_r or π_r
-    good_mean: Tensor  # the same divided by the response's tokens, of a loss that takes the lengths
-    bad_mean: Tensor
-
-    @property
-    def margin(self) -> Tensor:
-        """Δ, or π_c − π_r."""
-        return self.good - self.bad
-
-    @property
-    def mean_margin(self) -> Tensor:
-        """The same of the means over tokens."""
-        return self.good_mean - self.bad_mean
-
-
-Formula = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
-"""`(pair, *, beta, ...)` to the losses [P], with more metrics [P] if there are any."""
-
 PreferenceLoss = Callable[..., LossOutput]
 """Takes fields of PairLogProbs by their names, in any choice, and numbers by keyword."""
 
@@ -79,9 +55,13 @@ PreferenceLoss = Callable[..., LossOutput]
 class _PairLoss(NamedTuple):
     """A row of the table below."""
 
-    formula: Formula
-    numbers: Mapping[str, float]  # its keywords, with their defaults
-    fields: tuple[str, ...] = REFERENCE  # of PairLogProbs, that the loss takes
+    # its arguments are what it takes of a pair, all [P] with gradient, and then its numbers:
+    #     good, bad              Δ_c and Δ_r of a loss with a reference, else π_c and π_r
+    #     good_mean, bad_mean    the same divided by the response's tokens
+    #     margin, mean_margin    the difference of the two
+    # answers the losses [P], or (these, more metrics [P])
+    formula: Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
+    reference: bool = True
     of_means: bool = False  # the metrics are of means over tokens
 
 
@@ -93,146 +73,138 @@ def _smooth(logits: Tensor, share: float) -> Tensor:
     return -(1 - share) * logsigmoid(logits) - share * logsigmoid(-logits)
 
 
-def _compute_exo(pair: Pair, beta: float, label_smoothing: float) -> Tensor:
-    logits = beta * pair.margin
+def _compute_exo(margin: Tensor, *, beta: float = 0.1, label_smoothing: float = 1e-3) -> Tensor:
+    logits = beta * margin
     right = torch.sigmoid(logits) * (logsigmoid(logits) - math.log1p(-label_smoothing))
     return right + torch.sigmoid(-logits) * (logsigmoid(-logits) - math.log(label_smoothing))
 
 
 def _compute_cpo(
-    pair: Pair, beta: float, label_smoothing: float, nll_weight: float
+    margin: Tensor,
+    good_mean: Tensor,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    nll_weight: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    losses = _smooth(beta * pair.margin, label_smoothing) - nll_weight * pair.good_mean
-    return losses, {"loss/nll": -pair.good_mean}
+    losses = _smooth(beta * margin, label_smoothing) - nll_weight * good_mean
+    return losses, {"loss/nll": -good_mean}
 
 
-def _compute_orpo(pair: Pair, beta: float) -> tuple[Tensor, dict[str, Tensor]]:
-    log_odds = compute_log_odds(pair.good_mean) - compute_log_odds(pair.bad_mean)
-    losses = -pair.good_mean - beta * logsigmoid(log_odds)
-    return losses, {"loss/nll": -pair.good_mean, "log_odds/mean": log_odds}
+def _compute_orpo(
+    good_mean: Tensor, bad_mean: Tensor, *, beta: float = 0.1
+) -> tuple[Tensor, dict[str, Tensor]]:
+    log_odds = compute_log_odds(good_mean) - compute_log_odds(bad_mean)
+    losses = -good_mean - beta * logsigmoid(log_odds)
+    return losses, {"loss/nll": -good_mean, "log_odds/mean": log_odds}
 
 
 def compute_log_odds(log_probs: Tensor) -> Tensor:
     """log(e^x / (1 − e^x)) of log-probs x, exact near 0 and far below; x above −1e-6 counts as −1e-6."""
     held = log_probs.clamp(max=HIGHEST_MEAN_LOG_PROB)
-    near_zero = held > -math.log(2.0)
-    near = torch.log(-torch.expm1(torch.where(near_zero, held, -1.0)))
-    far = torch.log1p(-torch.exp(torch.where(near_zero, -1.0, held)))
-    return held - torch.where(near_zero, near, far)
+    return held - torch.log(-torch.expm1(held))
 
 
-BETA = {"beta": 0.1}  # scales log-prob differences
 TABLE = {
     # −(1 − ε)·log σ(βΔ) − ε·log σ(−βΔ), ε = label_smoothing, the share of labels believed wrong; ε > 0 is
     # conservative DPO. 2305.18290; Mitchell 2023 (cDPO)
     "dpo": _PairLoss(
-        lambda pair, beta, label_smoothing: _smooth(beta * pair.margin, label_smoothing),
-        BETA | {"label_smoothing": 0.0},
+        lambda margin, *, beta=0.1, label_smoothing=0.0: _smooth(beta * margin, label_smoothing)
     ),
     # (−(1 − ε)·log σ(βΔ) + ε·log σ(−βΔ)) / (1 − 2ε): unbiased for DPO's loss when a share ε of the labels is
     # flipped; may be negative. 2403.00409
     "robust_dpo": _PairLoss(
-        lambda pair, beta, label_smoothing: (
-            (
-                (1 - label_smoothing) * -logsigmoid(beta * pair.margin)
-                + label_smoothing * logsigmoid(-beta * pair.margin)
-            )
+        lambda margin, *, beta=0.1, label_smoothing=0.1: (
+            (label_smoothing * logsigmoid(-beta * margin) - (1 - label_smoothing) * logsigmoid(beta * margin))
             / (1 - 2 * label_smoothing)
-        ),
-        BETA | {"label_smoothing": 0.1},
+        )
     ),
     # (Δ − 1/(2β))², of log-prob sums; β is the paper's τ. 2310.12036, eq. 17
-    "ipo": _PairLoss(lambda pair, beta: (pair.margin - 0.5 / beta).square(), BETA),
+    "ipo": _PairLoss(lambda margin, *, beta=0.1: (margin - 0.5 / beta).square()),
     # (Δ_c/|y_c| − Δ_r/|y_r| − 1/(2β))²: IPO on means over tokens, which does not grow with length; what TRL
     # calls `ipo`. The rewards in the metrics are of the sums, as in DPO
-    "averaged_ipo": _PairLoss(
-        lambda pair, beta: (pair.mean_margin - 0.5 / beta).square(), BETA, REFERENCE + LENGTHS
-    ),
+    "averaged_ipo": _PairLoss(lambda mean_margin, *, beta=0.1: (mean_margin - 0.5 / beta).square()),
     # max(0, 1 − βΔ): no gradient beyond a margin of 1. SLiC-HF, 2305.10425; 2309.06657
-    "hinge": _PairLoss(lambda pair, beta: torch.relu(1 - beta * pair.margin), BETA),
+    "hinge": _PairLoss(lambda margin, *, beta=0.1: torch.relu(1 - beta * margin)),
     # −log σ(β(Δ_c/|y_c| − Δ_r/|y_r|)). The means are small numbers: betas of 2 to 10 are usual. The rewards
     # in the metrics are of the sums, as in DPO. Tülu 3, 2411.15124
-    "length_normalised_dpo": _PairLoss(
-        lambda pair, beta: -logsigmoid(beta * pair.mean_margin), BETA, REFERENCE + LENGTHS
-    ),
+    "length_normalised_dpo": _PairLoss(lambda mean_margin, *, beta=0.1: -logsigmoid(beta * mean_margin)),
     # KL(q || p), q = (σ(βΔ), σ(−βΔ)), p = (1 − ε, ε): reverse KL to the labels where DPO has the forward one;
     # infinite for ε = 0. 2402.00856
-    "exo": _PairLoss(_compute_exo, BETA | {"label_smoothing": 1e-3}),
+    "exo": _PairLoss(_compute_exo),
     # −log σ(βΔ_c) − ½·log σ(−βΔ_c) − ½·log σ(−βΔ_r): holds up the chosen log-prob itself. 2402.05369
     "nca": _PairLoss(
-        lambda pair, beta: (
-            -logsigmoid(beta * pair.good)
-            - 0.5 * logsigmoid(-beta * pair.good)
-            - 0.5 * logsigmoid(-beta * pair.bad)
-        ),
-        BETA,
+        lambda good, bad, *, beta=0.1: (
+            -logsigmoid(beta * good) - 0.5 * (logsigmoid(-beta * good) + logsigmoid(-beta * bad))
+        )
     ),
     # (Δ_c − 1/(2β))² + (Δ_r + 1/(2β))²: self-play with a certain winner. 2405.00675
     "sppo_hard": _PairLoss(
-        lambda pair, beta: (pair.good - 0.5 / beta).square() + (pair.bad + 0.5 / beta).square(), BETA
+        lambda good, bad, *, beta=0.1: (good - 0.5 / beta).square() + (bad + 0.5 / beta).square()
     ),
     # (1 − σ(βΔ_c)) + σ(βΔ_r): for chosen responses better than the policy's. 2408.06266, eq. 7
     "apo_zero": _PairLoss(
-        lambda pair, beta: torch.sigmoid(-beta * pair.good) + torch.sigmoid(beta * pair.bad), BETA
+        lambda good, bad, *, beta=0.1: torch.sigmoid(-beta * good) + torch.sigmoid(beta * bad)
     ),
     # σ(βΔ_c) + (1 − σ(βΔ)): for chosen responses worse than the policy's. 2408.06266, eq. 8
     "apo_down": _PairLoss(
-        lambda pair, beta: torch.sigmoid(beta * pair.good) + torch.sigmoid(-beta * pair.margin), BETA
+        lambda good, margin, *, beta=0.1: torch.sigmoid(beta * good) + torch.sigmoid(-beta * margin)
     ),
     # −log σ(β·π_c/|y_c| − β·π_r/|y_r| − γ); γ is the margin to win by. 2405.14734
     "simpo": _PairLoss(
-        lambda pair, beta, gamma: -logsigmoid(beta * pair.mean_margin - gamma),
-        {"beta": 2.0, "gamma": 1.0},
-        REFERENCE[:2] + LENGTHS,
+        lambda mean_margin, *, beta=2.0, gamma=1.0: -logsigmoid(beta * mean_margin - gamma),
+        reference=False,
         of_means=True,
     ),
     # DPO's loss without a reference, of β(π_c − π_r), plus nll_weight times −π_c/|y_c|; `loss/nll` is the
     # second part. 2401.08417
-    "cpo": _PairLoss(
-        _compute_cpo, BETA | {"label_smoothing": 0.0, "nll_weight": 1.0}, REFERENCE[:2] + LENGTHS[:1]
-    ),
+    "cpo": _PairLoss(_compute_cpo, reference=False),
     # −p_c − β·log σ(log odds(p_c) − log odds(p_r)), p = π/|y| the mean log-prob, odds = e^p/(1 − e^p):
     # likelihood and odds ratio. β is the paper's λ and may be 0. 1 − e^p is computed without cancellation; a
     # mean log-prob above −1e-6 counts as −1e-6 in the odds, with no gradient there. `loss/nll` is the first
     # part, `log_odds/mean` the log of the odds ratio. 2403.07691
-    "orpo": _PairLoss(_compute_orpo, BETA, REFERENCE[:2] + LENGTHS, of_means=True),
+    "orpo": _PairLoss(_compute_orpo, reference=False, of_means=True),
 }
 
 
 def _make_loss(name: str, row: _PairLoss) -> PreferenceLoss:
-    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    signature = inspect.Signature(
-        [
-            *(inspect.Parameter(field, kinds[0]) for field in row.fields),
-            *(inspect.Parameter(key, kinds[1], default=value) for key, value in row.numbers.items()),
-        ]
-    )
+    """The loss of a row: a function of the fields of PairLogProbs that its formula needs, and its numbers."""
+    taken = inspect.signature(row.formula).parameters
+    numbers = [parameter for parameter in taken.values() if parameter.kind is parameter.KEYWORD_ONLY]
+    lengths = [
+        f"{side}_lengths"
+        for side, mean in (("chosen", "good_mean"), ("rejected", "bad_mean"))
+        if mean in taken or "mean_margin" in taken
+    ]
+    fields = [*PairLogProbs._fields[: 4 if row.reference else 2], *lengths]
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([*(inspect.Parameter(field, positional) for field in fields), *numbers])
 
     def loss(*values: Tensor, **params: Any) -> LossOutput:
-        numbers = bind_numbers(name, signature, *values, **params)
-        tensors: dict[str, Tensor] = {field: numbers.pop(field) for field in row.fields}
-        check_one_per_pair(name, **tensors)
-        chosen, rejected = good, bad = tensors["chosen"], tensors["rejected"]
-        if "ref_chosen" in tensors:
-            good, bad = good - tensors["ref_chosen"].detach(), bad - tensors["ref_rejected"].detach()
-        pair = Pair(good, bad, good / tensors.get(LENGTHS[0], 1.0), bad / tensors.get(LENGTHS[1], 1.0))
-        found = row.formula(pair, **numbers)
+        given = bind_numbers(name, signature, *values, **params)
+        check_one_per_pair(name, **{field: given[field] for field in fields})
+        chosen, rejected = good, bad = given["chosen"], given["rejected"]
+        if row.reference:
+            good, bad = good - given["ref_chosen"].detach(), bad - given["ref_rejected"].detach()
+        good_mean = good / given.get("chosen_lengths", 1.0)
+        bad_mean = bad / given.get("rejected_lengths", 1.0)
+        given |= {"good": good, "bad": bad, "margin": good - bad}
+        given |= {"good_mean": good_mean, "bad_mean": bad_mean, "mean_margin": good_mean - bad_mean}
+        found = row.formula(**{argument: given[argument] for argument in taken})
         losses, more = (found, {}) if isinstance(found, Tensor) else found
         if row.of_means:
-            chosen, rejected = good, bad = pair.good_mean, pair.bad_mean
-        rewards = [numbers["beta"] * value for value in (good, bad)]
+            chosen, rejected = good, bad = good_mean, bad_mean
+        good, bad = given["beta"] * good, given["beta"] * bad
         metrics = {
-            "rewards/chosen": rewards[0],
-            "rewards/rejected": rewards[1],
-            "rewards/margins": rewards[0] - rewards[1],
-            "rewards/accuracies": rewards[0] > rewards[1],
+            "rewards/chosen": good,
+            "rewards/rejected": bad,
+            "rewards/margins": good - bad,
+            "rewards/accuracies": good > bad,
             "logps/chosen": chosen,
             "logps/rejected": rejected,
             **more,
         }
-        losses = spoil_losses(losses, *rewards)
-        everywhere = torch.ones_like(losses, dtype=torch.bool)
-        return LossOutput(losses.sum(), float(len(losses)), collect_token_metrics(metrics, {}, everywhere))
+        return sum_rows(spoil_losses(losses, good, bad), metrics)
 
     setattr(loss, "__signature__", signature)  # noqa: B010  (unknown to pyright)
     return loss
@@ -263,7 +235,7 @@ def resolve_preference_loss(name: str | PreferenceLoss) -> PreferenceLoss:
     """
     if not isinstance(name, str):
         return name
-    if name in TRL_LOSS_TYPES and name not in PREFERENCE_LOSSES:
+    if name in TRL_LOSS_TYPES.keys() - PREFERENCE_LOSSES.keys():
         ours = TRL_LOSS_TYPES[name]
         raise ConfigError(
             f"preference loss {name!r} is not known; did you mean {ours!r}? So is TRL's named here"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rollouts.losses.inputs import require
-from rollouts.types import EffectiveShare, Max, Mean, Metric
+from rollouts.losses.inputs import LossOutput, require
+from rollouts.types import EffectiveShare, Max, Mean, Metric, Min
 
 MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8 is far outside every clip, and its square is finite in float32
 
@@ -65,27 +65,27 @@ def select_top_fraction(values: Tensor, mask: Tensor, fraction: float) -> Tensor
     return (order.argsort(dim=-1) < kept) & mask
 
 
-def collect_token_metrics(
-    means: Mapping[str, Tensor],
-    largest: Mapping[str, Tensor],
-    mask: Tensor,
-    weights: Mapping[str, Tensor] | None = None,
-) -> dict[str, Metric]:
-    """Means and maxima over the masked tokens of values [B, T], and the effective sample sizes of weights, by
-    name; empty when the mask is empty.
+def collect_token_metrics(values: Mapping[str, Tensor], mask: Tensor) -> dict[str, Metric]:
+    """Metrics over the masked tokens of values, each of the mask's shape, by name; empty when the mask is
+    empty. What is taken of the tokens is the last part of the name: max, min, ess (the effective sample size
+    of weights), else their mean.
 
     All numbers are read back in one transfer: on an accelerator each transfer stalls the queue.
     """
-    kept, weights = mask.flatten().nonzero().squeeze(-1), weights or {}
-    columns = [*means.items(), *largest.items(), *weights.items()]
-    if not len(kept) or not columns:
+    kept = mask.flatten().nonzero().squeeze(-1)
+    count = float(len(kept))
+    if not count or not values:
         return {}
-    values = torch.stack([values.detach().flatten()[kept].double() for _, values in columns])
-    found = torch.stack([values.sum(-1), values.amax(-1), values.square().sum(-1)], dim=-1).tolist()
+    columns = torch.stack([column.detach().flatten()[kept].double() for column in values.values()])
+    statistics = columns.sum(-1), columns.square().sum(-1), columns.amax(-1), columns.amin(-1)
     metrics: dict[str, Metric] = {}
-    for place, ((name, _), (total, top, squares)) in enumerate(zip(columns, found, strict=True)):
-        if place < len(means):
-            metrics[name] = Mean(total, float(len(kept)))
-        else:
-            metrics[name] = Max(top) if name in largest else EffectiveShare(total, squares, float(len(kept)))
+    for name, (total, squares, top, low) in zip(values, torch.stack(statistics, -1).tolist(), strict=True):
+        special = {"max": Max(top), "min": Min(low), "ess": EffectiveShare(total, squares, count)}
+        metrics[name] = special.get(name.rpartition("/")[2], Mean(total, count))
     return metrics
+
+
+def sum_rows(losses: Tensor, values: Mapping[str, Tensor]) -> LossOutput:
+    """The sum of the losses of rows or pairs [P], their number, and metrics of values [P]."""
+    everywhere = torch.ones_like(losses, dtype=torch.bool)
+    return LossOutput(losses.sum(), float(len(losses)), collect_token_metrics(values, everywhere))

@@ -12,8 +12,7 @@ from torch.nn.functional import logsigmoid
 
 from rollouts.losses.inputs import LossOutput, check_numbers
 from rollouts.losses.preference_losses import check_one_per_pair
-from rollouts.losses.reductions import collect_token_metrics
-from rollouts.types import Min
+from rollouts.losses.reductions import sum_rows
 
 
 def bradley_terry_loss(
@@ -40,17 +39,15 @@ def bradley_terry_loss(
     losses = -logsigmoid(differences - margins)
     if centring:
         losses = losses + centring * (chosen_scores + rejected_scores).square()
-    means = {
+    values = {
         "rewards/chosen": chosen_scores,
         "rewards/rejected": rejected_scores,
         "rewards/margins": differences,
         "rewards/accuracies": differences > 0,
+        "rewards/max": torch.maximum(chosen_scores, rejected_scores),
+        "rewards/min": torch.minimum(chosen_scores, rejected_scores),
     }
-    largest = {"rewards/max": torch.maximum(chosen_scores, rejected_scores)}
-    metrics = collect_token_metrics(means, largest, torch.ones_like(losses, dtype=torch.bool))
-    if len(losses):
-        metrics["rewards/min"] = Min(float(torch.minimum(chosen_scores, rejected_scores).detach().min()))
-    return LossOutput(losses.sum(), float(len(losses)), metrics)
+    return sum_rows(losses, values)
 
 
 @dataclass(frozen=True, slots=True)

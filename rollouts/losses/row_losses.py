@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollouts.errors import ConfigError, ModelError
-from rollouts.losses.inputs import LossOutput, require
+from rollouts.losses.inputs import require
 from rollouts.losses.kto_loss import compute_kto_reference_point, compute_kto_weights, kto_loss
 from rollouts.losses.preference_losses import (
     PREFERENCE_LOSSES,
@@ -39,7 +40,6 @@ Params = Mapping[str, float | int | bool | str]
 
 KTO = "kto"
 REWARDS = ("rewards/chosen", "rewards/rejected")
-KTO_WEIGHTS = ("desirable_weight", "undesirable_weight")
 
 
 class LinearisedRows(NamedTuple):
@@ -80,10 +80,11 @@ def make_kto_loss(params: Params, *, num_desirable: int, num_undesirable: int) -
     params they are not read. Where params set neither weight, compute_kto_weights does, from the numbers of
     rows of the whole data. Raises ConfigError if one kind is missing then.
     """
-    given: dict[str, Any] = dict(params)
-    if not any(name in given for name in KTO_WEIGHTS):
+    given: dict[str, Any] = {"desirable_weight": 1.0, "undesirable_weight": 1.0, **params}
+    weights = list(given)[:2]
+    if not params.keys() & set(weights):
         try:
-            given |= dict(zip(KTO_WEIGHTS, compute_kto_weights(num_desirable, num_undesirable), strict=True))
+            given |= dict(zip(weights, compute_kto_weights(num_desirable, num_undesirable), strict=True))
         except ValueError as error:
             raise ConfigError(
                 f"preference.loss='kto': {error}; set loss_params.desirable_weight and .undesirable_weight to"
@@ -106,13 +107,12 @@ def make_kto_loss(params: Params, *, num_desirable: int, num_undesirable: int) -
         found = _finish(
             linearise_row_loss(lambda values: kto_loss(values, ref, good, **numbers), _tensor(log_probs))
         )
-        means = [found.metrics[name] for name in REWARDS if name in found.metrics]
-        if len(means) == 2:
-            chosen, rejected = metric_values(dict(zip(REWARDS, means, strict=True))).values()
-            found.metrics["rewards/margins"] = Mean(chosen - rejected, 1.0)
         found.metrics["kto/desirable/frac"] = Mean(float(desirable.sum()), float(len(desirable)))
-        for name in KTO_WEIGHTS:
-            found.metrics[f"kto/{name}"] = Mean(float(numbers.get(name, 1.0)), 1.0)
+        numbers = {f"kto/{name}": given[name] for name in weights}
+        means = metric_values(found.metrics)
+        if set(REWARDS) <= means.keys():
+            numbers["rewards/margins"] = means[REWARDS[0]] - means[REWARDS[1]]
+        found.metrics.update({name: Mean(float(value), 1.0) for name, value in numbers.items()})
         return found
 
     return loss
@@ -122,9 +122,7 @@ def make_score_loss(centring: float) -> RowLoss:
     """`loss(scores [2P], *, margins [P])` of a reward model: bradley_terry_loss with that centring."""
 
     def loss(scores: Values, *, margins: Values) -> LinearisedRows:
-        def of_scores(chosen: Tensor, rejected: Tensor) -> LossOutput:
-            return bradley_terry_loss(chosen, rejected, margins=_tensor(margins), centring=centring)
-
+        of_scores = partial(bradley_terry_loss, margins=_tensor(margins), centring=centring)
         return _finish(linearise_row_loss(of_scores, _tensor(scores[0::2]), _tensor(scores[1::2])))
 
     return loss
@@ -143,18 +141,14 @@ def measure_calibration(scores: Values) -> dict[str, float]:
             f"the scores of the reward model cannot be measured: {error}; go on from an earlier checkpoint,"
             " with a lower lr"
         ) from error
-    return {
-        "accuracy": found.accuracy,
-        "ece": found.expected_calibration_error,
-        "brier": found.brier,
-        "nll": found.nll,
-    }
+    ece = found.expected_calibration_error
+    return {"accuracy": found.accuracy, "ece": ece, "brier": found.brier, "nll": found.nll}
 
 
 def compares_with_reference(name: str) -> bool:
     """Whether the loss takes the log-probs of a reference model. Raises as check_preference_loss."""
-    names = ["ref_chosen"] if name == KTO else inspect.signature(_resolve(name)).parameters
-    return "ref_chosen" in names or "ref_rejected" in names
+    taken = {"ref_chosen"} if name == KTO else inspect.signature(_resolve(name)).parameters.keys()
+    return bool({"ref_chosen", "ref_rejected"} & taken)
 
 
 def check_preference_loss(name: str, params: Params) -> None:

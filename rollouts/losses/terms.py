@@ -118,15 +118,12 @@ def _finish(
     """The output of a loss. Raises ConfigError naming what the batch lacks for a term."""
     # the text "false" would count as true
     require(isinstance(terms.kl_importance, bool), f"kl_importance={terms.kl_importance!r} must be a boolean")
-    token_losses, means, largest, samples = term.token_losses, dict(term.shares), {}, {}
+    token_losses, values = term.token_losses, {**term.shares, **_measure_policies(inputs)}
     if term.ratio is not None:
-        means["ratio/mean"] = largest["ratio/max"] = term.ratio
+        values["ratio/mean"] = values["ratio/max"] = term.ratio
     if term.low is not None and term.high is not None:
-        means |= {
-            "clip_ratio": term.low | term.high,
-            "clip_ratio/low": term.low,
-            "clip_ratio/high": term.high,
-        }
+        either = term.low | term.high
+        values |= {"clip_ratio": either, "clip_ratio/low": term.low, "clip_ratio/high": term.high}
     if terms.policy_entropy_fraction < 1:
         chosen = select_top_fraction(inputs.need("entropy"), inputs.mask, terms.policy_entropy_fraction)
         token_losses = torch.where(chosen, token_losses, 0.0)
@@ -141,20 +138,21 @@ def _finish(
         kl_weights = 1.0 if terms.kl_importance and against == "none" else weights
         # a dropped token is dropped whatever it holds: a product with 0 would keep what is not finite
         token_losses = torch.where(weights == 0, 0.0, token_losses * weights + kl_terms * kl_weights)
-        means |= {"importance_weight/mean": weights, "importance_weight/mean_square": weights.square()}
-        largest["importance_weight/max"] = samples["importance_weight/ess"] = weights
+        area = "importance_weight"
+        values |= {f"{area}/{stat}": weights for stat in ("mean", "max", "ess")}
+        values[f"{area}/mean_square"] = weights.square()
         if terms.correction:
-            means["importance_weight/dropped"] = weights == 0
+            values[f"{area}/dropped"] = weights == 0
         else:
-            means["importance_weight/capped"] = weights >= terms.importance_cap
+            values[f"{area}/capped"] = weights >= terms.importance_cap
     if terms.entropy_coef != 0:
         token_losses = token_losses - terms.entropy_coef * _choose_entropy(inputs, terms)
     if terms.mu_penalty_coef > 0:
         gap = inputs.log_probs - inputs.need("rollout_log_probs")
         token_losses = token_losses + terms.mu_penalty_coef * gap.square()
-    _add_shared_metrics(inputs, means, largest, samples)
-    total, count = reduce_loss(token_losses, inputs.mask, unit)
-    return LossOutput(total, count, collect_token_metrics(means, largest, inputs.mask, samples))
+    return LossOutput(
+        *reduce_loss(token_losses, inputs.mask, unit), collect_token_metrics(values, inputs.mask)
+    )
 
 
 def _compute_kl_terms(inputs: LossInputs, against: RatioAgainst, terms: Terms) -> Tensor:
@@ -199,23 +197,24 @@ def _find_weights(inputs: LossInputs, against: RatioAgainst, terms: Terms) -> Te
     return torch.where(inputs.mask, weights, 0.0)
 
 
-def _add_shared_metrics(
-    inputs: LossInputs, means: dict[str, Tensor], largest: dict[str, Tensor], samples: dict[str, Tensor]
-) -> None:
+def _measure_policies(inputs: LossInputs) -> dict[str, Tensor]:
+    """The metrics that need no loss: how far policy, old policy, engine and reference are from another."""
     log_probs, old, mu = inputs.log_probs.detach(), inputs.old_log_probs, inputs.rollout_log_probs
+    values: dict[str, Tensor] = {}
     if old is not None or mu is not None:
         log_ratio = compute_log_ratio(log_probs, inputs.need_old())
-        means["approx_kl/mean"] = torch.exp(log_ratio) - 1.0 - log_ratio
+        values["approx_kl/mean"] = torch.exp(log_ratio) - 1.0 - log_ratio
     if mu is not None:
         trainer = log_probs if old is None else old
         log_weight = compute_log_ratio(trainer, mu)
-        weight = samples["mismatch/ess"] = torch.exp(log_weight)
-        means["mismatch_kl/mean"] = largest["mismatch_kl/max"] = weight - log_weight - 1.0
-        means["mismatch/k1"] = -log_weight
-        means["mismatch/chi2"] = weight.square() - 1.0
-        means["mismatch/logprob_abs_diff"] = (trainer - mu).abs()
-        largest["mismatch/prob_abs_diff/max"] = (trainer.exp() - mu.exp()).abs()
+        weight = values["mismatch/ess"] = torch.exp(log_weight)
+        values["mismatch_kl/mean"] = values["mismatch_kl/max"] = weight - log_weight - 1.0
+        values["mismatch/k1"] = -log_weight
+        values["mismatch/chi2"] = weight.square() - 1.0
+        values["mismatch/logprob_abs_diff"] = (trainer - mu).abs()
+        values["mismatch/prob_abs_diff/max"] = (trainer.exp() - mu.exp()).abs()
     if inputs.ref_log_probs is not None:
-        means["kl/ref"] = log_probs - inputs.ref_log_probs
+        values["kl/ref"] = log_probs - inputs.ref_log_probs
     if inputs.entropy is not None:
-        means["entropy/mean"] = inputs.entropy
+        values["entropy/mean"] = inputs.entropy
+    return values

@@ -10,11 +10,9 @@ from rollouts.types import LossUnit
 def sft_loss(inputs: LossInputs, *, unit: LossUnit = "tokens") -> LossOutput:
     """Negative log-likelihood of the trained tokens, in nats. Perplexity is exp of the metric `loss/nll`."""
     inputs = clear_masked(inputs)
-    means = {"loss/nll": -inputs.log_probs}
-    if inputs.entropy is not None:
-        means["entropy/mean"] = inputs.entropy
-    total, count = reduce_loss(-inputs.log_probs, inputs.mask, unit)
-    return LossOutput(total, count, collect_token_metrics(means, {}, inputs.mask))
+    losses = -inputs.log_probs
+    means = {"loss/nll": losses} | ({} if inputs.entropy is None else {"entropy/mean": inputs.entropy})
+    return LossOutput(*reduce_loss(losses, inputs.mask, unit), collect_token_metrics(means, inputs.mask))
 
 
 def linear_loss(inputs: LossInputs, *, unit: LossUnit = "tokens") -> LossOutput:
@@ -24,5 +22,5 @@ def linear_loss(inputs: LossInputs, *, unit: LossUnit = "tokens") -> LossOutput:
     A = −dL/dlp and LossSpec("linear", unit="constant", constant=1.0). Raises ConfigError without advantages.
     """
     inputs = clear_masked(inputs)
-    total, count = reduce_loss(-inputs.need("advantages") * inputs.log_probs, inputs.mask, unit)
-    return LossOutput(total, count, {})
+    losses = -inputs.need("advantages") * inputs.log_probs
+    return LossOutput(*reduce_loss(losses, inputs.mask, unit), {})

@@ -44,10 +44,9 @@ def critic_loss(inputs: LossInputs, *, unit: LossUnit = "tokens", clip: float | 
         clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
         means["value/clip_ratio"] = ((values - old).abs() > clip) & (clipped > squares)
         squares = torch.maximum(squares, clipped)
-    total, count = reduce_loss(0.5 * squares, inputs.mask, unit)
-    sums = [returns, returns.double().square(), error, error.double().square()]
-    metrics = collect_token_metrics(means, {}, inputs.mask)
+    metrics = collect_token_metrics(means, inputs.mask)
     if metrics:
-        totals = torch.stack([values[inputs.mask].double().sum() for values in sums]).tolist()
-        metrics["value/explained_variance"] = ExplainedVariance(float(inputs.mask.sum()), *totals)
-    return LossOutput(total, count, metrics)
+        target, missed = (values[inputs.mask].double() for values in (returns, error))
+        sums = torch.stack([target, target.square(), missed, missed.square()]).sum(-1).tolist()
+        metrics["value/explained_variance"] = ExplainedVariance(float(len(target)), *sums)
+    return LossOutput(*reduce_loss(0.5 * squares, inputs.mask, unit), metrics)

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollouts.metrics.record import encode_rows
+from rollouts.metrics.record import Fields, encode_rows
 from rollouts.types import FloatArray, ForwardBackwardResult, IntArray, OptimStepResult, RolloutBatch, Sample
 
 
@@ -43,7 +44,7 @@ class Place(NamedTuple):
 
 
 def encode_contributions(
-    head: Mapping[str, Any], update: UpdateRecord, lengths: IntArray, places: Sequence[Place] = ()
+    head: Fields, update: UpdateRecord, lengths: IntArray, places: Sequence[Place] = ()
 ) -> bytes:
     """The rows of the update as lines, in the order of the batch; none of an update that has none. lengths:
     [B] tokens that train.
@@ -57,40 +58,35 @@ def encode_contributions(
     if not update.contributes:
         return b""
     batch, forward, traced = update.batch, update.forward, update.forward.per_token
-    count = len(batch)
     skipped = forward.skipped or update.optim.skipped
     weights = shares = None
     if skipped is not None:
-        shares = np.zeros(count)
+        shares = np.zeros(len(batch))
     elif traced is not None:
         weights, shares = _compute_means(traced.weights, lengths), _compute_shares(traced.slopes)
     advantages = batch.mean_advantages
     if advantages is None and batch.advantages is not None:
         advantages = _compute_means(batch.advantages, lengths)
-    columns: dict[str, Iterable[Any] | None] = {
-        "id": [sample.id for sample in batch.samples] or None,
-        "group_index": None if batch.group_indices is None else batch.group_indices.tolist(),
-        "row": range(count),
+    columns: dict[str, Iterable[Any]] = {
+        "id": [sample.id for sample in batch.samples] or repeat(None),
+        "group_index": repeat(None) if batch.group_indices is None else batch.group_indices.tolist(),
+        "row": range(len(batch)),
         "advantage": _list_finite(advantages),
         "weight": _list_finite(weights),
         "share": _list_finite(shares),
         "tokens": lengths.tolist(),
-        "reward": None if batch.rewards is None else _list_rewards(batch.rewards, batch.samples),
-        **(dict(zip(Place._fields, zip(*places, strict=True), strict=True)) if places else {}),
+        "reward": repeat(None) if batch.rewards is None else _list_rewards(batch.rewards, batch.samples),
+        **dict(zip(Place._fields, zip(*places, strict=True), strict=False)),
     }
-    known = {name: column for name, column in columns.items() if column is not None}
     rows = [
-        {name: value for name, value in zip(known, values, strict=True) if value is not None}
-        for values in zip(*known.values(), strict=True)
+        {name: value for name, value in zip(columns, values, strict=True) if value is not None}
+        for values in zip(*columns.values(), strict=False)
     ]
-    shared = {
-        "update": update.update,
-        "loss": forward.loss,
-        "denominator": forward.denominator,
-        "skipped": skipped,
-    }
-    shared = {name: value for name, value in shared.items() if value is not None}
-    return encode_rows(rows, head={**head, **shared})
+    shared = {"update": update.update, "loss": forward.loss, "denominator": forward.denominator}
+    shared |= {"skipped": skipped}
+    return encode_rows(
+        rows, head={**head, **{name: value for name, value in shared.items() if value is not None}}
+    )
 
 
 def _compute_shares(slopes: Sequence[FloatArray]) -> NDArray[np.float64]:
@@ -121,17 +117,17 @@ def _list_rewards(rewards: FloatArray, samples: Sequence[Sample]) -> list[float 
     return own if np.array_equal(np.asarray(own, np.float32), rewards) else rewards.tolist()
 
 
-def _list_finite(values: NDArray[Any] | None) -> list[float | None] | None:
-    """A column; None for a number that is not finite, which JSON cannot say."""
+def _list_finite(values: NDArray[Any] | None) -> Iterable[float | None]:
+    """A column; None for a number that is not finite, which JSON cannot say, and where there are none."""
     if values is None:
-        return None
+        return repeat(None)
     return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
 # --- the audit log ------------------------------------------------------------------------------------------
 
 
-def format_update(head: Mapping[str, Any], update: UpdateRecord, lengths: IntArray) -> str:
+def format_update(head: Fields, update: UpdateRecord, lengths: IntArray) -> str:
     """The line of an update, without its newline. head: of a row, as make_head gives it; lengths: [B] tokens
     that train.
 
@@ -163,6 +159,6 @@ def format_update(head: Mapping[str, Any], update: UpdateRecord, lengths: IntArr
         f"samples {len(update.batch):>5d}",
         f"zero_advantage {int(metrics.get('advantage/skipped_rows') or 0):>5d}",
         f"tokens {int(lengths.sum()):>8d}",
+        *([] if skipped is None else [f"skipped: {' '.join(skipped.split())}"]),
     ]
-    line = "  ".join(fields)
-    return line if skipped is None else f"{line}  skipped: {' '.join(skipped.split())}"
+    return "  ".join(fields)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -31,7 +31,6 @@ class Progress:
     every_s: float
     clock: Callable[[], float]
     last_line_s: float = -math.inf
-    blind: bool = False  # what is shown cannot be written any more
     began: dict[str, tuple[int, float]] = field(default_factory=dict)  # by stage: first step, when it ended
     shown: dict[str, dict[str, str]] = field(default_factory=dict)  # by stage: text by label
 
@@ -44,35 +43,27 @@ class Progress:
         first_step, first_time = self.began.setdefault(stage, (step, now))
         # the pace since the first step was reported, or of this step if it is the first
         pace_s = (now - first_time) / (step - first_step) if step > first_step else metrics.get("time/step")
-        texts = {"stage": stage, "step": str(step) if total is None else f"{step}/{total}"}
+        texts = self.shown[stage] = {
+            "stage": stage,
+            "step": str(step) if total is None else f"{step}/{total}",
+        }
         for label, names, form in SHOWN:
             texts[label] = next((form.format(metrics[name]) for name in names if name in metrics), "")
         texts["eta"] = "" if total is None or pace_s is None else format_duration((total - step) * pace_s)
-        self.shown[stage] = texts
-        if live := self.live:
-            self._show(lambda: live.update(self._table(), refresh=True))
-        elif is_first or step == total or now - self.last_line_s >= self.every_s:
-            self.last_line_s = now
-            values = [f"{label} {text}" for label, text in list(texts.items())[2:] if text]
-            line = "  ".join([f"{stage} {texts['step']}", *values])
-            self._show(lambda: self.console.print(line, markup=False, highlight=False, soft_wrap=True))
-
-    def _show(self, draw: Callable[[], None]) -> None:
-        """Draws, unless nobody can read it any more: a terminal that is gone or a full disk under a log ends
-        no run.
-        """
-        try:
-            if not self.blind:
-                draw()
-        except (OSError, ValueError, SystemExit):  # rich answers a broken pipe by SystemExit
-            self.blind = True
-
-    def _table(self) -> Table:
-        table = Table.grid(padding=(0, 2))
-        table.add_row(*next(iter(self.shown.values())), style="dim")
-        for texts in self.shown.values():
-            table.add_row(*texts.values())
-        return table
+        # a terminal that is gone or a full disk under a log ends no run; rich answers a broken pipe by
+        # SystemExit
+        with suppress(OSError, ValueError, SystemExit):
+            if self.live is not None:
+                table = Table.grid(padding=(0, 2))
+                table.add_row(*texts, style="dim")
+                for row in self.shown.values():
+                    table.add_row(*row.values())
+                self.live.update(table, refresh=True)
+            elif is_first or step == total or now - self.last_line_s >= self.every_s:
+                self.last_line_s = now
+                words = [f"{label} {text}" for label, text in list(texts.items())[2:] if text]
+                line = "  ".join([f"{stage} {texts['step']}", *words])
+                self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,9 @@ import msgspec
 import numpy as np
 
 from rollouts.errors import MetricError
+from rollouts.types import encode_json
 
+Fields = Mapping[str, Any]  # of a row, by name
 SCHEMA = 1  # raised when a field changes its meaning; new fields and metrics do not raise it
 SEGMENT = r"[a-z0-9_]+(@[0-9]+)?"
 BARE_NAMES = frozenset({"clip_ratio"})  # the share itself, above its parts clip_ratio/low and clip_ratio/high
@@ -60,7 +61,7 @@ def make_head(stage: str, step: int, policy_version: int, attempt: int, time_uni
     }
 
 
-def make_row(head: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
+def make_row(head: Fields, metrics: Mapping[str, float]) -> dict[str, Any]:
     """One row: the head, with `name` for an evaluation, then the metrics, flat and in the order given (their
     slash keeps them apart from fields).
 
@@ -69,7 +70,7 @@ def make_row(head: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str,
     return {**head, **{metric: check_metric(metric, value) for metric, value in metrics.items()}}
 
 
-def encode_rows(rows: Sequence[Any], *, head: Mapping[str, Any] | None = None) -> bytes:
+def encode_rows(rows: Sequence[Any], *, head: Fields | None = None) -> bytes:
     """The rows as lines, each with its newline and beginning with the fields of `head`; one call of the
     encoder for all.
 
@@ -90,23 +91,21 @@ def encode_rows(rows: Sequence[Any], *, head: Mapping[str, Any] | None = None) -
     return b"".join(_encode_slowly(row) for row in whole)
 
 
-def encode_row(row: Mapping[str, Any]) -> bytes:
+def encode_row(row: Fields) -> bytes:
     """The row as one line of JSON, without its newline. Raises MetricError like encode_rows."""
     return encode_rows([row])[:-1]
 
 
-def _encode_slowly(row: Mapping[str, Any]) -> bytes:
+def _encode_slowly(row: Fields) -> bytes:
     """The row as a line, by an encoder that refuses numbers that are not finite."""
-    texts: list[str] = []
     for name, value in row.items():
         try:
-            text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+            encode_json(value)
         except ValueError as error:
             raise MetricError(
                 f"field {name} = {value}: a number in a row is finite; leave out a field that has none"
             ) from error
-        texts.append(f"{json.dumps(name)}:{text}")
-    return f"{{{','.join(texts)}}}\n".encode(errors="replace")
+    return f"{encode_json(row)}\n".encode(errors="replace")
 
 
 def _convert(value: object) -> Any:

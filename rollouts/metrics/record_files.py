@@ -25,18 +25,16 @@ FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 
 
 class RecordFile:
-    """One file of the record, repaired and made with its first line. `close` flushes it to the device."""
+    """One file of the record: repaired at once, made with its first line, flushed by `close`."""
 
-    def __init__(self, path: Path, *, part_bytes: int = PART_BYTES, make: bool = False) -> None:
-        """make: at once. Raises OSError where the file cannot be repaired or made."""
+    def __init__(self, path: Path, *, part_bytes: int = PART_BYTES) -> None:
+        """Raises OSError where the file cannot be repaired."""
         assert part_bytes >= 1, part_bytes
         self._path, self._part_bytes = path, part_bytes
         self._file = -1  # descriptor of the last part
         self._number = self._end = 0  # of the last part, and bytes of its whole lines
         self._waiting = b""  # what the disk refused
         repair_last_line(path)
-        if make:
-            self._open_last()
 
     def append(self, data: bytes) -> None:
         """Appends whole lines.
@@ -91,18 +89,15 @@ class RecordFile:
     def _choose_part(self) -> None:
         """Opens the last part, or begins another where it is full and on the device."""
         if self._file < 0:
-            self._open_last()
+            last = (list_parts(self._path) or [self._path])[-1]
+            self._file = os.open(last, FLAGS, 0o644)
+            self._number, self._end = parse_part(self._path, last.name) or 0, os.fstat(self._file).st_size
         if self._end >= self._part_bytes and self._path.suffix == ".jsonl":
             os.fsync(self._file)
             full, following = self._file, part_path(self._path, self._number + 1)
             self._file = os.open(following, FLAGS | os.O_EXCL, 0o644)
             self._number, self._end = self._number + 1, 0
             os.close(full)
-
-    def _open_last(self) -> None:
-        last = (list_parts(self._path) or [self._path])[-1]
-        self._file = os.open(last, FLAGS, 0o644)
-        self._number, self._end = parse_part(self._path, last.name) or 0, os.fstat(self._file).st_size
 
 
 def write_whole(file: int, data: bytes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollouts.metrics.record import encode_row, encode_rows
+from rollouts.metrics.record import Fields, encode_row, encode_rows
 from rollouts.types import JSONValue, Sample, encode_json
 
 ROW_BYTES = 700  # of a row's JSON beside prompt, response and failure
@@ -18,7 +18,7 @@ BARE = (
 )
 
 
-def encode_sample_rows(head: Mapping[str, Any], samples: Sequence[Sample]) -> bytes:
+def encode_sample_rows(head: Fields, samples: Sequence[Sample]) -> bytes:
     """The row of each sample as a line: `head`, text and numbers, no per-token arrays. What a sample does not
     have is absent.
 

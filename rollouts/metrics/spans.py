@@ -52,10 +52,8 @@ class PhaseTimer:
     def __init__(
         self, *, clock: Callable[[], float] = time.perf_counter, time_unix: Callable[[], float] = time.time
     ) -> None:
-        self._clock = clock
-        self._time_unix = time_unix
+        self._clock, self._time_unix = clock, time_unix
         self._start = clock()
-        self._seconds: dict[str, float] = {}
         self._spans: list[Span] = []
 
     @contextmanager
@@ -68,20 +66,18 @@ class PhaseTimer:
         try:
             yield
         finally:
-            seconds = self._clock() - start
-            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-            self._spans.append(Span(name, TRAINER, start_unix, seconds))
+            self._spans.append(Span(name, TRAINER, start_unix, self._clock() - start))
 
     def seconds(self, name: str) -> float:
-        """Seconds of a phase that was entered. Raises KeyError for one that was not."""
-        return self._seconds[name]
+        """Seconds of a phase, 0 of one that was not entered."""
+        return sum(span.duration_s for span in self._spans if span.name == name)
 
     def metrics(self) -> dict[str, float]:
-        """`time/{phase}` in order of first entry, and `time/step`: seconds since construction. A phase not
+        """`time/{phase}` in order of the first end, and `time/step`: seconds since construction. A phase not
         entered is absent.
         """
-        whole = {**self._seconds, "step": self._clock() - self._start}
-        return {f"time/{name}": seconds for name, seconds in whole.items()}
+        whole = {f"time/{span.name}": self.seconds(span.name) for span in self._spans}
+        return whole | {"time/step": self._clock() - self._start}
 
     def spans(self) -> list[Span]:
         """Each time a phase was entered and left, in the order in which they ended."""
@@ -98,8 +94,7 @@ class SpanRecorder:
     def __init__(
         self, *, clock: Callable[[], float] = time.perf_counter, time_unix: Callable[[], float] = time.time
     ) -> None:
-        self._clock = clock
-        self._time_unix = time_unix
+        self._clock, self._time_unix = clock, time_unix
         self._spans: list[Span] = []
         self._of_samples: OrderedDict[str, list[Span]] = OrderedDict()
 

@@ -20,7 +20,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,7 +42,7 @@ PREFIX = struct.Struct("<4sIII")
 BLOCK_BYTES_MAX = 1 << 30  # more is damage: a row of a hundred million tokens
 TYPES = {"tokens": "<i4", "mask": "|u1", "version": "<i4"}  # of columns; the others are <f4
 # columns that mostly have one value where the mask is 1 and one where it is 0
-LEVELLED = ("version", "slope", "weight", "advantage")
+LEVELLED = {"version", "slope", "weight", "advantage"}
 CHUNK_TOKENS = 1 << 16  # that numpy is given at once
 
 
@@ -50,37 +50,29 @@ CHUNK_TOKENS = 1 << 16  # that numpy is given at once
 
 
 def encode_blocks(update: UpdateRecord) -> Iterator[bytes]:
-    """The block of each row of the update's batch."""
-    columns, samples = collect_columns(update), update.batch.samples
-    ids = [sample.id for sample in samples] if samples else [""] * len(update.batch)
-    for rows in chunk_rows(update.batch.tokens):
-        yield from _encode_rows(ids[rows], {name: values[rows] for name, values in columns.items()})
-
-
-def chunk_rows(rows: Sequence[Array]) -> Iterator[slice]:
-    """Neighbouring rows of some CHUNK_TOKENS values together: enough for one call of numpy, and no more
-    memory than that.
+    """The block of each row of the update's batch. Neighbouring rows of some CHUNK_TOKENS values are encoded
+    together: enough for one call of numpy, and no more memory than that.
     """
-    begin, total = 0, 0
-    for end, row in enumerate(rows, 1):
-        total += len(row)
-        if total >= CHUNK_TOKENS or end == len(rows):
-            yield slice(begin, end)
-            begin, total = end, 0
+    columns, samples = collect_columns(update), update.batch.samples
+    lengths = np.asarray([len(row) for row in update.batch.tokens])
+    ids = [sample.id for sample in samples] or [""] * len(lengths)
+    cuts = np.flatnonzero(np.diff(np.cumsum(lengths) // CHUNK_TOKENS)) + 1
+    for begin, end in pairwise([0, *cuts.tolist(), len(lengths)]):
+        flat = {
+            name: np.concatenate(values[begin:end], dtype=TYPES.get(name, "<f4"), casting="unsafe")
+            for name, values in columns.items()
+            if begin < end
+        }
+        yield from _encode_rows(ids[begin:end], lengths[begin:end].tolist(), flat)
 
 
-def _encode_rows(ids: Sequence[str], columns: Mapping[str, Sequence[Array]]) -> Iterator[bytes]:
-    """A block for each of some neighbouring rows."""
-    lengths = [len(row) for row in columns["tokens"]]
-    flat = {
-        name: np.concatenate(values, dtype=TYPES.get(name, "<f4"), casting="unsafe")
-        for name, values in columns.items()
-    }
-    levels = _find_levels(flat, np.asarray(lengths))
-    begin = 0
-    for row, (id_, length) in enumerate(zip(ids, lengths, strict=True)):
+def _encode_rows(ids: Sequence[str], lengths: Sequence[int], columns: Mapping[str, Array]) -> Iterator[bytes]:
+    """A block for each of some neighbouring rows, whose columns lie one row after the other."""
+    starts = list(accumulate(lengths, initial=0))[:-1]
+    levels = {} if 0 in lengths else _find_levels(columns, lengths, starts)
+    for row, (id_, length, begin) in enumerate(zip(ids, lengths, starts, strict=True)):
         described, payload = [], []
-        for name, values in flat.items():
+        for name, values in columns.items():
             found = levels[name][row] if name in levels else None
             described.append([name, values.dtype.str, *(found or ())])
             if found is None:
@@ -88,36 +80,29 @@ def _encode_rows(ids: Sequence[str], columns: Mapping[str, Sequence[Array]]) -> 
         header = msgspec.json.encode({"id": id_, "length": length, "columns": described})
         body = b"".join((header, *payload))
         yield PREFIX.pack(MAGIC, len(header), len(body) - len(header), zlib.crc32(body)) + body
-        begin += length
 
 
-def _find_levels(flat: Mapping[str, Array], lengths: Array) -> dict[str, list[Sequence[float] | None]]:
+def _find_levels(
+    columns: Mapping[str, Array], lengths: Sequence[int], starts: Sequence[int]
+) -> dict[str, list[Sequence[float] | None]]:
     """Of each LEVELLED column, for each row: (value where the mask is 1, value where it is 0), or None where
-    there are others. Equal are equal bits.
+    there are others. Equal are equal bits. No row is empty.
     """
-    mask, filled = flat["mask"].astype(bool), np.flatnonzero(lengths)
-    sizes = lengths[filled]
-    starts = np.cumsum(sizes) - sizes
+    mask, index = columns["mask"] > 0, np.arange(sum(lengths))
+    ends = np.repeat(np.cumsum(lengths) - 1, lengths)
+    # the first token of each row on either side of the mask, or its last token where none is on that side
+    firsts = [np.minimum.reduceat(np.where(side, index, ends), starts) for side in (mask, ~mask)]
+    source = np.where(mask, *(np.repeat(first, lengths) for first in firsts))
     levels: dict[str, list[Sequence[float] | None]] = {}
-    for name in [name for name in LEVELLED if name in flat and len(filled)]:
-        values, bits = flat[name], flat[name].view("<i4")
-        inside, outside = (_find_first(side, starts, starts + sizes - 1) for side in (mask, ~mask))
-        same = np.where(mask, np.repeat(bits[inside], sizes), np.repeat(bits[outside], sizes)) == bits
-        pairs = np.stack([values[inside], values[outside]], axis=1)
+    for name in columns.keys() & LEVELLED:
+        values, bits = columns[name], columns[name].view("<i4")
+        pairs = values[np.stack(firsts, axis=1)]
         # JSON has no word for numbers that are not finite
-        one = np.logical_and.reduceat(same, starts) & np.isfinite(pairs).all(1)
-        levels[name] = [None] * len(lengths)
-        for row, pair in zip(filled[one].tolist(), pairs[one].tolist(), strict=True):
-            levels[name][row] = pair
+        same = np.logical_and.reduceat(bits[source] == bits, starts) & np.isfinite(pairs).all(1)
+        levels[name] = [
+            pair if one else None for pair, one in zip(pairs.tolist(), same.tolist(), strict=True)
+        ]
     return levels
-
-
-def _find_first(side: Array, starts: Array, ends: Array) -> Array:
-    """[B] places of the first token of each row that is on this side, or of some token of the row where none
-    is.
-    """
-    places = np.append(np.flatnonzero(side), len(side))
-    return np.minimum(places[np.searchsorted(places, starts)], ends)
 
 
 def collect_columns(update: UpdateRecord) -> dict[str, Sequence[Array]]:
@@ -159,24 +144,18 @@ def read_token_arrays(run_dir: RunDir, row: Mapping[str, Any]) -> Mapping[str, A
     try:
         with path.open("rb") as file:
             file.seek(offset)
-            sample_id, columns = read_block(file)
+            return _read_block(file, row.get("id", ""))
     except FileNotFoundError as error:
         raise RecordError(
             f"{path} of {what} was removed: arrays of the newest steps are kept; ask for a later step"
         ) from error
     except (OSError, ValueError, struct.error) as error:
         raise RecordError(f"{path} at {offset} is damaged, or cannot be read ({error})") from error
-    if sample_id != row.get("id", ""):
-        raise RecordError(
-            f"{path} at {offset} is of the sample {sample_id!r}, not {row.get('id')!r}: the shard or the row"
-            " is damaged"
-        )
-    return columns
 
 
-def read_block(file: BinaryIO) -> tuple[str, dict[str, Array]]:
-    """The sample's id and its columns [T]. Raises OSError, and ValueError or struct.error for bytes that are
-    not a whole block as it was written.
+def _read_block(file: BinaryIO, sample_id: str) -> dict[str, Array]:
+    """The sample's columns [T]. Raises OSError, and ValueError or struct.error for bytes that are not a whole
+    block of this sample as it was written.
     """
     magic, header_bytes, payload_bytes, crc = PREFIX.unpack(file.read(PREFIX.size))
     if magic != MAGIC:
@@ -185,6 +164,8 @@ def read_block(file: BinaryIO) -> tuple[str, dict[str, Array]]:
     if zlib.crc32(body) != crc:
         raise ValueError("its checksum is not the one that was written")
     header, at = json.loads(bytes(body[:header_bytes])), header_bytes
+    if header["id"] != sample_id:
+        raise ValueError(f"it is of the sample {header['id']!r}, not {sample_id!r}")
     columns: dict[str, Array] = {}
     for name, kind, *levels in header["columns"]:
         if levels:
@@ -192,7 +173,7 @@ def read_block(file: BinaryIO) -> tuple[str, dict[str, Array]]:
         else:
             columns[name] = np.frombuffer(body, kind, header["length"], at).copy()
             at += columns[name].nbytes
-    return header["id"], columns
+    return columns
 
 
 # --- writing ------------------------------------------------------------------------------------------------
@@ -208,7 +189,6 @@ class TokenShards:
         beyond until it is written.
         """
         self._folder, self._attempt, self._limit = run_dir.tokens, attempt, limit_bytes
-        self._shard_bytes = max(1, min(SHARD_BYTES, limit_bytes // SHARDS_AT_LEAST))
         self._file, self._path, self._next = -1, run_dir.tokens, 0  # the shard that grows
 
     def write(self, stage: str, update: UpdateRecord) -> list[Place]:
@@ -227,7 +207,11 @@ class TokenShards:
                     os.ftruncate(self._file, begin)
                 self.close()  # nothing is appended to what may be left
                 raise
-            self._make_room()
+            sizes = {path: path.stat().st_size for path in list_shards(self._folder)}
+            for path in list(sizes):
+                if sum(sizes.values()) > self._limit and path != self._path:
+                    path.unlink()
+                    del sizes[path]
         except OSError as error:
             raise StorageError(
                 f"per-token arrays are refused by {self._folder} ({error}); free space"
@@ -247,25 +231,17 @@ class TokenShards:
         """Where the stage's shard ends: the one that is open, or the next where it is full or of another
         stage, or somebody has removed it.
         """
-        if self._file >= 0:
+        name = f"{stage}-{self._attempt}-"
+        if self._file >= 0 and self._path.name.startswith(name):
             state = os.fstat(self._file)
-            is_ours = self._path.name.startswith(f"{stage}-{self._attempt}-")
-            if is_ours and state.st_nlink > 0 and state.st_size < self._shard_bytes:
+            if state.st_nlink > 0 and state.st_size < min(SHARD_BYTES, self._limit // SHARDS_AT_LEAST):
                 return state.st_size
         self.close()
         self._folder.mkdir(exist_ok=True)
-        while (path := self._folder / f"{stage}-{self._attempt}-{self._next:06d}.bin").exists():
+        while (path := self._folder / f"{name}{self._next:06d}.bin").exists():
             self._next += 1
         self._file, self._path = os.open(path, FLAGS | os.O_EXCL | os.O_NOFOLLOW, 0o644), path
         return 0
-
-    def _make_room(self) -> None:
-        sizes = {path: path.stat().st_size for path in list_shards(self._folder)}
-        total = sum(sizes.values())
-        for path, size in sizes.items():
-            if total > self._limit and path != self._path:
-                path.unlink()
-                total -= size
 
 
 def list_shards(folder: Path) -> list[Path]:

@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import trio
 
@@ -30,7 +29,7 @@ from rollouts.crash_points import reach
 from rollouts.errors import StorageError
 from rollouts.metrics.contributions import Place, UpdateRecord, encode_contributions, format_update
 from rollouts.metrics.progress import Progress
-from rollouts.metrics.record import encode_rows, make_head, make_row
+from rollouts.metrics.record import Fields, encode_rows, make_head, make_row
 from rollouts.metrics.record_files import PART_BYTES, RecordFile
 from rollouts.metrics.sample_rows import encode_sample_rows, select_evenly
 from rollouts.metrics.spans import Span
@@ -38,29 +37,23 @@ from rollouts.metrics.token_shards import TokenShards
 from rollouts.run_dir import RunDir
 from rollouts.types import Sample
 
-Row = dict[str, Any]
-Result = TypeVar("Result")
 
-
-class TakeTurn(Protocol):
-    """Does what blocks on a disk, one call after the other, to its end though the caller is cancelled."""
-
-    def __call__(self, work: Callable[[], Result], /) -> Awaitable[Result]: ...
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class JsonlLogger:
     """A MetricsLogger that writes a run's files and, when given one, tells a Progress about each step. Made
     by open_jsonl_logger.
     """
 
-    files: Mapping[str, RecordFile]  # by the stem of their name
-    take_turn: TakeTurn
-    make_head: Callable[[str, int, int], Row]  # of stage, step and policy version
+    attempt: int
     samples_per_step: int
-    shards: TokenShards | None
     progress: Progress | None
+    time_unix: Callable[[], float]
+    in_thread: bool
+    shards: TokenShards | None
+    files: Mapping[str, RecordFile] = field(default_factory=dict)  # by the stem of their name
     refused_arrays: bool = False  # whether that was said
+    # its queue is first come, first served
+    turn: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
 
     async def log_step(
         self,
@@ -78,7 +71,7 @@ class JsonlLogger:
         disk refuses are left out, which is said once; rows and lines wait. Raises MetricError, before
         anything is written, for a metric's name or value that may not be written.
         """
-        head = self.make_head(stage, step, policy_version)
+        head = self._head(stage, step, policy_version)
         row = make_row(head, metrics)
 
         def write() -> None:
@@ -102,46 +95,58 @@ class JsonlLogger:
         be seen.
         """
         chosen = [samples[index] for index in select_evenly(len(samples), self.samples_per_step)]
-        head = self.make_head(stage, step, policy_version)
-        lines = partial(encode_sample_rows, head, chosen)
+        head = self._head(stage, step, policy_version)
         reach("metrics.before_samples")
-        await self._append(lambda: self.files["samples"].append(lines()))
+        await self._append(lambda: self.files["samples"].append(encode_sample_rows(head, chosen)))
         reach("metrics.after_samples")
 
     async def log_evaluation(
         self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]
     ) -> None:
         """Appends the row of an evaluation called `name`. Raises MetricError like log_step."""
-        row = make_row({**self.make_head(stage, step, policy_version), "name": name}, metrics)
+        row = make_row({**self._head(stage, step, policy_version), "name": name}, metrics)
         reach("metrics.before_evaluation")
         await self._append(lambda: self.files["evaluations"].append(encode_rows([row])))
         reach("metrics.after_evaluation")
 
     async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None:
         """Appends a row for each span."""
-        head = self.make_head(stage, step, policy_version)
+        head = self._head(stage, step, policy_version)
         await self._append(lambda: self._append_spans(head, spans))
+
+    def _head(self, stage: str, step: int, policy_version: int) -> dict[str, Any]:
+        return make_head(stage, step, policy_version, self.attempt, self.time_unix())
 
     async def _append(self, write: Callable[[], None]) -> None:
         await self.take_turn(write)
         await trio.lowlevel.checkpoint_if_cancelled()
 
-    def _append_spans(self, head: Row, spans: Sequence[Span]) -> None:
+    async def take_turn(self, work: Callable[[], None]) -> None:
+        """Does what blocks on a disk, one call after the other, to its end though the caller is cancelled."""
+        with trio.CancelScope(shield=True):
+            if self.in_thread:
+                await trio.to_thread.run_sync(work, limiter=self.turn)
+            else:
+                await trio.lowlevel.checkpoint()
+                work()
+
+    def _append_spans(self, head: Fields, spans: Sequence[Span]) -> None:
         if spans:
             self.files["spans"].append(encode_rows([span.fields() for span in spans], head=head))
 
     def _write_arrays(self, stage: str, update: UpdateRecord) -> Sequence[Place]:
         """Where the arrays of each row of the update lie; empty where none are kept."""
-        places: Sequence[Place] = ()
+        if self.shards is None or not update.contributes:
+            return ()
         try:
-            if self.shards is not None and update.contributes:
-                places = self.shards.write(stage, update)
-                self.refused_arrays = False
+            places = self.shards.write(stage, update)
+            self.refused_arrays = False
         except StorageError as error:
             if not self.refused_arrays:
                 text = "warning: %s; the arrays of these steps are left out"
                 logging.getLogger("rollouts").warning(text, error)
             self.refused_arrays = True
+            return ()
         return places
 
 
@@ -163,29 +168,27 @@ async def open_jsonl_logger(
     token_arrays_bytes: of per-token arrays that are kept, 0 for none. in_thread: False where a thread may not
     be waited for, as under a mock clock; the event loop then waits for the disk.
     """
-    limits = (samples_per_step, token_arrays_bytes)
-    assert attempt >= 1 and min(limits) >= 0, (attempt, limits)
-    limiter = trio.CapacityLimiter(1)  # its queue is first come, first served
+    shards = TokenShards(run_dir, attempt=attempt, limit_bytes=token_arrays_bytes)
+    logger = JsonlLogger(
+        attempt=attempt,
+        samples_per_step=samples_per_step,
+        progress=progress,
+        time_unix=time_unix,
+        in_thread=in_thread,
+        shards=shards if token_arrays_bytes else None,
+    )
+    closing = ExitStack()
 
-    async def take_turn(work: Callable[[], Result], /) -> Result:
-        with trio.CancelScope(shield=True):
-            if not in_thread:
-                await trio.lowlevel.checkpoint()
-            return await trio.to_thread.run_sync(work, limiter=limiter) if in_thread else work()
-        raise AssertionError("a shielded scope is not cancelled")
+    def open_all() -> None:
+        logger.files = open_files(run_dir, part_bytes)
+        for file in (*logger.files.values(), shards):
+            closing.callback(file.close)
 
-    def head(stage: str, step: int, policy_version: int) -> Row:
-        return make_head(stage, step, policy_version, attempt, time_unix())
-
-    shards: TokenShards | None = None
-    async with AsyncExitStack() as stack:
-        files = await take_turn(lambda: open_files(run_dir, part_bytes))
-        for file in files.values():
-            stack.push_async_callback(take_turn, file.close)
-        if token_arrays_bytes:
-            shards = TokenShards(run_dir, attempt=attempt, limit_bytes=token_arrays_bytes)
-            stack.push_async_callback(take_turn, shards.close)
-        yield JsonlLogger(files, take_turn, head, samples_per_step, shards, progress)
+    await logger.take_turn(open_all)
+    try:
+        yield logger
+    finally:
+        await logger.take_turn(closing.close)
 
 
 def open_files(run_dir: RunDir, part_bytes: int = PART_BYTES) -> dict[str, RecordFile]:
@@ -193,7 +196,7 @@ def open_files(run_dir: RunDir, part_bytes: int = PART_BYTES) -> dict[str, Recor
     first row. Raises OSError where the directory or a file cannot be made.
     """
     run_dir.root.mkdir(parents=True, exist_ok=True)
-    return {
-        path.stem: RecordFile(path, part_bytes=part_bytes, make=number < 3)
-        for number, path in enumerate((*run_dir.row_files, run_dir.updates_log))
-    }
+    for path in run_dir.row_files[:3]:
+        path.touch()
+    paths = (*run_dir.row_files, run_dir.updates_log)
+    return {path.stem: RecordFile(path, part_bytes=part_bytes) for path in paths}

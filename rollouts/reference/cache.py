@@ -12,7 +12,6 @@ waits for another. A task that asks for a lease inside a lease breaks that rule:
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ class ModelSize(NamedTuple):
 class _Loaded(Generic[T]):
     value: T
     held: int  # bytes
-    stack: AsyncExitStack  # its closing gives the model up
+    context: AbstractAsyncContextManager[T]  # leaving it gives the model up
     leases: int = 0
 
 
@@ -57,9 +56,9 @@ class ReferenceCache(Generic[T]):
     ) -> None:
         self._budget = budget_bytes
         self._measure, self._open = measure, open_model
-        self._loaded: OrderedDict[str, _Loaded[T]] = OrderedDict()  # least recently used first
+        self._loaded: dict[str, _Loaded[T]] = {}  # least recently used first
         self._turn = trio.Lock()  # of the task that makes room and loads; fair
-        self._lease_ended = trio.Event()  # set once; another one then takes its place
+        self._lease_ended = trio.lowlevel.ParkingLot()
         self._closed = False
         self._used = self._peak = self._loads = 0
 
@@ -70,16 +69,8 @@ class ReferenceCache(Generic[T]):
         Raises ConfigError if they are together larger than the budget, BackendClosed after the cache was
         closed, and what loading raises.
         """
-        pinned: list[_Loaded[T]] = []
-
-        def pin(name: str) -> None:
-            self._loaded[name].leases += 1
-            self._loaded.move_to_end(name)
-            pinned.append(self._loaded[name])
-
-        try:
-            self._check_open()
-            sizes: dict[str, ModelSize] = {}
+        self._check_open()
+        async with AsyncExitStack() as turn:
             if not self._loaded.keys() >= set(names):
                 sizes = {name: await self._measure(name) for name in names}
                 needed = _add_up(sizes.values())
@@ -88,48 +79,43 @@ class ReferenceCache(Generic[T]):
                         f"reference models {', '.join(sizes)} need {needed} bytes at once, and the cache's"
                         f" budget_bytes is {self._budget}; raise it, choose a smaller dtype, or lease fewer"
                     )
-                await self._turn.acquire()
-            try:
-                present = [name for name in dict.fromkeys(names) if name in self._loaded]
-                for name in present:
-                    pin(name)
-                missing = {name: size for name, size in sizes.items() if name not in present}
-                if missing:
-                    await self._load_all(missing, pin)
-            finally:
-                if sizes:
-                    self._turn.release()
-            yield tuple(self._loaded[name].value for name in names)
+                await turn.enter_async_context(self._turn)
+                await self._load_missing(sizes)
+            for name in names:
+                self._loaded[name] = self._loaded.pop(name)  # the last used
+            leased = [self._loaded[name] for name in names]
+            for model in leased:
+                model.leases += 1
+        try:
+            yield tuple(model.value for model in leased)
         finally:
-            for loaded in pinned:
-                loaded.leases -= 1
-            self._notify()
+            for model in leased:
+                model.leases -= 1
+            self._lease_ended.unpark_all()
 
-    async def _load_all(self, missing: dict[str, ModelSize], pin: Callable[[str], None]) -> None:
-        """Makes room for the models and loads them."""
+    async def _load_missing(self, sizes: dict[str, ModelSize]) -> None:
+        """Makes room for what is not loaded and loads it. What is loaded of `sizes` stays."""
+        missing = {name: size for name, size in sizes.items() if name not in self._loaded}
+        reserved = _add_up(missing.values())
         self._check_open()
-        needed = _add_up(missing.values())
-        while self._used + needed > self._budget:
-            idle = next((name for name, loaded in self._loaded.items() if not loaded.leases), None)
-            if idle is None:
-                await self._lease_ended.wait()
+        while self._used + reserved > self._budget:
+            idle = (name for name, model in self._loaded.items() if not model.leases and name not in sizes)
+            name = next(idle, None)
+            if name is None:
+                await self._lease_ended.park()
             else:
-                await self._evict(idle)
+                await self._evict(name)
             self._check_open()
-        self._used += needed
+        self._used += reserved
         self._peak = max(self._peak, self._used)
-        held = 0
         try:
             for name, size in missing.items():
                 self._loads += 1
-                stack = AsyncExitStack()
-                self._loaded[name] = _Loaded(
-                    await stack.enter_async_context(self._open(name)), size.held, stack
-                )
-                held += size.held
-                pin(name)
+                context = self._open(name)
+                self._loaded[name] = _Loaded(await context.__aenter__(), size.held, context)
+                reserved -= size.held
         finally:
-            self._used -= needed - held
+            self._used -= reserved
 
     def _check_open(self) -> None:
         if self._closed:
@@ -137,31 +123,27 @@ class ReferenceCache(Generic[T]):
 
     async def _evict(self, name: str) -> None:
         """Gives one model up. Shielded: its bytes count until it is gone."""
-        loaded = self._loaded.pop(name)
+        model = self._loaded.pop(name)
         with trio.CancelScope(shield=True):
-            await loaded.stack.aclose()
-        self._used -= loaded.held
-
-    def _notify(self) -> None:
-        self._lease_ended.set()
-        self._lease_ended = trio.Event()
+            await model.context.__aexit__(None, None, None)
+        self._used -= model.held
 
     async def aclose(self) -> None:
         """Gives every model up. A model that is still leased stays with its holder, uncounted."""
         self._closed = True
-        self._notify()
-        for name in [name for name, loaded in self._loaded.items() if not loaded.leases]:
+        self._lease_ended.unpark_all()
+        for name in [name for name, model in self._loaded.items() if not model.leases]:
             await self._evict(name)
 
-    def statistics(self) -> dict[str, float]:
+    def statistics(self) -> dict[str, int]:
         """Bytes in memory now, the most bytes ever, and how many models were loaded."""
-        counts = {"bytes": self._used, "peak_bytes": self._peak, "loads": self._loads}
-        return {name: float(count) for name, count in counts.items()}
+        return {"bytes": self._used, "peak_bytes": self._peak, "loads": self._loads}
 
 
 def _add_up(sizes: Collection[ModelSize]) -> int:
     """Bytes that several models need which are loaded one after the other."""
-    return sum(size.held for size in sizes) + max(size.loading - size.held for size in sizes)
+    beside = max((size.loading - size.held for size in sizes), default=0)
+    return sum(size.held for size in sizes) + beside
 
 
 @asynccontextmanager
@@ -176,8 +158,6 @@ async def open_model_cache(
     `measure` gives the size of a model before it is loaded; `open_model` loads it, and frees its memory when
     it is left. When it raises, Cancelled too, nothing of the model is left in memory.
     """
-    if budget_bytes < 1:
-        raise ConfigError(f"budget_bytes={budget_bytes} of the reference cache must be at least 1")
     cache = ReferenceCache(budget_bytes, measure, open_model)
     try:
         yield cache
@@ -203,19 +183,18 @@ async def open_reference_cache(
     are loaded and score on `device_thread`, one after the other. `say` gets a sentence on what quantising a
     model does to its log-probs.
     """
-    paths: dict[str, Path] = {}
 
     def measure(name: str) -> ModelSize:
-        paths[name] = paths.get(name) or resolve_model(name, cache_dir=cache_dir)
-        size = count_bytes_by_headers(paths[name], dtype)
+        path = resolve_model(name, cache_dir=cache_dir)
+        held = count_bytes_by_headers(path, dtype)
         # a quantised model is made from the whole one, which is on the CPU then
-        beside = size.exact if dtype in ("8bit", "4bit") and torch.device(device).type == "cpu" else 0
-        return ModelSize(held=size.held, loading=size.held + beside)
+        whole_beside = dtype in ("8bit", "4bit") and torch.device(device).type == "cpu"
+        return ModelSize(held, held + (count_bytes_by_headers(path, "float32") if whole_beside else 0))
 
     @asynccontextmanager
     async def open_model(name: str) -> AsyncIterator[FrozenReference]:
         async with open_frozen_reference(
-            paths[name],
+            await trio.to_thread.run_sync(lambda: resolve_model(name, cache_dir=cache_dir)),
             device_thread=device_thread,
             dtype=dtype,
             device=device,

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 import torch
@@ -31,13 +31,14 @@ from rollouts.models.export import save_hf_model
 from rollouts.models.load import load_hf_model
 from rollouts.protocols import TrainingBackend
 from rollouts.reference.score import FrozenReference
-from rollouts.types import FloatArray, RolloutBatch
+from rollouts.types import FloatRows, RolloutBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 REFERENCE = "reference"  # the directory in a checkpoint
 STATE_FILE = "moving_reference.json"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +54,11 @@ class UpdateRule:
     every: int = 1  # completed steps from one update to the next
 
     def __post_init__(self) -> None:
-        if not (0.0 < self.policy_weight <= 1.0 and self.every >= 1):
+        adds_up = abs(self.policy_weight + self.reference_weight - 1.0) <= 1e-12
+        if not (0.0 < self.policy_weight <= 1.0 and adds_up and self.every >= 1):
             raise ConfigError(
-                f"a moving reference needs 0 < policy_weight <= 1 and every >= 1, not {self.policy_weight}"
-                f" and {self.every}; a reference that never moves is a frozen one"
-            )
-        if abs(self.policy_weight + self.reference_weight - 1.0) > 1e-12:
-            raise ConfigError(
-                f"policy_weight={self.policy_weight} and reference_weight={self.reference_weight} of a moving"
-                " reference must add up to 1"
+                f"{self} of a moving reference: the rule is 0 < policy_weight <= 1, every >= 1, and both"
+                " weights add up to 1; a reference that never moves is a frozen one"
             )
 
 
@@ -88,31 +85,31 @@ class _Counters(msgspec.Struct, frozen=True):
     step: Annotated[int, msgspec.Meta(ge=0)] = 0  # completed steps at the last call of update()
 
 
+@dataclass(slots=True)
+class _State:
+    """What load() makes anew."""
+
+    model: PreTrainedModel  # that scores
+    averaged: PreTrainedModel  # whose weights are the accumulators; the same model where both have one dtype
+    scorer: FrozenReference
+    counters: _Counters
+    is_whole: bool = True  # False after an update that broke off in the middle
+
+
 class MovingReference:
     """A LogProbScorer whose model follows the policy. Made by open_moving_reference."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        accumulators: dict[str, Tensor],
-        scorer: FrozenReference,
-        device_thread: DeviceThread,
-        rule: UpdateRule,
-        counters: _Counters,
+        self, state: _State, load: Callable[[Path], _State], device_thread: DeviceThread, rule: UpdateRule
     ) -> None:
         self.rule = rule
-        self._model = model
-        self._accumulators = accumulators
-        self._scorer = scorer
-        self._device_thread = device_thread
-        self._counters = counters
-        self._is_whole = True  # False after an update that broke off in the middle
+        self._state, self._load, self._device_thread = state, load, device_thread
         self._followed: tuple[TrainingBackend, Callable[[], int]] | None = None
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """reference/updates: how often the reference moved since its run began, across resumes."""
-        return {"reference/updates": float(self._counters.updates)}
+        return {"reference/updates": float(self._state.counters.updates)}
 
     def follow(self, backend: TrainingBackend, completed_steps: Callable[[], int]) -> None:
         """From here on the reference updates itself: before it scores and before it is held, up to the
@@ -120,20 +117,22 @@ class MovingReference:
         """
         self._followed = backend, completed_steps
 
-    async def _catch_up(self) -> None:
+    async def _run_whole(self, work: Callable[[_State], T]) -> T:
+        """What `work` answers on the device thread, of a reference that is up to date. Raises BackendError if
+        an update broke off.
+        """
         if self._followed is not None:
-            backend, completed_steps = self._followed
-            await self.update(backend, step=completed_steps())
+            await self.update(self._followed[0], step=self._followed[1]())
+        return await self._device_thread.submit(lambda: work(self._check_whole()))
 
-    async def score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
+    def _check_whole(self) -> _State:
+        if not self._state.is_whole:
+            raise BackendError("the last update of this reference broke off; load() a saved one")
+        return self._state
+
+    async def score(self, batch: RolloutBatch) -> FloatRows:
         """[T_i] per row at batch.temperature; 0.0 where the loss mask is 0. Sees all earlier updates."""
-
-        def work() -> tuple[FloatArray, ...]:
-            self._check_whole()
-            return self._scorer.score_now(batch)
-
-        await self._catch_up()
-        return await self._device_thread.submit(work)
+        return await self._run_whole(lambda state: state.scorer.score_now(batch))
 
     async def update(self, backend: TrainingBackend, *, step: int) -> bool:
         """Moves the reference if it is due after `step` completed steps; True if it moved. A step that was
@@ -143,39 +142,32 @@ class MovingReference:
         0, whose backend streams whole weights. Raises what stream_weights raises; BackendError if a weight is
         missing, unknown or of another shape: then only load() helps.
         """
-        if step <= self._counters.step:
+        state = self._state
+        if step <= state.counters.step:
             return False
         if step % self.rule.every:
-            self._counters = msgspec.structs.replace(self._counters, step=step)
+            state.counters = msgspec.structs.replace(state.counters, step=step)
             return False
         self._check_whole()
-        seen: set[str] = set()
-        problem = ""
+        held = dict(state.averaged.named_parameters())
+        waiting, wrong = set(held), list[str]()
 
         def take(bucket: Sequence[tuple[str, Tensor]]) -> None:
-            nonlocal problem  # a sink must not raise: other ranks would wait in a collective
-            for name, policy in bucket:
-                held = self._accumulators.get(name)
-                if held is None or name in seen or held.shape != policy.shape:
-                    what = f"the policy's weight {name!r} {list(policy.shape)} came twice or is none of the"
-                    problem = problem or f"{what} reference's; both must be of one architecture"
-                if held is None or problem:
-                    return
-                seen.add(name)
-                with torch.no_grad():
-                    held.copy_(compute_update(held, policy, self.rule))
+            for name, policy in bucket:  # nothing is raised: other ranks would wait in a collective
+                if name not in waiting or held[name].shape != policy.shape:
+                    wrong.append(name)
+                elif not wrong:
+                    waiting.discard(name)
+                    held[name].copy_(compute_update(held[name], policy, self.rule))
 
         def finish() -> None:
-            nonlocal problem
-            missing = self._accumulators.keys() - seen
-            if missing:
-                what = f"{len(missing)} weights of the reference never came, {min(missing)!r} for one"
-                problem = problem or f"{what}; stream all of the policy's"
-            if problem:
-                self._is_whole = self._is_whole and not seen
-            else:
-                self._copy_to_model()
-                self._counters = _Counters(updates=self._counters.updates + 1, step=step)
+            if wrong or waiting:
+                state.is_whole = len(waiting) == len(held)
+                return
+            if state.model is not state.averaged:
+                for shown, exact in zip(state.model.parameters(), held.values(), strict=True):
+                    shown.copy_(exact)
+            state.counters = _Counters(updates=state.counters.updates + 1, step=step)
 
         streamed = backend.stream_weights(take)
         finished = self._device_thread.submit(finish)  # queued before any score
@@ -183,15 +175,12 @@ class MovingReference:
             await streamed
         finally:
             await finished
-        if problem:
-            raise BackendError(problem)
+        if wrong or waiting:
+            raise BackendError(
+                f"of the reference's weights {len(waiting)} never came ({sorted(waiting)[:1]}), and of the"
+                f" policy's {len(wrong)} came twice or fit none ({wrong[:1]}); both must be one architecture"
+            )
         return True
-
-    def _copy_to_model(self) -> None:
-        with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
-                if parameter is not self._accumulators[name]:
-                    parameter.copy_(self._accumulators[name])
 
     async def hold(self) -> Callable[[Path], Awaitable[None]]:
         """A copy of the reference as it is now, as the function that writes it to a directory later.
@@ -201,15 +190,14 @@ class MovingReference:
         broke off, and the writer OSError.
         """
 
-        def copy() -> dict[str, Tensor]:
-            self._check_whole()
-            return {name: held.to("cpu", copy=True) for name, held in self._accumulators.items()}
+        def copy(state: _State) -> tuple[list[tuple[str, Tensor]], _Counters]:
+            held = state.averaged.named_parameters()
+            return [(name, weight.to("cpu", copy=True)) for name, weight in held], state.counters
 
-        await self._catch_up()
-        held, counters = await self._device_thread.submit(copy), self._counters
+        held, counters = await self._run_whole(copy)
 
         def write(path: Path) -> None:
-            save_hf_model(self._model, path, weights=held.items(), dtype=next(iter(held.values())).dtype)
+            save_hf_model(self._state.model, path, weights=held, dtype=held[0][1].dtype)
             (path / STATE_FILE).write_bytes(msgspec.json.encode(counters))
 
         return lambda path: trio.to_thread.run_sync(write, path)
@@ -224,27 +212,11 @@ class MovingReference:
         """
 
         def work() -> None:
-            if not (path / STATE_FILE).is_file():
-                raise CheckpointError(f"{path} has no {STATE_FILE}; give the directory that save() wrote")
-            counters = _read_counters(path)
-            dtype = next(iter(self._accumulators.values())).dtype
-            weights = dict(load_hf_model(path, dtype=dtype).named_parameters())
-            shapes = [
-                {name: weight.shape for name, weight in of.items()} for of in (weights, self._accumulators)
-            ]
-            if shapes[0] != shapes[1]:
-                raise CheckpointError(f"the reference in {path} is of another model; give this run's own")
-            with torch.no_grad():
-                for name, held in self._accumulators.items():
-                    held.copy_(weights[name])
-            self._copy_to_model()
-            self._counters, self._is_whole = counters, True
+            self._state = self._load(path)
 
+        if not (path / STATE_FILE).is_file():
+            raise CheckpointError(f"{path} has no {STATE_FILE}; give the directory that save() wrote")
         await self._device_thread.submit(work)
-
-    def _check_whole(self) -> None:
-        if not self._is_whole:
-            raise BackendError("the last update of this reference broke off; load() a saved one")
 
 
 def _read_counters(path: Path) -> _Counters:
@@ -281,15 +253,15 @@ async def open_moving_reference(
             " torch.float32 or torch.float64"
         )
 
-    def load_frozen(dtype: torch.dtype) -> PreTrainedModel:
-        model = load_hf_model(model_path, dtype=dtype).to(device)  # pyright: ignore[reportArgumentType]
-        return model.requires_grad_(False)
+    def load(path: Path) -> _State:
+        counters = _read_counters(path)
+        models: dict[torch.dtype, Any] = {
+            each: load_hf_model(path, dtype=each).requires_grad_(False) for each in {accumulator_dtype, dtype}
+        }
+        for model in models.values():
+            model.to(device)
+        scorer = FrozenReference(models[dtype], device_thread, micro_batch_tokens)
+        return _State(models[dtype], models[accumulator_dtype], scorer, counters)
 
-    def load() -> MovingReference:
-        counters, averaged = _read_counters(model_path), load_frozen(accumulator_dtype)
-        model = averaged if dtype == accumulator_dtype else load_frozen(dtype)
-        scorer = FrozenReference(model, device_thread, micro_batch_tokens)
-        accumulators: dict[str, Tensor] = dict(averaged.named_parameters())
-        return MovingReference(model, accumulators, scorer, device_thread, rule, counters)
-
-    yield await device_thread.submit(load)
+    state = await device_thread.submit(lambda: load(model_path))
+    yield MovingReference(state, load, device_thread, rule)

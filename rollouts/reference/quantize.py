@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -25,13 +25,18 @@ from torch import Tensor, nn
 from rollouts.errors import ConfigError, DataError, ModelError
 from rollouts.models.directories import check_model_directory, list_weight_files
 from rollouts.protocols import LogProbScorer
-from rollouts.types import FloatArray, RolloutBatch
+from rollouts.types import FloatRows, RolloutBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Bits = Literal[8, 4]
 BLOCK = {8: 64, 4: 32}  # weights of a row that share a scale
+# by bits: torchao's name for signed codes around 0 or for codes with a zero point; type, lowest, highest code
+CODES: dict[int, tuple[str, torch.dtype, int, int]] = {
+    8: ("SYMMETRIC", torch.int8, -127, 127),
+    4: ("ASYMMETRIC", torch.uint8, 0, 15),
+}
 LEAST_BLOCK = 8  # below it the scales cost more than the codes save
 PACKED = "_packed_"  # before a weight's name: the module that holds its codes
 BUFFER_BYTES = 64 * 1024  # allowed for what a model makes itself: rotary frequencies, mostly
@@ -46,46 +51,42 @@ ROUTERS = (".gate.weight", ".router.weight")
 class PackedWeight(nn.Module):
     """One weight [..., columns] as integer codes. Its buffers move with the model that it is part of."""
 
-    codes: Tensor  # [N, block] int8, or [N, block / 2] uint8, the first of two in the low half
-    scale: Tensor  # [N, 1] float32
-    zero: Tensor | None  # [N, 1] uint8, of 4 bits
+    codes: Tensor  # [..., blocks, block] int8, or half as many uint8, the first of two in the low half
+    scale: Tensor  # [..., blocks, 1] float32
+    zero: Tensor | None  # [..., blocks, 1] uint8, of 4 bits
 
     def __init__(self, weight: Tensor, bits: Bits) -> None:
         """Raises ConfigError if torchao is not installed; ModelError for a weight that is not finite."""
         super().__init__()
-        torchao = load_torchao()
-        self.shape = weight.shape
-        self.block = choose_block(weight.shape[-1], bits)
-        rows = weight.detach().float().reshape(-1, self.block)
+        torchao, (mapping, *kind) = load_torchao(), CODES[bits]
+        size = (1, choose_block(weight.shape[-1], bits))
+        rows = weight.detach().float().reshape(-1, size[1])
         if not bool(torch.isfinite(rows).all()):
             raise ModelError("a weight of the reference model is not finite; copy the model directory again")
-        kind = torchao.MappingType.SYMMETRIC if bits == 8 else torchao.MappingType.ASYMMETRIC
-        low, high, dtype = (-127, 127, torch.int8) if bits == 8 else (0, 15, torch.uint8)
-        smallest = torch.finfo(torch.float32).tiny  # a block of zeros has a scale all the same
         scale, zero = torchao.choose_qparams_affine(
-            rows, kind, (1, self.block), dtype, low, high, eps=smallest, scale_dtype=torch.float32
+            rows,
+            torchao.MappingType[mapping],
+            size,
+            *kind,
+            eps=torch.finfo(torch.float32).tiny,  # a block of zeros has a scale all the same
+            scale_dtype=torch.float32,
         )
-        codes = torchao.quantize_affine(rows, (1, self.block), scale, zero, dtype, low, high)
-        self.register_buffer("codes", codes if bits == 8 else codes[:, 0::2] | codes[:, 1::2] << 4)
-        self.register_buffer("scale", scale.reshape(-1, 1))
-        self.register_buffer("zero", zero.reshape(-1, 1).to(torch.uint8) if bits == 4 else None)
+        codes = torchao.quantize_affine(rows, size, scale, zero, *kind)
+        packed = {"codes": codes, "scale": scale, "zero": None}
+        if bits == 4:
+            packed |= {"codes": codes[:, 0::2] | codes[:, 1::2] << 4, "zero": zero.to(torch.uint8)}
+        blocks = (*weight.shape[:-1], weight.shape[-1] // size[1], -1)
+        for name, values in packed.items():
+            self.register_buffer(name, None if values is None else values.reshape(blocks))
 
-    def unpack(self) -> Tensor:
-        """The whole weight, float32: (code − zero) · scale."""
-        return self._unpack(slice(None)).view(self.shape)
-
-    def unpack_rows(self, index: Tensor) -> Tensor:
-        """[*index.shape, columns] the rows of a matrix, without making the others."""
-        blocks = torch.arange(self.shape[-1] // self.block, device=index.device)
-        rows = (index.reshape(-1, 1) * len(blocks) + blocks).flatten()
-        return self._unpack(rows).view(*index.shape, self.shape[-1])
-
-    def _unpack(self, rows: Any) -> Tensor:
-        codes, scale = self.codes[rows], self.scale[rows]
+    def unpack(self, rows: Any = slice(None)) -> Tensor:
+        """The weight, or these rows of it, float32: (code − zero) · scale."""
+        codes = self.codes[rows]
         if self.zero is None:
-            return codes.float().mul_(scale)
-        wide = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)
-        return wide.float().sub_(self.zero[rows]).mul_(scale)
+            wide = codes.float()
+        else:
+            wide = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).float().sub_(self.zero[rows])
+        return wide.mul_(self.scale[rows]).flatten(-2)
 
 
 def load_torchao() -> Any:
@@ -123,10 +124,9 @@ def quantize_model(model: PreTrainedModel, bits: Bits) -> None:
     Raises ConfigError if torchao is not installed, ModelError for weights that are not finite.
     """
     model.requires_grad_(False)
-    ends = [
-        getattr(module, "weight", None)
-        for module in (model.get_input_embeddings(), model.get_output_embeddings())
-    ]
+    ends = {
+        getattr(end, "weight", None) for end in (model.get_input_embeddings(), model.get_output_embeddings())
+    }
     done: dict[Tensor, PackedWeight] = {}
     for module in list(model.modules()):
         for name, weight in list(module._parameters.items()):
@@ -134,8 +134,7 @@ def quantize_model(model: PreTrainedModel, bits: Bits) -> None:
                 continue
             is_matrix = weight.ndim == 2 and isinstance(module, nn.Linear | nn.Embedding)
             if weight not in done and (is_matrix or weight.ndim >= 3) and weight.shape[-1] >= BLOCK[4]:
-                is_end = any(weight is end for end in ends) or weight.shape[-1] % 2
-                done[weight] = PackedWeight(weight, 8 if is_end else bits)
+                done[weight] = PackedWeight(weight, 8 if weight in ends or weight.shape[-1] % 2 else bits)
                 # of both modules that have it; its memory goes now, not at the end
                 weight.data = weight.data.new_empty(0)
             if weight in done:
@@ -148,27 +147,20 @@ def _replace(module: nn.Module, name: str, packed: PackedWeight) -> None:
     module.add_module(PACKED + name, packed)
     changes: dict[str, Any] = {name: property(lambda self: getattr(self, PACKED + name).unpack())}
     if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
-        changes["forward"] = lambda self, ids: getattr(self, PACKED + name).unpack_rows(ids)
+        changes["forward"] = lambda self, ids: getattr(self, PACKED + name).unpack(ids)
     changed: Any = type(type(module).__name__, (type(module),), changes)
     module.__class__ = changed
 
 
-class WeightBytes(NamedTuple):
-    """Bytes of a model's weights, told from its files."""
-
-    held: int  # in the dtype that was asked for, at most
-    exact: int  # in float32
-
-
-def count_bytes_by_headers(path: Path, dtype: str) -> WeightBytes:
-    """What the model in a directory will take at most, by the headers of its safetensors files alone.
-    `dtype`: a ReferenceDtype.
+def count_bytes_by_headers(path: Path, dtype: str) -> int:
+    """Bytes that the weights of the model in a directory will take at most, by the headers of its safetensors
+    files alone. `dtype`: a ReferenceDtype.
 
     In 8bit and 4bit a mixture's router is counted as exact and an embedding or head, told by its name, as 8
     bits. Raises ModelError.
     """
     check_model_directory(path)
-    held, exact = BUFFER_BYTES, BUFFER_BYTES
+    total = BUFFER_BYTES
     for file_name in list_weight_files(path):
         try:
             with safe_open(path / file_name, framework="pt") as file:
@@ -178,10 +170,8 @@ def count_bytes_by_headers(path: Path, dtype: str) -> WeightBytes:
                 f"{path / file_name} cannot be read ({error}); copy the model directory again"
             ) from error
         for name, shape in shapes.items():
-            count = math.prod(shape)
-            exact += 4 * count
-            held += math.ceil(count * _count_bits(name, shape, dtype) / 8)
-    return WeightBytes(held, exact)
+            total += math.ceil(math.prod(shape) * _count_bits(name, shape, dtype) / 8)
+    return total
 
 
 def _count_bits(name: str, shape: tuple[int, ...], dtype: str) -> float:
@@ -198,9 +188,7 @@ def _count_bits(name: str, shape: tuple[int, ...], dtype: str) -> float:
 # --- the error ----------------------------------------------------------------------------------------------
 
 
-def compare_log_probs(
-    approximate: tuple[FloatArray, ...], exact: tuple[FloatArray, ...], batch: RolloutBatch
-) -> dict[str, float]:
+def compare_log_probs(approximate: FloatRows, exact: FloatRows, batch: RolloutBatch) -> dict[str, float]:
     """How far log-probs are from the exact ones on the trained tokens of a batch, in nats.
 
     reference/log_prob_error/mean and /max: of |exact − approximate|, per token. reference/kl_bias: mean(exact
@@ -208,17 +196,15 @@ def compare_log_probs(
     large by. On tokens that the exact model sampled it estimates KL(exact || approximate). Raises DataError
     for a batch that trains no token.
     """
-    if not batch.response_lengths.any():
-        raise DataError(
-            "the probe batch of a quantised reference trains no token; give one with a loss mask that is not"
-            " 0 everywhere"
-        )
     mask = np.concatenate(batch.loss_masks)
+    if not mask.any():
+        raise DataError("loss_masks of the probe batch of a quantised reference train no token; set some")
     one, other = (np.concatenate(values)[mask].astype(np.float64) for values in (exact, approximate))
+    errors = one - other
     return {
-        "reference/kl_bias": float((one - other).mean()),
-        "reference/log_prob_error/mean": float(np.abs(one - other).mean()),
-        "reference/log_prob_error/max": float(np.abs(one - other).max()),
+        "reference/kl_bias": float(errors.mean()),
+        "reference/log_prob_error/mean": float(np.abs(errors).mean()),
+        "reference/log_prob_error/max": float(np.abs(errors).max()),
     }
 
 
@@ -241,7 +227,7 @@ def sample_probe(model: PreTrainedModel) -> RolloutBatch:
     limit: int = getattr(config, "max_position_embeddings", None) or PROBE_TOKENS + 1
     start = config.bos_token_id if isinstance(config.bos_token_id, int) else 0
     generator = torch.Generator().manual_seed(0)
-    ids = torch.full((PROBE_ROWS, 1), start, dtype=torch.int64)
+    ids = torch.full((PROBE_ROWS, 1), start)
     with torch.no_grad():
         for _ in range(min(PROBE_TOKENS, limit - 1)):
             logits = model(input_ids=ids.to(model.device), use_cache=False).logits[:, -1].double().cpu()

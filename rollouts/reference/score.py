@@ -19,7 +19,7 @@ from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model
 from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
 from rollouts.reference.quantize import compare_log_probs, load_torchao, quantize_model, sample_probe
-from rollouts.types import FloatArray, RolloutBatch
+from rollouts.types import FloatRows, RolloutBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,13 +40,13 @@ class FrozenReference:
         self._device_thread = device_thread
         self._micro_batch_tokens = micro_batch_tokens
 
-    async def score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
+    async def score(self, batch: RolloutBatch) -> FloatRows:
         """[T_i] per row at batch.temperature; 0.0 where the loss mask is 0. Raises BackendClosed after
         release().
         """
         return await self._device_thread.submit(lambda: self.score_now(batch))
 
-    def score_now(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
+    def score_now(self, batch: RolloutBatch) -> FloatRows:
         """`score`, for jobs of the device thread."""
         if self._model is None:
             raise BackendClosed("this reference was released; score inside the `async with` of its lease")
@@ -76,7 +76,7 @@ def score_batch(
     plan: ForwardPlan,
     micro_batch_tokens: int,
     on_boundary: Callable[[], None] = lambda: None,
-) -> tuple[FloatArray, ...]:
+) -> FloatRows:
     """Log-probs [T_i] per row at batch.temperature, float32, nats; 0.0 where the loss mask is 0. No rows give
     no arrays. A model with a scalar head gives its values.
 

@@ -135,6 +135,10 @@ gdpo | named_rewards = { a = [1.0] } | named_rewards['a'] has shape
 gdpo | named_rewards = { right = [0.0, nan] } | named_rewards['right'][1] is nan
 raw  | rewards = [0.0, nan] | rewards[1] is nan
 raw  | rewards = [0.0, inf] | rewards[1] is inf
+raw  | trajectories = [0] | trajectories has shape (1,)
+raw  | rewards = [1.0, 0.0], trajectories = [0, 0] | rewards[1] is 0.0, and 1.0 in another segment of its
+raw  | group_indices = [7, 8], rewards = [1, 1], trajectories = [0, 0] | group_indices[1] is 8, and 7 in
+raw  | named_rewards = { a = [2.0, 3.0] }, rewards = [1, 1], trajectories = [0, 0] | ['a'][1] is 3.0, and 2.0
 opo  | | advantage 'opo' needs lengths
 reinforce_pp | | advantage 'reinforce_pp' needs lengths
 reinforce_pp_baseline | | advantage 'reinforce_pp_baseline' needs lengths
@@ -175,19 +179,6 @@ def test_a_trajectory_counts_once_however_many_segments_it_has(kind, expected):
     rows: dict = {"lengths": [2, 3, 4], "named_rewards": parts}
     found = compute_group_advantages([1.0, 1.0, 0.0], [7, 7, 7], kind, trajectories=[5, 5, 2], **rows)
     np.testing.assert_allclose(found, numbers(expected), rtol=2e-6)
-
-
-def test_segments_that_do_not_share_what_a_trajectory_has_once_are_named():
-    with pytest.raises(
-        ValueError, match=r"rewards\[2\] is 0\.0, and 1\.0 in another segment of its trajectory"
-    ):
-        inputs_of([1.0, 5.0, 0.0], trajectories=np.asarray([0, 1, 0]))
-    with pytest.raises(ValueError, match=r"named_rewards\['a'\]\[1\] is 3\.0, and 2\.0 in another"):
-        inputs_of([1.0, 1.0], trajectories=np.asarray([0, 0]), named_rewards={"a": [2.0, 3.0]})
-    with pytest.raises(ValueError, match=r"group_indices\[1\] is 8, and 7 in another"):
-        compute_group_advantages([1.0, 1.0], [7, 8], trajectories=[0, 0])
-    with pytest.raises(ValueError, match=r"trajectories has shape \(1,\)"):
-        compute_group_advantages([1.0, 1.0], [7, 7], trajectories=[0])
 
 
 # --- functions of one's own ---------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rollouts.errors import PlugInError
+from rollouts.errors import ConfigError, PlugInError
 from rollouts.filters import FILTERS, make_filter
 from rollouts.types import FilterDecision, Sample, SampleGroup
 from tests.support.text_tables import read_cells, read_params
@@ -88,8 +88,8 @@ check_mixed_accuracy |           | 1 -1 | the reward of a sample of group 0 is -
 check_mixed_accuracy | part="acc"| 1    | needs the part 'acc'
 check_min_reward     |           |      | group 0 has samples
 check_min            |           | 1    | 'check_min' is not one of check_reward_nonzero_std
-check_min_reward     | min=1     | 1    | no threshold 'min'; it has min_reward
-check_min_reward     | group=1   | 1    | no threshold 'group'
+check_min_reward     | min=1     | 1    | no parameter 'min'; it takes min_reward
+check_min_reward     | group=1   | 1    | no parameter 'group'
 """
 
 
@@ -98,5 +98,5 @@ def test_what_cannot_be_judged_is_named(name: str, thresholds: str, rewards: str
     group = make_group([float(reward) for reward in rewards.split()])
     if not rewards:
         group = replace(group, samples=(Sample(id="s", prompt="q"),))
-    with pytest.raises((ValueError, PlugInError), match=message):
+    with pytest.raises((ValueError, PlugInError, ConfigError), match=message):
         make_filter(name, **read_params(thresholds))(group)

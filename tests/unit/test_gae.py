@@ -130,17 +130,21 @@ def test_kl_on_every_token_adds_up_to_kl_once_per_sample():
     np.testing.assert_allclose([row.sum() for row in tokens][::2], rewards[::2], rtol=1e-6)
 
 
+KL_WRONG = r"""
+ref_log_probs = [[-1.0]]     | ref_log_probs\[0\] has shape \(1,\)
+rewards = [1.0, 2.0]         | shape \(2,\) for 1 rows
+log_probs = [[nan, 0.0]]     | log_probs\[0\], token 0 is nan
+rewards = [nan]              | rewards\[0\] is nan
+"""
+
+
 @pytest.mark.parametrize("function", [subtract_kl, compute_token_rewards])
-def test_kl_refuses_rows_that_do_not_fit_and_log_probs_that_are_not_finite(function):
-    row, mask = f32([-1.0, -2.0]), np.array([True, True])
-    with pytest.raises(ValueError, match=r"ref_log_probs\[0\] has shape \(1,\)"):
-        function([1.0], [row], [row[:1]], [mask], 0.1)
-    with pytest.raises(ValueError, match=r"shape \(2,\) for 1 rows"):
-        function([1.0, 2.0], [row], [row], [mask], 0.1)
-    with pytest.raises(ValueError, match=r"log_probs\[0\], token 0 is nan"):
-        function([1.0], [f32([np.nan, 0.0])], [row], [mask], 0.1)
-    with pytest.raises(ValueError, match=r"rewards\[0\] is nan"):
-        function([NAN], [row], [row], [mask], 0.1)
+@pytest.mark.parametrize(("change", "wrong"), read_cells(KL_WRONG))
+def test_kl_refuses_rows_that_do_not_fit_and_log_probs_that_are_not_finite(function, change, wrong):
+    row = [[-1.0, -2.0]]
+    given = {"rewards": [1.0], "log_probs": row, "ref_log_probs": row, "loss_masks": [ALL[:2]], "beta": 0.1}
+    with pytest.raises(ValueError, match=wrong):
+        function(**given | read_params(change))
 
 
 # --- by name, as a run with a critic asks -------------------------------------------------------------------

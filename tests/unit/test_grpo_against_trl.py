@@ -104,9 +104,10 @@ def our_advantages(case: Case) -> list[float]:
     return np.asarray(ADVANTAGES[config.advantage](inputs, **params)).tolist()
 
 
-def our_inputs(case: Case, weights: Tensor = POLICY) -> LossInputs:
+def our_loss(case: Case, weights: Tensor) -> tuple[Tensor, LossOutput]:
+    """The mean and what it is the mean of."""
     log_probs, entropy, mask = score(weights)
-    return LossInputs(
+    inputs = LossInputs(
         log_probs=log_probs,
         mask=mask,
         entropy=entropy,
@@ -115,17 +116,9 @@ def our_inputs(case: Case, weights: Tensor = POLICY) -> LossInputs:
         rollout_log_probs=score(ENGINE if case["theirs"].get("use_vllm") else OLD)[0],
         ref_log_probs=score(REFERENCE)[0],
     )
-
-
-def our_output(case: Case, inputs: LossInputs) -> tuple[Tensor, LossOutput]:
-    """The mean and what it is the mean of."""
     spec = make_loss_spec(config_of(case))
     output = LOSSES[spec.name](inputs, unit=spec.unit, **spec.params)
     return output.sum / (spec.constant or output.count), output
-
-
-def our_loss(case: Case, weights: Tensor = POLICY) -> tuple[Tensor, LossOutput]:
-    return our_output(case, our_inputs(case, weights))
 
 
 @pytest.mark.parametrize("name", EQUAL)

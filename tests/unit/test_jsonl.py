@@ -175,7 +175,7 @@ def test_too_much_that_waits_and_what_is_refused_at_the_close_are_errors(
     monkeypatch.setattr(record_files, "WAITING_BYTES", 100)
     with path.with_name("probe").open("wb") as probe:
         next_free = probe.fileno()  # the system hands out the lowest free number
-    file = RecordFile(path, make=True)
+    file = RecordFile(path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", refuse)
         file.append(make_line(1))

@@ -328,11 +328,11 @@ sft         | clip_high = 0.3                             | it takes none
 ppo_clip    | cliphigh = 0.3                              | did you mean 'clip_high'
 dro         | entropy_coeff = 0.1                         | did you mean 'entropy_coef'
 ppo_clip    | correction = "tis"                          | Known: token_tis, icepop
-ppo_clip    | correction = "token_tis(cap)"               | is not understood
-ppo_clip    | correction = "token_tis(cap=big)"           | could not convert
+ppo_clip    | correction = "token_tis(cap)"               | is not of the form
+ppo_clip    | correction = "token_tis(cap=big)"           | is not of the form
 ppo_clip    | correction = "token_tis(limit=2)"           | it takes cap
 ppo_clip    | correction = "token_tis * "                 | '' is not known
-ppo_clip    | correction = "token_tis(cap=2) veto"        | is not known
+ppo_clip    | correction = "token_tis(cap=2) veto"        | is not of the form
 ppo_clip    | correction = "token_tis(cap=0)"             | cap=0.0
 ppo_clip    | correction = "sequence_tis(cap=-1)"         | cap=-1.0
 ppo_clip    | correction = "icepop(low=2, high=1)"        | low=2.0, high=1.0

@@ -171,9 +171,6 @@ def test_advantages_from_the_slope_give_reinforce_the_same_gradient(name: str):
     inputs = LossInputs(log_probs=log_probs, mask=mask, ref_log_probs=ref)
     pairs = compute_pair_log_probs(inputs)
     assert (pairs.chosen_lengths.tolist(), pairs.rejected_lengths.tolist()) == ([3.0, 2.0], [1.0, 2.0])
-    assert pairs.chosen.tolist() == pytest.approx(
-        [values[kept].sum().item() for values, kept in zip(log_probs.detach()[::2], mask[::2], strict=True)]
-    )
     output = compute_preference_loss(pairs, name)
     (expected,) = torch.autograd.grad(output.sum, [log_probs], retain_graph=True)
     assert not expected[~mask].any()

@@ -75,21 +75,6 @@ def same(*names: str, size: int = 4) -> dict[str, ModelSize]:
     return {name: ModelSize(size, size) for name in names}
 
 
-async def test_a_model_is_loaded_once_however_many_ask():
-    memory = Memory(same("a"), 4, steps=50)
-    async with memory.open() as cache, trio.open_nursery() as nursery:
-
-        async def use() -> None:
-            async with cache.lease("a") as (model,):
-                assert model == "a"
-                await trio.lowlevel.checkpoint()
-
-        for _ in range(100):
-            nursery.start_soon(use)
-    assert memory.loads == {"a": 1}
-    assert not memory.live, "closing gives everything up"
-
-
 @pytest.mark.parametrize(
     ("sizes", "names"),
     [({"a": ModelSize(9, 9)}, ["a"]), ({"a": ModelSize(2, 9)}, ["a"]), (same("a", "b", size=5), ["a", "b"])],
@@ -108,28 +93,6 @@ async def test_what_can_never_fit_is_refused_and_nothing_is_given_up_for_it(
         assert set(memory.live) == {"small"}
 
 
-async def test_a_failed_load_is_an_error_for_all_who_asked_and_may_be_asked_again():
-    memory = Memory(same("a"), 4, steps=10)
-    memory.fails.add("a")
-    errors: list[ModelError] = []
-    async with memory.open() as cache:
-
-        async def use() -> None:
-            try:
-                async with cache.lease("a"):
-                    pass
-            except ModelError as error:
-                errors.append(error)
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(5):
-                nursery.start_soon(use)
-        assert len(errors) == 5
-        memory.fails.clear()
-        await use()
-        assert (len(errors), cache.statistics()["bytes"]) == (5, 4)
-
-
 async def test_nothing_is_leased_after_the_end():
     memory = Memory(same("a"), 4)
     async with memory.open() as cache:
@@ -141,8 +104,8 @@ async def test_nothing_is_leased_after_the_end():
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_thousands_of_random_leases(seed: int):
-    """Random models, holds, failures and cancellations. `Memory` checks the budget at every change; the end
-    is reached within the deadline.
+    """Random models, holds, failures and cancellations. `Memory` checks the budget at every change, and that
+    no model is loaded twice; the end is reached within the deadline.
     """
     rng = random.Random(seed)
     sizes = {}
@@ -207,7 +170,7 @@ async def test_thousands_of_random_leases(seed: int):
 
 async def test_real_models_score_as_they_do_alone_within_the_budget(tmp_path: Path):
     paths = {kind: make_tiny(kind, 0, tmp_path) for kind in ("llama", "qwen3", "gemma")}
-    sizes = {kind: count_bytes_by_headers(path, "float32").held for kind, path in paths.items()}
+    sizes = {kind: count_bytes_by_headers(path, "float32") for kind, path in paths.items()}
     budget = sum(sorted(sizes.values())[1:])
     found = {}
     async with (
@@ -242,4 +205,4 @@ def test_headers_say_how_large_a_model_will_be(kind: str, dtype: str, tmp_path: 
     path = make_tiny(kind, 0, tmp_path)
     model = load_hf_model(path, dtype=getattr(torch, dtype))
     size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    assert size <= count_bytes_by_headers(path, dtype).held <= size + 64 * 1024
+    assert size <= count_bytes_by_headers(path, dtype) <= size + 64 * 1024

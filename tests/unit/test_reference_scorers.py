@@ -6,24 +6,19 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import hypercorn.config
-import hypercorn.trio
+import httpx
 import numpy as np
 import pytest
 import torch
 import trio
 
 from rollouts.device_thread import open_device_thread
-from rollouts.errors import (
-    ConfigError,
-    DataError,
-    EngineError,
-    InfrastructureError,
-    ReplyError,
-)
+from rollouts.engines.http import open_http_client
+from rollouts.errors import ConfigError, DataError, EngineError, InfrastructureError, ReplyError
 from rollouts.models.load import load_hf_model
 from rollouts.models.tiny import make_tiny
 from rollouts.protocols import LogProbScorer
@@ -42,31 +37,39 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", 0, tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(autouse=True)
-def ask_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def server(path: Path, monkeypatch: pytest.MonkeyPatch) -> ReferenceServer:
+    """What every reference on a server is connected with; nobody waits before asking it again."""
+    made = ReferenceServer(path)
+    client = partial(open_http_client, transport=lambda: httpx.MockTransport(made.handle))
+    monkeypatch.setattr(server_module, "open_http_client", client)
     monkeypatch.setattr(server_module, "RETRY_S", 0.0)
+    return made
 
 
 class ReferenceServer:
-    """An ASGI application that answers as vLLM and SGLang do, with a model of its own."""
+    """Answers as vLLM and SGLang do, with a model of its own."""
 
     def __init__(self, path: Path) -> None:
         self.model = load_hf_model(path)
-        self.models = [{"id": "policy", "max_model_len": 256}]
         self.asked: list[list[int]] = []
         self.spoil: Callable[[Any], tuple[int, Any] | None] = lambda answer: None
 
-    def answer(self, path: str, body: Any) -> tuple[int, Any]:
-        if path == "/v1/models":
-            return 200, {"data": self.models}
-        ids = body["prompt"] if path == "/v1/completions" else body["input_ids"]
+    def handle(self, request: httpx.Request) -> httpx.Response:
+        if request.headers.get("authorization") != f"Bearer {KEY}":
+            return httpx.Response(401)
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "policy", "max_model_len": 256}]})
+        body = json.loads(request.content)
+        is_vllm = request.url.path == "/v1/completions"
+        ids = body["prompt" if is_vllm else "input_ids"]
         self.asked.append(ids)
         with torch.no_grad():
             logits = self.model(input_ids=torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
         values = logits.gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist()
         pairs = list(zip(ids[1:], values, strict=True))
         made: Any
-        if path == "/v1/completions":
+        if is_vllm:
             assert body["model"] == "policy" and body["max_tokens"] == 1 and body["prompt_logprobs"] == 0
             entries = [None, *({str(token): {"logprob": value, "rank": 3}} for token, value in pairs)]
             made = {"choices": [{"index": 0, "text": "x", "prompt_logprobs": entries}]}
@@ -74,49 +77,23 @@ class ReferenceServer:
             assert body["return_logprob"] and body["logprob_start_len"] == 0
             triples = [[None, ids[0], None], *([value, token, None] for token, value in pairs)]
             made = {"text": "", "meta_info": {"id": "1", "input_token_logprobs": triples}}
-        return self.spoil(made) or (200, made)
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        assert scope["type"] == "http", "no lifespan"
-        parts, more = [], True
-        while more:
-            message = await receive()
-            parts.append(message["body"])
-            more = message["more_body"]
-        allowed = dict(scope["headers"]).get(b"authorization") == f"Bearer {KEY}".encode()
-        status, made = (
-            self.answer(scope["path"], json.loads(b"".join(parts) or b"{}")) if allowed else (401, {})
-        )
-        content = json.dumps(made).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": content})
+        status, answer = self.spoil(made) or (200, made)
+        return httpx.Response(status, json=answer)
 
 
 @asynccontextmanager
-async def open_server(path: Path) -> AsyncIterator[tuple[str, ReferenceServer]]:
-    server = ReferenceServer(path)
-    config = hypercorn.config.Config()
-    config.bind, config.errorlog = ["127.0.0.1:0"], None
-    async with trio.open_nursery() as nursery:
-        binds = await nursery.start(hypercorn.trio.serve, server, config)
-        yield binds[0], server
-        nursery.cancel_scope.cancel()
-
-
-@asynccontextmanager
-async def open_scorer(place: Any, path: Path, **changes: Any) -> AsyncIterator[tuple[LogProbScorer, Any]]:
-    """(scorer, its server)."""
+async def open_scorer(place: Any, path: Path) -> AsyncIterator[LogProbScorer]:
     if place == "trainer":
         async with (
             open_device_thread(name="reference", torch_threads=1) as thread,
             open_frozen_reference(path, device_thread=thread) as scorer,
         ):
-            yield scorer, None
+            yield scorer
     else:
-        options = {"kind": place, "vocab_size": 259, "api_key": KEY} | changes
-        async with open_server(path) as (url, server), open_server_reference(url, **options) as scorer:
-            yield scorer, server
+        async with open_server_reference(
+            "http://reference:1", kind=place, vocab_size=259, api_key=KEY
+        ) as scorer:
+            yield scorer
 
 
 def score_plainly(path: Path, batch: RolloutBatch) -> list[np.ndarray]:
@@ -131,7 +108,7 @@ def score_plainly(path: Path, batch: RolloutBatch) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("place", ["trainer", "vllm", "sglang"])
-async def test_every_place_gives_the_models_own_log_probs(place: str, path: Path):
+async def test_every_place_gives_the_models_own_log_probs(place: str, path: Path, server: ReferenceServer):
     """0.0 outside the masks; many calls at once; rows and batches that train nothing; any temperature in the
     trainer, 1 on a server.
     """
@@ -142,7 +119,7 @@ async def test_every_place_gives_the_models_own_log_probs(place: str, path: Path
     batches.append(RolloutBatch(tokens=(), loss_masks=()))
     warm = replace(BATCH, temperature=0.5)
     found: dict[int, Any] = {}
-    async with open_scorer(place, path) as (scorer, _):
+    async with open_scorer(place, path) as scorer:
 
         async def score(index: int) -> None:
             found[index] = await scorer.score(batches[index])
@@ -162,9 +139,9 @@ async def test_every_place_gives_the_models_own_log_probs(place: str, path: Path
             np.testing.assert_allclose(one, two, atol=1e-4)
 
 
-async def test_only_the_tokens_up_to_the_last_trained_one_are_sent(path: Path):
+async def test_only_the_tokens_up_to_the_last_trained_one_are_sent(path: Path, server: ReferenceServer):
     masks = [mask & (np.arange(len(mask)) < len(mask) - 1) for mask in BATCH.loss_masks]
-    async with open_scorer("vllm", path) as (scorer, server):
+    async with open_scorer("vllm", path) as scorer:
         await scorer.score(replace(BATCH, loss_masks=tuple(masks)))
     pairs = zip(BATCH.tokens, masks, strict=True)
     wanted = [row[: np.flatnonzero(mask)[-1] + 1].tolist() for row, mask in pairs if mask.any()]
@@ -186,28 +163,29 @@ def every(value: float) -> Callable[[list[Any]], Any]:
     ("kind", "spoil"),
     [
         ("vllm", lambda made: (200, {"choices": []})),
-        ("vllm", lambda made: (200, b"no json".decode())),
         ("vllm", vllm(lambda entries: None)),
         ("vllm", vllm(lambda entries: entries[:-1])),
         ("vllm", vllm(lambda entries: [None, *[{"1000": {"logprob": -1.0}}] * (len(entries) - 1)])),
-        ("vllm", vllm(lambda entries: [None] * len(entries))),
         ("vllm", vllm(every(-9999.0))),
         ("vllm", vllm(every(0.5))),
         ("sglang", lambda made: (200, {"meta_info": {"input_token_logprobs": [[None, 1000, None]] * 4}})),
-        ("sglang", lambda made: (200, {"meta_info": {"input_token_logprobs": []}})),
     ],
 )
-async def test_an_answer_without_the_log_probs_of_the_tokens_is_an_error(kind: Any, spoil: Any, path: Path):
-    async with open_scorer(kind, path) as (scorer, server):
-        server.spoil = spoil
+async def test_an_answer_without_the_log_probs_of_the_tokens_is_an_error(
+    kind: Any, spoil: Any, path: Path, server: ReferenceServer
+):
+    server.spoil = spoil
+    async with open_scorer(kind, path) as scorer:
         with pytest.raises(ReplyError):
             await scorer.score(BATCH)
 
 
-async def test_a_busy_server_is_asked_again_and_one_that_stays_so_is_an_error(path: Path):
+async def test_a_busy_server_is_asked_again_and_one_that_stays_so_is_an_error(
+    path: Path, server: ReferenceServer
+):
     answers = [503, 200, 500]
-    async with open_scorer("vllm", path) as (scorer, server):
-        server.spoil = lambda made: (answers.pop(0), made) if answers else None
+    server.spoil = lambda made: (answers.pop(0), made) if answers else None
+    async with open_scorer("vllm", path) as scorer:
         assert len(await scorer.score(BATCH)) == len(BATCH)
         assert not answers
         server.spoil = lambda made: (500, {"error": "out of memory"})
@@ -215,12 +193,11 @@ async def test_a_busy_server_is_asked_again_and_one_that_stays_so_is_an_error(pa
             await scorer.score(BATCH)
 
 
-async def test_what_cannot_be_scored_is_an_error_before_it_is_sent(path: Path):
-    async with open_server(path) as (url, _):
-        with pytest.raises(EngineError, match="401"):
-            async with open_server_reference(url, kind="vllm", vocab_size=259, api_key="wrong"):
-                pass
-    async with open_scorer("vllm", path) as (scorer, server):
+async def test_what_cannot_be_scored_is_an_error_before_it_is_sent(path: Path, server: ReferenceServer):
+    with pytest.raises(EngineError, match="401"):
+        async with open_server_reference("http://reference:1", kind="vllm", vocab_size=259, api_key="wrong"):
+            pass
+    async with open_scorer("vllm", path) as scorer:
         for first, tokens, message in (
             (1, [5, 300, 7], "the id 300"),
             (1, [5, -1, 7], "the id -1"),
@@ -229,4 +206,4 @@ async def test_what_cannot_be_scored_is_an_error_before_it_is_sent(path: Path):
             mask = np.arange(len(tokens)) >= first
             with pytest.raises(DataError, match=message):
                 await scorer.score(RolloutBatch(tokens=(np.asarray(tokens),), loss_masks=(mask,)))
-        assert not server.asked
+    assert not server.asked
