@@ -13,7 +13,6 @@ our own bugs leave as exceptions.
 
 from __future__ import annotations
 
-import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -50,15 +49,13 @@ from rollouts.rewards.call import (
     call_group_reward,
     call_reward,
 )
-from rollouts.rewards.check import apply_reward, function_name
+from rollouts.rewards.check import apply_reward, function_name, show_traceback
 from rollouts.rewards.workers import RaisedInWorker
 from rollouts.types import FilterDecision, JSONValue, Sample, SampleGroup, SamplingParams, Status
 
 MAX_STARTS = 8  # in vain, of one sample whose engine keeps aborting it; after that it has failed
 # the class of samples that an engine, not anything of their own, kept from being generated
 INFRASTRUCTURE = "infrastructure"
-TRACEBACK_FRAMES = 4
-TRACEBACK_CHARS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,12 +396,9 @@ def fail_sample(sample: Sample, error: RolloutsError, failure_class: str, functi
     crash, an answer that is no reward.
     """
     cause = error.__cause__ or (None if isinstance(error, UserFunctionError) else error)
-    trace = ""
-    if isinstance(cause, RaisedInWorker):
-        trace = str(cause)
-    elif cause is not None:
-        trace = "".join(traceback.format_exception(cause, limit=-TRACEBACK_FRAMES, chain=False))
-    return _fail(sample, failure_class, function, str(error), trace[-TRACEBACK_CHARS:])
+    trace = show_traceback(cause, cause.__traceback__) if cause else ""
+    text = str(cause) if isinstance(cause, RaisedInWorker) else trace
+    return _fail(sample, failure_class, function, str(error), text)
 
 
 def _complete_failure(sample: Sample, function: str) -> Sample:

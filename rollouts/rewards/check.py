@@ -10,8 +10,10 @@ import importlib
 import inspect
 import itertools
 import math
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Set, Sized
 from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from rollouts.errors import ConfigError, UserFunctionError
 from rollouts.types import FilterDecision, RewardResult, Sample
 
 NOTE_CHARS = 10_000  # of a note; the rest is cut
+TRACEBACK_FRAMES, TRACEBACK_CHARS = 4, 2000  # of a failure's record, the last
 # exceptions that a user's function may raise as its own; KeyboardInterrupt and Cancelled are not among them
 RAISED = (Exception, SystemExit, GeneratorExit)
 
@@ -51,11 +54,11 @@ def check_group_rewards(answer: Any, count: int, where: str) -> tuple[RewardResu
     Raises UserFunctionError, beginning with `where`, if it has another number of them (an iterator, which may
     have no end, or a set, which has no order, is refused) or one is no reward.
     """
-    values: list[Any] | None = None
+    values: list[Any] = []
     if isinstance(answer, Sized) and not isinstance(answer, str | bytes | Mapping | Set):
         with contextlib.suppress(*RAISED):  # an array without axes, or an object of the user's
             values = list(itertools.islice(iter(answer), count + 1))  # type: ignore[call-overload]
-    if values is None or len(values) != count:
+    if len(values) != count:
         raise UserFunctionError(
             f"{where} returned {shorten(answer)}; it must return {count} rewards, one per sample"
         )
@@ -118,6 +121,12 @@ def _unwrap(function: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(function, functools.partial):
         function = function.func
     return function
+
+
+def show_traceback(error: BaseException, tb: TracebackType | None) -> str:
+    """The last frames of `tb` and the error, as Python prints them, in text that any file can hold."""
+    lines = traceback.format_exception(type(error), error, tb, limit=-TRACEBACK_FRAMES, chain=False)
+    return "".join(lines).encode(errors="replace").decode()[-TRACEBACK_CHARS:]
 
 
 def describe(error: BaseException) -> str:

@@ -60,9 +60,8 @@ def apply_weights(result: RewardResult, weights: Mapping[str, float]) -> RewardR
     there is `exact`) need none. Raises ConfigError naming a weight without its part, a part without weight,
     or a weight that is no finite number; UserFunctionError if the sum is not finite.
     """
-    check_weights(
-        weights, result.parts, [name for name in result.parts if not _is_detail(name, result.parts)]
-    )
+    details = {name for name in result.parts for above in result.parts if name.startswith(f"{above}.")}
+    check_weights(weights, result.parts, [name for name in result.parts if name not in details])
     products = (weight * result.parts[name] for name, weight in weights.items())
     return replace(result, reward=add_up(products, "the weights and the reward function"))
 
@@ -98,8 +97,3 @@ def check_weights(
         rule = "give it one, 0 if it shall not count"
         require(name in weights, f"weights: {name!r} has no weight; {known}; {rule}")
     return weights
-
-
-def _is_detail(name: str, parts: Mapping[str, float]) -> bool:
-    above = name.rpartition(".")[0]
-    return bool(above) and (above in parts or _is_detail(above, parts))

@@ -23,7 +23,6 @@ import resource
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -34,11 +33,10 @@ import numpy as np
 
 from rollouts.config.plugins import load_function
 from rollouts.errors import PlugInError, UserFunctionError
-from rollouts.rewards.check import check_group_rewards, check_reward, describe
+from rollouts.rewards.check import check_group_rewards, check_reward, describe, show_traceback
 from rollouts.types import RewardResult, Sample
 
-TRACEBACK_FRAMES = 4
-TEXT_CHARS = 2000  # of a message or a traceback
+TEXT_CHARS = 2000  # of a message
 EXIT_LOST_CHANNEL = 113  # the function closed the channel, so that the worker cannot answer
 DTYPES = {
     "tokens": np.int64,
@@ -123,7 +121,11 @@ def main() -> None:
         if os.getpid() != own_pid:
             os._exit(0)  # a child that a C library forked and that came back through the function
         try:
-            channel.sendall((ENCODE({"id": request["id"], **answer}) if answer else b"") + b"\n")
+            said = b""
+            if answer:
+                text = answer.get("text", "").encode(errors="replace").decode()[:TEXT_CHARS]
+                said = ENCODE({"id": request["id"], **answer, "text": text})
+            channel.sendall(said + b"\n")
         except OSError:
             os._exit(EXIT_LOST_CHANNEL)
 
@@ -152,22 +154,19 @@ def _serve(request: Mapping[str, Any], send: Callable[[None], None]) -> dict[str
         before, in_function = _take_state(), True
         value = function(samples if is_group else samples[0])
         in_function = False
-        rewards = (
-            check_group_rewards(value, len(samples), where) if is_group else [check_reward(value, where)]
-        )
-        answer = {"kind": "scored", "rewards": rewards}
+        rewards: Any = check_group_rewards(value, len(samples), where) if is_group else None
+        answer = {"kind": "scored", "rewards": rewards or [check_reward(value, where)]}
     except BaseException as error:
         cause = error if in_function else error.__cause__ or error
         if isinstance(cause, MemoryError):
             return {"kind": "crashed", "text": f"ran out of memory ({describe(cause)})"}
         if in_function and isinstance(error, SystemExit):
             return {"kind": "crashed", "text": f"called sys.exit({error.code!r})"}
-        answer = {"kind": "failed", "text": _cut(str(error))}
-        if in_function:
-            # without the frame of this file, as the function's author would see it
-            tb = error.__traceback__ and error.__traceback__.tb_next
-            lines = traceback.format_exception(type(error), error, tb, limit=-TRACEBACK_FRAMES, chain=False)
-            answer |= {"text": f"{where} raised {_cut(describe(error))}", "traceback": _cut("".join(lines))}
+        text = f"{where} raised {describe(error)}" if in_function else str(error)
+        # without the frame of this file, as the function's author would see it
+        frames = error.__traceback__ and error.__traceback__.tb_next
+        shown = show_traceback(error, frames) if in_function else ""
+        answer = {"kind": "failed", "text": text, "traceback": shown}
     # Threads that run Python; a library may keep threads of its own.
     unfit = _take_state() != before or not set(sys._current_frames()) <= threads  # or it was not loaded
     for stream in (sys.stdout, sys.stderr):
@@ -178,10 +177,6 @@ def _serve(request: Mapping[str, Any], send: Callable[[None], None]) -> dict[str
             pass
         return {"kind": "crashed", "text": "left a process running behind it; wait for what it starts"}
     return {**answer, "unfit": unfit}
-
-
-def _cut(text: str) -> str:
-    return text.encode(errors="replace").decode()[-TEXT_CHARS:]
 
 
 def _load(request: Mapping[str, Any], where: str) -> Callable[..., Any]:

@@ -135,7 +135,11 @@ class RewardWorkers:
     ) -> Sequence[RewardResult]:
         request_id = secrets.token_hex(16)
         line = encode_request({**request, "id": request_id, "where": where, "samples": samples})
-        worker = await self._take_worker(where)
+        try:  # the next one when a worker has ended, or has written bytes that nobody asked for
+            while is_readable((worker := await self._ready.receive()).process):
+                worker.unfit.set()
+        except trio.ClosedResourceError:
+            raise RewardCrashed(f"{where} was called after the reward workers had been closed") from None
         fit = False
         try:
             answer = await self._exchange(worker.process, line, request_id, len(samples), where)
@@ -149,15 +153,6 @@ class RewardWorkers:
             return answer.rewards
         cause = RaisedInWorker(answer.traceback) if answer.traceback else None
         raise UserFunctionError(answer.text) from cause
-
-    async def _take_worker(self, where: str) -> Worker:
-        """A worker for one call; the next when one has written bytes that nobody asked for, or has ended."""
-        try:
-            while is_readable((worker := await self._ready.receive()).process):
-                worker.unfit.set()
-        except trio.ClosedResourceError:
-            raise RewardCrashed(f"{where} was called after the reward workers had been closed") from None
-        return worker
 
     async def _exchange(
         self, process: Process, line: bytes, request_id: str, count: int, where: str
