@@ -11,36 +11,39 @@ from rollouts.filters import check_consensus, check_reward_nonzero_std
 from rollouts.rewards.check import apply_reward, check_group_rewards
 from rollouts.rewards.consensus import compute_consensus, make_consensus_reward
 from rollouts.types import Sample, SampleGroup
+from tests.support.text_tables import read_cells, read_params
+
+# answers in launch order, - for none | rules | label | votes of valid answers
+VOTES = """
+7 7 8 7 -  |                              | 7 | 3 of 4
+7 8        |                              | - | 1 of 2
+8 7 7 8    | ties = "first"               | 8 | 2 of 4
+8 7 7      | ties = "none"                | 7 | 2 of 3
+9 8 8 7 7  |                              | - | 2 of 5
+- -        |                              | - | 0 of 0
+           |                              | - | 0 of 0
+- 3        |                              | 3 | 1 of 1
+7 7 8 7 -  | min_ratio = 0.75             | 7 | 3 of 4
+7 7 8 7 -  | min_ratio = 0.76             | - | 3 of 4
+7 7 8 7 -  | min_ratio = 0.6, of = "all"  | 7 | 3 of 4
+7 7 8 7 -  | min_ratio = 0.61, of = "all" | - | 3 of 4
+"""
 
 
-def test_the_majority_is_the_label_and_no_answer_has_no_vote():
-    consensus = compute_consensus(["7", "7", "8", "7", None])
-    assert (consensus.label, consensus.rewards) == ("7", (1.0, 1.0, 0.0, 1.0, 0.0))
-    assert (consensus.votes, consensus.num_valid, consensus.ratio) == (3, 4, 0.75)
-    assert compute_consensus(["7", "7", "8", "7", None], of="all").ratio == 0.6
+@pytest.mark.parametrize(("given", "rules", "label", "votes"), read_cells(VOTES))
+def test_votes_follow_their_rules(given: str, rules: str, label: str, votes: str):
+    answers = [None if answer == "-" else answer for answer in given.split()]
+    consensus = compute_consensus(answers, **read_params(rules))
+    assert (consensus.label or "-", f"{consensus.votes} of {consensus.num_valid}") == (label, votes)
+    assert list(consensus.rewards) == [float(answer == label) for answer in answers]
 
 
-@pytest.mark.parametrize(
-    ("answers", "rules", "label"),
-    [
-        (["7", "8"], {}, None),
-        (["8", "7", "7", "8"], {"ties": "first"}, "8"),
-        (["8", "7", "7"], {"ties": "none"}, "7"),
-        (["9", "8", "8", "7", "7"], {}, None),  # the tie is of the most votes, wherever it stands
-        ([None, None], {}, None),
-        ([], {}, None),
-        ([None, "3"], {}, "3"),
-        (["7", "7", "8", "7", None], {"min_ratio": 0.75}, "7"),  # the bound itself is enough
-        (["7", "7", "8", "7", None], {"min_ratio": 0.76}, None),
-        (["7", "7", "8", "7", None], {"min_ratio": 0.6, "of": "all"}, "7"),
-        (["7", "7", "8", "7", None], {"min_ratio": 0.61, "of": "all"}, None),
-        ([0, 0, 1], {}, 0),  # a label that is false is a label
-    ],
-)
-def test_ties_and_ratios_follow_their_rules(answers, rules, label):
-    consensus = compute_consensus(answers, **rules)
-    assert consensus.label == label
-    assert list(consensus.rewards) == [float(label is not None and answer == label) for answer in answers]
+def test_a_label_that_is_false_is_a_label_and_the_ratio_is_of_valid_answers_or_all():
+    assert compute_consensus([0, 0, 1]).label == 0
+    assert [compute_consensus(["7", "7", "8", "7", None], of=of).ratio for of in ("valid", "all")] == [
+        0.75,
+        0.6,
+    ]
 
 
 def score(*answers: str, **rules: Any) -> SampleGroup:

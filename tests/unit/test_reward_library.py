@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from rollouts.errors import ConfigError, DataError, UserFunctionError
+from rollouts.rewards import math as math_rewards
+from rollouts.rewards import multiple_choice
 from rollouts.rewards.combine import apply_combine, apply_weights, combine_rewards
 from rollouts.rewards.exact import exact_match
 from rollouts.rewards.format import (
@@ -24,11 +26,9 @@ from rollouts.rewards.format import (
 )
 from rollouts.rewards.fuzzy import f1_match, fuzzy_match
 from rollouts.rewards.length import make_length_cutoff, make_length_target, make_soft_overlong_punishment
-from rollouts.rewards.math import make_math_reward, make_numeric_reward, math_match, numeric_match
-from rollouts.rewards.multiple_choice import multiple_choice_match
+from rollouts.rewards.math import make_numeric_reward, numeric_match
 from rollouts.types import RewardResult, Sample
-
-THIRD = {"answer": 2, "choices": ["x", "y", "z"]}  # of three choices
+from tests.support.text_tables import read_cells, read_params
 
 
 def sample_of(response: str, *, num_tokens: int = 0, **metadata: Any) -> Sample:
@@ -42,6 +42,11 @@ def sample_of(response: str, *, num_tokens: int = 0, **metadata: Any) -> Sample:
         loss_mask=np.array(mask, bool),
         metadata=metadata,
     )
+
+
+def find(name: str) -> Any:
+    """What a table names: of this file, or of the library."""
+    return {**vars(math_rewards), **vars(multiple_choice), **globals()}[name]
 
 
 # --- what each counts ---
@@ -232,30 +237,24 @@ def test_json_that_is_too_deep_is_no_json():
     assert json_format(sample_of("[" * 100_000)).reward == 0.0
 
 
-@pytest.mark.parametrize(
-    ("reward", "response", "row", "parts", "note"),
-    [
-        (numeric_match, "x", {"answer": 1}, {"numeric": 0, "has_number": 0}, None),
-        (keys, "[]", {}, {"format": 0, "json": 1}, "JSON without the keys name, age"),
-        (only, "2", {}, {"extracted": 0}, "0 matches of <answer>((?:(?!</?answer>).)*)</answer>"),
-        (multiple_choice_match, "The answer is C", THIRD, {"choice": 1, "chosen": 1}, None),
-        (multiple_choice_match, "The answer is B", THIRD, {"choice": 0, "chosen": 1}, None),
-        (multiple_choice_match, "answer: D", THIRD, {"choice": 0, "chosen": 0}, "no choice was found"),
-        (multiple_choice_match, "(B)", {"answer": "(b)"}, {"choice": 1, "chosen": 1}, None),
-        (
-            *(multiple_choice_match, "The answer is A or B", THIRD, {"choice": 0, "chosen": 0}),
-            "ambiguous: it chooses A and B at once",
-        ),
-        (
-            *(multiple_choice_match, "A. x\nB. y", THIRD, {"choice": 0, "chosen": 0}),
-            "ambiguous: lines begin with A, B",
-        ),
-    ],
-)
-def test_parts_and_notes_say_why(
-    reward: Any, response: str, row: dict[str, Any], parts: dict[str, float], note: str | None
-):
-    assert reward(sample_of(response, **row)) == RewardResult(next(iter(parts.values())), parts, note)
+# reward | response | row | parts, of which the first is the reward | note
+PARTS_AND_NOTES = r"""
+numeric_match | x | answer = 1 | numeric = 0, has_number = 0 |
+keys | [] | | format = 0, json = 1 | JSON without the keys name, age
+only | 2 | | extracted = 0 | 0 matches of <answer>((?:(?!</?answer>).)*)</answer>
+multiple_choice_match | The answer is C | THIRD | choice = 1, chosen = 1 |
+multiple_choice_match | The answer is B | THIRD | choice = 0, chosen = 1 |
+multiple_choice_match | answer: D | THIRD | choice = 0, chosen = 0 | no choice was found
+multiple_choice_match | (B) | answer = "(b)" | choice = 1, chosen = 1 |
+multiple_choice_match | I pick A or B | THIRD | choice = 0, chosen = 0 | ambiguous: it chooses A and B at once
+multiple_choice_match | A. x\nB. y | THIRD | choice = 0, chosen = 0 | ambiguous: lines begin with A, B
+""".replace("THIRD", 'answer = 2, choices = ["x", "y", "z"]')  # of three choices
+
+
+@pytest.mark.parametrize(("reward", "response", "row", "parts", "note"), read_cells(PARTS_AND_NOTES))
+def test_parts_and_notes_say_why(reward: str, response: str, row: str, parts: str, note: str):
+    sample, numbers = sample_of(response.replace("\\n", "\n"), **read_params(row)), read_params(parts)
+    assert find(reward)(sample) == RewardResult(next(iter(numbers.values())), numbers, note or None)
 
 
 def test_what_was_extracted_keeps_tokens_and_metadata():
@@ -282,31 +281,78 @@ def test_overlong_responses_are_punished_softly(num_tokens: int, punishment: flo
 # --- what each refuses ---
 
 
-@pytest.mark.parametrize(
-    ("reward", "row", "message"),
-    [
-        (exact_match, {"solution": "1"}, r"sample s has no metadata\['answer'\] .*; its row has solution"),
-        (numeric_match, {}, r"no metadata\['answer'\]"),
-        (numeric_match, {"answer": "x"}, r"metadata\['answer'\] is 'x', which holds no number"),
-        (math_match, {}, r"no metadata\['answer'\]"),
-        *((reward, {"answer": []}, "an empty list") for reward in (math_match, fuzzy_match, exact_match)),
-        (multiple_choice_match, {}, r"no metadata\['answer'\]"),
-        (multiple_choice_match, {"answer": "Paris"}, "a letter from A to J or a number from 0 to 9"),
-        (multiple_choice_match, {"answer": "D", "choices": ["x", "y"]}, "a letter from A to B"),
-        (multiple_choice_match, {"answer": 2, "choices": ["x", "y"]}, "a number from 0 to 1"),
-        (multiple_choice_match, {"answer": True}, "is 'True'"),
-        (multiple_choice_match, {"answer": "A", "choices": "xy"}, "a list of 2 to 26 choices"),
-        *(
-            (math_match, {"answer": answer}, "which holds no formula that can be read")
-            for answer in ("", "???", r"\frac{", "0/0", r"\frac{1}{0}", ["1", "???"])
-        ),
-    ],
-)
-def test_a_row_that_cannot_be_judged_is_an_error_and_not_a_wrong_answer(
-    reward: Any, row: dict[str, Any], message: str
-):
+NO_ROWS = r"""
+exact_match | solution = "1" | sample s has no metadata\['answer'\] .*; its row has solution
+numeric_match | | no metadata\['answer'\]
+numeric_match | answer = "x" | metadata\['answer'\] is 'x', which holds no number
+math_match | | no metadata\['answer'\]
+math_match | answer = [] | an empty list
+fuzzy_match | answer = [] | an empty list
+exact_match | answer = [] | an empty list
+multiple_choice_match | | no metadata\['answer'\]
+multiple_choice_match | answer = "Paris" | a letter from A to J or a number from 0 to 9
+multiple_choice_match | answer = "D", choices = ["x", "y"] | a letter from A to B
+multiple_choice_match | answer = 2, choices = ["x", "y"] | a number from 0 to 1
+multiple_choice_match | answer = true | is 'True'
+multiple_choice_match | answer = "A", choices = "xy" | a list of 2 to 26 choices
+math_match | answer = "" | which holds no formula that can be read
+math_match | answer = "???" | which holds no formula that can be read
+math_match | answer = '\frac{' | which holds no formula that can be read
+math_match | answer = "0/0" | which holds no formula that can be read
+math_match | answer = '\frac{1}{0}' | which holds no formula that can be read
+math_match | answer = ["1", "???"] | which holds no formula that can be read
+"""
+NO_OPTIONS = r"""
+make_numeric_reward | relative = -0.1 | not negative
+make_numeric_reward | relative = nan | not negative
+make_math_reward | timeout_s = 0 | a whole number of seconds
+make_math_reward | timeout_s = true | a whole number of seconds
+make_tags_reward | tags = [] | names such as
+make_tags_reward | tags = ["a", "a"] | names such as
+make_tags_reward | tags = ["a b"] | names such as
+make_tags_reward | tags = ["<a>"] | names such as
+make_format_reward | pattern = "(" | pattern='\(' is not a regular expression
+make_json_reward | required_keys = "name" | it must be a list of texts
+extract_exact | pattern = "(a)(b)" | has 2 groups
+extract_exact | pattern = "a", pick = "middle" | it must be first, last or only
+make_soft_overlong_punishment | max_tokens = 10, buffer_tokens = 0 | 0 < buffer <= max
+make_soft_overlong_punishment | max_tokens = 10, buffer_tokens = 11 | 0 < buffer <= max
+make_length_target | target = -1, width = 1 | target=-1
+make_length_target | target = 1, width = 1, unit = "lines" | one of tokens, words, characters
+make_length_cutoff | most = 1, least = 2 | 0 <= least <= most
+weigh_a_and_b | a = 1 | 'b' has no weight
+weigh_nothing | a = 1.0 | there are the parts \(none\)
+weigh_exact | b = 1.0 | 'b' is weighted but not there
+weigh_exact | a = nan | a weight is a finite number
+"""
+
+
+def extract_exact(**options: Any) -> Any:
+    return make_extracted(exact_match, **options)
+
+
+def weigh_a_and_b(**weights: float) -> RewardResult:
+    return apply_weights(RewardResult(0, {"a": 1.0, "b": 1.0}), weights)
+
+
+def weigh_nothing(**weights: float) -> RewardResult:
+    return apply_weights(RewardResult(0), weights)
+
+
+def weigh_exact(**weights: float) -> Any:
+    return combine_rewards({"a": exact_match}, weights=weights)
+
+
+@pytest.mark.parametrize(("reward", "row", "message"), read_cells(NO_ROWS))
+def test_a_row_that_cannot_be_judged_is_an_error_and_not_a_wrong_answer(reward: str, row: str, message: str):
     with pytest.raises(DataError, match=message):
-        reward(sample_of("1", **row))
+        find(reward)(sample_of("1", **read_params(row)))
+
+
+@pytest.mark.parametrize(("make", "options", "message"), read_cells(NO_OPTIONS))
+def test_options_that_make_no_sense_are_refused(make: str, options: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        find(make)(**read_params(options))
 
 
 async def asynchronous(sample: Sample) -> float:
@@ -314,42 +360,18 @@ async def asynchronous(sample: Sample) -> float:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("rewards", "message"),
     [
-        *((partial(make_numeric_reward, relative=x), "not negative") for x in (-0.1, math.nan)),
-        *((partial(make_math_reward, timeout_s=x), "a whole number of seconds") for x in (0, True)),
-        *((partial(make_tags_reward, x), "names such as") for x in ([], ["a", "a"], ["a b"], ["<a>"])),
-        (partial(make_format_reward, "("), r"pattern='\(' is not a regular expression"),
-        (partial(make_json_reward, "name"), "it must be a list of texts"),
-        (partial(make_extracted, exact_match, "(a)(b)"), "has 2 groups"),
-        (partial(make_extracted, exact_match, "a", pick="middle"), "it must be first, last or only"),
-        *(
-            (partial(make_soft_overlong_punishment, max_tokens=10, buffer_tokens=x), "0 < buffer <= max")
-            for x in (0, 11)
-        ),
-        (partial(make_length_target, target=-1, width=1), "target=-1"),
-        (partial(make_length_target, target=1, width=1, unit="lines"), "one of tokens, words, characters"),
-        (partial(make_length_cutoff, most=1, least=2), "0 <= least <= most"),
-        (partial(combine_rewards, {}), "name at least one"),
-        (partial(combine_rewards, [("a", exact_match)] * 2), "and each once"),
-        (
-            partial(combine_rewards, {"a.b": exact_match}),
-            "component 'a.b' is .*; a name is text without a dot",
-        ),
-        (partial(combine_rewards, {"a": 1.0}), "component 'a' is 1.0"),
-        (partial(combine_rewards, {"a": asynchronous}), "a function that is not async"),
-        (partial(combine_rewards, {"a": exact_match}, weights={"b": 1.0}), "'b' is weighted but not there"),
-        (
-            partial(combine_rewards, {"a": exact_match}, weights={"a": math.nan}),
-            "a weight is a finite number",
-        ),
-        (partial(apply_weights, RewardResult(0, {"a": 1.0, "b": 1.0}), {"a": 1}), "'b' has no weight"),
-        (partial(apply_weights, RewardResult(0), {"a": 1.0}), r"there are the parts \(none\)"),
+        ({}, "name at least one"),
+        ([("a", exact_match)] * 2, "and each once"),
+        ({"a.b": exact_match}, "component 'a.b' is .*; a name is text without a dot"),
+        ({"a": 1.0}, "component 'a' is 1.0"),
+        ({"a": asynchronous}, "a function that is not async"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(make: Any, message: str):
+def test_components_that_make_no_sense_are_refused(rewards: Any, message: str):
     with pytest.raises(ConfigError, match=message):
-        make()
+        combine_rewards(rewards)
 
 
 # --- combinations ---
