@@ -1,1 +1,1 @@
-"""For tests, ours and yours: fakes of the protocols and a simulator in virtual time."""
+"""For tests, ours and yours: fakes of the protocols, and the contracts of engines and backends."""

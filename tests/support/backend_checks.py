@@ -1,4 +1,6 @@
-"""Checks of what our own backends promise beyond rollouts.testing.torch_contracts: values of every token."""
+"""Checks of what our own backends promise beyond rollouts.testing.torch_contracts: values of every token,
+and an end of steps that are not finite (`open_backend` opens with two in a row as the limit).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rollouts.testing.torch_contracts import HERE, OpenBackend, make_batch
+from rollouts.errors import NonFiniteSteps
+from rollouts.testing.torch_contracts import HERE, SFT, STEP, OpenBackend, make_batch, raised_by
 from rollouts.types import LossSpec
 
 
@@ -50,3 +53,21 @@ async def check_slopes_and_weights_of_tokens(open_backend: OpenBackend) -> None:
     terms = weights * np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
     assert abs(-terms.sum() / mask.sum() - clipped.loss) < 1e-5, (terms, clipped.loss)
     assert (mask & ~through).any(), "the batch has tokens that the clip cuts"
+
+
+async def check_too_many_non_finite_steps_raise(open_backend: OpenBackend) -> None:
+    """The third in a row raises NonFiniteSteps; a good one in between starts the count again, and so does the
+    error. A step that is given up does not stand between them.
+    """
+    batch, bad = make_batch(), LossSpec(f"{HERE}:nan_loss")
+    async with open_backend() as backend:
+        for spec in (bad, SFT, bad, bad):
+            await backend.forward_backward(batch, spec)
+            await backend.optim_step(STEP)
+        await raised_by(backend.forward_backward(batch, LossSpec(f"{HERE}:raising_loss")))
+        await backend.reset()
+        await backend.forward_backward(batch, bad)
+        await raised_by(backend.optim_step(STEP), NonFiniteSteps)
+        await backend.reset()
+        await backend.forward_backward(batch, bad)
+        assert (await backend.optim_step(STEP)).skipped is not None

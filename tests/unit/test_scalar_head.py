@@ -28,7 +28,7 @@ from rollouts.models.scalar_head import get_scalar_weight, has_scalar_head, set_
 from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import LossSpec, RolloutBatch
-from tests.support import plain_backend
+from tests.support import backend_checks, plain_backend
 from tests.support.plain_backend import assert_gradients_close, take_gradients
 from tests.unit.test_architectures import FORMS
 
@@ -228,7 +228,9 @@ def test_a_model_that_sees_others_or_the_future_is_found_out_though_its_head_is_
 
 
 CHECKS: dict[str, Callable[..., Any]] = {
-    name: check for name, check in vars(contract).items() if name.startswith("check_")
+    name: check
+    for name, check in {**vars(contract), **vars(backend_checks)}.items()
+    if name.startswith("check_")
 }
 
 
