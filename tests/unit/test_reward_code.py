@@ -25,6 +25,7 @@ from rollouts.rewards.code import (
     make_code_reward,
 )
 from rollouts.types import RewardResult, Sample
+from tests.support.text_tables import read_cells
 
 QUICK = Limits(timeout_s=2.0)
 
@@ -104,17 +105,35 @@ def open_to_all(directory: Path) -> None:
 # --- what the tests decide ---
 
 
-HALF = "def half(x):\n    return x // 2"
-HALVES = ["assert half(2) == 1", "assert half(3) == 1.5, half(3)", "assert half(4) == 2", "half(1)[0]"]
 CHECK = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 3"
-INC, CHECK_INC = {"entry_point": "inc"}, {"entry_point": "check"}
 SUMS = [{"input": "3 4\n", "output": "7\n"}, {"input": "-1 1", "output": "0"}]
-ADD = "if __name__ == '__main__':\n    a, b = map(int, input().split())\n    print(a + b, ' ')"
-LATE = """
-import atexit, threading
-atexit.register(print, 'c')
-threading.Thread(target=print, args=('a',)).start()
-print('b', end='\\n')
+# code | tests, divided by &, or what is to be printed | entry point | reward | what the note says
+CASES = r"""
+x = 1 | assert x == 1 & assert x < 2 | | 1 | ^2 of 2 tests passed; isolated:
+x = 3 | assert x == 3 & assert x == 1, x & assert x > 2 & x[0] | | 0.5 | ^2 of 4 .*; test 1: AssertionError: 3;
+def f(: | pass & pass | | 0 | test 0: SyntaxError
+def inc(x):\n    return x + 1 | CHECK | inc | 1 |
+def inc(x):\n    return 2 | CHECK | inc | 0 |
+def check(x):\n    return x + 1 | assert check(1) == 2 | check | 1 |
+def dec(x):\n    return x - 1 | CHECK | inc | 0 | NameError: the response does not define inc
+if __name__ == '__main__':\n    a, b = map(int, input().split())\n    print(a + b, ' ') | SUMS | | 1 |
+print(7) | SUMS | | 0.5 | it printed '7\\n'
+print(7)\nprint(8) | -> 7 8 | | 0 |
+import sys\nprint(1)\nsys.exit() | -> 1 | | 1 |
+import sys\nprint(1)\nsys.exit(3) | -> 1 | | 0 | it ended with status 3
+print(1)\n1 / 0 | -> 1 | | 0 | ZeroDivisionError
+import os\nwhile True:\n    os.fork() | pass | | 0 | BlockingIOError
+x = bytearray(10**10) | pass | | 0 | MemoryError
+open('big', 'wb').write(bytes(64 << 20)) | pass | | 0 | OSError
+import sys\nsys.exit(0) | pass | | 0 | it called sys.exit\(0\)
+import os\nos._exit(0) | pass | | 0 | it ended with status 0 before the test had
+import os, signal\nos.kill(os.getpid(), signal.SIGKILL) | pass | | 0 | it ended with status [-1]
+raise KeyboardInterrupt | pass | | 0 | KeyboardInterrupt
+def f():\n    f()\nf() | pass | | 0 | RecursionError
+class E(Exception):\n    def __str__(self):\n        raise SystemExit\nraise E | pass | | 0 | cannot be shown
+import os | assert dict(os.environ) == {}, os.environ & assert os.getuid() != 0 | | 1 |
+import ctypes\nlibc = ctypes.CDLL(None) | assert libc.mount(b'none', b'/', None, 1 << 18, None) != 0 | | 1 |
+import ctypes\nlibc = ctypes.CDLL(None) | assert libc.sethostname(b'x', 1) != 0 | | 1 |
 """
 
 
@@ -122,33 +141,24 @@ def printing(output: str) -> list[dict[str, str]]:
     return [{"input": "", "output": output}]
 
 
-@pytest.mark.parametrize(
-    ("code", "tests", "metadata", "reward", "note"),
-    [
-        ("x = 1", ["assert x == 1", "assert x < 2"], {}, 1.0, "^2 of 2 tests passed; isolated: "),
-        (HALF, HALVES, {}, 0.5, "^2 of 4 tests passed; test 1: AssertionError: 1;"),
-        ("def f(:", ["pass", "pass"], {}, 0.0, "test 0: SyntaxError"),
-        ("def inc(x):\n    return x + 1", CHECK, INC, 1.0, ""),
-        ("def inc(x):\n    return 2", CHECK, INC, 0.0, ""),
-        ("def check(x):\n    return x + 1", "assert check(1) == 2", CHECK_INC, 1.0, ""),
-        ("def dec(x):\n    return x - 1", CHECK, INC, 0.0, "NameError: the response does not define inc"),
-        (ADD, SUMS, {}, 1.0, ""),
-        ("print(7)", SUMS, {}, 0.5, r"it printed '7\\n'"),
-        ("print('7\\n8')", printing("7 8"), {}, 0.0, ""),
-        (LATE, printing("a\nb\nc"), {}, 1.0, ""),  # a program ends as programs do
-        ("import sys\nprint(1)\nsys.exit()", printing("1"), {}, 1.0, ""),
-        ("import sys\nprint(1)\nsys.exit(3)", printing("1"), {}, 0.0, "it ended with status 3"),
-        ("print(1)\n1 / 0", printing("1"), {}, 0.0, "ZeroDivisionError"),
-    ],
-)
+@pytest.mark.parametrize(("code", "tests", "entry_point", "reward", "note"), read_cells(CASES))
 def test_the_share_of_passed_tests_is_the_reward_and_the_note_names_the_first_failure(
-    code: str, tests: Any, metadata: dict[str, str], reward: float, note: str
+    code: str, tests: str, entry_point: str, reward: str, note: str, namespaces: bool
 ):
-    result = run(code, tests, metadata=metadata, partial=True)
-    check(result, reward, note)
-    assert result.parts == {"passed": reward, "compiled": float(code != "def f(:")}
-    if 0 < reward < 1:  # without partial, all must pass
-        assert run(code, tests, metadata=metadata).reward == 0.0
+    known: Any = {"CHECK": CHECK, "SUMS": SUMS}.get(tests, tests.split(" & "))
+    known = printing(tests.removeprefix("-> ")) if "->" in tests else known
+    options = {"metadata": {"entry_point": entry_point or None}, "namespaces": namespaces}
+    result = run(code.replace("\\n", "\n"), known, partial=True, limits=Limits(timeout_s=5.0), **options)
+    check(result, float(reward), note)
+    assert result.parts == {"passed": float(reward), "compiled": float(code != "def f(:")}
+
+
+def test_a_program_ends_as_programs_do_and_without_partial_all_tests_must_pass(namespaces: bool):
+    code = "import atexit, threading\natexit.register(print, 'c')\n"
+    code += "threading.Thread(target=print, args=('a',)).start()\nprint('b')"
+    threads = describe_isolation(namespaces=namespaces).network  # else it may start none
+    check(run(code, printing("a\nb\nc"), namespaces=namespaces), float(threads), "")
+    check(run("print(7)", SUMS, namespaces=namespaces), 0.0, "^1 of 2")
 
 
 @pytest.mark.parametrize(
@@ -254,24 +264,6 @@ def test_code_that_does_not_end_is_ended(code: str, namespaces: bool):
     assert result.parts == {"passed": 0.0, "compiled": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("code", "note"),
-    [
-        ("import os\nwhile True:\n    os.fork()", "BlockingIOError"),
-        ("x = bytearray(10**10)", "MemoryError"),
-        ("open('big', 'wb').write(bytes(64 << 20))", "OSError"),
-        ("import sys\nsys.exit(0)", r"it called sys.exit\(0\)"),
-        ("import os\nos._exit(0)", "it ended with status 0 before the test had"),
-        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "it ended with status (137|-9)"),
-        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
-        ("def f():\n    f()\nf()", "RecursionError"),
-        ("class E(Exception):\n    def __str__(self):\n        raise SystemExit\nraise E", "cannot be shown"),
-    ],
-)
-def test_code_that_breaks_a_limit_or_leaves_early_has_failed(code: str, note: str, namespaces: bool):
-    check(run(code, namespaces=namespaces, limits=Limits(timeout_s=5.0)), 0.0, note)
-
-
 def test_output_without_end_is_cut(namespaces: bool):
     limits = Limits(timeout_s=10.0, output_bytes=10_000)
     result = run("while True:\n    print('x' * 1000)", printing(""), namespaces=namespaces, limits=limits)
@@ -350,29 +342,13 @@ def test_files_outside_are_neither_seen_nor_changed(tmp_path: Path, namespaces: 
     assert not (tmp_path / "new").exists() and not Path("/etc/new").exists()
 
 
-def test_environment_and_descriptors_of_the_worker_stay_with_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, namespaces: bool
-):
-    monkeypatch.setenv("SECRET_OF_WORKER", "x")
+def test_descriptors_of_the_worker_stay_with_it(tmp_path: Path, namespaces: bool):
     look = "    try:\n        os.fstat(fd)\n        open_ones.append(fd)\n    except OSError:\n        pass"
     code = f"import os\nopen_ones = []\nfor fd in range(64):\n{look}"
     with (tmp_path / "open").open("w") as file:
         os.set_inheritable(file.fileno(), True)
-        tests = [
-            "assert dict(os.environ) == {}, os.environ",
-            "assert len(open_ones) == 4, open_ones",
-        ]  # three and the report
+        tests = "assert len(open_ones) == 4, open_ones"  # three and the report
         check(run(code, tests, namespaces=namespaces), 1.0, "")
-
-
-def test_privileges_are_gone(namespaces: bool):
-    code = "import os, ctypes\nlibc = ctypes.CDLL(None)"
-    tests = [
-        "assert libc.mount(b'none', b'/', None, 1 << 18, None) != 0",
-        "assert libc.sethostname(b'x', 1) != 0",
-        "assert os.getuid() != 0",
-    ]
-    check(run(code, tests, namespaces=namespaces), 1.0, "")
 
 
 def test_threads_may_be_used_up_to_a_number():
