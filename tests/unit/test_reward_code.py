@@ -110,7 +110,7 @@ SUMS = [{"input": "3 4\n", "output": "7\n"}, {"input": "-1 1", "output": "0"}]
 # code | tests, divided by &, or what is to be printed | entry point | reward | what the note says
 CASES = r"""
 x = 1 | assert x == 1 & assert x < 2 | | 1 | ^2 of 2 tests passed; isolated:
-x = 3 | assert x == 3 & assert x == 1, x & assert x > 2 & x[0] | | 0.5 | ^2 of 4 .*; test 1: AssertionError: 3;
+x = 3 | assert x & assert x == 1, x & assert x > 2 & x[0] | | 0.5 | ^2 of 4 .*; test 1: AssertionError: 3;
 def f(: | pass & pass | | 0 | test 0: SyntaxError
 def inc(x):\n    return x + 1 | CHECK | inc | 1 |
 def inc(x):\n    return 2 | CHECK | inc | 0 |
