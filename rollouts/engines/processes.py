@@ -239,15 +239,7 @@ def list_flags(command: EngineCommand, table: Mapping[str, str]) -> Flags:
 
 
 def check_command(command: EngineCommand) -> None:
-    """Raises ConfigError for a Python that is not there, and for a flag of the user's that contradicts one
-    that is set here.
-    """
-    if not os.access(command.python, os.X_OK):
-        install = f"python -m rollouts engines install-{command.kind}-cpu"
-        raise ConfigError(
-            f"engine.python={command.python} is not there or cannot be executed; `{install}` makes one for a"
-            " CPU, or name another"
-        )
+    """Raises ConfigError for a flag of the user's that contradicts one that is set here."""
     fixed = list_flags(command, FIXED) | dict.fromkeys(CHOSEN[command.kind].split(), "chosen for each run")
     fixed["--model"] = str(command.model)
     for name, value in split_flags(command.args):

@@ -192,13 +192,6 @@ def test_a_flag_that_contradicts_training_is_named(tmp_path: Path, kind: Kind, a
     assert named in str(raised.value)
 
 
-def test_a_python_that_is_not_there_is_named_with_the_way_out(tmp_path: Path):
-    with pytest.raises(
-        ConfigError, match=r"engine\.python=.*none.* is not there .*engines install-sglang-cpu"
-    ):
-        check_command(EngineCommand("sglang", tmp_path / "none", tmp_path))
-
-
 def test_a_server_does_not_inherit_what_is_the_trainers():
     trainers = {"RANK": "0", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "PYTHONPATH": "/p"}
     inherited = trainers | {"HF_HUB_OFFLINE": "1", "PATH": "/bin", "OMP_NUM_THREADS": "9"}
