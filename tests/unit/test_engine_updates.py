@@ -20,7 +20,6 @@ from rollouts.testing.engine_contracts import (
     check_bad_snapshots_change_nothing,
     check_keep_pause_spans_two_versions,
     check_update_from_checkpoint,
-    make_request,
 )
 from tests.support.fault_plan import (
     UPDATE_PHASES,
@@ -28,7 +27,6 @@ from tests.support.fault_plan import (
     WrongVersion,
 )
 from tests.support.fault_server import Reply
-from tests.support.simulated_process import compute_log_probs, read_snapshot
 from tests.unit.server_engines import (
     BOTH,
     VLLM_MODEL,
@@ -48,23 +46,6 @@ async def test_updates_keep_the_contract(dialect, tmp_path: Path, autojump_clock
     await check_update_from_checkpoint(opened, first, second)
     await check_keep_pause_spans_two_versions(opened, second)
     await check_bad_snapshots_change_nothing(opened, second, tmp_path / "bad")
-
-
-@BOTH
-async def test_an_update_becomes_what_is_served_under_its_version(dialect, tmp_path: Path):
-    path = write_snapshot(tmp_path / "v7")
-    async with open_both(dialect) as (server, engine):
-        before = await engine.checksum()
-        await update(engine, path, 7)
-        assert await engine.weight_version() == 7 and await engine.checksum() != before
-        completion = await engine.generate(make_request())
-        assert completion.weight_versions.tolist() == [7] * 4
-        tokens = np.asarray([1, 2, 3, *completion.token_ids])
-        expected = compute_log_probs(read_snapshot(path), tokens)[3:]
-        np.testing.assert_allclose(completion.log_probs, expected, atol=1e-6)
-        if dialect == "vllm":
-            named = [body["new_version"] for path, body in server.calls if "weight_version" in path]
-            assert named == ["loading", "7"]
 
 
 @BOTH

@@ -258,31 +258,6 @@ async def test_a_cancelled_caller_frees_its_row_before_the_next_step():
     assert statistics["decode_rows"] == 3 + 1
 
 
-async def test_pause_wait_lets_active_rows_finish_and_admits_no_other():
-    answers: dict[str, Completion] = {}
-    async with open_engine(max_rows=1) as engine, trio.open_nursery() as nursery:
-
-        async def ask(name: str, tokens: int) -> None:
-            answers[name] = await engine.generate(make_request(name, max_new_tokens=tokens))
-
-        async def pause_and_look() -> None:
-            await engine.pause("wait")
-            await trio.testing.wait_all_tasks_blocked()  # the caller wakes at the same moment
-            assert list(answers) == ["active"]
-            assert engine.statistics()["waiting"] == 1
-            await engine.resume()
-
-        async def pause() -> None:
-            nursery.start_soon(pause_and_look)
-
-        after_steps(engine, 2, pause)
-        nursery.start_soon(ask, "active", 12)
-        await trio.lowlevel.checkpoint()
-        nursery.start_soon(ask, "queued", 3)
-    assert len(answers["active"].token_ids) == 12
-    assert len(answers["queued"].token_ids) == 3
-
-
 # --- the contract -------------------------------------------------------------------------------------------
 
 
