@@ -302,5 +302,5 @@ def test_a_snapshot_of_another_model_is_named_but_for_tied_heads_and_rotary_freq
     tied = own | {"lm_head.weight": (4, 2), "layers.0.rotary_emb.inv_freq": (1,)}
     check_same_model(own, tied, path=here)
     check_same_model(tied, own, path=here)
-    with pytest.raises(ModelError, match="here: the tensor [wv] has"):
+    with pytest.raises(ModelError, match=r"here: the tensor [wv] has"):
         check_same_model(shapes, own, path=here)

@@ -12,11 +12,10 @@ import pytest
 import torch
 import trio
 import trio.testing
-from safetensors.torch import save_file
 
 from rollouts.engines.local import LocalEngine
 from rollouts.errors import EngineError, ModelError, RequestRefused
-from rollouts.testing.engine_contracts import make_request
+from rollouts.testing.engine_contracts import check_bad_snapshots_change_nothing, make_request
 from tests.support.text_tables import read_cells, read_params
 from tests.unit.test_local_engine import (
     after_steps,
@@ -90,24 +89,11 @@ async def test_an_update_that_does_not_fit_changes_nothing(name: str, size: str,
         assert await engine.weight_version() == 0
 
 
-async def test_a_damaged_checkpoint_is_named_and_changes_nothing(tmp_path: Path):
-    model = make_model()
-    for name in ("none", "damaged", "index", "partial"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"not safetensors")
-    (tmp_path / "index" / "model.safetensors.index.json").write_text("{}")
-    save_file({"model.norm.weight": torch.zeros(32)}, tmp_path / "partial" / "model.safetensors")
-    messages = {
-        "none": "is without weights", "damaged": "cannot be read", "index": "cannot be read",
-        "partial": "are missing",
-    }  # fmt: skip
-    async with open_engine(model, mode="copied") as engine:
-        for name, message in messages.items():
-            with pytest.raises(EngineError, match=message):
-                await engine.update_weights_from_checkpoint(tmp_path / name, 1)
-        assert await engine.weight_version() == 0
-        await check_exact(engine, model, [make_request(max_new_tokens=4)])  # it goes on
+async def test_bad_snapshots_change_nothing(tmp_path: Path):
+    make_model(seed=1).save_pretrained(tmp_path / "good")
+    (tmp_path / "bad").mkdir()
+    paths = (tmp_path / "good", tmp_path / "bad")
+    await check_bad_snapshots_change_nothing(lambda: open_engine(mode="copied"), *paths)
 
 
 async def test_an_update_in_flight_is_seen_token_by_token_and_prompts_of_old_weights_are_not_reused():
