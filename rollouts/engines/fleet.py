@@ -48,6 +48,7 @@ from rollouts.protocols import InferenceEngine, PauseMode
 from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
 
 WARN_EVERY_S = 30.0
+SERVED = ("healthy", "suspect")
 MAX_ATTEMPTS = 20  # failures of one request before the last is raised; an overload is none
 CLOSED = "the fleet is closed; use it inside `async with open_fleet(...)`"
 RETRY_S, RETRY_CAP_S = 0.1, 10.0  # first and longest back-off of a request
@@ -137,7 +138,7 @@ class Fleet:
         return make_empty_completion(request)
 
     async def _run(self, call: Call) -> Completion:
-        attempts = overloads = 0
+        tries = attempts = 0
         overloaded_since = math.inf
         while True:
             member = await self._take_seat(call)
@@ -152,8 +153,9 @@ class Fleet:
             if call.aborted:
                 return make_empty_completion(call.request)
             self._counts["fleet/retries"] += 1
+            tries += 1
             if isinstance(outcome, EngineOverloaded):  # no attempt is spent
-                overloads, overloaded_since = overloads + 1, min(overloaded_since, now)
+                overloaded_since = min(overloaded_since, now)
                 if now - overloaded_since >= self._down_limit_s:
                     raise EngineOverloaded(
                         f"request {call.request.request_id!r} met nothing but overload for"
@@ -162,7 +164,7 @@ class Fleet:
                         retry_after_s=outcome.retry_after_s,
                     ) from outcome
             else:
-                attempts, overloads, overloaded_since = attempts + 1, 0, math.inf
+                attempts, overloaded_since = attempts + 1, math.inf
                 if attempts >= MAX_ATTEMPTS:
                     raise outcome or InfrastructureError(
                         f"{member.name} left service while request {call.request.request_id!r} was on it:"
@@ -170,7 +172,7 @@ class Fleet:
                     )
             if outcome is not None:  # else the engine left service: elsewhere, at once
                 call.avoid = member.name
-                await trio.sleep(back_off_s(overloads or attempts, RETRY_S, RETRY_CAP_S, self._random))
+                await trio.sleep(back_off_s(tries, RETRY_S, RETRY_CAP_S, self._random))
 
     async def _take_seat(self, call: Call) -> FleetMember:
         """The engine on which this call has a seat. Raises FleetDown."""
@@ -213,16 +215,11 @@ class Fleet:
     # --- whether anyone serves
 
     def _member_changed(self, member: FleetMember, before: EngineCondition) -> None:
-        what = ""
-        if member.condition == before:
-            pass
-        elif member.gave_up:
-            what = f"stays dead after {member.tries} restarts in a row"
-        elif member.condition == "dead":
-            what = "could not be restarted" if before == "restarting" else "is dead"
-        elif member.condition == "stale" and before in ("healthy", "suspect"):
-            what = "is out of service until a weight update"
-        if what:
+        died = member.condition == "dead" and before != "dead"
+        if died or (member.condition == "stale" and before in SERVED):
+            what = "is dead" if died else "is out of service until a weight update"
+            if member.gave_up:
+                what = f"stays dead after {member.tries} restarts in a row"
             self._warn(f"{member.name} {what}: {member.last_error}")
         self._note_service()
         self._dispatch()
@@ -422,7 +419,7 @@ class Fleet:
         error after all were told: a resume() is owed in any case.
         """
         self._paused = True
-        serving = [one for one in self._members.values() if one.condition in ("healthy", "suspect")]
+        serving = [one for one in self._members.values() if one.condition in SERVED]
         for error in (await self._tell_all(serving, lambda engine: engine.pause(mode))).values():
             raise error
 
