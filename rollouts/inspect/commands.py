@@ -18,7 +18,7 @@ from rollouts.inspect.chart import collect_panels, draw_chart, save_png
 from rollouts.inspect.facts import ACCURACY, count_of
 from rollouts.inspect.overview import print_comparison, print_run
 from rollouts.inspect.record import KINDS, Record, find_parts, open_record, open_records
-from rollouts.inspect.samples import find_samples, print_sample, print_samples
+from rollouts.inspect.samples import find_samples, print_samples
 from rollouts.inspect.terminal import make_console, make_safe, make_table, write_lines
 from rollouts.inspect.trace import export_trace
 
@@ -38,15 +38,12 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     console = make_console()
     with open_records(arguments.run_dirs) as records:
         if len(records) > 1:
-            if arguments.png is not None or arguments.samples > 0:
-                raise ConfigError("--png and --samples are for one run; name one, or leave them out")
+            if arguments.png is not None:
+                raise ConfigError("--png is for one run; name one, or leave it out")
             print_comparison(console, records)
             return 0
         (record,) = records.values()
         print_run(console, record, last=arguments.last)
-        if arguments.samples > 0:
-            for row in find_samples(record, limit=arguments.samples).rows:
-                print_sample(console, row)
         print_picture(console, record, arguments.png)
     return 0
 
@@ -79,7 +76,8 @@ def run_samples(arguments: argparse.Namespace) -> int:
     with open_record(arguments.run_dir) as record:
         found = find_samples(record, **{name: getattr(arguments, name) for name in SEARCH})
         if arguments.json:
-            write_lines(msgspec.json.Encoder().encode_lines(found.rows).decode())
+            rows = record.read_places("samples", found.places)
+            write_lines(msgspec.json.Encoder().encode_lines(rows).decode())
         else:
             print_samples(make_console(), record, found, color=arguments.color)
     return 0

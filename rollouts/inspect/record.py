@@ -173,14 +173,12 @@ class Record:
         if damaged := damaged - torn:
             self.notes.append(f"{kind}.jsonl: {damaged} damaged line{'' if damaged == 1 else 's'} left out")
 
-    def read_places(self, kind: str, places: Sequence[int]) -> list[Row]:
-        """The rows at these places, in their order."""
-        if not places:
-            return []
+    def read_places(self, kind: str, places: Sequence[int], select: str = "*") -> list[Row]:
+        """What is selected of the rows at these places, in their order."""
         found = self.rows(
-            "SELECT place, unnest(json_transform(json, ?)) FROM (SELECT json, row_number() OVER () - 1 AS"
-            f" place FROM read_ndjson_objects([{self.list_files(kind)}], {JSON_OPTIONS}))"
-            " WHERE place IN (SELECT unnest(?::BIGINT[]))",
+            f"SELECT place, {select} FROM (SELECT place, unnest(json_transform(json, ?)) FROM (SELECT json,"
+            f" row_number() OVER () - 1 AS place FROM read_ndjson_objects([{self.list_files(kind)}],"
+            f" {JSON_OPTIONS})) WHERE place IN (SELECT unnest(?::BIGINT[])))",
             [json.dumps(COLUMNS[kind]), list(places)],
         )
         by_place = {row.pop("place"): row for row in found}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -15,25 +15,42 @@ from rollouts.errors import ConfigError, RecordError, RunDirError
 from rollouts.inspect.facts import count_of
 from rollouts.inspect.record import Record
 from rollouts.inspect.terminal import make_safe
-from rollouts.inspect.token_texts import load_tokenizer, split_text
-from rollouts.metrics.jsonl import Row
-from rollouts.metrics.token_shards import read_token_arrays
+from rollouts.inspect.tokens import SampleTokens, find_tokenizer, find_updates, read_tokens
 
 SORT_KEYS = {
     "length": "response_length",
     "lag": "policy_version - weight_version_min",
     "group": "group_index",
 }
-# of what tokens are coloured by: the meaning, and the arrays; of two the difference
 COLORS = {
-    "advantage": ("advantage of the token", ["advantage"]),
-    "logprob_diff": ("log-prob of the trainer minus the engine's, nats, from 0.001", ["log_prob", "mu"]),
-    "mask": ("tokens that train", ["mask"]),
+    "advantage": "advantage of the token",
+    "logprob_diff": "log-prob of the trainer minus the engine's, nats, from 0.001",
+    "mask": "tokens that train",
 }
 # prompt (of a chat what each message says), response and failure message as one text
 SEARCHED = """concat_ws(chr(0), response, metadata->>'$.failure.message',
     CASE json_type(prompt) WHEN 'ARRAY' THEN array_to_string(prompt->>'$[*].content', chr(0))
     ELSE prompt->>'$' END)"""
+# what is printed of a sample: `── rl step 4 · p1-0 · group 3 · completed · reward 1.000 · 2 tokens · 1
+# version behind`, who said what, and remarks
+TRANSCRIPT = r"""stage, step, id, '── ' || concat_ws(' · ', format('{} step {}', stage, step), nullif(id, ''),
+        format('group {}', group_index), nullif(status, ''),
+        coalesce(printf('reward %.3f', reward), 'no reward'),
+        format('{} token{}', coalesce(response_length, 0), if(response_length = 1, '', 's')),
+        if(policy_version > weight_version_min, format('{} version{} behind',
+            policy_version - weight_version_min, if(policy_version - weight_version_min = 1, '', 's')), NULL)
+    ) AS head,
+    CASE WHEN json_type(prompt) = 'ARRAY' THEN
+        [{said: format('[{}] ', coalesce(turn->>'role', '')), text: coalesce(turn->>'content', turn->>'$')}
+            FOR turn IN prompt::JSON[] IF coalesce(turn->>'content', turn->>'$') != '']
+        ELSE [{said: '[prompt] ', text: text} FOR text IN [prompt->>'$'] IF text != ''] END AS turns,
+    coalesce(response, '') AS response,
+    [line FOR line IN [
+        'rewards: ' || (SELECT string_agg(key || ' ' || value, ', ' ORDER BY id) FROM json_each(rewards)
+            HAVING count(*) > 1),
+        'failed: ' || regexp_replace(format('{} in {}', metadata->>'$.failure.class', concat_ws(': ',
+            metadata->>'$.failure.function', metadata->>'$.failure.message')), '\s+', ' ', 'g')
+    ] IF line IS NOT NULL] AS remarks"""
 STYLES = {  # of a level: blue below 0, orange above, told apart by colour-blind people
     -3: "white on #1f4e8c",
     -2: "black on #6fa8dc",
@@ -48,7 +65,7 @@ ROUNDING = 0.001  # nats; engine and trainer differ by less where they compute t
 class FoundSamples(NamedTuple):
     """What was found."""
 
-    rows: list[Row]  # in the order asked for, at most `limit`
+    places: list[int]  # in the order asked for, at most `limit`
     matching: int
     total: int  # logged samples, of the newest attempt at each step
 
@@ -91,113 +108,66 @@ def find_samples(
     newest = "QUALIFY (stage, step) = first_value((stage, step)) OVER (ORDER BY place DESC)" if last else ""
     (found,) = record.rows(
         f"""WITH matching AS (SELECT *, rowid AS place FROM samples_held WHERE {conditions} {newest})
-        SELECT (SELECT count(*) FROM samples_held) AS total, count(*) AS matching,
-            coalesce(list(place ORDER BY {order})[:{limit}], []) AS places FROM matching""",
+        SELECT coalesce(list(place ORDER BY {order})[:{limit}], []) AS places, count(*) AS matching,
+            (SELECT count(*) FROM samples_held) AS total FROM matching""",
         list(wanted.values()),
     )
-    places = found["places"] if sort or reverse else found["places"][::-1]
-    return FoundSamples(record.read_places("samples", places), found["matching"], found["total"])
+    if not (sort or reverse):
+        found["places"].reverse()
+    return FoundSamples(**found)
 
 
 def print_samples(console: Console, record: Record, found: FoundSamples, *, color: str | None = None) -> None:
     """Each sample with a headline, and how many match. `color`: a name of COLORS; why tokens have none is
     said once.
     """
-    reasons: Counter[str] = Counter()
+    rows, reasons = record.read_places("samples", found.places, TRANSCRIPT), Counter[str]()
     plain = console.color_system not in ("256", "truecolor")
-    for row in found.rows:
+    updates = find_updates(record, rows) if color else {}
+    tokenizer = find_tokenizer(record) if updates else None
+    for row in rows:
         marked: Text | None = None
-        try:
-            marked = mark_tokens(record, row, color, plain=plain) if color else None
-        except RecordError as error:
-            reasons[str(error)] += 1
-        print_sample(console, row, marked)
-    shown = f"{len(found.rows)} of {found.total} logged samples"
-    if found.matching > len(found.rows):
-        shown = f"{len(found.rows)} of {found.matching} that match, of {found.total} logged samples;"
+        if color:
+            try:
+                update = updates.get((row["stage"], row["step"], row.get("id")))
+                marked = mark_tokens(read_tokens(record, update, tokenizer), color, plain=plain)
+            except RecordError as error:
+                reasons[str(error)] += 1
+        lines = [Text(make_safe(row["head"], one_line=True), style="bold")]
+        said = [*row["turns"], {"said": "→ ", "text": row["response"]}]
+        said = [(make_safe(turn["said"], one_line=True), turn["text"]) for turn in said]
+        lines += [marked] if marked else [Text.assemble((who, "bold cyan"), text) for who, text in said]
+        for line in [*lines, *(Text(remark, style="dim") for remark in row["remarks"]), ""]:
+            console.print(line, soft_wrap=True)
+    shown = f"{len(rows)} of {found.total} logged samples"
+    if found.matching > len(rows):
+        shown = f"{len(rows)} of {found.matching} that match, of {found.total} logged samples;"
         shown += " --limit shows more"
     why = [f"not marked, {count_of(count, 'sample')}: {reason}" for reason, count in reasons.items()]
     for line in [*why, *record.notes, shown]:
         console.print(line, soft_wrap=True)
 
 
-def print_sample(console: Console, row: Row, marked: Text | None = None) -> None:
-    """One sample: a headline, prompt and response or the marked tokens of both, parts of the reward, what
-    failed.
+def mark_tokens(tokens: SampleTokens, color: str, *, plain: bool) -> Text:
+    """The text of a sample's tokens, marked by their values, and a legend. `plain`: by brackets. Raises
+    RecordError where the run kept no such values.
     """
-    lines = [Text(make_safe(describe_sample(row), one_line=True), style="bold")]
-    prompt = row.get("prompt") or ""
-    turns = prompt if isinstance(prompt, list) else [{"role": "prompt", "content": prompt}]
-    for turn in turns if marked is None else ():
-        content = turn.get("content") if isinstance(turn, dict) else turn
-        role = turn.get("role", "") if isinstance(turn, dict) else ""
-        if content:
-            text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-            lines.append(Text.assemble((f"[{make_safe(str(role), one_line=True)}] ", "bold cyan"), text))
-    lines.append(marked or Text.assemble(("→ ", "bold cyan"), row.get("response", "")))
-    if len(rewards := row.get("rewards") or {}) > 1:
-        parts = ", ".join(f"{name} {value}" for name, value in rewards.items())
-        lines.append(Text(f"rewards: {parts}", style="dim"))
-    if isinstance(failure := (row.get("metadata") or {}).get("failure"), dict):
-        text = f"failed: {failure.get('class')} in {failure.get('function')}: {failure.get('message')}"
-        lines.append(Text(" ".join(text.split()), style="dim"))
-    for line in [*lines, ""]:
-        console.print(line, soft_wrap=True)
-
-
-def describe_sample(row: Row) -> str:
-    """`── rl step 4 · p1-0 · group 3 · completed · reward 1.000 · 2 tokens · 1 version behind`."""
-    lag = row.get("policy_version", 0) - row.get("weight_version_min", row.get("policy_version", 0))
-    facts = [
-        f"{row['stage']} step {row['step']}",
-        row.get("id", ""),
-        f"group {row['group_index']}" if "group_index" in row else "",
-        row.get("status", ""),
-        f"reward {row['reward']:.3f}" if "reward" in row else "no reward",
-        count_of(row.get("response_length", 0), "token"),
-        f"{count_of(lag, 'version')} behind" if lag > 0 else "",
-    ]
-    return "── " + " · ".join(filter(None, facts))
-
-
-def mark_tokens(record: Record, row: Row, color: str, *, plain: bool) -> Text:
-    """The text of a sample's tokens, marked by their values in its first update, and a legend. `plain`: by
-    brackets.
-
-    Raises RecordError for a sample that no update had, or whose arrays are not kept, or lack what was asked
-    for.
-    """
-    tokenizer = load_tokenizer(record.run_dir)
-    record.add_views("contributions")
-    found = record.rows(
-        "FROM contributions WHERE stage = ? AND step = ? AND attempt = ? AND id = ? ORDER BY update LIMIT 1",
-        [row["stage"], row["step"], row["attempt"], row.get("id")],
-    )
-    if not found:
-        raise RecordError(
-            "no update of the weights had this sample (one of an evaluation, one that failed), or the run"
-            " kept no contributions"
-        )
-    arrays = read_token_arrays(record.run_dir, found[0])
-    meaning, needed = COLORS[color]
-    if missing := [name for name in needed if name not in arrays]:
-        raise RecordError(f"the run kept no {' and '.join(missing)} per token")
-    first, *others = (np.asarray(arrays[name], dtype=np.float64) for name in needed)
-    values = first - sum(others)
-    trains = (arrays["mask"] > 0) & (np.abs(values) >= (ROUNDING if others else 0))
-    values = np.where(trains, values, 0.0)
+    if color not in tokens.values:
+        raise RecordError(f"the run kept no {color} per token")
+    values = tokens.values[color]
+    values = np.where(np.abs(values) >= (ROUNDING if color == "logprob_diff" else 0), values, 0.0)
     largest = float(np.abs(values).max(initial=0.0)) or 1.0
-    levels = np.sign(values) * np.ceil(np.abs(values) / largest * 3)
+    levels = (np.sign(values) * np.ceil(np.abs(values) / largest * 3)).astype(int).tolist()
     text = Text()
 
     def add(level: int, words: str) -> None:
         bracketed = f"{{{'+' * level}{'-' * -level} {words}}}" if plain and level else words
         text.append(bracketed, None if plain else STYLES.get(level))
 
-    pieces = zip(levels.tolist(), split_text(arrays["tokens"].tolist(), tokenizer), strict=True)
-    for level, run in groupby((piece for piece in pieces if piece[1]), key=lambda piece: piece[0]):
-        add(int(level), "".join(word for _, word in run))
-    text.append(f"\n{meaning}:", "dim")
+    pieces = ((level, piece) for level, piece in zip(levels, tokens.pieces, strict=True) if piece)
+    for level, run in groupby(pieces, key=itemgetter(0)):
+        add(level, "".join(piece for _, piece in run))
+    text.append(f"\n{COLORS[color]}:", "dim")
     for level in STYLES if values.any() and color != "mask" else ():
         text.append(" ")
         add(level, f"to {level / 3 * largest:+.2g}")

@@ -17,7 +17,7 @@ from rollouts.cli import main
 from rollouts.errors import RunDirError
 from rollouts.inspect.record import open_record
 from rollouts.inspect.samples import find_samples, print_samples
-from rollouts.inspect.token_texts import split_text
+from rollouts.inspect.tokens import split_text
 from tests.unit.run_rows import HEAD, write_block, write_rows
 
 
@@ -42,7 +42,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def find_ids(root: Path, **query: Any) -> str:
     with open_record(root) as record:
-        return " ".join(row["id"] for row in find_samples(record, **query).rows)
+        places = find_samples(record, **query).places
+        return " ".join(row["id"] for row in record.read_places("samples", places))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_tokens_are_marked_by_arrays_and_tokenizer(tmp_path: Path, capsys: pytes
         (config, "advantage", "<s>{+++  two}{--  plus}\nadvantage of the token: {--- to -0.5}", no_update),
         (config, "advantage", "→ it is 1"),  # what is not marked is printed plain
         (config, "logprob_diff", "<s>{+++  two} plus\n"),  # 0.0001 is rounding; what does not train is 0
-        ("", "mask", "not marked, 2 samples: "),  # there is no tokenizer
+        ("", "mask", "0 {+++ 1 2 }\n", "tokens are shown by number: there is no tokenizer.json yet"),
     ):
         (tmp_path / "config.toml").write_text(settings_text)
         assert main(["samples", str(tmp_path), "--color", column]) == 0

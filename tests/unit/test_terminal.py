@@ -82,7 +82,7 @@ def run(tmp_path: Path) -> Path:
         ["samples"],
         ["samples", "--status", "failed"],
         ["samples", "--color", "mask"],
-        ["inspect", "--samples", "2"],
+        ["inspect"],
         ["tail", "--once"],
         ["plot", "*"],
         ["query", "SELECT * FROM samples"],

@@ -125,7 +125,7 @@ def gather_run(record: Record, name: str = "", *, points: int = POINTS, sample_b
         "attempts": record.attempts,
         "checkpoints": sorted(find_checkpoints(record.run_dir)),
         "summary": record.summary,
-        "notes": [*record.notes, *samples.remarks],
+        "notes": record.notes,
         "messages": tables["messages"][:MESSAGES],
         "more_messages": max(0, len(tables["messages"]) - MESSAGES),
         "updates": read_updates(record.run_dir),

@@ -17,7 +17,7 @@ function addOverview() {
       ? table([["", ""], ...runs.map((run) => [run.name, "wrap"])], [...tileRows(), ...facts.map((name) => [name, ...runs.map((run) => fact(run, name))])], { label: "Runs" })
       : el("dl", { class: "facts" }, first.facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
     !several && first.stages.length > 0 && stageTable(first),
-    runs.some((run) => run.notes.length) && el("p", { class: "soft small" }, runs.flatMap((run) => run.notes).join(" ")),
+    runs.some((run) => run.notes.length) && el("p", { class: "soft small" }, runs.flatMap((run) => run.notes).join("; ")),
   );
 }
 

@@ -8,13 +8,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from rollouts.errors import RecordError
 from rollouts.inspect.record import Record
-from rollouts.inspect.token_texts import load_tokenizer, split_text
-from rollouts.metrics.jsonl import Row
-from rollouts.metrics.token_shards import read_token_arrays
+from rollouts.inspect.tokens import find_tokenizer, find_updates, read_tokens
 
 TEXT_CHARS = 20_000  # of a prompt's message, a response or another text; a longer one is cut
 HOW = "newest steps, failed, best rewards, worst rewards, and steps evenly"
@@ -37,7 +34,8 @@ CHOSEN = """
     SELECT place FROM ordered
     QUALIFY sum(bytes) OVER (ORDER BY rank, place) <= ? ORDER BY rank, place"""
 LEFT_OUT = frozenset({"schema", "attempt", "time_unix"})  # of a row, in the page
-ARRAY_BYTES = 3_400_000  # of all samples of a run together: some 120,000 tokens
+TOKEN_BYTES = 28  # of a token with its values, in JSON
+SHARE = 0.3  # of the room that tokens may take
 SAMPLE_TOKENS = 4_000  # of one sample; the rest is cut
 
 
@@ -47,55 +45,48 @@ class ShownSamples(NamedTuple):
     texts: list[str]  # JSON of each, in the order of the file
     total: int  # logged samples
     how: str  # in words how they were chosen, "" if all are there
-    remarks: list[str]  # on their tokens, for a person
 
 
 def gather_samples(record: Record, limit_bytes: int, examples: Sequence[int]) -> ShownSamples:
     """The samples for the page, by the table samples_held. `examples`: places that are wanted first.
 
     A sample that was trained has advantage, weight and share of its first update, and `arrays` with values of
-    its tokens, the most wanted samples first, until those take ARRAY_BYTES or a third of all.
+    its tokens, the most wanted samples first, until those take their SHARE.
     """
     (counts,) = record.rows("SELECT count(*) AS total FROM samples_held")
     record.add_views("contributions")
-    has_arrays = bool(record.rows("FROM contributions LIMIT 1"))
-    for_tokens = min(ARRAY_BYTES, limit_bytes // 3) if has_arrays else 0
-    room = limit_bytes - for_tokens
-    chosen = [row["place"] for row in record.rows(CHOSEN, [list(examples), room])]
-    rows = record.read_places("samples", chosen)
-    found = record.rows(
-        "FROM contributions WHERE update = 0 AND id IN (SELECT unnest(?::VARCHAR[]))",
-        [[row.get("id", "") for row in rows]],
-    )
-    trained = {(row["stage"], row["step"], row["id"]): row for row in found}
-    remarks: list[str] = []
-    tokenizer: Tokenizer | None = None
-    try:
-        tokenizer = load_tokenizer(record.run_dir) if trained else None
-    except RecordError as error:
-        remarks.append(f"Tokens are shown by number: {error}.")
+    for_tokens = SHARE * limit_bytes * bool(record.rows("FROM contributions LIMIT 1"))
+    chosen = record.rows(CHOSEN, [list(examples), int(limit_bytes - for_tokens)])
+    rows = record.read_places("samples", [row["place"] for row in chosen])
+    updates = find_updates(record, rows)
+    tokenizer = find_tokenizer(record) if updates else None
     texts: dict[int, str] = {}
     missing = 0
-    for place, row in zip(chosen, rows, strict=True):
-        update = trained.get((row["stage"], row["step"], row.get("id")), {})
-        sample = {name: shorten(value) for name, value in row.items() if name not in LEFT_OUT}
+    for place, row in zip((row["place"] for row in chosen), rows, strict=True):
+        update = updates.get((row["stage"], row["step"], row.get("id")), {})
+        sample = {name: value for name, value in row.items() if name not in LEFT_OUT}
         sample |= {name: update[name] for name in ("advantage", "weight", "share") if name in update}
-        text = encode_json(sample)
-        room -= len(text.encode(errors="replace")) + 1
-        if room < 0:
+        if for_tokens > 0 and "shard" in update:
+            try:
+                pieces, values = read_tokens(record, update, tokenizer)
+            except RecordError:
+                missing += 1
+            else:
+                cut = slice(SAMPLE_TOKENS)
+                sample["arrays"] = {name: round_numbers(array[cut]) for name, array in values.items()}
+                sample["arrays"] |= {"pieces": pieces[cut], "cut": len(pieces[SAMPLE_TOKENS:])}
+                for_tokens -= TOKEN_BYTES * len(pieces[cut])
+        text = encode_json(shorten(sample))
+        limit_bytes -= len(text.encode(errors="replace")) + 1
+        if limit_bytes < 0:
             break
-        try:
-            arrays = encode_arrays(record, update, tokenizer) if for_tokens > 0 and "shard" in update else ""
-        except RecordError:
-            arrays, missing = "", missing + 1
-        for_tokens -= len(arrays.encode())
-        texts[place] = text[:-1] + f',"arrays":{arrays}}}' if arrays and for_tokens >= 0 else text
+        texts[place] = text
     if missing:
-        remarks.append(
-            f"Per-token arrays of {missing} shown samples were removed to make room, or are damaged."
+        record.notes.append(
+            f"per-token arrays of {missing} shown samples were removed to make room, or are damaged"
         )
     how = HOW if len(texts) < counts["total"] else ""
-    return ShownSamples([texts[place] for place in sorted(texts)], counts["total"], how, remarks)
+    return ShownSamples([texts[place] for place in sorted(texts)], counts["total"], how)
 
 
 def shorten(value: Any) -> Any:
@@ -115,27 +106,7 @@ def encode_json(value: Any) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def round_numbers(values: np.ndarray, digits: int) -> list[float | None]:
-    """Plain numbers of a few digits, None for what is not finite."""
-    short = (float(f"{value:.{digits}g}") for value in np.asarray(values, np.float64).tolist())
-    return [None if not math.isfinite(one) else int(one) if one.is_integer() else one for one in short]
-
-
-def encode_arrays(record: Record, update: Row, tokenizer: Tokenizer | None) -> str:
-    """JSON of what the page shows of a sample's tokens; `difference`: trainer − engine, where they train.
-
-    Raises RecordError for arrays that were removed or are damaged.
-    """
-    arrays: dict[str, Any] = dict(read_token_arrays(record.run_dir, update))
-    ids = arrays["tokens"][:SAMPLE_TOKENS].tolist()
-    mask = np.asarray(arrays["mask"][: len(ids)]).astype(bool)
-    pieces = split_text(ids, tokenizer) if tokenizer else [f"{token} " for token in ids]
-    if "log_prob" in arrays and "mu" in arrays:
-        arrays["difference"] = np.asarray(arrays["log_prob"], np.float64) - arrays["mu"]
-    values = {
-        name: round_numbers(np.where(mask, arrays[name][: len(ids)], np.nan), 3)
-        for name in ("advantage", "difference")
-        if name in arrays
-    }
-    cut = len(arrays["tokens"]) - len(ids)
-    return encode_json({"pieces": pieces, "mask": mask.astype(int).tolist(), "cut": cut} | values)
+def round_numbers(values: np.ndarray) -> list[float]:
+    """Plain numbers of three digits, whole ones without a point."""
+    short = (float(f"{value:.3g}") for value in values.tolist())
+    return [int(number) if number.is_integer() else number for number in short]

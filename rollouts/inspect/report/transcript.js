@@ -1,5 +1,5 @@
 // One sample: its messages, rewards and tokens.
-const COLOURINGS = [["plain", "text"], ["advantage", "advantage"], ["difference", "log-prob difference"], ["mask", "trained tokens"]];
+const COLOURINGS = [["plain", "text"], ["advantage", "advantage"], ["logprob_diff", "log-prob difference"], ["mask", "trained tokens"]];
 
 function fillDetail() {
   const sample = browse.shown[browse.at];
@@ -79,9 +79,9 @@ function marked(text) {
 // The value that has the full colour: the 98th percentile of sizes, so that one token does not pale the rest. Differences below a thousandth
 // of a nat are rounding and stay pale.
 function fullScale(tokens, name) {
-  const sizes = tokens[name].filter((value) => value !== null).map(Math.abs).sort((a, b) => a - b);
+  const sizes = tokens[name].filter((value, index) => value !== null && tokens.mask[index] === 1).map(Math.abs).sort((a, b) => a - b);
   const size = sizes[Math.ceil(sizes.length * 0.98) - 1] || 1;
-  return name === "difference" ? Math.max(size, 1e-3) : size;
+  return name === "logprob_diff" ? Math.max(size, 1e-3) : size;
 }
 
 function tint(value, full) {
@@ -118,6 +118,6 @@ function scaleOf(tokens, name) {
     context.fillStyle = tint((x / 159) * 2 - 1, 1);
     context.fillRect(x, 0, 1, 12);
   }
-  const what = name === "difference" ? ": trainer − engine, nats" : "";
+  const what = name === "logprob_diff" ? ": trainer − engine, nats" : "";
   return el("span", { class: "scale" }, number(-full), bar, `${number(full)}${what}`);
 }

@@ -1,0 +1,87 @@
+"""Tokens of samples as pieces of text, by the run's own tokenizer without transformers, with the values that
+the run keeps of them.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from rollouts.errors import RecordError
+from rollouts.inspect.record import Record, find_checkpoints
+from rollouts.metrics.jsonl import Row
+from rollouts.metrics.token_shards import read_token_arrays
+
+# the first update that each of these samples was part of
+UPDATES = """
+    FROM contributions WHERE id IN (SELECT unnest(?::VARCHAR[]))
+    QUALIFY row_number() OVER (PARTITION BY stage, step, id ORDER BY update) = 1"""
+
+
+class SampleTokens(NamedTuple):
+    """The tokens of a sample in an update."""
+
+    pieces: list[str]  # [T] their texts
+    values: dict[str, np.ndarray]  # [T] by name of --color, 0 where the mask is; only those that the run kept
+
+
+def find_updates(record: Record, rows: Sequence[Row]) -> dict[tuple[Any, ...], Row]:
+    """The first update of each of these samples that trained, by stage, step and id."""
+    record.add_views("contributions")
+    found = record.rows(UPDATES, [[row.get("id", "") for row in rows]])
+    return {(row["stage"], row["step"], row["id"]): row for row in found}
+
+
+def find_tokenizer(record: Record) -> Tokenizer | None:
+    """The tokenizer.json of the newest checkpoint, else of the weights, else of model.name. Where there is
+    none that can be read, None and a note.
+    """
+    run_dir = record.run_dir
+    places = [run_dir.checkpoint(stage, step) for stage, step in reversed(find_checkpoints(run_dir))]
+    places += sorted(run_dir.weights.glob("v*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    with suppress(OSError, ValueError, KeyError, TypeError):  # no readable config: the others may do
+        places.append(Path(tomllib.loads(run_dir.config.read_text("utf-8"))["model"]["name"]).expanduser())
+    reason = "there is no tokenizer.json yet: the first checkpoint brings it"
+    for path in filter(Path.is_file, (place / "tokenizer.json" for place in places)):
+        try:
+            return Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises nothing more exact
+            reason = f"{path} cannot be read ({error})"
+    record.notes.append(f"tokens are shown by number: {reason}")
+    return None
+
+
+def read_tokens(record: Record, update: Row | None, tokenizer: Tokenizer | None) -> SampleTokens:
+    """The tokens of a sample as they were in this update.
+
+    Raises RecordError for a sample that no update had, or whose arrays were removed or are damaged.
+    """
+    if update is None:
+        raise RecordError(
+            "no update of the weights had this sample (one of an evaluation, one that failed), or the run"
+            " kept no contributions"
+        )
+    arrays = read_token_arrays(record.run_dir, update)
+    mask = np.asarray(arrays["mask"]).astype(bool)
+    values = {"mask": mask, "advantage": arrays.get("advantage")}
+    if "log_prob" in arrays and "mu" in arrays:
+        values["logprob_diff"] = np.asarray(arrays["log_prob"], np.float64) - arrays["mu"]
+    kept = {name: np.where(mask, array, 0.0) for name, array in values.items() if array is not None}
+    return SampleTokens(split_text(arrays["tokens"].tolist(), tokenizer), kept)
+
+
+def split_text(ids: Sequence[int], tokenizer: Tokenizer | None) -> list[str]:
+    """The text of each token, special ones included; of a character made of several the last has the text.
+    Without a tokenizer their numbers.
+    """
+    if tokenizer is None:
+        return [f"{token} " for token in ids]
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer, token) or "" for token in ids]
