@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -20,7 +19,9 @@ DOT_BITS = np.array(((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80)))  #
 COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue")  # of the runs, in turn
 SHOWN_NAMES = 8  # of metrics that an error lists
 # metrics and evaluations, those of stages that have steps first
-NAMES = "SELECT stage, name FROM totals LEFT JOIN stages USING (stage) ORDER BY stages.rowid, name"
+NAMES = """
+    SELECT stage, name FROM totals LEFT JOIN stages USING (stage) WHERE name GLOB ?
+    ORDER BY stages.rowid, name"""
 
 
 def collect_panels(
@@ -34,33 +35,24 @@ def collect_panels(
     """A panel for each stage and metric that matches a pattern: its curve of each run that has it, as
     read_curve makes it.
 
-    Raises ConfigError for a stage that no run has, and for a pattern that no metric of these stages matches.
+    Raises ConfigError for a pattern that no metric of the stage matches.
     """
-    held = {
-        run: [(row["stage"], row["name"]) for row in record.rows(NAMES)] for run, record in records.items()
-    }
-    every = dict.fromkeys(key for keys in held.values() for key in keys)
-    known = [key for key in every if stage in (None, key[0])]
-    if stage is not None and not known:
-        stages = ", ".join(dict.fromkeys(of for of, _ in every)) or "none yet"
-        raise ConfigError(f"--stage {stage}: the stages are {stages}")
-    chosen: dict[tuple[str, str], None] = {}
+    panels: dict[tuple[str, str], dict[str, Curve]] = {}
     for pattern in patterns:
-        found = [key for key in known if fnmatch.fnmatch(key[1], pattern)]
+        held = [(run, *row.values()) for run, of in records.items() for row in of.rows(NAMES, [pattern])]
+        found = [key for key in held if stage in (None, key[1])]
         if not found:
-            names = list(dict.fromkeys(name for _, name in known))
-            near = ", ".join((nearest_names(pattern, names, count=SHOWN_NAMES) or names)[:SHOWN_NAMES])
-            hint = f"near are {near}" if near else "none was logged yet"
-            raise ConfigError(f"{pattern}: no metric that was logged is called so; {hint}")
-        chosen |= dict.fromkeys(found)
-    return [
-        [
-            records[run].read_curve(*key, run, smooth=smooth, log=log)
-            for run, keys in held.items()
-            if key in keys
-        ]
-        for key in chosen
-    ]
+            rows = [row for record in records.values() for row in record.rows(NAMES, ["*"])]
+            stages, names = (list(dict.fromkeys(row[part] for row in rows)) for part in ("stage", "name"))
+            near = (nearest_names(pattern, names, count=SHOWN_NAMES) or names)[:SHOWN_NAMES]
+            raise ConfigError(
+                f"{pattern}: no metric that was logged is called so{f' in stage {stage}' if stage else ''};"
+                f" near are {', '.join(near) or 'none'}; the stages are {', '.join(stages) or 'none yet'}"
+            )
+        for run, of, name in found:
+            curve = records[run].read_curve(of, name, run, smooth=smooth, log=log)
+            panels.setdefault((of, name), {})[run] = curve
+    return [list(curves.values()) for curves in panels.values()]
 
 
 def draw_chart(panel: Sequence[Curve], *, width: int = 72, height: int = 10, log: bool = False) -> Text:
@@ -81,15 +73,14 @@ def draw_chart(panel: Sequence[Curve], *, width: int = 72, height: int = 10, log
         owners[bits > 0] = number
     labels = [format_number(high), *[""] * (height - 2), format_number(low)]
     margin = max(map(len, labels))
+    colours = [COLOURS[number % len(COLOURS)] for number in range(len(panel))]
     text = Text(f"{'':>{margin}}  {title}\n")
     for label, row, owner in zip(labels, cells.tolist(), owners.tolist(), strict=True):
-        text.append(f"{label:>{margin}} ┤")
-        for cell, number in zip(row, owner, strict=True):
-            text.append(chr(0x2800 + cell), COLOURS[number % len(COLOURS)])
-        text.append("\n")
+        drawn = [(chr(0x2800 + cell), colours[number]) for cell, number in zip(row, owner, strict=True)]
+        text = Text.assemble(text, f"{label:>{margin}} ┤", *drawn, "\n")
     text.append(f"{'':>{margin}}  {first}{f'step {last}':>{width - len(str(first))}}")
-    for number, curve in enumerate(panel if len(panel) > 1 else ()):
-        text.append(f"{'' if number else chr(10)}  ━ {curve.run}", COLOURS[number % len(COLOURS)])
+    for curve, colour in zip(panel if len(panel) > 1 else (), colours, strict=False):
+        text.append(f"\n  ━ {curve.run}", colour)
     return text
 
 

@@ -53,14 +53,17 @@ def print_picture(console: Console, record: Record, png: Path | None) -> None:
     than its rows is left alone.
     """
     path = png or record.root / "curves.png"
-    rows = [part for kind in ("metrics", "evaluations") for part in find_parts(record.run_dir, kind)]
-    changed = max((part.stat().st_mtime for part in rows), default=0.0)
+    parts = [part for kind in ("metrics", "evaluations") for part in find_parts(record.run_dir, kind)]
     names = [row["name"] for row in record.rows(PICTURES)]
     said = f"wrote {path}"
     try:
         if not names:
             said = f"no picture: {record.root} has no steps and no evaluations yet"
-        elif png is None and path.exists() and path.stat().st_mtime > changed:
+        elif (
+            png is None
+            and path.exists()
+            and path.stat().st_mtime > max(part.stat().st_mtime for part in parts)
+        ):
             said = f"{path} is up to date"
         else:
             save_png(collect_panels({"": record}, names), path)
@@ -68,7 +71,7 @@ def print_picture(console: Console, record: Record, png: Path | None) -> None:
         if png is not None:
             raise
         said = f"no picture: {error}"
-    console.print(said, soft_wrap=True)
+    console.print(said)
 
 
 def run_samples(arguments: argparse.Namespace) -> int:
@@ -99,16 +102,16 @@ def run_plot(arguments: argparse.Namespace) -> int:
         panels = collect_panels(records, metrics, stage=arguments.stage, smooth=smooth, log=log)
     if arguments.png is not None:
         save_png(panels, arguments.png, log=log)
-        console.print(f"wrote {arguments.png}", soft_wrap=True)
+        console.print(f"wrote {arguments.png}")
         return 0
     # runs lie over each other, or below each other where there are no colours
     overlaid = console.color_system and not console.no_color
     for panel in panels:
         for curves in [panel] if overlaid else [[curve] for curve in panel]:
             if len(panel) > len(curves):
-                console.print(curves[0].run, soft_wrap=True)
+                console.print(curves[0].run)
             width = max(20, min(100, console.width - 14))
-            console.print(draw_chart(curves, width=width, log=log), soft_wrap=True)
+            console.print(draw_chart(curves, width=width, log=log))
             console.print()
     return 0
 
@@ -132,7 +135,8 @@ def run_query(arguments: argparse.Namespace) -> int:
     """Prints what the statement answers. Raises ConfigError for SQL that cannot be run, RunDirError."""
     with open_record(arguments.run_dir) as record:
         columns, rows = run_sql(record, arguments.sql)
-    print(*record.notes, sep="\n", end="\n" * bool(record.notes), file=sys.stderr)
+    for note in record.notes:
+        print(note, file=sys.stderr)
     if arguments.csv:
         lines = io.StringIO()
         csv.writer(lines, lineterminator="\n").writerows([columns, *rows])
@@ -141,16 +145,12 @@ def run_query(arguments: argparse.Namespace) -> int:
         named = [dict(zip(columns, row, strict=True)) for row in rows]
         write_lines(msgspec.json.Encoder(enc_hook=str).encode_lines(named).decode())
     else:
-        numbers = [isinstance(value, int | float) for value in rows[0]] if rows else [False] * len(columns)
-        headings = [
-            ">" * number + make_safe(name, one_line=True)
-            for name, number in zip(columns, numbers, strict=True)
-        ]
+        pairs = zip(columns, rows[0] if rows else columns, strict=True)
+        headings = [">" * isinstance(of, int | float) + format_cell(name) for name, of in pairs]
         table = make_table("", headings, (list(map(format_cell, row)) for row in rows[:SHOWN_ROWS]))
-        left_out = max(0, len(rows) - SHOWN_ROWS)
-        more = f", {left_out} of them not shown: --csv and --json print all" if left_out else ""
+        more = f", the first {SHOWN_ROWS} are shown: --csv and --json print all" * (len(rows) > SHOWN_ROWS)
         table.caption, table.caption_justify = count_of(len(rows), "row") + more, "left"
-        make_console().print(table)
+        make_console().print(table, soft_wrap=False)
     return 0
 
 
@@ -200,15 +200,15 @@ def run_export_trace(arguments: argparse.Namespace) -> int:
     output = arguments.output or arguments.run_dir / "trace.json"
     steps: tuple[int, int] | None = None
     if text := arguments.steps:
-        first, _, last = text.partition("..")
-        numbers = [int(number) for number in (first, last or first) if number.isdecimal()]
-        if len(numbers) < 2 or numbers[0] > numbers[1]:
+        numbers = [int(number) if number.isdecimal() else -1 for number in text.split("..")]
+        if len(numbers) > 2 or [0, *numbers] != sorted([0, *numbers]):
             raise ConfigError(
                 f"--steps {text}: give two whole numbers, the first not above the second, as 10..20"
             )
-        steps = numbers[0], numbers[1]
+        steps = numbers[0], numbers[-1]
     with open_record(arguments.run_dir, points=True) as record:
         count = export_trace(record, output, steps=steps)
-    print(*record.notes, sep="\n", end="\n" * bool(record.notes), file=sys.stderr)
+    for note in record.notes:
+        print(note, file=sys.stderr)
     print(f"wrote {output}: {count} spans; open it at https://ui.perfetto.dev")
     return 0

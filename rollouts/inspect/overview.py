@@ -124,30 +124,36 @@ def print_run(console: Console, record: Record, *, last: int) -> None:
     )
     for row in record.rows(CHARTS):
         chart = draw_chart([record.read_curve(**row)], width=max(20, min(72, width - 14)), height=8)
-        console.print(chart, end="\n\n", soft_wrap=True)
+        console.print(chart, end="\n\n")
     for sql, lines in PARTS.items():
-        print_tables(console, make_tables(record, sql, lines=lines, width=width))
+        tables = make_tables(record, sql, lines=lines)
+        print_tables(console, tables, fit=sql in (COURSES, STEPS, EVALUATIONS))
     for row in record.rows(TROUBLE):
-        console.print(f"{row['total']:.0f} {row['what']}\n", soft_wrap=True)
-    console.print(f"{record.root}: {describe_state(record)}", soft_wrap=True)
+        console.print(f"{row['total']:.0f} {row['what']}\n")
+    console.print(f"{record.root}: {describe_state(record)}")
     print_tables(console, make_tables(record, OUTCOMES))
-    for line in [*list_summary(record), *record.notes]:
-        console.print(line, soft_wrap=True)
+    facts = [f"{name} {value}" for name, value in flatten(record.summary).items() if value is not None]
+    for line in [", ".join(facts), *record.notes]:
+        console.print(line)
 
 
-def print_tables(console: Console, tables: Iterable[Table]) -> None:
-    """Prints tables that have rows, with a line after each."""
-    for table in tables:
-        if table.row_count:
-            console.print(table)
-            console.print()
+def print_tables(console: Console, tables: Iterable[Table], *, fit: bool = False) -> None:
+    """Prints tables that have rows, with a line after each. `fit`: columns that do not fit are left out."""
+    for table in (table for table in tables if table.row_count):
+        wide, left_out = console.options.update(width=9999), 0
+        while fit and len(table.columns) > 2 and console.measure(table, options=wide).minimum > console.width:
+            table.columns.pop()
+            left_out += 1
+        if left_out:
+            table.title = f"{table.title} ({left_out} more columns in a wider terminal)"
+        console.print(table, "", soft_wrap=False)
 
 
-def make_tables(record: Record, sql: str, *, width: int = 0, lines: bool = True) -> Iterator[Table]:
+def make_tables(record: Record, sql: str, *, lines: bool = True) -> Iterator[Table]:
     """A table for each title among the rows of a statement."""
     for title, rows in groupby(record.rows(sql), key=lambda row: row.pop("title", "")):
         cells = [row | {f">{name}": of for name, of in row.pop("facts", {}).items()} for row in rows]
-        yield tabulate(title, cells, lines=lines, width=width)
+        yield tabulate(title, cells, lines=lines)
 
 
 def describe_state(record: Record) -> str:
@@ -155,14 +161,6 @@ def describe_state(record: Record) -> str:
     checkpoints = [f"checkpoint {stage}/step_{step}" for stage, step in find_checkpoints(record.run_dir)]
     state = "finished" if record.summary else "not finished"
     return ", ".join([state, count_of(record.attempts, "attempt"), (checkpoints or ["no checkpoint"])[-1]])
-
-
-def list_summary(record: Record) -> list[str]:
-    """What summary.json says beyond the tables. Empty until the run is finished."""
-    known = {name: of for name, of in flatten(record.summary).items() if of is not None}
-    facts = ", ".join(f"{name} {of}" for name, of in known.items() if "accuracy." not in name)
-    shares = [f"{name[9:]} {100 * of:.1f} %" for name, of in known.items() if name.startswith("accuracy.")]
-    return [line for line in (facts, f"accuracy: {' → '.join(shares)}" * bool(shares)) if line]
 
 
 # --- several runs -------------------------------------------------------------------------------------------
@@ -196,7 +194,7 @@ def print_comparison(console: Console, records: Mapping[str, Record]) -> None:
     tables += [compare("settings that differ", settings, "setting"), compare("", outcomes)]
     print_tables(console, tables)
     for note in (note for record in records.values() for note in record.notes):
-        console.print(note, soft_wrap=True)
+        console.print(note)
 
 
 def compare_metrics(records: Mapping[str, Record], stage: str) -> Table:

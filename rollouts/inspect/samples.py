@@ -138,14 +138,14 @@ def print_samples(console: Console, record: Record, found: FoundSamples, *, colo
         said = [(make_safe(turn["said"], one_line=True), turn["text"]) for turn in said]
         lines += [marked] if marked else [Text.assemble((who, "bold cyan"), text) for who, text in said]
         for line in [*lines, *(Text(remark, style="dim") for remark in row["remarks"]), ""]:
-            console.print(line, soft_wrap=True)
+            console.print(line)
     shown = f"{len(rows)} of {found.total} logged samples"
     if found.matching > len(rows):
         shown = f"{len(rows)} of {found.matching} that match, of {found.total} logged samples;"
         shown += " --limit shows more"
     why = [f"not marked, {count_of(count, 'sample')}: {reason}" for reason, count in reasons.items()]
     for line in [*why, *record.notes, shown]:
-        console.print(line, soft_wrap=True)
+        console.print(line)
 
 
 def mark_tokens(tokens: SampleTokens, color: str, *, plain: bool) -> Text:

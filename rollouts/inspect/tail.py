@@ -208,7 +208,7 @@ async def follow(root: Path, console: Console, every_s: float, once: bool) -> No
                 if live is not None:
                     live.update(text, refresh=True)
                 elif lines:
-                    console.print(text)
+                    console.print(text, soft_wrap=False)
             if once or not activity.may_go_on:
                 return
             await trio.sleep(every_s)

@@ -6,7 +6,6 @@ import io
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,7 +34,9 @@ def write_lines(text: str) -> None:
 
 
 def make_console() -> Console:
-    """The terminal, or PLAIN_WIDTH columns where there is none; all that it prints is made safe."""
+    """The terminal, or PLAIN_WIDTH columns where there is none; all that it prints is made safe, and lines
+    are broken only where `soft_wrap=False` says so.
+    """
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
@@ -49,7 +50,7 @@ def make_console() -> Console:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an encoding without braille gets question marks
     width = None if sys.stdout.isatty() else PLAIN_WIDTH
-    return SafeConsole(width=width, highlight=False, markup=False, emoji=False)
+    return SafeConsole(width=width, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def make_table(
@@ -70,21 +71,15 @@ def make_table(
 
 
 def tabulate(
-    title: str, rows: Sequence[Mapping[str, object]], *, lines: bool = True, absent: str = "", width: int = 0
+    title: str, rows: Sequence[Mapping[str, object]], *, lines: bool = True, absent: str = ""
 ) -> Table:
-    """A table with a row for each mapping, and a column for each heading that has a text in some row.
-
-    With `width`, columns that do not fit are left out, and the title says how many.
-    """
+    """A table with a row for each mapping, and a column for each heading that has a text in some row."""
     texts = [{name: str(of) for name, of in row.items() if of is not None} for row in rows]
     known = dict.fromkeys(name for row in rows for name in row)
-    sizes = {name: max(len(row.get(name, "")) for row in texts) for name in known}
-    names = [name for name, size in sizes.items() if size]
-    ends = accumulate(max(sizes[name], len(name.lstrip(">|"))) + 3 for name in names)
-    fit = max(2, sum(end < width for end in ends)) if width else len(names)
-    title += f" ({len(names) - fit} more columns in a wider terminal)" * (fit < len(names))
-    cells = ([row.get(name) or absent for name in names[:fit]] for row in texts)
-    return make_table(title, names[:fit], cells, lines=lines)
+    names = [name for name in known if any(row.get(name) for row in texts)]
+    return make_table(
+        title, names, ([row.get(name) or absent for name in names] for row in texts), lines=lines
+    )
 
 
 def format_number(value: float, digits: int = 4, *, sign: str = "-") -> str:

@@ -69,7 +69,7 @@ async def keep_follower(
     root: Path, command: Sequence[str], over: trio.Event, ended: trio.Event, say: Say
 ) -> None:
     """Runs the follower, and again when it dies, until the run is over. Then `ended` is set."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     log, failures = Path(os.devnull), 0  # what libraries print may have secrets in it
 
     async def end_stdin(channel: trio.SocketStream | None) -> None:

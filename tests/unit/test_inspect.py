@@ -126,7 +126,7 @@ def test_inspect_prints_every_part_and_ends_with_the_picture(
         "│ reward │ 20 │ 20 │ grade: timed out │",
         f"{root}: finished, 2 attempts, no checkpoint",
         "0.05 → 1",
-        "accuracy: base 0.0 % → rl 50.0 %",
+        "mode rl, accuracy.base 0.0, accuracy.rl 0.5",
         f"wrote {root / 'curves.png'}",
     ):
         assert " ".join(part.split()) in text, part

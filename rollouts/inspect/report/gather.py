@@ -12,7 +12,7 @@ from rollouts.run_dir import RunDir, describe_activity, find_activity
 POINTS = 2000  # of a curve, at most
 CURVE_VALUES = 1_200_000  # numbers of all curves of a report together
 MESSAGES = 100  # distinct ones that are listed
-FIRST_LINES, NEWEST_LINES, LINE_CHARS = 200, 2000, 500  # of updates.log that are shown
+NEWEST_LINES, LINE_CHARS = 2000, 500  # of updates.log that are shown
 BYTES = """, id, reward, response_length::DOUBLE AS length,
     400 + least(coalesce(strlen(prompt), 0) + coalesce(strlen(response), 0), 40000)
     + coalesce(strlen(metadata), 0) AS bytes"""
@@ -136,10 +136,8 @@ def gather_run(record: Record, name: str = "", *, points: int = POINTS, sample_b
 
 
 def read_updates(run_dir: RunDir) -> dict[str, Any]:
-    """The first and the newest lines of updates.log, how many there are, and whether the last is torn."""
+    """The newest lines of updates.log, how many there are, and whether the last is torn."""
     text = run_dir.updates_log.read_text("utf-8", "replace") if run_dir.updates_log.exists() else ""
     *lines, torn = text.split("\n")
-    left_out = slice(FIRST_LINES, max(FIRST_LINES, len(lines) - NEWEST_LINES))
-    shown = [*lines]
-    del shown[left_out]
-    return {"lines": [line[:LINE_CHARS] for line in shown], "total": len(lines), "torn": bool(torn)}
+    shown = [line[:LINE_CHARS] for line in lines[-NEWEST_LINES:]]
+    return {"lines": shown, "total": len(lines), "torn": bool(torn)}

@@ -100,7 +100,7 @@ function addUpdates() {
   if (!kept.length) return;
   addSection("updates", "Weight updates", kept.flatMap((run) => {
     const { columns, lines, total, unread } = run.updates;
-    const shown = total > lines.length ? ` ${count(lines.length)} of ${count(total)} are shown: the first, the newest.` : "";
+    const shown = total > lines.length ? ` ${count(lines.length)} of ${count(total)} are shown: the newest.` : "";
     const left = unread ? ` ${count(unread)} more ${unread === 1 ? "line is" : "lines are"} torn or of another form.` : "";
     const body = lines.map((cells) => (columns.length ? cells : [el("span", { class: "mono" }, cells[0])]));
     const heads = columns.length ? columns.map((name, place) => [name, place === 0 ? "line" : place > 2 && name !== "note" ? "number" : ""]) : [["update", "wrap"]];
