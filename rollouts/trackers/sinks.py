@@ -10,9 +10,8 @@ import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rollouts.errors import ConfigError, SinkRefused
 from rollouts.metrics.jsonl import Place
@@ -21,17 +20,14 @@ from rollouts.metrics.names import find_metric
 HEAD_FIELDS = frozenset({"schema", "stage", "step", "policy_version", "attempt", "time_unix", "name"})
 Mark = dict[str, Any]  # JSON values
 
-START = Place()
 
-
-@dataclass(frozen=True, slots=True)
-class TrackedRow:
+class TrackedRow(NamedTuple):
     """One row of a file of the run."""
 
     file: str  # metrics, evaluations or spans
     row: Mapping[str, Any]  # as written: head and values
     number: int = 0  # of all rows that this tracker was sent, from 0
-    end: Place = START  # where the next row of the file begins
+    end: Place = Place()  # where the next row of the file begins
 
     @property
     def key(self) -> str:
@@ -56,8 +52,7 @@ class TrackedRow:
         return {"stage": self.row["stage"], "attempt": self.row["attempt"], **named}
 
 
-@dataclass(frozen=True, slots=True)
-class RunInfo:
+class RunInfo(NamedTuple):
     """The run that is followed."""
 
     id: str  # 32 hex digits, kept with the position: what makes the run one in the service
@@ -93,8 +88,7 @@ class Sink(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class SinkKind:
+class SinkKind(NamedTuple):
     """A tracker that can be named in output.trackers, and how it is fed."""
 
     package: str  # module that must be importable

@@ -15,7 +15,6 @@ BEGAN = 1_800_000_000.0
 # rows, before the position). Followed by a number, it holds for so many sends.
 FOLLOWER = """
 import os, signal, sys, time
-from dataclasses import replace
 from pathlib import Path
 from rollouts.errors import SinkRefused, SinkUnavailable
 from rollouts.trackers import follower, sink_{tracker}, sinks  # imported here, for its deadline is short
@@ -53,7 +52,7 @@ def open_named(name, run):
 
 follower.LOOK_S = 0.05
 follower.SINKS = {{
-    name: replace(kind, deadline_s={deadline_s}, batch_rows=7) for name, kind in sinks.SINKS.items()
+    name: kind._replace(deadline_s={deadline_s}, batch_rows=7) for name, kind in sinks.SINKS.items()
 }}
 follower.open_sink = open_named
 follower.main(sys.argv[1:])

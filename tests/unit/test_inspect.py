@@ -142,7 +142,7 @@ def test_inspect_fits_the_terminal(
     root = write_run(tmp_path / "run", optim__lr=1e-3, entropy__mean=1.0)
     assert main(["inspect", str(root), "--last", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    tables = [line for line in lines if line and not line.startswith(("stage ", str(tmp_path), "wrote "))]
+    tables = [line for line in lines if line and not line.startswith(("mode ", str(tmp_path), "wrote "))]
     assert max(map(len, tables)) <= width
     assert any("more columns in a" in line for line in lines) == (width == 40)
 

@@ -19,7 +19,7 @@ import pytest
 from rollouts.cli import main
 from rollouts.errors import StorageError
 from rollouts.inspect.record import open_record
-from rollouts.inspect.report.gather import RunReport, gather_run
+from rollouts.inspect.report.gather import gather_run
 from rollouts.inspect.report.page import write_report
 from tests.browser.written_run import NASTY, head, write_run
 from tests.unit.run_rows import write_block, write_rows
@@ -58,9 +58,9 @@ class Page(HTMLParser):
         return next(json.loads("".join(e.text)) for e in self.elements if e.attributes.get("id") == name)
 
 
-def gather(root: Path, *, sample_bytes: int = 10**6, **options: int) -> RunReport:
+def gather(root: Path, *, share: float = 1.0) -> tuple[dict[str, Any], list[str]]:
     with open_record(root, points=True) as record:
-        return gather_run(record, sample_bytes=sample_bytes, **options)
+        return gather_run(record, share=share)
 
 
 def of_stage(rows: list[dict[str, Any]], stage: str = "rl") -> dict[str, Any]:
@@ -125,7 +125,7 @@ def test_a_run_is_told_in_numbers(facts: dict[str, Any]) -> None:
         ">loss first → last": "1 → 0.05", ">groups dropped": 8, ">samples failed": 4,
     }  # fmt: skip
     assert [(stage["stage"], stage["rows"]) for stage in facts["stages"]] == [("sft", 5), ("rl", 20)]
-    assert facts["samples"] == {"total": 80, "shown": 80, "how": ""}
+    assert facts["logged"] == [{"total": 80}]
     assert [row["eval/heldout/avg@1"] for row in facts["evaluations"]] == [0.02, 0.4]
 
 
@@ -137,7 +137,7 @@ def test_phases_failures_and_messages_are_counted(facts: dict[str, Any]) -> None
     parts = {place * 20 // 25 for place in (9, 14, 19, 24)}  # of 25 rows, after 5 of sft
     assert {part["part"]: part["samples"] for part in found["spread"]} == dict.fromkeys(parts, 1)
     text = """{"class": "reward", "function": "tasks:judge", "text": "no answer after 5 s", "count": 4,
-        "first": 5, "last": 20, "sample": "s5-3", "stage": "rl", "step": 5}"""
+        "first": 5, "last": 20, "sample": "s5-3", "stage": "rl", "step": 5, "kinds": 1, "place": 19}"""
     assert facts["messages"] == [json.loads(text)]
 
 
@@ -160,12 +160,12 @@ def test_several_runs_are_compared_and_a_path_that_cannot_be_written_is_named(tm
 
 def test_a_run_that_has_begun_only_has_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.toml").write_text('name = "begun"\n')
-    facts = gather(tmp_path).facts
+    facts = gather(tmp_path)[0]
     assert facts["state"] == "stopped"
-    assert (facts["stages"], facts["means"], facts["samples"]["total"]) == ([], [], 0)
+    assert (facts["stages"], facts["means"], facts["logged"]) == ([], [], [{"total": 0}])
     (tmp_path / "run.lock").write_text('{"pid": 7, "host": "node3"}')
     write_rows(tmp_path / "metrics.jsonl", head("rl", 1))
-    facts = gather(tmp_path).facts
+    facts = gather(tmp_path)[0]
     assert facts["activity"] == "perhaps running on node3, whose lock may not be seen here"
     assert (facts["certain"], facts["times"][0]["newest"]) == (False, head("rl", 1)["time_unix"])
     assert main(["report", str(tmp_path)]) == 0
@@ -174,7 +174,7 @@ def test_a_run_that_has_begun_only_has_a_report(tmp_path: Path, capsys: pytest.C
 
 def test_rows_of_an_earlier_attempt_are_left_out(run: Path) -> None:
     write_rows(run / "metrics.1.jsonl", head("rl", 20, attempt=2) | {"reward/mean": 0.9})
-    facts = gather(run).facts
+    facts = gather(run)[0]
     assert of_stage(facts["means"])["reward/mean"][-2:] == [0.19, 0.9]
     assert of_stage(facts["axes"])["resumed"] == [19]
 
@@ -184,10 +184,10 @@ def test_rows_of_an_earlier_attempt_are_left_out(run: Path) -> None:
 
 def test_a_report_stays_within_its_bytes_and_says_how_many_samples_it_shows(tmp_path: Path) -> None:
     root = write_run(tmp_path / "many", steps=150, per_step=8)
-    facts, samples = gather(root, sample_bytes=200_000)
+    facts, samples = gather(root, share=1 / 60)
     assert sum(len(text.encode()) for text in samples) <= 200_000
-    assert facts["samples"]["total"] == 1200
-    assert facts["samples"]["shown"] == len(samples) > 50
+    assert facts["logged"] == [{"total": 1200}]
+    assert len(samples) > 50
     assert any(json.loads(text)["id"] == facts["messages"][0]["sample"] for text in samples)
 
 
@@ -213,7 +213,7 @@ def test_values_are_counted_by_step_range_and_bin(tmp_path: Path) -> None:
     rows = [{"id": "x", "weight_version_min": 0, **dict(zip(names, row, strict=True))} for row in values]
     (tmp_path / "config.toml").touch()
     write_rows(tmp_path / "samples.jsonl", *rows)
-    spreads = {row["name"]: row for row in gather(tmp_path).facts["spreads"]}
+    spreads = {row["name"]: row for row in gather(tmp_path)[0]["spreads"]}
     assert spreads.keys() == {"lag", "length"}
     lag, length = spreads["lag"], spreads["length"]
     assert lag["steps"] == [[1, 1], [2, 2], [9, 9]]
@@ -225,7 +225,7 @@ def test_values_are_counted_by_step_range_and_bin(tmp_path: Path) -> None:
 
 
 def test_a_curve_of_many_steps_has_few_points_and_an_envelope(tmp_path: Path) -> None:
-    facts = gather(write_run(tmp_path / "long", steps=1000), points=100).facts
+    facts, _ = gather(write_run(tmp_path / "long", steps=1000), share=1e-6)
     steps = of_stage(facts["axes"])["step"]
     assert (len(steps), steps[:2]) == (100, [1, 11])
     first = [of_stage(facts[name])["reward/mean"][0] for name in ("means", "lows", "highs")]

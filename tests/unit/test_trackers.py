@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
@@ -152,7 +151,7 @@ def test_a_tracker_that_is_none_is_refused_when_the_config_loads(tmp_path: Path,
 
 
 def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    kind = dataclasses.replace(SINKS["wandb"], package="there_is_no_such.package")
+    kind = SINKS["wandb"]._replace(package="there_is_no_such.package")
     monkeypatch.setattr(sinks, "SINKS", {**SINKS, "wandb": kind})
     config = load(tmp_path, '["statsd", "wandb"]')
     with pytest.raises(ConfigError, match=r"output\.trackers: .*pip install 'rollouts-rl\[wandb\]'"):

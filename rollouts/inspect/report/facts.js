@@ -108,7 +108,8 @@ function updatesOf({ lines, total: all, torn }) {
   return { columns: names.map((name) => name.replaceAll("_", " ")), lines: found.map((row) => names.map((name) => row[name] ?? "")), total: all - unread, unread: unread + torn };
 }
 
-function describeRun(run) {
+function describeRun(run, index) {
+  run.samples = { total: run.logged[0].total, shown: sampleRows[index].length };
   run.evaluations = run.evaluations.map(({ stage, step, policy_version: version = null, name = "", ...row }) => (
     { stage, step, version, name, metrics: Object.fromEntries(Object.entries(row).filter(([key]) => key.includes("/"))) }));
   run.curves = Object.fromEntries(run.stages.map((stage) => [stage.stage, curvesOf(run, stage)]));
@@ -119,7 +120,7 @@ function describeRun(run) {
   run.spreads = spreads;
   for (const kind of run.failed) kind.spread = Array.from({ length: PARTS }, (_, part) => kind.spread.find((found) => found.part === part)?.samples ?? 0);
   const dropped = run.dropped.map((row) => [row.reason, row[">groups"]]);
-  run.failures = { classes: run.failed, messages: run.messages, more: run.more_messages, dropped, trouble: run.trouble };
+  run.failures = { classes: run.failed, messages: run.messages, more: (run.messages[0]?.kinds ?? 0) - run.messages.length, dropped, trouble: run.trouble };
   run.tiles = tilesOf(run);
   run.facts = factsOf(run);
   run.updates = updatesOf(run.updates);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollouts.inspect.facts import DROPPED, OUTCOMES, TROUBLE, load_facts, read_settings
 from rollouts.inspect.record import Record, find_checkpoints
@@ -11,6 +11,7 @@ from rollouts.run_dir import RunDir, describe_activity, find_activity
 
 POINTS = 2000  # of a curve, at most
 CURVE_VALUES = 1_200_000  # numbers of all curves of a report together
+SAMPLE_BYTES = 12_000_000  # of samples as JSON, of all runs together
 MESSAGES = 100  # distinct ones that are listed
 NEWEST_LINES, LINE_CHARS = 2000, 500  # of updates.log that are shown
 BYTES = """, id, reward, response_length::DOUBLE AS length,
@@ -92,30 +93,26 @@ TABLES = {
     "failed": FAILED.format(),
     "dropped": DROPPED,
     "trouble": TROUBLE,
-    "messages": "SELECT * EXCLUDE (place) FROM messages",
+    "messages": f"SELECT *, count(*) OVER () AS kinds FROM messages LIMIT {MESSAGES}",
     "spreads": SPREADS,
     "evaluations": "SELECT * EXCLUDE (schema, attempt) FROM evaluations_held ORDER BY rowid",
+    "logged": "SELECT count(*) AS total FROM samples_held",
     "times": "SELECT min(time_unix) AS begun, max(time_unix) AS newest FROM metrics_held",
 }
 
 
-class RunReport(NamedTuple):
-    """A run for the page: what is said of it, and its samples as JSON texts."""
-
-    facts: dict[str, Any]
-    samples: list[str]
-
-
-def gather_run(record: Record, name: str = "", *, points: int = POINTS, sample_bytes: int) -> RunReport:
-    """Everything of a run that the page shows. The record must have its points."""
+def gather_run(record: Record, name: str = "", *, share: float = 1.0) -> tuple[dict[str, Any], list[str]]:
+    """(everything of a run that the page says of it, its samples as JSON texts), in this share of the page.
+    The record must have its points.
+    """
     load_facts(record, BYTES)
     (most,) = record.rows("SELECT greatest(1, count(DISTINCT name)) AS names FROM totals")
-    points = max(100, min(points, CURVE_VALUES // (3 * most["names"])))
+    points = max(100, min(POINTS, int(share * CURVE_VALUES) // (3 * most["names"])))
     record.connection.execute(PLACED.format(points=points))
     tables = {table: record.rows(sql) for table, sql in TABLES.items()}
     activity = find_activity(record.run_dir)
-    examples = record.rows(f"SELECT place FROM messages LIMIT {MESSAGES}")
-    samples = gather_samples(record, sample_bytes, [row["place"] for row in examples])
+    examples = [row["place"] for row in tables["messages"]]
+    samples = gather_samples(record, int(share * SAMPLE_BYTES), examples)
     facts = tables | {
         "name": name,
         "directory": str(record.root),
@@ -126,13 +123,10 @@ def gather_run(record: Record, name: str = "", *, points: int = POINTS, sample_b
         "checkpoints": sorted(find_checkpoints(record.run_dir)),
         "summary": record.summary,
         "notes": record.notes,
-        "messages": tables["messages"][:MESSAGES],
-        "more_messages": max(0, len(tables["messages"]) - MESSAGES),
         "updates": read_updates(record.run_dir),
         "config": list(read_settings(record.run_dir).items()),
-        "samples": {"total": samples.total, "shown": len(samples.texts), "how": samples.how},
     }
-    return RunReport(facts, samples.texts)
+    return facts, samples
 
 
 def read_updates(run_dir: RunDir) -> dict[str, Any]:

@@ -12,15 +12,15 @@ import time
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from rollouts import __version__
 from rollouts.errors import StorageError
 from rollouts.inspect.record import open_records
-from rollouts.inspect.report.gather import CURVE_VALUES, POINTS, RunReport, gather_run
+from rollouts.inspect.report.gather import gather_run
 from rollouts.inspect.report.samples import encode_json
 from rollouts.run_dir import replace_file
 
-SAMPLE_BYTES = 12_000_000  # of samples as JSON, of all runs together
 SCRIPTS = (
     "base",
     "facts",
@@ -32,7 +32,6 @@ SCRIPTS = (
     "transcript",
     "keys",
 )  # in order
-VALUES_PER_CURVE = 3 * 64  # mean, least and greatest of about so many metrics
 
 
 def write_report(roots: Sequence[Path], path: Path) -> int:
@@ -42,12 +41,8 @@ def write_report(roots: Sequence[Path], path: Path) -> int:
     Raises RunDirError for a directory that is no run, or is damaged; StorageError where the file cannot be
     written.
     """
-    points = max(100, min(POINTS, CURVE_VALUES // (VALUES_PER_CURVE * len(roots))))
     with open_records(roots) as records:
-        runs = [
-            gather_run(record, name, points=points, sample_bytes=SAMPLE_BYTES // len(roots))
-            for name, record in records.items()
-        ]
+        runs = [gather_run(record, name, share=1 / len(roots)) for name, record in records.items()]
     page = make_page(runs).encode("utf-8", errors="replace")
     try:
         replace_file(path, [page])
@@ -58,14 +53,10 @@ def write_report(roots: Sequence[Path], path: Path) -> int:
     return len(page)
 
 
-def make_page(runs: Sequence[RunReport]) -> str:
+def make_page(runs: Sequence[tuple[dict[str, Any], list[str]]]) -> str:
     """The page. Texts of the runs are only in its JSON and in its title, escaped for both."""
-    facts = [run.facts for run in runs]
-    report = {
-        "version": __version__,
-        "made": int(time.time()),
-        "runs": facts,
-    }
+    facts = [facts for facts, _ in runs]
+    report = {"version": __version__, "made": int(time.time()), "runs": facts}
     files = resources.files("rollouts.inspect.report")
     style, *scripts, frame = (
         files.joinpath(name).read_text(encoding="utf-8")
@@ -82,7 +73,7 @@ def make_page(runs: Sequence[RunReport]) -> str:
         "style": style,
         "script": script,
         "data": encode_json(report),
-        "samples": f"[{','.join('[' + ','.join(run.samples) + ']' for run in runs)}]",
+        "samples": f"[{','.join('[' + ','.join(texts) + ']' for _, texts in runs)}]",
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], frame)
 

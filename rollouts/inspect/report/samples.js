@@ -27,6 +27,8 @@ function sortSamples(samples, order) {
   return [...samples].sort((a, b) => last(a) - last(b) || (last(a) ? 0 : sign * (a[field] - b[field])));
 }
 
+const HOW = "newest steps, failed, best rewards, worst rewards, and steps evenly"; // in which order they were chosen
+
 function findSamples() {
   const needle = browse.text.toLowerCase();
   const inRange = (reward) => (browse.low === "" || reward >= Number(browse.low)) && (browse.high === "" || reward <= Number(browse.high));
@@ -103,7 +105,7 @@ function changeBrowse(settings) {
   if (!("text" in settings || "low" in settings || "high" in settings)) fillControls();
   const kept = runs[browse.run].samples;
   const all = kept.shown === kept.total ? "all" : count(kept.shown);
-  fill(parts.count, `${plural(browse.shown.length, "sample", "samples")} found. The report holds ${all} of the ${count(kept.total)} that were logged${kept.how ? `: ${kept.how}` : ""}.`);
+  fill(parts.count, `${plural(browse.shown.length, "sample", "samples")} found. The report holds ${all} of the ${count(kept.total)} that were logged${kept.shown < kept.total ? `: ${HOW}` : ""}.`);
   selectSample(0, false);
   const again = focus && parts.controls && [...parts.controls.querySelectorAll("[id],[aria-label]")].find((node) => node.id === focus || node.getAttribute("aria-label") === focus);
   if (again && again !== document.activeElement) again.focus({ preventScroll: true });

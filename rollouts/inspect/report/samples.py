@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from rollouts.inspect.record import Record
 from rollouts.inspect.tokens import find_tokenizer, find_updates, read_tokens
 
 TEXT_CHARS = 20_000  # of a prompt's message, a response or another text; a longer one is cut
-HOW = "newest steps, failed, best rewards, worst rewards, and steps evenly"
 # The places of samples that together have no more than so many bytes, the most wanted first. A sample's place
 # in each order is the bytes before it over the order's share of the room; the least of these counts. Examples
 # of failures, which messages name, come first; whole steps in the order of a hash are even over the run.
@@ -39,30 +38,23 @@ SHARE = 0.3  # of the room that tokens may take
 SAMPLE_TOKENS = 4_000  # of one sample; the rest is cut
 
 
-class ShownSamples(NamedTuple):
-    """What the page shows of a run's samples."""
-
-    texts: list[str]  # JSON of each, in the order of the file
-    total: int  # logged samples
-    how: str  # in words how they were chosen, "" if all are there
-
-
-def gather_samples(record: Record, limit_bytes: int, examples: Sequence[int]) -> ShownSamples:
-    """The samples for the page, by the table samples_held. `examples`: places that are wanted first.
+def gather_samples(record: Record, limit_bytes: int, examples: Sequence[int]) -> list[str]:
+    """JSON of the samples for the page in the order of the file, by the table samples_held. `examples`:
+    places that are wanted first.
 
     A sample that was trained has advantage, weight and share of its first update, and `arrays` with values of
     its tokens, the most wanted samples first, until those take their SHARE.
     """
-    (counts,) = record.rows("SELECT count(*) AS total FROM samples_held")
     record.add_views("contributions")
     for_tokens = SHARE * limit_bytes * bool(record.rows("FROM contributions LIMIT 1"))
-    chosen = record.rows(CHOSEN, [list(examples), int(limit_bytes - for_tokens)])
-    rows = record.read_places("samples", [row["place"] for row in chosen])
+    found = record.rows(CHOSEN, [list(examples), int(limit_bytes - for_tokens)])
+    chosen = [row["place"] for row in found]
+    rows = record.read_places("samples", chosen)
     updates = find_updates(record, rows)
     tokenizer = find_tokenizer(record) if updates else None
     texts: dict[int, str] = {}
     missing = 0
-    for place, row in zip((row["place"] for row in chosen), rows, strict=True):
+    for place, row in zip(chosen, rows, strict=True):
         update = updates.get((row["stage"], row["step"], row.get("id")), {})
         sample = {name: value for name, value in row.items() if name not in LEFT_OUT}
         sample |= {name: update[name] for name in ("advantage", "weight", "share") if name in update}
@@ -85,8 +77,7 @@ def gather_samples(record: Record, limit_bytes: int, examples: Sequence[int]) ->
         record.notes.append(
             f"per-token arrays of {missing} shown samples were removed to make room, or are damaged"
         )
-    how = HOW if len(texts) < counts["total"] else ""
-    return ShownSamples([texts[place] for place in sorted(texts)], counts["total"], how)
+    return [texts[place] for place in sorted(texts)]
 
 
 def shorten(value: Any) -> Any:
