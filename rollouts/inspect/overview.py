@@ -178,10 +178,7 @@ ACCURACIES = f"""
 def print_comparison(console: Console, records: Mapping[str, Record]) -> None:
     """Prints runs side by side: metrics at equal steps, settings that differ, and what each came to."""
     stages = dict.fromkeys(stage["stage"] for record in records.values() for stage in record.stages)
-    settings = {run: read_settings(record.run_dir) for run, record in records.items()}
-    names = sorted({name for own in settings.values() for name in own} - {"output.dir"})
-    differing = [name for name in names if len({own.get(name) for own in settings.values()}) > 1]
-    settings = {run: {name: own.get(name) for name in differing} for run, own in settings.items()}
+    settings = {run: read_settings(record.run_dir) | {"output.dir": ""} for run, record in records.items()}
     outcomes: dict[str, dict[str, object]] = {}
     for run, record in records.items():
         load_facts(record)
@@ -191,7 +188,7 @@ def print_comparison(console: Console, records: Mapping[str, Record]) -> None:
             outcomes[run] |= {f"{stage}: {name[1:]}": text for name, text in row.items()}
         outcomes[run] |= {row["label"]: row["text"] for row in record.rows(ACCURACIES)}
     tables = [compare_metrics(records, stage) for stage in stages]
-    tables += [compare("settings that differ", settings, "setting"), compare("", outcomes)]
+    tables += [compare("settings that differ", settings, differ=True), compare("", outcomes)]
     print_tables(console, tables)
     for note in (note for record in records.values() for note in record.notes):
         console.print(note)
@@ -217,8 +214,12 @@ def compare_metrics(records: Mapping[str, Record], stage: str) -> Table:
     return compare(f"{stage}, {span}", said)
 
 
-def compare(title: str, runs: Mapping[str, Mapping[str, object]], heading: str = "") -> Table:
-    """A column for each run of what it says, a row for each label."""
-    labels = dict.fromkeys(label for said in runs.values() for label in said)
-    rows = [{heading: label} | {f">{run}": said.get(label) for run, said in runs.items()} for label in labels]
+def compare(title: str, runs: Mapping[str, Mapping[str, object]], *, differ: bool = False) -> Table:
+    """A column for each run of what it says, a row for each label. `differ`: only what is not the same in
+    all.
+    """
+    labels = list(dict.fromkeys(label for said in runs.values() for label in said))
+    if differ:
+        labels = [label for label in labels if len({said.get(label) for said in runs.values()}) > 1]
+    rows = [{"": label} | {f">{run}": said.get(label) for run, said in runs.items()} for label in labels]
     return tabulate(title, rows, absent="—")
