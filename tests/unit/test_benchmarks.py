@@ -22,6 +22,7 @@ from benchmarks.h200.targets import TARGETS
 from benchmarks.harness import finish
 from rollouts.config.load import load_config
 from rollouts.data.data_buffer import DataBuffer
+from rollouts.preflight.findings import Findings
 from rollouts.preflight.rows import load_all_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,7 +143,7 @@ def test_the_peer_gets_rows_in_the_order_in_which_our_run_draws_them(tmp_path: P
     path.write_text("".join(json.dumps(row) + "\n" for row in make_rows("digits", count=96, seed=1)))
     config_path.write_text(make_config(setting, path, tmp_path / "run"))
     config = load_config(config_path)
-    drawn = DataBuffer(load_all_rows(config, ["rl"]).training["rl"], seed=config.seed).get_prompts(14 * 8)
+    drawn = DataBuffer(load_all_rows(config, ["rl"], Findings(raises=True)).training["rl"], seed=config.seed).get_prompts(14 * 8)
     assert [row.row["prompt"] for row in drawn] == [row["prompt"] for row in order_rows(setting)]
 
 
