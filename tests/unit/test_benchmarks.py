@@ -143,7 +143,8 @@ def test_the_peer_gets_rows_in_the_order_in_which_our_run_draws_them(tmp_path: P
     path.write_text("".join(json.dumps(row) + "\n" for row in make_rows("digits", count=96, seed=1)))
     config_path.write_text(make_config(setting, path, tmp_path / "run"))
     config = load_config(config_path)
-    drawn = DataBuffer(load_all_rows(config, ["rl"], Findings(raises=True)).training["rl"], seed=config.seed).get_prompts(14 * 8)
+    rows = load_all_rows(config, ["rl"], Findings(raises=True))
+    drawn = DataBuffer(rows.training["rl"], seed=config.seed).get_prompts(14 * 8)
     assert [row.row["prompt"] for row in drawn] == [row["prompt"] for row in order_rows(setting)]
 
 
