@@ -53,6 +53,7 @@ from rollouts.reference.moving import REFERENCE, UpdateRule, open_moving_referen
 from rollouts.reference.score import open_frozen_reference
 from rollouts.reference.server import open_server_reference
 from rollouts.rewards.reward_model import add_model_reward, open_model_reward
+from rollouts.run_dir import parse_step
 from rollouts.types import SamplingParams
 from rollouts.weight_sync.open import choose_tolerance, open_synced_fleet
 from rollouts.weight_sync.probe import make_probe
@@ -91,6 +92,10 @@ class Stage:
     """What is open while a stage runs."""
 
     name: str
+    section: Any  # its table of the config
+    start: Path  # the model that it starts from
+    newest: Path | None  # its own checkpoint after which it goes on
+    completed: int  # the steps that this holds
     backend: Backend
     critic: Backend | None  # trains beside it, where [rl.critic] asks for one
     engine: InferenceEngine | None  # the embedded engine or a fleet; None: the model has no head to generate
@@ -99,10 +104,11 @@ class Stage:
 
 
 @asynccontextmanager
-async def open_stage(run: Run, stage: str, model_path: Path) -> AsyncIterator[Stage]:
-    """A backend with the weights at `model_path` and a fresh optimizer, and what generates with them: for RL
-    as the config says.
+async def open_stage(run: Run, stage: str, start: Path, newest: Path | None) -> AsyncIterator[Stage]:
+    """A backend with the weights at `newest`, or `start`, and a fresh optimizer, and what generates with
+    them: for RL as the config says.
     """
+    section, model_path, completed = stage_config(run.config, stage), newest or start, completed_steps(newest)
     writing = {"keep": choose_keep(run.config), "warn": warn, "spans": run.spans}
     async with (
         open_backend(run, stage, model_path) as backend,
@@ -131,7 +137,8 @@ async def open_stage(run: Run, stage: str, model_path: Path) -> AsyncIterator[St
             opening as (engine, sync_weights),
             open_checkpoint_writer(saved, run.run_dir, stage, config_hash=digest, **writing) as checkpoints,
         ):
-            yield Stage(stage, backend, critic, engine, sync_weights, checkpoints)
+            at = (stage, section, start, newest, completed)
+            yield Stage(*at, backend, critic, engine, sync_weights, checkpoints)
 
 
 def open_backend(
@@ -186,6 +193,11 @@ async def open_critic(
         yield critic
 
 
+def completed_steps(checkpoint: Path | None) -> int:
+    """The steps that a checkpoint holds; 0 for none."""
+    return (parse_step(checkpoint.name) or 0) if checkpoint else 0
+
+
 def choose_autocast(config: RunConfig) -> Literal["off", "bfloat16", "auto"]:
     """In which precision the trainer multiplies; equal bits are promised for float32 only."""
     return "off" if config.deterministic else config.model.autocast
@@ -213,9 +225,7 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def warn(text: str) -> None:
-    """A line for the user, which the log has too."""
-    logging.getLogger("rollouts").warning("%s", text)
+warn = logging.getLogger("rollouts").warning  # a line for the user, which the log has too
 
 
 # --- what generates -----------------------------------------------------------------------------------------
@@ -272,23 +282,22 @@ def read_vocab_size(backend: Backend) -> int:
 
 
 @asynccontextmanager
-async def open_scorer(
-    run: Run, opened: Stage, start: Path, newest: Path | None, completed_steps: Callable[[], int]
-) -> AsyncIterator[LogProbScorer]:
-    """The reference of [reference]: the model at `start`, frozen, or following the policy, from where it was
-    at the checkpoint `newest`.
+async def open_scorer(run: Run, opened: Stage, completed: Callable[[], int]) -> AsyncIterator[LogProbScorer]:
+    """The reference of [reference]: the model that the stage starts from, frozen, or following the policy,
+    from where it was at the stage's newest checkpoint.
     """
     config, rule = run.config.reference, run.config.reference.rule()
     common = scorer_options(run, opened)
     if rule is not None:
-        saved = newest / REFERENCE if newest is not None and (newest / REFERENCE).is_dir() else start
+        saved = (opened.newest or opened.start) / REFERENCE
         common |= {"rule": UpdateRule(rule[0], 1.0 - rule[0], rule[1]), "dtype": getattr(torch, config.dtype)}
-        async with open_moving_reference(saved, **common) as moving:
-            moving.follow(opened.backend, completed_steps)
+        where = saved if opened.newest and saved.is_dir() else opened.start
+        async with open_moving_reference(where, **common) as moving:
+            moving.follow(opened.backend, completed)
             yield moving
         return
     if config.where == "trainer":
-        opening = open_frozen_reference(start, dtype=config.dtype, say=say, **common)
+        opening = open_frozen_reference(opened.start, dtype=config.dtype, say=say, **common)
     else:
         kind, size = await find_server_kind(config.where), read_vocab_size(opened.backend)
         opening = open_server_reference(config.where, kind=kind, vocab_size=size, api_key=read_api_key(kind))
@@ -300,7 +309,7 @@ def scorer_options(run: Run, opened: Stage) -> dict[str, Any]:
     """Where a model that scores beside the stage's backend computes."""
     return {
         "device_thread": opened.backend.device_thread,
-        "micro_batch_tokens": stage_config(run.config, opened.name).micro_batch_tokens,
+        "micro_batch_tokens": opened.section.micro_batch_tokens,
         "device": run.device,
     }
 

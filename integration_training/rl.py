@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from integration_training.opening import Run, Stage, open_reward, open_scorer
-from integration_training.surroundings import completed_steps, surround
+from integration_training.surroundings import surround
 from rollouts.checkpoints.load import load_trainer_state
 from rollouts.crash_points import reach
 from rollouts.data.curriculum import (
@@ -28,15 +27,13 @@ from rollouts.protocols import RewardFn
 from rollouts.types import RolloutBatch
 
 
-async def train_rl(run: Run, opened: Stage, newest: Path | None, start: Path) -> int:
-    """How many steps are complete. Starts after `newest`, a checkpoint of this stage, or from the model at
-    `start`, which stays the reference.
-    """
-    config, backend = run.config.rl, opened.backend
-    assert config is not None and opened.engine is not None and opened.sync_weights is not None
+async def train_rl(run: Run, opened: Stage) -> int:
+    """How many steps were made. The model that the stage starts from stays the reference."""
+    config, backend, newest = opened.section, opened.backend, opened.newest
+    assert opened.engine is not None and opened.sync_weights is not None
     opening: Any = nullcontext()
     if needs_reference(config):
-        opening = open_scorer(run, opened, start, newest, lambda: backend.weight_version)
+        opening = open_scorer(run, opened, lambda: backend.weight_version)
     async with open_reward(run, opened) as reward, opening as reference:
         buffer = DataBuffer(run.rows.training["rl"], seed=run.config.seed)
         manager = make_manager(run, opened, buffer, reward)
@@ -76,15 +73,15 @@ async def train_rl(run: Run, opened: Stage, newest: Path | None, start: Path) ->
             advantages=run.functions.advantages,
             state=loop,
             critic=opened.critic,
-            **surround(run, opened, newest, hold_state=hold_state, reference=reference),
+            **surround(run, opened, hold_state=hold_state, reference=reference),
         )
-    return completed_steps(newest) + len(history)
+    return len(history)
 
 
 def make_manager(run: Run, opened: Stage, buffer: DataBuffer, reward: RewardFn | None) -> AsyncRolloutManager:
     """What generates and scores the batches of RL."""
-    config = run.config.rl
-    assert config is not None and opened.engine is not None
+    config = opened.section
+    assert opened.engine is not None
     return AsyncRolloutManager(
         buffer,
         opened.engine,

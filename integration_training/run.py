@@ -34,7 +34,7 @@ from rollouts.models.load import resolve_model, stop_token_ids
 from rollouts.preflight.checks import PreparedRun, check_losses, look_at_run, prepare_run
 from rollouts.preflight.findings import Findings, print_findings
 from rollouts.preflight.functions import open_functions
-from rollouts.preflight.restarts import choose_resume, confirm_launch, describe_launch
+from rollouts.preflight.restarts import choose_resume, record_launch
 from rollouts.preflight.run_directory import check_run_dir, choose_run_dir, lock_run_dir, write_holder
 from rollouts.protocols import MetricsLogger
 from rollouts.ranks.launch import Launch
@@ -119,10 +119,10 @@ async def run_training(command: argparse.Namespace, config: RunConfig, launch: L
         held.callback(os.close, lock)
         # again: a run may have begun and ended since
         check_run_dir(run_dir, config, resume=resume, locked=True)
-        write_holder(lock, describe_launch(run_dir, launch, restart))
+        write_holder(lock, record_launch(run_dir, launch, restart))
 
         def confirm(agents: Collection[str]) -> None:
-            write_holder(lock, confirm_launch(run_dir, launch, restart, agents))
+            write_holder(lock, record_launch(run_dir, launch, restart, agents))
 
         run = None
         async with trio.open_nursery() as nursery:

@@ -13,10 +13,19 @@ from typing import Any
 
 import trio
 
-from integration_training.opening import CRITIC, Run, Stage, choose_keep, open_scorer, open_stage, warn
+from integration_training.opening import (
+    CRITIC,
+    Run,
+    Stage,
+    choose_keep,
+    completed_steps,
+    open_scorer,
+    open_stage,
+    warn,
+)
 from integration_training.reports import PAIRS, evaluate_once, evaluate_pairs_once, is_evaluated
 from integration_training.rl import train_rl
-from integration_training.surroundings import completed_steps, surround
+from integration_training.surroundings import surround
 from rollouts.checkpoints.resume import choose_checkpoint
 from rollouts.checkpoints.writer import retain
 from rollouts.config.load import training_digest
@@ -80,10 +89,10 @@ async def run_stage(
     the stage and step whose weights are at `start`. The `last` stage that generates is evaluated when it is
     complete; every other one where the next begins.
     """
-    config, completed = stage_config(run.config, stage), completed_steps(newest)
     trainers = {"sft": train_sft, "preference": train_preference, "reward_model": train_reward_model}
-    async with open_stage(run, stage, newest or start) as opened:
+    async with open_stage(run, stage, start, newest) as opened:
         reach("stage.opened")
+        completed, steps, eval_every = opened.completed, opened.section.steps, opened.section.eval_every
         if newest is not None:
             reach("resume.verified")
             await opened.backend.load(newest).result()
@@ -91,60 +100,54 @@ async def run_stage(
                 await opened.critic.load(newest / CRITIC).result()
             reach("resume.restored")
         if stage == "rl":
-            await sync_at_start(opened, newest, trains=completed < config.steps)
+            await sync_at_start(opened)
         if newest is None:
             await evaluate_once(run, opened, *before)
-        elif completed < config.steps and config.eval_every and completed % config.eval_every == 0:
+        elif completed < steps and eval_every and completed % eval_every == 0:
             await evaluate_once(run, opened, stage, completed)
-        if completed < config.steps or run.prepared.list_held_out(stage):  # which may be left
-            completed = await (trainers | {"rl": train_rl})[stage](run, opened, newest, start)
-        if completed == config.steps and last:
+        if completed < steps or run.prepared.list_held_out(stage):  # which may be left
+            completed += await (trainers | {"rl": train_rl})[stage](run, opened)
+        if completed == steps and last:
             await evaluate_once(run, opened, stage, completed)
         return completed
 
 
-async def sync_at_start(opened: Stage, newest: Path | None, *, trains: bool) -> None:
-    """Brings the engine to the trainer's weights, or to older ones if `newest` was saved between two updates
-    of it and training goes on: what is complete is only evaluated.
+async def sync_at_start(opened: Stage) -> None:
+    """Brings the engine to the trainer's weights, or to older ones if the newest checkpoint was saved between
+    two updates of it and training goes on: what is complete is only evaluated.
     """
-    engine, sync, completed = opened.engine, opened.sync_weights, completed_steps(newest)
+    backend, engine, sync, completed = opened.backend, opened.engine, opened.sync_weights, opened.completed
     assert engine is not None and sync is not None
-    if newest is None or not trains:
-        await sync(opened.backend, [engine], completed)
-    elif await sync_as_saved(opened.backend, engine, sync, newest, completed):
-        await opened.backend.load(newest).result()
+    if opened.newest is None or completed == opened.section.steps:
+        await sync(backend, [engine], completed)
+    elif await sync_as_saved(backend, engine, sync, opened.newest, completed):
+        await backend.load(opened.newest).result()
 
 
-async def train_sft(run: Run, opened: Stage, newest: Path | None, start: Path) -> int:
-    """How many steps are complete. Starts after `newest`, a checkpoint of this stage, or from the model at
-    `start`.
-    """
-    config, samples = run.config.sft, run.prepared.samples["sft"].training
-    assert config is not None
-    history = await run_sft_training(opened.backend, samples, config, **surround(run, opened, newest))
-    return completed_steps(newest) + len(history)
+async def train_sft(run: Run, opened: Stage) -> int:
+    """How many steps were made."""
+    samples = run.prepared.samples["sft"].training
+    made = surround(run, opened)
+    return len(await run_sft_training(opened.backend, samples, opened.section, **made))
 
 
 # --- preferences --------------------------------------------------------------------------------------------
 
 
-async def train_preference(run: Run, opened: Stage, newest: Path | None, start: Path) -> int:
-    """How many steps are complete. Starts after `newest`, a checkpoint of this stage, or from the model at
-    `start`, which is the reference.
-    """
-    config, backend, reference = run.config.preference, opened.backend, None
+async def train_preference(run: Run, opened: Stage) -> int:
+    """How many steps were made. The model that the stage starts from is the reference."""
+    config, backend, reference = opened.section, opened.backend, None
     training, held_out = run.prepared.samples["preference"]
-    assert config is not None
     good, bad = count_labels(training.samples) if config.loss == "kto" else (0, 0)
     async with AsyncExitStack() as stack:
         if compares_with_reference(config.loss):
-            scorer = open_scorer(run, opened, start, newest, lambda: int(backend.statistics()["steps"]))
+            scorer = open_scorer(run, opened, lambda: int(backend.statistics()["steps"]))
             if run.config.reference.update != "none":
                 reference = await stack.enter_async_context(scorer)
             else:
                 async with scorer as frozen:  # scores every row once, and is gone before training begins
                     held_out = await preference.score_samples(held_out, config, frozen)
-                    if completed_steps(newest) < config.steps:
+                    if opened.completed < config.steps:
                         scored = await preference.score_samples(training.samples, config, frozen)
                         training = training.with_samples(scored)
         if config.loss == "kto":
@@ -157,33 +160,31 @@ async def train_preference(run: Run, opened: Stage, newest: Path | None, start: 
         }
         train = partial(preference.run_preference_training, backend, training, config, **both)
         measure = partial(preference.evaluate_preferences, backend, held_out, config, name=PAIRS, **both)
-        return await train_and_measure(run, opened, newest, train, measure, reference)
+        return await train_and_measure(run, opened, train, measure, reference)
 
 
-async def train_reward_model(run: Run, opened: Stage, newest: Path | None, start: Path) -> int:
-    """How many steps are complete. Trains a scalar head on the model at `start`, or `newest`."""
-    config, backend = run.config.reward_model, opened.backend
+async def train_reward_model(run: Run, opened: Stage) -> int:
+    """How many steps were made, of training a scalar head."""
+    config, backend = opened.section, opened.backend
     training, held_out = run.prepared.samples["reward_model"]
-    assert config is not None
     on_backend = partial(on_thread, backend.device_thread.submit)
     loss, calibration = on_backend(make_score_loss(CENTRING)), on_backend(measure_calibration)
     train = partial(reward_model.run_reward_model_training, backend, training, config, loss=loss)
     measure = partial(reward_model.evaluate_reward_model, backend, held_out, measure=calibration, name=PAIRS)
-    return await train_and_measure(run, opened, newest, train, measure)
+    return await train_and_measure(run, opened, train, measure)
 
 
 async def train_and_measure(
     run: Run,
     opened: Stage,
-    newest: Path | None,
     train: Callable[..., Awaitable[Sequence[object]]],
     measure: Callable[[], Awaitable[Mapping[str, float]]],
     reference: LogProbScorer | None = None,
 ) -> int:
-    """How many steps are complete. Held-out preferences are evaluated by `measure` before the first step,
+    """How many steps were made. Held-out preferences are evaluated by `measure` before the first step,
     every eval_every steps and after the last, unless the record has it.
     """
-    stage, completed, config = opened.name, completed_steps(newest), stage_config(run.config, opened.name)
+    stage, completed, config = opened.name, opened.completed, opened.section
 
     async def evaluate_step(step: int) -> None:
         await evaluate_pairs_once(run, opened, step, measure)
@@ -192,8 +193,8 @@ async def train_and_measure(
     due = completed == 0 or (config.eval_every > 0 and completed % config.eval_every == 0)
     if due and completed < config.steps:
         await evaluate_pairs_once(run, opened, completed, measure)
-    surroundings = surround(run, opened, newest, evaluate=evaluate_step, reference=reference)
-    completed += len(await train(**surroundings))
-    if completed == config.steps:
-        await evaluate_pairs_once(run, opened, completed, measure)
-    return completed
+    surroundings = surround(run, opened, evaluate=evaluate_step, reference=reference)
+    made = len(await train(**surroundings))
+    if completed + made == config.steps:
+        await evaluate_pairs_once(run, opened, config.steps, measure)
+    return made

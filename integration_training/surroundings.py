@@ -10,24 +10,15 @@ from typing import Any
 from integration_training.opening import Run, Stage
 from integration_training.reports import evaluate_once
 from rollouts.checkpoints.writer import write_into
-from rollouts.config.modes import stage_config
-from rollouts.config.schema import RLTrainingConfig
 from rollouts.loops.steps import EncodeState, StepHooks
 from rollouts.protocols import LogProbScorer
 from rollouts.reference.moving import REFERENCE, MovingReference
-from rollouts.run_dir import parse_step
 from rollouts.weight_sync.engine_weights import hold_engine_weights
-
-
-def completed_steps(checkpoint: Path | None) -> int:
-    """The steps that a checkpoint holds; 0 for none."""
-    return (parse_step(checkpoint.name) or 0) if checkpoint else 0
 
 
 def surround(
     run: Run,
     opened: Stage,
-    newest: Path | None,
     *,
     evaluate: Callable[[int], Awaitable[None]] | None = None,
     hold_state: Callable[[], EncodeState] = lambda: dict,
@@ -37,23 +28,22 @@ def surround(
     a reference that moves and, between two updates of the engine, its weights; the last save ends before the
     loop does, others beside training.
     """
-    section = stage_config(run.config, opened.name)
 
     async def save(step: int, encode: EncodeState) -> None:
         write_more: list[Callable[[Path], Awaitable[None]]] = []
-        if isinstance(section, RLTrainingConfig) and step % section.sync_every != 0:
+        if opened.name == "rl" and step % opened.section.sync_every != 0:
             assert opened.engine is not None
             write_engine = await hold_engine_weights(opened.engine, step)
             write_more += [write_engine] if write_engine else []
         if isinstance(reference, MovingReference):
             write_more.append(write_into(REFERENCE, await reference.hold()))
-        last = step == section.steps or run.stop.is_requested()
+        last = step == opened.section.steps or run.stop.is_requested()
         await opened.checkpoints.save(step, encode(), last=last, write_more=write_more)
 
     return {
         "metrics_logger": StageLogger(run, opened, reference),
         "seed": run.config.seed,
-        "completed_steps": completed_steps(newest),
+        "completed_steps": opened.completed,
         "hooks": StepHooks(
             stop=run.stop,
             hold_state=hold_state,

@@ -9,7 +9,7 @@ seed = 1
 
 [rl.rollout]
 reward = "integration_training.tasks.countdown:reaches_target"
-filters = ["integration_training.tasks.countdown:keep_solvable"]
+filters = ["integration_training.tasks.countdown:keep_mixed"]
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 
-from integration_training.tasks import Row, make_task
-from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
+from integration_training.tasks import Row, keep_mixed, make_task
+from rollouts.types import RewardResult, Sample
+
+__all__ = ["keep_mixed"]  # the filter of this task
 
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -96,15 +98,3 @@ def _value_of(node: ast.expr, used: list[int]) -> Fraction:
         left = _value_of(node.left, used)
         return OPERATORS[type(node.op)](left, _value_of(node.right, used))
     raise ValueError(f"{type(node).__name__} is not allowed: only whole numbers, + - * / and brackets")
-
-
-def keep_solvable(group: SampleGroup) -> FilterDecision:
-    """Keeps a group in which some samples solve the puzzle and some do not; the others teach nothing about
-    solving.
-    """
-    solved = sum(sample.rewards["solved"] for sample in group.samples)
-    if 0 < solved < len(group.samples):
-        return FilterDecision(keep=True)
-    return FilterDecision(
-        False, "all_or_none_solved", f"{solved:.0f} of {len(group.samples)} samples solve it"
-    )

@@ -8,7 +8,7 @@ seed = 1
 
 [rl.rollout]
 reward = "integration_training.tasks.json_extraction:extracts_fields"
-filters = ["integration_training.tasks.json_extraction:keep_parsable"]
+filters = ["integration_training.tasks.json_extraction:keep_mixed"]
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import json
 import random
 
 from integration_training.tasks import Row, keep_mixed, make_task
-from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
+from rollouts.types import RewardResult, Sample
+
+__all__ = ["keep_mixed"]  # the filter of this task
 
 NAMES = """
 Ada Boris Chen Dalia Emeka Freya Goran Hana Ivo Juno Kofi Lena Mila
@@ -72,13 +74,3 @@ def extracts_fields(sample: Sample) -> RewardResult:
 
 def _same(found: object, wanted: object) -> bool:
     return not isinstance(found, bool | float) and str(found).strip() == str(wanted)
-
-
-def keep_parsable(group: SampleGroup) -> FilterDecision:
-    """Keeps a group in which at least one sample is a JSON object and rewards differ."""
-    parsed = sum(sample.rewards["parsed"] for sample in group.samples)
-    if parsed == 0:
-        return FilterDecision(
-            False, "nothing_parses", f"none of {len(group.samples)} samples is a JSON object"
-        )
-    return keep_mixed(group)

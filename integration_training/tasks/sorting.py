@@ -9,7 +9,7 @@ seed = 1
 
 [rl.rollout]
 reward = "integration_training.tasks.sorting:in_order"
-filters = ["integration_training.tasks.sorting:keep_unsettled"]
+filters = ["integration_training.tasks.sorting:keep_mixed"]
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import random
 import re
 from collections import Counter
 
-from integration_training.tasks import Row, make_task
-from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
+from integration_training.tasks import Row, keep_mixed, make_task
+from rollouts.types import RewardResult, Sample
+
+__all__ = ["keep_mixed"]  # the filter of this task
 
 SEPARATED_NUMBERS = re.compile(r"-?\d+(?:\s*,\s*-?\d+)*")
 
@@ -58,15 +60,3 @@ def in_order(sample: Sample) -> RewardResult:
     share = sum(first <= second for first, second in pairs) / len(pairs)
     is_sorted = float(share == 1.0)
     return RewardResult(is_sorted or 0.5 * share, {"sorted": is_sorted, "same_numbers": 1.0})
-
-
-def keep_unsettled(group: SampleGroup) -> FilterDecision:
-    """Keeps a group unless all of its samples are sorted or none holds the right numbers."""
-    for name, when, why in (
-        ("sorted", len(group.samples), "all_sorted"),
-        ("same_numbers", 0, "no_right_numbers"),
-    ):
-        count = sum(sample.rewards[name] for sample in group.samples)
-        if count == when:
-            return FilterDecision(False, why, f"{count:.0f} of {len(group.samples)} samples: {name}")
-    return FilterDecision(keep=True)

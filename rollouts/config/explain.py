@@ -146,11 +146,7 @@ def describe_unknown_key(dotted: str) -> str:
 # --- as text ------------------------------------------------------------------------------------------------
 
 
-class SetValue(NamedTuple):
-    """What a setting is in one config."""
-
-    text: str  # as TOML
-    origin: str  # run.toml, a flag, or "default"
+SetValue = tuple[str, str]  # of a setting in one config: its text as TOML; run.toml, a flag, or "default"
 
 
 def explain_config(prefix: str = "", values: Mapping[str, SetValue] | None = None) -> str:
@@ -165,7 +161,7 @@ def explain_config(prefix: str = "", values: Mapping[str, SetValue] | None = Non
         raise ConfigError(describe_unknown_key(prefix))
     if values is not None:
         chosen = {key: value for key, value in values.items() if not prefix or prefix in list_around(key)}
-        return "".join(f"{key} = {value.text}  ({value.origin})\n" for key, value in chosen.items())
+        return "".join(f"{key} = {text}  ({origin})\n" for key, (text, origin) in chosen.items())
     # tables of one meaning, settings of one name and meaning
     same: dict[tuple[str, str], list[ConfigKey]] = {}
     for key in config_keys().values():

@@ -85,7 +85,7 @@ def load_with_origins(
         count = [f"{len(problems)} problems:"] if len(problems) > 1 else []
         raise ConfigError("\n  ".join([*count, *problems]))
     values = flatten(config.model_dump()).items()
-    return config, {key: SetValue(format_value(value), origins.get(key, "default")) for key, value in values}
+    return config, {key: (format_value(value), origins.get(key, "default")) for key, value in values}
 
 
 def load_recorded(path: Path) -> RunConfig:

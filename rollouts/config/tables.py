@@ -157,12 +157,12 @@ class ModelConfig(Section):
 
 
 SourceKind = Literal["jsonl", "parquet", "hf", "reasoning_gym", "python"]
-NEEDS: dict[SourceKind, tuple[str, str]] = {  # what a source of a kind cannot do without, and what that is
-    "jsonl": ("path", "a jsonl source names its file"),
-    "parquet": ("path", "a parquet source names its file"),
-    "hf": ("dataset", "an hf source names a dataset of the hub or a local directory"),
-    "reasoning_gym": ("dataset", "a reasoning_gym source names its dataset, for example 'chain_sum'"),
-    "python": ("function", "a python source names a function as module:function or file.py:function"),
+NEEDS: dict[SourceKind, str] = {  # what a source of a kind cannot do without
+    "jsonl": "path",
+    "parquet": "path",
+    "hf": "dataset",
+    "reasoning_gym": "dataset",
+    "python": "function",
 }
 NEEDS_SIZE = ("reasoning_gym", "python")  # they could go on for ever
 
@@ -203,11 +203,10 @@ class DataSourceConfig(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> DataSourceConfig:
-        needed, why = NEEDS[self.kind]
-        if not getattr(self, needed):
-            raise ValueError(f"{needed} is missing; {why}")
-        if self.size is None and self.kind in NEEDS_SIZE:
-            raise ValueError(f"size is missing; a {self.kind} source says how many rows to take")
+        for needed in (NEEDS[self.kind], *(["size"] if self.kind in NEEDS_SIZE else [])):
+            if not getattr(self, needed):
+                about = type(self).model_fields[needed].description
+                raise ValueError(f"{needed} is missing; a source of kind {self.kind!r} needs it ({about})")
         return self
 
 
@@ -295,7 +294,7 @@ class ReferenceConfig(Section):
 
     dtype: Literal["float32", "bfloat16", "8bit", "4bit"] = "float32"
     """8bit and 4bit need the extra reference-quant; the KL's bias is logged"""
-    where: str = "trainer"
+    where: Annotated[str, Field(pattern="^(trainer$|https?://)")] = "trainer"
     """trainer: beside it; or the http(s) address of a vLLM or SGLang server that serves this very model"""
     update: str = "none"
     """none: frozen; "reset(every=1)": becomes the policy after so many steps; "ema(policy_weight=0.01,
@@ -304,9 +303,7 @@ class ReferenceConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> ReferenceConfig:
-        elsewhere = self.where.startswith(("http://", "https://"))
-        if self.where != "trainer" and not elsewhere:
-            raise ValueError(f"where={self.where!r} must be 'trainer' or the http(s) address of a server")
+        elsewhere = self.where != "trainer"
         if self.rule() and (elsewhere or self.dtype in ("8bit", "4bit")):
             raise ValueError(
                 f"update={self.update!r} with where={self.where!r} and dtype={self.dtype!r}; a reference that"
@@ -344,7 +341,7 @@ class EngineConfig(Section):
     """
     max_rows: PositiveInt = 128
     """of a local engine: sequences decoded at once"""
-    urls: Annotated[list[str], Once] = []
+    urls: Annotated[list[Annotated[str, Field(pattern="^https?://")]], Once] = []
     """servers that run already, whose key is in the environment variable VLLM_API_KEY or SGLANG_API_KEY;
     empty: this run starts its own
     """
@@ -370,9 +367,6 @@ class EngineConfig(Section):
                     f"urls names servers that run already; {name} is for servers that this run starts: set"
                     " one or the other"
                 )
-        for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"urls has {url!r}; name each server by http:// or https://")
         return self
 
 

@@ -57,7 +57,7 @@ def read_source(source: DataSourceConfig, *, name: str, use: RowUse = "any") -> 
 
 
 def _describe(source: DataSourceConfig, name: str) -> str:
-    setting, _ = NEEDS[source.kind]
+    setting = NEEDS[source.kind]
     params = f" with {name}.params={source.params}" if source.params else ""
     return f"{name}.{setting}={getattr(source, setting)!r}{params}"
 

@@ -178,7 +178,6 @@ def _mib(count: int) -> str:
 def estimate_work(config: RunConfig, stages: Sequence[str], rows: Rows) -> list[Finding]:
     """What each stage computes: rows or samples, tokens at most, evaluations."""
     findings: list[Finding] = []
-    evaluations = 1  # before training
     for stage in stages:
         section: Any = getattr(config, stage)
         if stage == "rl":
@@ -193,11 +192,9 @@ def estimate_work(config: RunConfig, stages: Sequence[str], rows: Rows) -> list[
         micro_batches = math.ceil(tokens / section.micro_batch_tokens)
         text = f"at most {tokens} tokens a step, {micro_batches} or more micro-batches at that length"
         findings.append(Finding("ok", f"{stage}: work", f"{section.steps} steps of {each}{epochs}; {text}"))
-        if stage != "reward_model":  # which generates nothing
-            evaluations += 1 + ((section.steps - 1) // section.eval_every if section.eval_every else 0)
     if config.eval and stages:
         prompts, samples = len(rows.held_out), config.eval.samples_per_prompt
-        text = f"{evaluations} evaluations of {prompts} prompts x {samples} samples, at most"
-        text += f" {prompts * samples * config.eval.max_new_tokens} tokens each"
+        tokens = prompts * samples * config.eval.max_new_tokens
+        text = f"{prompts} prompts x {samples} samples each time, at most {tokens} tokens"
         findings.append(Finding("ok", "eval: work", text))
     return findings

@@ -21,8 +21,6 @@ from rollouts.advantages import ADVANTAGES, AdvantageFn, check_advantage_params
 from rollouts.config.plugins import Role, load_function
 from rollouts.config.schema import RLTrainingConfig, RunConfig
 from rollouts.config.tables import RolloutConfig
-from rollouts.data.curriculum import call_curriculum, start_statistics
-from rollouts.data.datasets import name_sources
 from rollouts.data.rows import Row
 from rollouts.errors import ConfigError, PlugInError, RolloutsError, UserFunctionError
 from rollouts.filters import FILTERS
@@ -183,7 +181,8 @@ async def call_functions(
     process, as in training.
 
     The row's answer is the response of the first sample of the group, something else that of the second.
-    `generate` is not called: it needs an engine. Raises: never for what functions do.
+    `generate` is not called, for it needs an engine, nor is the curriculum. Raises: never for what functions
+    do.
     """
     warn = functools.partial(findings.note, "warning", "--call")
     try:
@@ -224,12 +223,6 @@ async def _call_each(config: RunConfig, functions: Functions, rows: Rows, findin
             verdict = "keeps" if decision.keep else f"drops ({decision.reason})"
             text = f"{function_name(filter_)} {verdict} a group of these two"
             findings.note("ok", "rl.rollout.filters", text)
-    with findings.reporting("rl.curriculum"):
-        if functions.curriculum and config.rl:
-            began = start_statistics(name_sources(config.rl.data))
-            weights = call_curriculum(functions.curriculum, 1, began, function=config.rl.curriculum)
-            shown = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
-            findings.note("ok", "rl.curriculum", f"step 1: {shown}")
 
 
 def make_trial_samples(rows: Sequence[Row]) -> list[Sample]:

@@ -58,27 +58,23 @@ def choose_resume(run_dir: RunDir, launch: Launch, *, asked: bool) -> tuple[Rest
     return restart, asked or restart != "no"
 
 
-def describe_launch(run_dir: RunDir, launch: Launch, restart: Restart) -> dict[str, Any]:
-    """What run.lock says of this launch once the directory is locked and checked, before other ranks are
-    heard: of one that is not proven to be a restart, and may be refused, nothing new.
-    """
-    agents = set(read_agents(run_dir)[1]) if restart != "no" else set()
-    if restart != "if another rank says so" and launch.agent:
-        agents.add(launch.agent)
-    return {"run_id": launch.run_id, "agents": sorted(agents)}
-
-
-def confirm_launch(
-    run_dir: RunDir, launch: Launch, restart: Restart, agents: Collection[str]
+def record_launch(
+    run_dir: RunDir, launch: Launch, restart: Restart, agents: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """The same once the agents of all ranks are known: those of before stay, for some may come back.
+    """What run.lock is to say of this launch: first when the directory is locked and checked, then with the
+    `agents` of all ranks. Of a launch that is not proven to be a restart, and may be refused, it says nothing
+    new before that. Agents of before stay, for some may come back.
 
     Raises RunDirError where another rank had to say that this is a restart, and none does.
     """
     _, before = read_agents(run_dir)
-    if restart == "if another rank says so" and not before & set(agents):
+    doubtful = restart == "if another rank says so"
+    if agents is None:
+        before = frozenset() if restart == "no" else before
+        agents = () if doubtful else (launch.agent,)
+    elif doubtful and before.isdisjoint(agents):
         raise RunDirError(
             f"output.dir={run_dir.root} is not empty, and another launch has used it last; go on with"
             " --resume, or name another directory with --output.dir DIR"
         )
-    return {"run_id": launch.run_id, "agents": sorted(before | set(agents) - {""})}
+    return {"run_id": launch.run_id, "agents": sorted({*before, *agents} - {""})}

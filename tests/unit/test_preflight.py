@@ -110,7 +110,7 @@ rl.rollout.max_new_tokens: the longest prompt has 22 tokens, with max_new_tokens
 eval.max_new_tokens: the longest prompt has 23 tokens, with max_new_tokens=10 that is 33 of 40
 sft.max_length: the longest row, in tokens: 24 of 40
 memory: not estimated: config.json or the weight files do not say how large the model is
-eval: work: 3 evaluations of 1 prompts x 1 samples, at most 10 tokens each
+eval: work: 1 prompts x 1 samples each time, at most 10 tokens
 """
 
 
@@ -232,10 +232,8 @@ ANSWERS = """
 good | ok eval.reward: called with the response 'c': 1
 good | ok rl.rollout.reward: called with the response 'b': 1
 good | ok rl.rollout.filters: keep drops (keep) a group of these two
-good | ok rl.curriculum: step 1: rl 0.5
 raises | error eval.reward: reward function score
 raises | error rl.rollout.reward: reward function score
-raises | ok rl.curriculum:
 endless | ok eval.reward:
 endless | ok rl.rollout.reward:
 endless | error rl.rollout.filters: filter keep on group 0 (prompt row-0) took long

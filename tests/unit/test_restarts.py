@@ -17,10 +17,9 @@ from rollouts.config.schema import RunConfig
 from rollouts.errors import RunDirError
 from rollouts.preflight.restarts import (
     choose_resume,
-    confirm_launch,
-    describe_launch,
     find_restart,
     read_agents,
+    record_launch,
 )
 from rollouts.preflight.run_directory import check_run_dir, lock_run_dir, write_holder
 from rollouts.ranks.launch import Launch, find_agent, identify_process, read_launch
@@ -35,8 +34,8 @@ def use(run_dir: RunDir, launch: Launch, *, others: Iterable[str] = ()) -> None:
     restart, _ = choose_resume(run_dir, launch, asked=False)
     lock = lock_run_dir(run_dir)
     try:
-        write_holder(lock, describe_launch(run_dir, launch, restart))
-        write_holder(lock, confirm_launch(run_dir, launch, restart, [launch.agent, *others]))
+        write_holder(lock, record_launch(run_dir, launch, restart))
+        write_holder(lock, record_launch(run_dir, launch, restart, [launch.agent, *others]))
     finally:
         os.close(lock)
 

@@ -104,5 +104,7 @@ async def test_the_engine_is_only_as_old_as_it_was_saved_where_steps_follow(
 
     monkeypatch.setattr("integration_training.stages.sync_as_saved", record("saved", answer=False))
     opened: Any = SimpleNamespace(backend=None, engine=object(), sync_weights=record("trainer's"))
-    await sync_at_start(opened, tmp_path / newest if newest else None, trains=trains)
+    opened.newest, opened.completed = (tmp_path / newest, 5) if newest else (None, 0)
+    opened.section = SimpleNamespace(steps=9 if trains else 5)
+    await sync_at_start(opened)
     assert synced == [served]

@@ -72,13 +72,6 @@ def test_row_i_depends_on_the_seed_and_i_alone(task):
     assert json.loads(json.dumps(many)) == many
 
 
-def test_countdown_keeps_groups_that_are_partly_solved():
-    solved, tried = RewardResult(1.0, {"solved": 1.0}), RewardResult(0.1, {"solved": 0.0})
-    assert countdown.keep_solvable(group_of(solved, tried)).keep
-    assert countdown.keep_solvable(group_of(solved, solved)).reason == "all_or_none_solved"
-    assert not countdown.keep_solvable(group_of(tried, tried)).keep
-
-
 TASK_ROWS = json.loads("""{
 "letter_counting.counts_right": {"answer": "3", "word": "strawberry", "letter": "r"},
 "json_extraction.extracts_fields": {"answer": "{\\"name\\": \\"Ada\\", \\"age\\": 30}"},
@@ -138,8 +131,7 @@ def test_preferences_are_win_rates_with_ties_as_half():
 
 def test_filters_drop_groups_without_a_difference(task):
     keep = next(value for name, value in vars(task).items() if name.startswith("keep_"))
-    alike = RewardResult(1.0, {"solved": 1.0, "parsed": 1.0, "sorted": 1.0, "same_numbers": 1.0})
-    decision = keep(group_of(alike, alike))
+    decision = keep(group_of(RewardResult(1.0), RewardResult(1.0)))
     assert not decision.keep and decision.reason and decision.detail
 
 
