@@ -27,7 +27,7 @@ COMMANDS = {  # in the order of --help: the module whose add_parser adds it
     **dict.fromkeys(("tail", "inspect", "samples", "plot", "query", "report", "export-trace"), LOOKING),
     "track": LOOKING,
     "replay": "rollouts.replay",
-    "engines": "rollouts.cli.engines",
+    "engines": BEFORE,
 }
 
 

@@ -1,5 +1,5 @@
 """The commands before a run: `init` begins a task, `explain` tells settings, `check` looks at a run that is
-to start.
+to start, `engines` installs inference servers.
 """
 
 from __future__ import annotations
@@ -98,6 +98,20 @@ def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.call:
         trio.run(lambda: call_functions(config, run.functions, run.rows, findings, base_dir=here))
     return print_findings(findings, console)
+
+
+def run_engines(arguments: argparse.Namespace) -> int:
+    """Makes an environment for a server. Raises ConfigError for a directory in use, EngineSetupError if a
+    step fails.
+    """
+    from functools import partial
+
+    from rollouts.engines.environments import install_cpu_environment
+
+    kind = "vllm" if "vllm" in arguments.command else "sglang"
+    into = arguments.into or Path(f".venv-{kind}")
+    install_cpu_environment(kind, into, say=partial(print, flush=True))
+    return 0
 
 
 def check_run(root: Path, *, deep: bool) -> Findings:
