@@ -12,23 +12,17 @@ import argparse
 import importlib
 import os
 import sys
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from rollouts import __version__
 from rollouts.errors import ConfigError, DataError, ModelError, PlugInError, RolloutsError, RunDirError
 from rollouts.inspect.terminal import make_safe
 
+COMMANDS = tomllib.loads(Path(__file__).with_name("commands.toml").read_text("utf-8"))
 BAD_INPUT = (ConfigError, DataError, ModelError, PlugInError, RunDirError)
-
-
-BEFORE, LOOKING = "rollouts.cli.settings", "rollouts.inspect.options"
-COMMANDS = {  # in the order of --help: the module whose add_parser adds it
-    **dict.fromkeys(("init", "explain", "check"), BEFORE),
-    **dict.fromkeys(("tail", "inspect", "samples", "plot", "query", "report", "export-trace"), LOOKING),
-    "track": LOOKING,
-    "replay": "rollouts.replay",
-    "engines": BEFORE,
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,8 +54,33 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     what = "Reinforcement learning of language models: runs and settings."
     parser = argparse.ArgumentParser(prog="rollouts", description=what, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"rollouts {__version__}")
-    parser.set_defaults(takes_settings=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in [command] if command in COMMANDS else COMMANDS:
-        importlib.import_module(COMMANDS[name]).add_parser(commands, name)
+        add_parser(commands, name)
     return parser
+
+
+def add_parser(commands: Any, name: str) -> None:
+    """Adds the command `name`, which the function run_NAME of its module does."""
+    known = COMMANDS[name]
+    description, epilog = known["help"] + known.get("more", ""), known.get("epilog")
+    parser = commands.add_parser(
+        name, help=known["help"], description=description, epilog=epilog, allow_abbrev=False
+    )
+    for kind in (int, float, Path):
+        parser.register("type", kind.__name__, kind)
+    if "runs" in known:
+        what = "a run directory, for example runs/demo"
+        parser.add_argument(type=Path, metavar="RUN", help=what, **known["runs"])
+    options = known["options"]
+    either = parser.add_mutually_exclusive_group() if "either" in str(options) else parser
+    for option in options:
+        option = dict(option)
+        to = either if option.pop("either", False) else parser
+        to.add_argument(*option.pop("names"), **option)
+
+    def run_command(*given: Any) -> int:
+        module = importlib.import_module(known["module"])
+        return getattr(module, f"run_{name.replace('-', '_')}")(*given)
+
+    parser.set_defaults(run=run_command, takes_settings=known.get("takes_settings", False))

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollouts.errors import ConfigError
 
@@ -17,17 +16,6 @@ if TYPE_CHECKING:
     from rollouts.config.schema import RunConfig
     from rollouts.preflight.findings import Findings
     from rollouts.run_dir import RunDir
-
-
-def add_parser(commands: Any, name: str) -> None:
-    """Adds the command `name`, which the function run_NAME of this module does."""
-    known = tomllib.loads(Path(__file__).with_name("commands.toml").read_text("utf-8"))[name]
-    help_, epilog = known["help"], known.get("epilog")
-    parser = commands.add_parser(name, help=help_, description=help_, epilog=epilog, allow_abbrev=False)
-    parser.register("type", "Path", Path)
-    for option in known["options"]:
-        parser.add_argument(*option.pop("names"), **option)
-    parser.set_defaults(run=globals()[f"run_{name}"], takes_settings=epilog is not None)
 
 
 def run_init(arguments: argparse.Namespace) -> int:

@@ -12,27 +12,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollouts.errors import RecordError
 
 if TYPE_CHECKING:
     from rollouts.replay.compare import LossPair, StepReplay
-
-
-def add_parser(commands: argparse._SubParsersAction[Any], name: str) -> None:
-    """The subcommand."""
-    what = "compute a step's loss again from the record alone, and compare it with what was logged"
-    codes = "Exit codes: 0 the same within 1e-5; 1 not; 2 the record lacks what it takes."
-    parser = commands.add_parser(name, help=what, description=what, epilog=codes, allow_abbrev=False)
-    add = parser.add_argument
-    add("run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/demo")
-    add("--step", type=int, required=True, metavar="N", help="which step of the stage")
-    what = "which stage (default rl, the only one whose samples have contributions)"
-    add("--stage", default="rl", metavar="STAGE", help=what)
-    add("--update", type=int, metavar="K", help="one optimizer update of the step, from 0 (default all)")
-    parser.set_defaults(run=run_replay)
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
