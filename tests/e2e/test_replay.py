@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -13,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollouts.cli import main
 from rollouts.metrics.jsonl import read_rows
 from rollouts.metrics.token_shards import list_shards, read_token_arrays
-from rollouts.replay import add_parser
 from rollouts.run_dir import RunDir
 from tests.e2e.conftest import TINY, Train
 from tests.support.text_tables import read_cells
@@ -30,10 +29,7 @@ AGAIN = " --rl.updates_per_batch 2"
 
 def replay(root: Path, step: int | str, *more: str) -> int:
     """The exit code of the command."""
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
-    arguments = parser.parse_args(["replay", str(root), "--step", str(step), *more])
-    return arguments.run(arguments)
+    return main(["replay", str(root), "--step", str(step), *more])
 
 
 def make_config(folder: Path, table: str = "", top: str = "") -> Path:
