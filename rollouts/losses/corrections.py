@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from rollouts.errors import ConfigError, check_keywords, parse_call
-from rollouts.losses.inputs import LossInputs, bind_numbers, check_numbers, require
+from rollouts.losses.inputs import LossInputs, bind_numbers, require
 from rollouts.losses.plug_ins import find_function
 from rollouts.losses.reductions import (
     MAX_LOG_RATIO,
@@ -78,21 +78,14 @@ def _correction(compute: Callable[..., Tensor | Judged]) -> Callable[..., Tensor
 # --- weights ------------------------------------------------------------------------------------------------
 
 
-def compute_truncated_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: float) -> Tensor:
-    """[B, T] min(exp(old − mu), cap), detached: truncated importance sampling per token.
-
-    Multiplied onto a token's loss it turns an average over what the engine sampled into one over the old
-    policy, exactly as long as the cap does not bite. Sources: 1606.02647; Yao et al. 2025. Raises ConfigError
-    if cap is not positive.
-    """
-    check_numbers("importance_cap", cap=cap)
-    return compute_token_ratio(old_log_probs.detach(), rollout_log_probs.detach()).clamp(max=cap)
-
-
 @_correction
 def token_tis(inputs: LossInputs, *, cap: float = 2.0) -> Tensor:
-    """min(w, cap) per token; see compute_truncated_weights."""
-    return compute_truncated_weights(*_need_both(inputs), cap)
+    """min(w, cap) per token: truncated importance sampling.
+
+    Multiplied onto a token's loss it turns an average over what the engine sampled into one over the old
+    policy, exactly as long as the cap does not bite. Sources: 1606.02647; Yao et al. 2025.
+    """
+    return compute_token_ratio(*_need_both(inputs)).clamp(max=cap)
 
 
 @_correction

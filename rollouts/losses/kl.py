@@ -132,10 +132,9 @@ def sum_kl_terms(
     """
     weights = torch.ones_like(log_p) if weigh is None else weigh(log_p.detach(), log_q.detach()).detach()
     counted = (log_p != -torch.inf) & (weights != 0)
-    # both factors are replaced where a term does not count: their product there may be 0 · inf, and so would
-    # be its gradient
-    held_p, held_q = torch.where(counted, log_p, 0.0), torch.where(counted, log_q, 0.0)
-    # a p that is too small for its type is not 0, and only 0 takes the term away
-    lowest = torch.where(held_q == -torch.inf, torch.finfo(log_p.dtype).tiny, 0.0).to(log_p.dtype)
-    terms = torch.maximum(held_p.exp(), lowest) * (held_p - held_q) * weights
-    return torch.where(counted, terms, 0.0).sum(-1)
+    only_policy = counted & (log_q == -torch.inf)
+    # both factors are replaced where a term is known: their product there may be 0 · inf, and so would be its
+    # gradient
+    held_p, held_q = (torch.where(counted & ~only_policy, each, 0.0) for each in (log_p, log_q))
+    terms = held_p.exp() * (held_p - held_q) * weights
+    return torch.where(only_policy, torch.inf, terms).sum(-1)

@@ -316,11 +316,9 @@ def linearise_preference_loss(
     pairs: PairLogProbs, loss: str | PreferenceLoss, **params: Any
 ) -> LinearisedLoss:
     """`linearise_row_loss` of `compute_preference_loss`: the advantages of chosen and of rejected rows."""
-
-    def of_sums(chosen: Tensor, rejected: Tensor) -> LossOutput:
-        return compute_preference_loss(pairs._replace(chosen=chosen, rejected=rejected), loss, **params)
-
-    return linearise_row_loss(of_sums, pairs.chosen, pairs.rejected)
+    return linearise_row_loss(
+        lambda *sums: compute_preference_loss(PairLogProbs(*sums, *pairs[2:]), loss, **params), *pairs[:2]
+    )
 
 
 def check_one_per_pair(loss_name: str, **values: Tensor) -> None:

@@ -36,12 +36,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rollouts.losses.corrections import Correction, compute_truncated_weights, parse_correction
+from rollouts.losses.corrections import Correction, parse_correction
 from rollouts.losses.inputs import LossFn, LossInputs, LossOutput, bind_numbers, clear_masked, require
 from rollouts.losses.kl import KlEstimator, compute_kl_penalty
 from rollouts.losses.reductions import (
     collect_token_metrics,
     compute_log_ratio,
+    compute_token_ratio,
     reduce_loss,
     select_top_fraction,
 )
@@ -185,7 +186,7 @@ def _find_weights(inputs: LossInputs, against: RatioAgainst, terms: Terms) -> Te
     if not correction:
         if against != "old" or old is None or mu is None:
             return None
-        return compute_truncated_weights(old, mu, terms.importance_cap)
+        return compute_token_ratio(old, mu).clamp(max=terms.importance_cap)
     if against != "old":  # to mu: no weight may count the gap again; no ratio: the policy itself is compared
         inputs = replace(inputs, old_log_probs=inputs.log_probs.detach() if against == "none" else None)
     weights = (parse_correction(correction) if isinstance(correction, str) else correction)(inputs)

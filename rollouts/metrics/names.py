@@ -27,16 +27,11 @@ METRICS = tuple(
 )
 
 
+@cache
 def find_metric(name: str) -> MetricName | None:
     """The metric that a name falls under, the one with the fewest braces; None for a name not ours."""
-    return next((metric for pattern, metric in _patterns() if pattern.fullmatch(name)), None)
-
-
-@cache
-def _patterns() -> list[tuple[re.Pattern[str], MetricName]]:
-    """What each name matches, those with the fewest braces first."""
-    patterns: list[tuple[re.Pattern[str], MetricName]] = []
-    for metric in METRICS:
-        pattern = re.escape(metric.name).replace(r"\{k\}", "([0-9]+)")
-        patterns.append((re.compile(re.sub(r"\\\{[a-z]+\\\}", "([a-z0-9_]+)", pattern)), metric))
-    return sorted(patterns, key=lambda pair: pair[0].groups)
+    for metric in sorted(METRICS, key=lambda metric: metric.name.count("{")):
+        pattern = re.sub(r"\{[a-z]+\}", "[a-z0-9_]+", metric.name.replace("{k}", "[0-9]+"))
+        if re.fullmatch(pattern, name):
+            return metric
+    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,21 +16,15 @@ from rollouts.types import encode_json
 Fields = Mapping[str, Any]  # of a row, by name
 SCHEMA = 1  # raised when a field changes its meaning; new fields and metrics do not raise it
 SEGMENT = r"[a-z0-9_]+(@[0-9]+)?"
-BARE_NAMES = frozenset({"clip_ratio"})  # the share itself, above its parts clip_ratio/low and clip_ratio/high
-METRIC_NAME = re.compile(rf"[a-z][a-z0-9_]*(/{SEGMENT}){{1,4}}")
-
-
-@functools.lru_cache(maxsize=4096)  # a run logs the same names at every step
-def is_metric_name(name: object) -> bool:
-    """Whether a metric may be called so."""
-    return isinstance(name, str) and (METRIC_NAME.fullmatch(name) is not None or name in BARE_NAMES)
+# clip_ratio is the share itself, above its parts clip_ratio/low and clip_ratio/high
+METRIC_NAME = re.compile(rf"clip_ratio|[a-z][a-z0-9_]*(/{SEGMENT}){{1,4}}")
 
 
 def check_metric(name: str, value: object) -> float:
     """The value as a float. Raises MetricError, naming the metric, for a name out of form or a value that is
     not a finite number.
     """
-    if not is_metric_name(name):
+    if METRIC_NAME.fullmatch(name) is None:
         raise MetricError(
             f"metric {name!r} = {value!r}: a name is <area>/<name>[/<stat>] in lower_snake, a stat may end in"
             " @k; for example reward/format/mean"

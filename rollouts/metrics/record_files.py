@@ -109,21 +109,16 @@ def write_whole(file: int, data: bytes) -> None:
         written += os.write(file, data[written:])
 
 
-def repair_last_line(path: Path) -> int:
-    """Bytes cut off the last part of a file of lines to make it end in a whole line; 0 for a file that is
-    whole, missing or empty.
-
-    A last row that is whole but for its newline is kept and gets the newline.
+def repair_last_line(path: Path) -> None:
+    """Makes the last part of a file of lines end in a whole line: cuts a torn one off, but gives a last row
+    that is whole the newline that it lacks.
     """
     for part in list_parts(path)[-1:]:
-        torn = next(read_backwards(part), b"\n")
-        if torn.endswith(b"\n"):
-            return 0
-        with part.open("r+b") as file:
-            size = file.seek(0, os.SEEK_END)
-            if path.suffix == ".jsonl" and parse_row(torn) is not None:
+        last = next(read_backwards(part), b"\n")
+        if last.endswith(b"\n"):
+            return
+        if path.suffix == ".jsonl" and parse_row(last) is not None:
+            with part.open("ab") as file:
                 file.write(b"\n")
-                return 0
-            file.truncate(size - len(torn))
-            return len(torn)
-    return 0
+        else:
+            os.truncate(part, part.stat().st_size - len(last))

@@ -49,11 +49,8 @@ class PhaseTimer:
     phases each count in full.
     """
 
-    def __init__(
-        self, *, clock: Callable[[], float] = time.perf_counter, time_unix: Callable[[], float] = time.time
-    ) -> None:
-        self._clock, self._time_unix = clock, time_unix
-        self._start = clock()
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
         self._spans: list[Span] = []
 
     @contextmanager
@@ -62,11 +59,11 @@ class PhaseTimer:
         assert PHASE_NAME.fullmatch(name) and name != "step", (
             f"phase {name!r} must be lower_snake and not 'step', which is the whole"
         )
-        start_unix, start = self._time_unix(), self._clock()
+        start_unix, start = time.time(), time.perf_counter()
         try:
             yield
         finally:
-            self._spans.append(Span(name, TRAINER, start_unix, self._clock() - start))
+            self._spans.append(Span(name, TRAINER, start_unix, time.perf_counter() - start))
 
     def seconds(self, name: str) -> float:
         """Seconds of a phase, 0 of one that was not entered."""
@@ -77,7 +74,7 @@ class PhaseTimer:
         entered is absent.
         """
         whole = {f"time/{span.name}": self.seconds(span.name) for span in self._spans}
-        return whole | {"time/step": self._clock() - self._start}
+        return whole | {"time/step": time.perf_counter() - self._start}
 
     def spans(self) -> list[Span]:
         """Each time a phase was entered and left, in the order in which they ended."""

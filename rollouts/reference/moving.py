@@ -63,18 +63,16 @@ class UpdateRule:
 
 
 def compute_update(reference: Tensor, policy: Tensor, rule: UpdateRule) -> Tensor:
-    """reference_weight · reference + policy_weight · policy, in the reference's dtype and on its device.
+    """reference_weight · reference + policy_weight · policy, on the reference's device.
 
-    Computed in float64 and rounded once: in float32 the two weights are rounded and no longer add up to 1,
+    Computed in float64, to be rounded once: in float32 the two weights are rounded and no longer add up to 1,
     which over many updates pulls every weight by up to 3e-8 / policy_weight. A hard update is a copy: it is
     equal bit for bit, and an infinity of the old reference does not become NaN.
     """
-    assert reference.shape == policy.shape, (reference.shape, policy.shape)
-    policy = policy.detach().to(device=reference.device)
+    policy = policy.detach().to(reference.device)
     if rule.reference_weight == 0.0:
-        return policy.to(reference.dtype, copy=True)
-    mixed = reference.double().mul(rule.reference_weight).add_(policy.double().mul(rule.policy_weight))
-    return mixed.to(reference.dtype)
+        return policy
+    return reference.double().mul(rule.reference_weight).add_(policy.double().mul(rule.policy_weight))
 
 
 class _Counters(msgspec.Struct, frozen=True):

@@ -24,8 +24,10 @@ from torch import Tensor, nn
 
 from rollouts.errors import ConfigError, DataError, ModelError
 from rollouts.models.directories import check_model_directory, list_weight_files
+from rollouts.models.limits import find_context_limit
+from rollouts.models.sampling import sample_completions
 from rollouts.protocols import LogProbScorer
-from rollouts.types import FloatRows, RolloutBatch
+from rollouts.types import FloatRows, GenerateRequest, RolloutBatch, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 Bits = Literal[8, 4]
 BLOCK = {8: 64, 4: 32}  # weights of a row that share a scale
 # by bits: torchao's name for signed codes around 0 or for codes with a zero point; type, lowest, highest code
-CODES: dict[int, tuple[str, torch.dtype, int, int]] = {
+CODES = {
     8: ("SYMMETRIC", torch.int8, -127, 127),
     4: ("ASYMMETRIC", torch.uint8, 0, 15),
 }
@@ -219,17 +221,15 @@ async def measure_kl_bias(
 
 def sample_probe(model: PreTrainedModel) -> RolloutBatch:
     """Rows of tokens that the model itself samples at temperature 1 after its start token: what a policy near
-    it would say.
-
-    Deterministic for one model and machine. Leaves torch's random state as it was.
+    it would say. Deterministic for one model and machine.
     """
-    config: Any = model.config.get_text_config()
-    limit: int = getattr(config, "max_position_embeddings", None) or PROBE_TOKENS + 1
-    start = config.bos_token_id if isinstance(config.bos_token_id, int) else 0
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.full((PROBE_ROWS, 1), start)
-    with torch.no_grad():
-        for _ in range(min(PROBE_TOKENS, limit - 1)):
-            logits = model(input_ids=ids.to(model.device), use_cache=False).logits[:, -1].double().cpu()
-            ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
-    return RolloutBatch(tokens=tuple(ids.numpy()), loss_masks=(np.arange(ids.shape[1]) > 0,) * PROBE_ROWS)
+    start = model.config.get_text_config().bos_token_id
+    prompt = np.asarray([start if isinstance(start, int) else 0])
+    limit = find_context_limit(model.config) or PROBE_TOKENS + 1
+    sampling = SamplingParams(max_new_tokens=min(PROBE_TOKENS, limit - 1))
+    requests = [
+        GenerateRequest(request_id=f"probe-{row}", prompt_ids=prompt, sampling=sampling)
+        for row in range(PROBE_ROWS)
+    ]
+    rows = [np.append(prompt, each.token_ids) for each in sample_completions(model, requests)]
+    return RolloutBatch(tokens=tuple(rows), loss_masks=tuple(np.arange(len(row)) > 0 for row in rows))

@@ -60,13 +60,14 @@ class FrozenReference:
 
     async def release(self) -> None:
         """Returns when the memory of the model is free."""
-        await self._device_thread.submit(self._release)
 
-    def _release(self) -> None:
-        self._model = None
-        gc.collect()  # modules refer to each other in circles
-        if torch.cuda.is_initialized():  # pragma: gpu
-            torch.cuda.empty_cache()
+        def free() -> None:
+            self._model = None
+            gc.collect()  # modules refer to each other in circles
+            if torch.cuda.is_initialized():  # pragma: gpu
+                torch.cuda.empty_cache()
+
+        await self._device_thread.submit(free)
 
 
 def score_batch(
