@@ -317,7 +317,10 @@ def linearise_preference_loss(
 ) -> LinearisedLoss:
     """`linearise_row_loss` of `compute_preference_loss`: the advantages of chosen and of rejected rows."""
     return linearise_row_loss(
-        lambda *sums: compute_preference_loss(PairLogProbs(*sums, *pairs[2:]), loss, **params), *pairs[:2]
+        lambda chosen, rejected: compute_preference_loss(
+            pairs._replace(chosen=chosen, rejected=rejected), loss, **params
+        ),
+        *pairs[:2],
     )
 
 

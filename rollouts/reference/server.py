@@ -134,7 +134,7 @@ async def open_server_reference(
     """
     async with open_http_client(url, api_key=api_key) as client:
         server = Server(client, name=client.url, silence_s=SILENCE_S, health_path="/health")
-        served = await server.read_field("/v1/models", "data", list[dict[str, Any]])
+        served = await server.read("/v1/models", list[dict[str, Any]], "data")
         if len(served) != 1:
             raise EngineSetupError(
                 f"the server at {client.url} serves {len(served)} models; a reference's server serves one"
