@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,61 +27,45 @@ ROUNDING = 2.0**-24  # of float32, in which the loss was computed: what terms th
 
 
 @dataclass(frozen=True, slots=True)
-class LossPair:
-    """A loss as it was logged and as it was computed again."""
+class ReplayedLoss:
+    """The loss of an update, or of the step, as it was logged and as it was computed again."""
 
-    logged: float
-    replayed: float
-    rounding: float  # what float32 may have made of the logged one beside: ROUNDING of the size of its terms
+    name: str  # the number of the update, or loss/total
+    rows: int
+    tokens: int
+    logged: float | None  # None: it was not finite, and the update changed nothing
+    replayed: float = 0.0
+    rounding: float = 0.0  # what float32 may have made of `logged` beside: ROUNDING of the size of its terms
+    denominator: float = 1.0  # as computed again
+    share_difference: float | None = None  # the largest of a row; None: no share was logged
 
     @property
     def difference(self) -> float:
         """Relative to the larger of 1e-3 and the loss."""
-        return abs(self.logged - self.replayed) / max(FLOOR, abs(self.logged))
+        return abs((self.logged or 0.0) - self.replayed) / max(FLOOR, abs(self.logged or 0.0))
 
     @property
     def is_same(self) -> bool:
-        """Whether the losses are. A NaN is never the same."""
-        return abs(self.logged - self.replayed) <= TOLERANCE * max(FLOOR, abs(self.logged)) + self.rounding
+        """Whether loss and shares are. A NaN is never the same."""
+        if self.logged is None:
+            return True
+        allowed = TOLERANCE * max(FLOOR, abs(self.logged)) + self.rounding
+        close = abs(self.logged - self.replayed) <= allowed
+        return close and not (self.share_difference or 0.0) > TOLERANCE
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateReplay:
-    """One update."""
-
-    update: int
-    rows: int
-    tokens: int
-    denominator: float = 1.0  # as computed again
-    loss: LossPair | None = None  # None: it was not finite, and the update changed nothing
-    share_difference: float | None = None  # the largest of a row; None: no share was logged
-
-    @property
-    def is_same(self) -> bool:
-        """Of loss and shares."""
-        return self.loss is None or (self.loss.is_same and not (self.share_difference or 0.0) > TOLERANCE)
-
-
-@dataclass(frozen=True, slots=True)
-class StepReplay:
+class StepReplay(NamedTuple):
     """A step."""
 
-    stage: str
-    step: int
     algorithm: str  # in words
-    updates: Sequence[UpdateReplay]
-    # of loss/total; None where not all updates were asked for, or it was not logged because all were skipped
-    total: LossPair | None
-    problems: Sequence[str] = field(default_factory=list)
+    # of the updates; and of loss/total, where all updates were asked for and it was logged
+    losses: Sequence[ReplayedLoss]
+    problems: Sequence[str]
 
     @property
     def is_same(self) -> bool:
         """Whether all of it is."""
-        return (
-            not self.problems
-            and all(one.is_same for one in self.updates)
-            and (self.total is None or self.total.is_same)
-        )
+        return not self.problems and all(one.is_same for one in self.losses)
 
 
 def replay_step(root: Path, *, stage: str, step: int, update: int | None = None) -> StepReplay:
@@ -110,9 +95,23 @@ def replay_step(root: Path, *, stage: str, step: int, update: int | None = None)
     if not chosen:
         raise RecordError(f"{stage} step {step} has the updates 0 to {count - 1}, not {update}")
     problems: list[str] = []
-    replays = [replay_update(run_dir, config, algorithm.loss, record, one, problems) for one in chosen]
-    total = compare_total(config, record, replays) if len(replays) == count else None
-    return StepReplay(stage, step, describe_algorithm(algorithm), replays, total, problems)
+    losses = [replay_update(run_dir, config, algorithm.loss, record, one, problems) for one in chosen]
+    logged = record.metrics.get("loss/total")
+    # of the last pass: Σ loss · denominator / Σ denominator over its updates that were not skipped
+    counted = [one for one in losses[begin_last_pass(count, config.minibatches) :] if one.logged is not None]
+    if len(losses) == count and counted and logged is not None:
+        weights = [one.denominator for one in counted]
+        losses.append(
+            ReplayedLoss(
+                "loss/total",
+                sum(one.rows for one in counted),
+                sum(one.tokens for one in counted),
+                float(logged),
+                float(np.average([one.replayed for one in counted], weights=weights)),
+                float(np.average([one.rounding for one in counted], weights=weights)),
+            )
+        )
+    return StepReplay(describe_algorithm(algorithm), losses, problems)
 
 
 def replay_update(
@@ -122,14 +121,14 @@ def replay_update(
     record: StepRecord,
     update: int,
     problems: list[str],
-) -> UpdateReplay:
+) -> ReplayedLoss:
     """One update. `problems` is told of a denominator that is not the logged one. Raises RecordError for
     arrays that are not there.
     """
     logged_rows = record.updates[update]
     first, tokens = logged_rows[0], sum(int(row["tokens"]) for row in logged_rows)
     if first.get("loss") is None:
-        return UpdateReplay(update, len(logged_rows), tokens)
+        return ReplayedLoss(str(update), len(logged_rows), tokens, None)
     rows: list[Columns] = [read_token_arrays(run_dir, row) for row in logged_rows]
     if any("log_prob" not in row for row in rows):
         raise RecordError(
@@ -148,8 +147,16 @@ def replay_update(
     if None not in logged and "skipped" not in first:  # the shares of a skipped update are 0
         shares = found.slopes / whole if 0 < whole < np.inf else np.zeros(len(rows))
         difference = float(np.abs(shares - np.asarray(logged, np.float64)).max())
-    pair = LossPair(first["loss"], found.total / denominator, ROUNDING * whole / denominator)
-    return UpdateReplay(update, len(rows), tokens, denominator, pair, difference)
+    return ReplayedLoss(
+        str(update),
+        len(rows),
+        tokens,
+        first["loss"],
+        found.total / denominator,
+        ROUNDING * whole / denominator,
+        denominator,
+        difference,
+    )
 
 
 def find_constant(config: RLTrainingConfig, loss: LossSpec, record: StepRecord, update: int) -> float | None:
@@ -165,19 +172,3 @@ def find_constant(config: RLTrainingConfig, loss: LossSpec, record: StepRecord, 
         return float(record.updates[update][0]["denominator"])
     groups = [{row["group_index"] for row in rows} for rows in record.updates]
     return loss.constant * (len(groups[update]) / len(set.union(*groups)))
-
-
-def compare_total(
-    config: RLTrainingConfig, record: StepRecord, replays: Sequence[UpdateReplay]
-) -> LossPair | None:
-    """loss/total, which is of the last pass: Σ loss · denominator / Σ denominator over its updates that were
-    not skipped.
-    """
-    logged = record.metrics.get("loss/total")
-    last_pass = replays[begin_last_pass(len(replays), config.minibatches) :]
-    counted = [(one.loss, one.denominator) for one in last_pass if one.loss is not None]
-    if logged is None or not counted:
-        return None
-    whole = sum(weight for _, weight in counted)
-    replayed = sum(pair.replayed * weight for pair, weight in counted) / whole
-    return LossPair(float(logged), replayed, sum(pair.rounding * weight for pair, weight in counted) / whole)
