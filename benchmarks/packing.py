@@ -46,8 +46,15 @@ import numpy as np
 
 from benchmarks.harness import compute_ratio, finish, take_turns
 from rollouts.backends.shares import compute_cost, deal_rounds
-from rollouts.data.packing import MicroBatch, make_micro_batches, spread_to_rows
-from rollouts.data.packing_plans import compute_round_cost, estimate_attention_cost, plan_rows, sort_rows
+from rollouts.data.packing import (
+    MicroBatch,
+    compute_round_cost,
+    estimate_attention_cost,
+    make_micro_batches,
+    plan_rows,
+    sort_rows,
+    spread_to_rows,
+)
 from rollouts.types import BoolArray, IntArray
 
 BUDGET = 16_384

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollouts.data.packing import ATTENTION_COST, MicroBatch, spread_tokens_to_rows
-from rollouts.data.packing_plans import estimate_attention_cost
+from rollouts.data.packing import ATTENTION_COST, MicroBatch, estimate_attention_cost, spread_tokens_to_rows
 from rollouts.errors import BackendError
 from rollouts.types import FloatArray, LossSpec, RolloutBatch, TokenArrays
 

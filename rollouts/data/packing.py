@@ -14,19 +14,40 @@ add up over everything that continues it, exactly as if each had its own copy.
 Only nodes that predict a trained token need vocabulary logits; a pair (node, target) that several rows share
 is scored once.
 
-    lengths and what rows share ─► rollouts.data.packing_plans: which rows lie together
-        ─► the arrays of each micro-batch
+    lengths and what rows share ─► which rows lie together ─► the arrays of each micro-batch
+
+Plans are made from lengths alone, and the cheapest is taken:
+
+    one packed row a micro-batch   items ─best fit, or evenly for several ranks─► bins of at most the budget
+    padded rows                    longest first, as many as the budget holds
+
+Sorted rows and what each shares with the one before say everything about a trie: a node is a row's token that
+the row before does not have. An item is rows that begin alike. Large ones keep most shared, small ones fill
+bins better and even out ranks. Costs are in tokens: what a node costs in the linear layers is 1. Everything
+here is deterministic, and only whole rows are looped over, never their tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import itertools
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rollouts.data.packing_plans import ATTENTION_COST, MICRO_BATCH_COST, SortedRows, plan_rows, sort_rows
 from rollouts.types import BoolArray, FloatArray, IntArray
+
+# tokens; on a CPU mostly the head's and the embedding's gradients, which are as large as the vocabulary
+MICRO_BATCH_COST = 128
+ATTENTION_COST = 1 / 1000  # tokens; of a (query, key) pair, on small models
+PARTS = (1, 2, 4, 8)  # items are tried of up to the capacity, half of it and so on
+GOOD = 1.01  # times what cannot be undercut: no other plan is tried
+LITTLE = 256  # rows are cut apart where that loses less than this part of the shorter one
+Costs = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,3 +193,235 @@ def spread_tokens_to_rows(
         for row, positions, own in zip(micro_batch.rows.tolist(), *found, strict=True):
             rows[row][positions] = own
     return rows
+
+
+# --- which rows lie together --------------------------------------------------------------------------------
+
+
+class SortedRows(NamedTuple):
+    """Rows [n] in lexicographic order; in any order where nothing is shared."""
+
+    numbers: IntArray  # of the batch's rows
+    lengths: IntArray  # tokens, at least 1
+    common: IntArray  # first tokens that a row has in common with the one before; 0 of the first
+
+    @property
+    def shared(self) -> int:
+        """First tokens that all rows have in common."""
+        return int(self.common[1:].min()) if len(self.common) > 1 else 0
+
+
+class Placed(NamedTuple):
+    """Rows in bins: those of one bin one after the other, in their sorted order."""
+
+    order: IntArray  # [n] places in SortedRows
+    common: IntArray  # [n] tokens shared with the row before in the same bin; 0 of its first
+    starts: IntArray  # [K] index in `order` of each bin's first row
+    nodes: IntArray  # [K] of each bin
+    pairs: IntArray  # [K] (query, key) pairs of its attention: every node sees itself and what is above it
+
+
+def estimate_attention_cost(*, layers: int, attention_width: int, parameters: int) -> float:
+    """What a (query, key) pair costs in tokens, by FLOPs: 4·layers·attention_width over 2·parameters.
+
+    `attention_width`: heads times the size of one; `parameters`: those that every token is multiplied by, the
+    head included.
+    """
+    return 2 * layers * attention_width / parameters
+
+
+def compute_round_cost(costs: Sequence[float] | Costs, ranks: int) -> float:
+    """What all rounds cost together when `ranks` bins at a time are computed, the dearest first: each round
+    its dearest bin.
+    """
+    return float(np.sort(np.asarray(costs, np.float64))[::-1][::ranks].sum())
+
+
+def sort_rows(tokens: Sequence[IntArray], numbers: IntArray, lengths: IntArray, *, share: bool) -> SortedRows:
+    """The first `lengths` tokens of the rows `numbers`, sorted; without `share` in their own order, as if
+    none had anything in common.
+    """
+    common = np.zeros(len(numbers), np.int64)
+    if not share:
+        return SortedRows(numbers, lengths, common)
+    inputs = [tokens[row][:length] for row, length in zip(numbers.tolist(), lengths.tolist(), strict=True)]
+    keys = [one.astype(">u8").tobytes() for one in inputs]  # big-endian: comparing memory is comparing tokens
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    for place in range(1, len(order)):
+        one, other = inputs[order[place - 1]], inputs[order[place]]
+        length = min(len(one), len(other))
+        different = one[:length] != other[:length]
+        common[place] = int(different.argmax()) if different.any() else length
+    return SortedRows(numbers[order], lengths[order], common)
+
+
+def plan_rows(
+    rows: SortedRows,
+    budget: int,
+    *,
+    packed: bool,
+    ranks: int,
+    attention_cost: float,
+    micro_batch_cost: int,
+) -> list[tuple[IntArray, IntArray]]:
+    """(places in `rows` [b], tokens shared with the row before [b]) of each micro-batch, the largest first.
+
+    A micro-batch is one packed row of at most `budget` nodes, or rows padded to their longest of at most
+    `budget` tokens, or one longer row; on one rank as few as best fit finds, on several of even cost, with
+    rows for each rank where there are enough.
+    """
+    whole = place_rows(rows, np.zeros(len(rows.numbers), np.int64), packed=True)
+    bound = (float(whole.nodes[0]) + attention_cost * float(whole.pairs[0])) / ranks
+    bound += micro_batch_cost * -(-int(whole.nodes[0]) // (budget * ranks))
+    best, least = whole, float("inf")
+    found = _find_packed_bins(rows, budget, ranks, attention_cost)
+    for labels in found if packed else _find_padded_bins(rows, budget, ranks):
+        placed = place_rows(rows, labels, packed=packed)
+        cost = compute_round_cost(placed.nodes + attention_cost * placed.pairs + micro_batch_cost, ranks)
+        if len(placed.starts) >= min(ranks, len(rows.numbers)) and cost < least:
+            best, least = placed, cost
+        if least <= GOOD * bound:
+            break
+    assert least < float("inf"), "single rows fit somewhere, and leave no rank without"
+    largest_first = np.lexsort((rows.numbers[best.order[best.starts]], -best.nodes)).tolist()
+    orders, commons = (np.split(one, best.starts[1:]) for one in (best.order, best.common))
+    return [(orders[one], commons[one]) for one in largest_first]
+
+
+def place_rows(rows: SortedRows, labels: IntArray, *, packed: bool) -> Placed:
+    """What the bins named by `labels` [n] hold. A bin that no label names is left out."""
+    order = np.argsort(labels, kind="stable")
+    is_first = np.diff(labels[order], prepend=-1) != 0
+    lengths, starts = rows.lengths[order], np.flatnonzero(is_first)
+    common = np.zeros(len(order), np.int64)
+    if rows.common.any():  # with any earlier row: the least that a row up to the later one has with its own
+        inside = np.flatnonzero(~is_first)
+        edges = np.stack([order[inside - 1], order[inside]], axis=1).ravel() + 1
+        common[inside] = np.minimum.reduceat(np.append(rows.common, 0), edges)[::2] if len(inside) else 0
+    if not packed:  # every row is as long as the longest of its bin
+        lengths = np.maximum.reduceat(lengths, starts)[np.cumsum(is_first) - 1]
+    nodes = np.add.reduceat(lengths - common, starts)
+    pairs = np.add.reduceat((lengths * (lengths + 1) - common * (common + 1)) // 2, starts)
+    return Placed(order, common, starts, nodes, pairs)
+
+
+# --- one packed row a micro-batch ---------------------------------------------------------------------------
+
+
+def _find_packed_bins(rows: SortedRows, budget: int, ranks: int, attention_cost: float) -> Iterator[IntArray]:
+    """[n] the bin of each row, in several ways: items of several sizes, single rows, neighbours in order."""
+    shared, is_trie = rows.shared, bool(rows.common.any())  # each bin has the `shared` tokens once
+    capacity = max(budget - shared, 1)
+    counts: set[int] = set()
+    for parts in (*PARTS, 0) if is_trie else (0,):
+        items = np.arange(len(rows.numbers))
+        if parts:
+            items = cut_rows(rows, shared + capacity // parts, apart=True)
+        placed = place_rows(rows, items, packed=True)
+        if len(placed.starts) in counts:
+            continue
+        counts.add(len(placed.starts))
+        sizes = placed.nodes - shared
+        filled = fill_bins(sizes, capacity)
+        if ranks == 1:
+            yield filled[items]
+            continue
+        # 1: equal rows, which cost nothing more, go round too
+        costs = 1 + sizes + attention_cost * (placed.pairs - shared * (shared + 1) / 2)
+        rounds = -(-(int(filled.max()) + 1) // ranks)  # what best fit needs; evenness may need more
+        tried, step = 0, 1
+        while tried < 2:
+            bins = spread_over_bins(sizes, costs, rounds * ranks, capacity)
+            if bins is None:
+                step *= 2
+            else:
+                yield bins[items]
+                tried, step = tried + 1, 1
+            rounds += step
+    if is_trie:
+        yield cut_rows(rows, budget, apart=False)
+
+
+def cut_rows(rows: SortedRows, capacity: int, *, apart: bool) -> IntArray:
+    """[n] the item of each row: neighbours fill one item after the other, each of at most `capacity` nodes or
+    one longer row. `apart`: rows that share little beside what all share are not kept together.
+    """
+    shared = rows.shared
+    labels = np.zeros(len(rows.numbers), np.int64)
+    held = number = before = 0
+    for place, (length, common) in enumerate(zip(rows.lengths.tolist(), rows.common.tolist(), strict=True)):
+        little = apart and (common - shared) * LITTLE <= min(length, before) - shared
+        if place and (little or held + length - common > capacity):
+            held, number = 0, number + 1
+        held += length - common if held else length
+        labels[place], before = number, length
+    return labels
+
+
+def fill_bins(sizes: IntArray, capacity: int) -> IntArray:
+    """[n] the bin of each item, as few bins as best fit finds: the largest item first, each into the fullest
+    bin that has room for it.
+
+    An item above the capacity gets a bin of its own. Bins are numbered from 0, none is empty. O(n log n).
+    """
+    bins = np.zeros(len(sizes), np.int64)
+    rooms: list[tuple[int, int]] = []  # (room, bin), rising
+    used = 0
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[item])
+        at = bisect_left(rooms, (size, 0))
+        if at == len(rooms):
+            room, chosen, used = capacity, used, used + 1
+        else:
+            room, chosen = rooms.pop(at)
+        bins[item] = chosen
+        if room > size:
+            insort(rooms, (room - size, chosen))
+    return bins
+
+
+def spread_over_bins(sizes: IntArray, costs: Costs, count: int, capacity: int) -> IntArray | None:
+    """[n] the bin of each item, in `count` bins of even cost: the largest item first, each into the cheapest
+    bin that has room for it. None if an item finds no room. An item above the capacity fills a bin.
+    O((n + count) log count).
+    """
+    sizes = np.minimum(sizes, capacity)
+    bins = np.zeros(len(sizes), np.int64)
+    cheapest = [(0.0, number, capacity) for number in range(count)]  # (cost, bin, room)
+    parked: list[tuple[int, float, int]] = []  # (-room, cost, bin): no room for the last item
+    for item in np.lexsort((-costs, -sizes)).tolist():
+        size = int(sizes[item])
+        while parked and -parked[0][0] >= size:
+            room, cost, number = heapq.heappop(parked)
+            heapq.heappush(cheapest, (cost, number, -room))
+        while cheapest and cheapest[0][2] < size:
+            cost, number, room = heapq.heappop(cheapest)
+            heapq.heappush(parked, (-room, cost, number))
+        if not cheapest:
+            return None
+        cost, bins[item], room = cheapest[0]
+        heapq.heapreplace(cheapest, (cost + float(costs[item]), int(bins[item]), room - size))
+    return bins
+
+
+# --- padded rows --------------------------------------------------------------------------------------------
+
+
+def _find_padded_bins(rows: SortedRows, budget: int, ranks: int) -> Iterator[IntArray]:
+    """[n] the bin of each row, the longest first, as many as the budget holds; for several ranks also as many
+    as smaller budgets hold, which divide the batch evenly.
+    """
+    order = np.argsort(-rows.lengths, kind="stable").tolist()
+    labels, tokens, rounds = np.zeros(len(order), np.int64), budget, 0
+    for turn in itertools.count():
+        number = held = width = 0
+        for row in order:
+            if held and (held + 1) * width > tokens:
+                number, held = number + 1, 0
+            labels[row], held = number, held + 1
+            width = int(rows.lengths[row]) if held == 1 else width
+        yield labels.copy()
+        if ranks == 1 or (turn > 1 and number + 1 >= min(ranks, len(order))):
+            return
+        rounds = rounds + 1 if turn else -(-(number + 1) // ranks)
+        tokens = min(budget, int(rows.lengths.sum()) // (ranks * rounds))

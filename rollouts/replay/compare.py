@@ -1,25 +1,41 @@
-"""A step computed again and compared, update by update and as a whole."""
+"""A step computed again in float64 from its record, and compared, update by update and as a whole."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from rollouts.config.load import load_recorded
 from rollouts.config.schema import RLTrainingConfig
-from rollouts.errors import RecordError
+from rollouts.errors import RecordError, RolloutsError, RunDirError
 from rollouts.loops.algorithm import LoopState, choose_algorithm, describe_algorithm
 from rollouts.loops.updates import begin_last_pass
+from rollouts.losses import LossInputs, resolve_loss, wants_entropy_gradient
+from rollouts.metrics.jsonl import newest_attempts, parse_row
 from rollouts.metrics.token_shards import read_token_arrays
-from rollouts.replay.recompute import Columns, check_replayable, recompute
-from rollouts.replay.record import StepRecord, read_step
-from rollouts.run_dir import RunDir
+from rollouts.run_dir import RunDir, list_parts
 from rollouts.types import LossSpec
 
+Row = dict[str, Any]
+Columns = Mapping[str, NDArray[Any]]  # [T] of one row, by name
+FIELDS = {  # of LossInputs, by the column that holds them
+    "mu": "rollout_log_probs",
+    "advantage": "advantages",
+    "old": "old_log_probs",
+    "ref": "ref_log_probs",
+    "value": "old_values",
+    "return": "returns",
+}
+CHUNK_TOKENS = 1 << 19  # padded, of rows that are computed at once
+CHOOSE_AMONG_MICRO_BATCH = ("clip_cov", "kl_cov")
 TOLERANCE = 1e-5  # of a loss relative to max(FLOOR, |loss|), and of a share
 FLOOR = 1e-3
 DENOMINATOR_TOLERANCE = 1e-6
@@ -172,3 +188,146 @@ def find_constant(config: RLTrainingConfig, loss: LossSpec, record: StepRecord, 
         return float(record.updates[update][0]["denominator"])
     groups = [{row["group_index"] for row in rows} for rows in record.updates]
     return loss.constant * (len(groups[update]) / len(set.union(*groups)))
+
+
+# --- what the record has ------------------------------------------------------------------------------------
+
+
+class StepRecord(NamedTuple):
+    """A step as its files tell it."""
+
+    metrics: Mapping[str, Any]  # its row of metrics.jsonl
+    updates: Sequence[Sequence[Row]]  # the contribution rows of each update, in the order of its batch
+
+
+def read_step(run_dir: RunDir, stage: str, step: int) -> StepRecord:
+    """The newest complete attempt at a step. Raises RunDirError where there is no run, RecordError where the
+    record lacks rows of the step.
+    """
+    if not run_dir.metrics.exists():
+        raise RunDirError(f"{run_dir.root} has no metrics.jsonl; name a run directory, for example runs/demo")
+    steps = newest_attempts(find_rows(run_dir, run_dir.metrics, stage, step))
+    if not steps:
+        raise RecordError(
+            f"{run_dir.root} has no row of {stage} step {step}; it was not trained, or is not complete"
+        )
+    metrics = steps[-1]
+    attempt = metrics["attempt"]
+    by_update: dict[int, list[Row]] = {}
+    for row in find_rows(run_dir, run_dir.contributions, stage, step):
+        if row.get("attempt") == attempt:
+            by_update.setdefault(int(row["update"]), []).append(row)
+    if not by_update:
+        raise RecordError(
+            f"{run_dir.contributions} has no row of {stage} step {step}, attempt {attempt}: only samples that"
+            " RL trains on have any, and only in runs of a version that writes them"
+        )
+    if sorted(by_update) != list(range(len(by_update))):
+        raise RecordError(
+            f"{stage} step {step} has rows of the updates {sorted(by_update)}; some are missing"
+        )
+    updates = [sorted(by_update[number], key=lambda row: row["row"]) for number in sorted(by_update)]
+    for number, rows in enumerate(updates):
+        if [row["row"] for row in rows] != list(range(len(rows))):
+            raise RecordError(
+                f"{stage} step {step}, update {number}: rows are missing or stand twice in"
+                " contributions.jsonl"
+            )
+    return StepRecord(metrics, updates)
+
+
+def find_rows(run_dir: RunDir, path: Path, stage: str, step: int) -> list[Row]:
+    """The rows of a step of every attempt, in the order of the file; torn lines are left out.
+
+    Lines are told apart before they are parsed, for a long run has millions.
+    """
+    of_step = re.compile(rb'"step":\s*%d[,}]' % step)
+    found: list[Row] = []
+    for part in list_parts(path):
+        with part.open("rb") as file:
+            for line in file:
+                row = parse_row(line) if of_step.search(line) else None
+                if row is not None and row.get("step") == step and row.get("stage") == stage:
+                    found.append(row)
+    return found
+
+
+# --- a loss computed again ----------------------------------------------------------------------------------
+
+
+class Recomputed(NamedTuple):
+    """What a loss came to over the rows of an update."""
+
+    total: float  # before the denominator
+    counted: float  # of the loss's unit
+    slopes: NDArray[np.float64]  # [B] sum over a row's tokens of |d total / d log-prob|
+
+
+def check_replayable(spec: LossSpec) -> None:
+    """Raises RecordError, naming it, for a loss that needs more than the record has; ConfigError and
+    PlugInError as resolve_loss.
+    """
+    whole = spec.params.get("cov_fraction") == 1 and {"log_prob_mean", "advantage_mean"} <= set(spec.params)
+    if spec.name in CHOOSE_AMONG_MICRO_BATCH and not whole:
+        raise RecordError(
+            f"loss {spec.name!r} chooses among the tokens of a micro-batch, and the record does not say how"
+            " batches were divided; it replays with cov_fraction = 1 and both means given"
+        )
+    if wants_entropy_gradient(spec.name, spec.params) or spec.params.get("policy_entropy_fraction", 1) != 1:
+        raise RecordError(
+            f"loss {spec.name!r} with a term of the entropy: that of each token is not in the record"
+        )
+
+
+def recompute(spec: LossSpec, rows: Sequence[Columns]) -> Recomputed:
+    """The loss over all rows, with its gradient by log-prob. Raises RecordError where the loss fails on what
+    is recorded.
+
+    A function of the user is taken to be what a loss must be: the same however rows are put together.
+    """
+    loss_fn = resolve_loss(spec.name)
+    total, count = 0.0, 0.0
+    slopes = np.zeros(len(rows))
+    for chosen in chunk_rows([len(row["mask"]) for row in rows]):
+        inputs, log_probs = make_inputs([rows[index] for index in chosen])
+        try:
+            output = loss_fn(inputs, unit=spec.unit, **spec.params)
+            output.sum.backward()
+        except Exception as error:
+            if isinstance(error, RolloutsError) or ":" in spec.name:
+                raise RecordError(
+                    f"loss {spec.name!r} fails on what is recorded: {type(error).__name__}: {error}"
+                ) from error
+            raise
+        total += float(output.sum.detach())
+        count += float(output.count)
+        assert log_probs.grad is not None
+        slopes[chosen] = log_probs.grad.abs().sum(dim=-1).numpy()
+    return Recomputed(total, count, slopes)
+
+
+def chunk_rows(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """All rows, those of like length together, as many at once as CHUNK_TOKENS allow when padded."""
+    chunk: list[int] = []
+    for index in np.argsort(lengths, kind="stable").tolist():
+        if chunk and (len(chunk) + 1) * lengths[index] > CHUNK_TOKENS:
+            yield chunk
+            chunk = []
+        chunk.append(index)
+    if chunk:
+        yield chunk
+
+
+def make_inputs(rows: Sequence[Columns]) -> tuple[LossInputs, Tensor]:
+    """The inputs of a loss in float64, [B, T] right-padded, and their log-probs, whose gradient is wanted."""
+    shape = len(rows), max(len(row["mask"]) for row in rows)
+
+    def pad(name: str) -> Tensor:
+        padded = np.zeros(shape)
+        for index, row in enumerate(rows):
+            padded[index, : len(row[name])] = row[name]
+        return torch.from_numpy(padded)
+
+    log_probs = pad("log_prob").requires_grad_()
+    fields: dict[str, Any] = {field: pad(name) for name, field in FIELDS.items() if name in rows[0]}
+    return LossInputs(log_probs=log_probs, mask=pad("mask") > 0, **fields), log_probs

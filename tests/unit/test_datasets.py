@@ -236,8 +236,8 @@ def test_reasoning_gym_rows_have_prompt_answer_and_plain_metadata():
 
 
 WRONG = """
-{"name": "chain_sums"}                               | 'chain_sums' is not one of reasoning-gym's
-{"weight": 1}                                        | None is not one of
+{"name": "chain_sums"}                               | Dataset 'chain_sums' not registered
+{"weight": 1}                                        | missing 1 required positional argument: 'name'
 {"name": "chain_sum", "wieght": 1}                   | unexpected keyword argument 'wieght'
 {"name": "chain_sum", "config": {"min_term": 1}}     | unexpected keyword argument 'min_term'
 {"name": "chain_sum", "config": 3}                   | cannot be read

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollouts.data.packing import MicroBatch, make_micro_batches, spread_to_rows
-from rollouts.data.packing_plans import compute_round_cost
+from rollouts.data.packing import MicroBatch, compute_round_cost, make_micro_batches, spread_to_rows
 
 
 def row(*ids: int) -> np.ndarray:

@@ -69,7 +69,7 @@ def text_of(row):
 
 # --- shapes -------------------------------------------------------------------------------------------------
 
-TURNS = dict(zip(("ASK", "GOOD", "BAD"), map(json.dumps, (ASK, GOOD, BAD)), strict=True))
+TURNS: dict[str, str] = dict(zip(("ASK", "GOOD", "BAD"), map(json.dumps, (ASK, GOOD, BAD)), strict=True))
 
 
 def read_row(text: str) -> dict[str, Any]:
