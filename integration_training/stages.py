@@ -31,7 +31,7 @@ from rollouts.checkpoints.writer import retain
 from rollouts.config.load import training_digest
 from rollouts.config.modes import stage_config
 from rollouts.crash_points import reach
-from rollouts.data.preference import count_labels
+from rollouts.data.samples import count_labels
 from rollouts.errors import ConfigError
 from rollouts.loops import preference, reward_model
 from rollouts.loops.linearised import on_thread

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rollouts.config.schema import REFERENCE_FREE, PreferenceTrainingConfig
 from rollouts.data.mixture import Mixture, select_samples
-from rollouts.data.preference import PreferenceSample, make_preference_batch
+from rollouts.data.samples import PreferenceSample, make_preference_batch
 from rollouts.errors import ConfigError
 from rollouts.loops.linearised import (
     AsyncRowLoss,

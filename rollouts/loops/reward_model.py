@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rollouts.config.schema import RewardModelTrainingConfig
 from rollouts.data.mixture import Mixture, select_samples
-from rollouts.data.preference import PreferenceSample
+from rollouts.data.samples import PreferenceSample
 from rollouts.data.scores import make_score_batch, read_scores
 from rollouts.loops.linearised import AsyncRowLoss, PreparedStep, prepare_linear_step, run_batch_steps
 from rollouts.loops.steps import StepHooks

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rollouts.config.schema import SFTTrainingConfig
 from rollouts.data.mixture import Mixture, make_mixture, select_samples
-from rollouts.data.sft import SFTSample, make_sft_batch
+from rollouts.data.samples import SFTSample, make_sft_batch
 from rollouts.loops.linearised import PreparedStep, run_batch_steps
 from rollouts.loops.steps import StepHooks
 from rollouts.metrics.spans import PhaseTimer

@@ -64,7 +64,7 @@ def compute_kto_reference_point(log_probs: Tensor, ref_log_probs: Tensor) -> Ten
     estimate of KL(policy || reference).
 
     The paper takes it from mismatched pairs: log-probs of each prompt with another prompt's response, under
-    both models (whose response: rollouts.data.preference.mismatch_completions). Given the batch's own
+    both models (whose response: rollouts.data.samples.mismatch_completions). Given the batch's own
     responses it is biased upwards where training has already raised them, and costs no further pass. It is of
     the whole batch: with several micro-batches or ranks average the differences over all before calling.
     Raises ValueError if there is no row, for there is no mean.

@@ -15,9 +15,8 @@ from rollouts.config.schema import RunConfig
 from rollouts.data.chat import TemplateOptions, tokenize_prompt
 from rollouts.data.datasets import exclude_prompts, load_sources, unique_prompts
 from rollouts.data.mixture import Mixture
-from rollouts.data.preference import prepare_preference_mixture, split_held_out
 from rollouts.data.rows import Row, RowUse, naming, parse_tools
-from rollouts.data.sft import prepare_sft_mixture
+from rollouts.data.samples import prepare_preference_mixture, prepare_sft_mixture, split_held_out
 from rollouts.errors import ConfigError
 from rollouts.preflight.findings import Findings
 

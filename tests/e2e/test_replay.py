@@ -144,9 +144,8 @@ def check_gaps_are_named(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) ->
     rewrite(torn.contributions, lambda row: {"step": 9} if row["row"] == 5 else {})
     check(torn, "1", "rows are missing")
     entropy = copy_run(run_dir, "entropy")
-    text = entropy.config.read_text()
-    assert "[rl.loss_params]" in text
-    entropy.config.write_text(text.replace("[rl.loss_params]", "[rl.loss_params]\nentropy_coef = 0.1"))
+    table = "[rl.loss_params]\n"
+    entropy.config.write_text(entropy.config.read_text().replace(table, table + "entropy_coef = 0.1\n"))
     check(entropy, "1", "entropy")
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from rollouts.data.preference import mismatch_completions
+from rollouts.data.samples import mismatch_completions
 from rollouts.losses.distillation import gkd_loss
 from rollouts.losses.inputs import LossInputs, LossOutput
 from rollouts.losses.kto_loss import compute_kto_reference_point, kto_loss

@@ -17,7 +17,7 @@ import torch
 
 from rollouts.errors import ModelError
 from rollouts.models import gguf
-from rollouts.models.directories import build_directory_once, choose_model_cache
+from rollouts.models.directories import build_directory_once
 from rollouts.models.gguf import make_bundled_model
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.tiny import make_tiny
@@ -68,15 +68,6 @@ def test_the_tiny_model_is_two_layers_over_bytes_with_tied_embeddings(tmp_path):
 
 
 # --- the cache ----------------------------------------------------------------------------------------------
-
-
-def test_the_cache_is_the_argument_else_the_environment_else_home(tmp_path, monkeypatch):
-    monkeypatch.setenv("ROLLOUTS_CACHE", str(tmp_path / "env"))
-    assert choose_model_cache(tmp_path / "given") == tmp_path / "given"
-    assert choose_model_cache() == tmp_path / "env" / "models"
-    monkeypatch.delenv("ROLLOUTS_CACHE")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert choose_model_cache() == tmp_path / "home" / ".cache" / "rollouts" / "models"
 
 
 WRITER = """

@@ -136,7 +136,7 @@ def write_parquet(path: Path, table: Any) -> Path:
     return path
 
 
-def test_parquet_rows_are_the_rows_of_jsonl(tmp_path: Path):
+def test_parquet_rows_are_the_rows_of_jsonl_and_their_values_become_json(tmp_path: Path):
     write_parquet(tmp_path / "a.parquet", QUESTIONS[:3])
     write_parquet(tmp_path / "b.parquet", QUESTIONS[3:])
     settings: dict[str, Any] = {"columns": COLUMNS, "system_prompt": "be brief"}
@@ -144,12 +144,9 @@ def test_parquet_rows_are_the_rows_of_jsonl(tmp_path: Path):
     settings |= {"kind": "parquet", "path": tmp_path / "*.parquet"}
     assert load(**settings) == by_line
     assert load(**settings, size=4) == by_line[:4]
-
-
-def test_parquet_values_become_json(tmp_path: Path):
     when = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
     row = {"prompt": "p", "when": when, "day": when.date(), "price": decimal.Decimal("1.50"), "list": [None]}
-    (found,) = load(kind="parquet", path=write_parquet(tmp_path / "a.parquet", [row]))
+    (found,) = load(kind="parquet", path=write_parquet(tmp_path / "values.parquet", [row]))
     assert found == {**row, "when": "2026-01-02T03:04:05+00:00", "day": "2026-01-02", "price": "1.50"}
 
 
@@ -258,9 +255,6 @@ def forever(size, seed, start=0):
     for number in itertools.count(start):
         yield {"prompt": f"{seed}: {number}"}
 
-def as_tuple(*, size, seed):
-    return tuple({"prompt": str(index), "pair": (index, index)} for index in range(size + 5))
-
 class Dataset:
     def __getitem__(self, index):
         if index == 3:
@@ -276,14 +270,13 @@ def breaks(size, seed):
 """
 
 
-def test_a_function_may_give_a_generator_without_end_a_tuple_or_a_dataset(tmp_path: Path):
+def test_a_function_may_give_a_generator_without_end_or_a_dataset(tmp_path: Path):
     (tmp_path / "makers.py").write_text(MAKERS)
 
     def make(function: str, **changes: Any) -> dict[str, Any]:
         return {"kind": "python", "function": f"{tmp_path}/makers.py:{function}", "size": 3, **changes}
 
     assert prompts(load(**make("forever", seed=7, params={"start": 2}))) == ["7: 2", "7: 3", "7: 4"]
-    assert load(**make("as_tuple"))[1] == {"prompt": "1", "pair": [1, 1]}
     assert prompts(load(**make("as_dataset"))) == ["0", "1", "2"]
     with pytest.raises(
         DataError, match=r"makers\.py:breaks' raised KeyError after 1 rows: 'boom'$"

@@ -13,7 +13,7 @@ import trio
 from rollouts.config.schema import RLTrainingConfig, SFTTrainingConfig
 from rollouts.config.tables import DataSourceConfig
 from rollouts.data.data_buffer import DataBuffer
-from rollouts.data.sft import SFTSample
+from rollouts.data.samples import SFTSample
 from rollouts.errors import FleetDown, NotEnoughSamples, RolloutsError, WeightSyncError
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.loops.rl import run_rl_training

@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.data.mixture import Mixture, Source, make_mixture
-from rollouts.data.preference import (
+from rollouts.data.rows import parse_row
+from rollouts.data.samples import (
     mismatch_completions,
     prepare_preference_mixture,
+    prepare_sft_mixture,
     prompt_of,
     split_held_out,
 )
-from rollouts.data.rows import parse_row
-from rollouts.data.sft import prepare_sft_mixture
 from rollouts.errors import DataError
 from tests.support.text_tables import read_cells
 from tests.unit.chat_tokenizers import byte_tokenizer, family_tokenizer

@@ -18,11 +18,11 @@ from torch.nn.functional import logsigmoid
 from rollouts.config.schema import PreferenceTrainingConfig
 from rollouts.config.tables import DataSourceConfig, OptimConfig
 from rollouts.data.mixture import make_mixture, select_samples
-from rollouts.data.preference import (
+from rollouts.data.samples import (
     PreferenceSample,
+    SFTSample,
     count_labels,
 )
-from rollouts.data.sft import SFTSample
 from rollouts.errors import ConfigError, PlugInError
 from rollouts.loops.linearised import on_thread
 from rollouts.loops.preference import (

@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification
 from rollouts.config.schema import RewardModelTrainingConfig
 from rollouts.config.tables import DataSourceConfig, OptimConfig
 from rollouts.data.mixture import make_mixture, select_samples
-from rollouts.data.preference import PreferenceSample
+from rollouts.data.samples import PreferenceSample
 from rollouts.errors import ModelError
 from rollouts.loops.linearised import on_thread
 from rollouts.loops.reward_model import run_reward_model_training

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rollouts.data.mixture import make_mixture, select_samples
-from rollouts.data.sft import prepare_sft_mixture
+from rollouts.data.samples import prepare_sft_mixture
 from rollouts.errors import DataError, ModelError
 from tests.unit.chat_tokenizers import CHATML, byte_tokenizer, family_tokenizer
 

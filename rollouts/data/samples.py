@@ -1,19 +1,21 @@
-"""Preference data as training rows: pairs of responses to one prompt, or single responses that are marked
-good or bad.
+"""Rows as training samples: tokenized once, cut to length without losing what trains.
 
+    rows ──prepare_sft_mixture──► Mixture
     rows ──prepare_preference_mixture──► Mixture ──split_held_out──► what trains; what is held out
 
-Every sample gives two token rows that begin with one prompt and end with the last token that trains: chosen
-and rejected, or a completion and, after the same prompt, the completion of another prompt, with which KTO
-estimates its reference point.
+Every preference sample gives two token rows that begin with one prompt and end with the last token that
+trains: chosen and rejected, or a completion and, after the same prompt, the completion of another prompt,
+with which KTO estimates its reference point.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,17 +23,32 @@ from rollouts.data.chat import (
     DEFAULT_OPTIONS,
     ChatTokenizer,
     TemplateOptions,
+    TrainOn,
     compute_loss_mask,
     tokenize_conversation,
 )
-from rollouts.data.mixture import Mixture
-from rollouts.data.rows import Row, naming, parse_tools
-from rollouts.data.sft import NO_TOKENS, SFTSample, make_sft_batch, prepare_samples
+from rollouts.data.mixture import Mixture, Source
+from rollouts.data.rows import Row, naming, parse_tools, row_to_conversation
 from rollouts.errors import DataError
-from rollouts.types import RolloutBatch
+from rollouts.types import BoolArray, ChatMessage, IntArray, RolloutBatch
 
+S = TypeVar("S")
+NO_TOKENS = "no_trained_tokens"  # max_length ends before the first token that trains
 SAME_RESPONSE = "same_response"  # chosen and rejected are one and the same within max_length
 HELD_OUT = "held_out_prompt"  # a held-out sample has the same prompt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SFTSample:
+    """One conversation, ready to train."""
+
+    token_ids: IntArray  # [T]
+    loss_mask: BoolArray  # [T] 1 where the token trains; at least one does, the first never
+    row_id: int  # position of its row in the dataset
+
+    def cut(self, max_length: int) -> SFTSample:
+        """Its first tokens."""
+        return SFTSample(self.token_ids[:max_length], self.loss_mask[:max_length], self.row_id)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +65,92 @@ class PreferenceSample:
     ref_log_probs: tuple[float, ...] | None = None
 
 
-# --- rows → samples -----------------------------------------------------------------------------------------
+def prepare_samples(
+    mixture: Mixture[Row], prepare: Callable[[Row, int], tuple[S, int] | str], *, max_length: int, name: str
+) -> Mixture[S]:
+    """The samples of all rows. `prepare(row, row id)` gives a sample and how many of its token rows are cut,
+    or the reason for which it is dropped; then it takes no place.
+
+    Raises DataError and ModelError naming the row, DataError naming max_length if a source has nothing left.
+    """
+    sources: list[Source[S]] = []
+    dropped: Counter[str] = Counter()
+    truncated = 0
+    for index, source in enumerate(mixture.sources):
+        key = f"{name}.{index}" if len(mixture.sources) > 1 else name
+        slots: list[S | None] = []
+        reasons: Counter[str] = Counter()
+        for row_id, row in enumerate(source.rows):
+            if row is None:
+                slots.append(None)
+                continue
+            with naming(f"{key}: row {row_id}"):
+                answer = prepare(row, row_id)
+            if isinstance(answer, str):
+                reasons[answer] += 1
+            else:
+                slots.append(answer[0])
+                truncated += answer[1]
+        sources.append(Source(source.name, source.weight, tuple(slots)))
+        if not sources[-1].good:
+            counts = ", ".join(f"{reason}: {count}" for reason, count in reasons.items()) or "there is none"
+            advice = f"raise {name.partition('.')[0]}.max_length={max_length}, or use other rows"
+            raise DataError(f"{key}: none of {reasons.total()} rows can train ({counts}); {advice}")
+        dropped += reasons
+    return Mixture(tuple(sources), truncated, dict(dropped))
+
+
+# --- conversations ------------------------------------------------------------------------------------------
+
+
+def prepare_sft_mixture(
+    mixture: Mixture[Row],
+    tokenizer: ChatTokenizer,
+    *,
+    max_length: int,
+    train_on: TrainOn = "all",
+    options: TemplateOptions = DEFAULT_OPTIONS,
+    name: str = "sft.data",
+) -> Mixture[SFTSample]:
+    """Every row as a sample of at most `max_length` tokens, in the rows' order. Tools are row["tools"].
+
+    A longer row is cut on the right if tokens that train remain, and dropped otherwise ("no_trained_tokens");
+    both are counted. Raises as prepare_samples.
+    """
+
+    def prepare(row: Row, row_id: int) -> tuple[SFTSample, int] | str:
+        whole = _tokenize_row(row_to_conversation(row), row, row_id, tokenizer, train_on, options)
+        sample = whole.cut(max_length)
+        return (sample, int(len(whole.token_ids) > max_length)) if sample.loss_mask.any() else NO_TOKENS
+
+    return prepare_samples(mixture, prepare, max_length=max_length, name=name)
+
+
+def _tokenize_row(
+    messages: Sequence[ChatMessage],
+    row: Row,
+    row_id: int,
+    tokenizer: ChatTokenizer,
+    train_on: TrainOn,
+    options: TemplateOptions,
+) -> SFTSample:
+    """The messages, with the row's tools, as one sample, whole."""
+    tools = parse_tools(row.get("tools"), where="tools")
+    found = tokenize_conversation(messages, tokenizer, train_on=train_on, options=options, tools=tools)
+    sample = SFTSample(found.token_ids, compute_loss_mask(found), row_id)
+    assert not sample.loss_mask[0], "the first token has nothing before it to be predicted from"
+    return sample
+
+
+def make_sft_batch(samples: Sequence[SFTSample]) -> RolloutBatch:
+    """What one SFT step consumes: tokens and loss masks, no rewards and no log-probs."""
+    return RolloutBatch(
+        tokens=tuple(sample.token_ids for sample in samples),
+        loss_masks=tuple(sample.loss_mask for sample in samples),
+    )
+
+
+# --- preferences --------------------------------------------------------------------------------------------
 
 
 def prepare_preference_mixture(
@@ -82,14 +184,11 @@ def prepare_preference_mixture(
     left = iter(pairs)
 
     def prepare(row: Row, row_id: int) -> tuple[PreferenceSample, int] | str:
-        tools, whole = parse_tools(row.get("tools"), where="tools"), list[SFTSample]()
+        whole: list[SFTSample] = []
         for field, response in next(left).items():
             with naming(field):
-                conversation = tokenize_conversation(
-                    [*row["prompt"], *response], tokenizer, train_on="last", options=options, tools=tools
-                )
-            end = conversation.spans[-1].end
-            whole.append(SFTSample(conversation.token_ids, compute_loss_mask(conversation), row_id).cut(end))
+                sample = _tokenize_row([*row["prompt"], *response], row, row_id, tokenizer, "last", options)
+            whole.append(sample.cut(int(np.flatnonzero(sample.loss_mask)[-1]) + 1))
         first, second = (response.cut(max_length) for response in whole)
         assert len({response.token_ids[~response.loss_mask].tobytes() for response in whole}) == 1, row_id
         if not first.loss_mask.any():
