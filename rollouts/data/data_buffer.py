@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -174,20 +173,19 @@ class DataBuffer:
         the lowest: how often every row was drawn. For each of them there are also `source/NAME/epoch`,
         `source/NAME/drawn` and `source/NAME/share` of the next draws.
         """
-        amounts = self._turns.amounts
+        drawn, amounts = self._drawn.values(), self._turns.amounts
+        sizes = (len(source.good) for source in self._sources.values())
+        epochs = [max(count - 1, 0) // size for count, size in zip(drawn, sizes, strict=True)]
         values: dict[str, float] = {
-            "epoch": math.inf,
-            "drawn": float(sum(self._drawn.values())),
-            "returned": float(len(self._returned)),
+            "epoch": min(epochs),
+            "drawn": sum(drawn),
+            "returned": len(self._returned),
         }
-        for source, drawn, amount in zip(self._sources.values(), self._drawn.values(), amounts, strict=True):
-            epoch = float(max(drawn - 1, 0) // len(source.good))
-            values["epoch"] = min(values["epoch"], epoch)
-            if self._several:
-                name = f"source/{source.name}"
-                values[f"{name}/epoch"], values[f"{name}/drawn"] = epoch, float(drawn)
-                values[f"{name}/share"] = amount / sum(amounts)
-        return values
+        if self._several:
+            for name, epoch, count, amount in zip(self._names, epochs, drawn, amounts, strict=True):
+                values[f"source/{name}/epoch"], values[f"source/{name}/drawn"] = epoch, count
+                values[f"source/{name}/share"] = amount / sum(amounts)
+        return {name: float(value) for name, value in values.items()}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -196,14 +194,12 @@ class DataBuffer:
 
         Weights are not in it: a curriculum changes them, and the state has them.
         """
-        named: list[list[str]] = []
-        for source in self._sources.values():
-            digest = hashlib.sha256()
+        digest = hashlib.sha256()
+        for prefix, source in self._sources.items():
+            digest.update(prefix.encode())
             for row in source.rows:
-                digest.update(json.dumps(row, sort_keys=True, separators=(",", ":")).encode() + b"\n")
-            named.append([source.name, digest.hexdigest()])
-        whole = hashlib.sha256(json.dumps(named).encode()).hexdigest() if self._several else named[0][1]
-        return whole[:16]
+                digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
+        return digest.hexdigest()[:16]
 
     def _next_prompt(self) -> PromptRow:
         prefix, source = list(self._sources.items())[self._turns.take()]

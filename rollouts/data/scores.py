@@ -40,12 +40,11 @@ def read_scores(values: Sequence[FloatArray], batch: RolloutBatch) -> FloatArray
     """[B] the score of each row, from backend.forward's values [T_i]. Raises DataError if a row does not
     train exactly one token, ValueError if there are not as many values as rows.
     """
-    for row, length in enumerate(batch.response_lengths.tolist()):
-        if length != 1:
-            raise DataError(
-                f"batch.loss_masks[{row}] trains {length} tokens, and a score is of one; make the batch with"
-                " make_score_batch"
-            )
+    for row in np.flatnonzero(batch.response_lengths != 1):
+        raise DataError(
+            f"batch.loss_masks[{row}] trains {batch.response_lengths[row]} tokens, and a score is of one;"
+            " make the batch with make_score_batch"
+        )
     kept = [row[mask] for row, mask in zip(values, batch.loss_masks, strict=True)]
     return np.concatenate([np.zeros(0, np.float32), *kept]).astype(np.float32, copy=False)
 
