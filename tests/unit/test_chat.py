@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollouts.data.chat import compute_loss_mask, render_prompt, tokenize_conversation
+from rollouts.data.chat import render_prompt, tokenize_conversation
 from rollouts.data.rows import parse_messages, parse_tools
 from rollouts.errors import DataError, ModelError
 from rollouts.types import ChatMessage, Sample
@@ -50,19 +50,6 @@ def test_a_span_begins_after_the_header_and_ends_with_the_end_token():
     assert conversation.token_ids.dtype == np.int64
 
 
-# --- loss masks ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("train_on", "text"),
-    [("last", "4<|im_end|>"), ("all", "It is 7.<|im_end|>4<|im_end|>")],
-)
-def test_only_the_chosen_turns_train(train_on, text):
-    tokenizer = byte_tokenizer()
-    conversation = tokenize_conversation(TWO_TURNS, tokenizer, train_on=train_on)
-    assert tokenizer.decode(conversation.token_ids[compute_loss_mask(conversation)]) == text
-
-
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
@@ -86,34 +73,6 @@ def test_a_template_that_changes_content_is_refused_with_the_first_difference():
         match=r"does not write the content as it is of message 1.*at character 1: 't is 7.' against 'T IS 7.",
     ):
         taught(TWO_TURNS, byte_tokenizer(template))
-
-
-FORGETFUL = CHATML.replace(
-    "message['content']",
-    "(message['content'].split('</think>')[-1] if not loop.last else message['content'])",
-)
-THOUGHTS = [
-    turn("user", "q"),
-    turn("assistant", "hm</think>a"),
-    turn("user", "r"),
-    turn("assistant", "ha</think>b"),
-]
-
-
-def test_a_template_that_rewrites_earlier_turns_cannot_train_on_all():
-    with pytest.raises(
-        ModelError, match=r"rewrites messages up to 1 when later turns follow \(at character 51: 'hm</think>a"
-    ) as caught:
-        tokenize_conversation(THOUGHTS, byte_tokenizer(FORGETFUL))
-    assert 'sft.train_on = "last"' in str(caught.value)
-
-
-def test_a_template_whose_generation_header_differs_is_refused():
-    template = CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>' }}{% endif %}")
-    with pytest.raises(
-        ModelError, match="writes another header before message 1 than it does for generation"
-    ):
-        tokenize_conversation(TWO_TURNS, byte_tokenizer(template))
 
 
 @pytest.mark.parametrize("end", ["", "\\n", "<|im_end|>.", "</s>"])

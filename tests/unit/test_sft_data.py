@@ -41,11 +41,12 @@ def test_rows_have_at_most_max_length_tokens(rows, trained, truncated, dropped):
 
 def test_the_tools_of_a_row_are_written_and_do_not_train():
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    for tools in ([tool], json.dumps([tool])):
-        (sample,) = prepare_sft_rows(
-            [SHORT | {"tools": tools}], family_tokenizer("qwen2_5"), max_length=2048
-        ).samples
-        assert '"name": "f"' in family_tokenizer("qwen2_5").decode(sample.token_ids)
+    tokenizer, rows = (
+        family_tokenizer("qwen2_5"),
+        [SHORT | {"tools": [tool]}, SHORT | {"tools": json.dumps([tool])}],
+    )
+    for sample in prepare_sft_rows(rows, tokenizer, max_length=2048).samples:
+        assert '"name": "f"' in tokenizer.decode(sample.token_ids)
         assert sample.loss_mask.sum() == 3
     for nothing in (None, []):
         (sample,) = prepare_sft_rows([SHORT | {"tools": nothing}], byte_tokenizer(), max_length=99).samples
