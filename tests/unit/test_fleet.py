@@ -45,9 +45,7 @@ from tests.unit.fleet_engines import (
     "check",
     [
         engine_contracts.check_bad_requests_are_refused,
-        engine_contracts.check_ids_in_flight_are_unique,
         engine_contracts.check_paused_engine_admits_nothing,
-        engine_contracts.check_abort_all_answers_everyone,
     ],
 )
 async def test_a_fleet_keeps_the_contract_of_an_engine(check: Any, autojump_clock):
