@@ -193,8 +193,8 @@ async def check_non_finite_steps_change_nothing(open_backend: OpenBackend) -> No
 
 async def check_failed_step_stops_later_ones_until_reset(open_backend: OpenBackend) -> None:
     """The future of a step whose loss raises has that error, of an interrupted one StepInterrupted; later
-    ones EarlierStepFailed. After reset() the backend trains as if none of them had begun. A failure that nobody
-    awaited is raised when the backend closes.
+    ones EarlierStepFailed. After reset() the backend trains as if none of them had begun. A failure that
+    nobody awaited is raised when the backend closes.
     """
     batch = make_batch()
     undisturbed = await _train_twice(open_backend)
