@@ -62,11 +62,9 @@ def test_hostile_rewards_fail_their_samples_and_nothing_else(train: Train, tmp_p
     rows = [row for row in read_rows(tmp_path / "run" / "samples.jsonl") if row["stage"] == "rl"]
     failed = [row for row in rows if row["status"] == "failed"]
     assert {row["id"][-4:] for row in failed} == {"s003"}
-    kinds = {row["metadata"]["failure"]["class"] for row in failed}
-    assert kinds == set(CLASSES.values())
-    for row in failed:
-        assert "reward" not in row
-        assert row["metadata"]["failure"]["class"] == CLASSES[row["group_index"] % 8], row
+    assert all("reward" not in row for row in failed)
+    found = {row["group_index"] % 8: row["metadata"]["failure"]["class"] for row in failed}
+    assert found == {kind: CLASSES[kind] for kind in found} and set(found.values()) == set(CLASSES.values())
     assert any("no answer for this one" in row["metadata"]["failure"]["traceback"] for row in failed)
     steps = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["stage"] == "rl"]
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
@@ -87,7 +85,7 @@ def test_past_the_budget_the_run_stops_with_a_saved_state_and_goes_on_when_the_r
         f" {ALL_SAMPLES}"
     ).split()
     stopped = train.run(out, *arguments, mode="rl")
-    assert stopped.returncode == 1
+    assert stopped.returncode == 1, stopped.stderr
     assert "the grader is gone" in stopped.stderr and "Traceback" not in stopped.stderr
     saved = [path.name for path in (out / "checkpoints" / "rl").iterdir()]
     assert saved == ["step_2"], "the complete steps are saved"

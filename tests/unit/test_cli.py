@@ -105,15 +105,14 @@ async def test_what_init_writes_has_rows_and_functions_that_tell_right_from_wron
     assert config.rl is not None
     rows = load_all_rows(config, ("sft", "rl"), findings)
     functions = load_functions(config, ("sft", "rl"), findings, base_dir=tmp_path)
-    assert [finding for finding in findings if finding.level != "ok"] == []
     assert all(len(rows.list_rows(stage)) > 15 for stage in ("sft", "rl", "eval"))
-    samples = make_trial_samples(rows.list_rows("rl"))
+    right, wrong = make_trial_samples(rows.list_rows("rl"))
     reward, is_right = functions.reward, functions.eval_reward
     assert reward is not None and is_right is not None
-    results = [await call_reward(reward, sample) for sample in samples]
+    assert [is_right(right), is_right(wrong)] == [1.0, 0.0]
+    results = [await call_reward(reward, sample) for sample in (right, wrong)]
     assert results[0].reward == 1.0 and results[1].reward < 0.5
-    assert [is_right(sample) for sample in samples] == [1.0, 0.0]
-    both = tuple(map(apply_reward, samples, results))
+    both = tuple(map(apply_reward, (right, wrong), results))
     for group, kept in ((both, True), (both[:1] * 2, False)):
         assert (await call_filter(functions.filters[0], SampleGroup(0, "row-0", group))).keep == kept
 

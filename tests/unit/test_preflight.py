@@ -176,14 +176,14 @@ def test_what_is_wrong_with_rows_and_settings_of_rl_is_found(house, prompts: str
 
 
 @pytest.mark.parametrize(
-    ("question", "answer", "limit", "wrong"),
+    ("limit", "wrong"),
     [
-        (1, 50, 40, "sft.data: 1 responses are cut at max_length=40"),
-        (1, 50, 60, "sft.max_length: the longest row, in tokens: 60, more than the"),
+        (40, "sft.data: 1 responses are cut at max_length=40"),
+        (60, "sft.max_length: the longest row, in tokens: 60, more than the"),
     ],
 )
-def test_conversations_that_are_too_long_are_found(house, question: int, answer: int, limit: int, wrong: str):
-    write_rows(house / "sft.jsonl", {"prompt": "q" * question, "answer": "x" * answer})
+def test_conversations_that_are_too_long_are_found(house, limit: int, wrong: str):
+    write_rows(house / "sft.jsonl", {"prompt": "q", "answer": "x" * 50})
     found = look(house, SFT.replace("= 40", f"= {limit}"), ("sft",))
     assert any(wrong in line for line in found), found
 

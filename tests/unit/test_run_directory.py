@@ -38,11 +38,9 @@ def test_a_second_run_is_refused_and_told_who_holds_the_directory(tmp_path):
     check_unlocked(run_dir)
     assert not run_dir.root.exists(), "looking changes nothing"
     descriptor = lock_run_dir(run_dir)
+    named = rf"run is in use by process {os.getpid()} on \S+, since 20\d\d-.*--output\.dir DIR"
     for look in (lock_run_dir, check_unlocked):
-        with pytest.raises(
-            RunDirError,
-            match=rf"run is in use by process {os.getpid()} on \S+, since 20\d\d-.*--output\.dir DIR",
-        ):
+        with pytest.raises(RunDirError, match=named):
             look(run_dir)
     os.close(descriptor)
     check_unlocked(run_dir)
@@ -51,11 +49,9 @@ def test_a_second_run_is_refused_and_told_who_holds_the_directory(tmp_path):
 
 def test_the_lock_ends_with_kill_9_though_a_started_program_lives_on(tmp_path):
     run_dir = RunDir(tmp_path)
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert holder.stdout is not None
-    assert holder.stdin is not None
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdin is not None
     assert holder.stdout.readline() == "here\n"  # of the child, which has inherited what a child inherits
     with pytest.raises(RunDirError, match=f"process {holder.pid} on"):
         lock_run_dir(run_dir)
@@ -71,19 +67,15 @@ def test_the_lock_ends_with_the_run_though_a_forked_child_lives_on(tmp_path):
     os.close(other)
     reused = os.open(os.devnull, os.O_RDONLY)
     assert reused == other
-    told, tell = os.pipe()
-    here, say = os.pipe()
+    (told, tell), (here, say) = os.pipe(), os.pipe()
     child = os.fork()
-    if (
-        child == 0
-        # waits until the other end is closed; says first whether the number that is another file's now is
-        # open still
-    ):
+    if child == 0:
+        # says first whether the number that is another file's now is open still, then waits until the other
+        # end is closed
         try:
             os.close(tell)
-            os.write(
-                say, b"open" if os.fstat(reused).st_rdev == Path(os.devnull).stat().st_rdev else b"another"
-            )
+            is_open = os.fstat(reused).st_rdev == Path(os.devnull).stat().st_rdev
+            os.write(say, b"open" if is_open else b"another")
             os.read(told, 1)
         finally:
             os._exit(0)
@@ -141,11 +133,10 @@ def test_a_directory_that_holds_only_a_lock_is_empty(tmp_path):
         check_run_dir(run_dir, config, resume=True)
     os.close(descriptor)
     check_run_dir(run_dir, config, resume=False)
-    Path(
-        run_dir.root / ".tmp-config.toml"
-    ).touch()  # of a run that was killed while it wrote its first file; it could not be resumed
+    # of a run that was killed while it wrote its first file; it could not be resumed
+    (run_dir.root / ".tmp-config.toml").touch()
     check_run_dir(run_dir, config, resume=True)
-    Path(run_dir.root / "metrics.jsonl").touch()
+    (run_dir.root / "metrics.jsonl").touch()
     with pytest.raises(RunDirError, match="is not empty"):
         check_run_dir(run_dir, config, resume=False)
 
@@ -156,9 +147,8 @@ def test_who_only_asks_whether_a_run_is_at_work_keeps_none_from_starting(
     run_dir = RunDir(tmp_path)
     asking = os.open(run_dir.lock, os.O_RDONLY | os.O_CREAT)
     fcntl.flock(asking, fcntl.LOCK_SH)
-    monkeypatch.setattr(
-        os, "sched_yield", lambda: os.close(asking)
-    )  # the other process goes on, and has its answer
+    # the other process goes on, and has its answer
+    monkeypatch.setattr(os, "sched_yield", lambda: os.close(asking))
     descriptor = lock_run_dir(run_dir)
     assert is_locked(run_dir)
     os.close(descriptor)
