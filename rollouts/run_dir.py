@@ -31,7 +31,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rollouts.errors import RunDirError
 
@@ -201,33 +201,21 @@ def parse_step(name: str) -> int | None:
 # --- whether a run is at work -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
+class Activity(NamedTuple):
     """Whether a run is at work in a directory, as far as this machine can tell."""
 
-    where: Literal["here", "elsewhere", "nowhere", "unknown"]
-    """`elsewhere`: another machine used the directory last and left no summary; `unknown`: so did this one,
-    or one that is not named, and the lock cannot be asked.
-    """
-    locked: bool  # seen from here: then a process is at work beyond doubt
-    finished: bool  # there is a summary
+    state: Literal["running", "perhaps running", "finished", "stopped"]
     host: str = ""  # that used the directory last, empty where nothing says so
+    elsewhere: bool = False  # that is another machine, and the run there goes on, or may
 
     @property
     def may_go_on(self) -> bool:
         """Whether a run is at work, or may be."""
-        return self.where != "nowhere"
+        return self.state.endswith("running")
 
     @property
     def certain(self) -> bool:
-        return self.locked or not self.may_go_on
-
-    @property
-    def state(self) -> str:
-        """`running`, `perhaps running`, `finished` or `stopped`."""
-        if self.may_go_on:
-            return "running" if self.locked else "perhaps running"
-        return "finished" if self.finished else "stopped"
+        return self.state != "perhaps running"
 
 
 def find_activity(run_dir: RunDir) -> Activity:
@@ -240,23 +228,19 @@ def find_activity(run_dir: RunDir) -> Activity:
     locked, finished = is_locked(run_dir), run_dir.summary.exists()
     named = str(read_holder(run_dir).get("host", ""))
     host = ascii(named)[1:-1]  # shown on terminals, which the file shall not steer
-    if not locked and (finished or not run_dir.lock.exists()):
-        return Activity("nowhere", False, finished, host)
-    if named not in ("", socket.gethostname()):
-        return Activity("elsewhere", bool(locked), finished, host)
-    return Activity(
-        "unknown" if locked is None else "here" if locked else "nowhere", bool(locked), finished, host
-    )
+    elsewhere = named not in ("", socket.gethostname())
+    if locked:
+        return Activity("running", host, elsewhere)
+    if finished or not run_dir.lock.exists() or (locked is False and not elsewhere):
+        return Activity("finished" if finished else "stopped", host)
+    return Activity("perhaps running", host, elsewhere)
 
 
 def describe_activity(activity: Activity) -> str:
     """The state, where, if not here, and why it is not certain."""
-    if activity.where == "elsewhere":
-        return (
-            f"{activity.state} on"
-            f" {activity.host}{'' if activity.locked else ', whose lock may not be seen here'}"
-        )
-    return f"{activity.state}: its lock cannot be asked" if activity.where == "unknown" else activity.state
+    where = f" on {activity.host}" if activity.elsewhere else ""
+    why = ", whose lock may not be seen here" if where else ": its lock cannot be asked"
+    return f"{activity.state}{where}{'' if activity.certain else why}"
 
 
 def is_locked(run_dir: RunDir) -> bool | None:

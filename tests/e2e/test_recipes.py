@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -54,33 +53,3 @@ def test_every_loss_trains(tmp_path: Path, loss: str):
     rows = run(tmp_path / "run", f"--rl.loss {loss} --rl.steps 2")
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["optim/skipped_steps"] == 0 for row in rows)
-
-
-MINE = """
-from rollouts.types import FilterDecision, RewardResult
-async def short(sample):
-    if sample.id.endswith('s001'):
-        raise RuntimeError('no verdict on this one')
-    return RewardResult(-float(sample.response_length), note=sample.metadata['colour'])
-def keep(group):
-    return FilterDecision(keep=len(group.samples) == 7, reason='odd_size')
-"""
-
-
-def test_ones_own_files_beside_the_config_are_enough(tmp_path: Path):
-    (tmp_path / "mine.py").write_text(MINE)
-    lines = (json.dumps({"prompt": f"p{n}", "colour": "blue"}) for n in range(12))
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    text, tasks = TINY.read_text(), str(TINY.parents[1] / "tasks")
-    rl_data = text[text.index("[rl.data]") : text.index("[rl.rollout]")]
-    text = text.replace(rl_data, '[rl.data]\nkind = "jsonl"\npath = "rows.jsonl"\n\n')
-    text = text.replace("../tasks/arithmetic.py:close_answer", "mine.py:short").replace("../tasks", tasks)
-    (tmp_path / "mine.toml").write_text(text)
-    flags = f'--rl.steps 2 --rl.rollout.filters ["{tmp_path}/mine.py:keep"]'
-    rows = run(tmp_path / "run", flags, config=tmp_path / "mine.toml")
-    assert rows[0]["fail/reward"] >= 2
-    samples = [row for row in read_rows(tmp_path / "run" / "samples.jsonl") if row["stage"] == "rl"]
-    failed = [row for row in samples if row["status"] == "failed"]
-    assert "no verdict on this one" in failed[0]["metadata"]["failure"]["message"]
-    assert "reward" not in failed[0], "a failure is not a reward"
-    assert any(row["metadata"].get("reward_note") == "blue" for row in samples)

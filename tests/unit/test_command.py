@@ -53,10 +53,3 @@ def test_help_loads_nothing_heavy():
         [sys.executable, "-c", script % (heavy,)], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert done.stdout.strip() == "[]"
-
-
-def test_a_command_that_is_none_names_those_there_are(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as ended:
-        main(["inspekt"])
-    assert ended.value.code == 2
-    assert "inspect" in capsys.readouterr().err

@@ -20,7 +20,6 @@ from rollouts.config.load import (
     dump_config,
     load_config,
     load_recorded,
-    load_with_origins,
     training_digest,
 )
 from rollouts.config.plugins import load_function
@@ -248,15 +247,6 @@ changes = { from_step = 3, kl_coef = 0.2 }
     assert config.reference.rule() == (0.5, 2)
     assert load_config(write(dump_config(config))) == config
     assert config.rl.changes[0].model_fields_set == {"kl_coef", "from_step"}
-
-
-def test_every_value_says_where_it_comes_from(write):
-    path = write(RL + "[rl.loss_params]\nx = 3\n")
-    _, values = load_with_origins(path, ["--rl.optim.lr", "0.5"])
-    assert values["rl.steps"] == ("4", str(path))
-    assert values["rl.optim.lr"] == ("0.5", "--rl.optim.lr")
-    assert values["seed"] == ("0", "default")
-    assert explain_config("rl.loss_params", values) == f"rl.loss_params.x = 3  ({path})\n"
 
 
 def test_the_explanation_has_every_setting_once_and_there_are_few():

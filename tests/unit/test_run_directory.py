@@ -18,7 +18,7 @@ import pytest
 from rollouts.config.load import load_config
 from rollouts.errors import RunDirError
 from rollouts.preflight.run_directory import check_run_dir, check_unlocked, lock_run_dir
-from rollouts.run_dir import Activity, RunDir, describe_activity, find_activity, is_locked
+from rollouts.run_dir import RunDir, describe_activity, find_activity, is_locked
 
 HOLD = """
 import sys
@@ -161,11 +161,11 @@ def test_who_only_asks_whether_a_run_is_at_work_keeps_none_from_starting(
 def test_a_run_is_at_work_here_while_its_lock_is_held(tmp_path: Path):
     run_dir, host = RunDir(tmp_path), socket.gethostname()
     descriptor = lock_run_dir(run_dir)
-    assert find_activity(run_dir) == Activity("here", locked=True, finished=False, host=host)
+    assert find_activity(run_dir) == ("running", host, False)
     run_dir.summary.touch()  # written last, and the process has yet to end
-    assert find_activity(run_dir).where == "here"
+    assert find_activity(run_dir).may_go_on
     os.close(descriptor)
-    assert find_activity(run_dir) == Activity("nowhere", locked=False, finished=True, host=host)
+    assert find_activity(run_dir) == ("finished", host, False)
     run_dir.summary.unlink()
     assert describe_activity(find_activity(run_dir)) == "stopped"
 
@@ -176,23 +176,20 @@ def test_a_lock_of_another_machine_that_is_not_seen_proves_nothing_until_there_i
     assert find_activity(run_dir).host == "no\\x1b[2Jde3"
     run_dir.lock.write_text('{"pid": 7, "host": "node3"}\n')
     activity = find_activity(run_dir)
-    assert activity == Activity("elsewhere", locked=False, finished=False, host="node3")
-    assert (activity.state, activity.certain, activity.may_go_on) == ("perhaps running", False, True)
+    assert activity == ("perhaps running", "node3", True) and activity.may_go_on and not activity.certain
     assert describe_activity(activity) == "perhaps running on node3, whose lock may not be seen here"
     run_dir.summary.touch()
-    assert find_activity(run_dir) == Activity("nowhere", locked=False, finished=True, host="node3")
+    assert find_activity(run_dir) == ("finished", "node3", False)
 
 
-@pytest.mark.parametrize(
-    ("holder", "where"), [("", "unknown"), ("[]", "unknown"), ('{"host": "node3"}', "elsewhere")]
-)
+@pytest.mark.parametrize(("holder", "elsewhere"), [("", False), ("[]", False), ('{"host": "node3"}', True)])
 def test_without_locks_a_run_may_be_at_work_until_it_has_a_summary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str, where: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str, elsewhere: bool
 ):
     run_dir = RunDir(tmp_path)
     refuse_with(monkeypatch, fcntl, "flock", errno.ENOSYS)
     run_dir.lock.write_text(holder)
     activity = find_activity(run_dir)
-    assert (activity.where, activity.state, activity.certain) == (where, "perhaps running", False)
+    assert (activity.state, activity.elsewhere, activity.certain) == ("perhaps running", elsewhere, False)
     run_dir.summary.touch()
     assert find_activity(run_dir).state == "finished"
