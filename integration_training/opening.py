@@ -210,8 +210,7 @@ def find_autocast_dtype(run: Run) -> torch.dtype | None:
 
 def choose_keep(config: RunConfig) -> Keep:
     """Which checkpoints of a stage stay."""
-    last = config.output.keep_checkpoints
-    return Keep(last, accuracy_key(config) if last and config.eval else None)
+    return Keep(config.output.keep_checkpoints, accuracy_key(config) or None)
 
 
 def accuracy_key(config: RunConfig) -> str:

@@ -26,22 +26,12 @@ import trio
 
 from rollouts.config.load import load_config
 from rollouts.config.modes import STAGES, check_mode, parse_mode
-from rollouts.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    EngineSetupError,
-    ModelError,
-    PlugInError,
-    RolloutsError,
-    RunDirError,
-)
+from rollouts.errors import RolloutsError
 from rollouts.preflight.ranks import check_ranks, choose_relaunch
 from rollouts.ranks.launch import read_launch
 
 # Python's own look at every rollout in flight several times: a quarter of the driver's CPU time at 4096
 COLLECTOR_THRESHOLDS = (10_000, 20, 20)
-BAD_INPUT = (ConfigError, DataError, ModelError, PlugInError, RunDirError, CheckpointError, EngineSetupError)
 
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
@@ -94,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted before training began", file=sys.stderr)
     if not errors:
         return 130
-    return 2 if isinstance(errors[0], BAD_INPUT) else 1
+    return errors[0].exit_code
 
 
 def leaf_errors(group: BaseExceptionGroup[RolloutsError]) -> list[RolloutsError]:

@@ -57,29 +57,43 @@ from typing import Any
 class RolloutsError(Exception):
     """Base of every error that rollouts raises on purpose."""
 
+    exit_code = 1  # of a program that ends with it; 2: a setting, file or plug-in is wrong
+
 
 class ConfigError(RolloutsError):
     """A setting is unknown, of the wrong type, or breaks a rule."""
+
+    exit_code = 2
 
 
 class DataError(RolloutsError):
     """A dataset file or row is missing or malformed."""
 
+    exit_code = 2
+
 
 class ModelError(RolloutsError):
     """A model directory, tokenizer or chat template cannot be used."""
+
+    exit_code = 2
 
 
 class PlugInError(RolloutsError):
     """A user function named in the config does not import or has the wrong signature."""
 
+    exit_code = 2
+
 
 class RunDirError(RolloutsError):
     """The output directory belongs to another run, or is not a run directory."""
 
+    exit_code = 2
+
 
 class CheckpointError(RolloutsError):
     """A checkpoint cannot be read, is not what it should be, or of another model."""
+
+    exit_code = 2
 
 
 class CheckpointDamaged(CheckpointError):
@@ -188,6 +202,8 @@ class EngineSetupError(EngineError):
     """A server whose settings would falsify training, or one that does not start. The message names the flag
     to set.
     """
+
+    exit_code = 2
 
 
 class FleetDown(EngineError):

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from rollouts import __version__
-from rollouts.errors import ConfigError, DataError, ModelError, PlugInError, RolloutsError, RunDirError
+from rollouts.errors import RolloutsError
 from rollouts.inspect.terminal import make_safe
 
 COMMANDS = tomllib.loads(Path(__file__).with_name("commands.toml").read_text("utf-8"))
-BAD_INPUT = (ConfigError, DataError, ModelError, PlugInError, RunDirError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except RolloutsError as error:
         print(f"{type(error).__name__}: {make_safe(str(error))}", file=sys.stderr)
-        return 2 if isinstance(error, BAD_INPUT) else 1
+        return error.exit_code
 
 
 def make_parser(command: str = "") -> argparse.ArgumentParser:

@@ -126,10 +126,9 @@ def prepare_rows(
         tools = parse_tools(row.get("tools"), where="tools")
         return tokenize_prompt(row["prompt"], tokenizer, options=options, tools=tools).tolist()
 
-    sampled = {"rl.rollout": config.rl and config.rl.rollout, "eval": config.eval}
-    for section, settings in sampled.items():
-        name = f"{section.removesuffix('.rollout')}.data"
-        found = rows.list_rows(name.removesuffix(".data"))
+    rollout = config.rl and config.rl.rollout
+    for stage, section, settings in (("rl", "rl.rollout", rollout), ("eval", "eval", config.eval)):
+        name, found = f"{stage}.data", rows.list_rows(stage)
         with findings.reporting(name):
             if not settings or not found:
                 continue
