@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,6 @@ from rollouts.generation.samples import FAILED_SAMPLES, check_enough, make_sampl
 from rollouts.metrics.spans import REWARDS, Answered, SpanRecorder, listing_answers
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
 from rollouts.rewards.call import (
-    USER_THREADS,
     call_filter,
     call_generate,
     call_group_reward,
@@ -70,8 +69,6 @@ class GroupPlan:
     sampling: SamplingParams
     seed: int  # of the run
     reward_timeout_s: float
-    # places of sync functions
-    limiter: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(USER_THREADS))
     # whether the tokens of an aborted sample are fresh enough to go on from
     may_continue: Callable[[Sample], bool] = lambda sample: True
     is_stopping: Callable[[], bool] = lambda: False  # whether an aborted sample ends with what it has
@@ -258,7 +255,7 @@ async def _generate_segments(plan: GroupPlan, member: Member) -> tuple[Sample, .
         if plan.is_stopping():
             return (start,)
         reach("rollout.dispatch")
-        segments = await call_generate(plan.generate, start, plan.engine, sampling, limiter=plan.limiter)
+        segments = await call_generate(plan.generate, start, plan.engine, sampling)
         reach("rollout.generated")
         last = segments[-1]
         if last.status is not Status.ABORTED:
@@ -284,9 +281,7 @@ async def score_member(plan: GroupPlan, member: Member) -> Member:
         started = trio.current_time()
         try:
             reach("rollout.before_reward")
-            result = await call_reward(
-                plan.reward, last, timeout_s=plan.reward_timeout_s, limiter=plan.limiter
-            )
+            result = await call_reward(plan.reward, last, timeout_s=plan.reward_timeout_s)
             reach("rollout.after_reward")
             segments = tuple(apply_reward(segment, result) for segment in member.segments)
         except UserFunctionError as error:
@@ -321,7 +316,7 @@ async def close_group(plan: GroupPlan, group: Group) -> None:
     for filter_ in plan.filters:
         if decision.keep:
             left = replace(group, members=members).sample_group
-            decision = await call_filter(filter_, left, timeout_s=plan.reward_timeout_s, limiter=plan.limiter)
+            decision = await call_filter(filter_, left, timeout_s=plan.reward_timeout_s)
     group.members, group.decision = members, decision
 
 
@@ -334,9 +329,7 @@ async def _score_together(
     ends = [member.segments[-1] for member in members if not member.failed]
     try:
         reach("rollout.before_reward")
-        results = await call_group_reward(
-            group_reward, ends, timeout_s=plan.reward_timeout_s, limiter=plan.limiter
-        )
+        results = await call_group_reward(group_reward, ends, timeout_s=plan.reward_timeout_s)
         reach("rollout.after_reward")
     except UserFunctionError as error:
         failed = {end.id: (_fail_scoring(end, error, group_reward),) for end in ends}

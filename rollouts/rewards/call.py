@@ -35,6 +35,7 @@ from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup, Sa
 
 # calls of sync functions at once: enough to hide waiting for a service; Python code shares one lock anyway
 USER_THREADS = 32
+_user_threads: trio.lowlevel.RunVar[trio.CapacityLimiter | None] = trio.lowlevel.RunVar("user threads")
 BLOCKING_S = 0.1  # in one step; above it an async function is named as blocking the event loop
 _watchers: list[Callable[[str, float], None]] = []  # get an async function's name and the seconds of a step
 
@@ -44,8 +45,6 @@ async def call_generate(
     sample: Sample,
     engine: InferenceEngine,
     sampling: SamplingParams,
-    *,
-    limiter: trio.CapacityLimiter | None = None,
 ) -> tuple[Sample, ...]:
     """The segments of one trajectory, at least one, none of them pending; they carry the id of `sample`
     (later ones id.1, id.2, …) and its group.
@@ -55,7 +54,7 @@ async def call_generate(
     """
     where = f"generate function {function_name(generate)} on sample {sample.id}"
     try:
-        answer = await _call(generate, sample, engine, sampling, where=where, limiter=limiter)
+        answer = await _call(generate, sample, engine, sampling, where=where)
     except UserFunctionError as error:
         if isinstance(error.__cause__, RolloutsError) and not isinstance(error.__cause__, UserFunctionError):
             raise error.__cause__ from None
@@ -83,7 +82,6 @@ async def call_reward(
     sample: Sample,
     *,
     timeout_s: float = math.inf,
-    limiter: trio.CapacityLimiter | None = None,
 ) -> RewardResult:
     """The reward as a checked record. `timeout_s` counts from when the function starts, not while it waits
     for a thread.
@@ -92,7 +90,7 @@ async def call_reward(
     if it takes too long.
     """
     where = f"reward function {function_name(reward)} on sample {sample.id}"
-    return check_reward(await _call(reward, sample, where=where, timeout_s=timeout_s, limiter=limiter), where)
+    return check_reward(await _call(reward, sample, where=where, timeout_s=timeout_s), where)
 
 
 async def call_group_reward(
@@ -100,13 +98,12 @@ async def call_group_reward(
     samples: Sequence[Sample],
     *,
     timeout_s: float = math.inf,
-    limiter: trio.CapacityLimiter | None = None,
 ) -> tuple[RewardResult, ...]:
     """One checked reward per sample, in their order. Raises like call_reward, and if the number of rewards is
     another than of samples.
     """
     where = f"group reward function {function_name(group_reward)} on the group of sample {samples[0].id}"
-    answer = await _call(group_reward, tuple(samples), where=where, timeout_s=timeout_s, limiter=limiter)
+    answer = await _call(group_reward, tuple(samples), where=where, timeout_s=timeout_s)
     return check_group_rewards(answer, len(samples), where)
 
 
@@ -115,7 +112,6 @@ async def call_filter(
     group: SampleGroup,
     *,
     timeout_s: float = math.inf,
-    limiter: trio.CapacityLimiter | None = None,
 ) -> FilterDecision:
     """The decision; a drop without a reason gets the function's name as its reason. `timeout_s` counts like
     that of call_reward.
@@ -124,9 +120,7 @@ async def call_filter(
     """
     name = function_name(filter_)
     where = f"filter {name} on group {group.group_index} (prompt {group.prompt_id})"
-    answer = await _call(
-        filter_, group, where=where, timeout_s=timeout_s, limiter=limiter, late=UserFunctionError
-    )
+    answer = await _call(filter_, group, where=where, timeout_s=timeout_s, late=UserFunctionError)
     return check_decision(answer, name, where)
 
 
@@ -163,7 +157,6 @@ async def _call(
     *arguments: object,
     where: str,
     timeout_s: float = math.inf,
-    limiter: trio.CapacityLimiter | None = None,
     late: type[UserFunctionError] = RewardTimeout,
 ) -> Any:
     """The function's answer. Raises `late` after timeout_s, UserFunctionError from whatever it raised.
@@ -179,7 +172,9 @@ async def _call(
                 scope.deadline = trio.current_time() + timeout_s
                 answer = await _timed(function(*arguments), what)
             else:
-                async with limiter or trio.to_thread.current_default_thread_limiter():
+                if (places := _user_threads.get(None)) is None:
+                    _user_threads.set(places := trio.CapacityLimiter(USER_THREADS))
+                async with places:
                     scope.deadline = trio.current_time() + timeout_s
                     # A limiter of its own: a thread that is abandoned must not keep its place, or as many
                     # hung calls as there are places would stop everything. The budget of failed samples

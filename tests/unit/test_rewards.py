@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import math
 import threading
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from rollouts.rewards import call
 from rollouts.rewards.call import call_filter, call_generate, call_group_reward, call_reward, watch_blocking
 from rollouts.rewards.check import apply_reward, check_group_rewards, check_reward
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup, Status
+from tests.support.text_tables import read_cells
 
 SAMPLE = Sample(id="g0-s0", prompt="1+1?", response="2", metadata={"answer": "2"}, status=Status.COMPLETED)
 GROUP = SampleGroup(3, "row-7", (SAMPLE,))
@@ -95,59 +97,57 @@ def raise_in_the_middle():
     raise ValueError("oops")
 
 
-no_number = "it must be a finite number"
+# kind of function | its answer in JSON | what the error says
+JSON_ANSWERS = r"""
+reward   | NaN                      | returned nan as its reward; it must be a finite number
+reward   | Infinity                 | returned inf as its reward
+reward   | null                     | returned None as its reward
+reward   | "1"                      | returned '1' as its reward
+reward   | [1.0]                    | returned \[1.0\] as its reward
+reward   | {}                       | returned a mapping without parts
+reward   | {"a": NaN}               | returned nan as its part 'a'
+reward   | {"": 1.0}                | returned None as its name of a part
+reward   | {"a": 1e308, "b": 1e308} | returned parts whose sum is not finite
+reward   | {"a\ud800": 1.0}         | returned .* as its name of a part, .*surrogates not allowed
+group    | [1.0]                    | returned \[1.0\]; it must return 2 rewards, one per sample
+group    | 1.0                      | it must return 2 rewards, one per sample
+group    | {"a": 1.0, "b": 2.0}     | it must return 2 rewards, one per sample
+group    | "ab"                     | it must return 2 rewards, one per sample
+group    | [1.0, null]              | reward 1 returned None
+filter   | null                     | True, False or a FilterDecision
+filter   | 1                        | True, False or a FilterDecision
+filter   | "yes"                    | True, False or a FilterDecision
+filter   | 0.5                      | True, False or a FilterDecision
+generate | null                     | returned None; it must return a Sample or a sequence of Samples
+generate | []                       | returned \[\]; it must return a Sample or a sequence of Samples
+"""
 no_count = "it must return 2 rewards, one per sample"
 no_decision = "True, False or a FilterDecision"
-no_samples = "it must return a Sample or a sequence of Samples"
-NO_ANSWERS: dict[str, list[tuple[Any, str]]] = {
-    "reward": [
-        (math.nan, f"returned nan as its reward; {no_number}"),
-        (math.inf, "returned inf as its reward"),
-        (None, "returned None as its reward"),
-        ("1", "returned '1' as its reward"),
-        (np.array([1.0]), "returned array"),
-        ([1.0], r"returned \[1.0\] as its reward"),
-        (10**400, "returned 1000"),
-        ({}, "returned a mapping without parts"),
-        ({"a": math.nan}, "returned nan as its part 'a'"),
-        ({1: 1.0}, "returned 1 as its name of a part, which must be text"),
-        ({"": 1.0}, "returned None as its name of a part"),
-        ({"a": 1e308, "b": 1e308}, "returned parts whose sum is not finite"),
-        ({"a\ud800": 1.0}, "returned .* as its name of a part, .*surrogates not allowed"),
-        (RewardResult(math.nan), "returned nan as its reward"),
-        (RewardResult(1.0, {"a": None}), "returned None as its part 'a'"),  # type: ignore[dict-item]
-        (RewardResult(1.0, note=3), "returned 3 as its note, which must be text"),  # type: ignore[arg-type]
-        (RewardResult(1.0, {}, "\ud800"), "returned .* as its note, .*surrogates not allowed"),
-        (Unprintable(), r"returned a Unprintable \(its repr cannot be had: SystemExit\) as its reward"),
-        (OddNumber(), f"returned .* as its reward; {no_number}"),
-    ],
-    "group": [
-        ([1.0], rf"returned \[1.0\]; {no_count}"),
-        (1.0, no_count),
-        ({"a": 1.0, "b": 2.0}, no_count),
-        ("ab", no_count),
-        ({1.0, 2.0}, no_count),
-        (iter([1.0, 1.0]), no_count),
-        (itertools.repeat(1.0), no_count),  # endless
-        (raise_in_the_middle(), no_count),
-        ([1.0, None], "reward 1 returned None"),
-    ],
-    "filter": [
-        *((value, no_decision) for value in (None, 1, "yes", 0.5)),
-        *((FilterDecision(*value), no_decision) for value in (("no",), (False, 3), (False, "why", None))),
-    ],
-    "generate": [
-        (None, f"returned None; {no_samples}"),
-        ([], rf"returned \[\]; {no_samples}"),
-        ([SAMPLE, "text"], no_samples),
-        (Sample(id="x", prompt="x"), "status is still pending"),
-    ],
-}
+NO_ANSWERS: list[tuple[str, Any, str]] = [
+    *((kind, json.loads(value), message) for kind, value, message in read_cells(JSON_ANSWERS)),
+    ("reward", np.array([1.0]), "returned array"),
+    ("reward", 10**400, "returned 1000"),
+    ("reward", {1: 1.0}, "returned 1 as its name of a part, which must be text"),
+    ("reward", RewardResult(math.nan), "returned nan as its reward"),
+    ("reward", RewardResult(1.0, {"a": None}), "returned None as its part 'a'"),  # type: ignore[dict-item]
+    ("reward", RewardResult(1.0, note=3), "returned 3 as its note, which must be text"),  # type: ignore[arg-type]
+    ("reward", RewardResult(1.0, {}, "\ud800"), "returned .* as its note, .*surrogates not allowed"),
+    ("reward", Unprintable(), r"returned a Unprintable \(its repr cannot be had: SystemExit\) as its reward"),
+    ("reward", OddNumber(), "returned .* as its reward; it must be a finite number"),
+    ("group", {1.0, 2.0}, no_count),
+    ("group", iter([1.0, 1.0]), no_count),
+    ("group", itertools.repeat(1.0), no_count),  # endless
+    ("group", raise_in_the_middle(), no_count),
+    *(
+        ("filter", FilterDecision(*value), no_decision)
+        for value in (("no",), (False, 3), (False, "why", None))
+    ),
+    ("generate", [SAMPLE, "text"], "it must return a Sample or a sequence of Samples"),
+    ("generate", Sample(id="x", prompt="x"), "status is still pending"),
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "value", "message"), [(kind, *row) for kind, rows in NO_ANSWERS.items() for row in rows]
-)
+@pytest.mark.parametrize(("kind", "value", "message"), NO_ANSWERS)
 async def test_what_is_no_answer_is_an_error_that_names_function_and_sample(
     kind: str, value: Any, message: str
 ):
@@ -305,21 +305,20 @@ async def test_cancellation_inside_a_group_of_errors_passes_through(autojump_clo
     assert scope.cancelled_caught
 
 
-async def test_hung_calls_do_not_keep_the_places_of_others():
-    let_go, limiter = threading.Event(), trio.CapacityLimiter(2)
+async def test_hung_calls_do_not_keep_the_places_of_others(monkeypatch: pytest.MonkeyPatch):
+    let_go = threading.Event()
+    monkeypatch.setattr(call, "USER_THREADS", 2)
 
     async def expect_timeout() -> None:
         with pytest.raises(RewardTimeout):
-            await call_reward(lambda sample: let_go.wait(30), SAMPLE, timeout_s=0.05, limiter=limiter)
+            await call_reward(lambda sample: let_go.wait(30), SAMPLE, timeout_s=0.05)
 
     try:
         with trio.fail_after(20):
             async with trio.open_nursery() as nursery:
                 for _ in range(5):
                     nursery.start_soon(expect_timeout)
-            assert (
-                await call_reward(lambda sample: 0.5, SAMPLE, timeout_s=15, limiter=limiter)
-            ).reward == 0.5
+            assert (await call_reward(lambda sample: 0.5, SAMPLE, timeout_s=15)).reward == 0.5
     finally:
         let_go.set()
 
