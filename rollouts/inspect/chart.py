@@ -62,12 +62,20 @@ def draw_chart(panel: Sequence[Curve], *, width: int = 72, height: int = 10, log
     if not len(values):
         return Text(f"{title}: no value is above 0, so that none has a logarithm")
     low, high, first, last = values.min(), values.max(), steps.min(), steps.max()
+    scale = np.log if log else np.asarray
     cells, owners = np.zeros((2, height, width), np.int64)
     for number, curve in enumerate(panel):
+        if not len(curve.values):
+            continue
         columns = np.rint((curve.steps - first) * (2 * width - 1) / max(1, last - first)).astype(np.int64)
         held, places = np.unique(columns, return_inverse=True)
-        means = np.append([low, high], np.bincount(places, curve.values) / np.bincount(places))
-        dots = place_dots(held, np.log(means) if log else means, (4 * height, 2 * width))
+        means = np.bincount(places, curve.values) / np.bincount(places)
+        # straight from mean to mean, by more points than there are dots: a line has no gaps
+        fine = np.linspace(held[0], held[-1], 16 * width * height)
+        heights = np.interp(fine, held, scale(means)) - scale(low)
+        shares = heights / (scale(high) - scale(low)) if high > low else heights + 0.5
+        dots = np.zeros((4 * height, 2 * width), dtype=bool)
+        dots[np.rint((1 - shares) * (4 * height - 1)).astype(int), np.rint(fine).astype(int)] = True
         bits = (dots.reshape(height, 4, width, 2) * DOT_BITS[:, None, :]).sum(axis=(1, 3))
         cells |= bits
         owners[bits > 0] = number
@@ -82,23 +90,6 @@ def draw_chart(panel: Sequence[Curve], *, width: int = 72, height: int = 10, log
     for curve, colour in zip(panel if len(panel) > 1 else (), colours, strict=False):
         text.append(f"\n  ━ {curve.run}", colour)
     return text
-
-
-def place_dots(columns: np.ndarray, heights: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """[shape] bool: the dots of a line without gaps, straight between these columns.
-
-    heights: the lowest and the highest of the chart, then of each column.
-    """
-    dots, (low, high), numbers = np.zeros(shape, dtype=bool), heights[:2], np.arange(shape[0])[:, None]
-    if len(columns):
-        inside = np.arange(columns[0], columns[-1] + 1)
-        shares = (np.interp(inside, columns, heights[2:]) - low) / (high - low or 1) + 0.5 * (high == low)
-        lines = shape[0] - 1 - np.rint(shares * (shape[0] - 1))
-        before = np.append(lines[:1], lines[:-1])  # a column reaches to beside the dot before it
-        dots[:, inside] = (numbers >= np.minimum(lines, before + 1)) & (
-            numbers <= np.maximum(lines, before - 1)
-        )
-    return dots
 
 
 def save_png(panels: Sequence[Sequence[Curve]], path: Path, *, log: bool = False) -> None:

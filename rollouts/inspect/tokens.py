@@ -40,12 +40,11 @@ def find_updates(record: Record, rows: Sequence[Row]) -> dict[tuple[Any, ...], R
 
 
 def find_tokenizer(record: Record) -> Tokenizer | None:
-    """The tokenizer.json of the newest checkpoint, else of the weights, else of model.name. Where there is
-    none that can be read, None and a note.
+    """The tokenizer.json of the newest checkpoint, else of model.name. Where there is none that can be read,
+    None and a note.
     """
     run_dir = record.run_dir
     places = [run_dir.checkpoint(stage, step) for stage, step in reversed(find_checkpoints(run_dir))]
-    places += sorted(run_dir.weights.glob("v*"), key=lambda path: path.stat().st_mtime, reverse=True)
     with suppress(OSError, ValueError, KeyError, TypeError):  # no readable config: the others may do
         places.append(Path(tomllib.loads(run_dir.config.read_text("utf-8"))["model"]["name"]).expanduser())
     reason = "there is no tokenizer.json yet: the first checkpoint brings it"

@@ -54,15 +54,17 @@ async def open_trackers(
             over.set()
             with trio.CancelScope(shield=True, deadline=trio.current_time() + end_s):
                 await ended.wait()
-            left = "the follower has ended" if ended.is_set() else f"they have {DRAIN_S:.0f} s more"
             nursery.cancel_scope.cancel()
-    states = {name: read_state(root, name) for name in names}
-    if behind := [name for name, (_, is_behind) in states.items() if is_behind]:
-        say(f"not everything was sent to {', '.join(behind)}, {left}; {describe_catching_up(root, behind)}")
-    for name, (left_out, _) in states.items():
+    behind: list[str] = []
+    for name in names:
+        left_out, is_behind = read_state(root, name)
+        behind += [name] * is_behind
         if left_out:
             log = root / "trackers" / f"{name}.log"
             say(f"warning: {name} does not have all rows: {left_out}; {log} says why")
+    if behind:
+        left = "the follower has ended" if ended.is_set() else f"they have {DRAIN_S:.0f} s more"
+        say(f"not everything was sent to {', '.join(behind)}, {left}; {describe_catching_up(root, behind)}")
 
 
 async def keep_follower(

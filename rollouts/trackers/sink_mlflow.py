@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rollouts.config.secrets import flatten_settings
-from rollouts.errors import RowsRefused, SinkRefused, SinkUnavailable
+from rollouts.errors import RowsRefused, SinkRefused
 from rollouts.trackers.sinks import RunInfo, TrackedRow, clean_name
 
 TAG = "rollouts.run_id"
@@ -30,7 +30,9 @@ PATIENCE = {
 
 
 class MlflowSink:
-    """One run of an MLflow experiment, made if it is not there. Raises SinkRefused or SinkUnavailable."""
+    """One run of an MLflow experiment, made if it is not there. Raises SinkRefused, and what MLflow raises
+    where the server does not answer.
+    """
 
     def __init__(self, run: RunInfo) -> None:
         for name, value in PATIENCE.items():
@@ -55,7 +57,7 @@ class MlflowSink:
         return made
 
     def send(self, rows: Sequence[TrackedRow]) -> None:
-        """One call for each thousand metrics. Raises SinkRefused, SinkUnavailable or RowsRefused."""
+        """One call for each thousand metrics. Raises SinkRefused or RowsRefused."""
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         metrics = [
@@ -89,13 +91,10 @@ def read_status(error: Exception) -> int:
 
 @contextmanager
 def translating() -> Iterator[None]:
-    """MLflow's errors become SinkRefused where the server knows us not or finds the request wrong, otherwise
-    SinkUnavailable.
-    """
+    """MLflow's errors become SinkRefused where the server knows us not or finds the request wrong."""
     try:
         yield
-    except RowsRefused:
-        raise
     except Exception as error:
-        refused = read_status(error) in (400, 401, 403, 404)
-        raise (SinkRefused if refused else SinkUnavailable)(str(error)) from error
+        if read_status(error) in (400, 401, 403, 404):
+            raise SinkRefused(str(error)) from error
+        raise

@@ -34,8 +34,8 @@ class TensorBoardSink:
     def __init__(self, run: RunInfo) -> None:
         mark = run.mark or {}
         self._root, self._owner = run.root / "trackers" / "tensorboard", run.id[:8]
-        self._sizes: dict[str, int] = dict(mark.get("sizes", {}))  # by path below root
-        self._attempts: dict[str, int] = dict(mark.get("attempts", {}))  # the newest of each stage
+        self._sizes: dict[str, int] = mark.get("sizes", {})  # by path below root
+        self._attempts: dict[str, int] = mark.get("attempts", {})  # the newest of each stage
         self._files: dict[str, tuple[str, BinaryIO]] = {}  # by stage: path below root
         for path in self._root.glob(f"*/events.out.tfevents.*.{self._owner}.*"):
             size = self._sizes.get(path.relative_to(self._root).as_posix(), 0)
@@ -51,7 +51,7 @@ class TensorBoardSink:
         for name, file in self._files.values():
             file.flush()
             self._sizes[name] = file.tell()
-        return {"sizes": dict(self._sizes), "attempts": dict(self._attempts)}
+        return {"sizes": self._sizes, "attempts": self._attempts}
 
     def close(self) -> None:
         """Closes the files."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollouts.errors import SinkRefused, SinkUnavailable
+from rollouts.errors import SinkRefused
 from rollouts.trackers.sinks import RunInfo, TrackedRow
 
 
 class WandbSink:
-    """One run of a wandb project. Raises SinkRefused for a key that is missing or wrong, SinkUnavailable
+    """One run of a wandb project. Raises SinkRefused for a key that is missing or wrong, what wandb raises
     where the service does not answer.
     """
 
@@ -38,8 +38,6 @@ class WandbSink:
             )
         except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
             raise SinkRefused(f"{error}; set WANDB_API_KEY, or WANDB_MODE=offline") from error
-        except (wandb.errors.Error, OSError) as error:
-            raise SinkUnavailable(str(error)) from error
         self._teardown = wandb.teardown
         self._axes: set[str] = set()  # whose axis is defined
 

@@ -13,7 +13,6 @@ import trio
 from msgspec.structs import replace
 
 from rollouts.cli import make_parser
-from rollouts.cli.settings import check_output
 from rollouts.config.load import load_config
 from rollouts.config.schema import RunConfig
 from rollouts.config.secrets import find_secrets, hide_secrets, remove_secrets
@@ -156,8 +155,6 @@ def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path, monkey
     config = load(tmp_path, '["statsd", "wandb"]')
     with pytest.raises(ConfigError, match=r"output\.trackers: .*pip install 'rollouts-rl\[wandb\]'"):
         check_trackers(config.output.trackers)
-    (finding,) = [finding for finding in check_output(config) if finding.subject == "output.trackers"]
-    assert finding.level == "error"
 
 
 def test_settings_that_look_like_secrets_are_left_out(root: Path):
