@@ -186,7 +186,8 @@ class Record:
 
     def list_files(self, kind: str) -> str:
         """The files of a kind as SQL has them; an empty one where there are none."""
-        return ", ".join(quote_text(str(part)) for part in find_parts(self.run_dir, kind) or ["/dev/null"])
+        files = find_parts(self.run_dir, kind) or ["/dev/null"]
+        return ", ".join("'" + str(file).replace("'", "''") + "'" for file in files)
 
     def load_points(self) -> None:
         """Loads metrics and evaluations, and makes the tables of POINTS."""
@@ -294,8 +295,3 @@ def is_newest(kind: str, table: str) -> str:
 def quote_name(name: str) -> str:
     """A name as SQL has it."""
     return '"' + name.replace('"', '""') + '"'
-
-
-def quote_text(text: str) -> str:
-    """A text as SQL has it."""
-    return "'" + text.replace("'", "''") + "'"

@@ -51,18 +51,16 @@ def export_trace(record: Record, output: Path, *, steps: tuple[int, int] | None 
     record.load("spans")
     between = list(steps or (-1, 1 << 62))
     record.connection.execute(SHOWN, between)
-    (found,) = record.rows("SELECT count(*) AS spans, min(start_unix) AS begin FROM shown")
+    (found,) = record.rows("SELECT count(*) AS spans FROM shown")
     if not found["spans"]:
         which = f" of steps {steps[0]} to {steps[1]}" if steps else ""
         raise RunDirError(
             f"{record.root}: spans.jsonl has no span{which}; name a run that has trained a step"
         )
     counters = record.rows(COUNTERS, between)
-    name = record.root.resolve().name
-    head = {"displayTimeUnit": "ms", "otherData": {"run": name, "start_unix": round(found["begin"], 6)}}
     events = chain(place_events(record.iterate_rows(EVENTS)), counters)
-    encode = msgspec.json.encode
-    begin = encode(head)[:-1] + b',"traceEvents":[\n' + encode(describe("process_name", 0, name=name))
+    encode, process = msgspec.json.encode, describe("process_name", 0, name=record.root.resolve().name)
+    begin = b'{"traceEvents":[\n' + encode(process)
     try:
         replace_file(output, chain([begin], (b",\n" + encode(event) for event in events), [b"\n]}\n"]))
     except OSError as error:

@@ -35,7 +35,7 @@ def export(run: Path, *rows: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     with open_record(run, points=True) as record:
         export_trace(record, run / "trace.json")
     trace = json.loads((run / "trace.json").read_text())
-    assert trace["otherData"]["run"] == run.name
+    assert trace["traceEvents"][0]["args"] == {"name": run.name}
     kinds: dict[str, list[dict[str, Any]]] = {"X": [], "M": [], "C": []}
     for event in trace["traceEvents"]:
         kinds[event["ph"]].append(event)
