@@ -27,15 +27,13 @@ def find_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     unsplit = set(getattr(model, "_no_split_modules", None) or ())
-    found: list[torch.nn.Module] = []
-    inside: set[int] = set()
-    for module in model.modules():
-        if id(module) not in inside and (
-            isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in unsplit
-        ):
-            found.append(module)
-            inside.update(id(part) for part in module.modules())
-    return found
+
+    def find(module: torch.nn.Module) -> list[torch.nn.Module]:
+        if isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in unsplit:
+            return [module]
+        return [layer for child in module.children() for layer in find(child)]
+
+    return find(model)
 
 
 def compile_layers(model: PreTrainedModel, *, backend: str | Callable[..., Any]) -> int:

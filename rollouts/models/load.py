@@ -13,7 +13,7 @@ import torch
 from rollouts.errors import ModelError
 from rollouts.models.classes import ModelHead, find_class
 from rollouts.models.directories import check_model_directory, choose_model_cache
-from rollouts.models.gguf import make_bundled_model, make_gguf_model
+from rollouts.models.gguf import find_bundled_file, make_gguf_model
 from rollouts.models.quiet import LOCAL, naming_errors, quiet_transformers
 from rollouts.models.sharded import load_sharded_weights, make_meta_model
 from rollouts.models.tiny import make_tiny
@@ -38,8 +38,8 @@ def resolve_model(
     """The directory of a model that is ready to load, with load_hf_model and the same `head`.
 
     "bundled:NAME": converted once from an installed package. "tiny:KIND": random, made from `seed` (see
-    rollouts.models.tiny). A directory: checked. A *.gguf file: converted once. "org/model:file.gguf": such a
-    file on the Hugging Face hub. Anything else is a name on the hub, downloaded into the hub's own cache, or
+    rollouts.models.tiny). A directory: checked. A *.gguf file: converted once. Anything else is a name on the
+    Hugging Face hub, downloaded into the hub's own cache, or
     found there when offline. `cache_dir` replaces where made and converted models are kept. Raises ModelError
     that says what is missing. Blocks: seconds for a conversion, minutes for a download.
     """
@@ -47,29 +47,24 @@ def resolve_model(
 
     kind, _, rest = name.partition(":")
     cache, path = choose_model_cache(cache_dir), Path(name).expanduser()
-    missing = f"model.name={name!r} is not here, and the hub did not give it"
-    is_gguf = name.endswith(".gguf") and not path.is_dir()
-    unlike_hub = not name or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     if kind == "bundled":
-        path = make_bundled_model(rest, cache)
+        path = make_gguf_model(find_bundled_file(rest), cache)
     elif kind == "tiny":
         path = make_tiny(rest, seed, cache)
-    elif not name or not (path.is_file() if is_gguf else path.is_dir()):
-        if unlike_hub or path.exists() or (is_gguf and not (rest and "/" in kind)):
+    elif name.endswith(".gguf") and path.is_file():
+        path = make_gguf_model(path, cache)
+    elif not name or not path.is_dir():
+        unlike_hub = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+        if not name or unlike_hub or path.exists() or name.endswith(".gguf"):
             raise ModelError(
                 f"model.name={name!r} is not a directory or file here; give a directory, a .gguf file, a hub"
-                " name like 'org/model', 'org/model:file.gguf' for a file on the hub, 'bundled:…' or"
-                " 'tiny:byte'"
+                " name like 'org/model', 'bundled:…' or 'tiny:byte'"
             )
+        missing = f"model.name={name!r} is not here, and the hub did not give it"
         with naming_errors(missing, HUB_WAY_OUT), quiet_transformers():
-            if is_gguf:
-                path = Path(hf_hub_download(kind, rest))
-            else:
-                # gigabytes of a model that cannot be used are not asked for
-                find_class(Path(hf_hub_download(name, "config.json")).parent, head)
-                path = Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
-    if is_gguf:
-        path = make_gguf_model(path, cache)
+            # gigabytes of a model that cannot be used are not asked for
+            find_class(Path(hf_hub_download(name, "config.json")).parent, head)
+            path = Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
     check_model_directory(path)
     find_class(path, head)
     return path

@@ -12,7 +12,6 @@ moe     Qwen3-MoE: four experts of which two answer, untied
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +54,11 @@ TINY_KINDS = tuple(kind for kind in MODELS if kind != "byte")
 
 def make_tiny(kind: str, seed: int, cache: Path) -> Path:
     """The directory in `cache` of model tiny:`kind`: float32 safetensors and the byte tokenizer; equal seeds
-    give equal files. Raises ModelError naming the nearest known one.
+    give equal files. Raises ModelError naming the known ones.
     """
     if kind not in MODELS:
-        nearest = difflib.get_close_matches(kind, MODELS, n=1, cutoff=0.0)[0]
-        raise ModelError(
-            f"model.name='tiny:{kind}' is not known; did you mean 'tiny:{nearest}'? Known:"
-            f" {', '.join(repr(f'tiny:{known}') for known in MODELS)}"
-        )
+        known = ", ".join(repr(f"tiny:{one}") for one in MODELS)
+        raise ModelError(f"model.name='tiny:{kind}' is not known; use one of {known}")
     path = cache / f"tiny-{kind}-{TINY_FORMAT}-seed{seed}"
     build_directory_once(path, lambda folder: _write(kind, folder, seed))
     return path

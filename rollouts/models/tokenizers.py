@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -95,26 +95,28 @@ def find_turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
         return ()
     tokens = tokenizer.added_tokens_decoder.values()
     special = {*map(str, tokenizer.all_special_tokens), *(token.content for token in tokens if token.special)}
-    added = {token.content for token in tokens}
+    added = {*special, *(token.content for token in tokens)}
     answer = "plain answer"
-    written = _answer(tokenizer, content=answer)
-    tail = written.rpartition(answer)[2].lstrip() if answer in written else ""
-    begun = [token for token in special | added if token.strip() and tail.startswith(token)]
+    _, written, tail = _answer(tokenizer, content=answer).rpartition(answer)
+    begun = [token for token in added if written and token.strip() and tail.lstrip().startswith(token)]
     plain_end = max(begun, key=len, default=None)
     # longer ones first, as a regular expression takes the first that fits
     one = "|".join(map(re.escape, sorted(filter(str.strip, special), key=len, reverse=True)))
-    call_end = None
+    run = re.search(rf"(?:(?:{one})\s*)+\Z", _call_a_tool(tokenizer)) if one else None
+    last = re.findall(one, run.group()) if run else []
+    call_end = plain_end if plain_end in last else next(iter(last), None)
+    ids = {tokenizer.convert_tokens_to_ids(str(end)) for end in (plain_end, call_end) if end}
+    return tuple(sorted(cast(set[Any], ids - {None, tokenizer.unk_token_id})))
+
+
+def _call_a_tool(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A tool call in the chat template; empty if it refuses or leaves out what is called."""
     for arguments in ({"key": "zqvalue"}, '{"key": "zqvalue"}'):
         call = {"type": "function", "id": "abcdef123", "function": {"name": "zqname", "arguments": arguments}}
         written = _answer(tokenizer, content="", tool_calls=[call])
-        if one and "zqname" in written and "zqvalue" in written:
-            run = re.search(rf"(?:(?:{one})\s*)+\Z", written)
-            last = re.findall(one, run.group()) if run else []
-            call_end = plain_end if plain_end in last else next(iter(last), None)
-            break
-    ends = {plain_end, call_end} - {None}
-    ids: list[Any] = [tokenizer.convert_tokens_to_ids(str(end)) for end in ends]
-    return tuple(sorted(one for one in ids if one not in (None, tokenizer.unk_token_id)))
+        if "zqname" in written and "zqvalue" in written:
+            return written
+    return ""
 
 
 def _answer(tokenizer: PreTrainedTokenizerBase, **answer: Any) -> str:

