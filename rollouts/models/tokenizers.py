@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -105,8 +105,9 @@ def find_turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     run = re.search(rf"(?:(?:{one})\s*)+\Z", _call_a_tool(tokenizer)) if one else None
     last = re.findall(one, run.group()) if run else []
     call_end = plain_end if plain_end in last else next(iter(last), None)
-    ids = {tokenizer.convert_tokens_to_ids(str(end)) for end in (plain_end, call_end) if end}
-    return tuple(sorted(cast(set[Any], ids - {None, tokenizer.unk_token_id})))
+    ends = {plain_end, call_end} - {None}
+    ids: list[Any] = [tokenizer.convert_tokens_to_ids(str(end)) for end in ends]
+    return tuple(sorted(one for one in ids if one not in (None, tokenizer.unk_token_id)))
 
 
 def _call_a_tool(tokenizer: PreTrainedTokenizerBase) -> str:

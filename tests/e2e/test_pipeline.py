@@ -181,7 +181,7 @@ WRONG = """
 --preference.loss dpoo               | 'dpoo' is not known; did you mean 'dpo'?
 --preference.loss_params.betta 0.1   | preference loss 'dpo' has no parameter 'betta'
 --rl.rollout.reward_model tiny:byte  | rl.rollout.reward_model='tiny:byte' is no reward model
---rl.critic.model tiny:bite          | did you mean 'tiny:byte'
+--rl.critic.model tiny:bite          | use one of 'tiny:byte'
 """
 
 
