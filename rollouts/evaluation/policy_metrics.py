@@ -7,7 +7,6 @@ diversity is in rollouts.evaluation.diversity, intervals in rollouts.evaluation.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +14,6 @@ from torch import Tensor
 
 from rollouts.losses.distillation import compute_tiled_divergence
 from rollouts.types import Mean
-
-HIGHEST_EXPONENT = 709.0  # exp of more overflows float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +34,7 @@ def compute_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     adds nothing.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    log_probs = (wide / temperature).log_softmax(-1)
-    return -torch.where(log_probs > -torch.inf, log_probs.exp() * log_probs, 0.0).sum(-1)
+    return torch.special.entr((wide / temperature).softmax(-1)).sum(-1)
 
 
 @torch.no_grad()
@@ -82,7 +78,4 @@ def compute_perplexity(log_probs: Tensor, mask: Tensor) -> float | None:
             " [B, T]"
         )
     kept = log_probs[mask].double()
-    if len(kept) == 0:
-        return None
-    mean = float(-kept.mean())
-    return math.inf if mean > HIGHEST_EXPONENT else math.exp(mean)
+    return float((-kept.mean()).exp()) if len(kept) else None
