@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollouts.data.mixture import SOURCE_FIELD, parse_weights
 from rollouts.errors import DataError, UserFunctionError
 from rollouts.types import JSONValue, Sample
 
 
-@dataclass(frozen=True, slots=True)
-class SourceStatistics:
+class SourceStatistics(NamedTuple):
     """How a source went so far in this stage. Samples are those that trained."""
 
     drawn: int = 0  # prompts drawn off the source, each once, trained or not
@@ -58,7 +56,7 @@ def update_statistics(
     A sample is of the source that its metadata names; with one source it need not name it. Raises DataError
     for a sample of another source.
     """
-    after = {name: replace(before, drawn=drawn[name]) for name, before in statistics.items()}
+    after = {name: before._replace(drawn=drawn[name]) for name, before in statistics.items()}
     rewards: dict[str, list[float]] = {}
     for sample in samples:
         name = next(iter(after)) if len(after) == 1 else str(sample.metadata.get(SOURCE_FIELD))
@@ -79,7 +77,7 @@ def update_statistics(
 
 def encode_statistics(statistics: Mapping[str, SourceStatistics]) -> dict[str, JSONValue]:
     """As JSON, for a checkpoint."""
-    return {name: asdict(source) for name, source in statistics.items()}
+    return {name: source._asdict() for name, source in statistics.items()}
 
 
 def decode_statistics(state: Mapping[str, Any], names: Collection[str]) -> dict[str, SourceStatistics]:
