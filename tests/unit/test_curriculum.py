@@ -39,8 +39,8 @@ def test_statistics_count_samples_and_rewards_of_every_source():
     "weights",
     [
         [1, 2],
-        {"easy": 1.0},
         {"easy": 1.0, "herd": 1.0},
+        {"easy": 1.0, "hard": 1.0, "more": 1.0},
         *({"easy": wrong, "hard": 1} for wrong in (-0.5, float("nan"), float("inf"), True, "1")),
         {"easy": 0, "hard": 0.0},
     ],
