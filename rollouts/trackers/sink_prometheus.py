@@ -52,7 +52,7 @@ class PrometheusSink:
             head = ("step", "attempt") if tracked.file == "metrics" else ()
             for name, value in tracked.metrics(*head).items():
                 self._shown.setdefault(name, {})[tracked.row["stage"]] = float(value)
-        return {"shown": self._shown}
+        return {"shown": {name: dict(values) for name, values in self._shown.items()}}
 
     def close(self) -> None:
         """Ends the endpoint."""

@@ -51,7 +51,7 @@ class TensorBoardSink:
         for name, file in self._files.values():
             file.flush()
             self._sizes[name] = file.tell()
-        return {"sizes": self._sizes, "attempts": self._attempts}
+        return {"sizes": dict(self._sizes), "attempts": dict(self._attempts)}
 
     def close(self) -> None:
         """Closes the files."""
