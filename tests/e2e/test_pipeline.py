@@ -76,30 +76,24 @@ def test_every_stage_runs_to_its_end_with_its_metrics_and_files(whole: Path):
         (stage, step) for stage, steps in STEPS.items() for step in range(1, steps + 1)
     ]
     by_stage = {stage: [row for row in rows if row["stage"] == stage] for stage in STEPS}
-    assert by_stage["preference"][0]["loss/total"] == pytest.approx(np.log(2), abs=1e-6), (
-        "a policy that is its reference prefers nothing"
-    )
-    assert by_stage["reward_model"][0]["loss/total"] == pytest.approx(np.log(2), abs=1e-6), (
-        "a new head scores everything 0"
-    )
+    # a policy that is its reference prefers nothing, a new head scores everything 0
+    for stage in ("preference", "reward_model"):
+        assert by_stage[stage][0]["loss/total"] == pytest.approx(np.log(2), abs=1e-6)
     for stage, names in {
         "preference": "rewards/margins rewards/accuracies rewards/chosen rewards/rejected time/log_probs",
         "reward_model": "loss/total optim/grad_norm time/log_probs",
         "rl": "value/mean value/explained_variance return/mean critic/loss/total optim/updates",
     }.items():
         assert all(set(names.split()) <= row.keys() for row in by_stage[stage]), stage
-    assert {row["optim/updates"] for row in by_stage["rl"]} == {4}
     for row in by_stage["rl"]:
+        assert row["optim/updates"] == 4
         assert row["reward/mean"] == pytest.approx(row["reward/part/reward_model/mean"])
     summary = json.loads((whole / "summary.json").read_text())
     assert summary["mode"] == "preference+reward_model+rl" and summary["steps"] == sum(STEPS.values())
     assert set(summary["pair_accuracy"]) == {"preference", "reward_model"}
     assert all(isinstance(summary["accuracy"][stage], float) for stage in ("base", "preference", "rl"))
     newest = find_newest_checkpoint(whole / "checkpoints" / "rl")
-    assert newest is not None
-    assert (newest / "critic" / "model.safetensors").is_file() and (
-        newest / "critic" / "state" / "optimizer.safetensors"
-    ).is_file()
+    assert newest is not None and (newest / "critic" / "model.safetensors").is_file()
 
 
 def test_the_reward_model_is_one_of_transformers_and_gives_the_accuracy_that_was_logged(whole: Path):
@@ -119,24 +113,19 @@ def test_the_reward_model_is_one_of_transformers_and_gives_the_accuracy_that_was
     assert len({pair["prompt"] for pair in make_pairs(size=60, seed=2000)}) == 60
 
     def score(pair: dict[str, Any], field: str) -> float:
-        messages = [
-            {"role": "user", "content": pair["prompt"]},
-            {"role": "assistant", "content": pair[field]},
-        ]
+        turns = {"user": pair["prompt"], "assistant": pair[field]}
+        messages = [{"role": role, "content": content} for role, content in turns.items()]
         text = tokenizer.apply_chat_template(messages, tokenize=False).rstrip("\n")
+        ids = torch.tensor([tokenizer(text, add_special_tokens=False).input_ids])
         with torch.no_grad():
-            return float(
-                model(torch.tensor([tokenizer(text, add_special_tokens=False).input_ids])).logits[0, 0]
-            )
+            return float(model(ids).logits[0, 0])
 
-    scores = np.asarray([(score(pair, "chosen"), score(pair, "rejected")) for pair in held_out])
-    margins = scores[:, 0] - scores[:, 1]
+    margins = np.asarray([score(pair, "chosen") - score(pair, "rejected") for pair in held_out])
     logged = read_evaluations(whole)["reward_model", 5, "pairs"]
     assert logged["eval/pairs/accuracy"] == pytest.approx((margins > 0).mean())
     assert logged["eval/pairs/nll"] == pytest.approx(np.log1p(np.exp(-margins)).mean(), rel=1e-4)
-    assert logged["eval/pairs/brier"] == pytest.approx(
-        ((1 - 1 / (1 + np.exp(-margins))) ** 2).mean(), rel=1e-4
-    )
+    brier = ((1 - 1 / (1 + np.exp(-margins))) ** 2).mean()
+    assert logged["eval/pairs/brier"] == pytest.approx(brier, rel=1e-4)
 
 
 # --- stopped and resumed ------------------------------------------------------------------------------------
@@ -212,17 +201,14 @@ def test_two_ranks_train_policy_reward_model_and_critic_as_one_does_and_one_goes
     for ranks, environ, more in ((2, {"STOP_AFTER": "rl:2"}, ()), (1, {}, ("--resume",))):
         done = train.fork([*argv, *more], out, ranks=ranks, environ=environ)
         assert done.returncode == 0, done.stderr
-    ours, theirs = (
-        [row for row in read_rows(path / "metrics.jsonl") if row["stage"] != "rl" or row["step"] <= 2]
-        for path in (whole, out)
-    )
+    ours, theirs = (read_rows(path / "metrics.jsonl") for path in (whole, out))
     assert [(row["stage"], row["step"]) for row in theirs] == [(row["stage"], row["step"]) for row in ours]
     for stage in ("preference", "reward_model"):
         losses = [[row["loss/total"] for row in rows if row["stage"] == stage] for rows in (ours, theirs)]
         assert losses[1] == pytest.approx(losses[0], rel=2e-3), stage
-    assert theirs[-2]["value/mean"] == pytest.approx(ours[-2]["value/mean"], abs=1e-3)
-    rows = [row for row in read_rows(out / "metrics.jsonl") if row["stage"] == "rl"]
-    assert [(row["step"], row["attempt"]) for row in rows] == [(1, 1), (2, 1), (3, 2), (4, 2)]
+    mine, rows = ([row for row in rows if row["stage"] == "rl"] for rows in (ours, theirs))
+    assert rows[0]["value/mean"] == pytest.approx(mine[0]["value/mean"], abs=1e-3)
+    assert [row["attempt"] for row in rows] == [1, 1, 2, 2]
     assert all("value/explained_variance" in row and row["critic/optim/grad_norm"] > 0 for row in rows)
     saved = out / "checkpoints" / "rl" / "step_2"
     for state in (saved / "state", saved / "critic" / "state"):
