@@ -205,7 +205,7 @@ class DataSourceConfig(Section):
     def _complete(self) -> DataSourceConfig:
         for needed in (NEEDS[self.kind], *(["size"] if self.kind in NEEDS_SIZE else [])):
             if not getattr(self, needed):
-                about = type(self).model_fields[needed].description
+                about = " ".join(str(type(self).model_fields[needed].description).split())
                 raise ValueError(f"{needed} is missing; a source of kind {self.kind!r} needs it ({about})")
         return self
 

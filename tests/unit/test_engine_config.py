@@ -32,7 +32,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "count is for servers that this run starts",
         ),
         ({"kind": "vllm", "urls": ["http://a", "http://a"]}, "'http://a' is named twice; leave one out"),
-        ({"kind": "sglang", "urls": ["127.0.0.1:30000"]}, "by http:// or https://"),
+        ({"kind": "sglang", "urls": ["127.0.0.1:30000"]}, "String should match pattern .*https"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], rule: str):
