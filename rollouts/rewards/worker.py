@@ -70,7 +70,12 @@ def parse_answer(line: bytes, *, request_id: str, count: int) -> Answer:
         raise BadAnswer(f"an answer that is none ({error}; did it write to file descriptor 3?)") from error
     numbers = [number for one in answer.rewards for number in (one.reward, *one.parts.values())]
     count = count if answer.kind == "scored" else 0
-    if answer.id != request_id or len(answer.rewards) != count or not all(map(math.isfinite, numbers)):
+    if (
+        answer.id != request_id
+        or len(answer.rewards) != count
+        or not all(map(math.isfinite, numbers))
+        or b"\n" in line[:-1]
+    ):
         raise BadAnswer("an answer that is none (did it write to file descriptor 3, which is the worker's?)")
     return answer
 

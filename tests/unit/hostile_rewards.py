@@ -21,6 +21,7 @@ import numpy as np
 
 from rollouts.types import RewardResult
 
+ANSWER = b'{"id":"","kind":"scored","rewards":[{"reward":99.0}]}\n'
 SLEEPS = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1e6)"
 
 
@@ -134,11 +135,8 @@ def kills_guard(sample):
 def forges(sample):
     """A child writes an answer to the trainer."""
     channel = max(fd for fd in range(3, 10) if Path(f"/proc/self/fd/{fd}").exists())
-    body = b'{"rewards":[[99.0,{},null]]}'
-    frame = len(body).to_bytes(4, "little") + body
-    subprocess.run(
-        [sys.executable, "-c", f"import os; os.write({channel}, {frame!r})"], pass_fds=[channel], check=True
-    )
+    code = f"import os; os.write({channel}, {ANSWER!r})"
+    subprocess.run([sys.executable, "-c", code], pass_fds=[channel], check=True)
     return 1.0
 
 
@@ -220,11 +218,14 @@ def too_few(samples):
 
 # --- what stays behind ---
 
-ANSWER = b'{"rewards":[[99.0,{},null]]}'
-
 
 def answers_itself(sample):
-    os.write(3, len(ANSWER).to_bytes(4, "little") + ANSWER)
+    os.write(3, ANSWER)
+    return 1.0
+
+
+def says_that_it_is_loaded(sample):
+    os.write(3, b"\n")
     return 1.0
 
 
@@ -245,48 +246,27 @@ def shows_process(sample):
     return RewardResult(0.0, {}, repr(words))
 
 
-def changes_directory(sample):
-    os.chdir("/")
-    return 1.0
+def after(act, *arguments):
+    """A reward of 1 for a sample, whatever it is, after `act`."""
+
+    def reward(sample):
+        act(*arguments)
+        return 1.0
+
+    return reward
 
 
-def sets_umask(sample):
-    os.umask(0o077 if os.umask(0) != 0o077 else 0o022)
-    return 1.0
-
-
-def leaves_alarm(sample):
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
-    return 1.0
-
-
-def sets_handler(sample):
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    return 1.0
-
-
-def sets_environment(sample):
-    os.environ["LEFT"] = "behind"
-    return 1.0
-
-
-def lowers_limit(sample):
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-    return 1.0
-
-
-def leaves_thread(sample):
-    threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
-    return 1.0
-
-
-def replaces_stdout(sample):
-    sys.stdout = io.StringIO()
-    return 1.0
-
-
-def replaces_json(sample):
+def replace_json():
     json.dumps = lambda *arguments, **options: "7"
     json.loads = lambda *arguments, **options: {}
-    return 1.0
+
+
+changes_directory = after(os.chdir, "/")
+sets_umask = after(lambda: os.umask(0o077 if os.umask(0) != 0o077 else 0o022))
+leaves_alarm = after(signal.setitimer, signal.ITIMER_REAL, 0.05)
+sets_handler = after(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
+sets_environment = after(os.environ.update, {"LEFT": "behind"})
+lowers_limit = after(resource.setrlimit, resource.RLIMIT_NOFILE, (64, 64))
+leaves_thread = after(lambda: threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start())
+replaces_stdout = after(setattr, sys, "stdout", io.StringIO())
+replaces_json = after(replace_json)

@@ -51,6 +51,7 @@ forks_for_ever | left a process running
 kills_guard | lost its worker, which was killed with its guard
 forges | gave an answer that is none
 answers_itself | gave an answer that is none
+says_that_it_is_loaded | gave an answer that is none
 """
 RAISED = r"""
 raises | raised KeyError: 'gold'

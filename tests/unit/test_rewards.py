@@ -130,7 +130,7 @@ NO_ANSWERS: list[tuple[str, Any, str]] = [
     ("reward", {1: 1.0}, "returned 1 as its name of a part, which must be text"),
     ("reward", RewardResult(math.nan), "returned nan as its reward"),
     ("reward", RewardResult(1.0, {"a": None}), "returned None as its part 'a'"),  # type: ignore[dict-item]
-    ("reward", RewardResult(1.0, note=3), "returned 3 as its note, which must be text"),  # type: ignore[arg-type]
+    ("reward", RewardResult(1.0, {}, 3), "returned 3 as its note, which must be text"),
     ("reward", RewardResult(1.0, {}, "\ud800"), "returned .* as its note, .*surrogates not allowed"),
     ("reward", Unprintable(), r"returned a Unprintable \(its repr cannot be had: SystemExit\) as its reward"),
     ("reward", OddNumber(), "returned .* as its reward; it must be a finite number"),
