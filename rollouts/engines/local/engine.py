@@ -56,20 +56,16 @@ async def open_local_engine(
 ) -> AsyncIterator[LocalEngine]:
     """An engine on a causal language model, run the fastest way that agrees with the model (see opening.py).
 
-    Requests wait in memory without limit; `max_rows` are decoded at once.
-
-    mode "shared" generates with `model` itself, which is never changed; its version is `trainer_version()`,
-    read when a job is queued on the device thread, behind everything the trainer queued before. mode "copied"
-    owns a copy, which starts at `trainer_version()`, or 0, and follows updates; mode "given" does so with
-    `model` itself, which nobody else may use then. `max_context` defaults to the model's own, and to 8192
-    where its config sets no limit.
+    Requests wait in memory without limit; `max_rows` are decoded at once. mode "shared" generates with
+    `model` itself, which is never changed; its version is `trainer_version()`, read when a job is queued on
+    the device thread, behind everything the trainer queued before. mode "copied" owns a copy, which starts at
+    `trainer_version()`, or 0, and follows updates; mode "given" does so with `model` itself, which nobody
+    else may use then. `max_context` defaults to the model's own, and to 8192 where its config sets no limit.
 
     deterministic: requests are taken as lists. A list is what waits, sorted by request id, when the engine is
     idle and every other task is blocked; the next list is taken when the last row of this one has finished.
-    The same lists give the same bits.
-
-    `seed` and a request's own seed, or else its id, fix the random numbers of its tokens, whatever it is
-    decoded with. Raises ModelError for a model that cannot be run exactly, EngineError for bad settings.
+    The same lists give the same bits. `seed` and a request's own seed, or else its id, fix the random numbers
+    of its tokens. Raises ModelError for a model that cannot be run exactly, EngineError for bad settings.
     """
     limit = find_context_limit(model.config)
     context = (limit or DEFAULT_CONTEXT) if max_context is None else max_context
