@@ -61,7 +61,6 @@ async def open_local_engine(
     the device thread, behind everything the trainer queued before. mode "copied" owns a copy, which starts at
     `trainer_version()`, or 0, and follows updates; mode "given" does so with `model` itself, which nobody
     else may use then. `max_context` defaults to the model's own, and to 8192 where its config sets no limit.
-
     deterministic: requests are taken as lists. A list is what waits, sorted by request id, when the engine is
     idle and every other task is blocked; the next list is taken when the last row of this one has finished.
     The same lists give the same bits. `seed` and a request's own seed, or else its id, fix the random numbers
