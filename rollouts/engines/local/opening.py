@@ -8,9 +8,8 @@ recompute   the model's own forward without a cache       any causal model; a to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -70,60 +69,54 @@ def open_decoder(
     Raises ModelError naming what was in the way of each; and for rotary frequencies that change with the
     length within `max_context`, for there is then no one log-prob to agree with.
     """
-    _check_rotary(model, max_context)
-    whole = WholeModel(model, autocast_dtype)
-    config: Any = model.config.get_text_config()
-    fast = partial(FastDecoder, whole, max_rows=max(max_rows, len(PROBE_LENGTHS)), max_context=max_context)
-    ways: dict[ForwardPath, Callable[[], Decoder]] = {
-        "compiled": partial(fast, compiled=True),
-        "fast": fast,
-        "cached": partial(CachedDecoder, whole),
-        "recompute": partial(RecomputeDecoder, whole),
-    }
-    refused: dict[ForwardPath, str] = {}
-    if whole.device.type != "cuda":
-        del ways["compiled"]
-    chunk = getattr(config, "attention_chunk_size", None)
-    if chunk is not None and LONGEST_PROBED_WINDOW < chunk < max_context:
-        del ways["cached"]  # padding moves the borders of chunks, which only a probe can show to be harmless
-        refused["cached"] = (
-            f"config.attention_chunk_size={chunk} is more than the {LONGEST_PROBED_WINDOW} positions that are"
-            f" probed and less than the context of {max_context}; lower max_context to {chunk}"
-        )
-    tolerance = TOLERANCE if whole.is_exact else HALF_TOLERANCE
-    windows = {getattr(config, name, None) for name in WINDOW_NAMES}  # a prompt leaves each
-    longest = min(LONGEST_PROBED_WINDOW + 1, max_context)
-    beyond = [window + 2 for window in windows if isinstance(window, int) and 8 < window < longest]
-    for path, make in ways.items():
-        try:
-            decoder = make()
-            lengths = (*PROBE_LENGTHS, *sorted(beyond)) if path == "cached" else PROBE_LENGTHS
-            difference = probe_difference(whole, decoder, lengths)
-        except ModelError as error:
-            refused[path] = str(error)
-        except Exception as error:  # whatever a model raises that is run in a way it was not written for
-            refused[path] = f"it does not run: {type(error).__name__}: {error}"
-        else:
-            if difference <= tolerance:
-                return OpenedDecoder(whole, decoder, path, refused)
-            refused[path] = (
-                f"its log-probs differ from the model's own by {difference:.3g} nats on a probe; the limit is"
-                f" {tolerance:g}"
-            )
-    found = "; ".join(f"{path}: {why}" for path, why in refused.items())
-    raise ModelError(
-        f"{type(model).__name__} cannot be run exactly by the embedded engine ({found}); use an engine that"
-        " serves it"
-    )
-
-
-def _check_rotary(model: PreTrainedModel, max_context: int) -> None:
     limit = find_rotary_limit(model.config)
     if limit is not None and max_context > limit.tokens:
         raise ModelError(
             f"config.rope_parameters: {limit}, so a token's log-prob would depend on what comes after it; set"
             f" max_context to {limit.tokens} or less"
         )
+    whole = WholeModel(model, autocast_dtype)
+    config: Any = model.config.get_text_config()
+    windows = {getattr(config, name, None) for name in WINDOW_NAMES}  # a prompt leaves each
+    longest = min(LONGEST_PROBED_WINDOW + 1, max_context)
+    beyond = [window + 2 for window in windows if isinstance(window, int) and 8 < window < longest]
+    chunk = getattr(config, "attention_chunk_size", None) or 0
+
+    def make(path: ForwardPath) -> Decoder:
+        if path == "recompute":
+            return RecomputeDecoder(whole)
+        if path != "cached":
+            rows = max(max_rows, len(PROBE_LENGTHS))
+            return FastDecoder(whole, max_rows=rows, max_context=max_context, compiled=path == "compiled")
+        if LONGEST_PROBED_WINDOW < chunk < max_context:
+            # padding moves the borders of chunks, which only a probe can show to be harmless
+            raise ModelError(
+                f"config.attention_chunk_size={chunk} is more than the {LONGEST_PROBED_WINDOW} positions that"
+                f" are probed and less than the context of {max_context}; lower max_context to {chunk}"
+            )
+        return CachedDecoder(whole)
+
+    tolerance = TOLERANCE if whole.is_exact else HALF_TOLERANCE
+    refused: dict[ForwardPath, str] = {}
+    paths: tuple[ForwardPath, ...] = get_args(ForwardPath)
+    for path in paths if whole.device.type == "cuda" else paths[1:]:
+        try:
+            decoder = make(path)
+            lengths = (*PROBE_LENGTHS, *sorted(beyond)) if path == "cached" else PROBE_LENGTHS
+            difference = probe_difference(whole, decoder, lengths)
+            if difference <= tolerance:
+                return OpenedDecoder(whole, decoder, path, refused)
+            refused[path] = (
+                f"its log-probs differ from the model's own by {difference:.3g} nats on a probe; the limit is"
+                f" {tolerance:g}"
+            )
+        except ModelError as error:
+            refused[path] = str(error)
+        except Exception as error:  # whatever a model raises that is run in a way it was not written for
+            refused[path] = f"it does not run: {type(error).__name__}: {error}"
+    found = "; ".join(f"{path}: {why}" for path, why in refused.items())
+    name = type(model).__name__
+    raise ModelError(f"{name} cannot be run exactly here ({found}); use an engine that serves it")
 
 
 def probe_difference(whole: WholeModel, decoder: Decoder, lengths: Sequence[int]) -> float:
