@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypedDict
+from typing import Any, NoReturn, TypedDict
 
 import numpy as np
 import trio
@@ -49,7 +49,7 @@ LOADING = "loading"  # the version's name while weights are exchanged: no number
 NEVER_NAMED = "default"  # the version's name in a server that was started and not updated since
 
 
-class Dialect(Protocol):
+class Dialect:
     """What one kind of server is asked, and how; the defaults are an endpoint's that nobody controls.
     Everything raises EngineError.
     """
@@ -66,36 +66,24 @@ class Dialect(Protocol):
     async def ask(self, request: GenerateRequest, server_id: str) -> Completion: ...
     async def read_work(self) -> object:
         """Differs from what it was if the server did anything since."""
-        await trio.lowlevel.checkpoint()
         return trio.current_time()
 
-    async def abort(self, server_ids: Sequence[str]) -> None:
-        await trio.lowlevel.checkpoint()
-
+    async def abort(self, server_ids: Sequence[str]) -> None: ...
     async def freeze(self) -> None:
         """The server generates nothing until thaw(); what is in flight goes on then."""
-        await trio.lowlevel.checkpoint()
 
-    async def thaw(self) -> None:
-        await trio.lowlevel.checkpoint()
-
+    async def thaw(self) -> None: ...
     async def read_version_name(self) -> str:
-        await trio.lowlevel.checkpoint()
         return ""
 
-    async def checksum(self) -> str | None:
-        await trio.lowlevel.checkpoint()
+    async def checksum(self) -> str | None: ...
 
     # Called only where features say so.
     async def load_weights(self, path: Path, version: int) -> None:
         """The snapshot in `path` is loaded and bears `version`."""
-        raise AssertionError(path)
 
-    async def release_memory(self) -> None:
-        raise AssertionError
-
-    async def restore_memory(self) -> None:
-        raise AssertionError
+    async def release_memory(self) -> None: ...
+    async def restore_memory(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
