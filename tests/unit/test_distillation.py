@@ -99,17 +99,14 @@ def test_gkd_sums_over_the_mask_in_each_unit_and_no_garbage_leaks():
     by_rows = float(token_losses[0][mask[0]].mean() + token_losses[1, 1])
     dirty_student = torch.where(mask[..., None], student, NAN).requires_grad_()
     dirty_teacher = torch.where(mask[..., None], teacher, INF)
-    for unit, wanted, count in (
-        ("tokens", by_tokens, 4),
-        ("constant", by_tokens, 4),
-        ("sequences", by_rows, 2),
-    ):
+    expected = {"tokens": (by_tokens, 4), "constant": (by_tokens, 4), "sequences": (by_rows, 2)}
+    for unit, wanted in expected.items():
         output = gkd_loss(dirty_student, dirty_teacher, mask, beta=0.4, unit=unit, tile=7)
-        assert (float(output.sum.detach()), output.count) == (pytest.approx(wanted, rel=1e-12), count)
+        assert (float(output.sum.detach()), output.count) == pytest.approx(wanted, rel=1e-12)
         assert metric_values(output.metrics) == pytest.approx({"divergence/mean": by_tokens / 4})
     clean = student.clone().requires_grad_()
-    gkd_loss(clean, teacher, mask, beta=0.4).sum.backward()
-    gkd_loss(dirty_student, dirty_teacher, mask, beta=0.4).sum.backward()
+    for logits, other in ((clean, teacher), (dirty_student, dirty_teacher)):
+        gkd_loss(logits, other, mask, beta=0.4).sum.backward()
     torch.testing.assert_close(dirty_student.grad, clean.grad, rtol=0, atol=0)
     assert not clean.grad[~mask].any() and clean.grad[mask].all()
 

@@ -169,32 +169,29 @@ async def test_thousands_of_random_leases(seed: int):
 
 
 async def test_real_models_score_as_they_do_alone_within_the_budget(tmp_path: Path):
-    paths = {kind: make_tiny(kind, 0, tmp_path) for kind in ("llama", "qwen3", "gemma")}
-    sizes = {kind: count_bytes_by_headers(path, "float32") for kind, path in paths.items()}
-    budget = sum(sorted(sizes.values())[1:])
-    found = {}
+    paths = [make_tiny(kind, 0, tmp_path) for kind in ("llama", "qwen3", "gemma")]
+    budget = sum(sorted(count_bytes_by_headers(path, "float32") for path in paths)[1:])
     async with (
         open_device_thread(name="cache", torch_threads=1) as thread,
         open_reference_cache(budget_bytes=budget, device_thread=thread) as cache,
     ):
 
-        async def score(kind: str) -> None:
-            async with cache.lease(str(paths[kind])) as (reference,):
-                found[kind] = await reference.score(BATCH)
+        async def score(path: Path) -> None:
+            async with cache.lease(str(path)) as (reference,):
+                found = await reference.score(BATCH)
+            model = load_hf_model(path)
+            expected = score_batch(model, BATCH, plan=plan_forward(model), micro_batch_tokens=8192)
+            assert all(np.array_equal(one, two) for one, two in zip(found, expected, strict=True))
 
         async with trio.open_nursery() as nursery:
-            for kind in [*paths, *paths]:
-                nursery.start_soon(score, kind)
+            for path in [*paths, *paths]:
+                nursery.start_soon(score, path)
         assert cache.statistics()["peak_bytes"] <= budget
-        async with cache.lease(str(paths["llama"])) as (reference,):
+        async with cache.lease(str(paths[0])) as (reference,):
             pass
         await reference.release()
         with pytest.raises(BackendClosed, match="lease"):
             await reference.score(BATCH)
-    for kind, path in paths.items():
-        model = load_hf_model(path)
-        expected = score_batch(model, BATCH, plan=plan_forward(model), micro_batch_tokens=8192)
-        assert all(np.array_equal(one, two) for one, two in zip(found[kind], expected, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["byte", "llama", "qwen3", "gemma", "mamba", "moe"])

@@ -32,6 +32,7 @@ from rollouts.reference.quantize import (
 from rollouts.reference.score import open_frozen_reference
 from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import RolloutBatch
+from tests.support.made_updates import floats
 
 BATCH = make_batch()
 
@@ -143,15 +144,15 @@ def test_known_values_of_the_bias():
     """Tokens of the mask differ by 0.5 and −0.1: the bias is their mean, 0.2."""
     masks = np.asarray([False, True, False]), np.asarray([False, True])
     batch = RolloutBatch(tokens=(np.arange(3), np.arange(2)), loss_masks=masks)
-    exact = (np.asarray([0, -1.0, 0], np.float32), np.asarray([0, -2.0], np.float32))
-    rough = (np.asarray([9, -1.5, 9], np.float32), np.asarray([9, -1.9], np.float32))
-    found = compare_log_probs(rough, exact, batch)
-    assert list(found) == [
-        "reference/kl_bias",
-        "reference/log_prob_error/mean",
-        "reference/log_prob_error/max",
-    ]
-    assert list(found.values()) == pytest.approx([0.2, 0.3, 0.5], abs=1e-6)
+    exact, rough = floats([0, -1.0, 0], [0, -2.0]), floats([9, -1.5, 9], [9, -1.9])
+    assert compare_log_probs(rough, exact, batch) == pytest.approx(
+        {
+            "reference/kl_bias": 0.2,
+            "reference/log_prob_error/mean": 0.3,
+            "reference/log_prob_error/max": 0.5,
+        },
+        abs=1e-6,
+    )
     with pytest.raises(DataError, match="train no token"):
         compare_log_probs(rough, exact, replace(batch, loss_masks=tuple(mask & False for mask in masks)))
 
