@@ -7,8 +7,7 @@ from torch import Tensor
 
 from rollouts.losses.inputs import LossOutput, check_numbers, require
 from rollouts.losses.preference_losses import check_one_per_pair, spoil_losses
-from rollouts.losses.reductions import collect_token_metrics
-from rollouts.types import Mean
+from rollouts.losses.reductions import collect_token_metrics, sum_rows
 
 LOSS_AVERSION = (1.0, 4 / 3)  # range of λ_D·n_D / (λ_U·n_U) that the paper recommends
 
@@ -50,13 +49,11 @@ def kto_loss(
     weights = torch.full_like(log_ratios, undesirable_weight).masked_fill(good, desirable_weight)
     losses = weights * torch.sigmoid(beta * torch.where(good, point - log_ratios, log_ratios - point))
     losses = spoil_losses(losses, log_ratios, point.expand_as(losses))
-    metrics = {}
+    output = sum_rows(losses, {"kto/reference_point": point.expand_as(losses)})
     for kind, mask in (("chosen", good), ("rejected", ~good)):
         means = {f"rewards/{kind}": beta * log_ratios, f"logps/{kind}": log_probs}
-        metrics |= collect_token_metrics(means, mask)
-    if len(losses):
-        metrics["kto/reference_point"] = Mean(float(point) * len(losses), float(len(losses)))
-    return LossOutput(losses.sum(), float(len(losses)), metrics)
+        output.metrics.update(collect_token_metrics(means, mask))
+    return output
 
 
 def compute_kto_reference_point(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:

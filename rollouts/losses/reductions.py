@@ -54,7 +54,7 @@ def reduce_loss(token_losses: Tensor, mask: Tensor, unit: str) -> tuple[Tensor, 
         unit in ("sequences", "sequence_sums"),
         f"unit={unit!r} is not known; use 'tokens', 'sequences', 'sequence_sums' or 'constant'",
     )
-    total = kept.sum() if unit == "sequence_sums" else (kept.sum(dim=-1) / lengths.clamp(min=1)).sum()
+    total = kept.sum() if unit == "sequence_sums" else compute_row_mean(token_losses, mask).sum()
     return total, float((lengths > 0).sum())
 
 
