@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -78,7 +77,6 @@ class DeviceThread:
         self._interrupted = 0  # jobs up to this number end at their next boundary
         self._submitted = 0
         self._completed = 0
-        self._busy_s = 0.0
 
     def submit(self, job: Callable[[], T]) -> DeviceFuture[T]:
         """A future of `job`, which runs on the thread after everything submitted before it. Returns at once.
@@ -126,19 +124,14 @@ class DeviceThread:
             )
 
     def statistics(self) -> Mapping[str, float]:
-        """Jobs that are not finished (`queued`), jobs finished (`completed`), seconds in jobs (`busy_s`)."""
-        return {
-            "queued": float(self._submitted - self._completed),
-            "completed": float(self._completed),
-            "busy_s": self._busy_s,
-        }
+        """Jobs that are not finished (`queued`)."""
+        return {"queued": float(self._submitted - self._completed)}
 
     def _run_jobs(self) -> None:
         if self._torch_threads is not None:
             torch.set_num_threads(self._torch_threads)
         while (entry := self._jobs.get()) is not None:
             self._running, job, future = entry
-            started = time.perf_counter()
             value: Any = None
             error: BaseException | None = None
             try:
@@ -146,14 +139,11 @@ class DeviceThread:
                 value = job()
             except BaseException as raised:  # whatever it is belongs to whoever awaits the future
                 error = raised
-            self._token.run_sync_soon(self._deliver, future, value, error, time.perf_counter() - started)
+            self._token.run_sync_soon(self._deliver, future, value, error)
             del entry, job, future, value, error  # a job's tensors must not live until the next job comes
 
-    def _deliver(
-        self, future: DeviceFuture[Any], value: Any, error: BaseException | None, seconds: float
-    ) -> None:
+    def _deliver(self, future: DeviceFuture[Any], value: Any, error: BaseException | None) -> None:
         self._completed += 1
-        self._busy_s += seconds
         future._value, future._error = value, error
         if error is not None:
             future._traceback = error.__traceback__

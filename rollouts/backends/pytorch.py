@@ -12,11 +12,12 @@ is skipped, not failed.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Required, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Required, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -60,6 +61,7 @@ from rollouts.types import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -72,6 +74,32 @@ class BackendSettings(TypedDict, total=False):
     micro_batch_tokens: int
     share_prefix: bool  # rows that begin alike share tokens, where that is exact for the model
     skip_zero_advantage: bool  # see PyTorchTrainingBackend
+
+
+def queued(
+    work: Callable[Concatenate[RankedTrainingBackend, P], T],
+) -> Callable[Concatenate[RankedTrainingBackend, P], DeviceFuture[T]]:
+    """A method that returns a future of `work`, which runs on the device thread after everything submitted
+    before, unless that failed.
+    """
+
+    @functools.wraps(work)
+    def submit(self: RankedTrainingBackend, *args: P.args, **options: P.kwargs) -> DeviceFuture[T]:
+        def job() -> T:
+            if self._failure is not None:
+                raise EarlierStepFailed(
+                    f"a step before this one failed ({self._failure!r}); call reset()"
+                ) from self._failure
+            try:
+                return work(self, *args, **options)
+            except BaseException as error:
+                self._failure = error
+                self._steps.discard_pending()
+                raise
+
+        return self.device_thread.submit(job)
+
+    return submit
 
 
 class RankedTrainingBackend:
@@ -126,14 +154,14 @@ class RankedTrainingBackend:
 
     def set_weight_version(self, version: int) -> DeviceFuture[None]:
         """Names the weights as they are after everything queued so far."""
-
-        def work() -> None:
-            self._version = version
-            reach("train.version_set")
-
-        future = self._submit(work)
+        future = self._set_version(version)
         self._naming = (future, version)
         return future
+
+    @queued
+    def _set_version(self, version: int) -> None:
+        self._version = version
+        reach("train.version_set")
 
     def statistics(self) -> Mapping[str, float]:
         """Optimizer steps, and since the backend was opened: skipped ones, tokens trained and, for that,
@@ -157,23 +185,6 @@ class RankedTrainingBackend:
             self._failure = None
             self._steps.discard_pending()
             self._together("reset")
-
-        return self.device_thread.submit(job)
-
-    def _submit(self, work: Callable[[], T]) -> DeviceFuture[T]:
-        """A future of `work`, which runs after everything submitted before, unless that failed."""
-
-        def job() -> T:
-            if self._failure is not None:
-                raise EarlierStepFailed(
-                    f"a step before this one failed ({self._failure!r}); call reset()"
-                ) from self._failure
-            try:
-                return work()
-            except BaseException as error:
-                self._failure = error
-                self._steps.discard_pending()
-                raise
 
         return self.device_thread.submit(job)
 
@@ -204,22 +215,6 @@ class RankedTrainingBackend:
 
     # --- training
 
-    def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> DeviceFuture[ForwardBackwardResult]:
-        """Adds the batch's gradient of sum / denominator to what has accumulated since the last step."""
-        return self._submit(lambda: self._forward_backward(batch, loss))
-
-    def optim_step(self, params: OptimParams | None = None) -> DeviceFuture[OptimStepResult]:
-        """One step of AdamW with the accumulated gradients; lr and clipping are the schedule's, or those of
-        `params`.
-        """
-        return self._submit(lambda: self._optim_step(params))
-
-    def forward(self, batch: RolloutBatch) -> DeviceFuture[tuple[FloatArray, ...]]:
-        """Log-probs [T_i] of every row's trained tokens at batch.temperature; of a scalar head its values
-        before them. 0.0 elsewhere.
-        """
-        return self._submit(lambda: self._forward(batch))
-
     def _run_shares(
         self, name: str, batch: RolloutBatch, spec: LossSpec | None
     ) -> tuple[Any, PreparedBatch, list[list[Portion]]]:
@@ -249,9 +244,11 @@ class RankedTrainingBackend:
             counts["skipped_rows"] += prepared.skipped_rows
         return result, prepared, portions
 
-    def _forward_backward(self, batch: RolloutBatch, spec: LossSpec) -> ForwardBackwardResult:
+    @queued
+    def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> ForwardBackwardResult:
+        """Adds the batch's gradient of sum / denominator to what has accumulated since the last step."""
         steps = self._steps
-        result, prepared, portions = self._run_shares("forward_backward", batch, spec)
+        result, prepared, portions = self._run_shares("forward_backward", batch, loss)
         steps.pending_batches += 1
         if steps.poisoned is None and not math.isfinite(result.total):
             steps.poisoned = f"the loss is {result.total}"
@@ -269,10 +266,14 @@ class RankedTrainingBackend:
             loss=result.total / denominator,
             denominator=denominator,
             metrics=metrics,
-            per_token=collect_token_arrays(portions, result.traces, batch) if spec.per_token else None,
+            per_token=collect_token_arrays(portions, result.traces, batch) if loss.per_token else None,
         )
 
-    def _optim_step(self, params: OptimParams | None) -> OptimStepResult:
+    @queued
+    def optim_step(self, params: OptimParams | None = None) -> OptimStepResult:
+        """One step of AdamW with the accumulated gradients; lr and clipping are the schedule's, or those of
+        `params`.
+        """
         steps, params = self._steps, self._steps.choose_params(params)
         if steps.poisoned is not None:
             self._together("skip_step")
@@ -283,7 +284,11 @@ class RankedTrainingBackend:
             return steps.finish_step(lr, None, skipped=f"the gradient norm is {norm}")
         return steps.finish_step(lr, norm, clipped=limit is not None and norm > limit)
 
-    def _forward(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
+    @queued
+    def forward(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
+        """Log-probs [T_i] of every row's trained tokens at batch.temperature; of a scalar head its values
+        before them. 0.0 elsewhere.
+        """
         blocks, _, portions = self._run_shares("forward", batch, None)
         parts: list[MicroBatch] = []
         values: list[FloatArray] = []
@@ -294,76 +299,64 @@ class RankedTrainingBackend:
 
     # --- weights
 
-    def stream_weights(self, sink: WeightSink) -> DeviceFuture[None]:
+    @queued
+    def stream_weights(self, sink: WeightSink) -> None:
         """Hands every parameter, whole, to `sink` in buckets (a parameter that is larger alone). Tied weights
         come once.
         """
-        return self._submit(lambda: self._together("stream_weights", sink))
+        self._together("stream_weights", sink)
 
-    def get_weights(self) -> DeviceFuture[dict[str, Tensor]]:
+    @queued
+    def get_weights(self) -> dict[str, Tensor]:
         """Copies of all parameters on the CPU, by Hugging Face name. Tied weights come once."""
+        weights: dict[str, Tensor] = {}
 
-        def work() -> dict[str, Tensor]:
-            weights: dict[str, Tensor] = {}
+        def keep(bucket: Sequence[tuple[str, Tensor]]) -> None:
+            weights.update({name: tensor.to("cpu", copy=True) for name, tensor in bucket})
 
-            def keep(bucket: Sequence[tuple[str, Tensor]]) -> None:
-                weights.update({name: tensor.to("cpu", copy=True) for name, tensor in bucket})
+        self._together("stream_weights", keep)
+        return weights
 
-            self._together("stream_weights", keep)
-            return weights
-
-        return self._submit(work)
-
-    def load_weights(self, weights: Mapping[str, Tensor]) -> DeviceFuture[None]:
+    @queued
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replaces all parameters. Raises BackendError naming what is missing, unknown or of another shape,
         before anything is copied.
         """
-        return self._submit(lambda: self._together("load_weights", weights))
+        self._together("load_weights", weights)
 
     # --- checkpoints
 
-    def save(self, path: Path) -> DeviceFuture[None]:
+    @queued
+    def save(self, path: Path) -> None:
         """Writes the model directory and, in `state/`, everything an exact resume needs; each rank writes
         about as much, and none holds the whole. Not atomic: see rollouts.checkpoints.save.
         """
+        position = self._steps.position(self._version)
+        self._together("save", (position, self._tokenizer), path=str(path))
 
-        def work() -> None:
-            position = self._steps.position(self._version)
-            self._together("save", (position, self._tokenizer), path=str(path))
-
-        return self._submit(work)
-
-    def capture(self) -> DeviceFuture[HeldCheckpoint | None]:
+    @queued
+    def capture(self) -> HeldCheckpoint | None:
         """What save() would write now, in equal parts in the host memory of the ranks; None if one has no
         room for its part.
 
         The result writes it to a directory that all ranks see, once, while steps run; where nothing is
         written, drop() it.
         """
-        name = f"{self._number}-{next(self._captures)}"
-
-        def work() -> HeldCheckpoint | None:
-            position = self._steps.position(self._version)
-            self._tokenizer_copy = self._tokenizer_copy or copy.deepcopy(self._tokenizer)
-            held = self._together("capture", (position, self._tokenizer_copy), name=name)
-            return None if held is None else HeldCheckpoint(self._channel, name, held)
-
-        return self._submit(work)
+        name, position = f"{self._number}-{next(self._captures)}", self._steps.position(self._version)
+        self._tokenizer_copy = self._tokenizer_copy or copy.deepcopy(self._tokenizer)
+        held = self._together("capture", (position, self._tokenizer_copy), name=name)
+        return None if held is None else HeldCheckpoint(self._channel, name, held)
 
     def state_bytes(self) -> int:
         """Size of what save() writes, on all ranks together: parameters and AdamW's two moments."""
         return 3 * sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
 
-    def load(self, path: Path) -> DeviceFuture[None]:
+    @queued
+    def load(self, path: Path) -> None:
         """Restores what save() wrote, on any number of ranks, bit for bit; accumulated gradients are
         discarded. Raises CheckpointError naming what is wrong.
         """
-
-        def work() -> None:
-            position = self._together("load", path=str(path))
-            self._version = self._steps.restore(position)
-
-        return self._submit(work)
+        self._version = self._steps.restore(self._together("load", path=str(path)))
 
 
 class PyTorchTrainingBackend(RankedTrainingBackend):

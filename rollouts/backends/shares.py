@@ -10,7 +10,7 @@ costs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -128,7 +128,7 @@ def deal_portions(
         for portion in portions
     ]
     smallest = portions[int(np.argmin(costs))]
-    idle = Portion(smallest.micro_batch, smallest.width, smallest.fields, counts=False)
+    idle = replace(smallest, counts=False)
     return [
         [idle if index is None else portions[index] for index in mine] for mine in deal_rounds(costs, ranks)
     ]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rollouts.checkpoints.manifest import (
-    FileRecord,
     Manifest,
     compute_sha256,
     describe_unreadable,
@@ -25,10 +24,6 @@ Report = Callable[[str], object]  # takes one line for a person
 def trainer_state_path(checkpoint: Path) -> Path:
     """Where a checkpoint keeps the loop's own state, as JSON."""
     return checkpoint_state_dir(checkpoint) / TRAINER_STATE
-
-
-def report_nothing(text: str) -> None:
-    """Nobody wants to know."""
 
 
 def check_checkpoint(path: Path, *, hashes: bool) -> Manifest:
@@ -49,7 +44,19 @@ def check_checkpoint(path: Path, *, hashes: bool) -> Manifest:
     for record in manifest.files:
         file = path / record.path
         try:
-            _check_file(file, here / record.path, record, hashes=hashes, way_out=way_out)
+            size, leads_to = file.stat().st_size, file.resolve()
+            if leads_to != here / record.path:
+                raise CheckpointError(
+                    f"{file} is a link to {leads_to}; a checkpoint holds plain files; {way_out}"
+                )
+            if size != record.size:
+                raise CheckpointDamaged(
+                    f"{file} has {size} bytes; the manifest says {record.size}; {way_out}"
+                )
+            if hashes and compute_sha256(file) != record.sha256:
+                raise CheckpointDamaged(
+                    f"{file} has not the SHA-256 that the manifest says: it was changed or damaged; {way_out}"
+                )
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointDamaged(
                 f"{file} cannot be read ({error.strerror}), but the manifest names it; {way_out}"
@@ -57,19 +64,6 @@ def check_checkpoint(path: Path, *, hashes: bool) -> Manifest:
         except OSError as error:
             raise describe_unreadable(file, error) from error
     return manifest
-
-
-def _check_file(file: Path, place: Path, record: FileRecord, *, hashes: bool, way_out: str) -> None:
-    size = file.stat().st_size
-    leads_to = file.resolve()
-    if leads_to != place:
-        raise CheckpointError(f"{file} is a link to {leads_to}; a checkpoint holds plain files; {way_out}")
-    if size != record.size:
-        raise CheckpointDamaged(f"{file} has {size} bytes; the manifest says {record.size}; {way_out}")
-    if hashes and compute_sha256(file) != record.sha256:
-        raise CheckpointDamaged(
-            f"{file} has not the SHA-256 that the manifest says: it was changed or damaged; {way_out}"
-        )
 
 
 def is_complete(path: Path) -> bool:
@@ -86,7 +80,7 @@ def is_complete(path: Path) -> bool:
 
 
 def list_checkpoints(
-    stage_dir: Path, *, hashes: bool = False, report: Report = report_nothing
+    stage_dir: Path, *, hashes: bool = False, report: Report = lambda line: None
 ) -> list[tuple[int, Path]]:
     """(step, path) of the complete checkpoints of a stage, oldest first. Empty if the directory does not
     exist.
@@ -100,7 +94,7 @@ def list_checkpoints(
 
 
 def find_newest_checkpoint(
-    stage_dir: Path, *, hashes: bool = False, report: Report = report_nothing
+    stage_dir: Path, *, hashes: bool = False, report: Report = lambda line: None
 ) -> Path | None:
     """The complete checkpoint of the highest step, None if there is none. Like list_checkpoints, but older
     ones are not looked at.

@@ -33,7 +33,15 @@ def choose_checkpoint(stage_dir: Path, *, config_hash: str | None, report: Repor
 
     newest = find_newest_checkpoint(stage_dir, hashes=True, report=note)
     if newest is None:
-        _check_none_was_saved(stage_dir, problems)
+        # a manifest is written last: what has one was complete once
+        lost = [path.name for _, path in list_named(stage_dir) if os.path.lexists(checkpoint_manifest(path))]
+        if lost:
+            lines = "\n".join(f"  {line}" for line in problems)
+            raise CheckpointError(
+                f"no checkpoint in {stage_dir} is as it was written, and training does not start over by"
+                f" itself; restore one of {', '.join(lost)} from a copy, or remove all of them to train this"
+                f" stage from its beginning:\n{lines}"
+            )
     elif config_hash is not None:
         check_config_hash(newest, config_hash)
     remove_incomplete(stage_dir)
@@ -41,21 +49,6 @@ def choose_checkpoint(stage_dir: Path, *, config_hash: str | None, report: Repor
         reach("resume.found")
     set_aside_after(stage_dir, newest, report)
     return newest
-
-
-def _check_none_was_saved(stage_dir: Path, problems: list[str]) -> None:
-    """Raises CheckpointError if something has a checkpoint's name and a manifest, which is written last: it
-    was complete once.
-    """
-    once_complete = [path for _, path in list_named(stage_dir) if os.path.lexists(checkpoint_manifest(path))]
-    if once_complete:
-        names = ", ".join(path.name for path in once_complete)
-        lines = "\n".join(f"  {line}" for line in problems)
-        raise CheckpointError(
-            f"no checkpoint in {stage_dir} is as it was written, and training does not start over by itself;"
-            f" restore one of {names} from a copy, or remove all of them to train this stage from its"
-            f" beginning:\n{lines}"
-        )
 
 
 def set_aside_after(stage_dir: Path, newest: Path | None, report: Report) -> None:

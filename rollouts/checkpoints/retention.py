@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from rollouts.checkpoints.load import Report, list_checkpoints, report_nothing
+from rollouts.checkpoints.load import Report, list_checkpoints
 from rollouts.checkpoints.save import TEMPORARY_PREFIX, move_aside
 from rollouts.crash_points import reach
 from rollouts.metrics.jsonl import drop_outdated, has_place, newest_attempts, read_rows
@@ -33,7 +33,7 @@ def apply_retention(stage_dir: Path, keep_last: int, scores: Mapping[int, float]
 
 
 def read_scores(
-    run_dir: RunDir, stage: str, metric: str, report: Report = report_nothing
+    run_dir: RunDir, stage: str, metric: str, report: Report = lambda line: None
 ) -> dict[int, float]:
     """The metric by step, from the newest evaluation of each step of the stage, unless that step was trained
     again since.

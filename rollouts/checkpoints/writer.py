@@ -29,7 +29,7 @@ from rollouts.checkpoints.retention import apply_retention, read_scores
 from rollouts.checkpoints.save import WriteModel, format_bytes, save_checkpoint
 from rollouts.errors import RolloutsError, StorageError
 from rollouts.metrics.spans import CHECKPOINTS, TRAINER, SpanRecorder
-from rollouts.protocols import TrainFuture
+from rollouts.protocols import TrainFuture, TrainingBackend
 from rollouts.run_dir import RunDir
 from rollouts.types import JSONValue, check_json, encode_json
 
@@ -49,11 +49,9 @@ class HeldCopy(Protocol):
         ...
 
 
-class SavingBackend(Protocol):
+class SavingBackend(TrainingBackend, Protocol):
     """A TrainingBackend that can be saved while it trains."""
 
-    def save(self, path: Path) -> TrainFuture[None]: ...
-    def reset(self) -> TrainFuture[None]: ...
     def state_bytes(self) -> int:
         """What capture() holds and save() writes, in bytes."""
         ...

@@ -19,9 +19,8 @@ finite changes nothing and still consumes its batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -51,32 +50,21 @@ from rollouts.loops.rl_batch import (
 )
 from rollouts.loops.steps import StepHooks, surround_steps
 from rollouts.loops.updates import Update, UpdateResult, last_pass_metrics, record_updates, train
-from rollouts.loops.weight_push import GeneratingEngines, WeightPush, open_weight_push
+from rollouts.loops.weight_push import WeightPush, open_weight_push
 from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, SyncWeights, TrainingBackend
-from rollouts.types import Metric, RolloutBatch, Sample, metric_values
+from rollouts.types import RolloutBatch, Sample, metric_values
 
-
-class BatchSource(GeneratingEngines, Protocol):
-    """What the loop needs of an AsyncRolloutManager."""
-
-    async def generate_batch(self) -> RolloutBatch: ...
-    def generating(self) -> AbstractAsyncContextManager[None]: ...
-    def batch_metrics(self) -> Mapping[str, Metric]: ...
-    def failed_samples(self) -> Sequence[Sample]: ...
-
-
-class PromptSource(Protocol):
-    """What the loop needs of a DataBuffer."""
-
-    def statistics(self) -> Mapping[str, float]: ...
+if TYPE_CHECKING:
+    from rollouts.data.data_buffer import DataBuffer
+    from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 
 
 async def run_rl_training(
     backend: TrainingBackend,
-    data_buffer: PromptSource,
-    rollout_manager: BatchSource,
+    data_buffer: DataBuffer,
+    rollout_manager: AsyncRolloutManager,
     inference_engines: Sequence[InferenceEngine],
     config: RLTrainingConfig,
     metrics_logger: MetricsLogger,
@@ -154,7 +142,7 @@ def check_complete(
 
 
 async def generate_and_log(
-    rollout_manager: BatchSource,
+    rollout_manager: AsyncRolloutManager,
     push: WeightPush,
     metrics_logger: MetricsLogger,
     config: RLTrainingConfig,
@@ -220,7 +208,9 @@ def training_metrics(
     }
 
 
-def throughput(batch: RolloutBatch, timer: PhaseTimer, rollout_manager: BatchSource) -> dict[str, float]:
+def throughput(
+    batch: RolloutBatch, timer: PhaseTimer, rollout_manager: AsyncRolloutManager
+) -> dict[str, float]:
     """Response tokens of the batch over the seconds of the phases that made and consumed them. If generation
     overlaps training, they were made during the whole step.
     """

@@ -40,9 +40,8 @@ class Stop:
 
     def request(self) -> None:
         """Begins the stop. Later calls change nothing."""
-        if not self.is_requested():
-            self._requested.set()
-            self._cancel_innermost()
+        self._requested.set()
+        self._cancel_innermost()
 
     async def wait_requested(self) -> None:
         await self._requested.wait()
@@ -51,7 +50,7 @@ class Stop:
     def scope(self) -> Iterator[trio.CancelScope]:
         """A scope that a stop cancels, once every scope inside it has ended."""
         with trio.CancelScope() as scope, self._stacked(scope):
-            self._cancel_if_requested()
+            self._cancel_innermost()
             yield scope
 
     @contextmanager
@@ -67,14 +66,10 @@ class Stop:
             yield
         finally:
             self._scopes.pop()
-            self._cancel_if_requested()
-
-    def _cancel_if_requested(self) -> None:
-        if self.is_requested():
             self._cancel_innermost()
 
     def _cancel_innermost(self) -> None:
-        if self._scopes and (scope := self._scopes[-1]) is not None:
+        if self.is_requested() and self._scopes and (scope := self._scopes[-1]) is not None:
             scope.cancel()
 
 

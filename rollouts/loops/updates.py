@@ -133,12 +133,12 @@ def merge_forwards(forwards: Sequence[ForwardBackwardResult]) -> ForwardBackward
 
 def step_metrics(forward: ForwardBackwardResult, optim: OptimStepResult) -> dict[str, float]:
     """The metrics of one update. A skipped one has no loss and no gradient norm."""
-    metrics = metric_values(forward.metrics)
-    metrics["optim/lr"] = optim.lr
-    metrics["optim/clipped"] = float(optim.clipped)
-    metrics["optim/skipped_steps"] = float(optim.skipped is not None)
-    if forward.loss is not None:
-        metrics["loss/total"] = forward.loss
-    if optim.grad_norm is not None:
-        metrics["optim/grad_norm"] = optim.grad_norm
-    return metrics
+    found = {
+        "optim/lr": optim.lr,
+        "optim/clipped": float(optim.clipped),
+        "optim/skipped_steps": float(optim.skipped is not None),
+        "loss/total": forward.loss,
+        "optim/grad_norm": optim.grad_norm,
+    }
+    known = {name: value for name, value in found.items() if value is not None}
+    return metric_values(forward.metrics) | known

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -18,19 +18,14 @@ from rollouts.config.schema import RLTrainingConfig
 from rollouts.loops.stopping import Stop
 from rollouts.processes.nurseries import open_plain_nursery
 
-
-class GeneratingEngines(Protocol):
-    """What a push needs of an AsyncRolloutManager."""
-
-    @property
-    def overlaps(self) -> bool: ...  # whether generation goes on between batches
-    def engines_updated(self, version: int) -> None: ...
+if TYPE_CHECKING:
+    from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 
 
 @asynccontextmanager
 async def open_weight_push(
     sync: Callable[..., Awaitable[Mapping[str, float]]],
-    rollout_manager: GeneratingEngines,
+    rollout_manager: AsyncRolloutManager,
     config: RLTrainingConfig,
     stop: Stop,
 ) -> AsyncIterator[WeightPush]:
@@ -48,7 +43,7 @@ class WeightPush:
 
     nursery: trio.Nursery
     sync: Callable[..., Awaitable[Mapping[str, float]]]
-    rollout_manager: GeneratingEngines
+    rollout_manager: AsyncRolloutManager
     config: RLTrainingConfig
     stop: Stop
     _ended: trio.Event | None = None  # of the update in flight
