@@ -26,7 +26,7 @@ class Launch:
     master_addr: str  # name or address of the machine of rank 0
     restart: int  # how often the launcher has started the run again after a failure
     run_id: str = ""  # of torchrun's rendezvous, the same on all machines; "" without torchrun
-    agent: str = ""  # identifies the torchrun process that started this one; "" where /proc does not tell
+    agent: str = ""  # identifies the torchrun process that started this one; "" without its directory of logs
 
     @property
     def on_one_node(self) -> bool:
@@ -51,7 +51,9 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
         raise ConfigError(f"MASTER_ADDR is not set, but WORLD_SIZE={world_size}; start with torchrun")
     restart = _read_number(environ, "TORCHELASTIC_RESTART_COUNT", "0")
     run_id = environ.get("TORCHELASTIC_RUN_ID", "").strip()
-    agent = find_agent(run_id, os.getppid()) if run_id else ""
+    # a directory that each torchrun process makes for itself, with one for each of its attempts
+    logs = environ.get("TORCHELASTIC_ERROR_FILE", "").rpartition("/attempt_")[0]
+    agent = f"{socket.gethostname()}:{logs}" if logs else ""
     return Launch(rank, world_size, local_rank, local_world_size, master_addr, restart, run_id, agent)
 
 
@@ -76,13 +78,14 @@ def torchrun_command(ranks: int, argv: Sequence[str], *, max_restarts: int) -> l
     return [sys.executable, "-m", "torch.distributed.run", *options, *argv]
 
 
-def identify_process(pid: int, *, proc: Path = Path("/proc")) -> str:
+def identify_process(pid: int) -> str:
     """Host, boot, number and start time of a running process, which no other process shares. "" where there
     is none, or the system does not tell.
     """
     try:
-        boot = (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        fields = _read_stat(pid, proc)
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        fields = stat.rpartition(")")[2].split()  # the process's name, before them, may hold anything
         return "" if fields[0] in "ZX" else f"{socket.gethostname()}/{boot}/{pid}/{fields[19]}"
     except (OSError, IndexError):
         return ""
@@ -93,27 +96,3 @@ def has_ended(identity: str) -> bool:
     host, _, pid = identity.rpartition("/")[0].rpartition("/")
     here = identify_process(os.getpid()).rpartition("/")[0].rpartition("/")[0]
     return bool(identity) and host == here and identify_process(int(pid)) != identity
-
-
-def find_agent(run_id: str, parent: int, *, proc: Path = Path("/proc")) -> str:
-    """identify_process of torchrun: the first ancestor whose environment does not have torchrun's run id, for
-    torchrun may start a script or a profiler that starts this program.
-    """
-    try:
-        while _read_run_id(proc / str(parent) / "environ") == run_id:
-            parent = int(_read_stat(parent, proc)[1])
-    except (OSError, IndexError, ValueError):
-        return ""
-    return identify_process(parent, proc=proc)
-
-
-def _read_run_id(environ: Path) -> str:
-    pairs = [pair.partition(b"=") for pair in environ.read_bytes().split(b"\0")]
-    return next(
-        (os.fsdecode(value).strip() for name, _, value in pairs if name == b"TORCHELASTIC_RUN_ID"), ""
-    )
-
-
-def _read_stat(pid: int, proc: Path) -> list[str]:
-    """Fields of /proc/PID/stat from the process's state on; its name, before them, may hold anything."""
-    return (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

@@ -5,8 +5,6 @@ starts anew.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +20,7 @@ from rollouts.preflight.restarts import (
     record_launch,
 )
 from rollouts.preflight.run_directory import check_run_dir, lock_run_dir, write_holder
-from rollouts.ranks.launch import Launch, find_agent, identify_process, read_launch
+from rollouts.ranks.launch import Launch, read_launch
 from rollouts.run_dir import RunDir
 
 ALONE = Launch(0, 1, 0, 1, "localhost", restart=0, run_id="job", agent="a")
@@ -97,35 +95,10 @@ def test_a_launch_of_the_same_id_on_several_machines_is_refused_again_and_again(
         assert read_agents(run_dir) == ("job", {"a", "b"})
 
 
-def test_two_processes_are_told_apart_and_one_is_itself():
-    script = "import os; from rollouts.ranks.launch import read_launch; print(read_launch(os.environ).agent)"
-    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "job"}
-    program = [sys.executable, "-c", script]
-    wrapped = ["sh", "-c", '"$@"; exit $?', "wrapper", *program]
-    for argv in (program, wrapped):
-        done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
-        assert done.stdout == identify_process(os.getpid()) + "\n", "both are children of this one"
-    assert identify_process(os.getppid()) != identify_process(os.getpid()) != ""
-    assert read_launch({}).agent == "", "a shell starts many runs"
+def test_a_launcher_is_known_by_its_directory_of_logs_in_every_attempt():
+    def find_agent(folder: str, attempt: int) -> str:
+        error_file = f"/tmp/torchelastic_x/{folder}/attempt_{attempt}/0/error.json"
+        return read_launch({"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_ERROR_FILE": error_file}).agent
 
-
-def make_process(proc: Path, pid: int, parent: int, run_id: str) -> None:
-    (proc / str(pid)).mkdir()
-    (proc / str(pid) / "stat").write_text(f"{pid} (a (b) c) S {parent} {' '.join('0' * 17)} {pid}00 0")
-    (proc / str(pid) / "environ").write_text("A=1\0" + (f"TORCHELASTIC_RUN_ID={run_id}\0" if run_id else ""))
-
-
-def test_a_wrapper_between_the_launcher_and_the_program_is_not_the_launcher(tmp_path):
-    (tmp_path / "sys/kernel/random").mkdir(parents=True)
-    (tmp_path / "sys/kernel/random/boot_id").write_text("boot\n")
-    make_process(tmp_path, 5, 1, "")  # torchrun; inside a job of another one it would be the other's process
-    make_process(tmp_path, 6, 5, "job")
-    make_process(tmp_path, 7, 6, "job")
-    make_process(tmp_path, 9, 1, "outer")
-    agent = identify_process(5, proc=tmp_path)
-    assert agent.endswith("/boot/5/500")
-    assert [find_agent("job", parent, proc=tmp_path) for parent in (5, 6, 7)] == [agent] * 3
-    assert find_agent("job", 9, proc=tmp_path) == identify_process(9, proc=tmp_path)
-    assert find_agent("job", 8, proc=tmp_path) == "", "it has ended, and nothing tells who started it"
-    (tmp_path / "6/environ").unlink()
-    assert find_agent("job", 7, proc=tmp_path) == "", "one that may not be looked at could be the launcher"
+    assert find_agent("job_a", 0) == find_agent("job_a", 1) != find_agent("job_b", 0)
+    assert read_launch({"TORCHELASTIC_RUN_ID": "job"}).agent == "", "nothing tells who started it"
