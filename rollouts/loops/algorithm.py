@@ -8,7 +8,6 @@ a controller has come to.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -193,12 +192,6 @@ def make_kl_stop(config: RLTrainingConfig) -> Callable[[ForwardBackwardResult], 
         return exceeds_kl_limit(kl, limit=config.kl_stop)
 
     return exceeds if config.kl_stop else None
-
-
-def log_change(config: RLTrainingConfig, algorithm: Algorithm, step: int, *, first: bool) -> None:
-    """Logs the algorithm if there are changes: in the first step of a run, and in that of each change."""
-    if config.changes and (first or any(change.from_step == step for change in config.changes)):
-        logging.getLogger("rollouts").warning("rl from step %d on: %s", step, describe_algorithm(algorithm))
 
 
 def describe_algorithm(algorithm: Algorithm) -> str:

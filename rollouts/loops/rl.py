@@ -34,7 +34,6 @@ from rollouts.loops.algorithm import (
     choose_algorithm,
     count_updates,
     find_advantages,
-    log_change,
     make_kl_control,
     make_kl_stop,
     start_loop_state,
@@ -96,7 +95,6 @@ async def run_rl_training(
     ):
         for step in range(completed_steps + 1, config.steps + 1):
             timer, algorithm = PhaseTimer(), choose_algorithm(config, step, state)
-            log_change(config, algorithm, step, first=step == completed_steps + 1)
             with timer.phase("generate"):
                 batch = await generate_and_log(rollout_manager, push, metrics_logger, config, step)
             with timer.phase("log_probs"):
@@ -178,7 +176,8 @@ def record_rl_updates(
     step: int,
 ) -> list[UpdateRecord]:
     """Records of the critic's updates, then of the policy's."""
-    batches, kl_coef = [batch for batch, _ in updates], algorithm.settings.kl_coef
+    batches = [batch for batch, _ in updates]
+    kl_coef = None if batches[0].ref_log_probs is None else algorithm.settings.kl_coef
     return [
         *record_updates(f"rl step {step}: critic", batches, critic_results, part="critic"),
         *record_updates(f"rl step {step}", batches, results, kl_coef=kl_coef, contributes=True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import trio
 
@@ -69,32 +70,16 @@ async def train(
 
 
 def record_updates(
-    where: str,
-    batches: Sequence[RolloutBatch],
-    results: Sequence[UpdateResult],
-    *,
-    kl_coef: float | None = None,
-    part: str = "",
-    contributes: bool = False,
+    where: str, batches: Sequence[RolloutBatch], results: Sequence[UpdateResult], **fields: Any
 ) -> list[UpdateRecord]:
-    """A record of each update that was made; with kl_stop these are the first of `batches`. Logs why an
-    update changed nothing, as the metrics only count it.
+    """A record of each update that was made, with the same `fields`; with kl_stop these are the first of
+    `batches`. Logs why an update changed nothing, as the metrics only count it.
     """
     records: list[UpdateRecord] = []
     for number, (batch, (forward, optim)) in enumerate(zip(batches, results, strict=False)):
         if optim.skipped is not None:
             logging.getLogger("rollouts").warning("%s changed nothing: %s", where, optim.skipped)
-        records.append(
-            UpdateRecord(
-                update=number,
-                batch=batch,
-                forward=forward,
-                optim=optim,
-                kl_coef=None if batch.ref_log_probs is None else kl_coef,
-                part=part,
-                contributes=contributes,
-            )
-        )
+        records.append(UpdateRecord(update=number, batch=batch, forward=forward, optim=optim, **fields))
     return records
 
 

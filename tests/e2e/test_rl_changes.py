@@ -54,9 +54,6 @@ def test_a_run_stopped_beside_a_change_and_resumed_is_the_run_that_never_stopped
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     done = train.run_config(config, whole, *SETTINGS, mode="rl")
     assert done.returncode == 0, done.stderr
-    assert (
-        done.stderr.count("rl from step 4 on: advantage tests.e2e.test_rl_changes:halve(), loss gspo(") == 1
-    )
     argv = ["--config", str(config), "--mode", "rl", "--output.dir", str(parts), *SETTINGS]
     for environ, more in (({"STOP_AFTER": f"rl:{stop_after}"}, ()), ({}, ("--resume",))):
         done = train.fork([*argv, *more], parts, environ=environ)
