@@ -177,13 +177,13 @@ def has_room(num_bytes: float) -> bool:
     return free is None or free >= num_bytes
 
 
+@dataclass(slots=True, eq=False)
 class HeldCheckpoint:
     """What capture() leaves on rank 0: a function that writes it to a directory, once."""
 
-    def __init__(self, channel: RankChannel, name: str, held: HeldPart) -> None:
-        self._channel = channel
-        self._name = name  # of this capture alone
-        self._held: HeldPart | None = held  # until it is written or dropped
+    _channel: RankChannel
+    _name: str  # of this capture alone
+    _held: HeldPart | None  # until it is written or dropped
 
     async def __call__(self, path: Path) -> None:
         """Every rank writes its part to `path`, which all see; afterwards no rank holds it.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -239,17 +239,22 @@ def check_count(spec: LossSpec, count: float, expected: float) -> None:
 # --- optimizer steps ----------------------------------------------------------------------------------------
 
 
+def start_counts() -> Counter[str]:
+    """Every count at 0."""
+    return Counter(dict.fromkeys(COUNTS, 0))
+
+
+@dataclass(slots=True, eq=False)
 class OptimizerSteps:
     """Where the optimizer stands: its steps, those skipped, and what has accumulated for the next one."""
 
-    def __init__(self, optim: OptimConfig, total_steps: int) -> None:
-        self.steps = 0  # skipped ones included: the schedule's position
-        self.poisoned: str | None = None  # why the pending step will be skipped
-        self.pending_batches = 0  # forward_backward calls since the last step
-        self.counts = Counter[str](dict.fromkeys(COUNTS, 0))  # since the backend was opened
-        self._optim = optim
-        self._total_steps = total_steps
-        self._skipped_in_a_row = 0
+    _optim: OptimConfig
+    _total_steps: int
+    steps: int = 0  # skipped ones included: the schedule's position
+    poisoned: str | None = None  # why the pending step will be skipped
+    pending_batches: int = 0  # forward_backward calls since the last step
+    counts: Counter[str] = field(default_factory=start_counts)  # since the backend was opened
+    _skipped_in_a_row: int = 0
 
     def choose_params(self, params: OptimParams | None) -> OptimParams:
         """lr and clipping of the next step: the schedule's, or those of `params`. Raises BackendError if

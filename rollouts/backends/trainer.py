@@ -16,7 +16,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -86,43 +86,34 @@ class ShareResult:
     traces: Sequence[FloatArray] = ()
 
 
+@dataclass(eq=False)
 class Trainer:
-    """One rank's part of the training.
+    """One rank's part of the training."""
 
-    model: whole on one rank, else divided by shard_model. plan: which shortcuts are exact for it; None finds
-    that out with the first batch, on one rank. check_open: called at each boundary between micro-batches;
-    what it raises on any rank ends the step on all. reduce_each: sum gradients over the ranks after every
-    micro-batch instead of once per batch, which costs communication and saves memory.
-    """
+    model: PreTrainedModel  # whole on one rank, else divided by shard_model
+    optimizer: torch.optim.AdamW
+    ranks: Ranks
+    # which shortcuts are exact for the model; None: the first batch finds that out, on one rank
+    plan: ForwardPlan | None
+    # called at each boundary between micro-batches; what it raises on any rank ends the step on all
+    check_open: Callable[[], None]
+    autocast_dtype: torch.dtype | None = None
+    # sum gradients over the ranks after every micro-batch instead of once per batch, which costs
+    # communication and saves memory
+    reduce_each: bool = False
+    # torch's as of the last completed step, so that a step that is given up and repeated draws the same
+    # numbers; empty: no step began yet
+    _random_states: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        optimizer: torch.optim.AdamW,
-        ranks: Ranks,
-        plan: ForwardPlan | None,
-        *,
-        check_open: Callable[[], None],
-        autocast_dtype: torch.dtype | None = None,
-        reduce_each: bool = False,
-    ) -> None:
-        self.model = model.eval()  # dropout would make its log-probs another policy's
-        self.optimizer = optimizer
-        self.ranks = ranks
-        self._plan = plan
-        self._check_open = check_open
-        self.autocast_dtype = autocast_dtype
-        self._reduce_each = reduce_each
-        # torch's as of the last completed step, so that a step that is given up and repeated draws the same
-        # numbers; empty: no step began yet
-        self._random_states: Mapping[str, Tensor] = {}
+    def __post_init__(self) -> None:
+        self.model.eval()  # dropout would make its log-probs another policy's
 
     def find_plan(self) -> ForwardPlan:
         """Which shortcuts are exact for the model."""
-        if self._plan is None:
-            self._plan = plan_forward(self.model)
-            log_plan(self.model, self._plan)
-        return self._plan
+        if self.plan is None:
+            self.plan = plan_forward(self.model)
+            log_plan(self.model, self.plan)
+        return self.plan
 
     def discard(self) -> None:
         """Throws accumulated gradients away, and what a failed step left behind. Does not communicate."""
@@ -160,7 +151,7 @@ class Trainer:
         for number, portion in enumerate(share.portions):
             if isinstance(self.model, FSDPModule):
                 last = number == len(share.portions) - 1
-                self.model.set_requires_gradient_sync(self._reduce_each or last)
+                self.model.set_requires_gradient_sync(self.reduce_each or last)
             flat = self._compute_outputs(portion, share)
             computed, sums = self._agree_on_loss(flat, portion, share, loss_fn)
             total += float(sums[:, 0].sum())
@@ -196,7 +187,7 @@ class Trainer:
         found: list[FloatArray] = [np.zeros(0, np.float32)]
         with torch.no_grad():
             for portion in share.portions:
-                run_agreed(self.ranks, self._check_open)
+                run_agreed(self.ranks, self.check_open)
                 found.append(self._compute_outputs(portion, share).log_probs.float().cpu().numpy())
         reshard(self.model)
         blocks = all_gather_bytes(self.ranks, np.concatenate(found).tobytes())
@@ -238,7 +229,7 @@ class Trainer:
         reach("train.before_agreement")
 
         def work() -> ComputedLoss:
-            self._check_open()
+            self.check_open()
             if not portion.counts:
                 return ComputedLoss(flat.log_probs.sum() * 0.0, 0.0, {})
             assert share.spec is not None

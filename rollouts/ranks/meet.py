@@ -1,7 +1,7 @@
 """This process as one rank of a run, connected with the others after they were found to be alike.
 
     torchrun's store: "address" ─► the port of a TCPStore that rank 0 hosts, on which everything else happens
-    hello/R of every rank: host, process, versions, device ─► check_same ─► process group ─► Channel
+    hello/R of every rank: host, process, versions, device ─► alike? ─► process group ─► Channel
 
 A restart gets a store of its own, so nothing that dead ranks have left is ever read. Only rank 0 answers
 SIGINT and SIGTERM, by stopping: the launcher sends them to all, and a rank that went first would end the run
@@ -113,23 +113,25 @@ def connect(
         "process": identify_process(os.getpid()),
         "agent": launch.agent,
         "error": "",
-        "versions": {"rollouts-rl": __version__}
-        | {name: version(name) for name in ("torch", "transformers")},
+        "same": {name: version(name) for name in ("torch", "transformers")} | {"rollouts-rl": __version__},
     }
     try:
-        hello["device"] = {DEVICE: choose_device()}
+        hello["same"][DEVICE] = choose_device()
     except ConfigError as error:
-        hello |= {"error": str(error), "device": {}}
+        hello["error"] = str(error)
     store, connect_again, meeting = open_store(launch, come_s)
     hellos = exchange_hellos(launch, store, hello, come_s)
     for rank, other in enumerate(hellos):
         if other["error"]:
             raise ConfigError(f"rank {rank} on {other['host']}: {other['error']}")
-    check_same(hellos, "device", "use alike machines, or set model.device='cpu' for all")
-    check_same(hellos, "versions", "install the same versions on all machines of the run")
+    unlike = describe_difference([other["host"] for other in hellos], [other["same"] for other in hellos])
+    if unlike:
+        raise ConfigError(
+            f"{unlike}; use alike machines with the same versions, or set model.device='cpu' for all"
+        )
     store.set_timeout(dt.timedelta(seconds=COLLECTIVE_S))
     ranks = init_group(
-        launch, PrefixStore("group", store), device=hello["device"][DEVICE], shard_size=shard_size
+        launch, PrefixStore("group", store), device=hello["same"][DEVICE], shard_size=shard_size
     )
     channel = Channel(launch.rank, connect_again, [other["process"] for other in hellos])
     return OpenRanks(ranks, channel, tuple(other["agent"] for other in hellos), meeting)
@@ -190,15 +192,6 @@ def exchange_hellos(launch: Launch, store: Store, hello: Mapping[str, Any], come
     except DistError as error:
         missing = next((rank for rank, key in enumerate(keys) if not store.check([key])), 0)
         raise RankLost(missing, "start-up", f"it did not come within {come_s:g} s") from error
-
-
-def check_same(hellos: Sequence[Any], field: str, way_out: str) -> None:
-    """Raises ConfigError, the same on all ranks, naming the first thing in `field` (texts by name) that is
-    not what rank 0 has, the rank and both values.
-    """
-    difference = describe_difference([hello["host"] for hello in hellos], [hello[field] for hello in hellos])
-    if difference:
-        raise ConfigError(f"{difference}; {way_out}")
 
 
 def describe_difference(hosts: Sequence[str], values: Sequence[Mapping[str, str]]) -> str:
