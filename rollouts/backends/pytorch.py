@@ -33,6 +33,7 @@ from rollouts.backends.shares import (
     split_values,
 )
 from rollouts.backends.steps import (
+    COUNTS,
     OptimizerSteps,
     PackingOptions,
     PreparedBatch,
@@ -167,8 +168,9 @@ class RankedTrainingBackend:
         """Optimizer steps, and since the backend was opened: skipped ones, tokens trained and, for that,
         computed (padding included), batches by layout; and the device thread's queue.
         """
-        counts = {name: float(count) for name, count in self._steps.counts.items()}
-        return {"steps": float(self._steps.steps), **counts, **self.device_thread.statistics()}
+        counts = self._steps.counts
+        counted = {name: float(counts[name]) for name in (*COUNTS, *counts)}
+        return {"steps": float(self._steps.steps), **counted, **self.device_thread.statistics()}
 
     def interrupt(self) -> None:
         """forward_backward and forward queued so far end at their next micro-batch, with StepInterrupted.

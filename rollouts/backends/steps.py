@@ -239,11 +239,6 @@ def check_count(spec: LossSpec, count: float, expected: float) -> None:
 # --- optimizer steps ----------------------------------------------------------------------------------------
 
 
-def start_counts() -> Counter[str]:
-    """Every count at 0."""
-    return Counter(dict.fromkeys(COUNTS, 0))
-
-
 @dataclass(slots=True, eq=False)
 class OptimizerSteps:
     """Where the optimizer stands: its steps, those skipped, and what has accumulated for the next one."""
@@ -253,7 +248,9 @@ class OptimizerSteps:
     steps: int = 0  # skipped ones included: the schedule's position
     poisoned: str | None = None  # why the pending step will be skipped
     pending_batches: int = 0  # forward_backward calls since the last step
-    counts: Counter[str] = field(default_factory=start_counts)  # since the backend was opened
+    counts: Counter[str] = field(
+        default_factory=Counter[str]
+    )  # of COUNTS and more, since the backend was opened
     _skipped_in_a_row: int = 0
 
     def choose_params(self, params: OptimParams | None) -> OptimParams:
