@@ -13,13 +13,13 @@ step and the job must end; and loss or gradients that are not finite, which all 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -170,14 +170,29 @@ class Trainer:
             check_count(spec, count, share.expected_count)
         except RolloutsError as error:
             raise AgreedFailure(error) from error
-        parts = self._gather(lambda: encode_metrics(merge_metrics(metrics)))
-        merged = run_agreed(self.ranks, lambda: merge_metrics([decode_metrics(part) for part in parts])).value
-        if not spec.per_token:
-            return ShareResult(total, merged)
-        arrays = [np.zeros((3, 0), np.float32), *(trace.cpu().numpy() for trace in traces)]
-        blocks = self._gather(lambda: np.concatenate(arrays, axis=1).tobytes())
-        found = [np.frombuffer(block, np.float32).reshape(3, -1) for block in blocks]
-        return ShareResult(total, merged, found)
+
+        def encode() -> bytes:
+            mine = {
+                name: (type(metric).__name__, *map(float, dataclasses.astuple(metric)))
+                for name, metric in merge_metrics(metrics).items()
+            }
+            arrays = [np.zeros((3, 0), np.float32), *(trace.cpu().numpy() for trace in traces)]
+            return msgspec.msgpack.encode((mine, np.concatenate(arrays, axis=1).tobytes()))
+
+        def merge() -> Metrics:
+            return merge_metrics(
+                [
+                    {name: METRIC_KINDS[kind](*values) for name, (kind, *values) in theirs.items()}
+                    for theirs, _ in parts
+                ]
+            )
+
+        encoded = all_gather_bytes(self.ranks, run_agreed(self.ranks, encode).value)
+        parts = [msgspec.msgpack.decode(part) for part in encoded]
+        merged = run_agreed(self.ranks, merge).value
+        return ShareResult(
+            total, merged, [np.frombuffer(block, np.float32).reshape(3, -1) for _, block in parts]
+        )
 
     def forward(self, shares: Shares) -> list[FloatArray]:
         """Of each rank: log-probs (of a scalar head: values) [sum of N] of its portions' pairs, in their
@@ -202,9 +217,6 @@ class Trainer:
             return None if shares is None else [encode_share(share) for share in shares]
 
         return decode_share(scatter_bytes(self.ranks, run_agreed(self.ranks, encode).value))
-
-    def _gather(self, encode: Callable[[], bytes]) -> list[bytes]:
-        return all_gather_bytes(self.ranks, run_agreed(self.ranks, encode).value)
 
     def _compute_outputs(self, portion: Portion, share: Share) -> TokenOutputs:
         spec, plan = share.spec, self.find_plan()
@@ -313,20 +325,3 @@ class Trainer:
         loaded.apply(self.optimizer, self.ranks.device)
         self._note_random_states()
         return loaded.position
-
-
-# --- metrics as bytes ---------------------------------------------------------------------------------------
-
-
-def encode_metrics(metrics: Metrics) -> bytes:
-    """JSON; what is not finite is written as Python's json writes it."""
-    kinds = {
-        name: [type(metric).__name__, *map(float, dataclasses.astuple(metric))]
-        for name, metric in metrics.items()
-    }
-    return json.dumps(kinds).encode()
-
-
-def decode_metrics(data: bytes) -> dict[str, Metric]:
-    """What encode_metrics was given."""
-    return {name: METRIC_KINDS[kind](*values) for name, (kind, *values) in json.loads(data).items()}

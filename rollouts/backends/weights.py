@@ -30,19 +30,16 @@ def check_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None
     come under each of its names.
     """
     parameters: dict[str, Tensor] = dict(model.named_parameters())
-    all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    shapes = [
-        f"{name} {tuple(weights[name].shape)} for {tuple(parameter.shape)}"
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    wrong = [f"{name} is missing" for name in parameters if name not in weights]
+    wrong += [f"{name} is not the model's" for name in weights if name not in known]
+    wrong += [
+        f"{name} has the shape {tuple(weights[name].shape)}, not {tuple(parameter.shape)}"
         for name, parameter in parameters.items()
         if name in weights and weights[name].shape != parameter.shape
     ]
-    for what, names in (
-        ("are missing", sorted(parameters.keys() - weights.keys())),
-        ("are not the model's", sorted(weights.keys() - all_names)),
-        ("have another shape", shapes),
-    ):
-        if names:
-            raise BackendError(f"{len(names)} weights {what}: {', '.join(names[:5])}; nothing was loaded")
+    if wrong:
+        raise BackendError(f"{len(wrong)} weights do not fit: {'; '.join(wrong[:5])}; nothing was loaded")
 
 
 def _pad_shard(parameter: Tensor, num_shards: int) -> Tensor:
