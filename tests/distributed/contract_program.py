@@ -6,6 +6,7 @@ torchrun … -m tests.distributed.contract_program SHARD_SIZE OUT
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import gc
 import inspect
@@ -46,19 +47,27 @@ CALLS: list[int] = []
 # --- losses of ranks ----------------------------------------------------------------------------------------
 
 
-def last_rank_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
-    """Fails on the last rank alone."""
-    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-        raise ZeroDivisionError("the loss failed on one rank")
+def is_rank(rank: int) -> bool:
+    """Whether this process is that rank; −1: the last."""
+    return int(os.environ["RANK"]) == rank % int(os.environ["WORLD_SIZE"])
+
+
+def plain_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
     total, count = reduce_loss(-inputs.log_probs, inputs.mask, unit)
     return LossOutput(total, count, {})
 
 
+def last_rank_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
+    """Fails on the last rank alone."""
+    if is_rank(-1):
+        raise ZeroDivisionError("the loss failed on one rank")
+    return plain_loss(inputs, unit=unit)
+
+
 def last_rank_nan_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
     """Is not a number on the last rank alone."""
-    last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
-    total, count = reduce_loss(inputs.log_probs * (float("nan") if last else -1.0), inputs.mask, unit)
-    return LossOutput(total, count, {})
+    factor = float("nan") if is_rank(-1) else 1.0
+    return plain_loss(dataclasses.replace(inputs, log_probs=inputs.log_probs * factor), unit=unit)
 
 
 def second_call_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
@@ -68,8 +77,7 @@ def second_call_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
     CALLS.append(1)
     if len(CALLS) % 2 == 0:
         raise ZeroDivisionError("the second micro-batch failed")
-    total, count = reduce_loss(-inputs.log_probs, inputs.mask, unit)
-    return LossOutput(total, count, {})
+    return plain_loss(inputs, unit=unit)
 
 
 def last_rank_without_disk_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
@@ -84,14 +92,9 @@ def last_rank_with_disk_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
     return plain_loss(inputs, unit=unit)
 
 
-def plain_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
-    total, count = reduce_loss(-inputs.log_probs, inputs.mask, unit)
-    return LossOutput(total, count, {})
-
-
 def limit_files(size: int, *, rank: int) -> None:
     """How large a file may get that this process writes, where it is that rank."""
-    if int(os.environ["RANK"]) == rank % int(os.environ["WORLD_SIZE"]):
+    if is_rank(rank):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
@@ -99,17 +102,14 @@ def scarce_memory_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
     """Leaves the last rank's machine without memory for a copy, as that rank sees it from now on; every other
     sees plenty.
     """
-    last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
-    captures.read_free_memory = lambda: 1000 if last else 1 << 40
-    total, count = reduce_loss(-inputs.log_probs, inputs.mask, unit)
-    return LossOutput(total, count, {})
+    captures.read_free_memory = lambda: 1000 if is_rank(-1) else 1 << 40
+    return plain_loss(inputs, unit=unit)
 
 
 def plenty_memory_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
     """Gives it back."""
     captures.read_free_memory = lambda: 1 << 40
-    total, count = reduce_loss(-inputs.log_probs, inputs.mask, unit)
-    return LossOutput(total, count, {})
+    return plain_loss(inputs, unit=unit)
 
 
 def no_copies_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
