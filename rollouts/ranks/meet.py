@@ -34,6 +34,7 @@ from torch.distributed.rendezvous import rendezvous
 from rollouts import __version__
 from rollouts.device_thread import open_device_thread
 from rollouts.errors import ConfigError, RankLost
+from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.ranks.channel import BEAT_S, Channel, exit_on_lost
 from rollouts.ranks.group import COLLECTIVE_S, Ranks, close_group, init_group
 from rollouts.ranks.launch import LOOPBACK, Launch, identify_process
@@ -76,8 +77,8 @@ async def open_ranks(
         if launch.rank:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        channel, failure = opened.channel, None
-        async with trio.open_nursery() as nursery:
+        channel = opened.channel
+        async with open_plain_nursery() as nursery:
             watching = trio.CancelScope(shield=True)  # a cancelled body may wait for a hanging device thread
 
             async def watch() -> None:
@@ -88,17 +89,13 @@ async def open_ranks(
             try:
                 yield opened
                 await channel.close()
-            except BaseException as error:  # not raised here: the nursery would wrap it in a group
-                failure = error
+            except BaseException as error:
                 with trio.CancelScope(shield=True):
                     await channel.report_failure(error)
-                if isinstance(error, trio.Cancelled):
-                    raise
+                raise
             finally:
                 channel.stop_watching()  # its thread must end before the interpreter does, unless it hangs
                 watching.deadline = trio.current_time() + 3 * BEAT_S
-        if failure is not None:
-            raise failure
         await thread.submit(close_group)
 
 
