@@ -64,12 +64,6 @@ async def test_server_that_fails_in_a_load_has_no_version_until_an_update_succee
     np.testing.assert_allclose(before.log_probs, after.log_probs, atol=1e-4)
 
 
-async def test_update_without_a_pause_is_refused(vllm_server: RunningServer, snapshots: Snapshots):
-    async with open_engine(vllm_server) as engine:
-        with pytest.raises(EngineError, match=r"call pause\(\)"):
-            await engine.update_weights_from_checkpoint(snapshots[0], 99)
-
-
 async def test_top_p_log_probs_are_those_of_the_tokens_kept(vllm_server: RunningServer):
     async with open_engine(vllm_server) as engine:
         completion = await engine.generate(make_request(max_new_tokens=16, top_p=1e-6))

@@ -184,20 +184,20 @@ async def test_a_model_without_a_limit_gets_the_default_context_and_may_have_a_l
 # --- the contract -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["gemma", "mamba"])
+@pytest.mark.parametrize("way", ["cached gemma", "cached mamba", "recomputed mamba"])
 @pytest.mark.parametrize("check", engine_contracts.CHECKS)
-async def test_engines_with_the_models_own_cache_keep_the_contract(
-    check: Callable[[Any], Awaitable[None]], kind: str, tiny_paths: dict[str, Path]
+async def test_engines_with_the_models_own_forward_keep_the_contract(
+    check: Callable[[Any], Awaitable[None]],
+    way: str,
+    tiny_paths: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    await check(lambda: open_engine(load_hf_model(tiny_paths[kind])))
-
-
-@pytest.mark.parametrize("check", engine_contracts.CHECKS)
-async def test_engines_keep_the_contract_without_a_cache(
-    check: Callable[[Any], Awaitable[None]], tiny_paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-):
-    without_cache(monkeypatch)
-    await check(lambda: open_engine(load_hf_model(tiny_paths["mamba"]), mode="copied", deterministic=True))
+    how, kind = way.split()
+    if how == "recomputed":
+        without_cache(monkeypatch)
+    mode = "shared" if how == "cached" else "copied"
+    path, deterministic = tiny_paths[kind], how == "recomputed"
+    await check(lambda: open_engine(load_hf_model(path), mode=mode, deterministic=deterministic))
 
 
 @pytest.mark.parametrize("kind", TINY)
