@@ -94,12 +94,12 @@ def test_a_file_that_cannot_be_read_to_its_end_is_refused(tmp_path, monkeypatch,
 
 
 def test_a_system_prompt_goes_before_every_prompt_that_has_none(tmp_path: Path):
-    user, own = {"role": "user", "content": "q"}, {"role": "system", "content": "own"}
-    answer, brief = {"role": "assistant", "content": "a"}, {"role": "system", "content": "be brief"}
-    rows = {"prompt": "q"}, {"prompt": [user]}, {"prompt": [own, user]}, {"messages": [user, answer]}
+    own, brief = ({"role": "system", "content": text} for text in ("own", "be brief"))
+    asked, answered = turns("q"), turns("q", "a")
+    rows = {"prompt": "q"}, {"prompt": [own, *asked]}, {"messages": answered}
     found = load(path=write(tmp_path / "rows.jsonl", *rows), system_prompt="be brief")
-    turns = [row.get("prompt", row.get("messages")) for row in found]
-    assert turns == [[brief, user], [brief, user], [own, user], [brief, user, answer]]
+    expected = {"prompt": [brief, *asked]}, {"prompt": [own, *asked]}, {"messages": [brief, *answered]}
+    assert found == [*expected]
 
 
 # --- columns ------------------------------------------------------------------------------------------------
@@ -227,9 +227,7 @@ def test_reasoning_gym_rows_have_prompt_answer_and_plain_metadata():
     assert len(rows) == 3 and json.loads(json.dumps(rows)) == rows  # no tuples left
     for row in rows:
         assert row["source_dataset"] == "chain_sum" and row["metadata"]["num_terms"] == 2
-        left, sign, right = row["metadata"]["expression"].split()
-        assert int(row["answer"]) == int(left) + (int(right) if sign == "+" else -int(right))
-        assert row["metadata"]["expression"] in row["prompt"]
+        assert row["metadata"]["expression"] in row["prompt"] and int(row["answer"]) in range(-9, 19)
 
 
 WRONG = """

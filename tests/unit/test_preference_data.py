@@ -37,34 +37,11 @@ SPLIT = {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}
 PAIR = {"prompt": "q", "chosen": "ab", "rejected": "c"}  # 20 + a, b, end = 23 tokens; 20 + c, end = 22
 
 
-def split_pair(row):
-    return parse_row(row, "pair")
-
-
-def split_labelled(row):
-    return parse_row(row, "labelled")
-
-
-def pairs(*rows, max_length=99):
+def prepare(use, *rows, tokenizer=None, max_length=99):
+    mixture = make_mixture([parse_row(row, use) for row in rows])
     return prepare_preference_mixture(
-        make_mixture([None if row is None else split_pair(row) for row in rows]),
-        byte_tokenizer(),
-        labelled=False,
-        max_length=max_length,
+        mixture, tokenizer or byte_tokenizer(), labelled=use == "labelled", max_length=max_length
     )
-
-
-def labels(*rows, max_length=99):
-    return prepare_preference_mixture(
-        make_mixture([split_labelled(row) for row in rows]),
-        byte_tokenizer(),
-        labelled=True,
-        max_length=max_length,
-    )
-
-
-def text_of(row):
-    return byte_tokenizer().decode(row.token_ids)
 
 
 # --- shapes -------------------------------------------------------------------------------------------------
@@ -91,9 +68,9 @@ PAIRS = """
 
 @pytest.mark.parametrize("row", PAIRS.strip().splitlines())
 def test_every_usual_shape_of_a_pair_means_the_same(row):
-    assert split_pair(read_row(row)) == SPLIT
+    assert parse_row(read_row(row), "pair") == SPLIT
     whole = {"completion": [ASK, GOOD], "label": False}
-    assert split_labelled(whole) == whole | {"prompt": [ASK], "completion": [GOOD]}
+    assert parse_row(whole, "labelled") == whole | {"prompt": [ASK], "completion": [GOOD]}
 
 
 MALFORMED = """
@@ -126,9 +103,7 @@ def test_the_response_trains_as_the_last_turn_of_an_sft_row_does():
     conversation = [ASK, GOOD, ASK, BAD]
     row = {"chosen": conversation, "rejected": [*conversation[:-1], GOOD]}
     for tokenizer in (byte_tokenizer(), *map(family_tokenizer, ("qwen3", "llama3_1", "gemma"))):
-        (sample,) = prepare_preference_mixture(
-            make_mixture([split_pair(row)]), tokenizer, labelled=False, max_length=999
-        ).samples
+        (sample,) = prepare("pair", row, tokenizer=tokenizer, max_length=999).samples
         (whole,) = prepare_sft_mixture(
             make_mixture([{"messages": conversation}]), tokenizer, max_length=999, train_on="last"
         ).samples
@@ -139,8 +114,13 @@ def test_the_response_trains_as_the_last_turn_of_an_sft_row_does():
 
 def test_a_pair_falls_as_a_whole_and_by_reason():
     late = {**PAIR, "prompt": "q" * 30}
-    data = pairs(
-        PAIR, late, {**PAIR, "rejected": "ab"}, {**PAIR, "chosen": "xyz1", "rejected": "xyz2"}, max_length=23
+    data = prepare(
+        "pair",
+        PAIR,
+        late,
+        {**PAIR, "rejected": "ab"},
+        {**PAIR, "chosen": "xyz1", "rejected": "xyz2"},
+        max_length=23,
     )
     assert [sample.row_id for sample in data.samples] == [0]
     assert data.dropped == {
@@ -150,7 +130,8 @@ def test_a_pair_falls_as_a_whole_and_by_reason():
 
 
 def test_a_mismatched_row_is_the_prompt_with_the_next_completion_of_another_prompt():
-    data = labels(
+    data = prepare(
+        "labelled",
         {"prompt": "q", "completion": "ab", "label": True},
         {"prompt": "q", "completion": "c", "label": False},
         {"prompt": "rr", "completion": "def", "label": True},
@@ -158,7 +139,7 @@ def test_a_mismatched_row_is_the_prompt_with_the_next_completion_of_another_prom
     wanted = [("q", "def", [20, 21, 22, 23]), ("q", "def", [20, 21, 22, 23]), ("rr", "ab", [21, 22, 23])]
     for sample, (prompt, answer, trained) in zip(data.samples, wanted, strict=True):
         text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>"
-        assert text_of(sample.rows[1]) == text
+        assert byte_tokenizer().decode(sample.rows[1].token_ids) == text
         assert np.flatnonzero(sample.rows[1].loss_mask).tolist() == trained
     assert [sample.desirable for sample in data.samples] == [True, False, True]
 
@@ -171,7 +152,7 @@ def numbered(count, *, prompts=None):
 
 
 def test_held_out_pairs_come_off_the_end_and_their_prompts_do_not_train():
-    training, held_out = split_held_out(pairs(*numbered(6, prompts=[5, 1, 2, 3, 4, 5])), 2)
+    training, held_out = split_held_out(prepare("pair", *numbered(6, prompts=[5, 1, 2, 3, 4, 5])), 2)
     assert [sample.row_id for sample in held_out] == [4, 5]
     assert [sample.row_id for sample in training.samples] == [1, 2, 3]
     assert training.dropped == {"held_out_prompt": 1}
@@ -179,7 +160,7 @@ def test_held_out_pairs_come_off_the_end_and_their_prompts_do_not_train():
 
 
 def test_every_source_gives_its_share_of_what_is_held_out():
-    rows = [split_pair(row) for row in numbered(9)]
+    rows = [parse_row(row, "pair") for row in numbered(9)]
     sources = (Source("a", 1.0, tuple(rows[:6])), Source("b", 1.0, (*rows[6:8], None, rows[8])))
     data = prepare_preference_mixture(Mixture(sources), byte_tokenizer(), labelled=False, max_length=99)
     training, held_out = split_held_out(data, 3)
