@@ -32,22 +32,16 @@ def replay(root: Path, step: int | str, *more: str) -> int:
     return main(["replay", str(root), "--step", str(step), *more])
 
 
-def make_config(folder: Path, table: str = "", top: str = "") -> Path:
-    """tiny.toml with `top` in [rl] and `table` behind everything."""
-    text = TINY.read_text().replace("../tasks", str(TINY.parent.parent / "tasks"))
-    config = folder / "config_of_test.toml"
-    config.write_text(text.replace('advantage = "grpo"\n', top or 'advantage = "grpo"\n') + table)
-    return config
-
-
 def train_rl(
     train: Train, folder: Path, *settings: str, top: str = "", table: str = "", mode: str = "rl"
 ) -> RunDir:
-    """A run of two steps. Two in a row that a random model makes alike would prove little, so rewards and
-    losses must not be all alike.
+    """A run of two steps of tiny.toml with `top` in [rl] and `table` behind everything. Two in a row that a
+    random model makes alike would prove little, so rewards and losses must not be all alike.
     """
-    config, arguments = make_config(folder, table, top), (*SETTINGS.split(), *settings)
-    done = train.run_config(config, folder / "run", *arguments, mode=mode)
+    text = TINY.read_text().replace("../tasks", str(TINY.parent.parent / "tasks"))
+    config, advantage = folder / "config_of_test.toml", 'advantage = "grpo"\n'
+    config.write_text(text.replace(advantage, top or advantage) + table)
+    done = train.run_config(config, folder / "run", *SETTINGS.split(), *settings, mode=mode)
     assert done.returncode == 0, done.stderr
     return RunDir(folder / "run")
 

@@ -239,13 +239,8 @@ def test_what_generation_is_given_does_not_train():
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_6"])
 def test_a_template_that_forgets_earlier_thinking_lets_only_the_last_answer_train(name):
     tokenizer = family_tokenizer(name)
-    with pytest.raises(
-        ModelError,
-        match=(
-            r"rewrites messages up to 1 when later turns follow \(at character 54: '<think>\\nthree, four.*'"
-            r" against '7<\|im_end"
-        ),
-    ):
+    said = r"rewrites messages up to 1 when later turns follow \(at character 54: '<think>\\nthree, four.*'"
+    with pytest.raises(ModelError, match=said + r" against '7<\|im_end"):
         tokenize_conversation(THOUGHTS, tokenizer)
     opened = "<think>\n⟦" if name == "qwen3_6" else "⟦<think>\n"
     assert (
@@ -288,13 +283,8 @@ def test_parameters_reach_the_template():
 
 def test_a_parameter_that_the_template_does_not_read_is_refused_with_the_nearest():
     options = TemplateOptions({"enable_thinkin": False})
-    with pytest.raises(
-        ModelError,
-        match=(
-            r"model\.template_params\.enable_thinkin: the chat template does not read it; did you mean"
-            r" enable_thinking\?"
-        ),
-    ):
+    said = r"model\.template_params\.enable_thinkin: the chat template does not read it; did you mean"
+    with pytest.raises(ModelError, match=said + r" enable_thinking\?"):
         render_prompt("q", family_tokenizer("qwen3"), options=options)
 
 
