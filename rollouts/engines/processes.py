@@ -244,7 +244,9 @@ def check_command(command: EngineCommand) -> None:
     fixed["--model"] = str(command.model)
     for name, value in split_flags(command.args):
         for flag, needed in fixed.items():
-            if name in (flag, f"--no-{flag[2:]}") and (name, value) != (flag, needed):
+            # argparse takes the beginning of a flag for the flag; "--no-x" is the opposite of "--x"
+            meant = flag.startswith(name) or name == f"--no-{flag[2:]}"
+            if meant and (name, value) != (flag, needed) and name not in fixed.keys() - {flag}:
                 raise ConfigError(
                     f"engine.args has `{name} {value or ''}`, but training needs `{flag} {needed or ''}`;"
                     " leave it out"

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
+import msgspec
 import numpy as np
 import trio
 
@@ -413,22 +413,17 @@ def encode_group(group: Group) -> dict[str, JSONValue]:
     """A held group as JSON, exactly: every float32 is a float64. Pending samples are made of the prompt
     again, so they are left out.
     """
+    kept = [one.name for one in fields(Member) if one.name != "pending"]
     return {
         "group_index": group.index,
         "prompt_id": group.prompt.prompt_id,
         "epoch": group.prompt.epoch,
         "finished": group.decision is not None,
-        "members": _encode(group.members),
+        "members": [
+            {name: msgspec.to_builtins(getattr(member, name), enc_hook=np.ndarray.tolist) for name in kept}
+            for member in group.members
+        ],
     }
-
-
-def _encode(value: Any) -> JSONValue:
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, Sample | Member):
-        names = [one.name for one in fields(value) if one.name != "pending"]
-        return {name: _encode(getattr(value, name)) for name in names}
-    return [_encode(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def decode_group(record: Mapping[str, JSONValue], prompt: PromptRow) -> Group:

@@ -177,6 +177,7 @@ vllm | --logprobs-mode raw_logprobs | but training needs `--logprobs-mode proces
 vllm | --logprobs_mode=raw_logprobs | `--logprobs-mode raw_logprobs`
 vllm | --no-enable-scale-out | --no-enable-scale-out
 vllm | --host 0.0.0.0 | training needs `--host 127.0.0.1`
+vllm | --ho 0.0.0.0 | training needs `--host 127.0.0.1`
 vllm | --seed 1 --api-key x | chosen for each run
 sglang | --admin-api-key x | chosen for each run
 sglang | --config x.yaml | --config x.yaml
