@@ -8,7 +8,6 @@ import base64
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -25,37 +24,29 @@ from tests.browser.written_run import NASTY, head, write_run
 from tests.unit.run_rows import write_block, write_rows
 
 
-@dataclass
-class Element:
-    """A tag with its attributes; `text` is what a script or style holds."""
-
-    tag: str
-    attributes: dict[str, str | None]
-    text: list[str] = field(default_factory=list)
-
-
 class Page(HTMLParser):
+    """Each tag with its attributes and what a script or style holds."""
+
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.elements: list[Element] = []
+        self.elements: list[tuple[str, dict[str, str | None], list[str]]] = []
         self.source = path.read_text(encoding="utf-8")
         self.feed(self.source)
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append(Element(tag, dict(attrs)))
+        self.elements.append((tag, dict(attrs), []))
 
     def handle_data(self, data: str) -> None:
         if self.cdata_elem:
-            self.elements[-1].text.append(data)
+            self.elements[-1][2].append(data)
 
     def code(self) -> dict[str, str]:
         """Style and script of the page, without its data."""
-        own = [item for item in self.elements if item.text and "type" not in item.attributes]
-        return {item.tag: "".join(item.text) for item in own}
+        return {tag: "".join(text) for tag, of, text in self.elements if text and "type" not in of}
 
     def data(self, name: str) -> Any:
-        return next(json.loads("".join(e.text)) for e in self.elements if e.attributes.get("id") == name)
+        return next(json.loads("".join(text)) for _, of, text in self.elements if of.get("id") == name)
 
 
 def gather(root: Path, *, share: float = 1.0) -> tuple[dict[str, Any], list[str]]:
@@ -92,23 +83,23 @@ def test_texts_of_a_run_stay_texts(page: Page) -> None:
     sample = page.data("sample-data")[0][0]
     assert sample["prompt"][1]["content"] == f"What is 1 + 0? {NASTY}"
     assert sample["metadata"]["note"] == NASTY
-    assert [item.tag for item in page.elements].count("script") == 3
+    assert [tag for tag, *_ in page.elements].count("script") == 3
     assert "\u2028" not in page.source
 
 
 def test_the_page_loads_nothing(page: Page) -> None:
     assert page.source.startswith("<!doctype html>")
-    for item in page.elements:
-        for name in {"src", "href", "action", "data", "srcset", "style"} & item.attributes.keys():
-            assert re.match("#|data:|$", item.attributes[name] or ""), item
-        assert item.tag not in ("iframe", "object", "embed", "base", "img")
+    for tag, attributes, _ in page.elements:
+        for name in {"src", "href", "action", "data", "srcset", "style"} & attributes.keys():
+            assert re.match("#|data:|$", attributes[name] or ""), tag
+        assert tag not in ("iframe", "object", "embed", "base", "img")
     calls = r"@import|url\(|fetch\(|XMLHttpRequest|WebSocket|eval\(|innerHTML|localStorage"
     unwanted = rf"https?://(?!www\.w3\.org/2000/svg)|{calls}"
     assert not re.search(unwanted, "".join(page.code().values()))
 
 
 def test_the_policy_allows_the_styles_and_scripts_of_the_page_and_nothing_else(page: Page) -> None:
-    (policy,) = (item.attributes["content"] for item in page.elements if "http-equiv" in item.attributes)
+    (policy,) = (of["content"] for _, of, _ in page.elements if "http-equiv" in of)
     rules = dict(rule.strip().split(" ", 1) for rule in str(policy).split(";"))
     assert page.code().keys() == {"style", "script"}
     for tag, text in page.code().items():

@@ -70,8 +70,8 @@ def test_the_screen_says_where_the_run_is(
 
 
 def read_steps(metrics: Path, place: Place) -> tuple[list[int], Place]:
-    found = list(read_lines(metrics, place))
-    return [json.loads(line)["step"] for line, _ in found], found[-1][1] if found else place
+    lines, ends = zip(*read_lines(metrics, place), strict=True)
+    return [json.loads(line)["step"] for line in lines], ends[-1]
 
 
 def test_a_torn_line_that_the_next_attempt_repairs_is_no_row(metrics: Path):
@@ -83,15 +83,6 @@ def test_a_torn_line_that_the_next_attempt_repairs_is_no_row(metrics: Path):
     assert steps == [2]
     metrics.write_text(line(1) + line(2) + line(4, attempt=2))  # the torn line is cut off, and rows follow
     assert read_steps(metrics, place)[0] == [4]
-
-
-def test_parts_are_followed_in_order(metrics: Path):
-    _, place = read_steps(metrics, Place())
-    append(metrics, line(2))
-    for part in (1, 2):
-        append(metrics.with_name(f"metrics.{part}.jsonl"), line(2 + part))
-    steps, place = read_steps(metrics, place)
-    assert (steps, read_steps(metrics, place)[0]) == ([2, 3, 4], [])
 
 
 def test_a_long_file_is_followed_from_its_end(metrics: Path, monkeypatch: pytest.MonkeyPatch):
