@@ -46,8 +46,8 @@ def steps(rows: Sequence[TrackedRow]) -> list[int]:
     return [row.row["step"] for row in rows]
 
 
-def read_all(root: Path, position: Position, *, limit: int = 100) -> tuple[list[TrackedRow], Position]:
-    rows, ends = read_batch(root, FILES, position, limit=limit, say=pytest.fail)
+def read_all(root: Path, position: Position) -> tuple[list[TrackedRow], Position]:
+    rows, ends = read_batch(root, FILES, position, limit=100, say=pytest.fail)
     return rows, replace(position, files={**position.files, **ends}, number=position.number + len(rows))
 
 
@@ -199,12 +199,10 @@ class FakeSink:
     def send(self, rows: Sequence[TrackedRow]) -> Mark | None:
         if len(rows) > self.most or self.bad & set(steps(rows)):
             raise RowsRefused("bad value")
-        fault = self.faults.pop(0) if self.faults else None
-        if fault is None:
-            self.store += rows
-        if fault is not None:
+        if fault := self.faults.pop(0) if self.faults else None:
             self.on_fault()
             raise fault
+        self.store += rows
         return {"rows": len(self.store)}
 
     def close(self) -> None:
