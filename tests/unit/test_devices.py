@@ -82,15 +82,13 @@ def choose_and_fail() -> str:
     raise ConfigError("model.device='cuda', but torch finds no GPU")
 
 
+UNLIKE = r"model\.device is 'cpu' on rank 1 on \S+ and 'cuda' on rank 0 .*set model\.device='cpu'"
+NONE = r"rank 1 on \S+: model\.device='cuda', but torch finds no GPU"
+
+
 @pytest.mark.parametrize(
     ("choices", "message"),
-    [
-        (
-            [lambda: "cuda", lambda: "cpu"],
-            r"model\.device is 'cpu' on rank 1 on \S+ and 'cuda' on rank 0 .*set model\.device='cpu'",
-        ),
-        ([lambda: "cpu", choose_and_fail], r"rank 1 on \S+: model\.device='cuda', but torch finds no GPU"),
-    ],
+    [([lambda: "cuda", lambda: "cpu"], UNLIKE), ([lambda: "cpu", choose_and_fail], NONE)],
 )
 async def test_ranks_that_cannot_compute_alike_refuse_with_the_same_words_before_there_is_a_process_group(
     choices: list[Any], message: str, monkeypatch: pytest.MonkeyPatch
