@@ -28,8 +28,8 @@ def slow(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) ->
     return log_probs.gather(-1, targets[:, None]).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)
 
 
-# rows, tokens of a chunk, scale of the hidden states, dtype, tolerance: logits of about 600 neither overflow nor
-# lose the small ones, and bfloat16 is not rounded after the product
+# rows, tokens of a chunk, scale of the hidden states, dtype, tolerance: logits of about 600 neither overflow
+# nor lose the small ones, and bfloat16 is not rounded after the product
 CASES = """
 5    | 1    | 1   | float32  | 1e-5
 5    | 7    | 1   | float32  | 1e-5
