@@ -64,7 +64,7 @@ def sample_completions(
         while True:
             drawn.append(sample_tokens(logits, draws))
             draws["drawn"] += np.uint64(1)
-            for row in np.flatnonzero(counts == 0):
+            for row in np.flatnonzero(counts == 0).tolist():
                 request, token = requests[row], int(drawn[-1].token_ids[row])
                 if not np.isfinite(drawn[-1].log_probs[row]):
                     raise ModelError(
