@@ -15,7 +15,6 @@ import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from rollouts.errors import ModelError
-from rollouts.models import gguf as gguf_module
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model, stop_token_ids
 from rollouts.models.tokenizers import CHAT_TEMPLATE
 from tests.support.text_tables import read_cells
@@ -122,19 +121,14 @@ def test_a_gguf_file_becomes_a_directory_with_the_same_weights_and_tokenizer(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_file_is_converted_once_and_again_when_it_was_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    file, converted = tmp_path / "small.gguf", []
-    real = gguf_module.convert_gguf
-    monkeypatch.setattr(gguf_module, "convert_gguf", lambda *inputs: (converted.append(1), real(*inputs)))
-    write_gguf(file, seed=0)
-    first = resolve_model(str(file), cache_dir=tmp_path / "cache")
-    assert resolve_model(str(file), cache_dir=tmp_path / "cache") == first
-    assert len(converted) == 1
-    write_gguf(file, seed=1)
-    assert resolve_model(str(file), cache_dir=tmp_path / "cache") != first
-    assert len(converted) == 2
+def test_a_file_is_converted_once_and_again_when_it_was_replaced(tmp_path: Path):
+    file, cache = tmp_path / "small.gguf", tmp_path / "cache"
+    found: list[tuple[Path, int]] = []
+    for seed in (0, 0, 1):
+        write_gguf(file, seed=seed)
+        path = resolve_model(str(file), cache_dir=cache)
+        found.append((path, (path / "config.json").stat().st_mtime_ns))
+    assert found[0] == found[1] and found[2][0] != found[0][0]
 
 
 @pytest.mark.parametrize(
