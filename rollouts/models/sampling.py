@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from rollouts.errors import ModelError, RequestRefused
-from rollouts.models.draws import Sampled, make_draw, sample_tokens, stream_key
+from rollouts.models.draws import make_draw, sample_tokens, stream_key
 from rollouts.models.layers import evaluation_mode
 from rollouts.models.limits import check_request, find_context_limit, find_rotary_limit
-from rollouts.types import Completion, GenerateRequest
+from rollouts.types import Completion, FinishReason, GenerateRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,39 +55,45 @@ def sample_completions(
     draws = np.stack(
         [make_draw(stream_key(seed, one.request_id, one.sampling.seed), one.sampling) for one in requests]
     )
-    stops = [set(one.sampling.stop_token_ids) for one in requests]
-    counts = np.zeros(len(requests), np.int64)  # of each row's tokens once it has ended; 0 before
-    drawn: list[Sampled] = []
+    token_ids: list[list[int]] = [[] for _ in requests]
+    log_probs: list[list[float]] = [[] for _ in requests]
+    reasons: list[FinishReason | None] = [None] * len(requests)
     with evaluation_mode(model), torch.no_grad():
         steps = _step(model, requests)
         logits = next(steps)
-        while True:
-            drawn.append(sample_tokens(logits, draws))
+        while not all(reasons):
+            sampled = sample_tokens(logits, draws)
             draws["drawn"] += np.uint64(1)
-            for row in np.flatnonzero(counts == 0).tolist():
-                request, token = requests[row], int(drawn[-1].token_ids[row])
-                if not np.isfinite(drawn[-1].log_probs[row]):
-                    raise ModelError(
-                        f"request {request.request_id!r}: the model's distribution of token {len(drawn) - 1}"
-                        " is not finite; look for NaN in its weights, or lower the learning rate that made"
-                        " them"
-                    )
-                if token in stops[row] or len(drawn) == request.sampling.max_new_tokens:
-                    counts[row] = len(drawn)
-            if counts.all():
-                break
-            logits = steps.send(torch.from_numpy(drawn[-1].token_ids).to(logits.device))
-    token_ids, log_probs = (np.stack(values, axis=1) for values in zip(*drawn, strict=True))
+            for row, request in enumerate(requests):
+                if reasons[row] is not None:
+                    continue
+                token_ids[row].append(int(sampled.token_ids[row]))
+                log_probs[row].append(float(sampled.log_probs[row]))
+                reasons[row] = _find_end(request, token_ids[row], log_probs[row][-1])
+            if not all(reasons):
+                logits = steps.send(torch.from_numpy(sampled.token_ids).to(logits.device))
     return [
         Completion(
             request_id=request.request_id,
-            token_ids=token_ids[row, :count].copy(),
-            log_probs=log_probs[row, :count].copy(),
-            weight_versions=np.full(count, weight_version, np.int64),
-            finish_reason="stop" if token_ids[row, count - 1] in stops[row] else "length",
+            token_ids=np.asarray(ids, np.int64),
+            log_probs=np.asarray(values, np.float32),
+            weight_versions=np.full(len(ids), weight_version, np.int64),
+            finish_reason=reason or "length",
         )
-        for row, (request, count) in enumerate(zip(requests, counts.tolist(), strict=True))
+        for request, ids, values, reason in zip(requests, token_ids, log_probs, reasons, strict=True)
     ]
+
+
+def _find_end(request: GenerateRequest, token_ids: list[int], log_prob: float) -> FinishReason | None:
+    """Why the row ends with its newest token, or None. Raises ModelError for a log-prob that is no number."""
+    if not np.isfinite(log_prob):
+        raise ModelError(
+            f"request {request.request_id!r}: the model's distribution of token {len(token_ids) - 1} is not"
+            " finite; look for NaN in its weights, or lower the learning rate that made them"
+        )
+    if token_ids[-1] in request.sampling.stop_token_ids:
+        return "stop"
+    return "length" if len(token_ids) == request.sampling.max_new_tokens else None
 
 
 def _step(model: PreTrainedModel, requests: Sequence[GenerateRequest]) -> Generator[Tensor, Tensor, None]:
