@@ -53,7 +53,8 @@ class ReferenceServer:
     def __init__(self, path: Path) -> None:
         self.model = load_hf_model(path)
         self.asked: list[list[int]] = []
-        self.spoil: Callable[[Any], tuple[int, Any] | None] = lambda answer: None
+        self.statuses: list[int] = []  # of the next answers; 200 after them
+        self.spoil: Callable[[list[Any]], Any] = list  # what becomes of the tokens' entries
 
     def handle(self, request: httpx.Request) -> httpx.Response:
         if request.headers.get("authorization") != f"Bearer {KEY}":
@@ -68,17 +69,16 @@ class ReferenceServer:
             logits = self.model(input_ids=torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
         values = logits.gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist()
         pairs = list(zip(ids[1:], values, strict=True))
-        made: Any
+        answer: Any
         if is_vllm:
             assert body["model"] == "policy" and body["max_tokens"] == 1 and body["prompt_logprobs"] == 0
             entries = [None, *({str(token): {"logprob": value, "rank": 3}} for token, value in pairs)]
-            made = {"choices": [{"index": 0, "text": "x", "prompt_logprobs": entries}]}
+            answer = {"choices": [{"index": 0, "text": "x", "prompt_logprobs": self.spoil(entries)}]}
         else:
             assert body["return_logprob"] and body["logprob_start_len"] == 0
             triples = [[None, ids[0], None], *([value, token, None] for token, value in pairs)]
-            made = {"text": "", "meta_info": {"id": "1", "input_token_logprobs": triples}}
-        status, answer = self.spoil(made) or (200, made)
-        return httpx.Response(status, json=answer)
+            answer = {"meta_info": {"id": "1", "input_token_logprobs": self.spoil(triples)}}
+        return httpx.Response(self.statuses.pop(0) if self.statuses else 200, json=answer)
 
 
 @asynccontextmanager
@@ -148,27 +148,22 @@ async def test_only_the_tokens_up_to_the_last_trained_one_are_sent(path: Path, s
     assert sorted(server.asked) == sorted(wanted)
 
 
-def vllm(change: Callable[[list[Any]], Any]) -> Callable[[Any], tuple[int, Any]]:
-    return lambda made: (
-        200,
-        {"choices": [{"prompt_logprobs": change(made["choices"][0]["prompt_logprobs"])}]},
-    )
-
-
-def every(value: float) -> Callable[[list[Any]], Any]:
-    return lambda entries: [None, *({token: {"logprob": value} for token in entry} for entry in entries[1:])]
+def every(value: float, token: str = "") -> Callable[[list[Any]], Any]:
+    return lambda entries: [
+        None, *({token or own: {"logprob": value} for own in entry} for entry in entries[1:])
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("kind", "spoil"),
     [
-        ("vllm", lambda made: (200, {"choices": []})),
-        ("vllm", vllm(lambda entries: None)),
-        ("vllm", vllm(lambda entries: entries[:-1])),
-        ("vllm", vllm(lambda entries: [None, *[{"1000": {"logprob": -1.0}}] * (len(entries) - 1)])),
-        ("vllm", vllm(every(-9999.0))),
-        ("vllm", vllm(every(0.5))),
-        ("sglang", lambda made: (200, {"meta_info": {"input_token_logprobs": [[None, 1000, None]] * 4}})),
+        ("vllm", lambda entries: None),
+        ("vllm", lambda entries: entries[:-1]),
+        ("vllm", every(-1.0, "1000")),
+        ("vllm", every(-9999.0)),
+        ("vllm", every(0.5)),
+        ("sglang", lambda triples: [[None, 1000, None]] * len(triples)),
+        ("sglang", lambda triples: []),
     ],
 )
 async def test_an_answer_without_the_log_probs_of_the_tokens_is_an_error(
@@ -183,13 +178,11 @@ async def test_an_answer_without_the_log_probs_of_the_tokens_is_an_error(
 async def test_a_busy_server_is_asked_again_and_one_that_stays_so_is_an_error(
     path: Path, server: ReferenceServer
 ):
-    answers = [503, 200, 500]
-    server.spoil = lambda made: (answers.pop(0), made) if answers else None
     async with open_scorer("vllm", path) as scorer:
+        server.statuses = [503, 200, 500]
         assert len(await scorer.score(BATCH)) == len(BATCH)
-        assert not answers
-        server.spoil = lambda made: (500, {"error": "out of memory"})
-        with pytest.raises(InfrastructureError, match="out of memory"):
+        server.statuses = [500] * 99
+        with pytest.raises(InfrastructureError, match="gave 500"):
             await scorer.score(BATCH)
 
 
