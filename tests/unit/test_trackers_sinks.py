@@ -56,18 +56,9 @@ def write_events(root: Path, *batches: list[TrackedRow], mark: Mark | None = Non
     return marks[0]
 
 
-def test_a_row_is_a_point_of_each_metric_and_a_stage_is_a_run(tmp_path: Path):
-    write_events(tmp_path, [*make_rows(1, 2), *make_rows(1, stage="sft"), EVALUATION])
-    assert read_events(tmp_path) == {
-        "loss/total": [(1, -1.0), (2, -2.0)],
-        "reward/mean": [(1, 0.5), (2, 1.0)],
-        "eval/heldout/avg@4": [(2, 0.25)],
-    }
-    assert read_events(tmp_path, "sft")["loss/total"] == [(1, -1.0)]
-
-
 def test_what_a_killed_follower_wrote_after_the_mark_is_cut_off_and_written_again(tmp_path: Path):
-    rest = [*make_rows(3, 4), *make_rows(1, stage="sft")]
+    """A row is a point of each metric, and a stage is a run."""
+    rest = [*make_rows(3, 4), *make_rows(1, stage="sft"), EVALUATION]
     mark = write_events(tmp_path, make_rows(1, 2), rest)
     with next((tmp_path / "trackers/tensorboard/rl").iterdir()).open("ab") as file:
         file.write(b"\x10\0\0\0")  # a torn event
@@ -75,7 +66,11 @@ def test_what_a_killed_follower_wrote_after_the_mark_is_cut_off_and_written_agai
     other.write_bytes(b"of somebody else")
     write_events(tmp_path, rest, mark=mark)
     other.unlink()
-    assert read_events(tmp_path)["loss/total"] == [(step, -float(step)) for step in (1, 2, 3, 4)]
+    assert read_events(tmp_path) == {
+        "loss/total": [(step, -float(step)) for step in (1, 2, 3, 4)],
+        "reward/mean": [(step, step / 2) for step in (1, 2, 3, 4)],
+        "eval/heldout/avg@4": [(2, 0.25)],
+    }
     assert read_events(tmp_path, "sft")["loss/total"] == [(1, -1.0)]
     assert len(list(tmp_path.rglob("events.*"))) == 3
 
