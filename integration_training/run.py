@@ -111,7 +111,7 @@ async def run_training(command: argparse.Namespace, config: RunConfig, launch: L
     device = choose_run_device(config, launch) if launch.world_size == 1 else ""
     prepared = prepare_run(*what, findings, base_dir=Path.cwd())
     for level, subject, message in findings:
-        if level == "warning":
+        if level == "warning" or "left out" in message:  # what does not train is always said
             console.print(f"{subject}: {message}", highlight=False, markup=False, soft_wrap=True)
     reach("start.checked")
     with ExitStack() as held:

@@ -49,7 +49,7 @@ from rollouts.loops.rl_batch import (
 )
 from rollouts.loops.steps import StepHooks, surround_steps
 from rollouts.loops.updates import Update, UpdateResult, last_pass_metrics, record_updates, train
-from rollouts.loops.weight_push import WeightPush, open_weight_push
+from rollouts.loops.weight_push import BatchSource, WeightPush, open_weight_push
 from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, SyncWeights, TrainingBackend
@@ -57,13 +57,12 @@ from rollouts.types import RolloutBatch, Sample, metric_values
 
 if TYPE_CHECKING:
     from rollouts.data.data_buffer import DataBuffer
-    from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 
 
 async def run_rl_training(
     backend: TrainingBackend,
     data_buffer: DataBuffer,
-    rollout_manager: AsyncRolloutManager,
+    rollout_manager: BatchSource,
     inference_engines: Sequence[InferenceEngine],
     config: RLTrainingConfig,
     metrics_logger: MetricsLogger,
@@ -140,7 +139,7 @@ def check_complete(
 
 
 async def generate_and_log(
-    rollout_manager: AsyncRolloutManager,
+    rollout_manager: BatchSource,
     push: WeightPush,
     metrics_logger: MetricsLogger,
     config: RLTrainingConfig,
@@ -207,9 +206,7 @@ def training_metrics(
     }
 
 
-def throughput(
-    batch: RolloutBatch, timer: PhaseTimer, rollout_manager: AsyncRolloutManager
-) -> dict[str, float]:
+def throughput(batch: RolloutBatch, timer: PhaseTimer, rollout_manager: BatchSource) -> dict[str, float]:
     """Response tokens of the batch over the seconds of the phases that made and consumed them. If generation
     overlaps training, they were made during the whole step.
     """

@@ -7,25 +7,35 @@ loop ──► send(step) ─► update ─► released: the trainer may change 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import trio
 
 from rollouts.config.schema import RLTrainingConfig
 from rollouts.loops.stopping import Stop
 from rollouts.processes.nurseries import open_plain_nursery
+from rollouts.types import Metric, RolloutBatch, Sample
 
-if TYPE_CHECKING:
-    from rollouts.generation.async_rollout_manager import AsyncRolloutManager
+
+class BatchSource(Protocol):
+    """What the RL loop needs of an AsyncRolloutManager."""
+
+    async def generate_batch(self) -> RolloutBatch: ...
+    def generating(self) -> AbstractAsyncContextManager[None]: ...
+    @property
+    def overlaps(self) -> bool: ...  # whether generation goes on between calls
+    def engines_updated(self, version: int) -> None: ...
+    def batch_metrics(self) -> Mapping[str, Metric]: ...
+    def failed_samples(self) -> Sequence[Sample]: ...
 
 
 @asynccontextmanager
 async def open_weight_push(
     sync: Callable[..., Awaitable[Mapping[str, float]]],
-    rollout_manager: AsyncRolloutManager,
+    rollout_manager: BatchSource,
     config: RLTrainingConfig,
     stop: Stop,
 ) -> AsyncIterator[WeightPush]:
@@ -43,7 +53,7 @@ class WeightPush:
 
     nursery: trio.Nursery
     sync: Callable[..., Awaitable[Mapping[str, float]]]
-    rollout_manager: AsyncRolloutManager
+    rollout_manager: BatchSource
     config: RLTrainingConfig
     stop: Stop
     _ended: trio.Event | None = None  # of the update in flight
