@@ -375,15 +375,8 @@ def measure_verl(module: ModuleType | None, rows: Rows, ranks: int) -> dict[str,
     """verl's partitions beside ours, from lengths to numbers of rows, nothing shared."""
     if module is None:
         print("verl: give an unpacked wheel with --verl: not measured")
-        return dict.fromkeys(
-            (
-                "verl_plan_cpu_ratio",
-                "verl_budget_fill",
-                "verl_imbalance",
-                "verl_round_imbalance",
-                "plan_cpu_s",
-            )
-        )
+        missing = "verl_plan_cpu_ratio verl_budget_fill verl_imbalance verl_round_imbalance plan_cpu_s"
+        return dict.fromkeys(missing.split())
     torch = importlib.import_module("torch")
     lengths = np.asarray([len(ids) - 1 for ids in rows.tokens])
 
