@@ -203,6 +203,8 @@ def make_reasoning_gym_rows(source: DataSourceConfig) -> FoundRows:
     if source.dataset == "composite":
         specs = params.get("datasets", ())
         params["datasets"] = [DatasetSpec(**{"weight": 1, "config": {}, **spec}) for spec in specs]
+    elif source.dataset not in factory.DATASETS:
+        raise ValueError(f"no such dataset{did_you_mean(source.dataset, factory.DATASETS)}")
     dataset: Any = factory.create_dataset(source.dataset, seed=source.seed, size=source.size, **params)
     for number in range(len(dataset)):
         entry = dataset[number]

@@ -84,6 +84,11 @@ def load_hf_model(
     config.json do not agree on the weights.
     """
     model = make_meta_model(path, dtype=dtype, head=head)
+    if dtype.itemsize == 2:  # as transformers itself: routers of experts are not computed in 16 bits
+        exact = tuple(model._keep_in_fp32_modules_strict or ())
+        for name, weight in (*model.named_parameters(), *model.named_buffers()):
+            if any(part in name for part in exact):
+                weight.data = weight.data.float()
     load_sharded_weights(model, path, new_head=True)
     return model
 

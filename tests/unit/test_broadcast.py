@@ -216,7 +216,7 @@ class FakeServer:
     takes nothing while `frozen`.
     """
 
-    name, data_parallel, world_size = "s", 1, 1
+    name, world_size, info = "s", 1, SimpleNamespace(dp_size=1)
     frozen = False
 
     async def join_group(self, *, address: str, port: int, group_name: str, backend: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from rollouts.config.tables import OptimConfig
@@ -37,6 +38,29 @@ def edit_json(path: Path, **changes: object) -> None:
 
 
 # --- directories --------------------------------------------------------------------------------------------
+
+
+KEPT = """
+Glm4MoeForCausalLM | n_routed_experts = 4, num_experts_per_tok = 2, moe_intermediate_size = 16, \
+first_k_dense_replace = 1, head_dim = 8 | mlp.gate.e_score_correction_bias
+Ernie4_5_MoeForCausalLM | moe_num_experts = 4, moe_k = 2, moe_intermediate_size = 16 | mlp.gate.weight
+"""
+
+
+@pytest.mark.parametrize(("family", "settings", "kept"), read_cells(KEPT))
+def test_what_transformers_keeps_in_float32_is_not_loaded_in_16_bits(tmp_path, family, settings, kept):
+    model_class = getattr(transformers, family)
+    sizes = "vocab_size = 64, hidden_size = 32, intermediate_size = 48, num_hidden_layers = 2, n_group = 1, \
+topk_group = 1, num_attention_heads = 4, num_key_value_heads = 2"
+    config = model_class.config_class(**read_params(f"{sizes}, {settings}"))
+    model_class(config).save_pretrained(tmp_path)
+    ours = load_hf_model(tmp_path, dtype=torch.bfloat16).state_dict()
+    theirs = model_class.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+    assert {name: one.dtype for name, one in ours.items()} == {
+        name: one.dtype for name, one in theirs.items()
+    }
+    assert ours[f"model.layers.1.{kept}"].dtype == torch.float32
+    assert all(torch.equal(one, theirs[name]) for name, one in ours.items())
 
 
 def test_a_directory_without_config_or_with_a_lost_shard_is_refused(copied):
