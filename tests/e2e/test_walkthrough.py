@@ -47,12 +47,12 @@ def test_the_walkthrough_trains_a_task(tmp_path):
             done = run_command(line.removeprefix("$ "), directory, cache)
             assert done.returncode == (2 if name == "fails" else 0), f"{line}\n{done.stdout}\n{done.stderr}"
             outputs.append(done.stdout + done.stderr)
-    assert len(outputs) == 6, "the page has other commands than this test knows"
-    refused, checked, trained, inspected, _, resumed = outputs
+    assert len(outputs) == 7, "the page has other commands than this test knows"
+    refused, checked, trained, inspected, samples, _, resumed = outputs
     assert "samples_per_prompt" in refused
     assert "nothing stands in the way" in checked
     assert "held-out accuracy, after RL" in trained
-    assert "last-letter" in inspected and "after RL" in resumed
+    assert "last-letter" in inspected and "completed" in samples and "after RL" in resumed
     before_rl, after_rl = (
         json.loads((directory / "runs" / "last-letter" / "summary.json").read_text())["accuracy"][name]
         for name in ("sft", "rl")

@@ -41,7 +41,9 @@ VOCAB_SIZE = 259  # of the byte tokenizer
 
 ARGS = {
     "vllm": f"--dtype float32 --max-model-len {CONTEXT_LENGTH}",
-    "sglang": f"--dtype float32 --context-length {CONTEXT_LENGTH} --max-running-requests 32",
+    # Its log names each request, which tests count.
+    "sglang": f"--dtype float32 --context-length {CONTEXT_LENGTH} --max-running-requests 32"
+    " --log-level-http info",
 }
 Kind = Literal["vllm", "sglang"]
 Snapshots = tuple[Path, Path]
