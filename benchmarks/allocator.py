@@ -22,8 +22,6 @@ The first step, in which AdamW's moments are made, is apart: what warming up cos
 from them.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -18,8 +18,6 @@ Deterministic but for the order in which trio runs what is due at one moment; th
 seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

@@ -10,8 +10,6 @@ nothing and writes the page again. --add takes the output of a benchmark that ra
 Exit status 1 if a benchmark failed or missed a target.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

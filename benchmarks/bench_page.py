@@ -1,7 +1,5 @@
 """docs/benchmarks.md, from results and from notes that people wrote."""
 
-from __future__ import annotations
-
 import ast
 import shlex
 from collections.abc import Mapping, Sequence

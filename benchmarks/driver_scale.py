@@ -23,8 +23,6 @@ flight, <= 0.03 of the CPU time for logging, <= 40 kB a rollout in flight and <=
 half of the sizes and of the rollouts, one round.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

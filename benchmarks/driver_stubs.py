@@ -2,8 +2,6 @@
 the garbage collector.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import time

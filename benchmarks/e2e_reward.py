@@ -22,8 +22,6 @@ time_ratio >= 3.0, memory_ratio <= 0.6. --quick: three steps of one task and no 
 is that of steps.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

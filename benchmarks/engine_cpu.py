@@ -20,8 +20,6 @@ product in the same run. Targets: ratio_generate >= 3, ratio_vllm_per_core >= 0.
 1e-4 nats. A peer that cannot run is None, and why is printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

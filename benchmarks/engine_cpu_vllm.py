@@ -6,8 +6,6 @@ line {"wall_s": …, "cpu_s": …, "tokens": …}. The first answer, {"ready": v
 loaded and has made two tokens of each.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

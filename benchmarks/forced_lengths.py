@@ -1,7 +1,5 @@
 """Generation of responses whose lengths are given, by the embedded engine and by transformers."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

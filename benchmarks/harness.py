@@ -6,8 +6,6 @@ that a benchmark ends with.
  "met": {metric: true, or null where it was not measured}, "machine": {...}, "versions": {...}}
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -12,8 +12,6 @@ moments of steady state: the first when as many requests are answered as are in 
 are before it), the second `requests` answers later. The last line is JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

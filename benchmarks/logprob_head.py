@@ -27,8 +27,6 @@ takes the gradients of states and head for random upstream gradients.
 metrics are None. The last line is JSON; exit status 1 if a target is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -17,8 +17,6 @@ weights. `prefix_grouper`: null, that package is not measured. Targets: min_frac
 min_speedup >= 1.0, gradient_error <= 1e-4. --quick: the first shape, one round.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import sys

@@ -13,8 +13,6 @@ every library: what sharding is about. max/min is over the ranks of one run, of 
 the exit code says whether all max/min are below the bar and own memory falls with the number of ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -18,8 +18,6 @@ work. Target: <= 0.03 of the driver's CPU time, at every number in flight. `--qu
 sizes, two rounds.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -10,8 +10,6 @@ the machine does falls on both. The ratio is the median of the turns'. Also meas
 takes to answer, and that no process is left. The last line is JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import json

@@ -23,8 +23,6 @@ the fleet while 1 % of the requests break in the middle, and prints the throughp
 JSON; exit status 1 if a target is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import heapq
 import json

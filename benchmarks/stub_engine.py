@@ -2,8 +2,6 @@
 generating, being cut off, and the load.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -17,8 +17,6 @@ model's shapes, measured in the same run. TRL's process takes 13 GiB. Targets: s
 <= 0.6, gradient_error <= 1e-4. Without TRL only our own numbers are there.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -17,8 +17,6 @@ Targets: inspect and samples <= 2 and 3 s, the report <= 20 s and 25 MiB. Peer: 
 of the rows, two rounds.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

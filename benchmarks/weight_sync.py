@@ -26,8 +26,6 @@ Targets: copied <= 1.3 times the copy; disk (export and load) <= 1.5 times write
 server <= 0.2 of the update. `--quick`: one round, no server.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -4,8 +4,6 @@ Run      what every stage reads: config, rows, functions, tokenizer, the record
 Stage    what is open while one runs; `open_stage` opens it from a model directory
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping

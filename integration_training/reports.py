@@ -1,7 +1,5 @@
 """What a run says of itself: evaluations of its weights, and the summary at its end."""
 
-from __future__ import annotations
-
 import json
 import resource
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The RL stage: prompts, rollouts, rewards and the reference around run_rl_training."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -2,8 +2,6 @@
 the ranks, the record, and the stages within them.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

@@ -2,8 +2,6 @@
 from its own newest one.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack

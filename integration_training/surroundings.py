@@ -1,7 +1,5 @@
 """What every stage hands to its loop: the record, and hooks that save and evaluate."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path

@@ -13,8 +13,6 @@ after a checkpoint; 1 the run failed; 2 a setting, file or plug-in is wrong; 75 
 interrupted before training began.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

@@ -11,8 +11,6 @@ arm_crash_points once, at its start; until then nothing can be reached, so a pro
 worker, a server) is never affected. `tests.support.kill_harness` uses them.
 """
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import os

@@ -45,8 +45,6 @@
 Messages name the field, the value, the rule and the way out. Causes are kept with `from`.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import re

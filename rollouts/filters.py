@@ -2,8 +2,6 @@
 group.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace

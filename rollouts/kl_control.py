@@ -2,8 +2,6 @@
 caller keeps the coefficient.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Chat messages and JSON values, checked as they come from files and servers."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Axes: P prompts, G samples per prompt, B = P*G rows, T tokens of one row (prompt and response).
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

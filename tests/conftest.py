@@ -2,8 +2,6 @@
 under it.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

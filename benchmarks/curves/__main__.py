@@ -10,8 +10,6 @@ not run now stay. --report trains nothing and only does the last part. Exit stat
 is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -15,8 +15,6 @@ Metrics that begin with eval/ are read from evaluations.jsonl, of all stages; th
 stage of metrics.jsonl.
 """
 
-from __future__ import annotations
-
 import math
 import tomllib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """docs/curves.md and its pictures, from the files in benchmarks/results/curves."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

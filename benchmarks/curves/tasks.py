@@ -6,8 +6,6 @@ that RL has something to do. There are more words than a run draws: a reward tha
 were not seen before.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

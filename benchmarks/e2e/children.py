@@ -6,8 +6,6 @@ What a child's libraries print goes to a log. A child that ends without an answe
 end of that log.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

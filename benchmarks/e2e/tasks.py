@@ -6,8 +6,6 @@ sums     reasoning-gym's chain_sum of two numbers of one digit: 1 if the last nu
          answer, else half of how near it is, 0 without a number
 """
 
-from __future__ import annotations
-
 import random
 import re
 from typing import Any

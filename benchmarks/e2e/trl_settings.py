@@ -1,7 +1,5 @@
 """GRPOTrainer's settings where they must be the same as ours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -32,8 +32,6 @@ attrs, but no index of packages, fetch the rest where there is one, and take it 
 where VERSION is what the downloaded pydantic asks for.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -2,8 +2,6 @@
 the new weights.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from benchmarks.forced_lengths import copy_in, run_engine

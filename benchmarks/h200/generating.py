@@ -1,7 +1,5 @@
 """The embedded engine: decode against the roofline of memory bandwidth, and the trainer's weights into it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

@@ -2,8 +2,6 @@
 ours and whoever is installed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

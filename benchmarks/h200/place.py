@@ -2,8 +2,6 @@
 batches, clocks, FLOPs.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence

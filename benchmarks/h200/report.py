@@ -2,8 +2,6 @@
 said what it measured.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

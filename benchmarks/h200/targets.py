@@ -1,7 +1,5 @@
 """What the suite is to reach on an H200 (141 GB)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 TARGETS: Mapping[str, str] = {

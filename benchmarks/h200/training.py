@@ -2,8 +2,6 @@
 prefixes.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

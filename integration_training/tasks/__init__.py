@@ -1,7 +1,5 @@
 """Tasks to train on: a dataset, a reward and a filter on one page each."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

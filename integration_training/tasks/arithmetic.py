@@ -14,8 +14,6 @@
 Without reasoning-gym: kind = "python", function = "integration_training.tasks.arithmetic:make_rows".
 """
 
-from __future__ import annotations
-
 import random
 import re
 

@@ -12,8 +12,6 @@ reward = "integration_training.tasks.countdown:reaches_target"
 filters = ["integration_training.tasks.countdown:keep_mixed"]
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 import random

@@ -11,8 +11,6 @@ reward = "integration_training.tasks.json_extraction:extracts_fields"
 filters = ["integration_training.tasks.json_extraction:keep_mixed"]
 """
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -11,8 +11,6 @@ reward = "integration_training.tasks.letter_counting:counts_right"
 filters = ["integration_training.tasks.letter_counting:keep_mixed"]
 """
 
-from __future__ import annotations
-
 import random
 import re
 

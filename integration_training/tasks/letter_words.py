@@ -20,8 +20,6 @@
 preferred can be seen character by character, so that a random two-layer model learns it in seconds.
 """
 
-from __future__ import annotations
-
 import random
 
 from integration_training.tasks import Row, keep_mixed

@@ -12,8 +12,6 @@ reward = "integration_training.tasks.sorting:in_order"
 filters = ["integration_training.tasks.sorting:keep_mixed"]
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

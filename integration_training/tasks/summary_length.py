@@ -15,8 +15,6 @@ filters = ["integration_training.tasks.summary_length:keep_mixed"]
 reward = "integration_training.tasks.summary_length:fits"
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ Axes: B rows, T_i tokens of row i. With a critic the answer is a GAEResult; in s
 `compute_role_advantages`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

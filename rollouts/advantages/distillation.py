@@ -7,8 +7,6 @@ of it, and sees a demonstration in its prompt: the student's response is scored 
 rollouts.losses.distillation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

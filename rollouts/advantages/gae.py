@@ -6,8 +6,6 @@ the value and the advantage of the next trained token are carried over it unchan
 happened in between belongs on the trained token before it.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -8,8 +8,6 @@ What is compared are trajectories: one of several segments counts once, with its
 their lengths, and its segments get the same advantage. "Row" below means such a trajectory.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator

@@ -9,8 +9,6 @@ What writes a captured checkpoint is no job: a rank does it when it hears of it,
 thread is in, so that rank 0, which waits for it, never waits for a collective that it has left itself.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """What FSDP2 has from torch 2.13 on, made of the private members of torch 2.11 and 2.12."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, cast
 

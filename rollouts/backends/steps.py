@@ -6,8 +6,6 @@ prepare_batch    denominator, expected count and packing of a batch
 compute_loss     from log-probs (of a scalar head: values) of a micro-batch to the loss's sum
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping

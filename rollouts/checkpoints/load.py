@@ -1,7 +1,5 @@
 """Which checkpoints are complete, and what they hold. Only reads."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ It knows nothing of what the files are: whatever lies in the directory when it i
 checkpoint.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

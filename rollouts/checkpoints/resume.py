@@ -1,7 +1,5 @@
 """Which checkpoint a run goes on from, after whatever ended it. Blocking: run it in a thread."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which checkpoints go, and the removal of what was never finished. Blocking: run it in a thread."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Mapping

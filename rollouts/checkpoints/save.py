@@ -9,8 +9,6 @@ A crash at any point leaves either step_N complete or a .tmp- directory that no 
 asked to, and to the page cache where it does not.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

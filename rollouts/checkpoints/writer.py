@@ -10,8 +10,6 @@ does not keep goes.
 Leaving the context waits for the save at work, also when an exception or a cancellation leaves it.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -6,8 +6,6 @@ A command's module is imported when it is that command's turn, and what the comm
 what it should be; 130 stopped by Ctrl-C.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -1,7 +1,5 @@
 """What earlier versions and other frameworks call our settings."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

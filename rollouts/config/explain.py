@@ -2,8 +2,6 @@
 wrong name means.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -4,8 +4,6 @@ A path or file.py:function is taken relative to the file that names it; one give
 working directory. Both are made absolute, so that the resolved config means the same wherever it is read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`--mode`: stages of a run, joined by `+`, in the order in which they run."""
 
-from __future__ import annotations
-
 from rollouts.config.schema import (
     PreferenceTrainingConfig,
     RewardModelTrainingConfig,

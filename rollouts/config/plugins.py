@@ -2,8 +2,6 @@
 checked.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util

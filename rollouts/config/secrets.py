@@ -1,7 +1,5 @@
 """Keys, tokens and passwords, found by the names of what holds them, and texts without them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

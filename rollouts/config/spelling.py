@@ -1,7 +1,5 @@
 """Which known name a misspelt one means."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

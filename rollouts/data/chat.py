@@ -8,8 +8,6 @@ follow. So spans are found by rendering, never by searching for the content: wha
     └────────────── prompt of the turn ──────────────────────┘└─ span ─┘└ neither
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -4,8 +4,6 @@ curriculum(step, statistics) ─► call_curriculum checks the weights ─► Da
     ─► update_statistics ─► the next step
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple

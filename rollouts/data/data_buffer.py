@@ -7,8 +7,6 @@
 Giving back everything that a draw took, in the order it came, leaves the buffer as if nothing had been drawn.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import deque

@@ -5,8 +5,6 @@ malformed leaves a hole.
                                          └── one for each table, few of them malformed ──► Mixture
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -2,8 +2,6 @@
 hub, reasoning-gym, or a Python function that the config names.
 """
 
-from __future__ import annotations
-
 import glob
 import gzip
 import json

@@ -12,8 +12,6 @@ A response is text, or chat messages of which the last is the assistant's. Once 
 message before the response, as chat messages, and each response column a list of one message.
 """
 
-from __future__ import annotations
-
 import datetime as dt
 import decimal
 import json

@@ -6,8 +6,6 @@ said at its last token, so a row is the sequence with any token behind it, which
 predicts it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls to one server: what a status means, and how long an answer is awaited."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass

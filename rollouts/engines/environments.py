@@ -7,8 +7,6 @@ SGLang's lets it compute with plain PyTorch. On a machine with a GPU install vLL
 manuals say, and name that Python in `engine.python`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

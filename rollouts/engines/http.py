@@ -7,8 +7,6 @@ One shared client would search its whole pool at every request, and could lose t
 There is no queue and no limit here: what limits requests is admission above.
 """
 
-from __future__ import annotations
-
 import re
 import ssl
 from collections import deque

@@ -1,7 +1,5 @@
 """A fleet of servers as a config describes it: started here, or running already."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

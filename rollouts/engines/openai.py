@@ -9,8 +9,6 @@ Chat endpoints are left out: they put a template of their own around what is tok
 NaN, which no Sample accepts; versions are −1.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Unpack

@@ -10,8 +10,6 @@ file, so it gets a file that its owner alone may read and that is gone once the 
 prints it into its log: logs are readable by their owner only, and it is blotted out in messages.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -11,8 +11,6 @@ with the one it is given. What would kill a server (an id outside the vocabulary
 prompt too long) never leaves this process.
 """
 
-from __future__ import annotations
-
 import math
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence

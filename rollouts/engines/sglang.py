@@ -4,8 +4,6 @@ The prefix cache is salted (`extra_key`) anew by each opened engine and each upd
 pause("keep") is "retract": what is in flight is computed anew under the next weights.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

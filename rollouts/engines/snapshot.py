@@ -2,8 +2,6 @@
 load it. A server that fails in the middle of a load has its weights in pieces, and dies at the next request.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -10,8 +10,6 @@ The API key guards /v1 and /inference only, not the control calls: servers belon
 wall.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

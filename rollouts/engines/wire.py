@@ -2,8 +2,6 @@
 repaired. The records of a server are with its engine; fields that they do not name are ignored.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """How different responses are from each other. Tokens may be ids or words. Plain Python."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence

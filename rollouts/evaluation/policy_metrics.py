@@ -5,8 +5,6 @@ No gradient. Divergences are taken a tile of positions at a time (rollouts.losse
 diversity is in rollouts.evaluation.diversity, intervals in rollouts.evaluation.intervals.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

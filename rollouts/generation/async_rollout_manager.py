@@ -26,8 +26,6 @@ the requests of the next round reach the engine together: what is decoded togeth
 every log-prob, does not depend on how long a reward takes. Nothing is held.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """What the groups of a batch look like and what they cost, as metrics."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ open_groups ──► undecided: running ──► closed: finished ──► ke
 put_back ──► what may be carried over is held, the prompts of the others are returned
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

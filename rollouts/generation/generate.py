@@ -2,8 +2,6 @@
 from the text of a response.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -32,8 +32,6 @@ rule above excludes) can prevent it. The first few batches of a run are still sh
 longest answers are on the way.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 

@@ -9,8 +9,6 @@ Everything runs in the calling thread, one round after the other. What over-samp
 samples over, bounds staleness and keeps account of failures is AsyncRolloutManager.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace

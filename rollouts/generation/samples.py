@@ -2,8 +2,6 @@
 batch. Loads neither trio nor torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 

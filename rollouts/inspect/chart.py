@@ -1,7 +1,5 @@
 """Curves: in braille dots for a terminal, and as a PNG."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the commands that look at runs do; their options are in commands.toml."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import io

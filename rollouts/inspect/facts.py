@@ -1,7 +1,5 @@
 """What there is to say of a run: tables and statements that the commands and the report share."""
 
-from __future__ import annotations
-
 import tomllib
 
 from rollouts.config.secrets import flatten_settings, remove_secrets

@@ -1,7 +1,5 @@
 """What `inspect` prints: of one run everything at a glance, of several what differs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 

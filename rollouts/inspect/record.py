@@ -6,8 +6,6 @@ Each kind of file has the views NAME_lines (a damaged line is NULL throughout), 
 NAME (the newest attempt at each step). The connection opens these files only and loads no extension.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The command `samples`: which logged samples a person asks for, and how they are printed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import groupby
 from operator import itemgetter

@@ -5,8 +5,6 @@
 Rows are taken when they are whole. A long file is followed from its last START_BYTES on.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import nullcontext
 from pathlib import Path

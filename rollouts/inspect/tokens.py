@@ -2,8 +2,6 @@
 the run keeps of them.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Sequence
 from contextlib import suppress

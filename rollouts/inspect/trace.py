@@ -4,8 +4,6 @@ The run is a process, each track a thread. The events of a thread must nest, so 
 own work, and further ones for requests that it answers at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path

@@ -6,8 +6,6 @@ a controller has come to.
                                                       LoopState, in every checkpoint ◄── update_loop_state
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ a critic and advantage "gae".
 batch ──► critic: V of every trained token ──► gae: advantages, returns ──► critic's updates, policy's updates
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rollouts.loops.updates import Update, UpdateResult, last_pass_metrics, train

@@ -5,8 +5,6 @@ The backend's model has a scalar head. A response's score is read at the last to
 turn, as where RL samples end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import numpy as np

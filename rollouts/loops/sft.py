@@ -1,7 +1,5 @@
 """Supervised fine-tuning: rows → batch → forward_backward → optim_step, one row of metrics a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rollouts.config.schema import SFTTrainingConfig

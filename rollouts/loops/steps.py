@@ -8,8 +8,6 @@ async with surround_steps(hooks, config, backend, completed=k) as steps:
 a stop, or an error that training did not cause ──► the last complete step is saved as it was
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field

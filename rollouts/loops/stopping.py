@@ -9,8 +9,6 @@ In a loop the innermost scope is around the step under way (see rollouts.loops.s
 complete step when it was cut. Everywhere else it is the one around the whole run.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

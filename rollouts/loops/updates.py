@@ -1,7 +1,5 @@
 """The updates of a step, shared by all loops: submit them, await them, and say what the backend answered."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress

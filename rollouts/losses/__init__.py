@@ -2,8 +2,6 @@
 the backend's, and global.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import cast

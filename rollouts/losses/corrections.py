@@ -26,8 +26,6 @@ a row without any is kept. A NaN in what is compared gives weights of NaN, of th
 judged.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

@@ -6,8 +6,6 @@ need the logits of both. The other way, by sampled tokens, needs one log-prob pe
 in rollouts.advantages.distillation, with self-distillation.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import cast

@@ -1,7 +1,5 @@
 """What every loss takes and returns. Axes: B rows of a micro-batch, T positions, right-padded."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace

@@ -16,8 +16,6 @@ multiplied by the ratio policy / sampler with the gradient going through both (2
 compute_kl_penalty. Where the logits of both models are at hand, compute_exact_kl needs no sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """KTO: responses that are each marked good or bad, without pairs. Axes: B rows. All in nats."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

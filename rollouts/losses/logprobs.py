@@ -4,8 +4,6 @@ Axes: N positions, H hidden size, V vocabulary. Logits exist for one tile of pos
 time, in float32; the backward pass computes them again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

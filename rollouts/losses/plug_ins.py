@@ -1,7 +1,5 @@
 """Functions by name: ours, or of the user."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 from collections.abc import Callable, Mapping

@@ -18,8 +18,6 @@ Metrics (means over pairs, without gradient):
     logps/chosen, logps/rejected         π_c, π_r; divided by |y| for `simpo` and `orpo`
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable

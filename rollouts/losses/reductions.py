@@ -1,7 +1,5 @@
 """Ratios from log-probs; from per-token values to a sum with its count, and to metrics that merge."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -2,8 +2,6 @@
 Axes: P pairs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

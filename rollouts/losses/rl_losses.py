@@ -10,8 +10,6 @@ sampled token that the policy cannot give, lp = âˆ’inf, has a finite ratio (e^âˆ
 losses in lp itself are infinite there, and the step is skipped.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

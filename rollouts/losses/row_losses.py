@@ -8,8 +8,6 @@ The arithmetic is float64. Every function here runs torch, on small tensors of t
 thread. Axes: B rows, P pairs; rows of a pair stand after each other, chosen first.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -25,8 +25,6 @@ Metrics (means over trained tokens, unless said otherwise; absent where the batc
     entropy/mean                 nats
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Mapping

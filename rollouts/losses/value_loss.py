@@ -1,7 +1,5 @@
 """The loss of a critic."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

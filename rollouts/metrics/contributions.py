@@ -6,8 +6,6 @@ updates.log per update.
 Rows and lines are made where they are written, off the event loop.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Sequence

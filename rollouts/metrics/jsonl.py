@@ -5,8 +5,6 @@ A row is one line. Only the last line of the last part can be torn: its writer w
 readers leave it out and say so.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

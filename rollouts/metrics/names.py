@@ -4,8 +4,6 @@ A name may have parts in braces: `{k}` is a whole number, any other one segment 
 loss may log more.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

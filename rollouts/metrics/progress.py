@@ -1,7 +1,5 @@
 """How far a run is, for a person: a live line per stage on a terminal, plain lines in a log file."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping

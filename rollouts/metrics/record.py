@@ -1,7 +1,5 @@
 """One row of a metrics file, as a pure function of what happened."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -8,8 +8,6 @@ cut off before the next. Only the last part of a file can be torn: a part is flu
 next is begun. The methods block; they are called by one thread at a time, off the event loop.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from contextlib import suppress

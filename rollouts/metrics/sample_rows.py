@@ -1,7 +1,5 @@
 """What a row of samples.jsonl says of a sample: its texts, and beside them at most ROW_BYTES."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

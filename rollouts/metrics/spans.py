@@ -8,8 +8,6 @@ A span begins at a wall-clock time, so that those of several processes can be la
 duration is of a clock that no one sets.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections import OrderedDict

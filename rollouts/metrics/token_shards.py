@@ -11,8 +11,6 @@ other, T values each; the CRC is of both. A column that has one value where the 
 shards are removed when all together are larger than the limit.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -14,8 +14,6 @@ files are flushed to the device when the logger closes). A call that has begun w
 caller is cancelled. Rows of an earlier attempt are never touched; readers take the highest attempt.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence

@@ -2,8 +2,6 @@
 one with a scalar head. What cannot be trained is refused here.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, Literal

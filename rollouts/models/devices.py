@@ -2,8 +2,6 @@
 there.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, NamedTuple
 
 import torch

@@ -2,8 +2,6 @@
 nobody ever sees half of it. No torch.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

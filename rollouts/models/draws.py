@@ -2,8 +2,6 @@
 its key and count alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from typing import NamedTuple

@@ -2,8 +2,6 @@
 converted once into a Hugging Face model directory and used from there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util

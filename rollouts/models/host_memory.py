@@ -1,7 +1,5 @@
 """How much memory of this machine a process may still take. No torch."""
 
-from __future__ import annotations
-
 from pathlib import Path, PurePosixPath
 
 # Of each version of control groups: the folder, what a group may hold, what it holds, and the line of

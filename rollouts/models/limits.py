@@ -2,8 +2,6 @@
 changes what the model says of its first tokens. No torch.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

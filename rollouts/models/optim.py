@@ -1,7 +1,5 @@
 """The optimizer and its learning rate."""
 
-from __future__ import annotations
-
 import math
 
 import torch

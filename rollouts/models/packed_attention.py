@@ -17,8 +17,6 @@ a layer's others, so a layer that is computed twice for its gradient has it both
 the `sliding_window` that transformers hands to its attention.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Transformers without its warnings and progress bars, which would draw over ours; its errors in one line."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ why a disk refused. Format: 8 bytes with the header's length (little-endian), th
 spaces to 8 bytes, the tensors one after the other. The header is written last, into room that is kept for it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

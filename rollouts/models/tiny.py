@@ -10,8 +10,6 @@ mamba   a state space model: no attention, no positions
 moe     Qwen3-MoE: four experts of which two answer, untied
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

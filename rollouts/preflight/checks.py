@@ -3,8 +3,6 @@ reported, so that one look shows all that is wrong; in a run raised. What loads 
 needed.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What a check says: one finding for each thing that was looked at, printed one a line."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

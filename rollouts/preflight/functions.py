@@ -6,8 +6,6 @@ open_functions   sync rewards ──► worker processes that can be killed; asy
 call_functions   each is called on a made-up sample
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

@@ -1,7 +1,5 @@
 """A task to begin with: a commented config and a file of functions. Both run as they are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rollouts.config.spelling import did_you_mean

@@ -4,8 +4,6 @@ several.
 python train.py --distributed.ranks 4 ──► torchrun --nproc-per-node=4 train.py … ──► 4 ranks
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

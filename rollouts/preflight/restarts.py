@@ -10,8 +10,6 @@ nobody knows; if rank 0 is on it, an agent of another rank must be known. The ru
 is the user's to choose, "none" by default, and the same for two runs that were meant to be two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any, Literal
 

@@ -2,8 +2,6 @@
 from. For a run and for a check.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

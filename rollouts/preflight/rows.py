@@ -2,8 +2,6 @@
 model loads.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Whether a run may write where its config says, and nobody else does."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -12,8 +12,6 @@ needs only the standard library and starts in milliseconds. Other systems than L
 the child's process group is killed, and a process that left it is not found.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """Nurseries out of which errors come as they are; trio's own wraps every error in an ExceptionGroup."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 

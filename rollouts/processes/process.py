@@ -16,8 +16,6 @@ run, sends what is left and ends; the guard kills it after linger_s. Leaving the
 does not wait. To wait a little, `await process.channel.aclose()` and `wait_ended()` under a deadline.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """A program run to its end by a process without an event loop, such as a reward worker. Linux only."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -10,8 +10,6 @@
 Nothing here needs the device thread, which may hang in a collective with the lost rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

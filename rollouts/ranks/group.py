@@ -10,8 +10,6 @@ of float64 and of bytes on the CPU; nothing is pickled.
 An error outside of run_agreed leaves the other ranks inside a collective, so the job must end.
 """
 
-from __future__ import annotations
-
 import datetime as dt
 import itertools
 import json

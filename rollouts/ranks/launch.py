@@ -1,7 +1,5 @@
 """Which rank this process is, as the launcher says in the environment, and what starts several."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

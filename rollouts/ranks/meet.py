@@ -8,8 +8,6 @@ SIGINT and SIGTERM, by stopping: the launcher sends them to all, and a rank that
 without its checkpoint.
 """
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 import os

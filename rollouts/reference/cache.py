@@ -10,8 +10,6 @@ wait for it. A lease of several names gets room for all of them at once, so no t
 waits for another. A task that asks for a lease inside a lease breaks that rule: ask for both in one call.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass

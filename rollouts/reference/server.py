@@ -8,8 +8,6 @@ server's dtype: in bfloat16 a log-prob is off by some hundredths of a nat. Writt
 SGLang 0.5.23.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial

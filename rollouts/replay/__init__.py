@@ -8,8 +8,6 @@ tokens/*.bin ── per-token arrays ──────────────�
 config.toml ── loss, parameters, unit ────────────┘
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 

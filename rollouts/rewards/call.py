@@ -6,8 +6,6 @@ has gone away is abandoned, not stopped. Sync reward functions that a config nam
 which can be stopped: rewards/workers.py makes async functions of them, which keep their own time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

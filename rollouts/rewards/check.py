@@ -2,8 +2,6 @@
 processes and the synchronous tier share them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

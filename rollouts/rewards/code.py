@@ -7,8 +7,6 @@ numbers (see code_child.py). Nothing of it is left when the reward returns. Bloc
 belongs into a reward's worker process.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import math

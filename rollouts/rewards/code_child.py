@@ -11,8 +11,6 @@ nothing of the package: what is here can be seen by the code.
 
 # pathlib would lengthen the start of this process.
 # ruff: noqa: PTH102, PTH103, PTH110, PTH112, PTH114, PTH115, PTH120, PTH123, PTH211, S102
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

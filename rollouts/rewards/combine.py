@@ -1,7 +1,5 @@
 """Several rewards as one, and one reward's parts weighed anew."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace

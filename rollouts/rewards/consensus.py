@@ -9,8 +9,6 @@ first in launch order. Without a label every reward is 0: the filter `check_cons
 "no_consensus", and `check_reward_nonzero_std`, which sees rewards that are all alike, as "zero_variance".
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass

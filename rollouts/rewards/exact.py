@@ -1,7 +1,5 @@
 """The response is the answer, as text."""
 
-from __future__ import annotations
-
 from rollouts.errors import DataError
 from rollouts.types import JSONValue, RewardResult, Sample
 

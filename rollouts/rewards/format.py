@@ -1,7 +1,5 @@
 """The response has a form."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

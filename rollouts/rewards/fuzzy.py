@@ -1,7 +1,5 @@
 """The response is close to the answer, as text."""
 
-from __future__ import annotations
-
 import re
 import string
 from collections import Counter

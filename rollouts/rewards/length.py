@@ -1,7 +1,5 @@
 """How long the response is."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Literal, get_args

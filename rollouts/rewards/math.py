@@ -4,8 +4,6 @@ Numbers are compared as exact fractions; the number is the last one in the last 
 ####, else in the whole response. Formulas are read and compared by the library math-verify.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import threading

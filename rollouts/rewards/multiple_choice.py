@@ -11,8 +11,6 @@ pity"). Ambiguous are a sentence that goes on with another letter ("A or B", "A 
 different letters: no letter is chosen.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

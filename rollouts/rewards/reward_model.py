@@ -3,8 +3,6 @@
 calls of many samples at once ──► channel ──► one batch of what has come ──► the model ──► each call's score
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -9,8 +9,6 @@ answers: a fork by Python is refused before the child exists, and a child that c
 before it answers. It imports numpy and msgspec, and what the function's module imports.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import faulthandler

@@ -12,8 +12,6 @@ vocabulary holds the ids 1..9.
 They wait for other requests' answers, never for time: see at_work().
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator

@@ -6,8 +6,6 @@
 every time it is opened, and a token vocabulary of at least 40.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager

@@ -1,7 +1,5 @@
 """`rollouts track`: follows a run for trackers from a terminal."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from functools import partial

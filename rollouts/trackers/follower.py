@@ -7,8 +7,6 @@ a sink that hangs ──► the process ends and is started again: nothing else 
 stdin ends      ──► the run is over: what is left is sent
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging

@@ -2,8 +2,6 @@
 process, the run goes on as if it was not.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

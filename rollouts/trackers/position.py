@@ -1,7 +1,5 @@
 """How far a tracker has followed a run, in RUN/trackers/NAME.json, and the rows after that place."""
 
-from __future__ import annotations
-
 import heapq
 import math
 import uuid

@@ -6,8 +6,6 @@ ones: rows that are sent again change nothing there. Steps that a resumed run re
 `STAGE/attempt` tells them apart.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ lands where it belongs, and what is sent twice is the same twice. All settings a
     others (401, 403, 404)  SinkRefused: a person must act
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Sequence

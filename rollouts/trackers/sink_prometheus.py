@@ -7,8 +7,6 @@ Prometheus stamps what it scrapes, so values between two scrapes are not there. 
 last: a follower that starts again shows it at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, start_http_server

@@ -9,8 +9,6 @@ Nobody confirms a datagram. An address at which nothing listens is noticed on th
 across a network what is lost is lost.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator, Sequence
 

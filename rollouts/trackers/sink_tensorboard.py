@@ -9,8 +9,6 @@ Steps that a resumed run repeats: the first of them begins a session, at which T
 from that step on. It shows the newest attempt.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ cannot be. Each row has an id, under which the database takes it once. Steps tha
 shown twice, with their `STAGE/attempt`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import UTC, datetime
 

@@ -6,8 +6,6 @@ was killed before that sends them again, as the same run with the same `_step`s,
 steps that it has. Steps that a resumed run repeats are shown twice, with their `STAGE/attempt`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rollouts.errors import SinkRefused

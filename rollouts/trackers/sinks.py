@@ -3,8 +3,6 @@
 A module of a sink has `open_sink(run: RunInfo) -> Sink`. Only the follower's process imports it.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import re

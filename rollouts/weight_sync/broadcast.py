@@ -14,8 +14,6 @@ engine's group is torn down and made anew at the next update. Nothing is ever pi
 pickled handles over HTTP (CUDA IPC) are not offered.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field

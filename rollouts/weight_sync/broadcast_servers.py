@@ -2,8 +2,6 @@
 rollouts.weight_sync.broadcast.
 """
 
-from __future__ import annotations
-
 import importlib
 import socket
 import uuid

@@ -9,8 +9,6 @@ Only a stop, or what ends a run, saves between two updates (`rl.sync_every` > 1)
 come after an update.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import trio

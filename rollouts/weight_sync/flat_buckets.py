@@ -1,7 +1,5 @@
 """Tensors in buckets of a given size, and a bucket as one flat tensor of bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 

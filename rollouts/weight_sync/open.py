@@ -2,8 +2,6 @@
 transport, revival.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ the engine's log-probs ──► agree with the trainer's within the tolerance?
                        └─► differ from what the same engine said before, where the weights differ?
 """
 
-from __future__ import annotations
-
 import uuid
 from dataclasses import dataclass
 

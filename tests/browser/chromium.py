@@ -5,8 +5,6 @@ Page.call ──► fd 3 of Chromium ──► messages, each ended by a zero by
 _read     ◄── fd 4 of Chromium ◄── answers (by number) and events (kept in `events`, in order)
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

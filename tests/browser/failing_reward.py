@@ -1,7 +1,5 @@
 """A reward that raises for some samples: what a report of a troubled run is looked at with."""
 
-from __future__ import annotations
-
 from integration_training.tasks.arithmetic import close_answer
 from rollouts.types import RewardResult, Sample
 

@@ -9,8 +9,6 @@ TROUBLED_RUN. A troubled run is made by
     runs/failing
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from pathlib import Path

@@ -2,8 +2,6 @@
 the characters and colours.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pty

@@ -2,8 +2,6 @@
 loads nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise

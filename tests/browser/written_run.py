@@ -2,8 +2,6 @@
 a page could trip over.
 """
 
-from __future__ import annotations
-
 import operator
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ ranks; rank 0 reports by name.
 torchrun … -m tests.distributed.contract_program SHARD_SIZE OUT
 """
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import gc

@@ -2,8 +2,6 @@
 the path in its last argument.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ each rank held and wrote.
 torchrun … -m tests.distributed.parts_rank SHARD_SIZE FOLDER
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -6,8 +6,6 @@ fail    rank 1 raises an error of its own while rank 0 is inside a collective
 force   rank 0 ends by force
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

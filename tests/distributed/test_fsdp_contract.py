@@ -2,8 +2,6 @@
 launch, one test for each check.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 rounding.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from functools import cache

@@ -2,8 +2,6 @@
 fails while another hangs in a collective.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -2,8 +2,6 @@
 model as others load it.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

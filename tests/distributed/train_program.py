@@ -3,8 +3,6 @@
 torchrun … -m tests.distributed.train_program CASES SHARD_SIZE OUT        weights: OUT.<case>.safetensors
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import cache

@@ -1,7 +1,5 @@
 """Two runs that must be the same: see tests.support.compare_runs for what is compared."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.support.compare_runs import find_differences, read_comparable, weights_digest

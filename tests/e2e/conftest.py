@@ -1,7 +1,5 @@
 """Whole runs of the tiny config, as a user starts them: a process of their own, a directory of their own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

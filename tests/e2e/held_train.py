@@ -8,8 +8,6 @@ when that step's row is written: the moment is the same in every run, which that
 names a file that gets a line whenever the state of the rollout manager is made JSON.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys

@@ -1,7 +1,5 @@
 """Runs of the tiny config, so short that they can be killed hundreds of times."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

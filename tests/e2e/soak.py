@@ -3,8 +3,6 @@
 python -m tests.e2e.soak [--instants 200] [--seed 0] [--jobs sft rl …] [--out FILE]
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime as dt
 import os

@@ -1,7 +1,5 @@
 """What damage, a full disk and a second start do to a whole run."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

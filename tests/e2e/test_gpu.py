@@ -1,7 +1,5 @@
 """A whole run on a GPU: stages, evaluations, checkpoints, and every part that computes; make test-gpu."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

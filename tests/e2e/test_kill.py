@@ -2,8 +2,6 @@
 every point and ten times as often.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from pathlib import Path

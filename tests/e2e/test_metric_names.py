@@ -1,7 +1,5 @@
 """Whole runs of every stage: no metric that the table of names lacks, and spans of all that was done."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

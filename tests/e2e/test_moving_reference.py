@@ -2,8 +2,6 @@
 reference included.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 their own.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

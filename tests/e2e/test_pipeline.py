@@ -2,8 +2,6 @@
 what a check says of it.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plug-ins and data in whole runs: what hostile rewards do to a run, and what a config can name."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

@@ -2,8 +2,6 @@
 number, and when one is lost.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Settings that change what the RL loop computes, through the whole program in one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

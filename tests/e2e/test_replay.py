@@ -1,7 +1,5 @@
 """Whole runs of RL, and their steps computed again from nothing but the files they left."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

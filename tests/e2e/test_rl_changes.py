@@ -2,8 +2,6 @@
 resumed, it is the same run.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

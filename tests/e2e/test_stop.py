@@ -2,8 +2,6 @@
 left, and the run goes on exactly.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

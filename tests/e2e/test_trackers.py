@@ -2,8 +2,6 @@
 secret is left anywhere.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from pathlib import Path

@@ -2,8 +2,6 @@
 in order, in an empty directory.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -2,8 +2,6 @@
 and ends with the tests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """What a model itself computes, and bringing a server to its weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Whole runs of train.py against real servers, as a user starts them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

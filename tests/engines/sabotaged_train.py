@@ -2,8 +2,6 @@
 run whose servers all fail gives up after 5 s.
 """
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any

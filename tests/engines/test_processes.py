@@ -1,7 +1,5 @@
 """Real servers, started and ended by open_engine_processes: restarted in place, nothing left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import uuid

@@ -1,7 +1,5 @@
 """ServerReference on real servers gives the log-probs of the same model here."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The engines of vLLM and SGLang on real servers: what both promise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Broadcasts to a real SGLang server. Needs ROLLOUTS_SGLANG_PYTHON, or SGLang in .venv-sglang."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator

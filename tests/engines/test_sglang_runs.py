@@ -2,8 +2,6 @@
 .venv-sglang.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

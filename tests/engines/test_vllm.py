@@ -1,7 +1,5 @@
 """What only a vLLM server does, on a real one. Needs ROLLOUTS_VLLM_PYTHON, or vLLM in .venv-vllm."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

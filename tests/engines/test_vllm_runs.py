@@ -2,8 +2,6 @@
 .venv-vllm.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

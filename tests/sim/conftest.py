@@ -1,7 +1,5 @@
 """Which simulated runs to make: `pytest tests/sim --sim-seed 7`, or `--sim-seeds 0..99`."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """The parts of a simulated run that are not real: the engines' servers, the model, snapshots and the log."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

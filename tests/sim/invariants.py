@@ -1,7 +1,5 @@
 """What must hold of a simulated run, after every event, every batch and every saved state."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -11,8 +11,6 @@ The loop, the manager and its rules are the real ones. Limits: a batch cannot be
 tokens · token_s / slots, nor trained in less than train_s + hold_s.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 every one of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -2,8 +2,6 @@
 when.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass

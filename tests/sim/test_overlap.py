@@ -2,8 +2,6 @@
 of the two.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

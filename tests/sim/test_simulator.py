@@ -2,8 +2,6 @@
 not proven, and planted bugs are found.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 and an end of steps that are not finite (`open_backend` opens with two in a row as the limit).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -2,8 +2,6 @@
 throughput, memory and the attempt.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

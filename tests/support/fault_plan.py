@@ -10,8 +10,6 @@ Counts begin at 0 and go on over restarts of a server. A fault strikes once, at 
 before the one it names: one that was busy with an earlier fault does not save a server from the later one.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ a prefix before request ids, guards only /v1 and /inference and takes an empty l
 aborts every id that begins with the one it is given, and dies of a token id that it does not have.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Mapping

@@ -15,8 +15,6 @@ SIGTERM, and SIGKILL 30 s later; nobody is started again. Linux only. `python -m
 MODULE:FUNCTION [MODULE …]` speaks one JSON object a line on its stdin and stdout.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

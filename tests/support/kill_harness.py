@@ -17,8 +17,6 @@ that is killed are gone within seconds; no process and no temporary file outlive
 into directories below the given one. Linux only.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 import signal

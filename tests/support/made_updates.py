@@ -1,7 +1,5 @@
 """An update of two rows, for the tests of what is recorded of it."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An OTLP collector on this machine that does as it is told."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Callable, Iterator

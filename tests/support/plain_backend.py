@@ -1,7 +1,5 @@
 """A backend of one process for a given model, and gradients held against those of a plain forward."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any

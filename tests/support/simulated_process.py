@@ -10,8 +10,6 @@ ConnectionLost where a client's connection breaks, BadAnswer where a client read
 and waits where a client would.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """Cases of a parametrised test, written as a table."""
 
-from __future__ import annotations
-
 import tomllib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the tests of trackers share: files of a run, and a follower whose tracker fails as a file says."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engines for the tests of the fleet: they answer, fail, die and come back as a test wants it."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace

@@ -2,8 +2,6 @@
 name, in worker processes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import io
 import json

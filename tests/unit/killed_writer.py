@@ -5,8 +5,6 @@ NTH: 0 waits for a kill from outside; n above 0 dies inside the n-th write, havi
 kill can leave one; below 0 when the -n-th new part was opened.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

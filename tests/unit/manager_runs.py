@@ -1,7 +1,5 @@
 """A manager on a scripted engine, for the tests of what it does with groups."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

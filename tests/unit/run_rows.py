@@ -1,7 +1,5 @@
 """Rows of a made-up run directory for the tests of what looks at runs."""
 
-from __future__ import annotations
-
 import json
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """Fake servers with the real engines for them, for the tests of server engines."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path

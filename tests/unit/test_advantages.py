@@ -2,8 +2,6 @@
 sample std .478714.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import statistics

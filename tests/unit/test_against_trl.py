@@ -6,8 +6,6 @@ one for the reference. All sequences begin with one prompt token, so that what f
 both.
 """
 
-from __future__ import annotations
-
 import contextlib
 import types
 from collections import defaultdict

@@ -2,8 +2,6 @@
 only where they are exact.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

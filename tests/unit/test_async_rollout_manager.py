@@ -2,8 +2,6 @@
 goes wrong.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -2,8 +2,6 @@
 at once see.
 """
 
-from __future__ import annotations
-
 import fcntl
 import importlib.machinery
 import importlib.util

@@ -2,8 +2,6 @@
 that does.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

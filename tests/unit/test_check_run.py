@@ -1,7 +1,5 @@
 """`check RUN` finds damaged rows, checkpoints and trackers; `check CONFIG` asks the servers it names."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 changed any of its bytes.
 """
 
-from __future__ import annotations
-
 import builtins
 import errno
 import io

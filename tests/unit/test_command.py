@@ -1,7 +1,5 @@
 """The command line as a whole: its help, what it loads, and the page docs/command.md."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -2,8 +2,6 @@
 runs none of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

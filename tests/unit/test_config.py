@@ -1,7 +1,5 @@
 """The config: TOML and flags in, frozen settings or one message with every problem out."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

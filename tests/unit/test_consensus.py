@@ -1,7 +1,5 @@
 """Votes of a group as rewards: who agrees with whom, ties, and what no consensus is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows of contributions.jsonl and lines of updates.log, made from an update of two rows."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

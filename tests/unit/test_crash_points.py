@@ -1,7 +1,5 @@
 """Named points at which a test can make the process die, raise or hang."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Curricula: weights as a function of the step and of what was seen, checked, and the same when resumed."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The arithmetic of benchmarks/curves: quarters, standard errors, verdicts."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

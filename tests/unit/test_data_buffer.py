@@ -1,7 +1,5 @@
 """DataBuffer: a seeded endless stream, prompts given back, exact resume."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollouts.data.data_buffer import DataBuffer, PromptRow

@@ -2,8 +2,6 @@
 prompts.
 """
 
-from __future__ import annotations
-
 import datetime as dt
 import decimal
 import gzip

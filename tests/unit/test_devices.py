@@ -2,8 +2,6 @@
 backend is opened there.
 """
 
-from __future__ import annotations
-
 import re
 import socket
 from typing import Any

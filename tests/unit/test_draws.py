@@ -1,7 +1,5 @@
 """Sampling from logits, against slow numpy versions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

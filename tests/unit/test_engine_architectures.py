@@ -2,8 +2,6 @@
 positions.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Awaitable, Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Servers as a config describes them: what is refused before anything starts, and what they are told."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -2,8 +2,6 @@
 hold.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import sys
 from pathlib import Path

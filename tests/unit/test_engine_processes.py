@@ -2,8 +2,6 @@
 and never outlive it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

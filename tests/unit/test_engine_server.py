@@ -2,8 +2,6 @@
 handshake, requests, pauses, updates, aborts, silence, faults.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Weight updates of vLLM and SGLang servers, by snapshots and in memory, over a fake of each."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What becomes of the answers of vLLM and SGLang: bodies that real servers gave, whole, cut and spoiled."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from dataclasses import replace

@@ -2,8 +2,6 @@
 what was streamed, and little is held meanwhile. tests.distributed has real ranks.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

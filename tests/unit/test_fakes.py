@@ -1,7 +1,5 @@
 """The fakes keep the promises of the protocols that they stand for."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Group filters: what they drop, under which name, with which numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The fleet in virtual time: who is asked, what failures and overloads lead to, the fleet as an engine."""
 
-from __future__ import annotations
-
 from contextlib import asynccontextmanager
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Engines of a fleet die, are restarted and come back, and every request is answered once."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Weight updates of a fleet, and members that come and go."""
 
-from __future__ import annotations
-
 import pytest
 import trio
 import trio.testing

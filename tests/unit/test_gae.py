@@ -1,7 +1,5 @@
 """Advantages from a critic's values against numbers worked by hand and a slow sweep; KL in token rewards."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The default generate function: a prompt's tokens in, a sample with one value per token out."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

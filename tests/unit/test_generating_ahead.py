@@ -2,8 +2,6 @@
 where everything is whatever ends it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -2,8 +2,6 @@
 named.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import tomllib
 from pathlib import Path

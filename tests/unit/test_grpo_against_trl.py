@@ -7,8 +7,6 @@ functions are replaced, and its `_compute_loss`. Settings are written as a user 
 there, a preset of ours as an [rl] table here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import types

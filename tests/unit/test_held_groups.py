@@ -1,7 +1,5 @@
 """What AsyncRolloutManager carries over from one batch to the next, into a checkpoint and out of it."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What `inspect`, `plot` and `query` say of a run, and how its files are read."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which samples `samples` finds, and how it prints them."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files of rows: parts, torn last lines, damage, attempts, and a disk that refuses."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The KL coefficient: fixed, proportional (Ziegler 2019) or two-sided control, by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Which rank a process is, whoever launched it, and the command that launches several."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The launch scripts are scripts; what they start is tried in tests/e2e/test_ranks.py."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

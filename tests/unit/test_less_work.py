@@ -2,8 +2,6 @@
 forward for each row.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

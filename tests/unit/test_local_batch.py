@@ -1,7 +1,5 @@
 """The embedded engine's parts: arithmetic, turns on the device thread, staged weights."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The embedded engine on tiny models, against the model's own forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace

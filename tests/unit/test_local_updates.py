@@ -1,7 +1,5 @@
 """The embedded engine: new weights, failures, and which way a model is run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The chunked head beside log_softmax over all logits in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

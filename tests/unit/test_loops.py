@@ -1,7 +1,5 @@
 """The loops on fakes, in virtual time: what they log, in which order they wait, when they save and stop."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

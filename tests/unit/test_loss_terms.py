@@ -1,7 +1,5 @@
 """Terms, corrections, KL and refusals of the losses, on the fixture of test_losses."""
 
-from __future__ import annotations
-
 import math
 import tomllib
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Fixture: lp − old = [.3, −.4, .4], old − mu = [.2, −.1, .3], lp − ref = [.4, −.3, −.1].
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import types

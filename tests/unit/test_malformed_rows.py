@@ -2,8 +2,6 @@
 others.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

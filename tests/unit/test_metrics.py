@@ -1,7 +1,5 @@
 """A row of samples.jsonl: texts, and beside them at most 700 bytes."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

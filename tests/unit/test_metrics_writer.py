@@ -2,8 +2,6 @@
 when a disk refuses them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Mixtures: exact proportions at every draw, sources with orders of their own, exact resume."""
 
-from __future__ import annotations
-
 import json
 from fractions import Fraction
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Model directories, tokenizers, export, and the optimizer with its learning rate worked by hand."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

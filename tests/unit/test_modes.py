@@ -1,7 +1,5 @@
 """`--mode`: which stages it names, in which order, and what is said when it cannot be so."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

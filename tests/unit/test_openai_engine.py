@@ -2,8 +2,6 @@
 of it can train.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attention of a packed row is that of a dense mask, forward and backward, and no sequence feels another."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The synchronous tier on a model: completions of small batches, and log-probs of padded rows."""
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Functions that the config names: imported once, checked, and named with the part that failed."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Measures of policies and of what they write, against numbers worked by hand and slow versions."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

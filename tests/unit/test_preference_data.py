@@ -2,8 +2,6 @@
 a count.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -2,8 +2,6 @@
 metrics, resume, stops.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path

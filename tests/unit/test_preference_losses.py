@@ -4,8 +4,6 @@ Fixture: one pair with π_c = -10, π_r = -12, ref_c = -11, ref_r = -11.5, lengt
 Δ = 1.5; β = .1. KTO: z₀ = .05, the chosen response good and the rejected one bad.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext

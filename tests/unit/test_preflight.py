@@ -1,7 +1,5 @@
 """What is known about a run before it starts: everything that is wrong, at one look."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

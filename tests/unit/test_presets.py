@@ -6,8 +6,6 @@ tokens with A = −1; one token with r = 4 and A = −1. So the token means diff
 differs from no dual clip.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """Child processes of a trainer are limited, tell how they ended, and leave nothing, however it ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Which ranks a config may ask for, and when the program starts itself again under torchrun."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from pathlib import Path

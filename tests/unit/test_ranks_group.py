@@ -1,7 +1,5 @@
 """What ranks agree on, and how they are compared; tests.distributed has real ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

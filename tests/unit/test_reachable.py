@@ -2,8 +2,6 @@
 docs names every function, method and class of the package.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

@@ -2,8 +2,6 @@
 last line of a last part.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import signal

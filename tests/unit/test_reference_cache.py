@@ -2,8 +2,6 @@
 cancelled or fails.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import AsyncIterator

@@ -2,8 +2,6 @@
 error is measured and told.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from dataclasses import replace

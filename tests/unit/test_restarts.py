@@ -2,8 +2,6 @@
 starts anew.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from dataclasses import replace

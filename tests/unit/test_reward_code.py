@@ -1,7 +1,5 @@
 """Model-written code: what its tests decide, what it cannot forge cheaply, and that nothing of it stays."""
 
-from __future__ import annotations
-
 import os
 import re
 import select

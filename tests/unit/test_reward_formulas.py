@@ -1,7 +1,5 @@
 """Numbers, choices and formulas that a response ends with."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """The library of rewards: what each counts, by hand, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -2,8 +2,6 @@
 measures are those of its scores.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path

@@ -2,8 +2,6 @@
 of a rule.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rewards: how user functions are called, and what counts as an answer."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Which algorithm holds in which step, and the KL coefficient that a controller has come to."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What the RL loop does to a batch: log-probs, advantages, the loss by name, and the updates made of it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -2,8 +2,6 @@
 that was not stopped.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

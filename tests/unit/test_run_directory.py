@@ -1,7 +1,5 @@
 """One run at a time in a directory, whoever starts the second, and however the first ends."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

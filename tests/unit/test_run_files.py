@@ -2,8 +2,6 @@
 the weights that there are.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

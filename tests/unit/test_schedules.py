@@ -1,7 +1,5 @@
 """Settings as functions of the step."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollouts.schedules import choose_at_step, interpolate_cosine, interpolate_linear

@@ -1,7 +1,5 @@
 """SFT rows: cut without losing what trains, counted when dropped, drawn in an order without state."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

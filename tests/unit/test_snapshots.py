@@ -1,7 +1,5 @@
 """A snapshot is a model directory that is complete, or it is not there. The embedded engine needs none."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 wrong, named.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The synchronous tier: batches from plain functions."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

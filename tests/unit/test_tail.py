@@ -1,7 +1,5 @@
 """Following a run while it goes on, in virtual time."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

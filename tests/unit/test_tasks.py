@@ -2,8 +2,6 @@
 they are made.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import pkgutil

@@ -1,7 +1,5 @@
 """Texts of a record on a terminal: nothing that a model, a server or a user's function wrote can steer it."""
 
-from __future__ import annotations
-
 import io
 import json
 import unicodedata

@@ -2,8 +2,6 @@
 fit the model.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

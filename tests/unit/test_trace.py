@@ -1,7 +1,5 @@
 """spans.jsonl as a trace: events, lanes, counters, and what the command refuses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

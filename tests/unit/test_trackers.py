@@ -1,7 +1,5 @@
 """Following a run's files: what is read, in which order, from where; positions; names, secrets, settings."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field

@@ -2,8 +2,6 @@
 that nothing outlives its purpose.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

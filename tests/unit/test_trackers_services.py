@@ -2,8 +2,6 @@
 Run by `make test-trackers`.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import struct

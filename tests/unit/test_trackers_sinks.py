@@ -1,7 +1,5 @@
 """The sinks of TensorBoard, OpenTelemetry, StatsD and Prometheus, each against a real one on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -2,8 +2,6 @@
 back is brought to what was published.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager

@@ -4,8 +4,6 @@ admit ──► prefill of each distinct prompt ──► rows 0..n-1 ──► 
           or: joined to a row that has it                                 the last ones take their places
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ What it leaves out of the model's own forward (masks, caches, output records) co
 on small models. `open_decoder` proves on a probe that both forwards agree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """What a report holds of a run: the rows of a few statements, of which facts.js makes what the page says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rollouts.inspect.facts import DROPPED, OUTCOMES, TROUBLE, load_facts, read_settings

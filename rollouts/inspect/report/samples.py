@@ -1,7 +1,5 @@
 """The logged samples that a report shows, within a number of bytes, and the values of their tokens."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
