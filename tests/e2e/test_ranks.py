@@ -22,6 +22,7 @@ from tests.e2e.conftest import Train
 pytestmark = pytest.mark.slow
 PATIENCE_S = 240.0
 NOTICED_S = 30.0  # what is promised
+BEATS_S = 3.0  # of a rank on a busy machine, until its heartbeat has said what it does now
 STEPS = 12
 SETTINGS = (
     "--sft.optim.schedule",
@@ -149,6 +150,7 @@ async def test_when_a_rank_is_lost_before_or_inside_a_collective_the_other_ends_
     pids = train.start(argv, out, ranks=2, environ=environ, end_others=False)
     try:
         await wait_until(lambda: count_reached(listed) == 6, pids)
+        await trio.sleep(BEATS_S)
         os.kill(pids[1], how)
         since = time.monotonic()
         await wait_until(lambda: not is_running(pids[0]), pids[1:] if how == signal.SIGSTOP else [])
@@ -186,6 +188,7 @@ async def test_torchrun_gets_rid_of_a_rank_that_stands_still_and_starts_all_agai
     with start(words, environ) as process:
         try:
             await wait_until(lambda: count_reached(listed) == 10, [process.pid])
+            await trio.sleep(BEATS_S)
             stopped = find_rank(process.pid, 1)
             os.kill(stopped, signal.SIGSTOP)
             _, stderr = process.communicate(timeout=PATIENCE_S)
