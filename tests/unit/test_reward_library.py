@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rollouts.errors import ConfigError, DataError, UserFunctionError
+from rollouts.rewards import fuzzy, multiple_choice
 from rollouts.rewards import math as math_rewards
-from rollouts.rewards import multiple_choice
 from rollouts.rewards.combine import apply_combine, apply_weights, combine_rewards
 from rollouts.rewards.exact import exact_match
 from rollouts.rewards.format import (
@@ -22,7 +22,7 @@ from rollouts.rewards.format import (
     make_tags_reward,
     think_answer_format,
 )
-from rollouts.rewards.fuzzy import f1_match, fuzzy_match
+from rollouts.rewards.fuzzy import fuzzy_match
 from rollouts.rewards.length import make_length_cutoff, make_length_target, make_soft_overlong_punishment
 from rollouts.rewards.math import make_numeric_reward, numeric_match
 from rollouts.types import RewardResult, Sample
@@ -44,11 +44,18 @@ def sample_of(response: str, *, num_tokens: int = 0, **metadata: Any) -> Sample:
 
 def find(name: str) -> Any:
     """What a table names: of this file, or of the library."""
-    return {**vars(math_rewards), **vars(multiple_choice), **globals()}[name]
+    return {**vars(fuzzy), **vars(math_rewards), **vars(multiple_choice), **globals()}[name]
 
 
 # --- what each counts ---
 
+exact_any_case, fuzzy_any_case = (partial(one, ignore_case=True) for one in (exact_match, fuzzy_match))
+tolerant, lines = partial(numeric_match, tolerance=0.001), make_format_reward("a.b")
+characters = make_length_target(target=4, width=4, unit="characters")
+cut, apples = (
+    make_length_cutoff(most=2, unit="words"),
+    make_extracted(numeric_match, "[0-9]+ apples"),
+)
 relative, absolute = make_numeric_reward(relative=0.1), make_numeric_reward(absolute=0.5)
 larger = make_numeric_reward(relative=0.1, absolute=0.5)
 tags, some_tags = make_tags_reward(["plan", "code"]), make_tags_reward(["plan", "code"], partial=True)
@@ -57,178 +64,97 @@ digits, keys = make_format_reward(r"[0-9]+\.", weight=0.5), make_json_reward(["n
 first, only = (make_extracted(exact_match, pick=pick) for pick in ("first", "only"))
 
 
-# response, answer, reward
-COUNTS: list[tuple[Any, str]] = [
-    (
-        exact_match,
-        r"""
-        [" Paris\n", "Paris ", 1]
-        ["Paris.", "Paris", 0]
-        ["paris", "Paris", 0]
-        ["12", 12, 1]
-        ["b", ["a", "b"], 1]
-    """,
-    ),
-    (partial(exact_match, ignore_case=True), r'["paris", "Paris", 1]'),
-    (
-        fuzzy_match,
-        r"""
-        ["kitten", "kitten", 1]
-        ["abcd", "abxd", 0.75]
-        ["ab", "cd", 0]
-        [" ab \n", "abc", 0.8]
-        ["", "", 1]
-        ["b", ["abc", "bc", "xyz"], 0.666666666667]
-        ["12", 12, 1]
-        ["AB", "ab", 0]
-    """,
-    ),
-    (partial(fuzzy_match, ignore_case=True), r'["AB", "ab", 1]'),
-    (
-        f1_match,
-        r"""
-        ["The Eiffel Tower!", "eiffel tower", 1]
-        ["It's  An apple, THE pear.", "its apple pear", 1]
-        ["in the city of Paris", "Paris", 0.4]
-        ["a b b c", "b b d", 0.666666666667]
-        ["the", "a", 1]
-        ["the", "Paris", 0]
-        ["cat", ["dog", "a cat"], 1]
-        ["theatre", "atre", 0]
-    """,
-    ),
-    (
-        numeric_match,
-        r"""
-        ["it is 0.50", "1/2", 1]
-        ["0.333", "1/3", 0]
-        ["no idea", 1, 0]
-    """,
-    ),
-    (
-        partial(numeric_match, tolerance=0.001),
-        r"""
-        ["0.333", "1/3", 1]
-        ["1001", 1000, 1]
-    """,
-    ),
-    (
-        relative,
-        r"""
-        ["9", 10, 1]
-        ["11", 10, 1]
-        ["11.01", 10, 0]
-        ["8.99", 10, 0]
-        ["0.001", 0, 0]
-    """,
-    ),
-    (
-        absolute,
-        r"""
-        ["-10.5", -10, 1]
-        ["-9.5", -10, 1]
-        ["-9.4", -10, 0]
-    """,
-    ),
-    (
-        larger,
-        r"""
-        ["1.5", 1, 1]
-        ["1.51", 1, 0]
-        ["110", 100, 1]
-        ["110.5", 100, 0]
-    """,
-    ),
-    (
-        digits,
-        r"""
-        ["12.", "", 0.5]
-        ["12. Yes", "", 0]
-    """,
-    ),
-    (make_format_reward("a.b"), r'["a\nb", "", 1]'),
-    (
-        words,
-        r"""
-        ["w ", "", 0]
-        ["w w ", "", 0]
-        ["w w w ", "", 0.5]
-        ["w w w w ", "", 1]
-        ["w w w w w ", "", 0.5]
-        ["w w w w w w w w w ", "", 0]
-    """,
-    ),
-    (make_length_target(target=4, width=4, unit="characters"), r'["a b", "", 0.75]'),
-    (make_length_cutoff(most=2, unit="words"), r'["a b c", "", 0]'),
-    (
-        json_format,
-        r"""
-        [" {\"a\": [1, null]}\n", "", 1]
-        ["3", "", 1]
-        ["{'a': 1}", "", 0]
-        ["{\"a\": 1} x", "", 0]
-        ["{\"a\": NaN}", "", 0]
-        ["", "", 0]
-        ["{\"a\": 1, \"a\": 2}", "", 0]
-    """,
-    ),
-    (
-        keys,
-        r"""
-        ["{\"name\": 1, \"age\": null, \"more\": 2}", "", 1]
-        ["{\"name\": 1}", "", 0]
-        ["[\"name\", \"age\"]", "", 0]
-    """,
-    ),
-    (
-        think_answer_format,
-        r"""
-        ["<think>\n1+1\n</think>\n<answer>2</answer>\n", "", 1]
-        ["<think></think><answer></answer>", "", 1]
-        ["<think>a</think><answer>2</answer> done", "", 0]
-        ["<think>a</think>b</think><answer>2</answer>", "", 0]
-        ["<answer>2</answer>", "", 0]
-    """,
-    ),
-    (
-        tags,
-        r"""
-        ["<plan>a</plan>\n<code>b\n</code>\n", "", 1]
-        ["<code>b</code><plan>a</plan>", "", 0]
-        ["x <plan>a</plan><code>b</code>", "", 0]
-    """,
-    ),
-    (
-        some_tags,
-        r"""
-        ["x <code>b</code><plan>a</plan>", "", 1]
-        ["<plan>a</plan><code>b", "", 0.75]
-        ["<plan>a<plan></plan><code>b</code>", "", 0.75]
-        ["nothing", "", 0]
-    """,
-    ),
-    (
-        extracted,
-        r"""
-        ["<answer> 2 </answer>", "2", 1]
-        ["<answer>1</answer> <answer>2</answer>", "2", 1]
-        ["2", "2", 0]
-    """,
-    ),
-    (first, r'["<answer>1</answer><answer>2</answer>", "1", 1]'),
-    (only, r'["<answer>2</answer><answer>2</answer>", "2", 0]'),
-    (make_extracted(numeric_match, "[0-9]+ apples"), r'["3 pears, 2 apples, 9 plums", 2, 1]'),
-]
+# reward | response, answer, how much
+COUNTS = r"""
+exact_match | [" Paris\n", "Paris ", 1]
+exact_match | ["Paris.", "Paris", 0]
+exact_match | ["paris", "Paris", 0]
+exact_match | ["12", 12, 1]
+exact_match | ["b", ["a", "b"], 1]
+exact_any_case | ["paris", "Paris", 1]
+fuzzy_match | ["kitten", "kitten", 1]
+fuzzy_match | ["abcd", "abxd", 0.75]
+fuzzy_match | ["ab", "cd", 0]
+fuzzy_match | [" ab \n", "abc", 0.8]
+fuzzy_match | ["", "", 1]
+fuzzy_match | ["b", ["abc", "bc", "xyz"], 0.666666666667]
+fuzzy_match | ["12", 12, 1]
+fuzzy_match | ["AB", "ab", 0]
+fuzzy_any_case | ["AB", "ab", 1]
+f1_match | ["The Eiffel Tower!", "eiffel tower", 1]
+f1_match | ["It's  An apple, THE pear.", "its apple pear", 1]
+f1_match | ["in the city of Paris", "Paris", 0.4]
+f1_match | ["a b b c", "b b d", 0.666666666667]
+f1_match | ["the", "a", 1]
+f1_match | ["the", "Paris", 0]
+f1_match | ["cat", ["dog", "a cat"], 1]
+f1_match | ["theatre", "atre", 0]
+numeric_match | ["it is 0.50", "1/2", 1]
+numeric_match | ["0.333", "1/3", 0]
+numeric_match | ["no idea", 1, 0]
+tolerant | ["0.333", "1/3", 1]
+tolerant | ["1001", 1000, 1]
+relative | ["9", 10, 1]
+relative | ["11", 10, 1]
+relative | ["11.01", 10, 0]
+relative | ["8.99", 10, 0]
+relative | ["0.001", 0, 0]
+absolute | ["-10.5", -10, 1]
+absolute | ["-9.5", -10, 1]
+absolute | ["-9.4", -10, 0]
+larger | ["1.5", 1, 1]
+larger | ["1.51", 1, 0]
+larger | ["110", 100, 1]
+larger | ["110.5", 100, 0]
+digits | ["12.", "", 0.5]
+digits | ["12. Yes", "", 0]
+lines | ["a\nb", "", 1]
+words | ["w ", "", 0]
+words | ["w w ", "", 0]
+words | ["w w w ", "", 0.5]
+words | ["w w w w ", "", 1]
+words | ["w w w w w ", "", 0.5]
+words | ["w w w w w w w w w ", "", 0]
+characters | ["a b", "", 0.75]
+cut | ["a b c", "", 0]
+json_format | [" {\"a\": [1, null]}\n", "", 1]
+json_format | ["3", "", 1]
+json_format | ["{'a': 1}", "", 0]
+json_format | ["{\"a\": 1} x", "", 0]
+json_format | ["{\"a\": NaN}", "", 0]
+json_format | ["", "", 0]
+json_format | ["{\"a\": 1, \"a\": 2}", "", 0]
+keys | ["{\"name\": 1, \"age\": null, \"more\": 2}", "", 1]
+keys | ["{\"name\": 1}", "", 0]
+keys | ["[\"name\", \"age\"]", "", 0]
+think_answer_format | ["<think>\n1+1\n</think>\n<answer>2</answer>\n", "", 1]
+think_answer_format | ["<think></think><answer></answer>", "", 1]
+think_answer_format | ["<think>a</think><answer>2</answer> done", "", 0]
+think_answer_format | ["<think>a</think>b</think><answer>2</answer>", "", 0]
+think_answer_format | ["<answer>2</answer>", "", 0]
+tags | ["<plan>a</plan>\n<code>b\n</code>\n", "", 1]
+tags | ["<code>b</code><plan>a</plan>", "", 0]
+tags | ["x <plan>a</plan><code>b</code>", "", 0]
+some_tags | ["x <code>b</code><plan>a</plan>", "", 1]
+some_tags | ["<plan>a</plan><code>b", "", 0.75]
+some_tags | ["<plan>a<plan></plan><code>b</code>", "", 0.75]
+some_tags | ["nothing", "", 0]
+extracted | ["<answer> 2 </answer>", "2", 1]
+extracted | ["<answer>1</answer> <answer>2</answer>", "2", 1]
+extracted | ["2", "2", 0]
+first | ["<answer>1</answer><answer>2</answer>", "1", 1]
+only | ["<answer>2</answer><answer>2</answer>", "2", 0]
+apples | ["3 pears, 2 apples, 9 plums", 2, 1]
+"""
 
 
-@pytest.mark.parametrize(("reward", "table"), COUNTS)
-def test_what_a_reward_counts(reward: Any, table: str):
-    for line in table.strip().splitlines():
-        response, answer, expected = json.loads(line)
-        result = reward(sample_of(response, answer=answer))
-        assert result.reward == pytest.approx(expected, abs=1e-11), line
-        named = {"exact", "similarity", "f1", "numeric", "format", "length"} & set(result.parts)
-        assert [result.parts[name] for name in named] == [result.reward] or result.parts["extracted"] == 0.0
+@pytest.mark.parametrize(("reward", "case"), read_cells(COUNTS))
+def test_what_a_reward_counts(reward: str, case: str):
+    response, answer, expected = json.loads(case)
+    result = find(reward)(sample_of(response, answer=answer))
+    assert result.reward == pytest.approx(expected, abs=1e-11)
+    named = {"exact", "similarity", "f1", "numeric", "format", "length"} & set(result.parts)
+    assert [result.parts[name] for name in named] == [result.reward] or result.parts["extracted"] == 0.0
 
 
 def test_json_that_is_too_deep_is_no_json():

@@ -15,7 +15,6 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification
 
 from rollouts.config.schema import RewardModelTrainingConfig
-from rollouts.config.tables import DataSourceConfig, OptimConfig
 from rollouts.data.mixture import make_mixture, select_samples
 from rollouts.data.samples import PreferenceSample
 from rollouts.errors import ModelError
@@ -27,10 +26,9 @@ from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.scalar_head import get_scalar_weight, set_padding_token
 from tests.support import plain_backend
 from tests.unit.test_loops import Diary, MemoryLogger
-from tests.unit.test_preference_loops import assert_close, make_pairs, weights_of
+from tests.unit.test_preference_loops import DATA, OPTIM, assert_close, make_pairs, train_plainly, weights_of
 
 torch.set_num_threads(1)
-OPTIM = OptimConfig(lr=1e-3, max_grad_norm=None)
 CENTRING = 0.05
 
 
@@ -48,8 +46,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(**changes: Any) -> RewardModelTrainingConfig:
-    data = [DataSourceConfig(kind="jsonl", path="unused.jsonl")]
-    return RewardModelTrainingConfig.model_validate({"data": data, "steps": 3, "batch_size": 4, **changes})
+    return RewardModelTrainingConfig.model_validate({"data": DATA, "steps": 3, "batch_size": 4, **changes})
 
 
 def open_backend(path: Path) -> AbstractAsyncContextManager[Any]:
@@ -85,16 +82,11 @@ def plain_loss(model: Any, samples: Sequence[PreferenceSample]) -> Tensor:
 async def test_three_steps_are_those_of_plain_autograd_with_margins_and_centring(model_path):
     samples = make_pairs(6)  # their margins are 0, 1, 2, …
     plain = AutoModelForSequenceClassification.from_pretrained(model_path).eval()
-    optimizer = torch.optim.AdamW(
-        plain.parameters(), lr=OPTIM.lr, betas=(0.9, OPTIM.beta2), eps=1e-8, weight_decay=0.0
-    )
-    losses = []
-    for step in range(3):
-        loss = plain_loss(plain, select_samples(make_mixture(samples), 4, step, 7))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
+
+    def loss_of(model: Any, step: int) -> Tensor:
+        return plain_loss(model, select_samples(make_mixture(samples), 4, step, 7))
+
+    losses = train_plainly(plain, loss_of, 3)
     async with open_backend(model_path) as backend:
         before = weights_of(backend.model)
         history = await train(backend, samples, config_of(), seed=7)
