@@ -73,14 +73,14 @@ def test_a_group_without_consensus_is_dropped_by_name():
         check_consensus(SampleGroup(0, "row-0", (Sample(id="s", prompt="q", response="7"),)))
 
 
-@pytest.mark.parametrize(
-    ("rules", "wrong"),
-    [
-        ({"min_ratio": 1.1}, "min_ratio=1.1"),
-        ({"ties": "last"}, "ties='last'; it must be one of none, first"),
-        ({"of": "some"}, "of='some'"),
-    ],
-)
-def test_rules_that_make_no_sense_are_refused_when_made(rules, wrong):
+NO_SENSE = """
+min_ratio = 1.1 | min_ratio=1.1
+ties = "last"   | ties='last'; it must be one of none, first
+of = "some"     | of='some'
+"""
+
+
+@pytest.mark.parametrize(("rules", "wrong"), read_cells(NO_SENSE))
+def test_rules_that_make_no_sense_are_refused_when_made(rules: str, wrong: str):
     with pytest.raises(ConfigError, match=wrong):
-        make_consensus_reward(lambda sample: None, **rules)
+        make_consensus_reward(lambda sample: None, **read_params(rules))

@@ -7,8 +7,11 @@ import pytest
 from rollouts.kl_control import KL_CONTROLS, compute_adaptive_entropy_coef, exceeds_kl_limit
 from tests.support.text_tables import read_cells, read_params
 
-PROPORTIONAL = {"target": 0.1, "horizon": 10_000}
-BAND = {"target": 2.0, "tolerance": 0.5, "factor": 2.0}
+USUAL = {
+    "fixed": {},
+    "proportional": {"target": 0.1, "horizon": 10_000},
+    "two_sided": {"target": 2.0, "tolerance": 0.5, "factor": 2.0},
+}
 
 
 # from 0.1, after 1,000 samples; the first error is .2 · 1000/10000, and it is clipped at .2
@@ -31,23 +34,22 @@ two_sided    | highest = 0.05 | inf  | .1
 
 @pytest.mark.parametrize(("name", "settings", "kl", "coefficient"), read_cells(MOVES))
 def test_controllers_by_hand(name, settings, kl, coefficient):
-    usual = {"proportional": PROPORTIONAL, "two_sided": BAND}.get(name, {})
-    control = KL_CONTROLS[name](**usual | read_params(settings))
+    control = KL_CONTROLS[name](**USUAL[name] | read_params(settings))
     assert control(0.1, float(kl), 1000) == pytest.approx(float(coefficient), abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("proportional", PROPORTIONAL | {"horizon": 0}),
-        ("proportional", PROPORTIONAL | {"limit": 0.0}),
-        ("two_sided", BAND | {"factor": 1.0}),
-        ("two_sided", BAND | {"lowest": 0.2, "highest": 0.1}),
-    ],
-)
+NO_SENSE = """
+proportional | horizon = 0
+proportional | limit = 0.0
+two_sided    | factor = 1.0
+two_sided    | lowest = 0.2, highest = 0.1
+"""
+
+
+@pytest.mark.parametrize(("name", "settings"), read_cells(NO_SENSE))
 def test_settings_that_make_no_sense_are_refused_when_made(name, settings):
     with pytest.raises(ValueError, match=r"must be above 0|the rule is"):
-        KL_CONTROLS[name](**settings)
+        KL_CONTROLS[name](**USUAL[name] | read_params(settings))
 
 
 def test_updates_on_a_batch_end_beyond_the_limit():

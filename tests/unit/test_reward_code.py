@@ -1,5 +1,6 @@
 """Model-written code: what its tests decide, what it cannot forge cheaply, and that nothing of it stays."""
 
+import json
 import os
 import re
 import select
@@ -23,7 +24,7 @@ from rollouts.rewards.code import (
     make_code_reward,
 )
 from rollouts.types import RewardResult, Sample
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import read_cells, read_params
 
 QUICK = Limits(timeout_s=2.0)
 
@@ -159,60 +160,55 @@ def test_a_program_ends_as_programs_do_and_without_partial_all_tests_must_pass(n
     check(run("print(7)", SUMS, namespaces=namespaces), 0.0, "^1 of 2")
 
 
-@pytest.mark.parametrize(
-    ("response", "code"),
-    [
-        ("x = 1", "x = 1"),
-        ("First\n```python\na\n```\nthen\n```python\nb\n```\nand\n```\noutput\n```", "b\n"),
-        ("Text\n```\na\n```\n", "a\n"),
-        ("```py\na\n", "a\n"),
-        ("```Python3\na\n```", "a\n"),
-        ("```json\n{}\n```", "```json\n{}\n```"),
-        ("```python title='x'\na\n```", "a\n"),
-    ],
-)
+PROGRAMS = r"""
+x = 1 | x = 1
+First\n```python\na\n```\nthen\n```python\nb\n```\nand\n```\noutput\n``` | b\n
+Text\n```\na\n```\n | a\n
+```py\na\n | a\n
+```Python3\na\n``` | a\n
+```json\n{}\n``` | ```json\n{}\n```
+```python title='x'\na\n``` | a\n
+"""
+
+
+@pytest.mark.parametrize(("response", "code"), read_cells(PROGRAMS))
 def test_the_last_python_block_is_the_program(response: str, code: str):
-    assert extract_code(response) == code
+    assert extract_code(response.replace("\\n", "\n")) == code.replace("\\n", "\n")
 
 
 # --- bad rows and options ---
 
 
-@pytest.mark.parametrize(
-    ("tests", "message"),
-    [
-        (None, r"no metadata\['tests'\]"),
-        ([], "is empty; a program without tests passes nothing"),
-        ([1], r"metadata\['tests'\]\[0\] is '1'; a test is Python source"),
-        (" ", "a test is Python source"),
-        ([{"input": "1"}], "the texts 'input' and 'output'"),
-        ("assert (", "is not Python"),
-    ],
-)
-def test_a_row_without_sound_tests_is_an_error(tests: Any, message: str):
+NO_TESTS = r"""
+null             | no metadata\['tests'\]
+[]               | is empty; a program without tests passes nothing
+[1]              | metadata\['tests'\]\[0\] is '1'; a test is Python source
+" "              | a test is Python source
+[{"input": "1"}] | the texts 'input' and 'output'
+"assert ("       | is not Python
+"""
+NO_OPTIONS = """
+require = ["internet"] | it is a list of network, filesystem, processes, memory, user, privileges
+require = "network"    | it is a list of
+require = ["memory", "network"], namespaces = false | no isolation of network; run as root or allow
+limits = 0             | limits.timeout_s=0; it must be a number above 0
+import_paths = ["relative"] | the absolute path of a directory that exists
+"""
+
+
+@pytest.mark.parametrize(("tests", "message"), read_cells(NO_TESTS))
+def test_a_row_without_sound_tests_is_an_error(tests: str, message: str):
     with pytest.raises(DataError, match=message):
-        run("x = 1", tests)
+        run("x = 1", json.loads(tests))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"require": ["internet"]},
-            "it is a list of network, filesystem, processes, memory, user, privileges",
-        ),
-        ({"require": "network"}, "it is a list of"),
-        (
-            {"require": ["memory", "network"], "namespaces": False},
-            "this host gives the code no isolation of network; run as root or allow",
-        ),
-        ({"limits": Limits(timeout_s=0)}, r"limits.timeout_s=0; it must be a number above 0"),
-        ({"import_paths": ["relative"]}, "the absolute path of a directory that exists"),
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, Any], message: str):
+@pytest.mark.parametrize(("options", "message"), read_cells(NO_OPTIONS))
+def test_bad_options_are_refused(options: str, message: str):
+    given = read_params(options)
+    if "limits" in given:
+        given["limits"] = Limits(timeout_s=given["limits"])
     with pytest.raises(ConfigError, match=message):
-        make_code_reward(**options)
+        make_code_reward(**given)
 
 
 def test_a_child_that_does_not_start_is_an_error_and_not_a_reward(

@@ -162,16 +162,19 @@ def test_a_choice_is_found_or_not(letter: str, text: str):
     assert bool(choice.why) == (letter == "-")
 
 
-@pytest.mark.parametrize(
-    ("answer", "response"), [*read_pairs(EQUAL, "=="), (42, r"\boxed{42}"), (["7", "8"], r"\boxed{8}")]
-)
-def test_equal_formulas(answer: Any, response: str):
-    assert math_match(sample_of(response, answer=answer)) == RewardResult(1.0, {"math": 1.0, "parsed": 1.0})
+EQUALITY = [
+    *((1.0, *pair) for pair in read_pairs(EQUAL, "==")),
+    *((0.0, *pair) for pair in read_pairs(UNEQUAL, "==")),
+    (1.0, 42, r"\boxed{42}"),
+    (1.0, ["7", "8"], r"\boxed{8}"),
+    (0.0, ["7", "8"], r"\boxed{9}"),
+]
 
 
-@pytest.mark.parametrize(("answer", "response"), [*read_pairs(UNEQUAL, "=="), (["7", "8"], r"\boxed{9}")])
-def test_unequal_formulas(answer: Any, response: str):
-    assert math_match(sample_of(response, answer=answer)) == RewardResult(0.0, {"math": 0.0, "parsed": 1.0})
+@pytest.mark.parametrize(("equal", "answer", "response"), EQUALITY)
+def test_equal_and_unequal_formulas(equal: float, answer: Any, response: str):
+    found = math_match(sample_of(response, answer=answer))
+    assert found == RewardResult(equal, {"math": equal, "parsed": 1.0})
 
 
 @pytest.mark.parametrize("response", ["", "I do not know.", r"4 \boxed{", r"4, thus \boxed{\frac{}"])
