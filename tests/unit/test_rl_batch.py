@@ -31,6 +31,7 @@ from rollouts.types import (
     RolloutBatch,
     Sample,
 )
+from tests.support.text_tables import read_cells, read_params
 from tests.unit.test_loops import rl_config
 
 
@@ -192,30 +193,21 @@ def test_an_advantage_that_fails_is_named():
         add_advantages(batch_of([1.0], [7], [0]), rl_config(advantage="m:f"), lambda inputs: 1 / 0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"loss_params": {"correction": "token_tis"}},
-            "needs old log-probs: the ratio is against the engine already",
-        ),
-        ({"loss_params": {"kl_coef": 0.1}}, r"needs ref_log_probs and the batch has none"),
-        (
-            {"loss_params": {"kl_coef": 0.1, "kl_estimator": "k9"}, "kl_coef": 0.1},
-            "kl_estimator='k9' is not known; did you mean 'k3'",
-        ),
-        ({"loss_params": {"clip_low": -1.0}}, r"clip_low=-1\.0 is outside its range"),
-        ({"loss_params": {"entropy_fraction": 7}}, "entropy_fraction=7 is outside its range"),
-        ({"loss_params": {"dual_clip": 0.5}}, r"dual_clip=0\.5 is outside its range"),
-        ({"loss_params": {"kl_importance": "false"}}, "kl_importance='false' must be a boolean"),
-        (
-            {"loss": "gspo", "loss_params": {"clip_low": "wide"}},
-            "loss 'gspo' fails with .*'clip_low': 'wide'.*: TypeError",
-        ),
-    ],
-)
-def test_a_loss_that_could_never_take_a_step_is_refused_before_the_run(changes, message):
-    config = rl_config(**changes)
+NO_STEP = r"""
+loss_params = { correction = "token_tis" } | needs old log-probs: the ratio is against the engine already
+loss_params = { kl_coef = 0.1 } | needs ref_log_probs and the batch has none
+loss_params = { kl_coef = 0.1, kl_estimator = "k9" }, kl_coef = 0.1 | 'k9' is not known; did you mean 'k3'
+loss_params = { clip_low = -1.0 } | clip_low=-1\.0 is outside its range
+loss_params = { entropy_fraction = 7 } | entropy_fraction=7 is outside its range
+loss_params = { dual_clip = 0.5 } | dual_clip=0\.5 is outside its range
+loss_params = { kl_importance = "false" } | kl_importance='false' must be a boolean
+loss = "gspo", loss_params = { clip_low = "wide" } | loss 'gspo' fails with .*'clip_low': 'wide'.*: TypeError
+"""
+
+
+@pytest.mark.parametrize(("changes", "message"), read_cells(NO_STEP))
+def test_a_loss_that_could_never_take_a_step_is_refused_before_the_run(changes: str, message: str):
+    config = rl_config(**read_params(changes))
     with pytest.raises(ConfigError, match=message):
         check_loss(config)
 
@@ -226,24 +218,25 @@ async def test_a_kl_term_without_a_reference_is_refused():
             await add_log_probs(batch_of([1.0], [0], [0]), backend, None, None, rl_config(kl_coef=0.1))
 
 
-IN_LOSS = {"kl_coef": 0.02, "kl_in": "loss", "kl_estimator": "k3"}
+# settings | parameters of the loss; each also with the KL term in the loss
+NUMBERS = """
+clip_high = 0.28 | clip_low = 0.2, clip_high = 0.28
+loss = "cispo", loss_params = { ratio_high = 4.0 } | ratio_high = 4.0
+loss = "clip_cov", clip_high = 0.28 | clip_low = 0.2, clip_high = 0.28
+loss = "gspo", loss_params = { kl_importance = true } | kl_importance = true
+loss = "gspo" |
+"""
 KL = {"kl_coef": 0.02, "kl_estimator": "k3"}
-CLIPPED = {"clip_low": 0.2, "clip_high": 0.28}
 
 
-@pytest.mark.parametrize(
-    ("changes", "params"),
-    [
-        ({"clip_high": 0.28, **IN_LOSS}, CLIPPED | KL),
-        ({"loss": "cispo", "loss_params": {"ratio_high": 4.0}}, {"ratio_high": 4.0}),
-        ({"loss": "clip_cov", "clip_high": 0.28}, CLIPPED),
-        ({"loss": "gspo", "loss_params": {"kl_importance": True}, **IN_LOSS}, KL | {"kl_importance": True}),
-        ({"loss": "gspo", **IN_LOSS}, KL),
-    ],
-)  # fmt: skip
-def test_the_loss_is_named_with_the_numbers_of_the_config(changes, params):
-    spec = make_loss_spec(rl_config(normalise_by="constant", **changes))
-    assert (spec.name, spec.params) == (changes.get("loss", "ppo_clip"), params)
+@pytest.mark.parametrize(("settings", "params"), read_cells(NUMBERS))
+@pytest.mark.parametrize("kl", [{}, KL])
+def test_the_loss_is_named_with_the_numbers_of_the_config(settings: str, params: str, kl: dict[str, Any]):
+    changes = read_params(settings)
+    spec = make_loss_spec(
+        rl_config(normalise_by="constant", **changes, **kl, **({"kl_in": "loss"} if kl else {}))
+    )
+    assert (spec.name, spec.params) == (changes.get("loss", "ppo_clip"), read_params(params) | kl)
     assert (spec.unit, spec.constant) == ("constant", 2 * 2 * 8)
 
 
