@@ -1,14 +1,9 @@
-"""Writes every file of a record as fast as it can, until it is killed: RUN ATTEMPT FIRST_STEP PART_BYTES NTH.
-Prints each step that is logged.
-
-NTH: 0 waits for a kill from outside; n above 0 dies inside the n-th write, having written half of it, as a
-kill can leave one; below 0 when the -n-th new part was opened.
-"""
+"""A process that writes every file of a record as fast as it can, until it is killed."""
 
 import itertools
 import os
 import signal
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +16,7 @@ from rollouts.types import Sample
 from tests.support.made_updates import make_update
 
 
-async def write(run_dir: RunDir, attempt: int, first_step: int, part_bytes: int) -> None:
+async def write(run_dir: RunDir, said: int, attempt: int, first_step: int, part_bytes: int) -> None:
     texts = ["x" * (300_000 if index == 0 else 500) for index in range(4)]  # one that takes a while to write
     samples = tuple(
         Sample(id=f"s{index}", prompt="p", response=text, tokens=np.arange(3), loss_mask=np.array([0, 1, 1]))
@@ -31,21 +26,21 @@ async def write(run_dir: RunDir, attempt: int, first_step: int, part_bytes: int)
     async with open_jsonl_logger(
         run_dir, attempt=attempt, samples_per_step=4, token_arrays_bytes=1 << 30, part_bytes=part_bytes
     ) as logger:
-        os.write(1, b"open\n")
+        os.write(said, b"open\n")
         for step in itertools.count(first_step):
             await logger.log_samples("rl", step, step - 1, samples)
             await logger.log_evaluation("rl", step, step, "heldout", {"eval/heldout/avg@1": 0.5})
             spans = [Span("train", "trainer", 1.0, 2.0), Span("generate", "stub", 0.0, 1.0, "s0", 3)]
             await logger.log_step("rl", step, step - 1, metrics, updates=[make_update()], spans=spans)
-            os.write(1, b"%d\n" % step)
+            os.write(said, b"%d\n" % step)
 
 
-def arm(nth: int) -> None:
-    """Patches os.write, or os.open, to die."""
+def arm(nth: int, said: int) -> None:
+    """Patches os.write, or os.open, to die; but what is `said` is written whole."""
     count, write_, open_ = itertools.count(1), os.write, os.open
 
     def write_half(file: int, data: bytes) -> int:
-        if file <= 2 or next(count) != nth:
+        if file == said or next(count) != nth:
             return write_(file, data)
         written = write_(file, data[: len(data) // 2])
         os.kill(os.getpid(), signal.SIGKILL)
@@ -63,6 +58,11 @@ def arm(nth: int) -> None:
         os.open = open_and_die  # pyright: ignore[reportAttributeAccessIssue]
 
 
-if __name__ == "__main__":
-    arm(int(sys.argv[5]))
-    trio.run(write, RunDir(Path(sys.argv[1])), *map(int, sys.argv[2:5]))
+def run_writer(folder: Path, output: Connection, nth: int, *arguments: int) -> None:
+    """Writes to `output` each step that is logged. arguments: attempt, first step, bytes of a part.
+
+    nth: 0 waits for a kill from outside; n above 0 dies inside the n-th write, having written half of it, as
+    a kill can leave one; below 0 when the -n-th new part was opened.
+    """
+    arm(nth, output.fileno())
+    trio.run(write, RunDir(folder), output.fileno(), *arguments)

@@ -3,10 +3,10 @@ last line of a last part.
 """
 
 import json
+import multiprocessing
+import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -18,28 +18,33 @@ from rollouts.metrics.jsonl import newest_attempts, next_attempt, parse_row, rea
 from rollouts.metrics.token_shards import read_token_arrays
 from rollouts.metrics.writer import open_files
 from rollouts.run_dir import RunDir, list_parts
+from tests.unit.killed_writer import run_writer
 
-CHILD = Path(__file__).with_name("killed_writer.py")
+SERVER = multiprocessing.get_context("forkserver")  # a process of its own for each run, without its imports
+SERVER.set_forkserver_preload([run_writer.__module__])
 LONGEST_S = 0.06  # that a writer lives; kills fall anywhere in it
 REPEATED = 3  # steps that an attempt does again, as after a checkpoint that was made some steps ago
 
 
 def write_and_kill(run_dir: RunDir, draw: random.Random, nth: int) -> int:
-    """The last step that the attempt had logged when it was killed; 0 for none. `nth`: see killed_writer."""
+    """The last step that the attempt had logged when it was killed; 0 for none. `nth`: see run_writer."""
     done = [row["step"] for row in newest_attempts(read_rows(run_dir.metrics))]
     first = max([1, *(step + 1 - REPEATED for step in done)])
     part_bytes = 1 if nth < 0 else draw.choice((1, 2_000, 100_000))  # 1: every call begins a part
-    arguments = [next_attempt(run_dir), first, part_bytes, nth]
-    command = [sys.executable, str(CHILD), str(run_dir.root), *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"open\n"
+    reader, output = SERVER.Pipe(duplex=False)
+    arguments = (run_dir.root, output, nth, next_attempt(run_dir), first, part_bytes)
+    process = SERVER.Process(target=run_writer, args=arguments)
+    process.start()
+    output.close()
+    with os.fdopen(os.dup(reader.fileno()), "rb") as lines:
+        assert lines.readline() == b"open\n"
         if nth == 0:
             time.sleep(draw.uniform(0, LONGEST_S))
-            assert process.poll() is None
+            assert process.is_alive()
             process.kill()
-        logged = [int(line) for line in process.stdout.read().split(b"\n") if line]
-    assert process.returncode == -signal.SIGKILL
+        logged = [int(line) for line in lines]
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     return max(logged, default=0)
 
 
