@@ -14,7 +14,7 @@ from tests.sim.schedule import draw_fleet_schedule
 from tests.sim.simulator import BrokenInvariant, run_fleet_simulation
 from tests.support.fault_plan import AnyFault
 
-FIRST_SEEDS, SEEDS = 20, 170  # in every run of the tests, and with the slow ones; --sim-seeds takes more
+FIRST_SEEDS, SEEDS = 20, 120  # in every run of the tests, and with the slow ones; --sim-seeds takes more
 FIRST_BLOCK, BLOCK = 20, 25  # seeds of one test
 MOST_SEEDS_FOR_A_BUG = 200
 FAULTS = {kind.__name__ for kind in get_args(AnyFault)}

@@ -58,11 +58,13 @@ def arm(nth: int, said: int) -> None:
         os.open = open_and_die  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def run_writer(folder: Path, output: Connection, nth: int, *arguments: int) -> None:
-    """Writes to `output` each step that is logged. arguments: attempt, first step, bytes of a part.
+def run_writer(
+    folder: Path, output: Connection, nth: int, attempt: int, first_step: int, part_bytes: int
+) -> None:
+    """Writes to `output` each step that is logged.
 
     nth: 0 waits for a kill from outside; n above 0 dies inside the n-th write, having written half of it, as
     a kill can leave one; below 0 when the -n-th new part was opened.
     """
     arm(nth, output.fileno())
-    trio.run(write, RunDir(folder), output.fileno(), *arguments)
+    trio.run(write, RunDir(folder), output.fileno(), attempt, first_step, part_bytes)
