@@ -28,12 +28,10 @@ pytestmark = pytest.mark.slow
 EXIT_S = 25.0  # from the signal; torchrun kills after 30
 REACH_S = 120.0
 HERE = Path(__file__).with_name("held_train.py")
-SETTINGS = (
-    *shlex.split("--sft.steps 2 --rl.steps 4 --rl.eval_every 2 --rl.rollout.filters []"),
-    *("--rl.micro_batch_tokens", "32", "--rl.rollout.reward", f"{HERE}:reward"),
-    *("--rl.rollout.reward_timeout_s", "300"),
-    *("--eval.reward", f"{HERE}:eval_reward", "--rl.loss", "tests.e2e.held_train:loss"),
-    *("--output.keep_checkpoints", "0"),
+SETTINGS = shlex.split(
+    "--sft.steps 2 --rl.steps 4 --rl.eval_every 2 --rl.rollout.filters [] --rl.micro_batch_tokens 32"
+    f" --rl.rollout.reward {HERE}:reward --rl.rollout.reward_timeout_s 300 --eval.reward {HERE}:eval_reward"
+    " --rl.loss tests.e2e.held_train:loss --output.keep_checkpoints 0"
 )
 NEWEST = {
     "startup": None,
@@ -163,19 +161,12 @@ async def test_sigterm_in_a_phase_ends_in_time_and_the_run_goes_on_exactly(
 # --- after a step -------------------------------------------------------------------------------------------
 
 SIX_STEPS = {
-    "sft": ("--sft.steps", "6", "--sft.eval_every", "4"),
-    "rl": (
-        "--rl.steps",
-        "6",
-        "--rl.eval_every",
-        "4",
-        "--rl.rollout.num_prompts",
-        "4",
-        "--rl.rollout.samples_per_prompt",
-        "4",
+    "sft": shlex.split("--sft.steps 6 --sft.eval_every 4"),
+    "rl": shlex.split(
+        "--rl.steps 6 --rl.eval_every 4 --rl.rollout.num_prompts 4 --rl.rollout.samples_per_prompt 4"
     ),
 }
-EVERY_OTHER = ("--output.checkpoint_every", "2", "--output.samples_per_step", "1000")
+EVERY_OTHER = shlex.split("--output.checkpoint_every 2 --output.samples_per_step 1000")
 
 
 @pytest.fixture(scope="module")
@@ -189,14 +180,7 @@ def whole(train: Train, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return found
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        pytest.param(1, id="early"),
-        pytest.param(3, id="between-checkpoints"),
-        pytest.param(5, id="before-the-last"),
-    ],
-)
+@pytest.mark.parametrize("step", [1, 3, 5], ids=["early", "between-checkpoints", "before-the-last"])
 @pytest.mark.parametrize("stage", ["sft", "rl"])
 def test_a_run_stopped_after_a_step_and_resumed_is_the_run_that_never_stopped(
     train: Train, whole: dict[str, Path], tmp_path: Path, stage: str, step: int
