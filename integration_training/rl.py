@@ -1,6 +1,7 @@
 """The RL stage: prompts, rollouts, rewards and the reference around run_rl_training."""
 
 from contextlib import nullcontext
+from dataclasses import asdict
 from typing import Any
 
 from integration_training.opening import Run, Stage, open_reward, open_scorer
@@ -17,7 +18,7 @@ from rollouts.data.curriculum import (
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.errors import CheckpointError
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
-from rollouts.loops.algorithm import decode_loop_state, encode_loop_state, needs_reference, start_loop_state
+from rollouts.loops.algorithm import LoopState, decode_loop_state, needs_reference
 from rollouts.loops.rl import run_rl_training
 from rollouts.loops.steps import EncodeState
 from rollouts.metrics.sample_rows import select_evenly
@@ -35,7 +36,7 @@ async def train_rl(run: Run, opened: Stage) -> int:
     async with open_reward(run, opened) as reward, opening as reference:
         buffer = DataBuffer(run.rows.training["rl"], seed=run.config.seed)
         manager = make_manager(run, opened, buffer, reward)
-        batches, loop = CurriculumBatches(run, opened, buffer, manager), start_loop_state(config)
+        batches, loop = CurriculumBatches(run, opened, buffer, manager), LoopState(config.kl_coef)
         if newest is not None:
             state = load_trainer_state(newest)
             try:
@@ -52,7 +53,7 @@ async def train_rl(run: Run, opened: Stage) -> int:
 
         def hold_state() -> EncodeState:
             drawn, rollouts = buffer.state_dict(), manager.snapshot()
-            learned, looped = batches.statistics, encode_loop_state(loop)
+            learned, looped = batches.statistics, asdict(loop)
             return lambda: {
                 "data_buffer": drawn,
                 "rollout_manager": rollouts(),

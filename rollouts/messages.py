@@ -158,7 +158,7 @@ def parse_tool_arguments(arguments: object, name: str) -> dict[str, Any]:
     value: object = arguments
     if isinstance(arguments, str):
         try:
-            value = json.loads(arguments, object_pairs_hook=_unique_keys)
+            value = json.loads(arguments, object_pairs_hook=make_unique)
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{name} is {arguments!r}, which is not the JSON text of an object ({error})"
@@ -171,7 +171,8 @@ def parse_tool_arguments(arguments: object, name: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def make_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values. Raises ValueError for a key that stands twice."""
     keys = [key for key, _ in pairs]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:

@@ -35,7 +35,6 @@ from typing import Any, Literal, NamedTuple
 
 from rollouts.errors import RunDirError
 
-PART_NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 STEP_NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")  # one name for each step
 STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
@@ -131,12 +130,9 @@ def part_path(path: Path, number: int) -> Path:
 
 def parse_part(path: Path, name: str) -> int | None:
     """N if a file called `name` is part N of the .jsonl file `path`, None for any other."""
-    if name == path.name:
-        return 0
-    if not (name.startswith(f"{path.stem}.") and name.endswith(path.suffix)):
-        return None
-    match = PART_NUMBER.fullmatch(name[len(path.stem) + 1 : len(name) - len(path.suffix)])
-    return int(match.group()) if match else None
+    stem, suffix = re.escape(path.stem), re.escape(path.suffix)
+    match = re.fullmatch(rf"{stem}(?:\.([1-9][0-9]{{0,8}}))?{suffix}", name)
+    return int(match[1] or 0) if match else None
 
 
 def open_run_dir(root: Path) -> RunDir:

@@ -45,6 +45,7 @@ class Status(StrEnum):
     FAILED = "failed"  # could not be generated or scored; metadata["failure"] says why
 
 
+EMPTY: Any = ()  # a token-level field that is left out
 ARRAY_KINDS = {"i": ("iu", "integers"), "f": ("fiu", "numbers"), "b": ("b", "0 and 1")}
 
 
@@ -78,16 +79,10 @@ class Sample:
     id: str  # unique in the run; samples of a group share a prompt, not an id
     prompt: str | tuple[ChatMessage, ...]  # text, or chat messages
     response: str = ""  # decoded response tokens, special tokens left out
-    tokens: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # [T] prompt and response ids
-    loss_mask: BoolArray = field(
-        default_factory=lambda: np.zeros(0, np.bool_)
-    )  # [T] 1 where the token trains
-    rollout_log_probs: FloatArray = field(
-        default_factory=lambda: np.zeros(0, np.float32)
-    )  # [T] nats, of the distribution sampled from
-    weight_versions: IntArray = field(
-        default_factory=lambda: np.zeros(0, np.int64)
-    )  # [T] version that produced the token
+    tokens: IntArray = EMPTY  # [T] prompt and response ids
+    loss_mask: BoolArray = EMPTY  # [T] 1 where the token trains
+    rollout_log_probs: FloatArray = EMPTY  # [T] nats, of the distribution sampled from
+    weight_versions: IntArray = EMPTY  # [T] version that produced the token
     reward: float | None = None  # None until scored
     rewards: Mapping[str, float] = field(default_factory=dict)  # named parts of the reward
     group_index: int | None = None  # which draw of a prompt this belongs to; None outside a manager

@@ -23,7 +23,7 @@ from rollouts.types import ForwardBackwardResult, LossSpec, RolloutBatch, metric
 class LoopState:
     """What the RL loop keeps in a checkpoint. It changes once a step, when the updates are done."""
 
-    kl_coef: float  # of the next step, where rl.kl_control is not fixed
+    kl_coef: float  # of the next step, where rl.kl_control is not fixed; before step 1 that of the config
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +117,6 @@ def make_kl_control(config: RLTrainingConfig) -> KLControl:
         raise ConfigError(f"rl.kl_control={config.kl_control!r}: {error}") from error
 
 
-def start_loop_state(config: RLTrainingConfig) -> LoopState:
-    """The state before step 1."""
-    return LoopState(kl_coef=config.kl_coef)
-
-
 def update_loop_state(
     state: LoopState,
     algorithm: Algorithm,
@@ -135,13 +130,8 @@ def update_loop_state(
     state.kl_coef = control(algorithm.settings.kl_coef, kl, num_samples)
 
 
-def encode_loop_state(state: LoopState) -> dict[str, float]:
-    """JSON values, from which decode_loop_state makes the same state, bit for bit."""
-    return {"kl_coef": state.kl_coef}
-
-
 def decode_loop_state(saved: Mapping[str, object]) -> LoopState:
-    """The state that was encoded. Raises CheckpointError if it is none."""
+    """The state whose fields were saved, bit for bit. Raises CheckpointError for what is none."""
     kl_coef = saved.get("kl_coef")
     if not isinstance(kl_coef, int | float) or isinstance(kl_coef, bool) or not 0 <= kl_coef < math.inf:
         raise CheckpointError(

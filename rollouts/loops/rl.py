@@ -36,7 +36,6 @@ from rollouts.loops.algorithm import (
     find_advantages,
     make_kl_control,
     make_kl_stop,
-    start_loop_state,
     update_loop_state,
 )
 from rollouts.loops.ppo import critic_metrics, train_critic
@@ -84,7 +83,7 @@ async def run_rl_training(
     """
     check_complete(config, critic=critic, state=state, completed_steps=completed_steps)
     functions, control = find_advantages(config, advantages or {}), make_kl_control(config)
-    state, hooks = state or start_loop_state(config), hooks or StepHooks()
+    state, hooks = state or LoopState(config.kl_coef), hooks or StepHooks()
     sync = partial(sync_weights, backend, inference_engines)
     history: list[dict[str, float]] = []
     async with (

@@ -24,15 +24,8 @@ EncodeState = Callable[[], Mapping[str, JSONValue]]
 """Turns a held state into JSON; called only if it is saved."""
 
 
-async def do_nothing(step: int) -> None:
-    pass
-
-
-async def save_nothing(step: int, state: EncodeState) -> None:
-    pass
-
-
-async def assume_saved(step: int) -> bool:
+async def do_nothing(*of_a_step: object) -> bool:
+    """True: nothing is left to do."""
     return True
 
 
@@ -42,10 +35,10 @@ class StepHooks:
 
     stop: Stop = field(default_factory=Stop)
     hold_state: Callable[[], EncodeState] = lambda: dict  # called after every step; what a checkpoint holds
-    save: Callable[[int, EncodeState], Awaitable[None]] = save_nothing
-    is_saved: Callable[[int], Awaitable[bool]] = assume_saved  # whether a save that was begun is in place
+    save: Callable[[int, EncodeState], Awaitable[object]] = do_nothing
+    is_saved: Callable[[int], Awaitable[bool]] = do_nothing  # whether a save that was begun is in place
     checkpoint_every: int = 0  # steps; 0: only after the last
-    evaluate: Callable[[int], Awaitable[None]] = do_nothing  # not called after the last step
+    evaluate: Callable[[int], Awaitable[object]] = do_nothing  # not called after the last step
 
 
 class StepsConfig(Protocol):

@@ -62,18 +62,16 @@ def encode_contributions(
         shares = np.zeros(len(batch))
     elif traced is not None:
         weights, shares = _compute_means(traced.weights, lengths), _compute_shares(traced.slopes)
-    advantages = batch.mean_advantages
-    if advantages is None and batch.advantages is not None:
-        advantages = _compute_means(batch.advantages, lengths)
+    assert batch.group_indices is not None and batch.rewards is not None, "a policy trains on scored groups"
     columns: dict[str, Iterable[Any]] = {
         "id": [sample.id for sample in batch.samples] or repeat(None),
-        "group_index": repeat(None) if batch.group_indices is None else batch.group_indices.tolist(),
+        "group_index": batch.group_indices.tolist(),
         "row": range(len(batch)),
-        "advantage": _list_finite(advantages),
+        "advantage": _list_finite(batch.mean_advantages),
         "weight": _list_finite(weights),
         "share": _list_finite(shares),
         "tokens": lengths.tolist(),
-        "reward": repeat(None) if batch.rewards is None else _list_rewards(batch.rewards, batch.samples),
+        "reward": _list_rewards(batch.rewards, batch.samples),
         **dict(zip(Place._fields, zip(*places, strict=True), strict=False)),
     }
     rows = [

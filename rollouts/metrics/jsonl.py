@@ -99,16 +99,13 @@ def newest_attempts(rows: Iterable[Row]) -> list[Row]:
     """The rows of the highest attempt per (stage, step), and per name where rows have one, in the order of
     the file.
     """
-    held = list(rows)
-    newest: dict[tuple[object, ...], int] = {}
-    for row in held:
-        key = _row_key(row)
-        newest[key] = max(newest.get(key, 0), row.get("attempt", 0))
-    return [row for row in held if row.get("attempt", 0) == newest[_row_key(row)]]
-
-
-def _row_key(row: Row) -> tuple[object, ...]:
-    return row.get("stage"), row.get("step"), row.get("name")
+    held = [
+        ((row.get("stage"), row.get("step"), row.get("name")), row.get("attempt", 0), row) for row in rows
+    ]
+    newest: dict[object, int] = {}
+    for place, attempt, _ in held:
+        newest[place] = max(newest.get(place, 0), attempt)
+    return [row for place, attempt, row in held if attempt == newest[place]]
 
 
 def drop_outdated(evaluations: Iterable[Row], steps: Iterable[Row]) -> list[Row]:

@@ -107,7 +107,7 @@ def replay_step(root: Path, *, stage: str, step: int, update: int | None = None)
     algorithm = choose_algorithm(config, step, state)
     check_replayable(algorithm.loss)
     count = len(record.updates)
-    chosen = range(count) if update is None else [number for number in range(count) if number == update]
+    chosen = [number for number in range(count) if update in (None, number)]
     if not chosen:
         raise RecordError(f"{stage} step {step} has the updates 0 to {count - 1}, not {update}")
     problems: list[str] = []

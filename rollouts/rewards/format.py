@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from rollouts.errors import ConfigError
+from rollouts.messages import make_unique
 from rollouts.rewards.check import check_reward, function_name, require
 from rollouts.types import RewardResult, Sample
 
@@ -83,7 +84,7 @@ def make_json_reward(required_keys: Sequence[str]) -> Callable[[Sample], RewardR
     def json_format(sample: Sample) -> RewardResult:
         try:
             value = json.loads(
-                sample.response, parse_constant=_refuse_constant, object_pairs_hook=_object_of_unique_keys
+                sample.response, parse_constant=_refuse_constant, object_pairs_hook=make_unique
             )
         except (ValueError, RecursionError) as error:
             return RewardResult(0.0, {"format": 0.0, "json": 0.0}, f"not JSON: {error}")
@@ -132,10 +133,3 @@ def make_extracted(
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
-
-
-def _object_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return value

@@ -28,6 +28,7 @@ def make_update(**changes: Any) -> UpdateRecord:
         weight_versions=tuple(np.where(mask, 17, -1) for mask in masks),
         rewards=np.array([1.0, -0.5], np.float32),
         advantages=floats([0, 0.5, 1.5], [0, -2.0]),
+        mean_advantages=np.array([1.0, -2.0], np.float32),
         group_indices=np.array([4, 4]),
         samples=samples,
     )

@@ -4,6 +4,7 @@ that was not stopped.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,6 @@ from rollouts.loops.algorithm import (
     LoopState,
     count_updates,
     decode_loop_state,
-    encode_loop_state,
-    start_loop_state,
 )
 from rollouts.loops.rl import run_rl_training
 from rollouts.loops.steps import EncodeState, StepHooks
@@ -96,7 +95,7 @@ async def run(
             sampling=SamplingParams(max_new_tokens=6, stop_token_ids=(257,)),
             policy_version=lambda: backend.weight_version, max_staleness=0,
         )  # fmt: skip
-        state = start_loop_state(config)
+        state = LoopState(config.kl_coef)
         if resume_from:
             saved = json.loads((folder / f"step_{resume_from}.json").read_text())
             await backend.load(folder / f"step_{resume_from}").result()
@@ -107,7 +106,7 @@ async def run(
         def hold_state() -> EncodeState:
             if stop_after and len(rows.steps) == stop_after:
                 hooks.stop.request()
-            drawn, rollouts, loop = buffer.state_dict(), manager.snapshot(), encode_loop_state(state)
+            drawn, rollouts, loop = buffer.state_dict(), manager.snapshot(), asdict(state)
             return lambda: {"buffer": drawn, "manager": rollouts(), "loop": loop}
 
         async def save(step: int, encode: EncodeState) -> None:
