@@ -33,7 +33,7 @@ from typing import Any
 
 from benchmarks.e2e.children import open_child
 from benchmarks.e2e.step_batch import GROUPS, LONGEST, PROMPT_LENGTH, SAMPLES, make_step_batch
-from benchmarks.harness import finish
+from benchmarks.harness import finish, make_parser
 from rollouts.models.load import read_text_config, resolve_model
 
 KEPT = {
@@ -147,13 +147,10 @@ def compare_with_plain(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, quick="one round of the allocator's settings")
     parser.add_argument("--model", default="bundled:smollm2-135m-instruct")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2, help="of two steps of each")
-    parser.add_argument("--quick", action="store_true", help="one round of the allocator's settings")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds = 1

@@ -18,11 +18,10 @@ Deterministic but for the order in which trio runs what is due at one moment; th
 seconds.
 """
 
-import argparse
 import math
 import sys
 
-from benchmarks.harness import finish
+from benchmarks.harness import finish, make_parser
 from tests.sim.overlap_simulator import OverlapReport, OverlapSetting, run_overlap
 
 GENERATE_S = 8.0  # mean_tokens · token_s, for as many samples as there are slots
@@ -53,11 +52,8 @@ def describe(ratio: float, setting: OverlapSetting, report: OverlapReport) -> st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, quick="24 steps, without s = 2 and 4")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--quick", action="store_true", help="24 steps, without s = 2 and 4")
     arguments = parser.parse_args()
     steps = 24 if arguments.quick else arguments.steps
     metrics: dict[str, float | str | None] = {}

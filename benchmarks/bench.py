@@ -10,7 +10,6 @@ nothing and writes the page again. --add takes the output of a benchmark that ra
 Exit status 1 if a benchmark failed or missed a target.
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_page import Results, write_page
-from benchmarks.harness import describe_machine, read_versions
+from benchmarks.harness import describe_machine, make_parser, read_versions
 
 ROOT = (
     Path(__file__).resolve().parents[1]
@@ -66,37 +65,14 @@ def make_arguments(name: str, args: Sequence[str]) -> list[str]:
 def parse_result(text: str) -> dict[str, Any] | None:
     """The object that a benchmark's output ends with, in the form of harness.finish; None if it ends with
     none.
-
-    Benchmarks that are older than that form print numbers under names of their own, which become metrics.
     """
     lines = [line for line in text.splitlines() if line.strip()]
     try:
         found = json.loads(lines[-1])
     except (IndexError, ValueError):
         return None
-    if not isinstance(found, dict):
-        return None
-    if isinstance(found.get("metrics"), dict) and isinstance(found.get("met"), dict):
-        return found
-    rest = {
-        name: value
-        for name, value in found.items()
-        if name not in ("benchmark", "machine", "versions", "metrics", "targets")
-    }
-    metrics = flatten({**rest, **(found["metrics"] if isinstance(found.get("metrics"), dict) else {})})
-    return {"benchmark": found.get("benchmark"), "peer": "", "metrics": metrics, "targets": {}, "met": {}}
-
-
-def flatten(value: Any, name: str = "") -> dict[str, float | str | None]:
-    """Numbers and words of nested objects and lists, by the path to them, joined by dots."""
-    if isinstance(value, dict | list):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return {
-            path: leaf
-            for key, inner in items
-            for path, leaf in flatten(inner, f"{name}.{key}" if name else str(key)).items()
-        }
-    return {name: value}
+    is_result = isinstance(found, dict) and isinstance(found.get("met"), dict)
+    return found if is_result else None
 
 
 def run_benchmark(name: str, args: Sequence[str]) -> dict[str, Any] | None:
@@ -177,9 +153,7 @@ def write_results(folder: Path, results: Results, *, date: str) -> Path:
 
 def main() -> int:
     os.chdir(ROOT)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join((*CPU_SET, *ON_REQUEST))}")
     parser.add_argument("--args", default="", help="passed on to each benchmark, as one word: --args=--quick")
     parser.add_argument("--render", action="store_true", help="run nothing")

@@ -50,7 +50,7 @@ from benchmarks.driver_stubs import (
     watch_collector,
     write_whole_records,
 )
-from benchmarks.harness import Ratio, compute_ratio, finish, take_turns
+from benchmarks.harness import Ratio, compute_ratio, finish, make_parser, take_turns
 from integration_training.train import COLLECTOR_THRESHOLDS
 from rollouts.config.schema import RLTrainingConfig
 from rollouts.data.data_buffer import DataBuffer
@@ -424,9 +424,7 @@ def compare_ends(costs: Mapping[str, Cost]) -> float:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, quick="the ends of each range, half of the rollouts, one round")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--rollouts", type=int, default=8192, help="of each size and round, at least")
     parser.add_argument("--rounds", type=int, default=2)
@@ -435,7 +433,6 @@ def parse_options() -> argparse.Namespace:
         action="store_true",
         help="the garbage collector as Python sets it, not as training does",
     )
-    parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     if options.quick:
         options.sizes, options.rollouts, options.rounds = (64, 8192), 4096, 1

@@ -32,7 +32,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.e2e.runs import RunResult, Setting, run_ours, run_trl
-from benchmarks.harness import finish
+from benchmarks.harness import finish, make_parser
 from rollouts.models.load import resolve_model
 
 PEER = "trl GRPOTrainer"
@@ -181,9 +181,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, float | st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, quick="three steps of one task")
     parser.add_argument("--tasks", nargs="+", choices=tuple(LEARNING_RATES), default=list(LEARNING_RATES))
     parser.add_argument("--model", default="bundled:smollm2-135m-instruct")
     parser.add_argument("--seeds", type=int, default=1)
@@ -194,7 +192,6 @@ def main() -> int:
     parser.add_argument(
         "--batching", action="store_true", help="run TRL with transformers' continuous batching too"
     )
-    parser.add_argument("--quick", action="store_true", help="three steps of one task")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.tasks, arguments.seeds, arguments.steps = ["sums"], 1, 3

@@ -40,7 +40,7 @@ import trio
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.forced_lengths import run_engine, run_generate
-from benchmarks.harness import Turn, compute_ratio, finish
+from benchmarks.harness import Turn, compute_ratio, finish, make_parser, measure_gemm_rate
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.engines.local import LocalEngine, open_local_engine
 from rollouts.errors import ModelError
@@ -257,17 +257,6 @@ def compute_difference(model: PreTrainedModel, workload: Workload, completions: 
     return worst
 
 
-def measure_gemm_rate() -> float:
-    """Floating point operations a second of a 1536^3 product in float32, the best of five."""
-    left, right = torch.randn(2, 1536, 1536)
-    seconds: list[float] = []
-    for _ in range(5):
-        began = time.perf_counter()
-        torch.mm(left, right)
-        seconds.append(time.perf_counter() - began)
-    return 2 * 1536**3 / min(seconds)
-
-
 def summarise(turns: dict[str, list[Turn]], workload: Workload, cores: int) -> dict[str, float | None]:
     metrics: dict[str, float | None] = {}
     for name, of_side in turns.items():
@@ -315,7 +304,7 @@ async def measure(arguments: argparse.Namespace) -> int:
         completions = await run_engine(engine, *workload.requests(), "compared")
         difference = await device_thread.submit(lambda: compute_difference(model, workload, completions))
         assert difference <= 1e-3, f"the engine's log-probs are not the model's: {difference:.3g} nats"
-        gemm_rate = await device_thread.submit(measure_gemm_rate)
+        gemm_rate = await device_thread.submit(lambda: measure_gemm_rate(1536))
 
         sides: dict[str, Side] = {"engine": lambda: take_engine_turn(engine, workload)}
         if "generate" in peers:
@@ -377,15 +366,10 @@ async def open_peers(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, quick="4 prompts x 4 samples, one round, generate alone")
     parser.add_argument("--model", default="bundled:smollm2-135m-instruct")
     parser.add_argument("--threads", type=int, default=2, help="and cores")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument(
-        "--quick", action="store_true", help="4 prompts x 4 samples, one round, generate alone"
-    )
     parser.add_argument("--only", nargs="*", choices=PEERS, help="these peers")
     parser.add_argument(
         "--vllm-python", default=os.environ.get("ROLLOUTS_VLLM_PYTHON", ".venv-vllm/bin/python")

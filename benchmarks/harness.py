@@ -6,10 +6,10 @@ that a benchmark ends with.
  "met": {metric: true, or null where it was not measured}, "machine": {...}, "versions": {...}}
 """
 
+import argparse
 import json
 import os
 import platform
-import resource
 import statistics
 import sys
 import time
@@ -20,6 +20,18 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "transformers", "numpy", "trio", "trl", "vllm")
+
+
+def make_parser(documentation: str | None, *, quick: str = "") -> argparse.ArgumentParser:
+    """A parser that shows a module's docstring as it is written and, if `quick` says what it leaves out, has
+    the option --quick.
+    """
+    parser = argparse.ArgumentParser(
+        description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    return parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +84,35 @@ def compute_ratio(ours: Sequence[float], peer: Sequence[float]) -> Ratio:
 # --- the machine --------------------------------------------------------------------------------------------
 
 
-def peak_rss_bytes() -> int:
-    """The most memory that was resident of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def read_status_bytes(field: str, pid: int | str = "self") -> int:
+    """VmRSS, VmHWM or another size of a process, in bytes; 0 if the process has ended."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text("utf-8")
+    except OSError:
+        return 0
+    return next(
+        (int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{field}:")), 0
+    )
+
+
+def restart_peak() -> None:
+    """From here on VmHWM of this process counts from what is resident now. Raises OSError where Linux does
+    not allow it.
+    """
+    Path("/proc/self/clear_refs").write_text("5", "ascii")
+
+
+def measure_gemm_rate(side: int) -> float:
+    """Operations a second of a float32 product of square matrices, the best of five."""
+    import torch
+
+    left, right, out = torch.randn(side, side), torch.randn(side, side), torch.empty(side, side)
+    seconds: list[float] = []
+    for _ in range(5):
+        began = time.perf_counter()
+        torch.mm(left, right, out=out)
+        seconds.append(time.perf_counter() - began)
+    return 2 * side**3 / min(seconds)
 
 
 def read_cpu_name() -> str:

@@ -32,14 +32,22 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Turn, compute_ratio, finish, take_turns
+from benchmarks.harness import (
+    Turn,
+    compute_ratio,
+    finish,
+    make_parser,
+    measure_gemm_rate,
+    read_status_bytes,
+    restart_peak,
+    take_turns,
+)
 from rollouts.losses.logprobs import linear_logprobs
 
 VOCABULARY, HIDDEN = 49_152, 576
@@ -142,12 +150,6 @@ def compute_errors(dtype: torch.dtype) -> dict[str, float]:
 # --- memory -------------------------------------------------------------------------------------------------
 
 
-def read_status_bytes(field: str) -> int:
-    """VmRSS or VmHWM of this process."""
-    lines = Path("/proc/self/status").read_text("ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
-
-
 def measure_extra_memory(name: str, positions: int, dtype: torch.dtype) -> int:
     """Bytes that one pass adds at its peak to what this process holds."""
     head = find_head(name)
@@ -155,7 +157,7 @@ def measure_extra_memory(name: str, positions: int, dtype: torch.dtype) -> int:
     hidden, weight, targets, upstream = make_inputs(positions, dtype)
     few = hidden[:16].detach().requires_grad_()
     run_pass(head, few, weight[:4096].detach().requires_grad_(), targets[:16] % 4096, upstream[:16])
-    Path("/proc/self/clear_refs").write_text("5", "ascii")  # VmHWM starts again at VmRSS
+    restart_peak()
     before = read_status_bytes("VmRSS")
     run_pass(head, hidden, weight, targets, upstream)
     return read_status_bytes("VmHWM") - before
@@ -187,18 +189,6 @@ def measure_apart(name: str, positions: int, dtype: str, threads: int) -> int | 
 
 
 # --- time ---------------------------------------------------------------------------------------------------
-
-
-def measure_gemm_rate() -> float:
-    """Operations a second of torch.mm on float32, best of five."""
-    left, right = torch.randn(2048, 2048), torch.randn(2048, 2048)
-    out = torch.empty(2048, 2048)
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        torch.mm(left, right, out=out)
-        best = min(best, time.perf_counter() - start)
-    return 2 * 2048**3 / best
 
 
 def print_turns(name: str, turns: list[Turn]) -> None:
@@ -236,7 +226,9 @@ def time_sides(positions: int, dtype: torch.dtype, rounds: int) -> dict[str, flo
         cpus = compute_ratio([turn.cpu_s for turn in ours], [turn.cpu_s for turn in theirs])
         print(f"  {name} takes {walls} times our wall time, {cpus} times our CPU time", flush=True)
         metrics |= {f"speed_vs_{name}": round(walls.median, 3), f"cpu_speed_vs_{name}": round(cpus.median, 3)}
-        metrics["gemm_share"] = round(operations / min(turn.wall_s for turn in ours) / measure_gemm_rate(), 3)
+        metrics["gemm_share"] = round(
+            operations / min(turn.wall_s for turn in ours) / measure_gemm_rate(2048), 3
+        )
     return metrics
 
 
@@ -270,13 +262,10 @@ def measure_row(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, quick="times 512 positions in one round")
     parser.add_argument("--positions", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3, help="turns A B B A beside TRL")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help=argparse.SUPPRESS)
     parser.add_argument("--memory-of", choices=("ours", "trl", "naive"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -288,7 +277,7 @@ def main() -> int:
     rounds = 1 if options.quick else options.rounds
     metrics: dict[str, float | str | None] = {
         "positions": timed,
-        "gemm_gflops": round(measure_gemm_rate() / 1e9, 1),
+        "gemm_gflops": round(measure_gemm_rate(2048) / 1e9, 1),
     }
     for dtype, prefix in (("float32", ""), ("bfloat16", "bfloat16_")):
         row = measure_row(

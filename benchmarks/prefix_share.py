@@ -17,7 +17,6 @@ weights. `prefix_grouper`: null, that package is not measured. Targets: min_frac
 min_speedup >= 1.0, gradient_error <= 1e-4. --quick: the first shape, one round.
 """
 
-import argparse
 import dataclasses
 import sys
 import tempfile
@@ -29,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Turn, compute_ratio, finish, take_turns
+from benchmarks.harness import Turn, compute_ratio, finish, make_parser, take_turns
 from rollouts.data.packing import MicroBatch, make_micro_batches
 from rollouts.errors import ModelError
 from rollouts.models.forward_plan import plan_forward
@@ -192,8 +191,7 @@ def measure_shape(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints; exit status 1 if a target is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the first shape, one round")
+    parser = make_parser(__doc__, quick="the first shape, one round")
     parser.add_argument("--rounds", type=int, default=1, help="of A B B A for each shape")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
 """Memory of each rank while a sharded model is loaded, trained, saved and copied for a later save, on 1, 2
 and 4 ranks (gloo, CPU).
 
-    python -m benchmarks.ranks [--quick] [--ranks 1 2 4] [--bar 1.15]
+    python -m benchmarks.ranks [--quick] [--ranks 1 2 4]
 
 A random Llama whose weights dominate (353 MB in float32; --quick: 53 MB), tied, two steps of SFT with AdamW
 on one short row a rank. Phases: load (meta device, own slices of the files), train (forward, backward,
@@ -9,8 +9,9 @@ AdamW), export (Hugging Face directory and optimizer state, while training waits
 memory, and written from there), resume (read back). Measured is VmHWM of /proc/self/status, reset before each
 phase by writing 5 to /proc/self/clear_refs: the peak of what is resident, libraries and pages of mapped files
 included. "own" is the peak less what was resident after the same phases with a model of 0.4 MB, which loads
-every library: what sharding is about. max/min is over the ranks of one run, of own. The last line is JSON;
-the exit code says whether all max/min are below the bar and own memory falls with the number of ranks.
+every library: what sharding is about. max_over_min is the largest ratio of own between ranks of one
+run; most_over_fewer_ranks the largest ratio, of any phase, of own to that with the next smaller number of
+ranks, so below 1 it falls everywhere. Targets: max_over_min <= 1.15, most_over_fewer_ranks <= 0.99.
 """
 
 import argparse
@@ -22,6 +23,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+
+from benchmarks.harness import finish, make_parser, read_status_bytes, restart_peak
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,18 +38,11 @@ PHASES = {
 }
 SIZES = {False: (768, 2048, 12, 4096), True: (512, 1408, 4, 1024)}  # hidden, feed-forward, layers, tokens
 SMALL = (64, 128, 1, 256)
+TARGETS = {"max_over_min": "<= 1.15", "most_over_fewer_ranks": "<= 0.99"}
 MB = 1e6
 
 
 # --- one rank -----------------------------------------------------------------------------------------------
-
-
-def read_status(field: str) -> int:
-    """Bytes of a field of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit(f"/proc/self/status has no {field}; this benchmark needs Linux")
 
 
 class Peaks:
@@ -61,12 +57,12 @@ class Peaks:
 
         def measured(*args: Any, **kwargs: Any) -> T:
             if phase == "load":
-                self.before, self.by_phase = read_status("VmRSS"), {}
-            Path("/proc/self/clear_refs").write_text("5")
+                self.before, self.by_phase = read_status_bytes("VmRSS"), {}
+            restart_peak()
             try:
                 return work(*args, **kwargs)
             finally:
-                self.by_phase[phase] = max(self.by_phase.get(phase, 0), read_status("VmHWM"))
+                self.by_phase[phase] = max(self.by_phase.get(phase, 0), read_status_bytes("VmHWM"))
 
         return measured
 
@@ -181,58 +177,49 @@ def run(ranks: int, model: Path, folder: Path) -> list[dict[str, int]]:
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true")
+def main() -> int:
+    parser = make_parser(__doc__, quick="a model of 53 MB")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--bar", type=float, default=1.15)
     parser.add_argument("--rank-of", nargs=2, metavar=("MODEL", "FOLDER"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.rank_of:
-        run_rank(args.rank_of[0], Path(args.rank_of[1]))
-        return
+    arguments = parser.parse_args()
+    if arguments.rank_of:
+        run_rank(arguments.rank_of[0], Path(arguments.rank_of[1]))
+        return 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        weights = make_models(folder / "model", quick=args.quick)
-        found = {ranks: run(ranks, folder / "model", folder / f"ranks-{ranks}") for ranks in args.ranks}
+        weights = make_models(folder / "model", quick=arguments.quick)
+        found = {ranks: run(ranks, folder / "model", folder / f"ranks-{ranks}") for ranks in arguments.ranks}
     print(
         f"weights: {weights / MB:.0f} MB in float32; resident before the model:"
-        f" {found[args.ranks[0]][0]['before'] / MB:.0f} MB a rank"
+        f" {found[arguments.ranks[0]][0]['before'] / MB:.0f} MB a rank"
     )
-    print(
-        f"{'ranks':>5}  {'phase':<7} {'peak, highest':>14} {'own, highest':>13} {'own, lowest':>12}"
-        f" {'max/min':>8}"
-    )
-    rows: list[dict[str, Any]] = []
+    return finish("ranks", peer="one rank", metrics=compare_ranks(found, weights), targets=TARGETS)
+
+
+def compare_ranks(found: dict[int, list[dict[str, int]]], weights: int) -> dict[str, float | None]:
+    """Own memory of the fullest rank by phase and number of ranks, and the two ratios; printed as a table."""
+    print("ranks  phase    peak, highest  own, highest  own, lowest  max/min")
+    metrics: dict[str, float | None] = {"weights_mb": round(weights / MB, 1)}
+    between_ranks: list[float] = []
+    between_runs: list[float] = []
+    fewer: dict[str, int] = {}  # by phase, of the run before
     for ranks, peaks in found.items():
         for phase in dict.fromkeys(PHASES.values()):
             own = [peak[phase] - peak["before"] for peak in peaks]
-            ratio = max(own) / min(own)
-            rows.append(
-                {
-                    "ranks": ranks,
-                    "phase": phase,
-                    "own_mb": [round(value / MB, 1) for value in own],
-                    "max_over_min": round(ratio, 3),
-                }
-            )
-            highest = max(peak[phase] for peak in peaks)
+            between_ranks.append(max(own) / min(own))
+            if phase in fewer:
+                between_runs.append(max(own) / fewer[phase])
+            fewer[phase] = max(own)
+            metrics[f"{phase}_mb_{ranks}"] = round(max(own) / MB, 1)
             print(
-                f"{ranks:>5}  {phase:<7} {highest / MB:>11.0f} MB {max(own) / MB:>10.0f} MB"
-                f" {min(own) / MB:>9.0f} MB {ratio:>8.2f}"
+                f"{ranks:>5}  {phase:<7} {max(peak[phase] for peak in peaks) / MB:>11.0f} MB"
+                f" {max(own) / MB:>10.0f} MB {min(own) / MB:>9.0f} MB {between_ranks[-1]:>8.2f}"
             )
-    highest_own = {(row["ranks"], row["phase"]): max(row["own_mb"]) for row in rows}
-    falls = all(
-        highest_own[more, phase] < highest_own[fewer, phase]
-        for fewer, more in zip(args.ranks, args.ranks[1:], strict=False)
-        for phase in dict.fromkeys(PHASES.values())
-    )
-    even = all(row["max_over_min"] <= args.bar for row in rows)
-    print(json.dumps({"weights_mb": round(weights / MB, 1), "rows": rows, "even": even, "falls": falls}))
-    sys.exit(0 if even and falls else 1)
+    return metrics | {
+        "max_over_min": round(max(between_ranks), 3),
+        "most_over_fewer_ranks": round(max(between_runs), 3) if between_runs else None,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,7 +18,6 @@ work. Target: <= 0.03 of the driver's CPU time, at every number in flight. `--qu
 sizes, two rounds.
 """
 
-import argparse
 import dataclasses
 import functools
 import gc
@@ -35,7 +34,7 @@ import numpy as np
 import trio
 
 from benchmarks.driver_scale import SAMPLE_ROWS, Record, Shape, call_stubs, drive, run_virtual
-from benchmarks.harness import finish
+from benchmarks.harness import finish, make_parser
 from integration_training.train import COLLECTOR_THRESHOLDS
 from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import Span
@@ -192,13 +191,10 @@ def measure_shares(sizes: Sequence[int], *, rollouts: int, rounds: int) -> dict[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, quick="two sizes, a quarter of the rollouts, two rounds")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--rollouts", type=int, default=4096, help="of each size, at least")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     gc.set_threshold(*COLLECTOR_THRESHOLDS)
     sizes, rollouts, rounds = (

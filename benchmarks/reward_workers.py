@@ -12,27 +12,25 @@ takes to answer, and that no process is left. The last line is JSON.
 
 import argparse
 import ctypes
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import trio
 
+from benchmarks.harness import finish, make_parser
 from rollouts.errors import RewardCrashed, RewardTimeout, UserFunctionError
 from rollouts.protocols import RewardFn
 from rollouts.rewards.call import call_reward
 from rollouts.rewards.workers import RewardWorkers, open_reward_workers
 from rollouts.types import Sample
 
-TARGET_RATIO = 0.95
+TARGETS = {"ratio": ">= 0.95", "hostile_other": "<= 0", "processes_left": "<= 0"}
 TIMEOUT_S = 0.5
 TOKENS = 512
 CHEAP = "rollouts.rewards.exact:exact_match"
@@ -146,7 +144,7 @@ def find_descendants() -> set[int]:
     return found - {os.getpid()}
 
 
-async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+async def measure(arguments: argparse.Namespace) -> dict[str, float]:
     before: list[float] = []
     after: list[float] = []
     ends: dict[str, int] = {}
@@ -177,11 +175,10 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     close_ms = (time.perf_counter() - closing) * 1000
     replacement_ms = await measure_replacement_ms(arguments.rounds)
     ratios = [second / first for first, second in zip(before, after, strict=True)]
-    ratio = statistics.median(ratios)
-    metrics = {
+    return {
         "calls_per_s_before": round(statistics.median(before), 1),
         "calls_per_s_after": round(statistics.median(after), 1),
-        "ratio": round(ratio, 3),
+        "ratio": round(statistics.median(ratios), 3),
         "ratio_min": round(min(ratios), 3),
         "ratio_max": round(max(ratios), 3),
         "hostile_calls": sum(ends.values()),
@@ -190,19 +187,6 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "replacement_ms": round(replacement_ms, 1),
         "close_ms": round(close_ms, 1),
         "processes_left": len(find_descendants()),
-    }
-    return {
-        "benchmark": "reward_workers",
-        "metrics": metrics,
-        "targets": {"ratio": TARGET_RATIO},
-        "met": ratio >= TARGET_RATIO and metrics["processes_left"] == 0 and ends["other"] == 0,
-        "machine": {
-            "cpus": os.cpu_count(),
-            "system": platform.system(),
-            "release": platform.release(),
-            "workers": arguments.workers,
-        },
-        "versions": {"python": platform.python_version(), "trio": version("trio"), "numpy": version("numpy")},
     }
 
 
@@ -224,9 +208,7 @@ async def measure_replacement_ms(rounds: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, quick="200 calls, two rounds, small storms")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--calls", type=int, default=1000, help="of the cheap reward, per measurement")
     parser.add_argument("--rounds", type=int, default=5, help="storms, each with four measurements after it")
@@ -236,18 +218,14 @@ def main() -> int:
         default=3,
         help=f"calls of each of the {len(HOSTILE)} hostile functions in one storm",
     )
-    parser.add_argument("--quick", action="store_true", help="200 calls, two rounds, small storms")
-    parser.add_argument("--bar", type=float, default=0.0, help="exit 1 below this ratio")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.calls, arguments.rounds, arguments.storm = 200, 2, 1
-    result = trio.run(measure, arguments)
-    print(json.dumps(result))
-    return (
-        1
-        if arguments.bar
-        and (result["metrics"]["ratio"] < arguments.bar or result["metrics"]["processes_left"])
-        else 0
+    return finish(
+        "reward_workers",
+        peer="a second pool that no storm hits",
+        metrics=trio.run(measure, arguments),
+        targets=TARGETS,
     )
 
 

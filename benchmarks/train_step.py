@@ -41,7 +41,7 @@ from benchmarks.e2e.step_batch import (
     StepBatch,
     make_step_batch,
 )
-from benchmarks.harness import Turn, compute_ratio, finish
+from benchmarks.harness import Turn, compute_ratio, finish, make_parser
 from rollouts.models.load import load_hf_model, resolve_model
 
 PEER = "trl GRPOTrainer"
@@ -228,16 +228,13 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, float | st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, quick="one round, without the variants")
     parser.add_argument("--model", default="bundled:smollm2-135m-instruct")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3, help="of A B B A")
     parser.add_argument(
         "--micro-batch-rows", type=int, default=GROUPS * SAMPLES, help="of TRL's; a divisor of 32"
     )
-    parser.add_argument("--quick", action="store_true", help="one round, without the variants")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds = 1

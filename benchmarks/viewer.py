@@ -17,7 +17,6 @@ Targets: inspect and samples <= 2 and 3 s, the report <= 20 s and 25 MiB. Peer: 
 of the rows, two rounds.
 """
 
-import argparse
 import importlib.util
 import os
 import subprocess
@@ -31,7 +30,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.harness import finish
+from benchmarks.harness import finish, make_parser
 
 METRICS = 60
 PART_BYTES = 256 << 20
@@ -204,8 +203,7 @@ def time_slowest(rounds: int, *words: str) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints what is measured, and the object that `finish` makes; 1 if a target is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a twentieth of the rows")
+    parser = make_parser(__doc__, quick="a twentieth of the rows")
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=3)

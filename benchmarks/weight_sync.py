@@ -45,7 +45,7 @@ import torch
 import trio
 
 from benchmarks.forced_lengths import copy_in
-from benchmarks.harness import finish
+from benchmarks.harness import finish, make_parser
 from rollouts.backends.open import open_pytorch_backend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.tables import OptimConfig
@@ -439,14 +439,11 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, float 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, quick="one round, no server")
     parser.add_argument("--rounds", type=int, default=3, help="of A B B A")
     parser.add_argument(
         "--threads", type=int, default=2, help="torch's, of the device thread and of the floors"
     )
-    parser.add_argument("--quick", action="store_true", help="one round, no server")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="weight-sync-") as folder:
         metrics = trio.run(measure, options, Path(folder))

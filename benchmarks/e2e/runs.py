@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.e2e.tasks import make_rows
+from benchmarks.harness import read_status_bytes
 from rollouts.data.data_buffer import DataBuffer
 
 ROWS = 96  # of a task; 12 steps draw each once
@@ -88,9 +89,10 @@ def run_program(command: Sequence[str], log: Path) -> tuple[float, int]:
         started = time.time()
         with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
             while process.returncode is None:
-                own = max(own, read_field(process.pid, "VmHWM"))
+                own = max(own, read_status_bytes("VmHWM", process.pid))
                 others = max(
-                    others, sum(read_field(child, "RssAnon") for child in find_descendants(process.pid))
+                    others,
+                    sum(read_status_bytes("RssAnon", child) for child in find_descendants(process.pid)),
                 )
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(SAMPLE_S)
@@ -99,17 +101,6 @@ def run_program(command: Sequence[str], log: Path) -> tuple[float, int]:
             f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text('utf-8')[-4000:]}"
         )
     return started, own + others
-
-
-def read_field(pid: int, field: str) -> int:
-    """Bytes, of a line in /proc/PID/status; 0 of a process that has ended."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text("utf-8")
-    except OSError:
-        return 0
-    return next(
-        (int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{field}:")), 0
-    )
 
 
 def find_descendants(pid: int) -> list[int]:

@@ -32,7 +32,6 @@ attrs, but no index of packages, fetch the rest where there is one, and take it 
 where VERSION is what the downloaded pydantic asks for.
 """
 
-import argparse
 import logging
 import os
 import sys
@@ -48,7 +47,7 @@ from benchmarks.h200 import colocated, generating, head, training
 from benchmarks.h200.place import Place
 from benchmarks.h200.report import Part, Report, run_part
 from benchmarks.h200.targets import TARGETS
-from benchmarks.harness import finish
+from benchmarks.harness import finish, make_parser
 
 PARTS = (
     Part("ceilings", "what the machine gives", 10, training.CEILINGS, training.measure_ceilings),
@@ -116,9 +115,7 @@ async def run_parts(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     names = [part.name for part in PARTS]
     parser.add_argument(
         "--parts", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}; all"
