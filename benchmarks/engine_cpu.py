@@ -37,13 +37,12 @@ from typing import Any
 import numpy as np
 import torch
 import trio
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from benchmarks.forced_lengths import run_engine, run_generate
 from benchmarks.harness import Turn, compute_ratio, finish, make_parser, measure_gemm_rate
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.engines.local import LocalEngine, open_local_engine
-from rollouts.errors import ModelError
 from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.types import Completion, IntArray
 
@@ -90,25 +89,6 @@ def make_workload(*, num_prompts: int, samples: int, vocab_size: int) -> Workloa
         .clip(SHORTEST, LONGEST)
     )
     return Workload(prompts, lengths)
-
-
-def load_model(name: str) -> tuple[PreTrainedModel, str]:
-    """The named model, or random weights of SmolLM2-135M's shape: speed does not depend on the values."""
-    try:
-        return load_hf_model(resolve_model(name)), name
-    except ModelError as error:
-        print(f"random weights of the same shape, for: {error}")
-    config = LlamaConfig(
-        hidden_size=576,
-        num_hidden_layers=30,
-        intermediate_size=1536,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        vocab_size=49152,
-        tie_word_embeddings=True,
-        max_position_embeddings=8192,
-    )
-    return LlamaForCausalLM(config).eval(), "random"
 
 
 # --- the sides ----------------------------------------------------------------------------------------------
@@ -167,7 +147,7 @@ async def take_device_turn(device_thread: DeviceThread, work: Callable[[], None]
 
 @asynccontextmanager
 async def open_vllm(
-    python: Path, model_name: str, workload: Workload, *, threads: int, eager: bool
+    python: Path, model: Path, workload: Workload, *, threads: int, eager: bool
 ) -> AsyncIterator[tuple[Side, str] | str]:
     """A side that runs vLLM, and its version; or why there is none."""
     if not python.is_file():
@@ -195,7 +175,7 @@ async def open_vllm(
         command = [
             str(python),
             str(Path(__file__).with_name("engine_cpu_vllm.py")),
-            str(resolve_model(model_name)),
+            str(model),
             str(file),
         ]
         async with await trio.open_file(log, "wb") as errors:
@@ -289,7 +269,8 @@ async def measure(arguments: argparse.Namespace) -> int:
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(arguments.threads)  # of threads that others start
     peers = [name for name in PEERS if name in arguments.only]
-    model, model_name = load_model(arguments.model)
+    path = resolve_model(arguments.model)
+    model: PreTrainedModel = load_hf_model(path)
     samples, rounds = (4, 1) if arguments.quick else (8, arguments.rounds)
     workload = make_workload(num_prompts=samples, samples=samples, vocab_size=model.config.vocab_size)
     turns: dict[str, list[Turn]] = {}
@@ -299,7 +280,7 @@ async def measure(arguments: argparse.Namespace) -> int:
         open_local_engine(
             model, device_thread=device_thread, mode="shared", trainer_version=lambda: 0
         ) as engine,
-        open_peers(peers, model_name, workload, arguments) as vllm,
+        open_peers(peers, path, workload, arguments) as vllm,
     ):
         completions = await run_engine(engine, *workload.requests(), "compared")
         difference = await device_thread.submit(lambda: compute_difference(model, workload, completions))
@@ -331,7 +312,7 @@ async def measure(arguments: argparse.Namespace) -> int:
     needed *= workload.tokens + workload.prompts.size
     engine_s = float(np.median([turn.wall_s for turn in turns["engine"]]))
     metrics: dict[str, float | str | None] = {
-        "model": model_name,
+        "model": arguments.model,
         "vllm_version": version,
         "rows": workload.lengths.size,
         "tokens": workload.tokens,
@@ -347,15 +328,15 @@ async def measure(arguments: argparse.Namespace) -> int:
 
 @asynccontextmanager
 async def open_peers(
-    peers: list[str], model_name: str, workload: Workload, arguments: argparse.Namespace
+    peers: list[str], model: Path, workload: Workload, arguments: argparse.Namespace
 ) -> AsyncIterator[tuple[Side, str] | None]:
     """vLLM's side where it is asked for and runs."""
-    if "vllm" not in peers or model_name == "random":
+    if "vllm" not in peers:
         yield None
         return
     async with open_vllm(
         Path(arguments.vllm_python),
-        model_name,
+        model,
         workload,
         threads=arguments.threads,
         eager=arguments.vllm_eager,

@@ -65,7 +65,7 @@ def take_turns(
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times as long the peer takes: the median of the pairs, and their range."""
+    """How many times as long one side takes as the other: the median of the pairs, and their range."""
 
     median: float
     lowest: float

@@ -1,6 +1,6 @@
 """Packing of a step's samples for ranks: how full, how even, how fast, and how it grows.
 
-    python -m benchmarks.packing [--quick] [--verl DIRECTORY]
+    python -m benchmarks.packing [--quick]
 
 512 to 16,384 samples of lognormal lengths (sigma 0.8, mean 1,500 before the cut at 16,384 tokens) for 8 to
 512 ranks, micro-batches of one packed row of at most 16,384 nodes, every array of every micro-batch made;
@@ -20,9 +20,7 @@ is predicted from are read back from the arrays.
 
 Peers. padding: rows in their order, as many as keep to the budget, padded by trl.trainer.utils.pad; and
 sorted by length first. TRL's TokenBudgetBatcher of its asynchronous trainer (512 samples: it goes token by
-token). verl's seqlen_balancing (an unpacked wheel's directory; None without it): partition over ranks, then
-over each rank's micro-batches, from lengths to numbers of rows; beside it ours from lengths to numbers of
-rows. Its rule: as many samples for each rank, then as many micro-batches as all fit into.
+token).
 
 Targets: fill >= 0.985, budget_fill >= 0.985, imbalance <= 1.03, growth_exponent <= 1.15.
 """
@@ -31,15 +29,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import math
 import os
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,8 +46,6 @@ from rollouts.data.packing import (
     compute_round_cost,
     estimate_attention_cost,
     make_micro_batches,
-    plan_rows,
-    sort_rows,
     spread_to_rows,
 )
 from rollouts.types import BoolArray, IntArray
@@ -331,110 +324,11 @@ def measure_trl(rows: Rows, ranks: int) -> dict[str, float | None]:
     }
 
 
-def load_verl(directory: Path | None) -> ModuleType | None:
-    """verl.utils.seqlen_balancing of an unpacked wheel; None without one.
-
-    The file is loaded by itself: its package wants Ray, but what it imports from there its partitioning
-    functions do not use, so those names are empty meanwhile.
-    """
-    path = None if directory is None else directory / "verl/utils/seqlen_balancing.py"
-    if path is None or not path.is_file():
-        return None
-    empty = {
-        name: ModuleType(name)
-        for name in (
-            "verl",
-            "verl.protocol",
-            "verl.utils",
-            "verl.utils.tensordict_utils",
-            "verl.utils.device",
-        )
-    }
-    vars(empty["verl.protocol"])["DataProto"] = vars(empty["verl.utils.device"])["get_device_name"] = None
-    vars(empty["verl.utils"])["tensordict_utils"] = empty["verl.utils.tensordict_utils"]
-    spec = importlib.util.spec_from_file_location("verl_seqlen_balancing", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    before = {name: sys.modules.get(name) for name in empty}
-    sys.modules.update(empty)
-    try:
-        spec.loader.exec_module(module)
-    except ImportError as error:
-        print(f"verl cannot be loaded: {error}")
-        return None
-    finally:
-        for name, was in before.items():
-            if was is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = was
-    return module
-
-
-def measure_verl(module: ModuleType | None, rows: Rows, ranks: int) -> dict[str, float | None]:
-    """verl's partitions beside ours, from lengths to numbers of rows, nothing shared."""
-    if module is None:
-        print("verl: give an unpacked wheel with --verl: not measured")
-        missing = "verl_plan_cpu_ratio verl_budget_fill verl_imbalance verl_round_imbalance plan_cpu_s"
-        return dict.fromkeys(missing.split())
-    torch = importlib.import_module("torch")
-    lengths = np.asarray([len(ids) - 1 for ids in rows.tokens])
-
-    def theirs() -> list[list[list[int]]]:
-        """[rank][micro-batch] numbers of rows: what verl does in its trainer and then on every rank."""
-        loads = module.calculate_workload(torch.from_numpy(lengths)).tolist()
-        shares = module.get_seqlen_balanced_partitions(loads, ranks, equal_size=True)
-        count = max(-(-int(lengths[mine].sum()) // BUDGET) for mine in shares)
-        while True:
-            split = [
-                module.get_seqlen_balanced_partitions([loads[row] for row in mine], count, equal_size=False)
-                for mine in shares
-            ]
-            dealt = [
-                [[mine[index] for index in part] for part in parts]
-                for mine, parts in zip(shares, split, strict=True)
-            ]
-            if all(int(lengths[part].sum()) <= BUDGET for parts in dealt for part in parts):
-                return dealt
-            count += 1
-
-    def ours() -> list[list[int | None]]:
-        found = sort_rows(rows.tokens, np.arange(len(lengths)), lengths, share=False)
-        plan = plan_rows(
-            found,
-            BUDGET,
-            packed=True,
-            ranks=ranks,
-            micro_batch_cost=MICRO_BATCH_COST,
-            attention_cost=ATTENTION,
-        )
-        return deal_rounds([float(prices[found.numbers[order]].sum()) for order, _ in plan], ranks)
-
-    prices = lengths * (1 + ATTENTION * (lengths + 1) / 2)
-    dealt = theirs()
-    assert sorted(row for parts in dealt for part in parts for row in part) == list(range(len(lengths)))
-    costs = np.sort(np.asarray([[prices[part].sum() for part in parts] for parts in dealt]), axis=1)[:, ::-1]
-    first, second = take_turns(ours, theirs, rounds=2)
-    ratio = compute_ratio([turn.cpu_s for turn in first], [turn.cpu_s for turn in second])
-    print(
-        f"verl's seqlen_balancing, {len(lengths)} samples, {ranks} ranks: {ratio} times the CPU time of our"
-        " plan"
-    )
-    return {
-        "verl_plan_cpu_ratio": ratio.median,
-        "verl_budget_fill": float(lengths.sum()) / (costs.size * BUDGET),
-        "verl_imbalance": float(costs.sum(1).max() / costs.sum(1).mean()),
-        "verl_round_imbalance": float(costs.max(0).sum() * ranks / costs.sum()),
-        "plan_cpu_s": min(turn.cpu_s for turn in first),
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks.packing", description="Packing for ranks: fill, balance, CPU time."
     )
     parser.add_argument("--quick", action="store_true", help="up to 2,048 samples")
-    parser.add_argument("--verl", type=Path, help="directory of an unpacked wheel of verl")
     options = parser.parse_args(argv)
     sizes = QUICK_SIZES if options.quick else SIZES
     most, peer_size = max(sizes), min(max(sizes), PEER_SIZE)
@@ -445,7 +339,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     part = rows.take(peer_size)
     metrics["padding_fill_in_order"] = find_padding_fill(part, sort=False) if check_padding(part) else None
     metrics["padding_fill_sorted"] = find_padding_fill(part, sort=True)
-    metrics.update(measure_verl(load_verl(options.verl), part, sizes[peer_size]))
     del rows, part
     rows = make_rows(most, group=GROUP)
     metrics.update({f"groups_{name}": value for name, value in measure_sizes(rows, sizes, "groups").items()})
@@ -463,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     return finish(
         "packing",
-        peer="padding (TRL), TRL's TokenBudgetBatcher, verl's seqlen_balancing",
+        peer="padding (TRL), TRL's TokenBudgetBatcher",
         metrics=metrics,
         targets=targets,
     )

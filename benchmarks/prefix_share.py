@@ -3,7 +3,7 @@ for every sample; both are ours.
 
     python -m benchmarks.prefix_share [--quick] [--rounds 1] [--threads N]
 
-SmolLM2-135M in float32 (or random weights of its shape), groups of n samples with prompts of P and
+SmolLM2-135M in float32, groups of n samples with prompts of P and
 completions of C tokens, P/C/n of 128/64/8, 256/256/8 and 1024/256/8. Both sides are packed without padding,
 at most 4,096 tokens a micro-batch, logits for completions only, and take turns A B B A. The loss is Σ w·log p
 over the completions, with random w. Gradients of all parameters are compared before anything is timed.
@@ -13,7 +13,7 @@ Ideal: the ratio of operations, 6 for each weight and token (those of the head: 
 wait for each other where the machine has other work), `speedup_wall`, `ideal`, `fraction_of_ideal` = speedup
 / ideal; `min_fraction_of_ideal` and `min_speedup` over all shapes; `gradient_error`, the largest relative
 difference of a parameter's gradient; `peak_bytes_shared` (last shape): what a pass holds at most beside the
-weights. `prefix_grouper`: null, that package is not measured. Targets: min_fraction_of_ideal >= 0.85,
+weights. Targets: min_fraction_of_ideal >= 0.85,
 min_speedup >= 1.0, gradient_error <= 1e-4. --quick: the first shape, one round.
 """
 
@@ -30,7 +30,6 @@ from torch import Tensor
 
 from benchmarks.harness import Turn, compute_ratio, finish, make_parser, take_turns
 from rollouts.data.packing import MicroBatch, make_micro_batches
-from rollouts.errors import ModelError
 from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_outputs
@@ -67,30 +66,6 @@ def make_group(prompt: int, completion: int, samples: int, vocab_size: int) -> G
     masks = [np.arange(prompt + completion) >= prompt] * samples
     weights = torch.from_numpy(rng.standard_normal((samples, prompt + completion)).astype(np.float32))
     return Group([np.concatenate([start, one]) for one in rest], masks, weights)
-
-
-def load_model() -> Any:
-    """SmolLM2-135M, or random weights of its shape where the package with its weights is not installed."""
-    try:
-        with tempfile.TemporaryDirectory() as cache:
-            return load_hf_model(resolve_model("smollm2-135m-instruct", cache_dir=Path(cache)))
-    except ModelError:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        sizes: dict[str, Any] = {
-            "hidden_size": 576,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 9,
-        }
-        config = LlamaConfig(
-            **sizes,
-            num_key_value_heads=3,
-            vocab_size=49152,
-            max_position_embeddings=8192,
-            tie_word_embeddings=True,
-        )
-        return LlamaForCausalLM(config).eval()
 
 
 def run_pass(model: Any, plan: ForwardPlan, group: Group, micro_batches: Sequence[MicroBatch]) -> None:
@@ -196,7 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    model = load_model()
+    with tempfile.TemporaryDirectory() as cache:
+        model = load_hf_model(resolve_model("smollm2-135m-instruct", cache_dir=Path(cache)))
     plan = plan_forward(model)
     assert plan.choose_layout(max(prompt + completion for prompt, completion, _ in SHAPES)) == "packed", (
         plan.reason
@@ -216,9 +192,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.quick:
         group = make_group(*shapes[-1], model.config.vocab_size)
         metrics["peak_bytes_shared"] = measure_peak(model, plan, group, group.pack(share_prefix=True))
-    metrics["prefix_grouper"] = (
-        None  # not measured: the package changes attention only, and has no pass of its own to time
-    )
     metrics["threads"] = options.threads
     return finish("prefix_share", peer=PEER, metrics=metrics, targets=TARGETS)
 

@@ -72,7 +72,9 @@ def run_rank(model: str, folder: Path) -> None:
     import trio
 
     from rollouts.backends import fsdp
+    from rollouts.backends import open as opening
     from rollouts.backends.captures import HeldPart
+    from rollouts.backends.open import open_trainer
     from rollouts.backends.trainer import Trainer
     from rollouts.ranks.launch import read_launch
     from rollouts.ranks.meet import open_ranks
@@ -81,7 +83,8 @@ def run_rank(model: str, folder: Path) -> None:
         launch = read_launch(os.environ)
         async with open_ranks(launch) as connected:
             peaks = Peaks()
-            fsdp.open_trainer = peaks.measure(PHASES["open_trainer"], fsdp.open_trainer)
+            for module in (opening, fsdp):  # the first opens rank 0's trainer, the second the others'
+                module.open_trainer = peaks.measure(PHASES["open_trainer"], open_trainer)
             for name, phase in PHASES.items():
                 if hasattr(Trainer, name):
                     setattr(Trainer, name, peaks.measure(phase, getattr(Trainer, name)))

@@ -35,9 +35,9 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import numpy as np
@@ -45,7 +45,7 @@ import torch
 import trio
 
 from benchmarks.forced_lengths import copy_in
-from benchmarks.harness import finish, make_parser
+from benchmarks.harness import Ratio, compute_ratio, finish, make_parser
 from rollouts.backends.open import open_pytorch_backend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.tables import OptimConfig
@@ -121,46 +121,28 @@ def in_thread(work: Callable[[], object]) -> Callable[[], Awaitable[object]]:
     return lambda: trio.to_thread.run_sync(work)
 
 
-@dataclass(slots=True)
-class Beside:
-    """Seconds of ours and of the floor, side by side."""
+class Comparison(NamedTuple):
+    """Ours beside the floor: median seconds of both, and how many times the floor's ours are."""
 
-    ours: list[float] = field(default_factory=list)
-    floor: list[float] = field(default_factory=list)
-
-    @property
-    def ours_s(self) -> float:
-        return statistics.median(self.ours)
-
-    @property
-    def floor_s(self) -> float:
-        return statistics.median(self.floor)
-
-    @property
-    def times(self) -> float:
-        return statistics.median(own / least for own, least in zip(self.ours, self.floor, strict=True))
+    ours_s: float
+    floor_s: float
+    times: Ratio
 
     def __str__(self) -> str:
-        ratios = [own / least for own, least in zip(self.ours, self.floor, strict=True)]
-        return (
-            f"{self.ours_s:.3f} s, floor {self.floor_s:.3f} s: {self.times:.2f} ({min(ratios):.2f} to"
-            f" {max(ratios):.2f})"
-        )
+        return f"{self.ours_s:.3f} s, floor {self.floor_s:.3f} s: {self.times}"
 
 
 async def take_turns(
     ours: Callable[[], Awaitable[object]], floor: Callable[[], Awaitable[object]], *, rounds: int
-) -> Beside:
-    """A B B A, once before that for nothing."""
-    beside = Beside()
+) -> Comparison:
+    """`rounds` times A B B A, after a turn of each that does not count."""
+    seconds: tuple[list[float], list[float]] = ([], [])
     await ours()
     await floor()
     for _ in range(rounds):
-        beside.ours.append(await clock(ours))
-        beside.floor.append(await clock(floor))
-        beside.floor.append(await clock(floor))
-        beside.ours.append(await clock(ours))
-    return beside
+        for side in (0, 1, 1, 0):
+            seconds[side].append(await clock((ours, floor)[side]))
+    return Comparison(*map(statistics.median, seconds), compute_ratio(seconds[1], seconds[0]))
 
 
 # --- the trainer --------------------------------------------------------------------------------------------
@@ -288,11 +270,11 @@ async def measure_embedded(
     print(f"{label}, {size / 1e6:.0f} MB\n{table}", flush=True)
     return {
         f"copied_{label}_s": round(copied.ours_s, 4),
-        f"copied_{label}_times_memcpy": round(copied.times, 2),
+        f"copied_{label}_times_memcpy": round(copied.times.median, 2),
         f"export_{label}_s": round(exported.ours_s, 3),
-        f"export_{label}_times_write": round(exported.times, 2),
+        f"export_{label}_times_write": round(exported.times.median, 2),
         f"disk_{label}_s": round(disk.ours_s, 3),
-        f"disk_{label}_times_floor": round(disk.times, 2),
+        f"disk_{label}_times_floor": round(disk.times.median, 2),
     }
 
 
@@ -356,7 +338,6 @@ async def measure_vllm(
         shutil.copy(path, snapshot)
     async with run_server(snapshot, folder) as process, open_engine(process, vocab_size) as fresh:
         assert_same(answers, await ask(fresh, vocab_size))
-    shares = [pause / total for pause, total in zip(pauses, totals, strict=True)]
     print(
         f"vllm, {size / 1e6:.0f} MB: {statistics.median(totals):.2f} s, of which paused"
         f" {statistics.median(pauses):.2f} s; its reload alone {statistics.median(peers):.2f} s; write,"
@@ -366,17 +347,11 @@ async def measure_vllm(
     return {
         "vllm_s": round(statistics.median(totals), 3),
         "vllm_pause_s": round(statistics.median(pauses), 3),
-        "vllm_pause_share": round(statistics.median(shares), 3),
+        "vllm_pause_share": round(compute_ratio(totals, pauses).median, 3),
         "vllm_reload_s": round(statistics.median(peers), 3),
-        "vllm_times_reload": round(
-            statistics.median(total / peer for total, peer in zip(totals, peers, strict=True)), 2
-        ),
-        "vllm_pause_times_reload": round(
-            statistics.median(pause / peer for pause, peer in zip(pauses, peers, strict=True)), 2
-        ),
-        "vllm_times_floor": round(
-            statistics.median(total / floor for total, floor in zip(totals, least, strict=True)), 2
-        ),
+        "vllm_times_reload": round(compute_ratio(peers, totals).median, 2),
+        "vllm_pause_times_reload": round(compute_ratio(peers, pauses).median, 2),
+        "vllm_times_floor": round(compute_ratio(least, totals).median, 2),
     }
 
 
@@ -434,7 +409,6 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, float 
                 metrics |= {"vllm_s": None, "vllm_pause_share": None}
             else:
                 metrics |= await measure_vllm(backend, model, batch, folder, rounds=rounds)
-            metrics["vllm_broadcast_s"] = None  # NCCL: needs a GPU on both sides
     return metrics
 
 

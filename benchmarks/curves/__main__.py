@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.curves.bars import Bar, Job, Verdict, judge, load_jobs, read_values
 from benchmarks.curves.report import write_report
+from benchmarks.harness import read_cpu_name
 from rollouts.inspect.record import Record, find_checkpoints, open_record
 from rollouts.run_dir import RunDir
 
@@ -124,7 +125,7 @@ def describe_run(job: Job, command: Sequence[str], record: Record, load: float) 
         "job": job.name,
         "command": ["python", *command],
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "machine": describe_machine(),
+        "machine": f"{len(os.sched_getaffinity(0))} cores of {read_cpu_name()}",
         "load": round(load, 1),
         "wall_s": record.summary["wall_s"],
         "versions": {"python": platform.python_version(), **record.summary["versions"]},
@@ -153,19 +154,6 @@ def keep_digits(value: Any) -> Any:
     if not isinstance(value, float):
         return value
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
-
-
-def describe_machine() -> str:
-    """Cores that this process may use, of which processor."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    model = next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-    return (
-        f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores of"
-        f" {model}"
-    )
 
 
 def main() -> int:

@@ -11,12 +11,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.harness import Turn
+from benchmarks.harness import Turn, read_status_bytes, restart_peak
 
 ENDS_WITHIN_S = 60.0
 
@@ -128,27 +128,13 @@ def count_faults() -> int:
 
 
 def read_memory() -> dict[str, int]:
-    """Bytes resident of this process: the most so far, and now, with what of it is files."""
-    fields: dict[str, int] = {}
-    for line in Path("/proc/self/status").read_text("utf-8").splitlines():
-        name, _, value = line.partition(":")
-        if name in ("VmHWM", "VmRSS", "RssFile"):
-            fields[name] = int(value.split()[0]) * 1024
-    return {"peak_bytes": fields["VmHWM"], "now_bytes": fields["VmRSS"], "file_bytes": fields["RssFile"]}
+    """As the field of an answer: the most bytes that were resident of this process so far."""
+    return {"peak_bytes": read_status_bytes("VmHWM")}
 
 
-def restart_peak() -> None:
+def try_restart_peak() -> None:
     """Peak memory counts from here on, so that loading is not in it; without the right to do so, from the
     start.
     """
-    try:
-        Path("/proc/self/clear_refs").write_text("5", "utf-8")
-    except OSError:
-        return
-
-
-def answer_all(answers: IO[str], handlers: Mapping[str, Callable[..., Mapping[str, Any]]]) -> None:
-    """Answers questions by the handler that their `do` names, until there are no more."""
-    while (question := read_question()) is not None:
-        name = question.pop("do")
-        answers.write(json.dumps(handlers[name](**question)) + "\n")
+    with suppress(OSError):
+        restart_peak()

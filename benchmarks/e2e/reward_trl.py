@@ -2,7 +2,7 @@
 parts.
 
 Writes one JSON object to --result: seconds until training began, then for each step seconds, those of
-generation, CPU seconds, and the mean reward.
+generation, and the mean reward.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class Record(TrainerCallback):
         self.trainer = trainer
         self.steps: list[dict[str, float]] = []
         self.startup_s = 0.0
-        self._began, self._cpu, self._generate_s = 0.0, 0.0, 0.0
+        self._began, self._generate_s = 0.0, 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.startup_s = time.perf_counter() - STARTED
-        self._began, self._cpu = time.perf_counter(), time.process_time()
+        self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        now, cpu = time.perf_counter(), time.process_time()
+        now = time.perf_counter()
         generate_s = self.trainer.generate_s - self._generate_s
-        self.steps.append({"wall_s": now - self._began, "cpu_s": cpu - self._cpu, "generate_s": generate_s})
-        self._began, self._cpu, self._generate_s = now, cpu, self.trainer.generate_s
+        self.steps.append({"wall_s": now - self._began, "generate_s": generate_s})
+        self._began, self._generate_s = now, self.trainer.generate_s
 
 
 def main() -> int:
@@ -101,15 +101,15 @@ def main() -> int:
         trainer.add_callback(record)
         prompt_ids = trainer._tokenize_prompts([dataset[0]["prompt"]])[0][0]
         trainer.train()
-    rewards, tied, tokens = (
+    rewards, tied = (
         [entry[name] for entry in trainer.state.log_history if name in entry]
-        for name in ("reward", "frac_reward_zero_std", "completions/mean_length")
+        for name in ("reward", "frac_reward_zero_std")
     )
     result = {
         "startup_s": record.startup_s,
         "steps": [
-            {**step, "reward": value, "tied": share, "length": length}
-            for step, value, share, length in zip(record.steps, rewards, tied, tokens, strict=True)
+            {**step, "reward": value, "tied": share}
+            for step, value, share in zip(record.steps, rewards, tied, strict=True)
         ],
         "prompt_ids": [int(token) for token in prompt_ids],
         "stop_ids": sorted(trainer.eos_token_ids),

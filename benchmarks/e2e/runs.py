@@ -49,7 +49,6 @@ class Step:
     generate_s: float
     reward: float
     tied: float  # share of groups whose rewards are all equal
-    length: float  # mean tokens of a response
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +147,6 @@ def read_step(row: Mapping[str, Any]) -> Step:
         row["time/generate"],
         row["reward/mean"],
         row["groups/zero_std_frac"],
-        row["response_length/mean"],
     )
 
 
@@ -212,7 +210,6 @@ def run_trl(setting: Setting, folder: Path) -> RunResult:
     _, peak = run_program(command, folder / "log.txt")
     found = json.loads(result.read_text("utf-8"))
     steps = tuple(
-        Step(step["wall_s"], step["generate_s"], step["reward"], step["tied"], step["length"])
-        for step in found["steps"]
+        Step(step["wall_s"], step["generate_s"], step["reward"], step["tied"]) for step in found["steps"]
     )
     return RunResult(found["startup_s"], steps, peak, tuple(found["prompt_ids"]), tuple(found["stop_ids"]))

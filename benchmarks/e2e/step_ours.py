@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import trio
 
-from benchmarks.e2e.children import Stopwatch, read_memory, read_question, restart_peak, take_stdout
+from benchmarks.e2e.children import Stopwatch, read_memory, read_question, take_stdout, try_restart_peak
 from benchmarks.e2e.step_batch import (
     CLIP,
     LR,
@@ -89,7 +89,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         share_prefix=arguments.share_prefix,
         skip_zero_advantage=arguments.skip_zero_advantage,
     ) as backend:
-        restart_peak()
+        try_restart_peak()
         while (question := await trio.to_thread.run_sync(read_question)) is not None:
             handlers: dict[str, Any] = {
                 "step": step,

@@ -18,7 +18,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-from benchmarks.e2e.children import Stopwatch, read_memory, read_question, restart_peak, take_stdout
+from benchmarks.e2e.children import Stopwatch, read_memory, read_question, take_stdout, try_restart_peak
 from benchmarks.e2e.step_batch import CLIP, GROUPS, LR, MAX_GRAD_NORM, SAMPLES, StepBatch
 from benchmarks.e2e.trl_settings import make_common_settings
 
@@ -79,9 +79,6 @@ class Answer(TrainerCallback):
                 self.trainer.gradients_path,
             )
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        pass
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self.trainer.watch is not None
         self.trainer.answers.write(json.dumps(self.trainer.watch.read()) + "\n")
@@ -116,7 +113,7 @@ def main() -> int:
         )
         trainer.batch_path, trainer.answers = Path(arguments.batch), answers
         trainer.add_callback(Answer(trainer))
-        restart_peak()
+        try_restart_peak()
         trainer.train()
     return 0
 

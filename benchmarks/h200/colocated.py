@@ -6,7 +6,6 @@ import numpy as np
 
 from benchmarks.forced_lengths import copy_in, run_engine
 from benchmarks.h200.place import (
-    GIB,
     NO_PEAK,
     Place,
     draw_tokens,
@@ -14,7 +13,7 @@ from benchmarks.h200.place import (
     make_model,
     open_thread,
     read_clock,
-    read_peak,
+    read_peak_gib,
     reset_peak,
     take_step,
 )
@@ -78,17 +77,14 @@ async def measure_step(place: Place, report: Report) -> None:
                 for stage, seconds in zip(("generate", "rest", "train", "sync"), np.diff(clock), strict=True):
                     spent[stage] += float(seconds)
                 tokens += int(lengths.sum())
-        peak = read_peak(place)
+        peak = read_peak_gib(place)
     total = sum(spent.values())
     report.add("g6_step_s", total / 2)
     for stage, seconds in spent.items():
         report.add(f"g6_{stage}_share", seconds / total)
     report.add("g6_generate_and_train_share", (spent["generate"] + spent["train"]) / total)
     report.add("g6_tokens_per_s", tokens / total)
-    if peak is None:
-        report.leave_out("g6_peak_gib", NO_PEAK)
-    else:
-        report.add("g6_peak_gib", peak / GIB)
+    report.add_or_leave_out("g6_peak_gib", peak, NO_PEAK)
 
 
 def make_grpo_batch(prompts: list[IntArray], completions: list[Completion], *, samples: int) -> RolloutBatch:

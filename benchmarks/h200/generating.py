@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.forced_lengths import copy_in, run_engine, run_generate
 from benchmarks.h200.place import (
+    NO_CEILINGS,
     Place,
     draw_tokens,
     make_backend,
@@ -60,11 +61,9 @@ async def measure_decode(place: Place, report: Report) -> None:
 
     def add(name: str, tokens_per_s: float, count: int) -> None:
         report.add(f"{name}_tokens_per_s", tokens_per_s)
-        if place.copy_bytes is None:
-            report.leave_out(f"{name}_of_roofline", "the part `ceilings` did not run")
-            return
         bytes_of_step = weight_bytes + count * context * shape.kv_bytes(itemsize)
-        report.add(f"{name}_of_roofline", tokens_per_s / (count * place.copy_bytes / bytes_of_step))
+        share = None if place.copy_bytes is None else tokens_per_s * bytes_of_step / count / place.copy_bytes
+        report.add_or_leave_out(f"{name}_of_roofline", share, NO_CEILINGS)
 
     async with open_thread(place) as thread:
         model = await thread.submit(lambda: make_model(shape, place, dtype=place.dtype))

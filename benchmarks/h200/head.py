@@ -3,12 +3,21 @@ ours and whoever is installed.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.h200.place import GIB, NO_PEAK, Place, open_thread, read_peak, reset_peak, time_job
+from benchmarks.h200.place import (
+    GIB,
+    NO_CEILINGS,
+    NO_PEAK,
+    Place,
+    open_thread,
+    read_peak_gib,
+    reset_peak,
+    time_job,
+)
 from benchmarks.h200.report import Report
 from rollouts.losses.logprobs import linear_logprobs
 
@@ -54,23 +63,18 @@ async def measure_head(place: Place, report: Report) -> None:
 
     async with open_thread(place) as thread:
         inputs = await thread.submit(lambda: make(torch.float32))
-        cost = await thread.submit(lambda: measure_cost(make_ours(linear_logprobs), inputs, place))
+        cost = await thread.submit(lambda: measure_cost(run_ours, inputs, place))
         add_cost(report, "g2", cost)
         report.add("g2_error", cost.error)
-        if place.gemm_flops is None:
-            report.leave_out("g2_of_floor", "the part `ceilings` did not run")
-        else:
-            report.add("g2_of_floor", floor_flops / place.gemm_flops / (cost.ms / 1000))
+        of_floor = None if place.gemm_flops is None else floor_flops / place.gemm_flops / (cost.ms / 1000)
+        report.add_or_leave_out("g2_of_floor", of_floor, NO_CEILINGS)
         naive_gib = await thread.submit(lambda: measure_naive(inputs, place))
-        if cost.extra_gib is None or naive_gib is None:
-            report.leave_out("g2_naive_gib", NO_PEAK)
-            report.leave_out("g2_memory_against_naive", NO_PEAK)
-        else:
-            report.add("g2_naive_gib", naive_gib)
-            report.add("g2_memory_against_naive", naive_gib / cost.extra_gib)
+        ratio = None if cost.extra_gib is None or naive_gib is None else naive_gib / cost.extra_gib
+        report.add_or_leave_out("g2_naive_gib", naive_gib, NO_PEAK)
+        report.add_or_leave_out("g2_memory_against_naive", ratio, NO_PEAK)
         del inputs
         inputs = await thread.submit(lambda: make(place.dtype))
-        ours = await thread.submit(lambda: measure_cost(make_ours(linear_logprobs), inputs, place))
+        ours = await thread.submit(lambda: measure_cost(run_ours, inputs, place))
         add_cost(report, "g2_bf16_weight", ours)
         for peer in PEERS:
             names = [f"g2_{peer}_{what}" for what in ("ms", "extra_gib", "ratio")]
@@ -105,14 +109,10 @@ def measure_naive(inputs: tuple[Tensor, Tensor, Tensor], place: Place) -> float 
     return None if found is None else 8 * (found - fixed) + fixed
 
 
-def make_ours(function: Callable[..., Any]) -> Head:
-    """A head of rollouts.losses.logprobs."""
-
-    def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        found = function(hidden, weight, targets)
-        return found[0], found[1]
-
-    return head
+def run_ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    """As training calls it."""
+    found = linear_logprobs(hidden, weight, targets)
+    return found.log_probs, found.entropy
 
 
 def find_peer(name: str) -> Head:
@@ -171,15 +171,12 @@ def measure_cost(head: Head, inputs: tuple[Tensor, Tensor, Tensor], place: Place
     hidden.grad = weight.grad = None
     before = reset_peak(place)
     run()
-    peak = read_peak(place)
+    peak = read_peak_gib(place)
     seconds = time_job(run, place, repeats=3, warm_up=0)
     hidden.grad = weight.grad = None
-    return Cost(seconds * 1000, None if peak is None else (peak - before) / GIB, error)
+    return Cost(seconds * 1000, None if peak is None else peak - before / GIB, error)
 
 
 def add_cost(report: Report, prefix: str, cost: Cost) -> None:
     report.add(f"{prefix}_ms", cost.ms)
-    if cost.extra_gib is None:
-        report.leave_out(f"{prefix}_extra_gib", NO_PEAK)
-    else:
-        report.add(f"{prefix}_extra_gib", cost.extra_gib)
+    report.add_or_leave_out(f"{prefix}_extra_gib", cost.extra_gib, NO_PEAK)

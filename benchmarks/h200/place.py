@@ -98,6 +98,10 @@ class Place:
     def autocast_dtype(self) -> torch.dtype | None:
         return torch.bfloat16 if self.device == "cuda" else None
 
+    def share_of_sheet(self, flops: float) -> float | None:
+        """Of the rate of the GPU's datasheet; None on a CPU."""
+        return flops / SHEET_FLOPS if self.device == "cuda" else None
+
     @property
     def compile_backend(self) -> str:
         """Of torch.compile; programs for a CPU would take longer to make than all else here."""
@@ -234,12 +238,13 @@ def reset_peak(place: Place) -> int:
     return torch.cuda.memory_allocated()  # pragma: gpu
 
 
-def read_peak(place: Place) -> int | None:
-    """The most bytes in use on the device since reset_peak; None on a CPU, where nobody counts them."""
-    return torch.cuda.max_memory_allocated() if place.device == "cuda" else None
+def read_peak_gib(place: Place) -> float | None:
+    """The most memory in use on the device since reset_peak; None on a CPU, where nobody counts it."""
+    return torch.cuda.max_memory_allocated() / GIB if place.device == "cuda" else None
 
 
 NO_PEAK = "memory is counted by CUDA's allocator, and this is a CPU"
+NO_CEILINGS = "the part `ceilings` did not run"
 NO_SHEET = "a CPU has no figure of a datasheet here"
 
 

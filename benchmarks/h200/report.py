@@ -33,6 +33,13 @@ class Report:
         )
         print(f"  {name:<36} {value:>14.5g}{verdict}", flush=True)
 
+    def add_or_leave_out(self, name: str, value: float | None, why: str) -> None:
+        """One number, or the reason where it is None."""
+        if value is None:
+            self.leave_out(name, why)
+        else:
+            self.add(name, value)
+
     def leave_out(self, name: str, why: str) -> None:
         """A number that was not measured, and the reason."""
         self.metrics[name] = None

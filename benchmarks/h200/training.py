@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.h200.place import (
-    GIB,
     LOSS,
+    NO_CEILINGS,
     NO_PEAK,
     NO_SHEET,
-    SHEET_FLOPS,
     Place,
     Shape,
     draw_lengths,
@@ -25,7 +24,7 @@ from benchmarks.h200.place import (
     make_model,
     open_thread,
     read_clock,
-    read_peak,
+    read_peak_gib,
     reset_peak,
     shared_rows,
     take_step,
@@ -60,10 +59,7 @@ async def measure_ceilings(place: Place, report: Report) -> None:
     place.gemm_flops, place.copy_bytes = 2 * side**3 / gemm_s, 2 * copied / copy_s
     report.add("gemm_tflops", place.gemm_flops / 1e12)
     report.add("copy_tb_per_s", place.copy_bytes / 1e12)
-    if place.device == "cuda":
-        report.add("gemm_of_sheet", place.gemm_flops / SHEET_FLOPS)
-    else:
-        report.leave_out("gemm_of_sheet", NO_SHEET)
+    report.add_or_leave_out("gemm_of_sheet", place.share_of_sheet(place.gemm_flops), NO_SHEET)
 
 
 # --- training steps -----------------------------------------------------------------------------------------
@@ -71,33 +67,25 @@ async def measure_ceilings(place: Place, report: Report) -> None:
 
 async def time_steps(
     backend: PyTorchTrainingBackend, batch: RolloutBatch, thread: DeviceThread, place: Place, *, steps: int
-) -> tuple[float, int | None]:
-    """Seconds of a step, the mean of `steps` after one, and the peak of memory in bytes."""
+) -> tuple[float, float | None]:
+    """Seconds of a step, the mean of `steps` after one, and the peak of memory in GiB."""
     await take_step(backend, batch)
     await thread.submit(lambda: reset_peak(place))
     began = await read_clock(thread, place)
     for _ in range(steps):
         await take_step(backend, batch)
-    return (await read_clock(thread, place) - began) / steps, read_peak(place)
+    return (await read_clock(thread, place) - began) / steps, read_peak_gib(place)
 
 
 def add_step(
-    report: Report, place: Place, prefix: str, *, step_s: float, tokens: int, flops: float, peak: int | None
+    report: Report, place: Place, prefix: str, *, step_s: float, tokens: int, flops: float, peak: float | None
 ) -> None:
     """What a training step says: tokens a second, share of the sheet's and of the measured rate, memory."""
     report.add(f"{prefix}_tokens_per_s", tokens / step_s)
-    if place.device == "cuda":
-        report.add(f"{prefix}_mfu", flops / step_s / SHEET_FLOPS)
-    else:
-        report.leave_out(f"{prefix}_mfu", NO_SHEET)
-    if place.gemm_flops is not None:
-        report.add(f"{prefix}_of_gemm", flops / step_s / place.gemm_flops)
-    else:
-        report.leave_out(f"{prefix}_of_gemm", "the part `ceilings` did not run")
-    if peak is not None:
-        report.add(f"{prefix}_peak_gib", peak / GIB)
-    else:
-        report.leave_out(f"{prefix}_peak_gib", NO_PEAK)
+    report.add_or_leave_out(f"{prefix}_mfu", place.share_of_sheet(flops / step_s), NO_SHEET)
+    of_gemm = None if place.gemm_flops is None else flops / step_s / place.gemm_flops
+    report.add_or_leave_out(f"{prefix}_of_gemm", of_gemm, NO_CEILINGS)
+    report.add_or_leave_out(f"{prefix}_peak_gib", peak, NO_PEAK)
 
 
 def names_of(prefix: str) -> tuple[str, ...]:
