@@ -20,6 +20,9 @@ others keep their results. `make bench-h200` is the suite for a GPU. The page is
 Ours and the peer run in one process or take turns A B B A; that both compute the same is asserted before
 anything is timed; ceilings of the machine are measured in the same run. Ratios are of such pairs of turns.
 *Load* is that of the machine when a benchmark ended.
+
+*Measured* names the day and the commit of the code that a result is of. The code has changed since: no result
+is of a later commit than the one beside it, and `git log COMMIT..` lists what came after.
 """
 
 
@@ -50,8 +53,8 @@ def format_page(
     lines = [
         HEAD,
         "## Targets\n",
-        "| benchmark | metric | value | target | met | peer |",
-        "|---|---|---|---|---|---|",
+        "| benchmark | metric | value | target | met | measured | peer |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [line for name in shown if name in results for line in format_targets(name, results[name])]
     missing = [name for name in shown if name not in results]
@@ -64,12 +67,13 @@ def format_page(
 def format_targets(name: str, result: Mapping[str, Any]) -> list[str]:
     """A line of the table for each target."""
     lines: list[str] = []
+    day, commit = result["date"].partition(" ")[0], result.get("commit") or ""
     for metric, target in result["targets"].items():
         met = result["met"].get(metric)
         said = {True: "yes", False: "**no**", None: "not measured"}[met]
         lines.append(
             f"| [{name}](#{name}) | {metric} | {format_value(result['metrics'].get(metric))} | {target} |"
-            f" {said} | {result['peer']} |"
+            f" {said} | {day} {commit} | {result['peer']} |"
         )
     return lines
 
@@ -99,25 +103,23 @@ def format_section(name: str, result: Mapping[str, Any] | None, note: str) -> li
         lines += ["Not run yet.", *(targets if name == "h200" else [])]
     else:
         lines += [format_circumstances(result)]
-        unmeasured: Mapping[str, str] = result.get("unmeasured", {})
-        shown = {
-            metric: value
-            for metric, value in result["metrics"].items()
-            if not (value is None and metric in unmeasured)
-        }
+        missing = [metric for metric, value in result["metrics"].items() if value is None]
+        reasons: Mapping[str, str] = result.get("unmeasured", {})
         if name != "h200_tiny":  # whose numbers mean nothing
             lines += [
                 "",
                 "| metric | value |",
                 "|---|---|",
-                *(f"| {metric} | {format_value(value)} |" for metric, value in shown.items()),
+                *(
+                    f"| {metric} | {format_value(value)} |"
+                    for metric, value in result["metrics"].items()
+                    if value is not None
+                ),
             ]
-        reasons = dict.fromkeys(unmeasured.values())
-        lines += [""] if reasons else []
-        lines += [
-            f"- not measured ({why}): {', '.join(metric for metric, own in unmeasured.items() if own == why)}"
-            for why in reasons
-        ]
+        lines += [""] if missing else []
+        for why in dict.fromkeys(reasons.get(metric, "") for metric in missing):
+            names = ", ".join(metric for metric in missing if reasons.get(metric, "") == why)
+            lines.append(f"- not measured{f' ({why})' if why else ''}: {names}")
         lines += (
             ["", *(f"**{part} failed**: {why}" for part, why in result["failures"].items())]
             if result.get("failures")

@@ -2,7 +2,7 @@
 nothing, CPU time is what counts.
 
     python -m benchmarks.driver_scale [--sizes 64 512 2048 8192] [--rollouts 8192] [--rounds 2]
-    [--python-collector] [--quick]
+    [--quick]
 
 The real RL loop with the real manager, fleet, groups, rewards, filter, ledger, advantages and JSONL logger
 runs on stub engines, which answer after 300 to 1000 tokens of 30 ms with arrays of tokens, log-probs and
@@ -35,7 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import trio
@@ -158,6 +158,15 @@ def make_config(shape: Shape, *, steps: int) -> RLTrainingConfig:
     )
 
 
+def make_engines(shape: Shape) -> list[StubEngine]:
+    answers = Answers(shape.shortest, shape.longest)
+    return [StubEngine(f"stub-{index}", answers) for index in range(shape.engines)]
+
+
+def make_data_buffer() -> DataBuffer:
+    return DataBuffer([{"prompt": f"What is {index} plus {index}?"} for index in range(1 << 14)], seed=0)
+
+
 def commit_all(fleet: Fleet, engines: Sequence[StubEngine], version: int) -> None:
     """The engines serve `version`: a weight update that takes no time."""
     for engine in engines:
@@ -181,8 +190,7 @@ async def drive(
     make_logger: Callable[[JsonlLogger], CostedLogger] = TimedLogger,
 ) -> Record:
     """Runs the loop for `steps` steps."""
-    answers = Answers(shape.shortest, shape.longest)
-    engines = [StubEngine(f"stub-{index}", answers) for index in range(shape.engines)]
+    engines = make_engines(shape)
     config = make_config(shape, steps=steps)
     record = Record()
     async with AsyncExitStack() as stack:
@@ -197,9 +205,7 @@ async def drive(
         )
         logger = make_logger(jsonl)
         commit_all(fleet, engines, 0)
-        data_buffer = DataBuffer(
-            [{"prompt": f"What is {index} plus {index}?"} for index in range(1 << 14)], seed=0
-        )
+        data_buffer = make_data_buffer()
         manager = make_manager(data_buffer, fleet, config, backend)
 
         async def sync_weights(
@@ -249,8 +255,7 @@ def make_manager(
 
 async def call_stubs(shape: Shape, count: int) -> None:
     """`count` requests, in_flight of them at once, straight to the stubs."""
-    answers = Answers(shape.shortest, shape.longest)
-    engines = [StubEngine(f"stub-{index}", answers) for index in range(shape.engines)]
+    engines = make_engines(shape)
     numbers = iter(range(count))
     prompt = np.arange(32)
     sampling = SamplingParams(max_new_tokens=2 * shape.longest)
@@ -272,33 +277,57 @@ def run_virtual(main: Any, *arguments: Any, **options: Any) -> Any:
     return trio.run(call, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-def measure(shape: Shape, *, rollouts: int) -> Cost:
-    """The cost after the first steps, over at least `rollouts` trained rollouts."""
+class Drive(NamedTuple):
+    """A run of the loop, and what its stubs cost without it."""
+
+    record: Record
+    skipped: int  # first steps, which are not counted
+    answered: int  # rollouts after them
+    stub_s: float
+
+    def us_per_rollout(self, totals: Sequence[float]) -> float:
+        """Microseconds of a rollout after the first steps, of seconds that were noted at the end of each
+        step.
+        """
+        return 1e6 * (totals[-1] - totals[self.skipped]) / self.answered
+
+
+def drive_and_call_stubs(
+    shape: Shape, *, rollouts: int, make_logger: Callable[[JsonlLogger], CostedLogger] = TimedLogger
+) -> Drive:
+    """The loop over at least `rollouts` trained rollouts after the first steps, then the same stub calls."""
     steps = max(3, -(-rollouts // shape.in_flight))
     skipped = max(1, steps // 8)
     with tempfile.TemporaryDirectory() as folder:
         gc.collect()
-        record: Record = run_virtual(drive, shape, steps=steps + skipped, folder=Path(folder))
+        record: Record = run_virtual(
+            drive, shape, steps=steps + skipped, folder=Path(folder), make_logger=make_logger
+        )
     answered = record.answered[-1] - record.answered[skipped]
     gc.collect()
     began = time.process_time()
     run_virtual(call_stubs, shape, answered)
-    stub_s = time.process_time() - began
+    return Drive(record, skipped, answered, time.process_time() - began)
+
+
+def measure(shape: Shape, *, rollouts: int) -> Cost:
+    """The cost after the first steps, over at least `rollouts` trained rollouts."""
+    run = drive_and_call_stubs(shape, rollouts=rollouts)
     return Cost(
-        total_us=1e6 * (record.cpu_s[-1] - record.cpu_s[skipped]) / answered,
-        stub_us=1e6 * stub_s / answered,
-        logging_us=1e6 * (record.logging_s[-1] - record.logging_s[skipped]) / answered,
-        collector_us=1e6 * (record.collector_s[-1] - record.collector_s[skipped]) / answered,
+        total_us=run.us_per_rollout(run.record.cpu_s),
+        stub_us=1e6 * run.stub_s / run.answered,
+        logging_us=run.us_per_rollout(run.record.logging_s),
+        collector_us=run.us_per_rollout(run.record.collector_s),
     )
 
 
 # --- logging, and memory ------------------------------------------------------------------------------------
 
 
-async def make_batch(shape: Shape) -> Sequence[Sample]:
+def make_batch(shape: Shape) -> Sequence[Sample]:
     """The samples of one batch."""
     found: list[Sequence[Sample]] = []
-    await look_at_batch(shape, found.append)
+    run_virtual(look_at_batch, shape, found.append)
     return found[0]
 
 
@@ -308,8 +337,7 @@ async def look_at_batch(
     """Calls `look` with the samples of one batch, and before that `in_flight` while all of them are
     generated; it is then not waited for.
     """
-    answers = Answers(shape.shortest, shape.longest)
-    engines = [StubEngine(f"stub-{index}", answers) for index in range(shape.engines)]
+    engines = make_engines(shape)
     config = make_config(shape, steps=1)
     async with (
         open_fleet(
@@ -318,9 +346,7 @@ async def look_at_batch(
         open_fake_backend() as backend,
     ):
         commit_all(fleet, engines, 0)
-        data_buffer = DataBuffer(
-            [{"prompt": f"What is {index} plus {index}?"} for index in range(1 << 14)], seed=0
-        )
+        data_buffer = make_data_buffer()
         manager = make_manager(data_buffer, fleet, config, backend)
         async with trio.open_nursery() as nursery:
 
@@ -359,13 +385,12 @@ def measure_token_bytes() -> float:
     """A token of a rollout that is done and waits to be trained on, by the slope between two lengths."""
 
     def count(length: int) -> int:
-        held: list[Sequence[Sample]] = []
         tracemalloc.start()
-        run_virtual(look_at_batch, Shape(in_flight=512, shortest=length, longest=length), held.append)
+        held = make_batch(Shape(in_flight=512, shortest=length, longest=length))
         gc.collect()
         size = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
-        assert sum(sample.response_length for sample in held[0]) == 512 * length
+        assert sum(sample.response_length for sample in held) == 512 * length
         return size
 
     return (count(LONGEST) - count(SHORTEST)) / (512 * (LONGEST - SHORTEST))
@@ -428,11 +453,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--rollouts", type=int, default=8192, help="of each size and round, at least")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument(
-        "--python-collector",
-        action="store_true",
-        help="the garbage collector as Python sets it, not as training does",
-    )
     options = parser.parse_args()
     if options.quick:
         options.sizes, options.rollouts, options.rounds = (64, 8192), 4096, 1
@@ -441,8 +461,7 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> int:
     options = parse_options()
-    if not options.python_collector:
-        gc.set_threshold(*COLLECTOR_THRESHOLDS)
+    gc.set_threshold(*COLLECTOR_THRESHOLDS)
     sizes, rollouts, rounds = options.sizes, options.rollouts, options.rounds
     metrics: dict[str, float | None] = {}
     print("CPU us a rollout                      driver    stub  collector  logging    share", flush=True)
@@ -470,7 +489,7 @@ def main() -> int:
     }
     metrics["growth_groups_4_to_64"] = compare_ends(measure_turns(groups, rollouts=rollouts, rounds=rounds))
     metrics["logging_share"] = round(share, 4)
-    batch = run_virtual(make_batch, Shape(in_flight=512))
+    batch = make_batch(Shape(in_flight=512))
     ours_us, peer_us, ratio = measure_rows(batch, rounds=2 if options.quick else 4)
     print(f"a row: {ours_us:.0f} us; json with arrays, flushed: {peer_us:.0f} us: {ratio} times")
     metrics |= {

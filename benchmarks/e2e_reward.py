@@ -6,9 +6,8 @@ and the same prompts in order.
 SmolLM2-135M-Instruct, 8 prompts x 8 samples a step, at most 16 new tokens, temperature 1, GRPO with clip 0.2,
 no KL, one update a batch, the loss's mean over all tokens, AdamW at a constant rate, gradients clipped to 1,
 float32, 2 threads, no evaluation. benchmarks/e2e/tasks.py has the tasks. Ours is the ordinary program with
-its embedded engine; TRL generates with model.generate, and with --batching also by transformers' continuous
-batching, of which the faster counts. TRL's micro-batch is its whole batch (--micro-batch-rows), ours as many
-tokens.
+its embedded engine; TRL generates with model.generate. TRL's micro-batch is its whole batch
+(--micro-batch-rows), ours as many tokens.
 
 Both sides are programs of their own, one after the other, in turns by seed and task. A run's time to reward
 is the seconds of its steps until the mean reward of the last five reaches a threshold that both reach: nine
@@ -27,7 +26,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -83,18 +81,12 @@ def describe(name: str, result: RunResult) -> None:
     )
 
 
-def run_pair(
-    setting: Setting, folder: Path, *, ours_first: bool, batching: bool
-) -> tuple[RunResult, RunResult | None]:
-    """Ours, and the faster of TRL's; None where it is not installed."""
+def run_pair(setting: Setting, folder: Path, *, ours_first: bool) -> tuple[RunResult, RunResult | None]:
+    """Ours and TRL's; None where it is not installed."""
     ours = run_ours(setting, folder / "ours") if ours_first else None
     peer = None
     if find_spec("trl") is not None:
         peer = run_trl(setting, folder / "trl")
-        if batching:
-            other = run_trl(replace(setting, continuous_batching=True), folder / "trl-batching")
-            describe("trl, continuous batching", other)
-            peer = min(peer, other, key=median_step)
     ours = ours or run_ours(setting, folder / "ours")
     if peer is not None:
         assert ours.prompt_ids == peer.prompt_ids, "the prompts differ"
@@ -152,7 +144,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, float | st
         )
         place = folder / f"{task}-{seed}"
         place.mkdir()
-        own, peer = run_pair(setting, place, ours_first=number % 2 == 0, batching=arguments.batching)
+        own, peer = run_pair(setting, place, ours_first=number % 2 == 0)
         describe(f"{task}, seed {seed}, ours", own)
         ours.append(own)
         if peer is None:
@@ -189,9 +181,6 @@ def main() -> int:
     parser.add_argument("--lr", type=float, default=0.0, help="in place of the task's")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--micro-batch-rows", type=int, default=64, help="of TRL's; a divisor of 64")
-    parser.add_argument(
-        "--batching", action="store_true", help="run TRL with transformers' continuous batching too"
-    )
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.tasks, arguments.seeds, arguments.steps = ["sums"], 1, 3

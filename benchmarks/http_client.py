@@ -35,7 +35,7 @@ TOKENS = 256
 HOLD_S = 0.05
 LIMIT_S = 90.0  # for one client at one level
 TARGETS = {"highest_cpu_us": "<= 1200", "flatness_2048_to_16": "<= 1.4"}
-SLOW = ("httpx",)  # fewer requests and rounds
+SLOW = ("httpx",)  # one round, of fewer requests
 
 Ask = Callable[[bytes], Awaitable[bytes]]
 """Posts a body and gives the answer's."""
@@ -241,7 +241,7 @@ def plan_measurements(arguments: argparse.Namespace) -> Iterator[tuple[int, int,
     for number in range(arguments.rounds):
         for level in LEVELS:
             for name in CLIENTS if number % 2 == 0 else CLIENTS[::-1]:
-                if name not in SLOW or number < arguments.slow_rounds:
+                if name not in SLOW or (number == 0 and not arguments.quick):
                     yield number, level, name
 
 
@@ -284,9 +284,6 @@ def summarize(cpu_us: dict[tuple[str, int], list[float]]) -> dict[str, float | N
 def main() -> int:
     parser = make_parser(__doc__, quick="two rounds, without the slow ones")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--slow-rounds", type=int, default=1, help=f"rounds in which {', '.join(SLOW)} takes part"
-    )
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--client", choices=CLIENTS, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -301,7 +298,7 @@ def main() -> int:
         run_client(arguments.client, arguments.port, arguments.level, arguments.requests)
         return 0
     if arguments.quick:
-        arguments.rounds, arguments.slow_rounds = 2, 0
+        arguments.rounds = 2
     return finish(
         "http_client",
         peer="aiohttp on asyncio; httpx on trio",

@@ -262,15 +262,11 @@ def check_padding(rows: Rows) -> bool:
     return True
 
 
-def load_trl_batcher() -> tuple[Any, Any] | None:
-    """TRL's TokenBudgetBatcher and the packed rows that it fills; None if they are not installed."""
+def load_trl_batcher() -> Any | None:
+    """TRL's TokenBudgetBatcher; None if it is not installed."""
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     try:
-        trainer = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
-        return (
-            trainer.TokenBudgetBatcher,
-            importlib.import_module("trl.experimental.async_grpo.packing").TreeRow,
-        )
+        return importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer").TokenBudgetBatcher
     except (ImportError, AttributeError):
         return None
 
@@ -279,11 +275,10 @@ def measure_trl(rows: Rows, ranks: int) -> dict[str, float | None]:
     """TRL's batcher beside ours on few samples in groups: ratio of CPU time, and how full and even its rows
     are.
     """
-    loaded = load_trl_batcher()
-    if loaded is None:
+    batcher = load_trl_batcher()
+    if batcher is None:
         print("TRL's TokenBudgetBatcher is not installed: not measured")
         return dict.fromkeys(("trl_cpu_ratio", "trl_fill", "trl_budget_fill", "trl_round_imbalance"))
-    batcher, _ = loaded
     torch = importlib.import_module("torch")
     samples = [
         {

@@ -19,9 +19,7 @@ min_speedup >= 1.0, gradient_error <= 1e-4. --quick: the first shape, one round.
 
 import dataclasses
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -171,8 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    with tempfile.TemporaryDirectory() as cache:
-        model = load_hf_model(resolve_model("smollm2-135m-instruct", cache_dir=Path(cache)))
+    model = load_hf_model(resolve_model("bundled:smollm2-135m-instruct"))
     plan = plan_forward(model)
     assert plan.choose_layout(max(prompt + completion for prompt, completion, _ in SHAPES)) == "packed", (
         plan.reason

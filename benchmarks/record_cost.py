@@ -26,14 +26,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import trio
 
-from benchmarks.driver_scale import SAMPLE_ROWS, Record, Shape, call_stubs, drive, run_virtual
+from benchmarks.driver_scale import SAMPLE_ROWS, Shape, drive_and_call_stubs
 from benchmarks.harness import finish, make_parser
 from integration_training.train import COLLECTOR_THRESHOLDS
 from rollouts.metrics.contributions import UpdateRecord
@@ -96,8 +95,7 @@ def add_traces(update: UpdateRecord) -> UpdateRecord:
     return dataclasses.replace(update, forward=dataclasses.replace(update.forward, per_token=traced))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(NamedTuple):
     """What the driver did after its first steps, without a record."""
 
     driver_us: float  # CPU time of a rollout, the stubs' own left out
@@ -107,30 +105,15 @@ class Run:
 
 def measure_driver(shape: Shape, *, rollouts: int) -> Run:
     """A run of the loop over at least `rollouts` rollouts."""
-    steps = max(3, -(-rollouts // shape.in_flight))
-    skipped = max(1, steps // 8)
     made: list[KeptCalls] = []
 
     def make_logger(logger: JsonlLogger) -> KeptCalls:
         made.append(KeptCalls(logger))
         return made[0]
 
-    with tempfile.TemporaryDirectory() as folder:
-        gc.collect()
-        record: Record = run_virtual(
-            drive, shape, steps=steps + skipped, folder=Path(folder), make_logger=make_logger
-        )
-    answered = record.answered[-1] - record.answered[skipped]
-    gc.collect()
-    began = time.process_time()
-    run_virtual(call_stubs, shape, answered)
-    stub_s = time.process_time() - began
-    calls = [call for call in made[0].calls if call[1][1] > skipped]
-    return Run(
-        driver_us=1e6 * (record.cpu_s[-1] - record.cpu_s[skipped] - stub_s) / answered,
-        rollouts=answered,
-        calls=calls,
-    )
+    run = drive_and_call_stubs(shape, rollouts=rollouts, make_logger=make_logger)
+    driver_us = run.us_per_rollout(run.record.cpu_s) - 1e6 * run.stub_s / run.answered
+    return Run(driver_us, run.answered, [call for call in made[0].calls if call[1][1] > run.skipped])
 
 
 async def replay_calls(calls: Sequence[Call], *, arrays_bytes: int) -> dict[str, float]:

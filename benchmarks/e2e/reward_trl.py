@@ -86,7 +86,6 @@ def main() -> int:
             max_completion_length=settings["max_new_tokens"],
             max_steps=settings["steps"],
             shuffle_dataset=False,  # the rows are in our order
-            use_transformers_continuous_batching=settings["continuous_batching"],
         )
         dataset = Dataset.from_list(
             [

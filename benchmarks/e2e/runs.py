@@ -34,7 +34,6 @@ class Setting:
     prompts_per_step: int = 8
     samples: int = 8
     max_new_tokens: int = 16
-    continuous_batching: bool = False  # TRL only: transformers' generate_batch in place of generate
 
     @property
     def rows_per_step(self) -> int:

@@ -65,9 +65,9 @@ def test_the_page_has_every_target_with_its_verdict_and_what_did_not_run() -> No
     results = {"packing": json.loads(RESULT)}
     text = format_page(results, cpu_set=("packing", "train_step"), others=("ranks", "h200"), notes={})
     wanted = """
-| [packing](#packing) | fill | 0.9877 | >= 0.985 | yes | verl |
-| [packing](#packing) | imbalance | 1 | <= 0.9 | **no** | verl |
-| [packing](#packing) | verl_ratio |  | >= 20 | not measured | verl |
+| [packing](#packing) | fill | 0.9877 | >= 0.985 | yes | 2026-11-22 abc123 | verl |
+| [packing](#packing) | imbalance | 1 | <= 0.9 | **no** | 2026-11-22 abc123 | verl |
+| [packing](#packing) | verl_ratio |  | >= 20 | not measured | 2026-11-22 abc123 | verl |
 - not measured (verl is not installed): verl_ratio
 2026-11-22 18:00 UTC, 61 s; 2 cores of EPYC, 23.5 GiB, load 0.25; python 3.11.7; commit abc123
 Not run yet: train_step, h200.
