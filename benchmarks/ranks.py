@@ -84,7 +84,7 @@ def run_rank(model: str, folder: Path) -> None:
         async with open_ranks(launch) as connected:
             peaks = Peaks()
             for module in (opening, fsdp):  # the first opens rank 0's trainer, the second the others'
-                module.open_trainer = peaks.measure(PHASES["open_trainer"], open_trainer)
+                vars(module)["open_trainer"] = peaks.measure(PHASES["open_trainer"], open_trainer)
             for name, phase in PHASES.items():
                 if hasattr(Trainer, name):
                     setattr(Trainer, name, peaks.measure(phase, getattr(Trainer, name)))

@@ -142,7 +142,8 @@ async def take_turns(
     for _ in range(rounds):
         for side in (0, 1, 1, 0):
             seconds[side].append(await clock((ours, floor)[side]))
-    return Comparison(*map(statistics.median, seconds), compute_ratio(seconds[1], seconds[0]))
+    own, least = seconds
+    return Comparison(statistics.median(own), statistics.median(least), compute_ratio(least, own))
 
 
 # --- the trainer --------------------------------------------------------------------------------------------
@@ -358,9 +359,8 @@ async def measure_vllm(
 @asynccontextmanager
 async def run_server(model: Path, folder: Path) -> AsyncIterator[EngineProcess]:
     """A server in float32 on this CPU."""
-    command = EngineCommand(
-        kind="vllm", python=VLLM_PYTHON.absolute(), model=model, context_length=CONTEXT, dtype="float32"
-    )
+    flags = ("--max-model-len", str(CONTEXT), "--dtype", "float32")
+    command = EngineCommand("vllm", VLLM_PYTHON.absolute(), model, flags)
     async with open_engine_processes(command, count=1, log_dir=folder / "logs") as (process,):
         yield process
 
