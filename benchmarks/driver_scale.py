@@ -37,16 +37,19 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import trio
 import trio.testing
 
 from benchmarks.driver_stubs import (
+    LONGEST,
+    SHORTEST,
     TOKEN_S,
-    Answers,
     LetterTokenizer,
+    Shape,
     StubEngine,
     TimedLogger,
+    call_stubs,
+    make_engines,
     watch_collector,
     write_whole_records,
 )
@@ -63,12 +66,10 @@ from rollouts.metrics.writer import JsonlLogger, open_jsonl_logger
 from rollouts.protocols import InferenceEngine, MetricsLogger, TrainingBackend
 from rollouts.run_dir import RunDir
 from rollouts.testing.fakes import FakeBackend, open_fake_backend
-from rollouts.types import GenerateRequest, Sample, SampleGroup, SamplingParams
+from rollouts.types import Sample, SampleGroup, SamplingParams
 
-ENGINES, GROUP = 8, 8
 SIZES = (64, 512, 2048, 8192)
 MIDDLE = 2048  # in flight where something else is varied
-SHORTEST, LONGEST = 300, 1000  # tokens of an answer
 SAMPLE_ROWS = 16  # a step, the default of output.samples_per_step
 TARGETS = {
     "growth_64_to_8192": "<= 1.3",
@@ -93,18 +94,6 @@ async def keep_most(group: SampleGroup) -> bool:
 
 
 # --- one run ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What one run is of."""
-
-    in_flight: int  # samples
-    group: int = GROUP
-    engines: int = ENGINES
-    staleness: int = 0
-    shortest: int = SHORTEST
-    longest: int = LONGEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,11 +145,6 @@ def make_config(shape: Shape, *, steps: int) -> RLTrainingConfig:
             },
         }
     )
-
-
-def make_engines(shape: Shape) -> list[StubEngine]:
-    answers = Answers(shape.shortest, shape.longest)
-    return [StubEngine(f"stub-{index}", answers) for index in range(shape.engines)]
 
 
 def make_data_buffer() -> DataBuffer:
@@ -251,23 +235,6 @@ def make_manager(
         policy_version=lambda: backend.weight_version,
         max_staleness=config.max_staleness,
     )
-
-
-async def call_stubs(shape: Shape, count: int) -> None:
-    """`count` requests, in_flight of them at once, straight to the stubs."""
-    engines = make_engines(shape)
-    numbers = iter(range(count))
-    prompt = np.arange(32)
-    sampling = SamplingParams(max_new_tokens=2 * shape.longest)
-
-    async def worker() -> None:
-        for number in numbers:
-            request = GenerateRequest(request_id=f"g{number:08d}", prompt_ids=prompt, sampling=sampling)
-            await engines[number % len(engines)].generate(request)
-
-    async with trio.open_nursery() as nursery:
-        for _ in range(shape.in_flight):
-            nursery.start_soon(worker)
 
 
 def run_virtual(main: Any, *arguments: Any, **options: Any) -> Any:

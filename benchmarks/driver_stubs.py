@@ -21,9 +21,23 @@ from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import Span
 from rollouts.metrics.writer import JsonlLogger
 from rollouts.testing.fakes import FakeTokenizer
-from rollouts.types import Completion, EngineLoad, GenerateRequest, Sample
+from rollouts.types import Completion, EngineLoad, GenerateRequest, Sample, SamplingParams
 
 TOKEN_S = 0.03  # virtual
+ENGINES, GROUP = 8, 8
+SHORTEST, LONGEST = 300, 1000  # tokens of an answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What one run is of."""
+
+    in_flight: int  # samples
+    group: int = GROUP
+    engines: int = ENGINES
+    staleness: int = 0
+    shortest: int = SHORTEST
+    longest: int = LONGEST
 
 
 class Answers:
@@ -81,6 +95,28 @@ class StubEngine(IdleEngine):
     async def load(self) -> EngineLoad:
         await trio.lowlevel.checkpoint()
         return EngineLoad(running=len(self._aborts), waiting=0)
+
+
+def make_engines(shape: Shape) -> list[StubEngine]:
+    answers = Answers(shape.shortest, shape.longest)
+    return [StubEngine(f"stub-{index}", answers) for index in range(shape.engines)]
+
+
+async def call_stubs(shape: Shape, count: int) -> None:
+    """`count` requests, in_flight of them at once, straight to the stubs."""
+    engines = make_engines(shape)
+    numbers = iter(range(count))
+    prompt = np.arange(32)
+    sampling = SamplingParams(max_new_tokens=2 * shape.longest)
+
+    async def worker() -> None:
+        for number in numbers:
+            request = GenerateRequest(request_id=f"g{number:08d}", prompt_ids=prompt, sampling=sampling)
+            await engines[number % len(engines)].generate(request)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(shape.in_flight):
+            nursery.start_soon(worker)
 
 
 class LetterTokenizer(FakeTokenizer):

@@ -32,7 +32,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import trio
 
-from benchmarks.driver_scale import SAMPLE_ROWS, Shape, drive_and_call_stubs
+from benchmarks.driver_scale import SAMPLE_ROWS, drive_and_call_stubs
+from benchmarks.driver_stubs import Shape
 from benchmarks.harness import finish, make_parser
 from integration_training.train import COLLECTOR_THRESHOLDS
 from rollouts.metrics.contributions import UpdateRecord
