@@ -21,8 +21,8 @@ Ours and the peer run in one process or take turns A B B A; that both compute th
 anything is timed; ceilings of the machine are measured in the same run. Ratios are of such pairs of turns.
 *Load* is that of the machine when a benchmark ended.
 
-*Measured* names the day and the commit of the code that a result is of. The code has changed since: no result
-is of a later commit than the one beside it, and `git log COMMIT..` lists what came after.
+*Measured* names the day and the commit of the code that a result is of; it says nothing about later commits,
+which `git log COMMIT..` lists.
 """
 
 
