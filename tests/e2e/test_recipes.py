@@ -32,9 +32,12 @@ def test_a_copied_engine_is_synchronised_every_second_step_and_verified(tmp_path
 
 
 def test_the_kl_to_the_reference_is_zero_at_first_and_then_is_not(tmp_path: Path):
-    rows = run(tmp_path / "run", "--rl.kl_coef 0.1 --rl.optim.lr 1e-2")
+    # The task's reward is 0 for every answer of a random model: only rounding would move the policy.
+    (tmp_path / "low.py").write_text("def reward(sample):\n    return -float(sum(sample.tokens[-4:]))\n")
+    flags = f"--rl.kl_coef 0.1 --rl.optim.lr 1e-2 --rl.rollout.reward {tmp_path}/low.py:reward"
+    rows = run(tmp_path / "run", flags)
     assert rows[0]["kl/ref_per_sample"] == pytest.approx(0.0, abs=1e-4)
-    assert abs(rows[-1]["kl/ref_per_sample"]) > 0.01  # an estimate from few samples, of either sign
+    assert max(abs(row["kl/ref_per_sample"]) for row in rows[1:]) > 0.01  # estimates, of either sign
 
 
 def test_kl_in_the_loss_with_recomputed_old_log_probs(tmp_path: Path):
