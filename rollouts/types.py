@@ -59,8 +59,8 @@ def _frozen_array(name: str, value: ArrayLike, dtype: Any, length: int | None) -
             " per token"
         )
     kinds, what = ARRAY_KINDS[wanted.kind]
-    is_bits = wanted.kind == "b" and bool(np.isin(source, (0, 1)).all())
-    if len(source) and source.dtype.kind not in kinds and not is_bits:
+    fits = source.dtype.kind in kinds or (wanted.kind == "b" and bool(np.isin(source, (0, 1)).all()))
+    if len(source) and not fits:
         raise ValueError(f"Sample.{name} has dtype {source.dtype}; it must hold {what}")
     result = source.astype(wanted)
     result.flags.writeable = False
@@ -405,6 +405,9 @@ class OptimStepResult:
     skipped: str | None = None  # why the step changed nothing ("gradient norm is inf"); None when it counted
 
 
+_encoder = json.JSONEncoder(allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+
+
 def encode_json(value: object) -> str:
     """Compact JSON; raises ValueError on NaN and infinity."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    return _encoder.encode(value)

@@ -209,7 +209,8 @@ class Fleet:
     def _leave_seat(self, call: Call, member: FleetMember) -> None:
         call.is_asked = False
         member.calls.discard(call)
-        member.changed.unpark_all()
+        if not member.calls:  # whoever waits for its leave
+            member.changed.unpark_all()
         self._dispatch()
 
     # --- whether anyone serves

@@ -118,7 +118,8 @@ class Collector:
 
     def _note_generated(self) -> None:
         self.generating -= 1
-        self._changed.unpark_all()
+        if self.generating % self._config.samples_per_prompt == 0:  # room for one more group
+            self._changed.unpark_all()
 
     def note_engine_version(self, version: int) -> None:
         """Every engine that serves has the weights of `version`, or newer ones."""

@@ -42,14 +42,18 @@ def make_sample_row(sample: Sample, *, room: int) -> dict[str, Any]:
         "weight_version_max": int(versions.max()) if len(versions) else None,
     }
     row = {name: value for name, value in row.items() if value is not None}
+    others = {key: value for key, value in sample.metadata.items() if key != "failure"}
+    parts = {
+        name: {key: shorten_json(value, VALUE_CHARS) for key, value in values.items()}
+        for name, values in (("rewards", sample.rewards), ("metadata", others))
+    }
+    all_fit = len(encode_row(row | parts)) <= room  # one call of the encoder for most rows
     room -= len(encode_row(row))
     row |= {"prompt": sample.prompt, "response": sample.response}
-    others = {key: value for key, value in sample.metadata.items() if key != "failure"}
-    for name, values in (("rewards", sample.rewards), ("metadata", others)):
+    for name, values in parts.items():
         kept: dict[str, JSONValue] = {}
-        for key, value in values.items():
-            short = shorten_json(value, VALUE_CHARS)
-            size = len(encode_row({key: short})) - 1  # the braces less a comma
+        for key, short in values.items():
+            size = 0 if all_fit else len(encode_row({key: short})) - 1  # the braces less a comma
             if size <= room:
                 kept[key] = short
                 room -= size
