@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import integration_training.tasks
-from integration_training.tasks import arithmetic, countdown, summary_length
+from integration_training.tasks import arithmetic, json_extraction, summary_length
 from rollouts.types import RewardResult, Sample, SampleGroup, Status
 from tests.support.text_tables import read_cells
 
@@ -42,8 +42,8 @@ def group_of(*results: RewardResult) -> SampleGroup:
 
 
 GOLD = """
-arithmetic.exact_answer arithmetic.close_answer countdown.reaches_target json_extraction.extracts_fields
-letter_counting.counts_right letter_words.share_of_letters sorting.in_order summary_length.fits
+arithmetic.exact_answer arithmetic.close_answer json_extraction.extracts_fields letter_words.share_of_letters
+summary_length.fits
 """
 
 
@@ -53,8 +53,6 @@ def test_gold_answers_earn_the_full_reward(name: str):
     for row in [row for seed in range(3) for row in task.make_rows(size=150, seed=seed)]:
         gold = answer(row, row["answer"])
         assert find_reward(name)(gold).reward == 1.0, row
-        if task.__name__.endswith("letter_counting"):
-            assert row["word"].count(row["letter"]) == int(row["answer"])
         if task.__name__.endswith("json_extraction"):
             assert all(str(value) in row["prompt"] for value in json.loads(row["answer"]).values())
         if task is summary_length:
@@ -70,44 +68,23 @@ def test_row_i_depends_on_the_seed_and_i_alone(task):
     assert json.loads(json.dumps(many)) == many
 
 
-TASK_ROWS = json.loads("""{
-"letter_counting.counts_right": {"answer": "3", "word": "strawberry", "letter": "r"},
-"json_extraction.extracts_fields": {"answer": "{\\"name\\": \\"Ada\\", \\"age\\": 30}"},
-"sorting.in_order": {"answer": "1, 2, 3", "numbers": [3, 1, 2]},
-"countdown.reaches_target": {"answer": "(3 + 5) * 2", "numbers": [5, 2, 3], "target": 16} }""")
-# Of letters the last number counts; in_order gives half of the share of neighbours in order; of fields 0.2 is
-# for an object and 0.8 for the share of right fields.
-SCORES = """
-letter_counting.counts_right | 1 | 3 ; 03
-letter_counting.counts_right | 0.5 | 2, no: 3 ; It is 3.
-letter_counting.counts_right | 0 | 3 or 4 ; three ; 13
-json_extraction.extracts_fields | 1 | {"name": "Ada", "age": 30} ; {"name": "Ada", "age": "30"}
-json_extraction.extracts_fields | 0.6 | {"name": "Ada", "age": 31} ; {"name": "Ada"}
-json_extraction.extracts_fields | 0.6 | {"name": "Ada", "age": true}
-json_extraction.extracts_fields | 0.7333333333 | {"name": "Ada", "age": 30, "city": "Oslo"}
-json_extraction.extracts_fields | 0.2 | {}
-json_extraction.extracts_fields | 0 | [1] ; Ada is 30
-sorting.in_order | 1 | 1, 2, 3 ; [1,2,3]
-sorting.in_order | 0.25 | 1, 3, 2
-sorting.in_order | 0 | 3, 2, 1 ; 1, 2 ; 1, 2, 2, 3 ; 1 2 3
-countdown.reaches_target | 1 | (3+5)*2
-countdown.reaches_target | 0.1 | 3*5
-countdown.reaches_target | 0 | 2*2*4 ; 3+5+ ; __import__('os') ; 3**2 ; 5/(3-3) ; True
+# 0.2 is for an object and 0.8 for the share of right fields.
+EXTRACTION = """
+1            | {"name": "Ada", "age": 30} ; {"name": "Ada", "age": "30"}
+0.6          | {"name": "Ada", "age": 31} ; {"name": "Ada"} ; {"name": "Ada", "age": true}
+0.7333333333 | {"name": "Ada", "age": 30, "city": "Oslo"}
+0.2          | {}
+0            | [1] ; Ada is 30
 """
 
 
-@pytest.mark.parametrize(("name", "expected", "texts"), read_cells(SCORES))
-def test_answers_are_scored_as_the_page_says(name: str, expected: str, texts: str):
-    reward = find_reward(name)
+@pytest.mark.parametrize(("expected", "texts"), read_cells(EXTRACTION))
+def test_extracted_fields_are_scored_by_their_share(expected: str, texts: str):
+    row = {"answer": '{"name": "Ada", "age": 30}'}
     for text in texts.split(" ; "):
-        assert reward(answer(TASK_ROWS[name], text)).reward == pytest.approx(float(expected)), text
-
-
-def test_countdown_refuses_what_is_no_sum_of_the_numbers_and_says_why():
-    row = TASK_ROWS["countdown.reaches_target"]
-    assert "which are not given" in (countdown.reaches_target(answer(row, "2*2*4")).note or "")
-    assert countdown.reaches_target(answer(row, "(" * 5000)).reward == 0
-    assert countdown.evaluate("1/3 + 1/6")[0] * 2 == 1
+        assert json_extraction.extracts_fields(answer(row, text)).reward == pytest.approx(float(expected)), (
+            text
+        )
 
 
 def test_a_summary_is_scored_by_coverage_and_length():
