@@ -287,7 +287,7 @@ async def open_scorer(run: Run, opened: Stage, completed: Callable[[], int]) -> 
     common = scorer_options(run, opened)
     if rule is not None:
         saved = (opened.newest or opened.start) / REFERENCE
-        common |= {"rule": UpdateRule(rule[0], 1.0 - rule[0], rule[1]), "dtype": getattr(torch, config.dtype)}
+        common |= {"rule": UpdateRule(*rule), "dtype": getattr(torch, config.dtype)}
         where = saved if opened.newest and saved.is_dir() else opened.start
         async with open_moving_reference(where, **common) as moving:
             moving.follow(opened.backend, completed)

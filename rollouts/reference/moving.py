@@ -3,13 +3,12 @@ TR-DPO's mixture.
 
     after step n ──► due? ──► backend.stream_weights ──► per weight: accumulator ← rule(accumulator, policy)
                                                          all came ──► the scoring model gets the accumulators
-    checkpoint   ──► save(dir): a model directory of the accumulators, and moving_reference.json
+    checkpoint   ──► hold() writes a model directory of the accumulators, and moving_reference.json
     resume       ──► open_moving_reference(dir): goes on from there, bit for bit
 
-Accumulators are float32 or float64, also where the model that scores is bfloat16: with a decay of 0.999 a
-step of an average is below half the distance of two bfloat16 numbers and would be rounded away. A float32
-accumulator stands still when a step is below 6e-8 of a weight, a float64 one at 1e-16. Where both have one
-dtype, the scoring model's weights are the accumulators.
+Accumulators are float32, also where the model that scores is bfloat16: with a decay of 0.999 a step of an
+average is below half the distance of two bfloat16 numbers and would be rounded away. (A float32 accumulator
+stands still when a step is below 6e-8 of a weight.) A float32 scoring model's weights are the accumulators.
 """
 
 from __future__ import annotations
@@ -43,36 +42,32 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """reference ← policy_weight · policy + reference_weight · reference, after every `every`-th step.
+    """reference ← policy_weight · policy + (1 − policy_weight) · reference, after every `every`-th step.
 
-    EMA of decay d: (1 − d, d). Reset, TR-DPO's hard update: (1, 0). TR-DPO's soft update of α: (α, 1 − α)
+    EMA of decay d: policy_weight = 1 − d. Reset, TR-DPO's hard update: 1. TR-DPO's soft update of α: α
     (Gorbatovski et al. 2024, arXiv 2404.09656).
     """
 
     policy_weight: float  # above 0, at most 1
-    reference_weight: float  # 1 − policy_weight
     every: int = 1  # completed steps from one update to the next
 
     def __post_init__(self) -> None:
-        adds_up = abs(self.policy_weight + self.reference_weight - 1.0) <= 1e-12
-        if not (0.0 < self.policy_weight <= 1.0 and adds_up and self.every >= 1):
+        if not (0.0 < self.policy_weight <= 1.0 and self.every >= 1):
             raise ConfigError(
-                f"{self} of a moving reference: the rule is 0 < policy_weight <= 1, every >= 1, and both"
-                " weights add up to 1; a reference that never moves is a frozen one"
+                f"{self} of a moving reference: the rule is 0 < policy_weight <= 1 and every >= 1; a frozen"
+                " reference is one that never moves"
             )
 
 
-def compute_update(reference: Tensor, policy: Tensor, rule: UpdateRule) -> Tensor:
-    """reference_weight · reference + policy_weight · policy, on the reference's device.
+def mix_weights(reference: Tensor, policy: Tensor, policy_weight: float) -> Tensor:
+    """policy_weight · policy + (1 − policy_weight) · reference, on the reference's device.
 
     Computed in float64, to be rounded once: in float32 the two weights are rounded and no longer add up to 1,
-    which over many updates pulls every weight by up to 3e-8 / policy_weight. A hard update is a copy: it is
-    equal bit for bit, and an infinity of the old reference does not become NaN.
+    which over many updates pulls every weight by up to 3e-8 / policy_weight. A reset is a copy: it is equal
+    bit for bit, and an infinity of the old reference does not become NaN.
     """
     policy = policy.detach().to(reference.device)
-    if rule.reference_weight == 0.0:
-        return policy
-    return reference.double().mul(rule.reference_weight).add_(policy.double().mul(rule.policy_weight))
+    return policy if policy_weight == 1.0 else reference.double().lerp(policy.double(), policy_weight)
 
 
 class _Counters(msgspec.Struct, frozen=True):
@@ -83,31 +78,31 @@ class _Counters(msgspec.Struct, frozen=True):
     step: Annotated[int, msgspec.Meta(ge=0)] = 0  # completed steps at the last call of update()
 
 
-@dataclass(slots=True)
-class _State:
-    """What load() makes anew."""
-
-    model: PreTrainedModel  # that scores
-    averaged: PreTrainedModel  # whose weights are the accumulators; the same model where both have one dtype
-    scorer: FrozenReference
-    counters: _Counters
-    is_whole: bool = True  # False after an update that broke off in the middle
-
-
 class MovingReference:
     """A LogProbScorer whose model follows the policy. Made by open_moving_reference."""
 
     def __init__(
-        self, state: _State, load: Callable[[Path], _State], device_thread: DeviceThread, rule: UpdateRule
+        self,
+        model: PreTrainedModel,
+        averaged: PreTrainedModel,
+        counters: _Counters,
+        rule: UpdateRule,
+        device_thread: DeviceThread,
+        micro_batch_tokens: int,
     ) -> None:
-        self.rule = rule
-        self._state, self._load, self._device_thread = state, load, device_thread
+        """In a job of the device thread. model: that scores; averaged: whose weights are the accumulators,
+        the same model where both have one dtype.
+        """
+        self._model, self._averaged, self._counters = model, averaged, counters
+        self._rule, self._device_thread = rule, device_thread
+        self._scorer = FrozenReference(model, device_thread, micro_batch_tokens)
+        self._is_whole = True  # False after an update that broke off in the middle
         self._followed: tuple[TrainingBackend, Callable[[], int]] | None = None
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """reference/updates: how often the reference moved since its run began, across resumes."""
-        return {"reference/updates": float(self._state.counters.updates)}
+        return {"reference/updates": float(self._counters.updates)}
 
     def follow(self, backend: TrainingBackend, completed_steps: Callable[[], int]) -> None:
         """From here on the reference updates itself: before it scores and before it is held, up to the
@@ -115,22 +110,26 @@ class MovingReference:
         """
         self._followed = backend, completed_steps
 
-    async def _run_whole(self, work: Callable[[_State], T]) -> T:
-        """What `work` answers on the device thread, of a reference that is up to date. Raises BackendError if
+    async def _run_whole(self, work: Callable[[], T]) -> T:
+        """What `work` returns on the device thread, once the reference is up to date. Raises BackendError if
         an update broke off.
         """
         if self._followed is not None:
             await self.update(self._followed[0], step=self._followed[1]())
-        return await self._device_thread.submit(lambda: work(self._check_whole()))
 
-    def _check_whole(self) -> _State:
-        if not self._state.is_whole:
-            raise BackendError("the last update of this reference broke off; load() a saved one")
-        return self._state
+        def work_on_whole() -> T:
+            self._check_whole()
+            return work()
+
+        return await self._device_thread.submit(work_on_whole)
+
+    def _check_whole(self) -> None:
+        if not self._is_whole:
+            raise BackendError("the last update of this reference broke off; go on from a saved one")
 
     async def score(self, batch: RolloutBatch) -> FloatRows:
         """[T_i] per row at batch.temperature; 0.0 where the loss mask is 0. Sees all earlier updates."""
-        return await self._run_whole(lambda state: state.scorer.score_now(batch))
+        return await self._run_whole(lambda: self._scorer.score_now(batch))
 
     async def update(self, backend: TrainingBackend, *, step: int) -> bool:
         """Moves the reference if it is due after `step` completed steps; True if it moved. A step that was
@@ -138,16 +137,15 @@ class MovingReference:
 
         Scores that are asked for later see the moved weights, also if this call is cancelled. Call it on rank
         0, whose backend streams whole weights. Raises what stream_weights raises; BackendError if a weight is
-        missing, unknown or of another shape: then only load() helps.
+        missing, unknown or of another shape: then this reference is of no more use.
         """
-        state = self._state
-        if step <= state.counters.step:
+        if step <= self._counters.step:
             return False
-        if step % self.rule.every:
-            state.counters = msgspec.structs.replace(state.counters, step=step)
+        if step % self._rule.every:
+            self._counters = msgspec.structs.replace(self._counters, step=step)
             return False
         self._check_whole()
-        held = dict(state.averaged.named_parameters())
+        held = dict(self._averaged.named_parameters())
         waiting, wrong = set(held), list[str]()
 
         def take(bucket: Sequence[tuple[str, Tensor]]) -> None:
@@ -156,16 +154,16 @@ class MovingReference:
                     wrong.append(name)
                 elif not wrong:
                     waiting.discard(name)
-                    held[name].copy_(compute_update(held[name], policy, self.rule))
+                    held[name].copy_(mix_weights(held[name], policy, self._rule.policy_weight))
 
         def finish() -> None:
             if wrong or waiting:
-                state.is_whole = len(waiting) == len(held)
+                self._is_whole = len(waiting) == len(held)
                 return
-            if state.model is not state.averaged:
-                for shown, exact in zip(state.model.parameters(), held.values(), strict=True):
+            if self._model is not self._averaged:
+                for shown, exact in zip(self._model.parameters(), held.values(), strict=True):
                     shown.copy_(exact)
-            state.counters = _Counters(updates=state.counters.updates + 1, step=step)
+            self._counters = _Counters(updates=self._counters.updates + 1, step=step)
 
         streamed = backend.stream_weights(take)
         finished = self._device_thread.submit(finish)  # queued before any score
@@ -188,33 +186,17 @@ class MovingReference:
         broke off, and the writer OSError.
         """
 
-        def copy(state: _State) -> tuple[list[tuple[str, Tensor]], _Counters]:
-            held = state.averaged.named_parameters()
-            return [(name, weight.to("cpu", copy=True)) for name, weight in held], state.counters
+        def copy() -> tuple[list[tuple[str, Tensor]], _Counters]:
+            held = self._averaged.named_parameters()
+            return [(name, weight.to("cpu", copy=True)) for name, weight in held], self._counters
 
         held, counters = await self._run_whole(copy)
 
         def write(path: Path) -> None:
-            save_hf_model(self._state.model, path, weights=held, dtype=held[0][1].dtype)
+            save_hf_model(self._model, path, weights=held, dtype=held[0][1].dtype)
             (path / STATE_FILE).write_bytes(msgspec.json.encode(counters))
 
         return lambda path: trio.to_thread.run_sync(write, path)
-
-    async def save(self, path: Path) -> None:
-        """Writes what hold() holds at once."""
-        await (await self.hold())(path)
-
-    async def load(self, path: Path) -> None:
-        """Goes on from what save() wrote, bit for bit. Raises ModelError and CheckpointError, with the
-        reference as it was.
-        """
-
-        def work() -> None:
-            self._state = self._load(path)
-
-        if not (path / STATE_FILE).is_file():
-            raise CheckpointError(f"{path} has no {STATE_FILE}; give the directory that save() wrote")
-        await self._device_thread.submit(work)
 
 
 def _read_counters(path: Path) -> _Counters:
@@ -237,29 +219,22 @@ async def open_moving_reference(
     micro_batch_tokens: int = 8192,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
-    accumulator_dtype: torch.dtype = torch.float32,
 ) -> AsyncIterator[MovingReference]:
-    """A reference that starts as the model at `model_path`, or goes on where save() left it there.
+    """A reference that starts as the model at `model_path`, or goes on, bit for bit, from what hold() wrote
+    there.
 
     `device_thread` is the backend's, so that scores and updates keep the order in which they were asked for.
-    `dtype` is what the model scores in, `accumulator_dtype` (float32 or float64) what is averaged. Raises
-    ModelError, CheckpointError, ConfigError.
+    `dtype` is what the model scores in. Raises ModelError, CheckpointError.
     """
-    if accumulator_dtype not in (torch.float32, torch.float64):
-        raise ConfigError(
-            f"accumulator_dtype={accumulator_dtype} of a moving reference rounds small steps away; use"
-            " torch.float32 or torch.float64"
+
+    def load() -> MovingReference:
+        counters = _read_counters(model_path)
+        models: dict[torch.dtype, Any] = {
+            each: load_hf_model(model_path, dtype=each).requires_grad_(False).to(device)
+            for each in {torch.float32, dtype}
+        }
+        return MovingReference(
+            models[dtype], models[torch.float32], counters, rule, device_thread, micro_batch_tokens
         )
 
-    def load(path: Path) -> _State:
-        counters = _read_counters(path)
-        models: dict[torch.dtype, Any] = {
-            each: load_hf_model(path, dtype=each).requires_grad_(False) for each in {accumulator_dtype, dtype}
-        }
-        for model in models.values():
-            model.to(device)
-        scorer = FrozenReference(models[dtype], device_thread, micro_batch_tokens)
-        return _State(models[dtype], models[accumulator_dtype], scorer, counters)
-
-    state = await device_thread.submit(lambda: load(model_path))
-    yield MovingReference(state, load, device_thread, rule)
+    yield await device_thread.submit(load)

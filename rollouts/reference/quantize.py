@@ -26,7 +26,6 @@ from rollouts.errors import ConfigError, DataError, ModelError
 from rollouts.models.directories import check_model_directory, list_weight_files
 from rollouts.models.limits import find_context_limit
 from rollouts.models.sampling import sample_completions
-from rollouts.protocols import LogProbScorer
 from rollouts.types import FloatRows, GenerateRequest, RolloutBatch, SamplingParams
 
 if TYPE_CHECKING:
@@ -208,15 +207,6 @@ def compare_log_probs(approximate: FloatRows, exact: FloatRows, batch: RolloutBa
         "reference/log_prob_error/mean": float(np.abs(errors).mean()),
         "reference/log_prob_error/max": float(np.abs(errors).max()),
     }
-
-
-async def measure_kl_bias(
-    scorer: LogProbScorer, exact_scorer: LogProbScorer, batch: RolloutBatch
-) -> dict[str, float]:
-    """What compare_log_probs says of `scorer` beside `exact_scorer` on the same tokens. Raises what they
-    raise, and DataError.
-    """
-    return compare_log_probs(await scorer.score(batch), await exact_scorer.score(batch), batch)
 
 
 def sample_probe(model: PreTrainedModel) -> RolloutBatch:
