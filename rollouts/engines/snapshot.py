@@ -5,25 +5,15 @@ load it. A server that fails in the middle of a load has its weights in pieces, 
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import safe_open
-
 from rollouts.errors import ModelError
-from rollouts.models.directories import list_weight_files
-from rollouts.models.quiet import naming_errors
+from rollouts.models.directories import list_tensors
 
 TensorShapes = Mapping[str, tuple[int, ...]]
 
 
 def read_tensor_shapes(path: Path) -> TensorShapes:
-    """Name → shape of every tensor in a model directory. Raises ModelError naming the file that is missing,
-    cut or no safetensors.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name in list_weight_files(path):
-        # opening also checks the file's size
-        with naming_errors(f"{path / name} cannot be read"), safe_open(path / name, "np") as file:
-            shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    return shapes
+    """Name → shape of every tensor in a model directory. Raises ModelError as list_tensors."""
+    return {tensor.name: tensor.shape for tensor in list_tensors(path)}
 
 
 def find_tensor_shapes(path: Path) -> TensorShapes | None:

@@ -10,6 +10,9 @@ import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
+
+from safetensors import safe_open
 
 from rollouts.errors import ModelError
 from rollouts.models.quiet import naming_errors
@@ -70,6 +73,27 @@ def list_weight_files(path: Path) -> list[str]:
     if (path / WHOLE_FILE).is_file() or not (path / WEIGHT_INDEX).is_file():
         return [WHOLE_FILE]
     return read_shard_names(path)
+
+
+class FileTensor(NamedTuple):
+    """One tensor of a safetensors file."""
+
+    name: str  # in the file
+    file: Path
+    shape: tuple[int, ...]
+
+
+def list_tensors(path: Path) -> list[FileTensor]:
+    """Every tensor that loading the model reads, by the headers of its files alone. Raises ModelError naming
+    the file that is missing, cut or no safetensors.
+    """
+    found: list[FileTensor] = []
+    for file in (path / name for name in list_weight_files(path)):
+        # opening also checks the file's size
+        with naming_errors(f"{file} cannot be read"), safe_open(file, "np") as opened:
+            names = opened.keys()
+            found += [FileTensor(name, file, tuple(opened.get_slice(name).get_shape())) for name in names]
+    return found
 
 
 def compute_model_digests(path: Path) -> dict[str, str]:

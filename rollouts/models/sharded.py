@@ -19,7 +19,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import safe_open
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollouts.errors import ModelError
 from rollouts.models.classes import ModelHead, find_class, has_own_scalar_head
-from rollouts.models.directories import check_model_directory, list_weight_files
+from rollouts.models.directories import FileTensor, check_model_directory, list_tensors
 from rollouts.models.quiet import LOCAL, describe_error, naming_errors, quiet_transformers
 from rollouts.models.scalar_head import HEAD_WEIGHT, get_scalar_weight, has_scalar_head
 
@@ -213,14 +213,6 @@ def list_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, s
 # --- files --------------------------------------------------------------------------------------------------
 
 
-class FileTensor(NamedTuple):
-    """One tensor of a safetensors file."""
-
-    name: str  # in the file
-    file: Path
-    shape: tuple[int, ...]
-
-
 @dataclass(slots=True)
 class WeightGroup:
     """Weights of the model that are made from the same tensors of the files; one from one almost always."""
@@ -249,7 +241,7 @@ def plan_weights(
     known = getattr(model, CONVERSIONS, None)
     # fresh copies, for transformers notes in them what they were used for
     conversions = copy.deepcopy(known) if known is not None else get_model_conversion_mapping(model)
-    groups, unknown = _group(model, _read_headers(path), conversions, {*weights, *aliases})
+    groups, unknown = _group(model, list_tensors(path), conversions, {*weights, *aliases})
     shapes: dict[str, tuple[int, ...]] = {}
     first_sources: dict[str, FileTensor] = {}
     for group in groups:
@@ -337,16 +329,6 @@ def convert_group(
             f" ({describe_error(error)}); copy the model directory again"
         ) from error
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-
-
-def _read_headers(path: Path) -> list[FileTensor]:
-    """Every tensor of the files that transformers would read."""
-    found: list[FileTensor] = []
-    for file in (path / name for name in list_weight_files(path)):
-        with naming_errors(f"{file} cannot be read"), safe_open(file, framework="pt") as opened:
-            names = opened.keys()
-            found += [FileTensor(name, file, tuple(opened.get_slice(name).get_shape())) for name in names]
-    return found
 
 
 def read_tensors(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
@@ -23,9 +23,6 @@ from rollouts.preflight.functions import Functions, load_functions
 from rollouts.preflight.reward_models import check_reward_models
 from rollouts.preflight.rows import PreparedRows, Rows, load_all_rows, prepare_rows
 from rollouts.run_dir import RunDir, find_activity, list_parts, parse_step
-
-if TYPE_CHECKING:
-    pass
 
 ANSWER_S = 10.0  # for each question to a server
 # read-only paths: what tells the version, and what is guarded as control calls are

@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
-
 from rollouts.config.schema import REFERENCE_FREE, RunConfig
 from rollouts.errors import ModelError
 from rollouts.loops.algorithm import needs_reference
+from rollouts.models.directories import list_tensors
 from rollouts.models.host_memory import read_free_memory
 from rollouts.preflight.findings import Finding
 from rollouts.preflight.rows import PreparedRows, Rows
@@ -53,16 +52,8 @@ def read_model_size(model_dir: Path) -> ModelSize | None:
     """From config.json and the headers of the safetensors files; None if either does not say. Raises
     ModelError for a file that is damaged.
     """
-    config, parameters = read_model_config(model_dir), 0
-    for path in sorted(model_dir.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="numpy") as file:
-                shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
-                parameters += sum(map(math.prod, shapes))
-        except (OSError, SafetensorError) as error:
-            raise ModelError(
-                f"{path} is no safetensors file ({error}); copy the model directory again"
-            ) from error
+    config = read_model_config(model_dir)
+    parameters = sum(math.prod(tensor.shape) for tensor in list_tensors(model_dir))
     try:
         hidden, heads, layers = (
             int(config[name]) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")

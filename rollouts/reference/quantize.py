@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rollouts.errors import ConfigError, DataError, ModelError
-from rollouts.models.directories import check_model_directory, list_weight_files
+from rollouts.models.directories import check_model_directory, list_tensors
 from rollouts.models.limits import find_context_limit
 from rollouts.models.sampling import sample_completions
 from rollouts.types import FloatRows, GenerateRequest, RolloutBatch, SamplingParams
@@ -161,18 +160,8 @@ def count_bytes_by_headers(path: Path, dtype: str) -> int:
     bits. Raises ModelError.
     """
     check_model_directory(path)
-    total = BUFFER_BYTES
-    for file_name in list_weight_files(path):
-        try:
-            with safe_open(path / file_name, framework="pt") as file:
-                shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise ModelError(
-                f"{path / file_name} cannot be read ({error}); copy the model directory again"
-            ) from error
-        for name, shape in shapes.items():
-            total += math.ceil(math.prod(shape) * _count_bits(name, shape, dtype) / 8)
-    return total
+    sizes = (math.prod(shape) * _count_bits(name, shape, dtype) / 8 for name, _, shape in list_tensors(path))
+    return BUFFER_BYTES + sum(map(math.ceil, sizes))
 
 
 def _count_bits(name: str, shape: tuple[int, ...], dtype: str) -> float:

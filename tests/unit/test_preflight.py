@@ -51,6 +51,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a config, its rows, a reward and a model directory of 40 positions."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 40}', encoding="utf-8")
+    save_file({"a": np.zeros(1, np.float32)}, tmp_path / "model" / "model.safetensors")
     (tmp_path / "r.py").write_text(SCORE, encoding="utf-8")
     write_rows(tmp_path / "rl.jsonl", {"prompt": "a", "answer": "b"}, {"prompt": "bcd"}, {"prompt": "held"})
     write_rows(tmp_path / "sft.jsonl", {"prompt": "q", "answer": "ab"})
@@ -268,7 +269,7 @@ def test_the_size_of_a_model_is_read_without_its_weights(tmp_path):
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     assert read_model_size(tmp_path) is None
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(ModelError, match="is no safetensors file"):
+    with pytest.raises(ModelError, match="model.safetensors cannot be read"):
         read_model_size(tmp_path)
 
 
