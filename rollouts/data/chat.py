@@ -306,13 +306,13 @@ def _find_turn(messages: Sequence[ChatMessage], turn: int, text: str, template: 
             " use another chat template"
         )
     body = ended[len(prompt) :]
-    end = _find_end(body, messages, turn, template)
+    end = find_end(body, messages, turn, template)
     if end is None:
         raise ModelError(
             f"the chat template ends message {turn} with {body[-20:]!r}, not with a special token; a model"
             " trained on that never learns to stop; use a template that ends the assistant's turn"
         )
-    trained = prompt + body[:end]
+    trained = prompt + body[: end.end()]
     if not text.startswith(trained):
         raise ModelError(
             f"the chat template rewrites messages up to {turn} when later turns follow"
@@ -353,8 +353,10 @@ def _find_unwritten(
     return "thinking at the beginning of the content" if thinks else "content as it is"
 
 
-def _find_end(body: str, messages: Sequence[ChatMessage], turn: int, template: Template) -> int | None:
-    """Where the end token of the turn ends in what was written after its prompt; None if it ends without one.
+def find_end(
+    body: str, messages: Sequence[ChatMessage], turn: int, template: Template
+) -> re.Match[str] | None:
+    """The end token of the turn in what was written after its prompt; None if it ends without one.
 
     What follows the content, or the tool calls, must be added tokens and white space alone. If there is not
     one special token among them, as after a tool call, where a template closes the conversation too, or where
@@ -376,7 +378,7 @@ def _find_end(body: str, messages: Sequence[ChatMessage], turn: int, template: T
             rest = template.render([*messages[:turn], answer]).rpartition(answer["content"])[2]
             usual = re.match(rf"\s*({token})", rest)
             ends = [found for found in tail if usual and found[0] == usual[1]] or ends
-    return ends[0].end() if ends else None
+    return ends[0] if ends else None
 
 
 def _first_difference(first: str, second: str) -> str:

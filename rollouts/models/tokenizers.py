@@ -6,16 +6,17 @@ And a tokenizer that needs no files: one token per byte.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from rollouts.errors import ModelError
+from rollouts.data.chat import DEFAULT_OPTIONS, find_end, make_template
+from rollouts.errors import DataError, ModelError
 from rollouts.models.quiet import naming_errors
+from rollouts.types import ChatMessage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -24,6 +25,7 @@ PAD_TOKEN, START_TOKEN, END_TOKEN = "<pad>", "<|im_start|>", "<|im_end|>"
 PAD_ID, START_ID, END_ID = 256, 257, 258  # after the 256 bytes
 # what a template raises: its author's own refusals, and what its expressions meet in the messages
 TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+CALL = {"type": "function", "id": "abcdef123", "function": {"name": "name", "arguments": {"key": "value"}}}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{%"
     " endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -76,7 +78,7 @@ def check_chat_template_compiles(tokenizer: PreTrainedTokenizerBase, where: str)
     it refuses is not looked at.
     """
     try:
-        _write_turns(tokenizer, [{"role": "user", "content": "a"}])
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     except TemplateSyntaxError as error:
         raise ModelError(
             f"{where}: the chat template is no Jinja: line {error.lineno}: {error.message}"
@@ -87,52 +89,24 @@ def check_chat_template_compiles(tokenizer: PreTrainedTokenizerBase, where: str)
 
 def find_turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Ids of the tokens with which the chat template ends a plain answer, and a tool call where it writes
-    one. Found by writing both.
+    one. Found by writing both, with a system turn before them where it refuses them without one.
 
     Empty if there is no template, it refuses them, or it ends them with text.
     """
-    if not tokenizer.chat_template:
-        return ()
-    tokens = tokenizer.added_tokens_decoder.values()
-    special = {*map(str, tokenizer.all_special_tokens), *(token.content for token in tokens if token.special)}
-    added = {*special, *(token.content for token in tokens)}
-    answer = "plain answer"
-    _, written, tail = _answer(tokenizer, content=answer).rpartition(answer)
-    begun = [token for token in added if written and token.strip() and tail.lstrip().startswith(token)]
-    plain_end = max(begun, key=len, default=None)
-    # longer ones first, as a regular expression takes the first that fits
-    one = "|".join(map(re.escape, sorted(filter(str.strip, special), key=len, reverse=True)))
-    run = re.search(rf"(?:(?:{one})\s*)+\Z", _call_a_tool(tokenizer)) if one else None
-    last = re.findall(one, run.group()) if run else []
-    call_end = plain_end if plain_end in last else next(iter(last), None)
-    ends = {plain_end, call_end} - {None}
-    ids: list[Any] = [tokenizer.convert_tokens_to_ids(str(end)) for end in ends]
+    ends: set[str] = set()
+    for answer in ({"content": "plain answer"}, {"content": "", "tool_calls": [CALL]}):
+        for system in ([], [ChatMessage(role="system", content="system")]):
+            with suppress(DataError, ModelError):
+                question = ChatMessage(role="user", content="question")
+                messages = [*system, question, cast(ChatMessage, {"role": "assistant", **answer})]
+                template = make_template(messages, tokenizer, DEFAULT_OPTIONS, None)
+                prompt = template.render(messages[:-1], add_generation_prompt=True)
+                body = template.render(messages).removeprefix(prompt)
+                end = find_end(body, messages, len(messages) - 1, template)
+                ends |= {end[0]} if end else set()
+                break
+    ids: list[Any] = [tokenizer.convert_tokens_to_ids(end) for end in ends]
     return tuple(sorted(one for one in ids if one not in (None, tokenizer.unk_token_id)))
-
-
-def _call_a_tool(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A tool call in the chat template; empty if it refuses or leaves out what is called."""
-    for arguments in ({"key": "zqvalue"}, '{"key": "zqvalue"}'):
-        call = {"type": "function", "id": "abcdef123", "function": {"name": "zqname", "arguments": arguments}}
-        written = _answer(tokenizer, content="", tool_calls=[call])
-        if "zqname" in written and "zqvalue" in written:
-            return written
-    return ""
-
-
-def _answer(tokenizer: PreTrainedTokenizerBase, **answer: Any) -> str:
-    """A question and this answer in the chat template; empty if it refuses them, with and without a system
-    turn before them.
-    """
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", **answer}]
-    for system in ([], [{"role": "system", "content": "system"}]):
-        with suppress(*TEMPLATE_ERRORS):
-            return _write_turns(tokenizer, [*system, *turns])
-    return ""
-
-
-def _write_turns(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str:
-    return str(tokenizer.apply_chat_template(messages, tokenize=False))
 
 
 # --- vocabularies -------------------------------------------------------------------------------------------

@@ -230,9 +230,10 @@ async def open_moving_reference(
     def load() -> MovingReference:
         counters = _read_counters(model_path)
         models: dict[torch.dtype, Any] = {
-            each: load_hf_model(model_path, dtype=each).requires_grad_(False).to(device)
-            for each in {torch.float32, dtype}
+            each: load_hf_model(model_path, dtype=each) for each in {torch.float32, dtype}
         }
+        for model in models.values():
+            model.requires_grad_(False).to(device)
         return MovingReference(
             models[dtype], models[torch.float32], counters, rule, device_thread, micro_batch_tokens
         )
