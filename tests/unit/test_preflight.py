@@ -269,7 +269,7 @@ def test_the_size_of_a_model_is_read_without_its_weights(tmp_path):
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     assert read_model_size(tmp_path) is None
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(ModelError, match="model.safetensors cannot be read"):
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read"):
         read_model_size(tmp_path)
 
 
