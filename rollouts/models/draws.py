@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollouts.types import FloatArray, IntArray, SamplingParams
+from rollouts.types import FloatArray, GenerateRequest, IntArray
 
 # How each row samples, one record per row. `drawn` is t: the number of tokens the row has drawn so far.
 DRAW_DTYPE = np.dtype(
@@ -38,15 +38,14 @@ class Sampled(NamedTuple):
     )
 
 
-def stream_key(engine_seed: int, request_id: str, seed: int | None) -> tuple[int, int]:
-    """The key of a request's stream: from its own seed if it has one, else from its id."""
-    name = f"{engine_seed}/id/{request_id}" if seed is None else f"{engine_seed}/seed/{seed}"
-    digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
-    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
-
-
-def make_draw(key: tuple[int, int], sampling: SamplingParams) -> NDArray[np.void]:
-    """One record of DRAW_DTYPE, at the start of its stream."""
+def make_draw(seed: int, request: GenerateRequest) -> NDArray[np.void]:
+    """One record of DRAW_DTYPE, at the start of the request's stream, whose key is made of `seed` and the
+    request's own seed or else its id.
+    """
+    sampling = request.sampling
+    own = f"id/{request.request_id}" if sampling.seed is None else f"seed/{sampling.seed}"
+    digest = hashlib.blake2b(f"{seed}/{own}".encode(), digest_size=16).digest()
+    key = np.frombuffer(digest, "<u8")
     return np.array((key, 0, sampling.temperature, sampling.top_p, sampling.top_k), DRAW_DTYPE)
 
 

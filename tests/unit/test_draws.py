@@ -6,15 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from rollouts.models.draws import DRAW_DTYPE, compute_uniforms, make_draw, sample_tokens, stream_key
-from rollouts.types import SamplingParams
+from rollouts.models.draws import DRAW_DTYPE, compute_uniforms, make_draw, sample_tokens
+from rollouts.types import GenerateRequest, SamplingParams
 
 MASK = 2**64 - 1
 
 
 def make_draws(rows: int, **settings: Any) -> np.ndarray:
     params = SamplingParams(max_new_tokens=1, **settings)
-    return np.array([make_draw(stream_key(0, f"row{row}", None), params) for row in range(rows)], DRAW_DTYPE)
+    names = (f"row{row}" for row in range(rows))
+    requests = (
+        GenerateRequest(request_id=name, prompt_ids=np.ones(1, int), sampling=params) for name in names
+    )
+    return np.array([make_draw(0, request) for request in requests], DRAW_DTYPE)
 
 
 def slow_mix(value: int) -> int:

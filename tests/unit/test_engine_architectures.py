@@ -12,9 +12,9 @@ import pytest
 import torch
 import transformers
 
-from rollouts.engines.local import whole_model
-from rollouts.engines.local.opening import DEFAULT_CONTEXT, open_decoder
 from rollouts.errors import EngineError, ModelError
+from rollouts.models.decoding import whole_model
+from rollouts.models.decoding.opening import DEFAULT_CONTEXT, open_decoder
 from rollouts.models.load import load_hf_model
 from rollouts.models.tiny import make_tiny
 from rollouts.testing import engine_contracts
@@ -69,8 +69,8 @@ def without_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise ModelError("refused by the test")
 
-    monkeypatch.setattr("rollouts.engines.local.opening.CachedDecoder", refuse)
-    monkeypatch.setattr("rollouts.engines.local.opening.FastDecoder", refuse)
+    monkeypatch.setattr("rollouts.models.decoding.opening.CachedDecoder", refuse)
+    monkeypatch.setattr("rollouts.models.decoding.opening.FastDecoder", refuse)
 
 
 # --- exactness ----------------------------------------------------------------------------------------------

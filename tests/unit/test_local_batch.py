@@ -6,10 +6,11 @@ import torch
 import trio
 
 from rollouts.device_thread import open_device_thread
-from rollouts.engines.local import decoder, open_local_engine
-from rollouts.engines.local.batch import DecodeBatch, Row
+from rollouts.engines.local import open_local_engine
 from rollouts.engines.local.weights import StagedWeights
-from rollouts.engines.local.whole_model import WholeModel
+from rollouts.models.decoding import decoder
+from rollouts.models.decoding.batch import DecodeBatch, Row
+from rollouts.models.decoding.whole_model import WholeModel
 from rollouts.models.draws import make_draw
 from rollouts.testing.engine_contracts import make_request
 from tests.unit.test_local_engine import generate_all, make_model, make_requests, open_engine, score
@@ -36,12 +37,12 @@ async def test_compiled_steps_answer_as_the_model_does_and_see_updates():  # pra
 def test_a_job_is_shorter_while_others_wait_and_makes_a_step_in_any_case(
     others_wait: bool, seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("rollouts.engines.local.batch.ALONE", (32, seconds))
-    monkeypatch.setattr("rollouts.engines.local.batch.SHARED", (4, seconds))
+    monkeypatch.setattr("rollouts.models.decoding.batch.ALONE", (32, seconds))
+    monkeypatch.setattr("rollouts.models.decoding.batch.SHARED", (4, seconds))
     whole, request = WholeModel(make_model(), None), make_request(max_new_tokens=100)
     batch = DecodeBatch(whole, decoder.FastDecoder(whole, max_rows=12, max_context=160))
     batch.run(
-        admit=[Row(request, make_draw((0, 0), request.sampling))],
+        admit=[Row(request, make_draw(0, request))],
         version=0,
         decode=True,
         interrupted=lambda: False,

@@ -70,14 +70,12 @@ def test_log_probs_are_those_of_the_distribution_drawn_from_whatever_the_neighbo
     together = sample_completions(model, requests, seed=3, weight_version=5)
     other = sample_completions(model, requests[:1], seed=4)[0]
     alone = [sample_completions(model, [request], seed=3)[0] for request in reversed(requests)][::-1]
-    model._is_stateful = True  # as if it had no cache
-    without_cache = sample_completions(model, requests, seed=3)
-    for prompt, *three in zip([*RAGGED, RAGGED[0]], together, alone, without_cache, strict=True):
-        wanted = slow_log_probs(model, prompt, three[0], 0.8)
-        for completion in three:
-            assert completion.token_ids.tolist() == three[0].token_ids.tolist()
+    for prompt, *both in zip([*RAGGED, RAGGED[0]], together, alone, strict=True):
+        wanted = slow_log_probs(model, prompt, both[0], 0.8)
+        for completion in both:
+            assert completion.token_ids.tolist() == both[0].token_ids.tolist()
             assert completion.log_probs.tolist() == pytest.approx(wanted, abs=1e-4)
-        assert (three[0].weight_versions.tolist(), three[0].finish_reason) == ([5] * 6, "length")
+        assert (both[0].weight_versions.tolist(), both[0].finish_reason) == ([5] * 6, "length")
     # another id or another seed draws other tokens
     assert len({tuple(one.token_ids.tolist()) for one in (together[0], together[-1], other)}) == 3
 
@@ -107,7 +105,7 @@ def test_requests_that_cannot_be_answered_are_refused():
 def test_a_model_of_nan_is_an_error_not_a_token():
     model = make_model()
     model.model.norm.weight.data.fill_(float("nan"))
-    with pytest.raises(ModelError, match="request 'r0': the model's distribution of token 0 is not finite"):
+    with pytest.raises(ModelError, match=r"cannot be run exactly here .*logits are not finite"):
         sample_completions(model, make_requests([65]))
 
 

@@ -1,6 +1,6 @@
 """LocalEngine: generation in this process, on the device thread that the trainer uses too.
 
-    generate() ──► waiting ──► listed ──► active ──► answered.set() ──► its caller
+    generate() ──► waiting ──► listed ──► active ──► row.answer() ──► its caller
                       └───────────┴──────────┴──── the scheduler task: one device job at a time
     pause, resume, abort_all, updates ──► change the state and wake it
 
@@ -22,11 +22,11 @@ import trio
 import trio.testing
 from torch import Tensor
 
-from rollouts.engines.local.batch import DecodeBatch, Row
-from rollouts.engines.local.opening import DEFAULT_CONTEXT, ForwardPath, OpenedDecoder, open_decoder
 from rollouts.engines.local.weights import StagedWeights, read_checkpoint
 from rollouts.errors import EngineClosed, EngineError, RequestRefused, WeightVersionError
-from rollouts.models.draws import make_draw, stream_key
+from rollouts.models.decoding.batch import DecodeBatch, Row
+from rollouts.models.decoding.opening import DEFAULT_CONTEXT, ForwardPath, OpenedDecoder, open_decoder
+from rollouts.models.draws import make_draw
 from rollouts.models.limits import check_request, find_context_limit
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import PauseMode
@@ -156,17 +156,18 @@ class LocalEngine:
             raise RequestRefused(
                 f"request {name!r}: request_id is in flight already; ids are unique in a run"
             )
-        row = Row(request, make_draw(stream_key(self._seed, name, request.sampling.seed), request.sampling))
+        draw, answered = make_draw(self._seed, request), trio.Event()
+        row = Row(request, draw, answered.set)
         self._in_flight[name] = row
         self._waiting.append(row)
         if not features.deterministic and self._paused is None and len(self._active) < self._max_rows:
             self._interrupt = True
         self._changed.unpark_all()
         try:
-            await row.answered.wait()
+            await answered.wait()
         finally:
             del self._in_flight[name]
-            if not row.answered.is_set():
+            if not answered.is_set():
                 self._end_early(row)
         if row.failure is not None:
             raise row.failure
@@ -395,7 +396,7 @@ class LocalEngine:
             ended = await self._run_to_end(job)  # within a step of an interrupt
             self._active = [row for row in self._active if row not in ended]
             for row in ended:
-                row.answered.set()
+                row.answer()
         except Exception as error:  # whatever the device raised goes to every caller
             self._fail_calls(EngineError, f" failed on the device: {error}", error)
             with suppress(Exception):  # its state is unknown; a device thread that is closed keeps nothing
@@ -410,7 +411,7 @@ class LocalEngine:
         for queue in (self._waiting, self._listed):
             if row in queue:
                 queue.remove(row)
-                row.answered.set()
+                row.answer()
         self._interrupt = True
         self._changed.unpark_all()
 
@@ -428,7 +429,7 @@ class LocalEngine:
             for row in rows:
                 row.failure = kind(f"request {row.request.request_id!r}{why}")
                 row.failure.__cause__ = cause
-                row.answered.set()
+                row.answer()
             rows.clear()
 
     async def _run_to_end(self, work: Callable[[], ResultT]) -> ResultT:

@@ -1,4 +1,4 @@
-"""The rows being decoded. Everything here runs on the device thread.
+"""The rows being decoded. Everything here runs in one thread, that of the device.
 
 admit ──► prefill of each distinct prompt ──► rows 0..n-1 ──► step, step, … ──► rows that end leave at once,
           or: joined to a row that has it                                 the last ones take their places
@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import trio
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollouts.engines.local.decoder import FastDecoder
-from rollouts.engines.local.whole_model import CachedDecoder, RecomputeDecoder, WholeModel
 from rollouts.errors import EngineError
+from rollouts.models.decoding.decoder import FastDecoder
+from rollouts.models.decoding.whole_model import CachedDecoder, RecomputeDecoder, WholeModel
 from rollouts.models.draws import DRAW_DTYPE, sample_tokens
 from rollouts.types import Completion, FinishReason, FloatArray, GenerateRequest
 
@@ -34,6 +33,7 @@ class Row:
 
     request: GenerateRequest
     draw: NDArray[np.void]  # how it samples; see rollouts.models.draws
+    answer: Callable[[], object] = lambda: None  # tells who waits that the row has ended
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -41,7 +41,6 @@ class Row:
     finish_reason: FinishReason | None = None
     prompt_log_probs: FloatArray | None = None  # where the request asks for them
     leaving: bool = False  # whether it ends before the next step
-    answered: trio.Event = field(default_factory=trio.Event)
     failure: EngineError | None = None
 
     @property

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
-from rollouts.engines.local.batch import DecodeBatch, Decoder, Row
-from rollouts.engines.local.decoder import FastDecoder
-from rollouts.engines.local.whole_model import CachedDecoder, RecomputeDecoder, WholeModel
 from rollouts.errors import ModelError
+from rollouts.models.decoding.batch import DecodeBatch, Decoder, Row
+from rollouts.models.decoding.decoder import FastDecoder
+from rollouts.models.decoding.whole_model import CachedDecoder, RecomputeDecoder, WholeModel
 from rollouts.models.draws import make_draw
 from rollouts.models.limits import find_rotary_limit
 from rollouts.types import GenerateRequest, SamplingParams
@@ -63,8 +63,10 @@ def open_decoder(
     max_context: int,
     max_rows: int = 128,
     autocast_dtype: torch.dtype | None = None,
+    compiled: bool = True,
 ) -> OpenedDecoder:
     """The fastest decoder whose log-probs agree with the model's own forward on a probe (see TOLERANCE).
+    Without `compiled` none that a compiler makes, which takes minutes.
 
     Raises ModelError naming what was in the way of each; and for rotary frequencies that change with the
     length within `max_context`, for there is then no one log-prob to agree with.
@@ -99,7 +101,7 @@ def open_decoder(
     tolerance = TOLERANCE if whole.is_exact else HALF_TOLERANCE
     refused: dict[ForwardPath, str] = {}
     paths: tuple[ForwardPath, ...] = get_args(ForwardPath)
-    for path in paths if whole.device.type == "cuda" else paths[1:]:
+    for path in paths if compiled and whole.device.type == "cuda" else paths[1:]:
         try:
             decoder = make(path)
             lengths = (*PROBE_LENGTHS, *sorted(beyond)) if path == "cached" else PROBE_LENGTHS
@@ -131,7 +133,7 @@ def probe_difference(whole: WholeModel, decoder: Decoder, lengths: Sequence[int]
         prompt = (places * 7919 + (places * places) % 31 * 131 + length * 613) % whole.vocab_size
         sampling = SamplingParams(max_new_tokens=PROBE_STEPS[index % len(PROBE_STEPS)])
         request = GenerateRequest(request_id=str(index), prompt_ids=prompt, sampling=sampling)
-        rows.append(Row(request, make_draw((0, index), sampling)))
+        rows.append(Row(request, make_draw(0, request)))
     batch = DecodeBatch(whole, decoder)
     worst: list[float] = []
     with whole.computing():

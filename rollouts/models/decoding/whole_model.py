@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rollouts.errors import ModelError
-from rollouts.models.layers import uncompiled
+from rollouts.models.layers import evaluation_mode, uncompiled
 from rollouts.models.log_probs import score_logits
-from rollouts.models.sampling import evaluation_mode
 from rollouts.types import FloatArray, IntArray
 
 if TYPE_CHECKING:

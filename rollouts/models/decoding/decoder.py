@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
-from rollouts.engines.local.whole_model import WholeModel
 from rollouts.errors import ModelError
+from rollouts.models.decoding.whole_model import WholeModel
 from rollouts.models.layers import uncompiled
 from rollouts.types import IntArray
 
