@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ForwardPath = Literal["compiled", "fast", "cached", "recompute"]
+PATHS: tuple[ForwardPath, ...] = get_args(ForwardPath)
 # Unlike, so that padding and positions are tried; more than a CPU's way with many rows needs; and equal ones,
 # which are one prompt: computed once for two rows, and taken over by the first row, which comes late.
 PROBE_LENGTHS = (13, 8, 11, 5, 9, 2, 12, 7, 10, 8, 13)
@@ -98,10 +99,8 @@ def open_decoder(
             )
         return CachedDecoder(whole)
 
-    tolerance = TOLERANCE if whole.is_exact else HALF_TOLERANCE
-    refused: dict[ForwardPath, str] = {}
-    paths: tuple[ForwardPath, ...] = get_args(ForwardPath)
-    for path in paths if compiled and whole.device.type == "cuda" else paths[1:]:
+    tolerance, refused = TOLERANCE if whole.is_exact else HALF_TOLERANCE, dict[ForwardPath, str]()
+    for path in PATHS if compiled and whole.device.type == "cuda" else PATHS[1:]:
         try:
             decoder = make(path)
             lengths = (*PROBE_LENGTHS, *sorted(beyond)) if path == "cached" else PROBE_LENGTHS
