@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import integration_training.tasks
-from integration_training.tasks import arithmetic, json_extraction, summary_length
+from integration_training.tasks import arithmetic
 from rollouts.types import RewardResult, Sample, SampleGroup, Status
 from tests.support.text_tables import read_cells
 
@@ -42,8 +42,7 @@ def group_of(*results: RewardResult) -> SampleGroup:
 
 
 GOLD = """
-arithmetic.exact_answer arithmetic.close_answer json_extraction.extracts_fields letter_words.share_of_letters
-summary_length.fits
+arithmetic.exact_answer arithmetic.close_answer letter_words.share_of_letters
 """
 
 
@@ -53,11 +52,6 @@ def test_gold_answers_earn_the_full_reward(name: str):
     for row in [row for seed in range(3) for row in task.make_rows(size=150, seed=seed)]:
         gold = answer(row, row["answer"])
         assert find_reward(name)(gold).reward == 1.0, row
-        if task.__name__.endswith("json_extraction"):
-            assert all(str(value) in row["prompt"] for value in json.loads(row["answer"]).values())
-        if task is summary_length:
-            results = summary_length.win_rates([gold, answer(row, "")])
-            assert [result.reward for result in results] == [1.0, 0.0]
 
 
 def test_row_i_depends_on_the_seed_and_i_alone(task):
@@ -66,42 +60,6 @@ def test_row_i_depends_on_the_seed_and_i_alone(task):
     assert task.make_rows(size=20, seed=4) != many
     assert all(isinstance(row["prompt"], str) and isinstance(row["answer"], str) for row in many)
     assert json.loads(json.dumps(many)) == many
-
-
-# 0.2 is for an object and 0.8 for the share of right fields.
-EXTRACTION = """
-1            | {"name": "Ada", "age": 30} ; {"name": "Ada", "age": "30"}
-0.6          | {"name": "Ada", "age": 31} ; {"name": "Ada"} ; {"name": "Ada", "age": true}
-0.7333333333 | {"name": "Ada", "age": 30, "city": "Oslo"}
-0.2          | {}
-0            | [1] ; Ada is 30
-"""
-
-
-@pytest.mark.parametrize(("expected", "texts"), read_cells(EXTRACTION))
-def test_extracted_fields_are_scored_by_their_share(expected: str, texts: str):
-    row = {"answer": '{"name": "Ada", "age": 30}'}
-    for text in texts.split(" ; "):
-        assert json_extraction.extracts_fields(answer(row, text)).reward == pytest.approx(float(expected)), (
-            text
-        )
-
-
-def test_a_summary_is_scored_by_coverage_and_length():
-    row = {"answer": "", "target_words": 10, "facts": ["otter", "river", "coin", "child"]}
-    fits = summary_length.fits(answer(row, "an otter and a coin"))  # 2 of 4 facts, 5 of 10 words
-    assert fits == RewardResult(0.25, {"coverage": 0.5, "length": 0.5})
-
-
-def test_preferences_are_win_rates_with_ties_as_half():
-    row = {"answer": "", "target_words": 4, "facts": ["otter", "river", "coin", "child"]}
-    samples = [
-        answer(row, text)
-        for text in ("otter river coin child", "otter river coin coin", "coin otter river river", "")
-    ]
-    assert [result.reward for result in summary_length.win_rates(samples)] == [1.0, 0.5, 0.5, 0.0]
-    with pytest.raises(ValueError, match="at least two"):
-        summary_length.win_rates(samples[:1])
 
 
 def test_filters_drop_groups_without_a_difference(task):
