@@ -12,12 +12,7 @@ from torch import Tensor
 from rollouts.data.packing import make_micro_batches
 from rollouts.errors import ModelError
 from rollouts.models.layers import compile_layers
-from rollouts.models.log_probs import (
-    ForwardPlan,
-    compute_micro_batch_outputs,
-    compute_micro_batch_states,
-    widen,
-)
+from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_states, widen
 from rollouts.models.quiet import quiet_transformers
 from rollouts.models.scalar_head import make_probing_directions
 
@@ -25,8 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LENGTHS = (9, 7)  # tokens of the probe's rows
-FLOAT_TOLERANCE = 1e-4  # nats, for float32 and wider
-HALF_TOLERANCE = 0.1  # nats; bfloat16 keeps 8 bits, and rounds where a program writes its results
+# of the size of hidden states, along random directions
+FLOAT_TOLERANCE = 1e-4  # for float32 and wider
+HALF_TOLERANCE = 0.1  # bfloat16 keeps 8 bits, and rounds where a program writes its results
 Run = Callable[[Callable[[], Tensor]], Tensor]
 
 
@@ -38,8 +34,8 @@ def compile_and_prove(
     backend: str | Callable[..., Any],
     run: Run = lambda work: work(),
 ) -> None:
-    """Compiles the layers, in place, by a backend of torch.compile, and holds their log-probs of a few tokens
-    against those from before.
+    """Compiles the layers, in place, by a backend of torch.compile, and holds their hidden states of a few
+    tokens against those from before.
 
     run: how `work` is called that runs the model. The programs that training needs are made here, as far as a
     few tokens need them: seconds on a CPU, minutes for a large model. Raises ModelError if the compiler
@@ -54,26 +50,15 @@ def compile_and_prove(
         rows, masks, micro_batch_tokens=sum(LENGTHS) + 2, share_prefix=True, padding_free=layout == "packed"
     )
 
-    # of a scalar head, which may be 0: hidden states are compared along these
-    directions: list[Tensor] = []
-
-    def score() -> Tensor:
-        if plan.head == "scalar":
-            states = compute_micro_batch_states(
-                model, micro_batch, plan=plan, autocast_dtype=autocast_dtype
-            ).detach()
-            directions.extend([] if directions else [make_probing_directions(states)])
-            return widen(states) @ widen(directions[0]).T
-        found = compute_micro_batch_outputs(
-            model, micro_batch, plan=plan, temperature=1.0, autocast_dtype=autocast_dtype
-        )
-        return found.log_probs.detach()
+    def compute_states() -> Tensor:
+        found = compute_micro_batch_states(model, micro_batch, plan=plan, autocast_dtype=autocast_dtype)
+        return found.detach()
 
     with quiet_transformers():
-        expected = run(score)
+        expected = run(compute_states)
         compile_layers(model, backend=backend)
         try:
-            found = run(score)
+            found = run(compute_states)
         except Exception as error:  # whatever a compiler raises
             lines = (str(error).strip() or "no message").splitlines()
             said = " ".join(lines[:2])  # torch's own words, and the compiler's
@@ -82,10 +67,12 @@ def compile_and_prove(
                 f" ({type(error).__name__}: {said}); it needs a C++ compiler (g++), and Triton on GPUs; or"
                 " set model.compile=false"
             ) from error
-    worst = float((found - expected).abs().max())
+    directions = make_probing_directions(expected)
+    worst = float((widen(found - expected) @ widen(directions).T).abs().max())
     allowed = HALF_TOLERANCE if (autocast_dtype or model.dtype).itemsize < 4 else FLOAT_TOLERANCE
     if not worst <= allowed:
         raise ModelError(
             f"model.compile=true, but the compiled layers of {type(model).__name__} differ from the model's"
-            f" by {worst:.1e} nats on a probe; the limit is {allowed:g}; set model.compile=false"
+            f" by {worst:.1e} of their hidden states' size on a probe; the limit is {allowed:g}; set"
+            " model.compile=false"
         )

@@ -77,25 +77,22 @@ def is_complete(path: Path) -> bool:
     return True
 
 
-def list_checkpoints(
-    stage_dir: Path, *, hashes: bool = False, report: Report = lambda line: None
-) -> list[tuple[int, Path]]:
+def list_checkpoints(stage_dir: Path) -> list[tuple[int, Path]]:
     """(step, path) of the complete checkpoints of a stage, oldest first. Empty if the directory does not
     exist.
 
-    Whatever has a checkpoint's name and is none, or a damaged one, is passed over, and `report` gets a line
-    about it. With `hashes` the newest is read through, and where it is damaged the one before it, until one
-    is as it was written. Raises CheckpointError for one that may be whole but cannot be read or used where it
-    is: to pass it over could be to lose it.
+    Whatever has a checkpoint's name and is none, or a damaged one, is passed over. Raises CheckpointError for
+    one that may be whole but cannot be read or used where it is: to pass it over could be to lose it.
     """
-    return list(_walk_complete(stage_dir, hashes=hashes, report=report))[::-1]
+    return list(_walk_complete(stage_dir, hashes=False, report=lambda line: None))[::-1]
 
 
 def find_newest_checkpoint(
     stage_dir: Path, *, hashes: bool = False, report: Report = lambda line: None
 ) -> Path | None:
     """The complete checkpoint of the highest step, None if there is none. Like list_checkpoints, but older
-    ones are not looked at.
+    ones are not looked at; with `hashes` every byte is read. `report` gets a line about each that is passed
+    over.
     """
     return next((path for _, path in _walk_complete(stage_dir, hashes=hashes, report=report)), None)
 
@@ -117,7 +114,6 @@ def list_named(stage_dir: Path) -> list[tuple[int, Path]]:
 
 def _walk_complete(stage_dir: Path, *, hashes: bool, report: Report) -> Iterator[tuple[int, Path]]:
     """Newest first."""
-    found = False
     for step, path in list_named(stage_dir):
         try:
             if path.is_symlink():
@@ -125,7 +121,7 @@ def _walk_complete(stage_dir: Path, *, hashes: bool, report: Report) -> Iterator
                     f"{path} is a link to {path.readlink()}; put the checkpoint itself there, or remove the"
                     " link"
                 )
-            manifest = check_checkpoint(path, hashes=hashes and not found)
+            manifest = check_checkpoint(path, hashes=hashes)
         except CheckpointDamaged as error:
             report(f"skipped a checkpoint that is incomplete or damaged: {error}")
             continue
@@ -136,7 +132,6 @@ def _walk_complete(stage_dir: Path, *, hashes: bool, report: Report) -> Iterator
                 f"{path} is of the stage {manifest.stage!r}, not {path.parent.name!r}; move it to where it"
                 " belongs"
             )
-        found = True
         yield step, path
 
 

@@ -16,6 +16,7 @@ import torch.distributed
 import trio
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from rollouts.engines.processes import HOST
 from rollouts.engines.sglang import SGLangServer
 from rollouts.engines.vllm import VLLMServer
 from rollouts.errors import EngineError, WeightSyncError
@@ -55,13 +56,10 @@ class SGLangPeer:
     group.
     """
 
-    def __init__(
-        self, server: SGLangServer, *, wire: Wire, address: str, device: torch.device, progress_s: float
-    ) -> None:
+    def __init__(self, server: SGLangServer, *, wire: Wire, device: torch.device, progress_s: float) -> None:
         self.name, self.device = server.name, device
         self._server = server
         self._wire: Wire = wire
-        self._address = address
         self._timeout = timedelta(seconds=progress_s)
         self._group_name = f"rollouts-{uuid.uuid4().hex}"
         self._group: Any = None
@@ -80,15 +78,15 @@ class SGLangPeer:
                 " 1, or update from disk"
             )
         size = 1 + server.world_size
-        store = listen_for_group(self._address, size, self._timeout)
-        make = partial(make_group, store, name, size, self._timeout, wire=self._wire, address=self._address)
+        store = listen_for_group(size, self._timeout)
+        make = partial(make_group, store, name, size, self._timeout, wire=self._wire)
 
         async def meet() -> None:
             self._group = await run_on(self.device, make)
 
         ask = partial(
             server.join_group,
-            address=self._address,
+            address=HOST,
             port=store.port,
             group_name=name,
             backend=self._wire,
@@ -130,25 +128,24 @@ class SGLangPeer:
             await self._server.leave_group(self._group_name)
 
 
-def listen_for_group(address: str, size: int, timeout: timedelta) -> Any:
-    """A TCPStore on a port of its own, on `address` alone: by itself it would listen on all interfaces, and
-    it asks nobody for a key.
+def listen_for_group(size: int, timeout: timedelta) -> Any:
+    """A TCPStore on a port of its own, on the loopback interface alone: by itself it would listen on all of
+    them, and it asks nobody for a key.
     """
-    family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as listener:
-        listener.bind(where)
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
         listener.listen()
         port = listener.getsockname()[1]
         options: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
         make = cast(Any, torch.distributed).TCPStore
-        return make(address, port, size, is_master=True, timeout=timeout, **options)
+        return make(HOST, port, size, is_master=True, timeout=timeout, **options)
 
 
-def make_group(store: Store, name: str, size: int, timeout: timedelta, *, wire: Wire, address: str) -> Any:
+def make_group(store: Store, name: str, size: int, timeout: timedelta, *, wire: Wire) -> Any:
     """Rank 0 of a group that torch's own helper makes on the other side, which names it so in the store.
 
-    gloo listens on `address` alone and blocks until all are there; NCCL connects at the first broadcast (not
-    run by our tests: needs a GPU).
+    gloo listens on the loopback interface alone and blocks until all are there; NCCL connects at the first
+    broadcast (not run by our tests: needs a GPU).
     """
     prefix = "cpu/" if wire == "gloo" else "cuda/"
     found = PrefixStore(prefix, PrefixStore(f"{name}/", PrefixStore(name, store)))
@@ -157,7 +154,7 @@ def make_group(store: Store, name: str, size: int, timeout: timedelta, *, wire: 
     options = kind._Options() if wire == "gloo" else kind.Options()
     options._timeout = timeout
     if wire == "gloo":
-        options._devices = [kind.create_device(hostname=address)]
+        options._devices = [kind.create_device(hostname=HOST)]
     return kind(found, 0, size, options)
 
 
@@ -166,10 +163,9 @@ class VLLMPeer:
     both sides.
     """
 
-    def __init__(self, server: VLLMServer, *, address: str, device: torch.device) -> None:
+    def __init__(self, server: VLLMServer, *, device: torch.device) -> None:
         self.name, self.device = server.name, device
         self._server = server
-        self._address = address
         self._group: Any = None
 
     async def begin(self) -> None:
@@ -179,10 +175,10 @@ class VLLMPeer:
 
     async def _join(self) -> None:
         with socket.socket() as listener:  # the server is told the port before the other side listens there
-            listener.bind((self._address, 0))
+            listener.bind((HOST, 0))
             port = listener.getsockname()[1]
         size = 1 + await self._server.get_world_size()
-        meeting = {"master_address": self._address, "master_port": port, "world_size": size}
+        meeting = {"master_address": HOST, "master_port": port, "world_size": size}
 
         async def meet() -> None:
             self._group = await run_on(self.device, lambda: import_vllm_endpoint().trainer_init(meeting))
@@ -230,7 +226,6 @@ async def open_broadcast(
     kind: Literal["sglang", "vllm"] = "sglang",
     *,
     wire: Wire = "gloo",
-    address: str = "127.0.0.1",
     bucket_bytes: int = BUCKET_BYTES,
     dtype: torch.dtype | None = None,
     progress_s: float = PROGRESS_S,
@@ -239,7 +234,7 @@ async def open_broadcast(
 
     wire: to SGLang "gloo" over the CPU's network or "nccl" between GPUs; to vLLM always NCCL, its servers
     started with `--weight-transfer-config '{"backend": "nccl"}'` (NCCL is not run by our tests: needs a GPU).
-    address: of this machine, as servers reach it; groups listen there on ports of their own. dtype: what
+    Groups listen on ports of their own, on the loopback interface. dtype: what
     floating-point weights are sent as; None: as the trainer has them, and the server converts. progress_s:
     what any one step, a bucket included, may take. Groups are kept between updates and torn down at the end.
     Raises WeightSyncError for NCCL without CUDA, and for vLLM without its package.
@@ -257,9 +252,9 @@ async def open_broadcast(
     def make_peer(engine: InferenceEngine) -> Peer:
         server = getattr(engine, "dialect", None)
         if kind == "sglang" and isinstance(server, SGLangServer):
-            return SGLangPeer(server, wire=wire, address=address, device=device, progress_s=progress_s)
+            return SGLangPeer(server, wire=wire, device=device, progress_s=progress_s)
         if kind == "vllm" and isinstance(server, VLLMServer):
-            return VLLMPeer(server, address=address, device=device)
+            return VLLMPeer(server, device=device)
         raise WeightSyncError(
             f"engine {engine.features.name} is no {kind} server; give this transport {kind} servers only"
         )
