@@ -2,7 +2,7 @@
 
 import json
 import resource
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,10 @@ from integration_training.opening import HELD_OUT, Run, Stage, accuracy_key
 from rollouts import __version__
 from rollouts.config.modes import stage_config
 from rollouts.crash_points import reach
-from rollouts.errors import StorageError
 from rollouts.evaluation.evaluate import evaluate
 from rollouts.metrics.jsonl import drop_outdated, newest_attempts, read_rows
 from rollouts.models.devices import describe_device
-from rollouts.models.directories import fsync_path
+from rollouts.run_dir import replace_file
 
 PAIRS = "pairs"  # the evaluation of held-out preferences
 LABELS = {"base": "base model", "sft": "after SFT", "preference": "after preferences", "rl": "after RL"}
@@ -139,18 +138,10 @@ def print_report(run: Run, summary: dict[str, Any], console: Console) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """The whole text under this name, on disk when this returns; or, after a power cut too, what was there
-    before.
-    """
-    partial = path.with_name(f".tmp-{path.name}")
-    try:
-        partial.write_text(text, encoding="utf-8")
+    """The whole text under this name, on disk when this returns. Raises StorageError."""
+
+    def chunks() -> Iterator[bytes]:
+        yield text.encode()
         reach("files.partial")
-        fsync_path(partial)
-        partial.replace(path)
-        fsync_path(path.parent)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise StorageError(
-            f"{path} cannot be written ({error}); free space and go on with --resume"
-        ) from error
+
+    replace_file(path, chunks(), way_out="free space and go on with --resume")

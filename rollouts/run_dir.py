@@ -29,11 +29,12 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from rollouts.errors import RunDirError
+from rollouts.errors import RunDirError, StorageError
 
 STEP_NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")  # one name for each step
 STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -145,9 +146,9 @@ def open_run_dir(root: Path) -> RunDir:
     return run_dir
 
 
-def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
-    """The whole content is on disk under this name when this returns; until then what was there is. Raises
-    OSError.
+def replace_file(path: Path, chunks: Iterable[bytes], *, way_out: str = "free space") -> None:
+    """The whole content is on disk under this name when this returns; until then, after a power cut too, what
+    was there is. Raises StorageError, with the way out.
     """
     partial = path.with_name(f".tmp-{path.name}")
     try:
@@ -156,8 +157,16 @@ def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written ({error}); {way_out}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def checkpoint_state_dir(checkpoint: Path) -> Path:

@@ -58,33 +58,25 @@ def make_chat_generate(
         if done >= sampling.max_new_tokens:
             return replace(sample, status=Status.TRUNCATED)
         completion = await engine.generate(_make_request(sample, tokens, done, sampling))
-        return _append(sample, tokens, completion, tokenizer, done=done, trains=engine.features.log_probs)
+        trains = engine.features.log_probs
+        return append_completion(sample, tokens, completion, tokenizer, done=done, trains=trains)
 
     return chat_generate
 
 
 def append_completion(
-    sample: Sample, prompt_ids: IntArray, completion: Completion, tokenizer: GenerationTokenizer
-) -> Sample:
-    """The sample with prompt_ids [prompt length] and the completion as its tokens; the completion trains, the
-    prompt does not.
-
-    The response is the decoded completion without special tokens; the status says how it ended.
-    """
-    return _append(sample, prompt_ids, completion, tokenizer, done=0, trains=True)
-
-
-def _append(
     sample: Sample,
     tokens: IntArray,
     completion: Completion,
     tokenizer: GenerationTokenizer,
     *,
-    done: int,
-    trains: bool,
+    done: int = 0,
+    trains: bool = True,
 ) -> Sample:
-    """The sample with `tokens`, of which it has sampled `done`, and the completion after them. Tokens whose
-    log-probs are not known never train.
+    """The sample with `tokens`, of which it has sampled the last `done`, and the completion after them; the
+    completion trains, the prompt does not. `trains`: whether log-probs are known; tokens without never train.
+
+    The response is what was sampled, decoded without special tokens; the status says how it ended.
     """
     prompt, count = len(tokens), len(completion.token_ids)
     mask = sample.loss_mask if done else np.zeros(prompt, np.bool_)

@@ -117,9 +117,7 @@ def build_batch_metadata(
     return tuple({**sample.metadata, **added} for sample in samples)
 
 
-def convert_to_batch(
-    samples: Iterable[Sample], *, temperature: float = 1.0, step: int | None = None, epoch: int | None = None
-) -> RolloutBatch:
+def convert_to_batch(samples: Iterable[Sample], *, temperature: float = 1.0) -> RolloutBatch:
     """One row per sample, in their order, with the samples themselves behind the rows.
 
     temperature: that the samples were drawn at; 0 is greedy, whose log-probs are at 1. Samples without any
@@ -136,7 +134,7 @@ def convert_to_batch(
         )
     return RolloutBatch(
         **extract_sample_fields(rows)._asdict(),
-        metadata=build_batch_metadata(rows, step=step, epoch=epoch),
+        metadata=build_batch_metadata(rows),
         temperature=temperature or 1.0,
         samples=rows,
     )

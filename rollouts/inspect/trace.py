@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rollouts.errors import RunDirError, StorageError
+from rollouts.errors import RunDirError
 from rollouts.inspect.record import Record
 from rollouts.metrics.jsonl import Row
 from rollouts.run_dir import replace_file
@@ -59,12 +59,8 @@ def export_trace(record: Record, output: Path, *, steps: tuple[int, int] | None 
     events = chain(place_events(record.iterate_rows(EVENTS)), counters)
     encode, process = msgspec.json.encode, describe("process_name", 0, name=record.root.resolve().name)
     begin = b'{"traceEvents":[\n' + encode(process)
-    try:
-        replace_file(output, chain([begin], (b",\n" + encode(event) for event in events), [b"\n]}\n"]))
-    except OSError as error:
-        raise StorageError(
-            f"{output} cannot be written ({error}); name another file with --output"
-        ) from error
+    chunks = chain([begin], (b",\n" + encode(event) for event in events), [b"\n]}\n"])
+    replace_file(output, chunks, way_out="name another file with --output FILE")
     return found["spans"]
 
 

@@ -68,7 +68,7 @@ def read_position(path: Path) -> Position:
 
 
 def write_position(path: Path, position: Position) -> None:
-    """The whole position is on disk under this name when this returns. Raises OSError."""
+    """The whole position is on disk under this name when this returns. Raises StorageError."""
     replace_file(path, [msgspec.json.format(msgspec.json.encode(position), indent=1), b"\n"])
 
 

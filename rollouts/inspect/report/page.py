@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rollouts import __version__
-from rollouts.errors import StorageError
 from rollouts.inspect.record import open_records
 from rollouts.inspect.report.gather import gather_run
 from rollouts.inspect.report.samples import encode_json
@@ -42,12 +41,7 @@ def write_report(roots: Sequence[Path], path: Path) -> int:
     with open_records(roots) as records:
         runs = [gather_run(record, name, share=1 / len(roots)) for name, record in records.items()]
     page = make_page(runs).encode("utf-8", errors="replace")
-    try:
-        replace_file(path, [page])
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written ({error}); name another file with --output FILE"
-        ) from error
+    replace_file(path, [page], way_out="name another file with --output FILE")
     return len(page)
 
 
