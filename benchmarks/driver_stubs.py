@@ -20,8 +20,8 @@ from benchmarks.stub_engine import IdleEngine
 from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import Span
 from rollouts.metrics.writer import JsonlLogger
-from rollouts.testing.fakes import FakeTokenizer
 from rollouts.types import Completion, EngineLoad, GenerateRequest, Sample, SamplingParams
+from tests.support.fake_tokenizer import FakeTokenizer
 
 TOKEN_S = 0.03  # virtual
 ENGINES, GROUP = 8, 8

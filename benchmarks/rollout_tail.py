@@ -48,7 +48,7 @@ from rollouts.errors import EngineUnreachable
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.protocols import InferenceEngine
-from rollouts.testing.fakes import FakeTokenizer, fake_uniform
+from rollouts.testing.fakes import fake_uniform
 from rollouts.types import (
     Completion,
     EngineLoad,
@@ -58,6 +58,7 @@ from rollouts.types import (
     SampleGroup,
     SamplingParams,
 )
+from tests.support.fake_tokenizer import FakeTokenizer
 
 ENGINES = 8
 NUM_PROMPTS = 32

@@ -1,5 +1,5 @@
 """Fakes at the protocols, in numpy and virtual time: an engine that follows a script, a backend that only
-counts, a tokenizer of bytes.
+counts.
 
 They keep every promise of their protocol (order of futures, pause modes, versions per token, failures).
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -47,42 +46,7 @@ from rollouts.types import (
 )
 
 ResultT = TypeVar("ResultT")
-
-
-# --- tokenizer ----------------------------------------------------------------------------------------------
-
-FAKE_START, FAKE_END = 256, 257
 NAT, ZERO = np.float32(-1), np.float32(0)  # log-probs of what trains and of what does not
-SPECIAL = {"<|start|>": FAKE_START, "<|end|>": FAKE_END}
-
-
-class FakeTokenizer:
-    """One token per byte of UTF-8, and 256 and 257 around each turn, written <|start|> and <|end|>."""
-
-    chat_template = "<|start|>{role}\n{content}<|end|>"
-    all_special_tokens = list(SPECIAL)
-    added_tokens_decoder: Mapping[int, Any] = {}
-
-    def __init__(self) -> None:
-        self.encoded: list[str] = []  # every text that was tokenized
-
-    def apply_chat_template(
-        self, conversation: Any, *, tokenize: bool = False, add_generation_prompt: bool = False
-    ) -> str:
-        assert not tokenize
-        turns = "".join(self.chat_template.format(**message) for message in conversation)
-        return turns + ("<|start|>assistant\n" if add_generation_prompt else "")
-
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        assert not add_special_tokens
-        self.encoded.append(text)
-        parts = re.split(r"(<\|start\|>|<\|end\|>)", text)
-        return [token for part in parts for token in ([SPECIAL[part]] if part in SPECIAL else part.encode())]
-
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
-        names = {token: b"" if skip_special_tokens else name.encode() for name, token in SPECIAL.items()}
-        parts = (names.get(token, bytes([token % 256])) for token in token_ids)
-        return b"".join(parts).decode(errors="replace")
 
 
 # --- engine -------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.rl import run_rl_training
 from rollouts.protocols import InferenceEngine, PauseMode, TrainingBackend
-from rollouts.testing.fakes import FakeBackend, FakeFuture, FakeTokenizer, ScriptedEngine, fake_uniform
+from rollouts.testing.fakes import FakeBackend, FakeFuture, ScriptedEngine, fake_uniform
 from rollouts.types import (
     Completion,
     ForwardBackwardResult,
@@ -37,6 +37,7 @@ from rollouts.types import (
     SamplingParams,
 )
 from tests.sim.fakes import NoLog
+from tests.support.fake_tokenizer import FakeTokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

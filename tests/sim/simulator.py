@@ -40,7 +40,7 @@ from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.rl import run_rl_training
 from rollouts.loops.steps import EncodeState, StepHooks
 from rollouts.protocols import TrainingBackend
-from rollouts.testing.fakes import FAKE_END, FakeTokenizer, fake_uniform
+from rollouts.testing.fakes import fake_uniform
 from rollouts.types import GenerateRequest, Sample, SampleGroup, SamplingParams
 from rollouts.weight_sync.probe import make_probe
 from rollouts.weight_sync.sync import WeightSync
@@ -48,6 +48,7 @@ from rollouts.weight_sync.update import SilenceLimits
 from tests.sim.fakes import NoLog, RecordingBuffer, SimulatedBackend, SimulatedEngine, SimulatedSnapshots
 from tests.sim.invariants import BrokenInvariant, Checkpoint, Checks, FleetReport, Trainer
 from tests.sim.schedule import LEAST_FAULTS, LEAST_REQUESTS, LEAST_SYNCS, FleetSchedule, SimulatedServer
+from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
 from tests.support.simulated_process import SimulatedProcess, open_simulated_process
 
 MOST_VIRTUAL_S = 10_000.0  # far more than any schedule takes; a run that is longer waits for what never comes

@@ -9,9 +9,10 @@ from rollouts.config.tables import RolloutConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
-from rollouts.testing.fakes import FAKE_END, FakeTokenizer, Script, ScriptedEngine, ScriptedReply
+from rollouts.testing.fakes import Script, ScriptedEngine, ScriptedReply
 from rollouts.types import FilterDecision, RolloutBatch, Sample, SampleGroup, SamplingParams, metric_values
 from tests.sim.fakes import RecordingBuffer
+from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
 
 SAMPLING = SamplingParams(max_new_tokens=8, stop_token_ids=(FAKE_END,))
 ROWS = [{"prompt": f"question {index}", "answer": str(index)} for index in range(40)]

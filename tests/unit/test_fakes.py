@@ -12,16 +12,9 @@ import trio
 from rollouts.errors import BackendClosed, BackendError, EarlierStepFailed, EngineError
 from rollouts.testing import engine_contracts, torch_contracts
 from rollouts.testing.engine_contracts import make_request
-from rollouts.testing.fakes import (
-    FAKE_END,
-    FAKE_START,
-    FakeBackend,
-    FakeTokenizer,
-    ScriptedEngine,
-    ScriptedReply,
-    open_fake_backend,
-)
+from rollouts.testing.fakes import FakeBackend, ScriptedEngine, ScriptedReply, open_fake_backend
 from rollouts.types import LossSpec, RolloutBatch
+from tests.support.fake_tokenizer import FAKE_END, FAKE_START, FakeTokenizer
 
 BATCH = RolloutBatch(
     tokens=(np.arange(4), np.arange(3)),

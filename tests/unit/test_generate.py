@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from rollouts.generation.generate import make_chat_generate
-from rollouts.testing.fakes import FAKE_END, FakeTokenizer, ScriptedEngine, ScriptedReply, fake_log_prob
+from rollouts.testing.fakes import ScriptedEngine, ScriptedReply, fake_log_prob
 from rollouts.types import Sample, SamplingParams, Status
+from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
 from tests.unit.chat_tokenizers import family_tokenizer
 
 SAMPLING = SamplingParams(max_new_tokens=4, stop_token_ids=(FAKE_END,), seed=5)

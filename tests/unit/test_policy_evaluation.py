@@ -19,8 +19,9 @@ from rollouts.evaluation.intervals import compare_policies, compute_bootstrap_in
 from rollouts.evaluation.pass_at_k import compute_pass_at_k
 from rollouts.evaluation.policy_metrics import compute_entropy, compute_perplexity, compute_policy_divergence
 from rollouts.generation.generate import make_chat_generate
-from rollouts.testing.fakes import FakeTokenizer, ScriptedEngine, ScriptedReply
+from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
 from rollouts.types import Mean, Sample, SamplingParams, Status
+from tests.support.fake_tokenizer import FakeTokenizer
 
 INF, NAN = float("inf"), float("nan")
 

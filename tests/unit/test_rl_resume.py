@@ -28,8 +28,9 @@ from rollouts.loops.rl import run_rl_training
 from rollouts.loops.steps import EncodeState, StepHooks
 from rollouts.models.tiny import make_tiny
 from rollouts.reference.score import open_frozen_reference
-from rollouts.testing.fakes import FakeTokenizer, open_fake_backend
+from rollouts.testing.fakes import open_fake_backend
 from rollouts.types import Sample, SamplingParams
+from tests.support.fake_tokenizer import FakeTokenizer
 
 CONFIG = RLTrainingConfig(
     data=[DataSourceConfig(kind="jsonl", path="unused.jsonl")],

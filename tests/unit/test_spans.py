@@ -16,8 +16,8 @@ from rollouts.generation.generate import make_chat_generate
 from rollouts.metrics import spans as spans_module
 from rollouts.metrics.spans import PhaseTimer, Span, SpanRecorder
 from rollouts.protocols import InferenceEngine
-from rollouts.testing.fakes import FakeTokenizer
 from rollouts.types import Sample, SamplingParams
+from tests.support.fake_tokenizer import FakeTokenizer
 from tests.unit.test_fleet import FakeEngine, update
 
 
