@@ -39,18 +39,18 @@ def parse_row(line: bytes) -> Row | None:
     return row if isinstance(row, dict) else None
 
 
-def read_rows(path: Path, *, report: Callable[[str], None] | None = None) -> list[Row]:
-    """The rows of all parts of a .jsonl file, none if it is missing. A torn last line, as a running or killed
-    writer leaves, is left out.
+def read_rows(path: Path) -> list[Row]:
+    """The rows of iterate_rows in a list."""
+    return list(iterate_rows(path, report=lambda text: None))
+
+
+def iterate_rows(path: Path, *, report: Callable[[str], object]) -> Iterator[Row]:
+    """The rows of all parts of a .jsonl file, one by one, none if it is missing. A torn last line, as a
+    running or killed writer leaves, is left out.
 
     `report` is called with a sentence when a line was left out. Raises RunDirError naming file and line for
     anything else that is not a JSON object.
     """
-    return list(iterate_rows(path, report=report or (lambda text: None)))
-
-
-def iterate_rows(path: Path, *, report: Callable[[str], None]) -> Iterator[Row]:
-    """The rows of read_rows one by one, for files that are larger than memory."""
     parts = list_parts(path)
     for part in parts:
         with part.open("rb") as file:

@@ -59,7 +59,6 @@ async def open_ranks(
     *,
     shard_size: int = 0,
     choose_device: Callable[[], str] = lambda: "cpu",
-    on_lost: Callable[[Channel, RankLost, str], object] = exit_on_lost,
 ) -> AsyncIterator[OpenRanks]:
     """This process connected with all others of the run, once they are there.
 
@@ -81,7 +80,7 @@ async def open_ranks(
 
             async def watch() -> None:
                 with watching:
-                    await channel.watch(partial(on_lost, channel))
+                    await channel.watch(partial(exit_on_lost, channel))
 
             nursery.start_soon(watch)
             try:
@@ -97,9 +96,7 @@ async def open_ranks(
         await thread.submit(close_group)
 
 
-def connect(
-    launch: Launch, shard_size: int, choose_device: Callable[[], str], *, come_s: float = COME_S
-) -> OpenRanks:
+def connect(launch: Launch, shard_size: int, choose_device: Callable[[], str]) -> OpenRanks:
     """The process group and the channel of the run. Blocks until all ranks are there; raises as open_ranks,
     and RankLost naming a rank that did not come.
     """
@@ -114,8 +111,8 @@ def connect(
         hello["same"][DEVICE] = choose_device()
     except ConfigError as error:
         hello["error"] = str(error)
-    store, connect_again, meeting = open_store(launch, come_s)
-    hellos = exchange_hellos(launch, store, hello, come_s)
+    store, connect_again, meeting = open_store(launch)
+    hellos = exchange_hellos(launch, store, hello)
     for rank, other in enumerate(hellos):
         if other["error"]:
             raise ConfigError(f"rank {rank} on {other['host']}: {other['error']}")
@@ -132,13 +129,13 @@ def connect(
     return OpenRanks(ranks, channel, tuple(other["agent"] for other in hellos), meeting)
 
 
-def open_store(launch: Launch, come_s: float) -> tuple[TCPStore, Callable[[], TCPStore], Store]:
+def open_store(launch: Launch) -> tuple[TCPStore, Callable[[], TCPStore], Store]:
     """A connection to the store that rank 0 hosts, what makes another one, and the launcher's store, which
     must live as long. Raises RankLost.
     """
     where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
     # rank 0 may have much to read before it comes
-    patience = dt.timedelta(seconds=COLLECTIVE_S if launch.rank else come_s)
+    patience = dt.timedelta(seconds=COLLECTIVE_S if launch.rank else COME_S)
     try:
         meeting: Store = next(rendezvous("env://", launch.rank, launch.world_size, timeout=patience))[0]
         if launch.rank == 0:
@@ -147,7 +144,7 @@ def open_store(launch: Launch, come_s: float) -> tuple[TCPStore, Callable[[], TC
             port = listener.getsockname()[1]
             options: dict[str, Any] = {"master_listen_fd": listener.detach(), "is_master": True}
             store = TCPStore(
-                LOOPBACK, port, wait_for_workers=False, timeout=dt.timedelta(seconds=come_s), **options
+                LOOPBACK, port, wait_for_workers=False, timeout=dt.timedelta(seconds=COME_S), **options
             )
             meeting.set("address", str(port))
             again = partial(TCPStore, LOOPBACK, port, wait_for_workers=False, timeout=FOREVER)
@@ -169,7 +166,7 @@ def open_store(launch: Launch, come_s: float) -> tuple[TCPStore, Callable[[], TC
         raise RankLost(0, "start-up", reason.split("\n", 1)[0]) from error
 
 
-def exchange_hellos(launch: Launch, store: Store, hello: Mapping[str, Any], come_s: float) -> list[Any]:
+def exchange_hellos(launch: Launch, store: Store, hello: Mapping[str, Any]) -> list[Any]:
     """What every rank says of itself, by rank. Returns on rank 0, which hosts the store, when all have read
     it. Raises RankLost naming a rank that did not come.
     """
@@ -186,7 +183,7 @@ def exchange_hellos(launch: Launch, store: Store, hello: Mapping[str, Any], come
         return found
     except DistError as error:
         missing = next((rank for rank, key in enumerate(keys) if not store.check([key])), 0)
-        raise RankLost(missing, "start-up", f"it did not come within {come_s:g} s") from error
+        raise RankLost(missing, "start-up", f"it did not come within {COME_S:g} s") from error
 
 
 def describe_difference(hosts: Sequence[str], values: Sequence[Mapping[str, str]]) -> str:

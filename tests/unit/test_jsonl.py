@@ -9,7 +9,7 @@ import pytest
 
 from rollouts.errors import RunDirError, StorageError
 from rollouts.metrics import record_files
-from rollouts.metrics.jsonl import newest_attempts, next_attempt, parse_row, read_rows
+from rollouts.metrics.jsonl import iterate_rows, newest_attempts, next_attempt, parse_row, read_rows
 from rollouts.metrics.record_files import RecordFile
 from rollouts.run_dir import RunDir, check_links, list_parts, part_path
 
@@ -83,7 +83,7 @@ def test_a_torn_last_line_is_left_out_reported_and_repaired_by_the_next_attempt(
     path.write_bytes(make_line(1))
     last.write_bytes(make_line(2) + b'{"a":3')
     said: list[str] = []
-    assert [row["step"] for row in read_rows(path, report=said.append)] == [1, 2]
+    assert [row["step"] for row in iterate_rows(path, report=said.append)] == [1, 2]
     (text,) = said
     assert "metrics.1.jsonl: the last line is torn (6 bytes) and left out" in text
     file = RecordFile(path)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.metrics.jsonl import newest_attempts, next_attempt, parse_row, read_rows
+from rollouts.metrics.jsonl import iterate_rows, newest_attempts, next_attempt, parse_row, read_rows
 from rollouts.metrics.token_shards import read_token_arrays
 from rollouts.metrics.writer import open_files
 from rollouts.run_dir import RunDir, list_parts
@@ -59,7 +59,7 @@ def check_files(run_dir: RunDir, attempt: int, logged: int) -> int:
         *lines, rest = last.read_bytes().split(b"\n") if last.exists() else [b""]
         assert all(isinstance(json.loads(line), dict) for line in lines)
         said: list[str] = []
-        read_rows(path, report=said.append)
+        list(iterate_rows(path, report=said.append))
         if rest and parse_row(rest) is None:  # else it lacks at most its newline
             assert f"{last}: the last line is torn ({len(rest)} bytes)" in said.pop()
             torn += 1
@@ -74,7 +74,7 @@ def check_whole(run_dir: RunDir) -> None:
     for file in open_files(run_dir).values():
         file.close()
     said: list[str] = []
-    rows = {path.stem: newest_attempts(read_rows(path, report=said.append)) for path in run_dir.row_files}
+    rows = {path.stem: newest_attempts(iterate_rows(path, report=said.append)) for path in run_dir.row_files}
     assert said == [], "the next attempt has repaired what was torn"
     steps = [(row["stage"], row["step"]) for row in rows["metrics"]]
     assert sorted(steps) == [("rl", step) for step in range(1, len(steps) + 1)], "one row for each step"
