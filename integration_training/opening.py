@@ -25,7 +25,6 @@ from rollouts.config.load import training_digest
 from rollouts.config.modes import stage_config
 from rollouts.config.schema import RunConfig
 from rollouts.config.tables import SamplingConfig
-from rollouts.data.chat import TemplateOptions
 from rollouts.engines.local import open_local_engine
 from rollouts.engines.open import read_api_key
 from rollouts.errors import ConfigError
@@ -76,8 +75,8 @@ class Run(PreparedRun):
 
     def choose_generate(self) -> GenerateFn:
         """The user's function, or one chat turn."""
-        options = TemplateOptions(self.config.model.template_params)
-        return self.functions.generate or make_chat_generate(self.tokenizer, options=options)
+        params = self.config.model.template_params
+        return self.functions.generate or make_chat_generate(self.tokenizer, params=params)
 
     def choose_sampling(self, section: SamplingConfig) -> SamplingParams:
         """How a response is sampled by the settings of `section`."""

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, cast
 
 import numpy as np
@@ -42,14 +42,10 @@ class ChatTokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateOptions:
-    """What a run tells its chat template beside the messages."""
+TemplateParams = Mapping[str, JSONValue]
+"""What a run tells its chat template beside the messages, by name, such as enable_thinking."""
 
-    params: Mapping[str, JSONValue] = field(default_factory=dict)  # by name, such as enable_thinking
-
-
-DEFAULT_OPTIONS = TemplateOptions()
+NO_PARAMS: TemplateParams = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +55,7 @@ class Template:
     """
 
     tokenizer: ChatTokenizer
-    params: Mapping[str, JSONValue]
+    params: TemplateParams
     tools: Tools | None = None
     # most templates write arguments as JSON themselves; some want the text of it
     arguments_as_text: bool = False
@@ -120,7 +116,7 @@ def render_prompt(
     prompt: str | Sequence[ChatMessage],
     tokenizer: ChatTokenizer,
     *,
-    options: TemplateOptions = DEFAULT_OPTIONS,
+    params: TemplateParams = NO_PARAMS,
     tools: Tools | None = None,
 ) -> str:
     """The text that a model continues: `prompt` (text is one user turn) in the chat template, with the header
@@ -131,18 +127,18 @@ def render_prompt(
     """
     turns = [ChatMessage(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
     messages = parse_messages(turns, where="the prompt")
-    return make_template(messages, tokenizer, options, tools).render(messages, add_generation_prompt=True)
+    return make_template(messages, tokenizer, params, tools).render(messages, add_generation_prompt=True)
 
 
 def tokenize_prompt(
     prompt: str | Sequence[ChatMessage],
     tokenizer: ChatTokenizer,
     *,
-    options: TemplateOptions = DEFAULT_OPTIONS,
+    params: TemplateParams = NO_PARAMS,
     tools: Tools | None = None,
 ) -> IntArray:
     """Token ids [T] of `render_prompt`. Special tokens come from the template alone."""
-    text = render_prompt(prompt, tokenizer, options=options, tools=tools)
+    text = render_prompt(prompt, tokenizer, params=params, tools=tools)
     return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int64)
 
 
@@ -151,7 +147,7 @@ def tokenize_conversation(
     tokenizer: ChatTokenizer,
     *,
     train_on: TrainOn = "all",
-    options: TemplateOptions = DEFAULT_OPTIONS,
+    params: TemplateParams = NO_PARAMS,
     tools: Tools | None = None,
 ) -> TokenizedConversation:
     """The token ids of the whole conversation, and the spans of the assistant turns that train, all or the
@@ -168,7 +164,7 @@ def tokenize_conversation(
     if not messages:
         raise DataError("the conversation has no messages")
     messages = parse_messages(list(messages), where="messages")
-    template = make_template(messages, tokenizer, options, tools)
+    template = make_template(messages, tokenizer, params, tools)
     text = template.render(messages)
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
@@ -193,7 +189,7 @@ def compute_loss_mask(conversation: TokenizedConversation) -> BoolArray:
 
 
 def make_template(
-    messages: Sequence[ChatMessage], tokenizer: ChatTokenizer, options: TemplateOptions, tools: Tools | None
+    messages: Sequence[ChatMessage], tokenizer: ChatTokenizer, params: TemplateParams, tools: Tools | None
 ) -> Template:
     """The template, ready for these messages. Raises if there is none, or it has no place for a parameter,
     the tools or a tool call.
@@ -203,9 +199,9 @@ def make_template(
             "the tokenizer has no chat template; use an instruct model, set model.chat_template, or put"
             " chat_template.jinja into the model directory"
         )
-    if options.params:
-        _check_params(options.params, tokenizer)
-    template = Template(tokenizer, options.params, tools or None)
+    if params:
+        _check_params(params, tokenizer)
+    template = Template(tokenizer, params, tools or None)
     if any(message.get("tool_calls") for message in messages):
         template = _choose_form(messages, template)
     if tools and template.render(messages) == replace(template, tools=None).render(messages):

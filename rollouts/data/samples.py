@@ -20,9 +20,9 @@ from typing import TypeVar
 import numpy as np
 
 from rollouts.data.chat import (
-    DEFAULT_OPTIONS,
+    NO_PARAMS,
     ChatTokenizer,
-    TemplateOptions,
+    TemplateParams,
     TrainOn,
     compute_loss_mask,
     tokenize_conversation,
@@ -109,7 +109,7 @@ def prepare_sft_mixture(
     *,
     max_length: int,
     train_on: TrainOn = "all",
-    options: TemplateOptions = DEFAULT_OPTIONS,
+    params: TemplateParams = NO_PARAMS,
     name: str = "sft.data",
 ) -> Mixture[SFTSample]:
     """Every row as a sample of at most `max_length` tokens, in the rows' order. Tools are row["tools"].
@@ -119,7 +119,7 @@ def prepare_sft_mixture(
     """
 
     def prepare(row: Row, row_id: int) -> tuple[SFTSample, int] | str:
-        whole = _tokenize_row(row_to_conversation(row), row, row_id, tokenizer, train_on, options)
+        whole = _tokenize_row(row_to_conversation(row), row, row_id, tokenizer, train_on, params)
         sample = whole.cut(max_length)
         return (sample, int(len(whole.token_ids) > max_length)) if sample.loss_mask.any() else NO_TOKENS
 
@@ -132,11 +132,11 @@ def _tokenize_row(
     row_id: int,
     tokenizer: ChatTokenizer,
     train_on: TrainOn,
-    options: TemplateOptions,
+    params: TemplateParams,
 ) -> SFTSample:
     """The messages, with the row's tools, as one sample, whole."""
     tools = parse_tools(row.get("tools"), where="tools")
-    found = tokenize_conversation(messages, tokenizer, train_on=train_on, options=options, tools=tools)
+    found = tokenize_conversation(messages, tokenizer, train_on=train_on, params=params, tools=tools)
     sample = SFTSample(found.token_ids, compute_loss_mask(found), row_id)
     assert not sample.loss_mask[0], "the first token has nothing before it to be predicted from"
     return sample
@@ -159,7 +159,7 @@ def prepare_preference_mixture(
     *,
     labelled: bool,
     max_length: int,
-    options: TemplateOptions = DEFAULT_OPTIONS,
+    params: TemplateParams = NO_PARAMS,
     name: str = "preference.data",
 ) -> Mixture[PreferenceSample]:
     """Every row of use "pair", or "labelled", as a sample whose token rows have at most `max_length` tokens;
@@ -187,7 +187,7 @@ def prepare_preference_mixture(
         whole: list[SFTSample] = []
         for field, response in next(left).items():
             with naming(field):
-                sample = _tokenize_row([*row["prompt"], *response], row, row_id, tokenizer, "last", options)
+                sample = _tokenize_row([*row["prompt"], *response], row, row_id, tokenizer, "last", params)
             whole.append(sample.cut(int(np.flatnonzero(sample.loss_mask)[-1]) + 1))
         first, second = (response.cut(max_length) for response in whole)
         assert len({response.token_ids[~response.loss_mask].tobytes() for response in whole}) == 1, row_id

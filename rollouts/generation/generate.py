@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rollouts.data.chat import DEFAULT_OPTIONS, ChatTokenizer, TemplateOptions, tokenize_prompt
+from rollouts.data.chat import NO_PARAMS, ChatTokenizer, TemplateParams, tokenize_prompt
 from rollouts.data.rows import parse_tools
 from rollouts.protocols import GenerateFn, InferenceEngine
 from rollouts.types import Completion, FinishReason, GenerateRequest, IntArray, Sample, SamplingParams, Status
@@ -29,9 +29,7 @@ class GenerationTokenizer(ChatTokenizer, Protocol):
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> Any: ...
 
 
-def make_chat_generate(
-    tokenizer: GenerationTokenizer, *, options: TemplateOptions = DEFAULT_OPTIONS
-) -> GenerateFn:
+def make_chat_generate(tokenizer: GenerationTokenizer, *, params: TemplateParams = NO_PARAMS) -> GenerateFn:
     """A generate function that answers a prompt (text is one user turn) in the chat template with one
     completion.
 
@@ -45,7 +43,7 @@ def make_chat_generate(
     def tokenize(key: str) -> IntArray:
         prompt, tools = json.loads(key)
         token_ids = tokenize_prompt(
-            prompt, tokenizer, options=options, tools=parse_tools(tools, where="the sample's tools")
+            prompt, tokenizer, params=params, tools=parse_tools(tools, where="the sample's tools")
         )
         token_ids.flags.writeable = False
         return token_ids

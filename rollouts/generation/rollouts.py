@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from rollouts.data.chat import DEFAULT_OPTIONS, TemplateOptions, tokenize_prompt
+from rollouts.data.chat import NO_PARAMS, TemplateParams, tokenize_prompt
 from rollouts.data.data_buffer import PromptRow
 from rollouts.data.rows import parse_tools
 from rollouts.errors import ConfigError, NotEnoughSamples, PlugInError, RolloutsError, UserFunctionError
@@ -262,12 +262,12 @@ def make_sync_chat_generate(
     tokenizer: GenerationTokenizer,
     sampling: SamplingParams,
     *,
-    options: TemplateOptions = DEFAULT_OPTIONS,
+    params: TemplateParams = NO_PARAMS,
 ) -> GenerateBatchFn:
     """A generate_fn that answers each prompt (text is one user turn) in the chat template with one
     completion.
 
-    The tools of a prompt are its sample's metadata["tools"]; `options` is what the template is told beside
+    The tools of a prompt are its sample's metadata["tools"]; `params` is what the template is told beside
     the messages. `complete` turns requests, whose ids are those of the samples, into completions in the same
     order, for example functools.partial(rollouts.models.sampling.sample_completions, model). The function
     raises DataError and ModelError like tokenize_prompt, what `complete` raises, and UserFunctionError if its
@@ -276,7 +276,7 @@ def make_sync_chat_generate(
 
     def tokenize(sample: Sample) -> IntArray:
         tools = parse_tools(sample.metadata.get("tools"), where=f"the tools of sample {sample.id}")
-        return tokenize_prompt(sample.prompt, tokenizer, options=options, tools=tools)
+        return tokenize_prompt(sample.prompt, tokenizer, params=params, tools=tools)
 
     def chat_generate(samples: list[Sample]) -> list[Sample]:
         requests = [

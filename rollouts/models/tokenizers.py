@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from rollouts.data.chat import DEFAULT_OPTIONS, find_end, make_template
+from rollouts.data.chat import NO_PARAMS, find_end, make_template
 from rollouts.errors import DataError, ModelError
 from rollouts.models.quiet import naming_errors
 from rollouts.types import ChatMessage
@@ -99,7 +99,7 @@ def find_turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
             with suppress(DataError, ModelError):
                 question = ChatMessage(role="user", content="question")
                 messages = [*system, question, cast(ChatMessage, {"role": "assistant", **answer})]
-                template = make_template(messages, tokenizer, DEFAULT_OPTIONS, None)
+                template = make_template(messages, tokenizer, NO_PARAMS, None)
                 prompt = template.render(messages[:-1], add_generation_prompt=True)
                 body = template.render(messages).removeprefix(prompt)
                 end = find_end(body, messages, len(messages) - 1, template)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rollouts.config.modes import stage_config
 from rollouts.config.schema import RunConfig
-from rollouts.data.chat import TemplateOptions, tokenize_prompt
+from rollouts.data.chat import tokenize_prompt
 from rollouts.data.datasets import exclude_prompts, load_sources, unique_prompts
 from rollouts.data.mixture import Mixture
 from rollouts.data.rows import Row, RowUse, naming, parse_tools
@@ -110,7 +110,7 @@ def prepare_rows(
     Reports ConfigError for a length that does not fit the context, DataError and ModelError for rows that the
     chat template does not take, and for a source without a row to train on.
     """
-    prepared, options = PreparedRows(), TemplateOptions(config.model.template_params)
+    prepared, params = PreparedRows(), config.model.template_params
 
     def check_fit(setting: str, tokens: int, what: str) -> None:
         with findings.reporting(setting):
@@ -122,7 +122,7 @@ def prepare_rows(
 
     def tokenize(row: Row) -> Sequence[int]:
         tools = parse_tools(row.get("tools"), where="tools")
-        return tokenize_prompt(row["prompt"], tokenizer, options=options, tools=tools).tolist()
+        return tokenize_prompt(row["prompt"], tokenizer, params=params, tools=tools).tolist()
 
     rollout = config.rl and config.rl.rollout
     for stage, section, settings in (("rl", "rl.rollout", rollout), ("eval", "eval", config.eval)):
@@ -154,8 +154,8 @@ def prepare_samples(config: RunConfig, stage: str, mixture: Mixture[Row], tokeni
     prepare_sft_mixture, prepare_preference_mixture and split_held_out do.
     """
     section: Any = stage_config(config, stage)
-    options = TemplateOptions(config.model.template_params)
-    how: dict[str, Any] = {"max_length": section.max_length, "options": options}
+    params = config.model.template_params
+    how: dict[str, Any] = {"max_length": section.max_length, "params": params}
     if stage == "sft":
         return StageSamples(prepare_sft_mixture(mixture, tokenizer, train_on=section.train_on, **how))
     how |= {"labelled": choose_use(config, stage) == "labelled", "name": f"{stage}.data"}

@@ -10,7 +10,6 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rollouts.data.chat import (
-    TemplateOptions,
     compute_loss_mask,
     render_prompt,
     tokenize_conversation,
@@ -225,10 +224,10 @@ def test_what_generation_is_given_does_not_train():
         == "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n<think>\n⟦three,"
         " four\n</think>\n\n7<|im_end|>⟧\n"
     )
-    no_thinking = TemplateOptions({"enable_thinking": False})
+    no_thinking = {"enable_thinking": False}
     for name in ("qwen3", "qwen3_6"):
         assert (
-            marked(TALK[:2], family_tokenizer(name), options=no_thinking)
+            marked(TALK[:2], family_tokenizer(name), params=no_thinking)
             == "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦It is"
             " 7.<|im_end|>⟧\n"
         )
@@ -275,15 +274,15 @@ def test_what_would_not_train_as_the_row_says_is_refused(problem, name, messages
 
 
 def test_parameters_reach_the_template():
-    options = TemplateOptions({"date_string": "1 May 2025"})
-    assert "Today Date: 1 May 2025\n" in render_prompt("q", family_tokenizer("llama3_1"), options=options)
+    params = {"date_string": "1 May 2025"}
+    assert "Today Date: 1 May 2025\n" in render_prompt("q", family_tokenizer("llama3_1"), params=params)
 
 
 def test_a_parameter_that_the_template_does_not_read_is_refused_with_the_nearest():
-    options = TemplateOptions({"enable_thinkin": False})
+    params = {"enable_thinkin": False}
     said = r"model\.template_params\.enable_thinkin: the chat template does not read it; did you mean"
     with pytest.raises(ModelError, match=said + r" enable_thinking\?"):
-        render_prompt("q", family_tokenizer("qwen3"), options=options)
+        render_prompt("q", family_tokenizer("qwen3"), params=params)
 
 
 @pytest.mark.parametrize(
