@@ -61,7 +61,7 @@ async def evaluate_once(run: Run, opened: Stage, stage: str, step: int) -> None:
             sampling=run.choose_sampling(config),
             samples_per_prompt=config.samples_per_prompt,
             seed=run.config.seed,
-            reward_timeout_s=run.config.rl.rollout.reward_timeout_s if run.config.rl else 30.0,
+            reward_timeout_s=run.config.rollout.reward_timeout_s,
         )
     weights = await engine.weight_version()
     await run.logger.log_samples(f"eval-{stage}", step, weights, result.samples)

@@ -322,6 +322,11 @@ class RunConfig(Section):
     reference: ReferenceConfig = ReferenceConfig()
     eval: EvalConfig | None = None
 
+    @property
+    def rollout(self) -> RolloutConfig:
+        """[rl.rollout], or its defaults where there is no [rl]."""
+        return self.rl.rollout if self.rl else RolloutConfig()
+
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         refuse(self._list_rules())

@@ -16,6 +16,8 @@ from rollouts.processes.nurseries import run_all
 from rollouts.protocols import GenerateFn, InferenceEngine, RewardFn
 from rollouts.types import JSONValue, Sample, SamplingParams, Status
 
+MAX_FAILED_FRACTION = 0.2  # of the samples
+
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
@@ -65,13 +67,12 @@ async def evaluate(
     samples_per_prompt: int = 1,
     seed: int = 0,
     reward_timeout_s: float = 30.0,
-    max_failed_fraction: float = 0.2,
 ) -> EvaluationResult:
     """Every prompt generated `samples_per_prompt` times and scored, all at once: the engine decides how many
     run together.
 
     A sample that cannot be generated or scored is counted as failed and is not part of the mean. Raises
-    NotEnoughSamples, naming the failures by class, if more than `max_failed_fraction` of them failed: a mean
+    NotEnoughSamples, naming the failures by class, if more than MAX_FAILED_FRACTION of them failed: a mean
     over the rest would be of other prompts. Raises what is not one sample's failure but everybody's:
     FleetDown, EngineClosed, ModelError, ConfigError.
     """
@@ -96,7 +97,7 @@ async def evaluate(
     await run_all(*(partial(run_one, index) for index in range(len(pending))))
     samples = tuple(done[index] for index in range(len(pending)))
     failed = [sample for sample in samples if sample.status is Status.FAILED]
-    if len(failed) > max_failed_fraction * len(samples):
+    if len(failed) > MAX_FAILED_FRACTION * len(samples):
         classes = sorted({failure_class_of(sample) for sample in failed})
         example = failed[0].metadata["failure"]["message"]
         raise NotEnoughSamples(

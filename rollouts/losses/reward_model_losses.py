@@ -48,6 +48,9 @@ def bradley_terry_loss(
     return sum_rows(losses, values)
 
 
+NUM_BINS = 10  # of calibration, from 0.5 to 1
+
+
 @dataclass(frozen=True, slots=True)
 class PairCalibration:
     """How well σ(s_c − s_r) predicts which response of a held-out pair is preferred."""
@@ -60,22 +63,18 @@ class PairCalibration:
     nll: float  # mean of −log p, nats: the Bradley-Terry loss
 
 
-def compute_pair_calibration(
-    chosen_scores: Tensor, rejected_scores: Tensor, *, num_bins: int = 10
-) -> PairCalibration:
+def compute_pair_calibration(chosen_scores: Tensor, rejected_scores: Tensor) -> PairCalibration:
     """Accuracy and calibration on held-out pairs, from scores [P], in float64.
 
     p = σ(s_c − s_r) is the probability given to the label. The model bets on the response with the higher
     score, with the confidence max(p, 1 − p); it is calibrated if bets of confidence c are right in a share c
     of the cases. A bin holds confidences in [low, high), the last one 1 as well. Paper: 1706.04599 (expected
-    calibration error). Raises ValueError if there is no pair, num_bins is below 1, shapes differ, or a score
-    is not finite.
+    calibration error), with NUM_BINS of them. Raises ValueError if there is no pair, shapes differ, or a
+    score is not finite.
     """
     check_one_per_pair("calibration", chosen_scores=chosen_scores, rejected_scores=rejected_scores)
-    if len(chosen_scores) == 0 or num_bins < 1:
-        raise ValueError(
-            f"{len(chosen_scores)} pairs, num_bins={num_bins}; there must be at least one of each"
-        )
+    if len(chosen_scores) == 0:
+        raise ValueError("0 pairs; there must be at least one")
     differences = (chosen_scores.double() - rejected_scores.double()).detach()
     if bad := (~torch.isfinite(differences)).nonzero().flatten().tolist():
         raise ValueError(
@@ -84,7 +83,7 @@ def compute_pair_calibration(
     probability = torch.sigmoid(differences)
     confidence = torch.sigmoid(differences.abs())
     right = torch.where(differences == 0, 0.5, (differences > 0).double())
-    bins = ((confidence - 0.5) * 2 * num_bins).long().clamp(max=num_bins - 1)
+    bins = ((confidence - 0.5) * 2 * NUM_BINS).long().clamp(max=NUM_BINS - 1)
     gaps = torch.bincount(bins, right - confidence)  # of bins of equal widths from 0.5 to 1
     return PairCalibration(
         num_pairs=len(differences),

@@ -57,7 +57,7 @@ def load_functions(
     """Every function as it is, in this process. Reports PlugInError for one that does not import or does not
     take what its role passes, ConfigError where a stage lacks one; the message names the setting.
     """
-    rollout = config.rl.rollout if config.rl else RolloutConfig()
+    rollout = config.rollout
 
     def load(key: str, name: str, role: Role) -> Any:
         with findings.reporting(key):
@@ -127,15 +127,14 @@ async def open_functions(
     `warn` gets a sentence when an async one blocks the event loop. Raises RewardCrashed if the processes
     cannot be started.
     """
-    rollout = config.rl.rollout if config.rl else RolloutConfig()
+    rollout = config.rollout
     eval_reward = config.eval.reward if config.eval else ""
     names = {"reward": rollout.reward, "group_reward": rollout.group_reward, "eval_reward": eval_reward}
     running = {key: getattr(functions, key) for key in names}
     async with AsyncExitStack() as stack:
         stack.enter_context(watch_blocking(warn))
         if sync := [key for key, function in running.items() if function and not is_async(function)]:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-            timeout_s, count = rollout.reward_timeout_s, num_workers or cores or 1
+            timeout_s, count = rollout.reward_timeout_s, num_workers or len(os.sched_getaffinity(0))
             opening = open_reward_workers(count=count, timeout_s=timeout_s, memory_bytes=REWARD_MEMORY)
             workers = await stack.enter_async_context(opening)
             for key in sync:
@@ -192,7 +191,7 @@ async def call_functions(
 
 
 async def _call_each(config: RunConfig, functions: Functions, rows: Rows, findings: Findings) -> None:
-    timeout_s = (config.rl.rollout if config.rl else RolloutConfig()).reward_timeout_s
+    timeout_s = config.rollout.reward_timeout_s
     both = make_trial_samples(rows.list_rows("rl"))
     own = functions.eval_reward if config.eval and config.eval.reward else None
     scored: tuple[Sample, ...] = ()

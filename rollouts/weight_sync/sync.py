@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from rollouts.engines.fleet import Fleet
     from rollouts.metrics.spans import SpanRecorder
 
+MAX_REVIVALS = 6  # failures in a row after which an engine waits for the next update
 RETRY_BASE_S, RETRY_CAP_S = 1.0, 60.0  # between two tries of an update that reached no engine
 
 Transport = Callable[
@@ -89,13 +90,12 @@ class WeightSync:
         fleet: Fleet | None = None,
         transport: Transport | None = None,
         limits: SilenceLimits | None = None,
-        max_revivals: int = 6,
         patience_s: float = 600.0,
         warn: Callable[[str], object] = log_warning,
         spans: SpanRecorder | None = None,
     ) -> None:
-        """`max_revivals`: failures in a row after which an engine waits for the next update. `patience_s`:
-        how long an update that reached no engine waits for one, while keep_engines_current runs.
+        """`patience_s`: how long an update that reached no engine waits for one, while keep_engines_current
+        runs.
         """
         self.published: Published | None = None
         self._probe = probe
@@ -111,7 +111,6 @@ class WeightSync:
             warn=warn,
             spans=spans,
         )
-        self._max_revivals = max_revivals
         self._patience_s = patience_s
         self._warn = warn
         self._lock = trio.Lock()
@@ -255,7 +254,7 @@ class WeightSync:
         """Revives every engine that the fleet announces as stale and that still is when its turn comes, one
         after the other; ends when the fleet closes.
 
-        A failure is a warning: the fleet announces the engine again, later. After `max_revivals` in a row it
+        A failure is a warning: the fleet announces the engine again, later. After MAX_REVIVALS in a row it
         waits for the next update, which tries it in any case. Before the first publication nothing is
         revived: it announces every stale engine. An update by the loop cancels the revival under way.
         """
@@ -278,7 +277,7 @@ class WeightSync:
         it.
         """
         name, published = engine.features.name, self.published
-        if published is None or self._failed_revivals[name] >= self._max_revivals:
+        if published is None or self._failed_revivals[name] >= MAX_REVIVALS:
             return
         plan = self._make_plan(
             version=published.version,
@@ -292,7 +291,7 @@ class WeightSync:
                 del self._failed_revivals[name]
         except WeightSyncError as error:  # the fleet and `warn` were told
             self._failed_revivals[name] += 1
-            if self._failed_revivals[name] >= self._max_revivals:
+            if self._failed_revivals[name] >= MAX_REVIVALS:
                 self._warn(
                     f"engine {name} could not be revived; it waits for the next weight update: {error}"
                 )

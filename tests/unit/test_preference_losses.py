@@ -235,7 +235,7 @@ def test_calibration_matches_bins_filled_by_hand():
     """Bets of confidence .95, three right of four, and of .65, one right of two."""
     labels = (0.95, 0.95, 0.95, 0.05, 0.65, 0.35)
     scores = tensor(*(math.log(p / (1 - p)) for p in labels))
-    found = compute_pair_calibration(scores, torch.zeros_like(scores), num_bins=5)
+    found = compute_pair_calibration(scores, torch.zeros_like(scores))
     calibration = (found.num_pairs, found.accuracy, found.confidence, found.expected_calibration_error)
     assert calibration == pytest.approx((6, 4 / 6, (4 * 0.95 + 2 * 0.65) / 6, (4 * 0.2 + 2 * 0.15) / 6))
     assert found.brier == pytest.approx(sum((1 - p) ** 2 for p in labels) / 6)
