@@ -232,12 +232,12 @@ def test_kto_trains_on_one_kind_alone_and_its_reference_point_and_weights():
 
 
 def test_calibration_matches_bins_filled_by_hand():
-    """Bets of confidence .95, three right of four, and of .65, one right of two."""
-    labels = (0.95, 0.95, 0.95, 0.05, 0.65, 0.35)
+    """Bets of confidence .97, three right of four, and of .66, one right of two."""
+    labels = (0.97, 0.97, 0.97, 0.03, 0.66, 0.34)
     scores = tensor(*(math.log(p / (1 - p)) for p in labels))
     found = compute_pair_calibration(scores, torch.zeros_like(scores))
     calibration = (found.num_pairs, found.accuracy, found.confidence, found.expected_calibration_error)
-    assert calibration == pytest.approx((6, 4 / 6, (4 * 0.95 + 2 * 0.65) / 6, (4 * 0.2 + 2 * 0.15) / 6))
+    assert calibration == pytest.approx((6, 4 / 6, (4 * 0.97 + 2 * 0.66) / 6, (4 * 0.22 + 2 * 0.16) / 6))
     assert found.brier == pytest.approx(sum((1 - p) ** 2 for p in labels) / 6)
     assert found.nll == pytest.approx(-sum(map(math.log, labels)) / 6)
     tie = compute_pair_calibration(tensor(2.0, 2.0), tensor(2.0, 2.0))

@@ -382,8 +382,11 @@ async def test_after_a_transfer_in_memory_there_is_a_snapshot_for_those_that_res
 # --- engines that come back ---------------------------------------------------------------------------------
 
 
-async def test_a_restarted_engine_that_keeps_base_weights_within_the_tolerance_is_caught(autojump_clock):
-    world = World(max_revivals=1)
+async def test_a_restarted_engine_that_keeps_base_weights_within_the_tolerance_is_caught(
+    autojump_clock, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("rollouts.weight_sync.sync.MAX_REVIVALS", 1)
+    world = World()
     async with world.keeping():
         for weights in range(7):  # 0.006 nats away at last; the tolerance is 0.01
             await world.step(float(weights))
@@ -395,15 +398,15 @@ async def test_a_restarted_engine_that_keeps_base_weights_within_the_tolerance_i
 
 
 async def test_an_engine_is_given_up_after_some_revivals_until_the_next_update(autojump_clock):
-    world = World(max_revivals=3)
+    world = World()
     async with world.keeping():
         world.announce.send_nowait(world.servers[0])  # before the first update, which includes it
         await world.step(3.0)
         assert world.servers[0].calls == PHASES
-        world.servers[2].faults["load"] = ["fail"] * 5
+        world.servers[2].faults["load"] = ["fail"] * 8
         world.restart(world.servers[2])
         await trio.sleep(1000)
-        assert world.servers[2].calls.count("load") == 3
+        assert world.servers[2].calls.count("load") == 6
         assert "it waits for the next weight update" in world.warnings[-1]
         world.servers[2].faults.clear()
         assert (await world.step(4.0))["weight_sync/engines_updated"] == 3.0
