@@ -9,7 +9,7 @@
 #               benchmarks/results/soak-DATE.md; and stops runs in every phase on two ranks
 # make check    lint and types
 # make bench    the CPU benchmarks beside their peers, in .venv-bench, and writes docs/benchmarks.md; BENCH="packing e2e_reward" runs only these,
-#               BENCH_ARGS=--quick in under a minute each, into runs/bench
+#               BENCH_ARGS=--quick in one to five minutes each, into runs/bench
 # make bench-h200  the suite for one large GPU, with PYTHON_GPU; at most ten minutes
 # make curves   trains with every algorithm, shows that each learns, and writes docs/curves.md; CURVES="grpo dpo" runs only these
 #
