@@ -3,6 +3,7 @@ number, and when one is lost.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from tests.e2e.conftest import Train
 pytestmark = pytest.mark.slow
 PATIENCE_S = 240.0
 NOTICED_S = 30.0  # what is promised
-BEATS_S = 3.0  # of a rank on a busy machine, until its heartbeat has said what it does now
+BEATS_S = 5.0  # of a rank on a busy machine, until its heartbeat has said what it does now
 STEPS = 12
 SETTINGS = (
     "--sft.optim.schedule",
@@ -195,7 +196,10 @@ async def test_torchrun_gets_rid_of_a_rank_that_stands_still_and_starts_all_agai
         finally:
             process.terminate()  # nothing is left to end unless the test has failed
     assert process.returncode == 0, stderr
-    assert f"rollouts: rank 1 was lost during forward_backward of step 5: {STOPPED}" in stderr
+    said = [line for line in stderr.splitlines() if line.startswith("rollouts:")]
+    # a busy machine may have stopped it before its heartbeat said that step 5 has begun
+    lost = rf"rollouts: rank 1 was lost during \w+ of step [45]: {STOPPED}"
+    assert any(re.match(lost, line) for line in said), said or stderr[-2000:]
     assert not Path(f"/proc/{stopped}").exists()
     rows = rows_of(out, "sft")
     attempts = {row["step"]: row["attempt"] for row in rows}
