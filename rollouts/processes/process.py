@@ -236,7 +236,8 @@ def start_guard(settings: Mapping[str, Any], env: Mapping[str, str] | None, file
 def open_log(path: Path, headline: str) -> tuple[int, int]:
     """A descriptor that appends to the file, after a dated line; and how long it was before."""
     log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    os.fchmod(log, 0o600)  # one that was there may be open to others; SGLang prints its key
+    if path.is_file():  # one that was there may be open to others, and SGLang prints its key; not /dev/null
+        os.fchmod(log, 0o600)
     start = os.fstat(log).st_size
     os.write(log, f"=== {datetime.now(UTC).isoformat(timespec='seconds')} {headline}\n".encode())
     return log, start

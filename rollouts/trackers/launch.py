@@ -70,7 +70,7 @@ async def keep_follower(
 ) -> None:
     """Runs the follower, and again when it dies, until the run is over. Then `ended` is set."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    log, failures = Path(os.devnull), 0  # what libraries print may have secrets in it
+    failures = 0
 
     async def end_stdin(channel: trio.SocketStream | None) -> None:
         assert channel is not None
@@ -82,7 +82,11 @@ async def keep_follower(
             (root / "trackers").mkdir(exist_ok=True)
             async with (
                 open_process(
-                    command, env=environment, log=log, with_channel=True, linger_s=DRAIN_S
+                    command,
+                    env=environment,
+                    log=Path(os.devnull),  # what libraries print may have secrets in it
+                    with_channel=True,
+                    linger_s=DRAIN_S,
                 ) as process,
                 trio.open_nursery() as nursery,
             ):

@@ -203,3 +203,14 @@ async def test_a_log_is_appended_to_and_closed_to_others(tmp_path: Path):
         assert process.read_tail().endswith(" start 1: echo hello\nhello\n")
     assert log.stat().st_mode & 0o777 == 0o600
     assert log.read_text().startswith("an earlier run\n=== ")
+
+
+async def test_a_log_that_is_a_device_stays_open_to_others(tmp_path: Path):
+    log = tmp_path / "pipe"
+    os.mkfifo(log)
+    log.chmod(0o644)
+    reader = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    async with open_process(["echo"], log=log) as process:
+        await process.wait_ended()
+    os.close(reader)
+    assert log.stat().st_mode & 0o777 == 0o644
