@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.harness import read_cpu_name
 from tests.e2e.kill_jobs import BOTH, JOBS, RL, SFT
 from tests.support.kill_harness import Cut, KillHarness, Outcome, open_kill_harness
 
@@ -66,18 +67,6 @@ def soak_instants(harness: KillHarness, tally: Tally, *, kills: int, seed: int) 
         seed += 1
 
 
-def describe_machine() -> str:
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next(
-        (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")),
-        platform.processor(),
-    )
-    return (
-        f"{model}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}, torch"
-        f" {torch.__version__}"
-    )
-
-
 def write_report(path: Path, tallies: list[Tally], *, seed: int, wall_s: float, once: bool) -> None:
     """One row a job, then every violation."""
     kills = sum(tally.counts["point kills"] + tally.counts["instant kills"] for tally in tallies)
@@ -86,7 +75,9 @@ def write_report(path: Path, tallies: list[Tally], *, seed: int, wall_s: float, 
         f"# Soak, {dt.date.today().isoformat()}",
         "",
         (
-            f"{describe_machine()}. `make soak`, seed {seed}, {wall_s / 60:.0f} minutes: {kills} SIGKILLs,"
+            f"{read_cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()},"
+            f" torch {torch.__version__}. `make soak`, seed {seed},"
+            f" {wall_s / 60:.0f} minutes: {kills} SIGKILLs,"
             f" {len(failures)} violations."
         ),
         "",
