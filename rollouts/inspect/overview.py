@@ -130,9 +130,12 @@ def print_run(console: Console, record: Record, *, last: int) -> None:
         console.print(f"{row['total']:.0f} {row['what']}\n")
     console.print(f"{record.root}: {describe_state(record)}")
     print_tables(console, make_tables(record, OUTCOMES))
-    facts = [f"{name} {value}" for name, value in flatten(record.summary).items() if value is not None]
-    for line in [", ".join(facts), *record.notes]:
-        console.print(line)
+    facts = [
+        f"{name} {round(value, 4) if isinstance(value, float) else value}"
+        for name, value in flatten(record.summary).items()
+        if value is not None
+    ]
+    console.print(", ".join(facts), *record.notes, sep="\n")
 
 
 def print_tables(console: Console, tables: Iterable[Table], *, fit: bool = False) -> None:
@@ -156,9 +159,10 @@ def make_tables(record: Record, sql: str, *, lines: bool = True) -> Iterator[Tab
 
 def describe_state(record: Record) -> str:
     """Whether the run is finished, how often it was started, and its newest checkpoint."""
-    checkpoints = [f"checkpoint {stage}/step_{step}" for stage, step in find_checkpoints(record.run_dir)]
+    found = (f"checkpoint {stage}/step_{step}" for stage, step in find_checkpoints(record.run_dir))
+    *_, newest = ("no checkpoint", *found)
     state = "finished" if record.summary else "not finished"
-    return ", ".join([state, count_of(record.attempts, "attempt"), (checkpoints or ["no checkpoint"])[-1]])
+    return ", ".join([state, count_of(record.attempts, "attempt"), newest])
 
 
 # --- several runs -------------------------------------------------------------------------------------------
