@@ -74,14 +74,11 @@ def encode_contributions(
         "reward": _list_rewards(batch.rewards, batch.samples),
         **dict(zip(Place._fields, zip(*places, strict=True), strict=False)),
     }
-    rows = [
-        {name: value for name, value in zip(columns, values, strict=True) if value is not None}
-        for values in zip(*columns.values(), strict=False)
-    ]
     shared = {"update": update.update, "loss": forward.loss, "denominator": forward.denominator}
-    shared |= {"skipped": skipped}
+    shared = {**head, **shared, "skipped": skipped}
+    rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=False))
     return encode_rows(
-        rows, head={**head, **{name: value for name, value in shared.items() if value is not None}}
+        [{name: value for name, value in (shared | row).items() if value is not None} for row in rows]
     )
 
 

@@ -61,25 +61,18 @@ def make_row(head: Fields, metrics: Mapping[str, float]) -> dict[str, Any]:
     return {**head, **{metric: check_metric(metric, value) for metric, value in metrics.items()}}
 
 
-def encode_rows(rows: Sequence[Any], *, head: Fields | None = None) -> bytes:
-    """The rows as lines, each with its newline and beginning with the fields of `head`; one call of the
-    encoder for all.
+def encode_rows(rows: Sequence[Fields]) -> bytes:
+    """The rows as lines, each with its newline; one call of the encoder for all.
 
-    rows: mappings, or structs of msgspec; with a head, each has a field. Raises MetricError naming the field
-    of a number that is not finite.
+    Raises MetricError naming the field of a number that is not finite.
     """
     try:
         lines = _encoder.encode_lines(rows)
-        if head and rows:
-            beginning = _encoder.encode(head)[:-1] + b","
-            # JSON has no bare newline but those between the rows
-            lines = beginning + lines[1:].replace(b"\n{", b"\n" + beginning)
         if b"null" not in lines:  # what the encoder makes of such a number, and also a None or a text
             return lines
     except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 cannot hold: a question mark instead
         pass
-    whole = [{**(head or {}), **msgspec.to_builtins(row, enc_hook=_convert)} for row in rows]
-    return b"".join(_encode_slowly(row) for row in whole)
+    return b"".join(_encode_slowly(msgspec.to_builtins(row, enc_hook=_convert)) for row in rows)
 
 
 def encode_row(row: Fields) -> bytes:

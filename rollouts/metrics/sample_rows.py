@@ -25,7 +25,7 @@ def encode_sample_rows(head: Fields, samples: Sequence[Sample]) -> bytes:
     that, each up to TEXT_CHARS.
     """
     room = ROW_BYTES - len(encode_row(head)) - len(BARE)
-    return encode_rows([make_sample_row(sample, room=room) for sample in samples], head=head)
+    return encode_rows([{**head, **make_sample_row(sample, room=room)} for sample in samples])
 
 
 def make_sample_row(sample: Sample, *, room: int) -> dict[str, Any]:
@@ -48,7 +48,8 @@ def make_sample_row(sample: Sample, *, room: int) -> dict[str, Any]:
         for name, values in (("rewards", sample.rewards), ("metadata", others))
     }
     all_fit = len(encode_row(row | parts)) <= room  # one call of the encoder for most rows
-    room -= len(encode_row(row))
+    if not all_fit:
+        room -= len(encode_row(row))
     row |= {"prompt": sample.prompt, "response": sample.response}
     for name, values in parts.items():
         kept: dict[str, JSONValue] = {}
@@ -68,7 +69,7 @@ def shorten_json(value: JSONValue, chars: int) -> JSONValue:
     """The value, or the beginning of its JSON text and a remark if that is longer than `chars`."""
     if isinstance(value, str):
         return value if len(value) <= chars else f"{value[:chars]}… ({len(value)} characters)"
-    if value is None or isinstance(value, bool | float):
+    if value is None or isinstance(value, int | float):
         return value
     text = encode_json(value)
     return value if len(text) <= chars else f"{text[:chars]}… ({len(text)} characters)"

@@ -130,7 +130,7 @@ class JsonlLogger:
 
     def _append_spans(self, head: Fields, spans: Sequence[Span]) -> None:
         if spans:
-            self.files["spans"].append(encode_rows([span.fields() for span in spans], head=head))
+            self.files["spans"].append(encode_rows([{**head, **span.fields()} for span in spans]))
 
     def _write_arrays(self, stage: str, update: UpdateRecord) -> Sequence[Place]:
         """Where the arrays of each row of the update lie; empty where none are kept."""
