@@ -61,18 +61,6 @@ def test_the_notebook_improves_its_reward_without_trio(tmp_path: Path):
         assert float(first) < 0.15 < 0.5 < float(last), line
 
 
-def test_the_notebook_is_cells_with_short_comments():
-    text = NOTEBOOK.read_text("utf-8")
-    cells = re.split(r"^# %%", text, flags=re.MULTILINE)[1:]
-    assert len(cells) > 10
-    assert all(
-        line.startswith("#") or not line
-        for cell in cells
-        if cell.startswith(" [markdown]")
-        for line in cell.splitlines()[1:]
-    )
-
-
 @pytest.mark.slow
 def test_the_page_of_tier_one_runs_as_it_is_written_without_trio(tmp_path: Path):
     (block,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
