@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from rollouts.metrics.record import Fields, encode_row, encode_rows
 from rollouts.types import JSONValue, Sample, encode_json
 
@@ -38,8 +40,8 @@ def make_sample_row(sample: Sample, *, room: int) -> dict[str, Any]:
         "reward": sample.reward,
         "tokens": len(sample.tokens),
         "response_length": len(versions),
-        "weight_version_min": int(versions.min()) if len(versions) else None,
-        "weight_version_max": int(versions.max()) if len(versions) else None,
+        "weight_version_min": int(np.minimum.reduce(versions)) if len(versions) else None,
+        "weight_version_max": int(np.maximum.reduce(versions)) if len(versions) else None,
     }
     row = {name: value for name, value in row.items() if value is not None}
     others = {key: value for key, value in sample.metadata.items() if key != "failure"}
@@ -52,16 +54,21 @@ def make_sample_row(sample: Sample, *, room: int) -> dict[str, Any]:
         room -= len(encode_row(row))
     row |= {"prompt": sample.prompt, "response": sample.response}
     for name, values in parts.items():
-        kept: dict[str, JSONValue] = {}
-        for key, short in values.items():
-            size = 0 if all_fit else len(encode_row({key: short})) - 1  # the braces less a comma
-            if size <= room:
-                kept[key] = short
-                room -= size
+        kept = values
+        if not all_fit:
+            kept = {}
+            for key, short in values.items():
+                size = len(encode_row({key: short})) - 1  # the braces less a comma
+                if size <= room:
+                    kept[key] = short
+                    room -= size
         cut = len(values) - len(kept)
         if name == "metadata" and "failure" in sample.metadata:
             kept["failure"] = shorten_failure(sample.metadata["failure"])
-        row |= ({name: kept} if kept else {}) | ({f"{name}_cut": cut} if cut else {})
+        if kept:
+            row[name] = kept
+        if cut:
+            row[f"{name}_cut"] = cut
     return row
 
 
