@@ -124,7 +124,6 @@ async def serve_backends(channel: Channel, ranks: Ranks, *, find_path: FindPath 
     async def finish(future: DeviceFuture[Any]) -> None:
         try:
             await future
-            channel.phase = WAITING
         except Exception as error:  # before the nursery waits for what is being written
             await channel.report_failure(error)
             raise
@@ -141,7 +140,12 @@ async def serve_backends(channel: Channel, ranks: Ranks, *, find_path: FindPath 
     async with open_device_thread(name="trainer") as thread, trio.open_nursery() as nursery:
 
         def submit(command: Command) -> DeviceFuture[Any]:
-            future = thread.submit(partial(follow, command, trainers, channel, ranks, thread, find_path))
+            def run() -> object:
+                found = follow(command, trainers, channel, ranks, thread, find_path)
+                channel.phase = WAITING  # here, or it might hide that the next command has begun
+                return found
+
+            future = thread.submit(run)
             nursery.start_soon(finish, future)
             return future
 

@@ -3,7 +3,6 @@ number, and when one is lost.
 """
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -197,9 +196,8 @@ async def test_torchrun_gets_rid_of_a_rank_that_stands_still_and_starts_all_agai
             process.terminate()  # nothing is left to end unless the test has failed
     assert process.returncode == 0, stderr
     said = [line for line in stderr.splitlines() if line.startswith("rollouts:")]
-    # a busy machine may have stopped it before its heartbeat said that step 5 has begun
-    lost = rf"rollouts: rank 1 was lost during \w+ of step [45]: {STOPPED}"
-    assert any(re.match(lost, line) for line in said), said or stderr[-2000:]
+    lost = f"rollouts: rank 1 was lost during forward_backward of step 5: {STOPPED}; this process ends too"
+    assert lost in said
     assert not Path(f"/proc/{stopped}").exists()
     rows = rows_of(out, "sft")
     attempts = {row["step"]: row["attempt"] for row in rows}
