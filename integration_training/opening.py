@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import httpx
 import torch
@@ -29,6 +29,7 @@ from rollouts.engines.local import open_local_engine
 from rollouts.engines.open import read_api_key
 from rollouts.errors import ConfigError
 from rollouts.generation.generate import make_chat_generate
+from rollouts.inspect.terminal import make_safe
 from rollouts.loops.algorithm import count_updates
 from rollouts.loops.stopping import Stop
 from rollouts.metrics.spans import SpanRecorder
@@ -215,10 +216,12 @@ def accuracy_key(config: RunConfig) -> str:
     return f"eval/{HELD_OUT}/avg@{config.eval.samples_per_prompt}" if config.eval else ""
 
 
-def say(text: str) -> None:
-    """A line on stderr. That nobody reads it, or that the disk under it is full, ends no run."""
+def say(text: str, file: TextIO | None = None) -> None:
+    """A line on stderr, or in `file`. That nobody reads it, or that the disk under it is full, ends no
+    run.
+    """
     with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+        print(make_safe(text), file=file or sys.stderr, flush=True)
 
 
 warn = logging.getLogger("rollouts").warning  # a line for the user, which the log has too

@@ -2,14 +2,13 @@
 
 import json
 import resource
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from integration_training.opening import HELD_OUT, Run, Stage, accuracy_key
+from integration_training.opening import HELD_OUT, Run, Stage, accuracy_key, say
 from rollouts import __version__
 from rollouts.config.modes import stage_config
 from rollouts.crash_points import reach
@@ -113,7 +112,7 @@ def read_peak_rss_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def print_report(run: Run, summary: dict[str, Any], console: Console) -> None:
+def print_report(run: Run, summary: dict[str, Any]) -> None:
     """Accuracy before and after each stage, three transcripts, and where the files are."""
     lines = [""]
     known = {LABELS[stage]: share for stage, share in summary["accuracy"].items() if share is not None}
@@ -126,15 +125,17 @@ def print_report(run: Run, summary: dict[str, Any], console: Console) -> None:
         pairs = f"   ({count} pairs)" if count else ""
         lines.append(f"held-out pairs ranked right, {stage} {100 * accuracy:5.1f} %{pairs}")
     last_stage = f"eval-{summary['mode'].split('+')[-1]}"
-    for row in [row for row in read_rows(run.run_dir.samples) if row["stage"] == last_stage][:3]:
+    rows = [row for row in read_rows(run.run_dir.samples) if row["stage"] == last_stage]
+    for row in [row for row in rows if row["step"] == rows[-1]["step"]][:3]:
         prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-        lines.append(f"\n  prompt    {prompt}\n  response  {row['response']}\n  reward    {row['reward']}")
+        reward = row.get("reward", "none: the sample failed")
+        lines.append(f"\n  prompt    {prompt}\n  response  {row['response']}\n  reward    {reward}")
     lines += [
         f"\n{summary['wall_s']:.0f} s, peak memory {summary['peak_rss_gib']:.2f} GiB",
         f"everything is in {run.run_dir.root}",
         f"look at it with: python -m rollouts inspect {run.run_dir.root}",
     ]
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    say("\n".join(lines), sys.stdout)
 
 
 def write_atomically(path: Path, text: str) -> None:

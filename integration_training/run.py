@@ -4,9 +4,10 @@ the ranks, the record, and the stages within them.
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -110,7 +111,7 @@ async def run_training(command: argparse.Namespace, config: RunConfig, launch: L
     prepared = prepare_run(*what, findings, base_dir=Path.cwd())
     for level, subject, message in findings:
         if level == "warning" or "left out" in message:  # what does not train is always said
-            console.print(f"{subject}: {message}", highlight=False, markup=False, soft_wrap=True)
+            say(f"{subject}: {message}", sys.stdout)
     reach("start.checked")
     with ExitStack() as held:
         lock = lock_run_dir(run_dir)
@@ -130,15 +131,14 @@ async def run_training(command: argparse.Namespace, config: RunConfig, launch: L
             run = await train_stages(command.stages, launch, prepared, console, stop, device, confirm)
             nursery.cancel_scope.cancel()
         if run is None:
-            with suppress(OSError, ValueError, SystemExit):  # as `say`; rich answers a broken pipe so
-                console.print(f"stopped; go on with --resume --output.dir {run_dir.root}")
+            say(f"stopped; go on with --resume --output.dir {run_dir.root}", sys.stdout)
             # everything is closed; to take an interpreter with torch in it down takes seconds that a stop may
             # not have
             exit_now()
         reach("end.before_summary")
         summary = write_summary(run, command.stages, time.perf_counter() - started)
         reach("end.summary_written")
-        print_report(run, summary, console)
+        print_report(run, summary)
     return 0
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, NotRequired, TypedDict, cast
+from typing import Any, NoReturn, NotRequired, TypedDict, cast
 
 JSONValue = Any  # None, bool, int, finite float, str, and lists and str-keyed dicts of these
 CALL_FORM = '{"type": "function", "function": {"name": "…", "arguments": {…}}}'
@@ -158,7 +158,7 @@ def parse_tool_arguments(arguments: object, name: str) -> dict[str, Any]:
     value: object = arguments
     if isinstance(arguments, str):
         try:
-            value = json.loads(arguments, object_pairs_hook=make_unique)
+            value = parse_json(arguments)
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{name} is {arguments!r}, which is not the JSON text of an object ({error})"
@@ -171,10 +171,20 @@ def parse_tool_arguments(arguments: object, name: str) -> dict[str, Any]:
     return dict(value)
 
 
-def make_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these keys and values. Raises ValueError for a key that stands twice."""
+def parse_json(text: str) -> JSONValue:
+    """The value of a JSON text. Raises ValueError also for what json.loads takes and RFC 8259 does not: NaN,
+    Infinity, and a key twice in one object; RecursionError for one that is too deep.
+    """
+    return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_make_unique)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _make_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
-        raise ValueError(f"the key {twice!r} stands twice")
+        raise ValueError(f"the key {twice!r} stands twice in one object")
     return dict(pairs)

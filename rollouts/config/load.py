@@ -260,7 +260,9 @@ def _parse_override(text: str, key: ConfigKey) -> object:
         value = text
     for meant in () if key.takes_any_key else (value, text):
         with suppress(ValidationError):
-            return TypeAdapter(key.field.rebuild_annotation()).validate_python(meant, context=Path.cwd())
+            return TypeAdapter(key.field.rebuild_annotation()).validate_python(
+                meant, strict=meant is not text, context=Path.cwd()
+            )
     return value
 
 

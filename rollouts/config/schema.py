@@ -109,7 +109,8 @@ class PreferenceTrainingConfig(PairStageConfig, LossConfig):
     """
 
     loss: str = "dpo"
-    """the name of a loss in docs/losses_policy.md or docs/losses_preference.md, or module:function"""
+    """the name of a loss in docs/losses_policy.md, of [preference] in docs/losses_preference.md, or
+    module:function"""
     optim: OptimConfig = OptimConfig(lr=1e-6)
 
 
@@ -128,7 +129,8 @@ class AlgorithmConfig(LossConfig):
     advantage_params: Params = {}
     """passed to the advantage by keyword"""
     loss: str = "ppo_clip"
-    """the name of a loss in docs/losses_policy.md or docs/losses_preference.md, or module:function"""
+    """the name of a loss in docs/losses_policy.md, of [preference] in docs/losses_preference.md, or
+    module:function"""
     normalise_by: Literal["tokens", "sequences", "sequence_sums", "constant"] = "tokens"
     """constant: prompts * samples_per_prompt * max_new_tokens"""
     clip_low: PositiveFloat = 0.2

@@ -131,7 +131,7 @@ class OutputConfig(Section):
     samples_per_step: NonNegativeInt = 16
     """rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is"""
     trackers: Annotated[list[Tracker], Once] = []
-    """fed from the files by processes beside the run"""
+    """fed from the files, each by a process beside the run"""
 
 
 class ModelConfig(Section):

@@ -8,13 +8,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rollouts.config.plugins import load_function
 from rollouts.config.spelling import did_you_mean
 from rollouts.config.tables import DataSourceConfig, SourceKind
 from rollouts.data.rows import MAX_ROW_BYTES
 from rollouts.errors import DataError
+from rollouts.messages import parse_json
 
 FoundRows = Iterator[tuple[str, Any]]
 """What a source gave, with its place ("FILE:LINE" or "NAME row NUMBER"); a DataError where it cannot be
@@ -61,29 +62,13 @@ def read_jsonl(source: DataSourceConfig) -> FoundRows:
 def _parse_line(line: bytes) -> Any:
     cut = "" if line.endswith(b"\n") else "; the file ends in the middle of this line"
     try:
-        text = line.rstrip(b"\r\n").decode("utf-8-sig")
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_double_keys)
-    except DataError as problem:
-        return problem
+        return parse_json(line.rstrip(b"\r\n").decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return DataError(f"not UTF-8 at byte {error.start} of the line{cut}")
     except json.JSONDecodeError as error:
         return DataError(f"not JSON: {error.msg} at column {error.colno}{cut}")
     except (ValueError, RecursionError) as error:
         return DataError(f"not JSON: {error}")
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a JSON number")
-
-
-def _refuse_double_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value: dict[str, Any] = {}
-    for key, inner in pairs:
-        if key in value:
-            raise DataError(f"the key {key!r} stands twice in one object; which one is meant?")
-        value[key] = inner
-    return value
 
 
 # --- Parquet ------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ import numpy as np
 
 from rollouts.config.spelling import did_you_mean, nearest
 from rollouts.errors import DataError, ModelError
-from rollouts.messages import checked_messages
+from rollouts.messages import checked_messages, parse_json
 from rollouts.types import ChatMessage, JSONValue, check_json
 
 Row = dict[str, Any]
@@ -181,10 +181,10 @@ def parse_tools(tools: object, *, where: str) -> list[dict[str, Any]] | None:
     """
     rule = "it must be a list of tools as JSON schemas"
     try:
-        value: Any = json.loads(tools) if isinstance(tools, str) else tools
+        value: Any = parse_json(tools) if isinstance(tools, str) else tools
         check_json(where, value)
     except (ValueError, RecursionError) as error:
-        is_text = isinstance(error, json.JSONDecodeError)
+        is_text = isinstance(tools, str)
         raise DataError(
             f"{where} is text but not JSON ({error}); {rule}" if is_text else str(error)
         ) from error

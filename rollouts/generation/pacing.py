@@ -98,9 +98,8 @@ class Pace:
             open_ += self._open_by[deadline]
             finished += self._finished_by[deadline]
             needed = open_ - self.num_prompts * max(0, deadline - self.policy_version)
-            if finished < min(
-                needed, self.num_prompts
-            ):  # more than P are needed only if the trainer has skipped versions
+            # more than P are needed only if the trainer has skipped versions
+            if finished < min(needed, self.num_prompts):
                 return False
         return True
 

@@ -52,7 +52,14 @@ def check_loss_params(name: str, params: Mapping[str, object]) -> None:
     """Raises ConfigError if the loss cannot be called with these parameters, naming the nearest one and all
     that it takes.
     """
-    check_keywords(f"loss {name!r}", resolve_loss(name), params, beside=("inputs", "unit"))
+    function = resolve_loss(name)
+    check_keywords(f"loss {name!r}", function, params, beside=("inputs", "unit"))
+    try:
+        inspect.signature(function).bind(None, unit="tokens", **params)
+    except TypeError as error:
+        raise ConfigError(
+            f"loss {name!r}: {error}; it is called as function(inputs, *, unit, …) with what params has"
+        ) from error
     if name in LOSSES and params.get("correction"):
         parse_correction(str(params["correction"]))
 

@@ -61,7 +61,8 @@ def encode_contributions(
     if skipped is not None:
         shares = np.zeros(len(batch))
     elif traced is not None:
-        weights, shares = _compute_means(traced.weights, lengths), _compute_shares(traced.slopes)
+        weights = _sum_rows(traced.weights) / np.maximum(lengths, 1)
+        shares = _compute_shares(traced.slopes)
     assert batch.group_indices is not None and batch.rewards is not None, "a policy trains on scored groups"
     columns: dict[str, Iterable[Any]] = {
         "id": [sample.id for sample in batch.samples] or repeat(None),
@@ -87,11 +88,6 @@ def _compute_shares(slopes: Sequence[FloatArray]) -> NDArray[np.float64]:
     sums = _sum_rows([np.abs(row) for row in slopes])
     total = float(sums.sum())
     return sums / total if 0 < total < math.inf else np.zeros(len(slopes))
-
-
-def _compute_means(values: Sequence[FloatArray], lengths: IntArray) -> NDArray[np.float64]:
-    """Of each row over so many tokens, all others being 0; 0 of none."""
-    return _sum_rows(values) / np.maximum(lengths, 1)
 
 
 def _sum_rows(rows: Sequence[FloatArray]) -> NDArray[np.float64]:

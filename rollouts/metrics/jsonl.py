@@ -152,7 +152,7 @@ def read_last_attempt(path: Path) -> int:
     """
     lines = (line for part in reversed(list_parts(path)) for line in read_backwards(part))
     row = next((row for line in lines if (row := parse_row(line)) is not None), {})
-    return int(row.get("attempt", 0))
+    return row.get("attempt") or 0
 
 
 def read_backwards(path: Path) -> Iterator[bytes]:

@@ -27,7 +27,7 @@ keep_checkpoints = 2
 steps = 60
 batch_size = 32
 optim = {{ lr = 3e-3, warmup_steps = 5 }}
-# or kind = "jsonl" with path = "rows.jsonl", or kind = "hub"; other fields than prompt reach the reward
+# or kind = "jsonl" with path = "rows.jsonl", or kind = "hf"; other fields than prompt reach the reward
 data = {{ kind = "python", function = "task.py:make_rows", size = 400, seed = 1 }}
 
 # Reinforcement learning: generates, rewards, trains.

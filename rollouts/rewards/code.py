@@ -161,7 +161,7 @@ def _lines(text: str) -> list[str]:
 def _read_tests(sample: Sample, key: str) -> list[Test]:
     given = read_answer(sample, key)
     where = f"sample {sample.id}: metadata[{key!r}]"
-    if given == []:
+    if given in ([], ()):
         raise DataError(f"{where} is empty; a program without tests passes nothing")
     tests: Any = given if isinstance(given, list | tuple) else [given]
     for index, test in enumerate(tests):

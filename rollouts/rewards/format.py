@@ -1,13 +1,12 @@
 """The response has a form."""
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from rollouts.errors import ConfigError
-from rollouts.messages import make_unique
+from rollouts.messages import parse_json
 from rollouts.rewards.check import check_reward, function_name, require
 from rollouts.types import RewardResult, Sample
 
@@ -83,9 +82,7 @@ def make_json_reward(required_keys: Sequence[str]) -> Callable[[Sample], RewardR
 
     def json_format(sample: Sample) -> RewardResult:
         try:
-            value = json.loads(
-                sample.response, parse_constant=_refuse_constant, object_pairs_hook=make_unique
-            )
+            value = parse_json(sample.response)
         except (ValueError, RecursionError) as error:
             return RewardResult(0.0, {"format": 0.0, "json": 0.0}, f"not JSON: {error}")
         missing = [key for key in keys if not isinstance(value, dict) or key not in value]
@@ -129,7 +126,3 @@ def make_extracted(
         return RewardResult(result.reward, {**result.parts, "extracted": 1.0}, result.note)
 
     return extracted_reward
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")

@@ -1,6 +1,7 @@
 """Whole runs of the tiny config, as a user starts them: a process of their own, a directory of their own."""
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,10 +16,10 @@ from tests.support.kill_harness import IMPORTS, RANK_IMPORTS
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRAIN = REPOSITORY / "integration_training" / "train.py"
 TINY = REPOSITORY / "integration_training" / "configs" / "tiny.toml"
-SHORT = (
-    "--sft.steps", "20", "--rl.steps", "4", "--rl.eval_every", "2", "--rl.rollout.filters", "[]",
-    "--output.checkpoint_every", "4", "--output.keep_checkpoints", "0",
-)  # fmt: skip
+SHORT = shlex.split("""
+    --sft.steps 20 --rl.steps 4 --rl.eval_every 2 --rl.rollout.filters []
+    --output.checkpoint_every 4 --output.keep_checkpoints 0
+""")
 LIMIT_S = 300.0
 
 
@@ -57,7 +58,9 @@ class Train:
     def run_fresh(
         self, out: Path, *arguments: str, mode: str = "sft+rl", torchrun: bool = False
     ) -> subprocess.CompletedProcess[str]:
-        command = self.command(out, *arguments, mode=mode, torchrun=torchrun)
+        return self.execute(self.command(out, *arguments, mode=mode, torchrun=torchrun))
+
+    def execute(self, command: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             command,
             capture_output=True,

@@ -21,7 +21,7 @@ LABELLED = (
     "--preference.loss kto --preference.steps 2"
     " --preference.data.function integration_training.tasks.letter_words:make_labels"
 )
-SHORT = ("--rl.steps", "2", "--rl.eval_every", "0", "--eval.data.size", "4")
+SHORT = "--rl.steps 2 --rl.eval_every 0 --eval.data.size 4"
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,10 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 
 
 def logged_names(out: Path, config: Path, mode: str, *arguments: str) -> set[str]:
-    assert main(["--config", str(config), "--mode", mode, "--output.dir", str(out), *SHORT, *arguments]) == 0
+    assert (
+        main(["--config", str(config), "--mode", mode, "--output.dir", str(out), *SHORT.split(), *arguments])
+        == 0
+    )
     rows = [*read_rows(out / "metrics.jsonl"), *read_rows(out / "evaluations.jsonl")]
     names = {name for row in rows for name in row if "/" in name or name == "clip_ratio"}
     assert sorted(name for name in names if find_metric(name) is None) == []

@@ -2,6 +2,7 @@
 reference included.
 """
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,24 +13,10 @@ from tests.e2e.conftest import TINY, Train
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = (
-    "--rl.steps",
-    "6",
-    "--rl.eval_every",
-    "0",
-    "--rl.optim.lr",
-    "1e-2",
-    "--output.checkpoint_every",
-    "0",
-    "--output.keep_checkpoints",
-    "0",
-    "--rl.rollout.filters",
-    "[]",
-    "--rl.rollout.reward",
-    "tests.e2e.test_rl_changes:score_letters",
-    "--rl.kl_coef",
-    "0.05",
-)
+SETTINGS = shlex.split("""
+    --rl.steps 6 --rl.eval_every 0 --rl.optim.lr 1e-2 --output.checkpoint_every 0 --output.keep_checkpoints 0
+    --rl.rollout.filters [] --rl.rollout.reward tests.e2e.test_rl_changes:score_letters --rl.kl_coef 0.05
+""")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ number, and when one is lost.
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,43 +25,19 @@ PATIENCE_S = 240.0
 NOTICED_S = 30.0  # what is promised
 BEATS_S = 5.0  # of a rank on a busy machine, until its heartbeat has said what it does now
 STEPS = 12
-SETTINGS = (
-    "--sft.optim.schedule",
-    "constant",
-    "--rl.steps",
-    "2",
-    "--rl.eval_every",
-    "0",
-    "--sft.eval_every",
-    "6",
-)
-LAST_STEPS = ("--sft.eval_every", "0", "--output.checkpoint_every", "2", "--sft.steps", "6")
+SETTINGS = shlex.split("--sft.optim.schedule constant --rl.steps 2 --rl.eval_every 0 --sft.eval_every 6")
+LAST_STEPS = shlex.split("--sft.eval_every 0 --output.checkpoint_every 2 --sft.steps 6")
 
 
 def torchrun(train: Train, out: Path, *arguments: str, mode: str, restarts: int = 0) -> list[str]:
     """train.py on two ranks, as torchrun starts it."""
     python, *script = train.command(out, *SETTINGS, "--sft.steps", str(STEPS), *arguments, mode=mode)
-    return [
-        python,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        f"--max-restarts={restarts}",
-        *script,
-    ]
+    launcher = f"-m torch.distributed.run --standalone --nproc-per-node=2 --max-restarts={restarts}"
+    return [python, *launcher.split(), *script]
 
 
 def run(train: Train, words: list[str]) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(
-        words,
-        capture_output=True,
-        text=True,
-        env=train.environment(),
-        timeout=PATIENCE_S,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
+    result = train.execute(words)
     assert result.returncode == 0, result.stderr
     return result
 

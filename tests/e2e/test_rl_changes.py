@@ -2,6 +2,7 @@
 resumed, it is the same run.
 """
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,10 @@ changes = [
 { from_step = 4, loss = "gspo", normalise_by = "sequences", advantage = "tests.e2e.test_rl_changes:halve" },
 ]
 """
-SETTINGS = (
-    "--rl.steps", "6", "--rl.eval_every", "0", "--rl.optim.lr", "1e-2", "--output.checkpoint_every", "0",
-    "--output.keep_checkpoints", "0",
-    "--rl.rollout.filters", "[]", "--rl.rollout.reward", "tests.e2e.test_rl_changes:score_letters",
-)  # fmt: skip
+SETTINGS = shlex.split("""
+    --rl.steps 6 --rl.eval_every 0 --rl.optim.lr 1e-2 --output.checkpoint_every 0 --output.keep_checkpoints 0
+    --rl.rollout.filters [] --rl.rollout.reward tests.e2e.test_rl_changes:score_letters
+""")
 
 
 def score_letters(sample: Sample) -> float:

@@ -131,7 +131,7 @@ WRONG_MESSAGES = r"""
 CALLS {"name": ""}}]} | m[0].tool_calls[0].function.name is ''; it must be text
 CALLS {"name": "f", "arguments": "{"}}]} | .arguments is '{', which is not the JSON text of an object
 CALLS {"name": "f", "arguments": "{\"a\": 1, \"a\": 2}"}}]} | the key 'a' stands twice
-CALLS {"name": "f", "arguments": "{\"a\": NaN}"}}]} | .arguments.a is nan; JSON has no such number
+CALLS {"name": "f", "arguments": "{\"a\": NaN}"}}]} | NaN is not a JSON number
 {"role": "assistant", "content": "c", "reasoning_content": "a", "thinking": "b"} | another text in thinking
 {"role": "assistant", "content": "c", "function_call": {}} | m[0].function_call is the old way to call a tool
 {"role": "assistant", "content": "c", "weight": 0} | m[0].weight is 0, which is not read
@@ -156,6 +156,7 @@ def test_a_message_that_cannot_be_read_is_named_with_its_key(text, error):
     ("tools", "error"),
     [
         ("{", "t is text but not JSON"),
+        ('[{"name": "f", "name": "g"}]', "t is text but not JSON .*'name' stands twice"),
         ({"name": "f"}, "t is of type dict; it must be a list of tools"),
         ([{}], r"t\[0\] is {}; a tool is an object"),
         ([{"name": float("nan")}], r"t\[0\]\.name is nan"),

@@ -5,6 +5,7 @@ found.
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ from rollouts.checkpoints.retention import (
 from rollouts.checkpoints.save import find_os_error, save_checkpoint
 from rollouts.errors import CheckpointError, RunDirError, StorageError
 from rollouts.run_dir import RunDir, check_links, checkpoint_manifest
+from tests.support.recorded_writes import record_writes
 
 STATE = {"cursor": 7, "returned": ["a", "b"], "nested": {"x": 0.5, "none": None}}
 
@@ -81,21 +83,9 @@ async def test_a_saved_checkpoint_is_complete_and_gives_its_state_back(stage_dir
 async def test_files_are_synced_before_the_manifest_the_manifest_before_the_name_and_the_name_last(
     stage_dir, monkeypatch
 ):
-    calls: list[str] = []
-    fsync, rename = os.fsync, Path.rename
-
-    def record_fsync(descriptor: int) -> None:
-        path = Path(f"/proc/self/fd/{descriptor}").readlink()
-        calls.append(f"fsync {path.name if not path.name.startswith('.tmp-') else 'TEMPORARY'}")
-        fsync(descriptor)
-
-    def record_rename(self: Path, target: Path) -> Path:
-        calls.append(f"rename to {Path(target).name}")
-        return rename(self, target)
-
-    monkeypatch.setattr(os, "fsync", record_fsync)
-    monkeypatch.setattr(Path, "rename", record_rename)
+    written = record_writes(monkeypatch, "rename")
     await save(stage_dir, 1)
+    calls = [re.sub(r"\.tmp-.*", "TEMPORARY", call) for call in written]
     files = {
         "fsync config.json",
         "fsync model.safetensors",
@@ -105,7 +95,7 @@ async def test_files_are_synced_before_the_manifest_the_manifest_before_the_name
     }
     assert set(calls[:6]) == files | {"fsync TEMPORARY"}
     assert calls[5] == "fsync TEMPORARY", "a directory is synced after what it names"
-    assert calls[6:] == ["fsync manifest.json", "fsync TEMPORARY", "rename to step_1", "fsync rl"]
+    assert calls[6:] == ["fsync manifest.json", "fsync TEMPORARY", "rename step_1", "fsync rl"]
 
 
 async def test_the_newest_is_by_number_and_other_names_are_passed_over(stage_dir):

@@ -87,9 +87,11 @@ def test_the_word_none_switches_off_a_nullable_number(write):
 def test_flags_are_read_as_their_setting_asks(write):
     flags = """--name 8 --deterministic true --seed 3 --rl.optim.lr 1e-6 --rl.clip_high=1
         --rl.rollout.filters '["a", "b"]' --rl.loss_params.x 3 --rl.loss_params.mode hard
-        --rl.data.params.deep.list '[1, 2]' --rl.data.system_prompt '"quoted = yes"' --model.autocast off"""
+        --rl.data.params.deep.list '[1, 2]' --rl.data.system_prompt '"quoted = yes"' --model.autocast off
+        --model.gradient_checkpointing True"""
     config = load_config(write(RL), shlex.split(flags))
     assert (config.name, config.deterministic, config.seed, config.model.autocast) == ("8", True, 3, "off")
+    assert config.model.gradient_checkpointing is True
     assert (config.rl.optim.lr, config.rl.clip_high, config.rl.rollout.filters) == (1e-6, 1.0, ["a", "b"])
     assert config.rl.loss_params == {"x": 3, "mode": "hard"}
     assert config.rl.data[0].params == {"deep": {"list": [1, 2]}}
@@ -130,6 +132,7 @@ def test_samples_are_scored_one_by_one_or_by_group(write):
 FLAGS = """
 --seed "1\\nname = \'x\'"        | --seed: seed =
 --eval.temperature 0.5           | --eval.temperature: the file has no [eval] table
+--rl.optim.lr true               | --rl.optim.lr: rl.optim.lr = true
 --rl.rollout.num_prompts many    | --rl.rollout.num_prompts: rl.rollout.num_prompts = "many"
 --rl.loss_params.x [3]           | --rl.loss_params.x: rl.loss_params.x = [3]
 --seed --name x stray            | --seed: has no value / stray: a stray word

@@ -130,10 +130,10 @@ def test_an_attempt_that_left_only_such_rows_has_its_number_to_itself(tmp_path: 
     path: Path = getattr(run_dir, name)
     path.write_text('{"attempt":1}\n{"attempt":2}\n{"attempt":2,"resp')
     assert next_attempt(run_dir) == 3
-    path.write_text(
-        '{"attempt":5,"response":"' + 200_000 * "x" + '"}\n'
-    )  # longer than what is read at a time
+    path.write_text('{"attempt":5,"response":"' + 200_000 * "x" + '"}\n')  # long
     assert next_attempt(run_dir) == 6
+    path.write_text('{"attempt":null}\n')
+    assert next_attempt(run_dir) == 2
 
 
 # --- a disk that refuses ------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ role_is_empty | prompt[0].role is empty
 tool_call_without_name | messages[1].tool_calls[0].function.name is
 tools_are_a_number | tools is of type int
 infinity_by_overflow | score is inf; JSON has no such number
-double_key | the key 'x' stands twice in one object
+double_key | not JSON: the key 'x' stands twice in one object
 half_a_surrogate | prompt has half a surrogate pair at character 2
 too_deep | x has more than
 """)

@@ -11,35 +11,20 @@ from unittest.mock import Mock
 
 import pytest
 
-from integration_training.reports import is_evaluated, write_atomically
+from integration_training.reports import is_evaluated, print_report, write_atomically
 from integration_training.stages import sync_at_start
 from rollouts.errors import StorageError
 from rollouts.run_dir import RunDir
+from tests.support.recorded_writes import record_writes
 from tests.support.text_tables import read_cells
 
 
 def test_a_file_is_on_disk_before_it_has_its_name_and_the_name_before_the_call_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    calls: list[str] = []
-    fsync, replace = os.fsync, Path.replace
-
-    def record_fsync(descriptor: int) -> None:
-        calls.append(f"fsync {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
-        fsync(descriptor)
-
-    def record_replace(self: Path, target: Path) -> Path:
-        calls.append(f"{self.name} becomes {target.name}")
-        return replace(self, target)
-
-    monkeypatch.setattr(os, "fsync", record_fsync)
-    monkeypatch.setattr(Path, "replace", record_replace)
+    calls = record_writes(monkeypatch, "replace")
     write_atomically(tmp_path / "config.toml", "a = 1\n")
-    assert calls == [
-        "fsync .tmp-config.toml",
-        ".tmp-config.toml becomes config.toml",
-        f"fsync {tmp_path.name}",
-    ]
+    assert calls == ["fsync .tmp-config.toml", "replace config.toml", f"fsync {tmp_path.name}"]
     assert (tmp_path / "config.toml").read_text() == "a = 1\n"
 
 
@@ -50,6 +35,18 @@ def test_a_file_that_cannot_be_synced_leaves_the_old_one(tmp_path: Path, monkeyp
         write_atomically(tmp_path / "config.toml", "a = 2\n")
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
     assert (tmp_path / "config.toml").read_text() == "a = 1\n"
+
+
+def test_the_end_shows_failed_samples_and_needs_nobody_who_reads_it(tmp_path, monkeypatch, capsys):
+    run: Any = SimpleNamespace(run_dir=RunDir(tmp_path))
+    row = '{"stage": "eval-rl", "prompt": "p", "response": "%s", "step": %d}\n'
+    run.run_dir.samples.write_text(row % ("of an older step", 1) + row % ("\\u001b[2J", 2))
+    summary = {"accuracy": {}, "mode": "rl", "wall_s": 9, "peak_rss_gib": 1}
+    print_report(run, summary)
+    said = capsys.readouterr().out
+    assert "  response  \\x1b[2J\n  reward    none: the sample failed\n" in said and "older" not in said
+    monkeypatch.setattr("sys.stdout", Mock(write=Mock(side_effect=BrokenPipeError)))
+    print_report(run, summary)
 
 
 # attempt of the evaluation of step 4 | attempt:step of the rows | whether it counts

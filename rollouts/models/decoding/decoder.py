@@ -109,7 +109,7 @@ class FastDecoder:
 
     def _decode(self, ids: Tensor, positions: Tensor, length: int) -> Tensor:
         count, by_columns = len(ids), self._by_columns and len(ids) >= COLUMN_ROWS
-        linear = _linear_by_columns if by_columns else _linear
+        linear = _linear_by_columns if by_columns else nn.Module.__call__
         states = self._body.embed_tokens(ids)
         states = states.t().contiguous().t() if by_columns else states
         cos, sin = (part[0, :, None] for part in self._body.rotary_emb(states, positions[None]))  # [B, 1, D]
@@ -191,10 +191,6 @@ def _compile_decode() -> Callable[..., Tensor]:  # pragma: gpu
 def _round_up(value: int) -> int:
     """The next power of two."""
     return 1 << (value - 1).bit_length()
-
-
-def _linear(module: nn.Module, states: Tensor) -> Tensor:
-    return module(states)
 
 
 def _linear_by_columns(module: nn.Module, states: Tensor) -> Tensor:

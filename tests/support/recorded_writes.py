@@ -1,0 +1,25 @@
+"""What reaches the disk, in its order."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+def record_writes(monkeypatch: pytest.MonkeyPatch, method: str) -> list[str]:
+    """The fsyncs and the calls of a method of Path that gives another name, as they happen from now on."""
+    calls: list[str] = []
+    fsync, give = os.fsync, getattr(Path, method)
+
+    def record_fsync(descriptor: int) -> None:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        calls.append(f"fsync {name}")
+        fsync(descriptor)
+
+    def record_name(self: Path, target: Path) -> Path:
+        calls.append(f"{method} {target.name}")
+        return give(self, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(Path, method, record_name)
+    return calls
