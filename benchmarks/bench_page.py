@@ -13,13 +13,15 @@ Results = Mapping[str, Mapping[str, Any]]  # name of a benchmark → its result
 HEAD = """# Benchmarks
 
 `make bench` runs the CPU set into this page; `make bench BENCH="packing e2e_reward"` runs some of it, and the
-others keep their results. `make bench-h200` is the suite for a GPU. The page is written by
-`benchmarks/bench.py` from `benchmarks/results/bench-DATE.json` and `benchmarks/notes.md`;
-`python -m benchmarks.bench --render` writes it again.
+others keep their results. `make bench-h200` runs the suite for a GPU; `python -m benchmarks.bench --add FILE`
+takes its output into this page. The page is written by `benchmarks/bench.py` from the newest
+`benchmarks/results/bench-DATE.json` and from `benchmarks/notes.md`; `python -m benchmarks.bench --render`
+writes it again.
 
-Ours and the peer run in one process or take turns A B B A; that both compute the same is asserted before
-anything is timed; ceilings of the machine are measured in the same run. Ratios are of such pairs of turns.
-*Load* is that of the machine when a benchmark ended.
+Ours and the peer take turns A B B A, and a ratio is the median of such pairs of turns; where a benchmark does
+otherwise, its docstring says so. Where both can be asked for the same numbers, these are compared before
+anything is timed. Ceilings of the machine are measured in the same run. *Load* is the machine's load average
+of the last minute when a benchmark ended.
 
 *Measured* names the day and the commit of the code that a result is of; it says nothing about later commits,
 which `git log COMMIT..` lists.
