@@ -320,7 +320,7 @@ async def find_server_kind(url: str) -> Literal["vllm", "sglang"]:
     try:
         async with httpx.AsyncClient(trust_env=False) as client:
             answer = await client.get(f"{url.rstrip('/')}/version")
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConfigError(f"reference.where={url!r} does not answer ({error}); start the server") from error
     return "vllm" if answer.is_success else "sglang"
 

@@ -10,7 +10,7 @@
     │   └── CheckpointDamaged       it is proven not to be as it was written: something is missing or differs
     ├── StorageError                a disk that refuses a write or gives other bytes back
     ├── MetricError                 a metric name or value that may not be written
-    ├── RecordError                 what is asked of a run's record is absent, removed or damaged (exit 2)
+    ├── RecordError                 what is asked of a run's record is absent, removed or damaged
     ├── TrackerError                a tracker that does not take rows
     │   ├── SinkUnavailable         a tracker's service did not take rows now; they are sent again
     │   ├── SinkRefused             a tracker's service will not take rows until a person acts (a wrong key)

@@ -233,7 +233,7 @@ class MetricsLogger(Protocol):
 
 
 class LogProbScorer(Protocol):
-    """Log-probs of given tokens under a frozen model (a reference, a teacher)."""
+    """Log-probs of given tokens under a model that this step does not train (a reference, a teacher)."""
 
     async def score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
         """[T_i] per row at batch.temperature; 0.0 where the loss mask is 0."""

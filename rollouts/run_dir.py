@@ -152,6 +152,8 @@ def replace_file(path: Path, chunks: Iterable[bytes], *, way_out: str = "free sp
     """
     partial = path.with_name(f".tmp-{path.name}")
     try:
+        if path.exists() and not path.is_file():  # as root even /dev/null would be replaced
+            raise FileExistsError("it is no plain file")
         with partial.open("wb") as file:
             file.writelines(chunks)
             file.flush()

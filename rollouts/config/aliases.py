@@ -7,7 +7,7 @@ from typing import Any
 # Settings of earlier versions, by as much of the end of their dotted names as tells them apart, and what
 # replaces them. A resolved config that has one stays readable.
 GONE = """
-engine.admin_key_env: start SGLang with --api-key alone; api_key_env
+engine.admin_key_env: start SGLang with --api-key alone
 engine.silence_s: a server without any progress for 120 s is suspected
 optim.eps: it is 1e-8
 output.keep_best: with keep_checkpoints and [eval] the best checkpoint always stays

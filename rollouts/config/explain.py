@@ -23,7 +23,7 @@ Settings stand in a TOML file, and each can be given on the command line as `--s
 Paths in a file are relative to the file, paths on the command line to the working directory. TOML has no
 null: the word `"none"` switches off a setting that allows it. Of several tables of one name a flag names one
 by its number: `--rl.data.0.size 100`. Settings that several tables have stand under the names of all of them.
-This page is what `python -m rollouts explain` says of `rollouts/config/schema.py`."""
+This page is what `python -m rollouts explain` says of the settings in `rollouts/config`."""
 
 
 class ConfigKey(NamedTuple):

@@ -118,6 +118,8 @@ def _replace_removed(tables: Sequence[dict[str, Any]], prefix: str) -> None:
             table["loss_params"] = {"importance_cap": cap, **params}
         if table.get("subset"):
             table["dataset"] += f":{table['subset']}"
+        if table.get("where") == "process":
+            table["where"] = "trainer"
         moves = {name: table[name] for name in ("every", "policy_weight") if name in table}
         for name, numbers in (("kl_control", table.get("kl_control_params")), ("update", moves)):
             if numbers and table.get(name, "none") != "none":

@@ -131,14 +131,14 @@ class OutputConfig(Section):
     samples_per_step: NonNegativeInt = 16
     """rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is"""
     trackers: Annotated[list[Tracker], Once] = []
-    """fed from the files, each by a process beside the run"""
+    """fed from the files by a process beside the run"""
 
 
 class ModelConfig(Section):
     """Which model trains and how its numbers are kept."""
 
     name: NameText = "bundled:smollm2-135m-instruct"
-    """bundled:…, tiny:byte (random), a directory, or a hub name"""
+    """bundled:…, tiny:byte (random), a directory, a .gguf file, or a hub name"""
     chat_template: PathText = ""
     """a file to use instead of the tokenizer's own chat template"""
     template_params: dict[str, Any] = {}
@@ -293,7 +293,7 @@ class ReferenceConfig(Section):
     """
 
     dtype: Literal["float32", "bfloat16", "8bit", "4bit"] = "float32"
-    """8bit and 4bit need the extra reference-quant; the KL's bias is logged"""
+    """8bit and 4bit need the extra reference-quant; how far off they put the KL is said"""
     where: Annotated[str, Field(pattern="^(trainer$|https?://)")] = "trainer"
     """trainer: beside it; or the http(s) address of a vLLM or SGLang server that serves this very model"""
     update: str = "none"

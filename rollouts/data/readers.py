@@ -29,11 +29,12 @@ FORMAT_OF_SUFFIX = {f".{name}": name for name in PLAIN_FORMATS[:4]} | {".jsonl":
 
 
 def find_source_files(source: DataSourceConfig) -> list[Path]:
-    """The files that a path or a pattern means, in the order of their names; the path itself, which is not
-    there, if there are none.
+    """The files that a path or a pattern means, in the order of their names; the path itself if it is there,
+    whatever it looks like, or if there are none.
     """
-    found = map(Path, glob.glob(source.path, recursive=True))  # noqa: PTH207
-    return sorted(filter(Path.is_file, found)) or [Path(source.path)]
+    path = Path(source.path)
+    found = [] if path.exists() else map(Path, glob.glob(source.path, recursive=True))  # noqa: PTH207
+    return sorted(filter(Path.is_file, found)) or [path]
 
 
 # --- JSON lines ---------------------------------------------------------------------------------------------

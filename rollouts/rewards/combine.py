@@ -5,12 +5,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollouts.errors import UserFunctionError
-from rollouts.rewards.check import RAISED, add_up, check_reward, describe, function_name, is_async, require
+from rollouts.rewards.check import add_up, check_reward, function_name, is_async, require
 from rollouts.types import RewardResult, Sample
 
 SyncReward = Callable[[Sample], Any]
-CombineFn = Callable[[Mapping[str, float]], Any]
 
 
 def combine_rewards(
@@ -62,21 +60,6 @@ def apply_weights(result: RewardResult, weights: Mapping[str, float]) -> RewardR
     check_weights(weights, result.parts, [name for name in result.parts if name not in details])
     products = (weight * result.parts[name] for name, weight in weights.items())
     return replace(result, reward=add_up(products, "the weights and the reward function"))
-
-
-def apply_combine(result: RewardResult, combine: CombineFn) -> RewardResult:
-    """The result with the reward combine(parts); parts and note stay as they are.
-
-    Raises UserFunctionError if the function raises or its answer is not a finite number.
-    """
-    where = f"combine function {function_name(combine)} on the parts {', '.join(result.parts) or '(none)'}"
-    try:
-        answer = combine(dict(result.parts))
-    except RAISED as error:
-        raise UserFunctionError(f"{where} raised {describe(error)}") from error
-    if isinstance(answer, Mapping | RewardResult):
-        raise UserFunctionError(f"{where} returned a {type(answer).__name__}; it must be a finite number")
-    return replace(result, reward=check_reward(answer, where).reward)
 
 
 def check_weights(

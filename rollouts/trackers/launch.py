@@ -59,7 +59,7 @@ async def open_trackers(
         behind += [name] * is_behind
         if left_out:
             log = root / "trackers" / f"{name}.log"
-            say(f"warning: {name} does not have all rows: {left_out}; {log} says why")
+            say(f"warning: {name} does not have all rows: {left_out}; see {log}")
     if behind:
         left = "the follower has ended" if ended.is_set() else f"they have {DRAIN_S:.0f} s more"
         say(f"not everything was sent to {', '.join(behind)}, {left}; {describe_catching_up(root, behind)}")

@@ -240,7 +240,14 @@ changes = { from_step = 3, kl_coef = 0.2 }
     text = RL.replace("steps = 4\n", algorithm).replace(
         '"jsonl", path = "train.jsonl"', '"hf", dataset = "a/b", subset = "c"'
     )
-    text += '[rl.optim]\nbeta1 = 0.9\n[reference]\nupdate = "ema"\nevery = 2\npolicy_weight = 0.5\n'
+    text += """[rl.optim]
+beta1 = 0.9
+[reference]
+where = "process"
+update = "ema"
+every = 2
+policy_weight = 0.5
+"""
     config = load_recorded(write(text))
     assert config.rl.kl_control == "two_sided(target=1.0, tolerance=0.5)"
     assert config.rl.loss_params == {"importance_cap": 3.0}

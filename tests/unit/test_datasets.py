@@ -61,7 +61,8 @@ def test_a_pattern_means_its_files_in_the_order_of_their_names(tmp_path: Path):
     write(tmp_path / "part-b.jsonl", {"prompt": "3"})
     (tmp_path / "part-a.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "1"}\n{"prompt": "2"}\n'))
     (tmp_path / "part-dir.jsonl").mkdir()
-    write(tmp_path / "other.jsonl", {"prompt": "no"})
+    other = write(tmp_path / "[o]ther.jsonl", {"prompt": "no"})
+    assert prompts(load(path=other)) == ["no"]
     assert prompts(load(path=tmp_path / "part-*")) == ["1", "2", "3"]
     assert prompts(load(path=tmp_path / "**/part-*", size=2)) == ["1", "2"]
 

@@ -1,7 +1,6 @@
 """The library of rewards: what each counts, by hand, and what it refuses."""
 
 import json
-import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollouts.errors import ConfigError, DataError, UserFunctionError
+from rollouts.errors import ConfigError, DataError
 from rollouts.rewards import fuzzy, multiple_choice
 from rollouts.rewards import math as math_rewards
-from rollouts.rewards.combine import apply_combine, apply_weights, combine_rewards
+from rollouts.rewards.combine import apply_weights, combine_rewards
 from rollouts.rewards.exact import exact_match
 from rollouts.rewards.format import (
     json_format,
@@ -325,15 +324,3 @@ PARTS = RewardResult(9.0, {"a": 1.0, "b": -0.5, "a.x": 0.5, "a.x.y": 0.25}, "not
 )
 def test_weights_make_the_reward_anew_and_details_need_none(weights: dict[str, float], reward: float):
     assert apply_weights(PARTS, weights) == replace(PARTS, reward=reward)
-
-
-def test_a_users_function_makes_the_reward_from_the_parts():
-    assert apply_combine(PARTS, lambda parts: parts["a"] * parts["b"]) == replace(PARTS, reward=-0.5)
-    for function, message in (
-        (lambda parts: parts["c"], r"on the parts a, .* raised KeyError: 'c'"),
-        (lambda parts: math.nan, "returned nan as its reward"),
-        (lambda parts: parts, "returned a dict; it must be a finite number"),
-        (lambda parts: None, "returned None"),
-    ):
-        with pytest.raises(UserFunctionError, match=message):
-            apply_combine(PARTS, function)

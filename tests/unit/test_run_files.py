@@ -33,6 +33,8 @@ def test_a_file_that_cannot_be_synced_leaves_the_old_one(tmp_path: Path, monkeyp
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
     with pytest.raises(StorageError, match=r"config\.toml cannot be written .*Input/output error"):
         write_atomically(tmp_path / "config.toml", "a = 2\n")
+    with pytest.raises(StorageError, match="it is no plain file"):
+        write_atomically(Path(os.devnull), "")
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
     assert (tmp_path / "config.toml").read_text() == "a = 1\n"
 
