@@ -12,10 +12,8 @@ ROW_BYTES = 700  # of a row's JSON beside prompt, response and failure
 TEXT_CHARS = 2000  # of each text of a failure
 FAILURE_TEXTS = ("class", "function", "message", "traceback")
 VALUE_CHARS = 120  # of the JSON of one value of metadata; a longer one is cut
-# the names of the texts and of what may be cut
-BARE = (
-    ',"prompt":"","response":"","rewards":{},"rewards_cut":9999,"metadata":{"failure":{}},"metadata_cut":99'
-)
+# the names of what may be cut, and of what stands beside it
+CUT = ',"rewards":{},"rewards_cut":9999,"metadata":{"failure":{}},"metadata_cut":9999'
 
 
 def encode_sample_rows(head: Fields, samples: Sequence[Sample]) -> bytes:
@@ -26,12 +24,17 @@ def encode_sample_rows(head: Fields, samples: Sequence[Sample]) -> bytes:
     ROW_BYTES; rewards_cut and metadata_cut say how many were left out. The texts of a failure stand beside
     that, each up to TEXT_CHARS.
     """
-    room = ROW_BYTES - len(encode_row(head)) - len(BARE)
-    return encode_rows([{**head, **make_sample_row(sample, room=room)} for sample in samples])
+    rows = [{**head, **make_sample_row(sample)} for sample in samples]
+    lines = encode_rows(rows)  # one call of the encoder for most: a character of a text has at least a byte
+    for row, line in zip(rows, lines.split(b"\n"), strict=False):
+        if len(line) > ROW_BYTES + len(row["prompt"]) + len(row["response"]):
+            lines = b""
+            cut_sample_row(row)
+    return lines or encode_rows(rows)
 
 
-def make_sample_row(sample: Sample, *, room: int) -> dict[str, Any]:
-    """The row without a head, in `room` bytes beside its texts and the names of what may be cut."""
+def make_sample_row(sample: Sample) -> dict[str, Any]:
+    """The row without a head, of any length."""
     versions = sample.weight_versions[sample.loss_mask]
     row: dict[str, Any] = {
         "id": sample.id,
@@ -42,41 +45,46 @@ def make_sample_row(sample: Sample, *, room: int) -> dict[str, Any]:
         "response_length": len(versions),
         "weight_version_min": int(np.minimum.reduce(versions)) if len(versions) else None,
         "weight_version_max": int(np.maximum.reduce(versions)) if len(versions) else None,
+        "prompt": sample.prompt,
+        "response": sample.response,
     }
     row = {name: value for name, value in row.items() if value is not None}
-    others = {key: value for key, value in sample.metadata.items() if key != "failure"}
-    parts = {
-        name: {key: shorten_json(value, VALUE_CHARS) for key, value in values.items()}
-        for name, values in (("rewards", sample.rewards), ("metadata", others))
-    }
-    all_fit = len(encode_row(row | parts)) <= room  # one call of the encoder for most rows
-    if not all_fit:
-        room -= len(encode_row(row))
-    row |= {"prompt": sample.prompt, "response": sample.response}
-    for name, values in parts.items():
-        kept = values
-        if not all_fit:
-            kept = {}
-            for key, short in values.items():
-                size = len(encode_row({key: short})) - 1  # the braces less a comma
-                if size <= room:
-                    kept[key] = short
-                    room -= size
-        cut = len(values) - len(kept)
-        if name == "metadata" and "failure" in sample.metadata:
-            kept["failure"] = shorten_failure(sample.metadata["failure"])
-        if kept:
-            row[name] = kept
-        if cut:
-            row[f"{name}_cut"] = cut
+    for name, values in (("rewards", sample.rewards), ("metadata", sample.metadata)):
+        if values:
+            row[name] = {
+                key: shorten_failure(value) if key == "failure" else shorten_json(value, VALUE_CHARS)
+                for key, value in values.items()
+            }
     return row
+
+
+def cut_sample_row(row: dict[str, Any]) -> None:
+    """Leaves out what does not fit, and counts it."""
+    texts = {"prompt": "", "response": ""}
+    if len(encode_row({**row, **texts})) <= ROW_BYTES:
+        return
+    parts = {name: row.pop(name) for name in ("rewards", "metadata") if name in row}
+    room = ROW_BYTES - len(encode_row({**row, **texts})) - len(CUT)
+    for name, values in parts.items():
+        kept = row[name] = {}
+        for key, value in values.items():
+            size = len(encode_row({key: value})) - 1  # the braces less a comma
+            if name == "metadata" and key == "failure":
+                kept[key] = value
+            elif size <= room:
+                kept[key] = value
+                room -= size
+        if len(kept) < len(values):
+            row[f"{name}_cut"] = len(values) - len(kept)
+        if not kept:
+            del row[name]
 
 
 def shorten_json(value: JSONValue, chars: int) -> JSONValue:
     """The value, or the beginning of its JSON text and a remark if that is longer than `chars`."""
     if isinstance(value, str):
         return value if len(value) <= chars else f"{value[:chars]}… ({len(value)} characters)"
-    if value is None or isinstance(value, int | float):
+    if value is None or isinstance(value, (int, float)):
         return value
     text = encode_json(value)
     return value if len(text) <= chars else f"{text[:chars]}… ({len(text)} characters)"
