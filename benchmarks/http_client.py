@@ -4,13 +4,12 @@ in flight.
     python -m benchmarks.http_client [--quick] [--rounds 3]
 
 One run. A server process takes token ids and answers, after 50 ms, 256 tokens with their log-probs (about 7
-KB of JSON). Each client (ours, aiohttp on asyncio, one shared httpx client on trio) runs in a process of its
-own,
-one at each level, in an order that turns round from one round to the next; a ratio is the median of the
-rounds'. CPU is user + system time of the client's process per answered and parsed request, between two
-moments of steady state: the first when as many requests are answered as are in flight (imports and connecting
-are before it), the second `requests` answers later. Targets: at every level <= 1200 us a request, and at 2048
-in flight <= 1.4 times the CPU of 16.
+KB of JSON). Each client (ours, aiohttp on asyncio, one shared httpx client on trio) runs in a process of
+its own, one at each level, in an order that turns round from one round to the next; a ratio is the median
+of the rounds'. CPU is user + system time of the client's process per answered and parsed request, between
+two moments of steady state: the first when as many requests are answered as are in flight (imports and
+connecting are before it), the second `requests` answers later. Targets: at every level <= 1200 us a
+request, and at 2048 in flight <= 1.4 times the CPU of 16.
 """
 
 import argparse

@@ -1,3 +1,7 @@
+"""The device thread: jobs in order on one thread, failures that reach who waits, work that ends when it
+should.
+"""
+
 import threading
 
 import pytest

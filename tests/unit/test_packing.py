@@ -1,3 +1,7 @@
+"""Packed rows: each token is predicted from what precedes it, micro-batches are full, shared beginnings
+are computed once.
+"""
+
 import numpy as np
 import pytest
 from hypothesis import given, settings

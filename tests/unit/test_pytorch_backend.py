@@ -1,3 +1,5 @@
+"""The backend on one process: losses, gradients and log-probs of plain forwards, optimizer steps, files."""
+
 import dataclasses
 import inspect
 import json

@@ -1,3 +1,5 @@
+"""How a batch is divided among ranks, and how its results come back to their rows."""
+
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,3 +1,5 @@
+"""Spans: the phases of a step, and the requests and rewards of samples."""
+
 import itertools
 from collections.abc import Callable
 from contextlib import suppress
