@@ -293,7 +293,7 @@ class ReferenceConfig(Section):
     """
 
     dtype: Literal["float32", "bfloat16", "8bit", "4bit"] = "float32"
-    """8bit and 4bit need the extra reference-quant; how far off they put the KL is said"""
+    """8bit and 4bit need the extra reference-quant; the KL's bias is logged"""
     where: Annotated[str, Field(pattern="^(trainer$|https?://)")] = "trainer"
     """trainer: beside it; or the http(s) address of a vLLM or SGLang server that serves this very model"""
     update: str = "none"
