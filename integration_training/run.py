@@ -96,6 +96,8 @@ async def run_training(command: argparse.Namespace, config: RunConfig, launch: L
     """
     arm_crash_points(os.environ, rank=launch.rank)
     reach("start.armed")
+    if command.mode is None:
+        say(f"--mode {'+'.join(command.stages)}: the stages that the config has tables for", sys.stdout)
     started, console, run_dir = time.perf_counter(), Console(), choose_run_dir(config)
     restart, resume = choose_resume(run_dir, launch, asked=command.resume)
     check_run_dir(run_dir, config, resume=resume)

@@ -1,16 +1,16 @@
 """Trains a language model in stages: supervised fine-tuning, preferences (the DPO family, KTO), a reward
 model, reinforcement learning.
 
-    python integration_training/train.py --config FILE --mode sft+rl [--section.key value …] [--resume]
+    python integration_training/train.py --config FILE [--mode sft+rl] [--section.key value …] [--resume]
     python integration_training/train.py … --distributed.ranks N        N processes that train one model
     torchrun --nproc-per-node=N integration_training/train.py …         the same, under a launcher
 
---mode joins stages by +: sft, preference (or dpo), reward_model, rl (or ppo, which is RL with a critic). This
-is the one place where all parts meet: here the command line; run.py has the start and the ranks, opening.py
-what a stage has open, stages.py and rl.py the stages, reports.py evaluations and the summary. Nothing that
-loads torch is imported before the config is known to be good. Exit codes: 0 done, or stopped on request
-after a checkpoint; 1 the run failed; 2 a setting, file or plug-in is wrong; 75 another rank was lost; 130
-interrupted before training began.
+--mode joins stages by +: sft, preference (or dpo), reward_model, rl (or ppo, which is RL with a critic);
+without it, all that the config has tables for. This is the one place where all parts meet: here the command
+line; run.py has the start and the ranks, opening.py what a stage has open, stages.py and rl.py the stages,
+reports.py evaluations and the summary. Nothing that loads torch is imported before the config is known to be
+good. Exit codes: 0 done, or stopped on request after a checkpoint; 1 the run failed; 2 a setting, file or
+plug-in is wrong; 75 another rank was lost; 130 interrupted before training began.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 import trio
 
 from rollouts.config.load import load_config
-from rollouts.config.modes import STAGES, check_mode, parse_mode
+from rollouts.config.modes import STAGES, choose_stages
 from rollouts.errors import RolloutsError
 from rollouts.preflight.ranks import check_ranks, choose_relaunch
 from rollouts.ranks.launch import read_launch
@@ -33,8 +33,8 @@ COLLECTOR_THRESHOLDS = (10_000, 20, 20)
 
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
-    """config, mode, stages, dry_run, resume and overrides. Exits with 2 and a usage line when the command
-    line is wrong. Raises ConfigError for a mode that is none.
+    """config, mode, dry_run, resume and overrides. Exits with 2 and a usage line when the command line is
+    wrong.
     """
     parser = argparse.ArgumentParser(
         description="Train a language model in stages.",
@@ -43,15 +43,14 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     )
     described = "a TOML file; `python -m rollouts explain` lists the settings"
     parser.add_argument("--config", required=True, type=Path, help=described)
-    described = f"stages joined by +, for example sft+rl: {', '.join(STAGES)}"
-    parser.add_argument("--mode", required=True, help=described)
+    described = f"stages joined by +: {', '.join(STAGES)} (default: all that the config has tables for)"
+    parser.add_argument("--mode", metavar="STAGES", help=described)
     for flag, described in (
         ("--dry-run", "check config, files, rows and functions; train nothing"),
         ("--resume", "go on from the newest complete checkpoint, or start if there is none"),
     ):
         parser.add_argument(flag, action="store_true", help=described)
     command, command.overrides = parser.parse_known_args(argv)
-    command.stages = parse_mode(command.mode)
     return command
 
 
@@ -61,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command = parse_command_line(argv)
         config = load_config(command.config, command.overrides)
-        check_mode(config, command.mode)
+        command.stages = choose_stages(config, command.mode)
         relaunch = None if command.dry_run else choose_relaunch(config, os.environ, [__file__, *argv])
         if relaunch is not None:
             # what torchrun would set, with a warning; torch's own threads are model.threads

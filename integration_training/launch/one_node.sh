@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Several ranks on this machine. Arguments are those of train.py:
 #
-#   RANKS=2 integration_training/launch/one_node.sh --config FILE --mode sft+rl [--section.key value …]
+#   RANKS=2 integration_training/launch/one_node.sh --config FILE [--mode sft+rl] [--section.key value …]
 #
 # RANKS: processes, one per device.  MAX_RESTARTS: times that all are started again after one was lost.  PYTHON: the one that has rollouts.
 set -euo pipefail

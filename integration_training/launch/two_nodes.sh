@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Several ranks on several machines, which find each other at HEAD. The same line on every machine, all within a few minutes:
 #
-#   HEAD=node1:29400 RANKS=8 integration_training/launch/two_nodes.sh --config FILE --mode sft+rl --output.dir /shared/runs/NAME
+#   HEAD=node1:29400 RANKS=8 integration_training/launch/two_nodes.sh --config FILE [--mode sft+rl] --output.dir /shared/runs/NAME
 #
 # and with HEAD=localhost:29400 in two shells of one machine. output.dir is on a filesystem that all machines see.
 # HEAD: a machine of them and a free port; it keeps the rendezvous.  NODES: how many machines.  RANKS: processes on each, one per device.

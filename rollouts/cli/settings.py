@@ -27,7 +27,7 @@ def run_init(arguments: argparse.Namespace) -> int:
     config, source = write_task(arguments.directory, arguments.task)
     print(f"wrote {config}\nwrote {source}")
     print(f"check it:  python -m rollouts check {config} --call")
-    print(f"train it:  python integration_training/train.py --config {config} --mode sft+rl")
+    print(f"train it:  python integration_training/train.py --config {config}")
     return 0
 
 
@@ -64,20 +64,13 @@ def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     import trio
 
     from rollouts.config.load import load_config
-    from rollouts.config.modes import STAGES, check_mode, list_stages, parse_mode
+    from rollouts.config.modes import choose_stages
     from rollouts.preflight.checks import check_servers, look_at_run
     from rollouts.preflight.functions import call_functions
     from rollouts.preflight.run_directory import choose_run_dir
 
     config, here, findings = load_config(arguments.config, overrides), Path.cwd(), Findings()
-    mode = arguments.mode or "+".join(list_stages(config))
-    if not mode:
-        raise ConfigError(
-            f"{arguments.config} has none of the tables {', '.join(STAGES)}: there is nothing to train; add"
-            " one of them"
-        )
-    check_mode(config, mode)
-    stages, run_dir = parse_mode(mode), choose_run_dir(config)
+    stages, run_dir = choose_stages(config, arguments.mode), choose_run_dir(config)
     check_output(config, run_dir, findings)
     ranks = config.distributed.ranks
     run = look_at_run(config, stages, run_dir, findings, base_dir=here, local_ranks=ranks)

@@ -36,13 +36,22 @@ def parse_mode(mode: str) -> tuple[str, ...]:
     return stages
 
 
-def check_mode(config: RunConfig, mode: str) -> None:
-    """Raises ConfigError if the mode says ppo and [rl] has no critic."""
-    if "ppo" in mode.split("+") and config.rl and not config.rl.critic:
+def choose_stages(config: RunConfig, mode: str | None) -> tuple[str, ...]:
+    """The stages of a mode; without one, all that the config has tables for. Raises ConfigError as parse_mode
+    does, for a config without stages, and if the mode says ppo and [rl] has no critic.
+    """
+    stages = list_stages(config) if mode is None else parse_mode(mode)
+    if not stages:
+        raise ConfigError(
+            f"the config has none of the tables {', '.join(STAGES)}: there is nothing to train; add one of"
+            " them"
+        )
+    if mode and "ppo" in mode.split("+") and config.rl and not config.rl.critic:
         raise ConfigError(
             f"--mode {mode} has the stage ppo, which trains a critic, but there is no [rl.critic] table; add"
             " it, or use the stage rl"
         )
+    return stages
 
 
 def stage_config(config: RunConfig, stage: str) -> SectionConfig:
@@ -56,5 +65,5 @@ def stage_config(config: RunConfig, stage: str) -> SectionConfig:
 
 
 def list_stages(config: RunConfig) -> tuple[str, ...]:
-    """The stages that a config has tables for."""
+    """The stages that a config has tables for, in the order in which they run."""
     return tuple(stage for stage in STAGES if getattr(config, stage))

@@ -305,7 +305,7 @@ def list_tables(settings: AlgorithmConfig, changes: Sequence[AlgorithmChange]) -
 
 
 class RunConfig(Section):
-    """Everything a run is made of. `--mode` says which of the stages run."""
+    """Everything a run is made of. `--mode` says which of the stages run; else all do."""
 
     name: str = "run"
     """of the run directory, when output.dir is empty"""

@@ -9,7 +9,7 @@ CONFIG = """# Begin here: this trains a random two-layer model in seconds. Then 
 # Every other setting with its default and meaning: python -m rollouts explain
 #
 #     python -m rollouts check {path} --call
-#     python integration_training/train.py --config {path} --mode sft+rl
+#     python integration_training/train.py --config {path}
 #     python -m rollouts inspect runs/{task}
 
 name = "{task}"  # the run directory is runs/{task}

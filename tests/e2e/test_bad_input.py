@@ -25,8 +25,8 @@ def run(
     monkeypatch.setenv("ROLLOUTS_CACHE", str(tmp_path_factory.getbasetemp() / "bad_input_cache"))
 
     def run_main(settings: str = "", *, config: Path = TINY, mode: str = "sft+rl") -> tuple[int, str]:
-        out = ["--output.dir", str(tmp_path / "run")]
-        code = main(["--config", str(config), "--mode", mode, *out, *settings.split()])
+        given = [*(["--mode", mode] if mode else []), "--output.dir", str(tmp_path / "run")]
+        code = main(["--config", str(config), *given, *settings.split()])
         captured = capsys.readouterr()
         assert "Traceback" not in captured.err
         return code, captured.err + captured.out
@@ -105,13 +105,14 @@ def test_resuming_with_another_setting_or_with_fewer_steps_names_it(run: Run):
 
 
 def test_a_dry_run_reports_and_trains_nothing(run: Run, tmp_path: Path):
-    code, message = run("--dry-run")
+    code, message = run("--dry-run", mode="")
     assert code == 0
     assert "nothing was trained" in message
+    assert "--mode sft+rl: the stages that the config has tables for" in message
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("arguments", ["--mode sft", "--config x.toml"])
+@pytest.mark.parametrize("arguments", ["--mode sft", "--config"])
 def test_a_wrong_command_line_exits_with_2(arguments: str):
     with pytest.raises(SystemExit) as exit_info:
         main(arguments.split())

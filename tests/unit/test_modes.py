@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollouts.config.modes import check_mode, list_stages, parse_mode, stage_config
+from rollouts.config.modes import choose_stages, parse_mode, stage_config
 from rollouts.config.schema import PreferenceTrainingConfig, RunConfig
 from rollouts.errors import ConfigError
 from rollouts.models.load import load_tokenizer
@@ -54,13 +54,21 @@ def test_a_mode_that_is_none_is_refused_with_a_way_out(mode: str, message: str):
 
 def test_a_stage_without_its_table_and_ppo_without_a_critic_are_refused():
     config = make_config(rl=RL, preference=PREFERENCE)
-    assert list_stages(config) == ("preference", "rl")
     assert isinstance(stage_config(config, "preference"), PreferenceTrainingConfig)
     with pytest.raises(ConfigError, match=r"has the stage 'sft' but the config has no \[sft\] table"):
         stage_config(config, "sft")
     with pytest.raises(ConfigError, match=r"ppo, which trains a critic, but there is no \[rl.critic\] table"):
-        check_mode(config, "sft+ppo")
-    check_mode(make_config(rl={**RL, "critic": {}}), "sft+ppo")
+        choose_stages(config, "sft+ppo")
+    assert choose_stages(make_config(rl={**RL, "critic": {}}), "sft+ppo") == ("sft", "rl")
+
+
+def test_a_mode_that_is_left_out_is_every_stage_of_the_config_in_the_order_in_which_they_run():
+    config = make_config(rl=RL, reward_model=REWARD_MODEL, preference=PREFERENCE)
+    assert choose_stages(config, None) == ("preference", "reward_model", "rl")
+    with pytest.raises(ConfigError, match="none of the tables sft, preference, reward_model, rl: there is"):
+        choose_stages(make_config(), None)
+    with pytest.raises(ConfigError, match="there is no stage ''"):  # of an empty shell variable
+        choose_stages(config, "")
 
 
 # --- the models that RL names -------------------------------------------------------------------------------
