@@ -4,5 +4,13 @@ under it.
 
 import os
 
+import pytest
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _models(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Small models are made once, for this process and those that it starts."""
+    os.environ["ROLLOUTS_CACHE"] = str(tmp_path_factory.mktemp("models"))

@@ -1,4 +1,4 @@
-"""A backend of one process for a given model, and gradients held against those of a plain forward."""
+"""A small model, a backend of one process for it, and its gradients held against those of a plain forward."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -6,13 +6,49 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import open_device_thread
+from rollouts.losses import LossInputs, resolve_loss
+from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.models.optim import create_adamw_optimizer
+from rollouts.models.padded import TOKEN_FIELDS
+from rollouts.types import LossSpec, RolloutBatch
 
 OPTIM = OptimConfig(lr=1e-2)
+
+
+def load_tiny(kind: str) -> Any:
+    """tiny:`kind`, a model of the caller's own."""
+    return load_hf_model(resolve_model(f"tiny:{kind}"))
+
+
+def score_row(model: Any, tokens: Any, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-prob of each token and entropy before it, [T], 0 for the first: by the model's own logits."""
+    ids = torch.as_tensor(tokens)
+    every = (model(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
+    found = every.gather(-1, ids[1:, None])[:, 0], -(every.exp() * every).sum(-1)
+    return pad(found[0], (1, 0)), pad(found[1], (1, 0))
+
+
+def compute_plain_loss(model: Any, batch: RolloutBatch, spec: LossSpec) -> tuple[float, float]:
+    """(the loss, its denominator) of a batch whose rows are scored each by itself; leaves the gradients."""
+
+    def stack(rows: Any) -> Tensor:
+        return pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
+
+    scored = zip(*(score_row(model, row, batch.temperature) for row in batch.tokens), strict=True)
+    fields = {name: stack(rows) for name in TOKEN_FIELDS if (rows := getattr(batch, name)) is not None}
+    mask = stack(batch.loss_masks)
+    log_probs, entropy = (torch.where(mask, stack(rows), 0.0) for rows in scored)
+    inputs = LossInputs(log_probs=log_probs, mask=mask, entropy=entropy, **fields)
+    output = resolve_loss(spec.name)(inputs, unit=spec.unit, **spec.params)
+    loss = output.sum / output.count
+    loss.backward()
+    return float(loss.detach()), float(output.count)
 
 
 @asynccontextmanager

@@ -21,7 +21,14 @@ from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.tiny import TINY_KINDS
 from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import LossSpec, RolloutBatch
-from tests.support.plain_backend import assert_gradients_close, open_backend, take_gradients
+from tests.support.plain_backend import (
+    assert_gradients_close,
+    compute_plain_loss,
+    load_tiny,
+    open_backend,
+    score_row,
+    take_gradients,
+)
 from tests.support.text_tables import read_cells, read_params
 
 torch.set_num_threads(1)
@@ -56,10 +63,10 @@ moe        | tiny | | packed | linear | 1
 
 
 @functools.cache
-def make_once(name: str, cache: Path) -> Any:
+def make_once(name: str) -> Any:
     family, settings, *_ = OTHERS.get(name, ("tiny", {}))
     if family == "tiny":
-        return load_hf_model(resolve_model(f"tiny:{name}", cache_dir=cache))
+        return load_tiny(name)
     model_class = getattr(transformers, family)
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**{**SIZES, **settings})).eval()
@@ -70,23 +77,9 @@ def make_once(name: str, cache: Path) -> Any:
     return model
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-def new_model(name: str, cache: Path) -> Any:
+def new_model(name: str) -> Any:
     """A copy of its own for each test: backends change weights."""
-    return copy.deepcopy(make_once(name, cache))
-
-
-def score_slowly(model: Any, batch: RolloutBatch) -> list[Tensor]:
-    """[T_i - 1] of every row by itself, from the logits that the model itself gives."""
-    rows = []
-    for ids in map(torch.from_numpy, batch.tokens):
-        logits = model(input_ids=ids[None], use_cache=False).logits[0] / batch.temperature
-        rows.append(logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None]).squeeze(-1))
-    return rows
+    return copy.deepcopy(make_once(name))
 
 
 # a micro-batch per row; shared if exact, at once and in micro-batches; padded rows
@@ -98,24 +91,24 @@ FORMS = [
 
 
 @pytest.mark.parametrize("name", OTHERS)
-async def test_the_fastest_exact_layout_and_head_are_taken(name: str, cache: Path):
+async def test_the_fastest_exact_layout_and_head_are_taken(name: str):
     """Log-probs and gradients are those of a plain forward of each row."""
     family, _, layout, head, scale = OTHERS[name]
-    plan = plan_forward(new_model(name, cache))
+    plan = plan_forward(new_model(name))
     assert (plan.choose_layout(100), plan.head) == (layout, head), plan
     assert plan.logit_scale == pytest.approx(scale, rel=1e-6)
     assert bool(plan.reason) == (layout != "packed")
     for options in FORMS if family == "tiny" else [{}]:
-        await check_exact(new_model(name, cache), new_model(name, cache), **options)
+        await check_exact(new_model(name), new_model(name), **options)
 
 
 @pytest.mark.parametrize("name", ["windows", "some windows"])
-async def test_rows_longer_than_the_window_and_than_the_probe_are_exact(name: str, cache: Path):
+async def test_rows_longer_than_the_window_and_than_the_probe_are_exact(name: str):
     """A window of 7 against rows of 40, whose branches part at 30."""
     batch = make_rows(40, 40, 40)
     for row in batch.tokens:
         row[:30] = batch.tokens[0][:30]
-    await check_exact(new_model(name, cache), new_model(name, cache), batch)
+    await check_exact(new_model(name), new_model(name), batch)
 
 
 def make_rows(*lengths: int) -> RolloutBatch:
@@ -130,29 +123,24 @@ def make_rows(*lengths: int) -> RolloutBatch:
 async def check_exact(model: Any, slow: Any, batch: RolloutBatch | None = None, **options: Any) -> None:
     """Log-probs, loss and gradients of REINFORCE over all tokens are those of each row by itself."""
     batch = batch or make_batch(temperature=0.7)
-    assert batch.advantages is not None
-    wanted_rows = score_slowly(slow, batch)
-    parts = [
-        (row * torch.from_numpy(advantages[1:]))[torch.from_numpy(mask[1:])]
-        for row, advantages, mask in zip(wanted_rows, batch.advantages, batch.loss_masks, strict=True)
-    ]
-    loss = -torch.cat(parts).mean()
-    loss.backward()
+    wanted_loss, _ = compute_plain_loss(slow, batch, LossSpec("reinforce"))
     async with open_backend(model, **options) as backend:
         rows = await backend.forward(batch)
         result = await backend.forward_backward(batch, LossSpec("reinforce"))
         found = take_gradients(backend.model)
-    for row, mask, wanted in zip(rows, batch.loss_masks, wanted_rows, strict=True):
-        np.testing.assert_allclose(row[mask], wanted.detach().numpy()[mask[1:]], atol=1e-5, rtol=1e-5)
-    assert result.loss == pytest.approx(float(loss.detach()), abs=1e-5)
+    for row, mask, tokens in zip(rows, batch.loss_masks, batch.tokens, strict=True):
+        wanted = np.where(mask, score_row(slow, tokens, batch.temperature)[0].detach(), 0)
+        np.testing.assert_allclose(row, wanted, atol=1e-5, rtol=1e-5)
+        assert row.dtype == np.float32 and not row[~mask].any()
+    assert result.loss == pytest.approx(wanted_loss, abs=1e-5)
     assert_gradients_close(found, take_gradients(slow))
 
 
 # --- what is taken, and why not -----------------------------------------------------------------------------
 
 
-def test_a_model_whose_rows_disturb_each_other_runs_one_at_a_time(cache: Path):
-    model = new_model("llama", cache)
+def test_a_model_whose_rows_disturb_each_other_runs_one_at_a_time():
+    model = new_model("llama")
     forward = model.model.forward
 
     def leak(*inputs: Any, **options: Any) -> Any:
@@ -167,8 +155,8 @@ def test_a_model_whose_rows_disturb_each_other_runs_one_at_a_time(cache: Path):
     assert "padded rows are not exact" in plan.reason
 
 
-async def test_experts_with_a_capacity_run_one_row_at_a_time(cache: Path):
-    model = new_model("moe", cache)
+async def test_experts_with_a_capacity_run_one_row_at_a_time():
+    model = new_model("moe")
     model.config.expert_capacity = 8
     async with open_backend(model) as backend:
         await backend.forward(make_batch())
@@ -206,11 +194,11 @@ async def test_a_row_that_would_change_dynamic_frequencies_for_the_rows_after_it
     await check_exact(make_dynamic(), make_dynamic(), make_rows(16, 9, 16))
 
 
-async def test_logits_that_need_more_than_the_hidden_states_are_taken_from_the_whole_model(cache: Path):
+async def test_logits_that_need_more_than_the_hidden_states_are_taken_from_the_whole_model():
     """Here each token's logits also depend on the token itself, past the decoder; neither head alone can
     know.
     """
-    models = new_model("llama", cache), new_model("llama", cache)
+    models = new_model("llama"), new_model("llama")
     for model in models:
 
         def run(*, input_ids: Tensor, forward: Any = model.forward, **options: Any) -> Any:
@@ -224,10 +212,10 @@ async def test_logits_that_need_more_than_the_hidden_states_are_taken_from_the_w
     await check_exact(*models)
 
 
-def test_a_model_that_looks_ahead_or_gives_no_numbers_is_refused(cache: Path):
+def test_a_model_that_looks_ahead_or_gives_no_numbers_is_refused():
     torch.manual_seed(0)
     bert = transformers.BertLMHeadModel(transformers.BertConfig(**SIZES)).eval()
-    damaged = new_model("llama", cache)
+    damaged = new_model("llama")
     with torch.no_grad():
         damaged.model.norm.weight.fill_(float("nan"))
         for parameter in bert.parameters():
@@ -237,8 +225,8 @@ def test_a_model_that_looks_ahead_or_gives_no_numbers_is_refused(cache: Path):
             plan_forward(model)
 
 
-def test_planning_changes_neither_the_model_nor_random_numbers(cache: Path):
-    model = new_model("gemma", cache).train()
+def test_planning_changes_neither_the_model_nor_random_numbers():
+    model = new_model("gemma").train()
     before, config = copy.deepcopy(model.state_dict()), model.config.to_json_string()
     torch.manual_seed(0)
     wanted = torch.rand(3)
@@ -254,8 +242,8 @@ def test_planning_changes_neither_the_model_nor_random_numbers(cache: Path):
 # --- dropout and gradient checkpointing ---------------------------------------------------------------------
 
 
-async def test_dropout_is_off_even_if_the_model_came_in_training_mode(cache: Path):
-    model = new_model("llama", cache)
+async def test_dropout_is_off_even_if_the_model_came_in_training_mode():
+    model = new_model("llama")
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     async with open_backend(model.train()) as backend:
@@ -272,16 +260,15 @@ def saved_bytes(model: Any, batch: RolloutBatch) -> tuple[int, dict[str, Tensor]
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = -torch.stack([row.sum() for row in score_slowly(model, batch)]).sum()
-    loss.backward()
+        compute_plain_loss(model, batch, LossSpec("sft"))
     return sum(kept.values()), take_gradients(model)
 
 
 @pytest.mark.parametrize("kind", TINY_KINDS)
-async def test_gradient_checkpointing_gives_the_same_gradients_for_less_memory(kind: str, cache: Path):
+async def test_gradient_checkpointing_gives_the_same_gradients_for_less_memory(kind: str):
     rng = np.random.default_rng(0)
     batch = RolloutBatch(tokens=(rng.integers(0, 259, 200),), loss_masks=(np.arange(200) > 0,))
-    plain, checkpointed = new_model(kind, cache), new_model(kind, cache)
+    plain, checkpointed = new_model(kind), new_model(kind)
     assert checkpoint_layers(checkpointed) == len(list(plain.get_decoder().layers))
     (plain_bytes, wanted), (fewer_bytes, found) = saved_bytes(plain, batch), saved_bytes(checkpointed, batch)
     assert_gradients_close(found, wanted, tolerance=1e-6)
