@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = """messages metric_kinds
 errors types
 run_dir protocols crash_points
-config losses advantages kl_control schedules filters metrics device_thread processes
+config losses advantages kl_control schedules filters pair_selection metrics device_thread processes
 data ranks
 models
 checkpoints engines
@@ -28,8 +28,8 @@ cli __main__"""
 FLOORS = {room: floor for floor, rooms in enumerate(ROOMS.splitlines()) for room in rooms.split()}
 LOADS_TORCH = """losses ranks device_thread models checkpoints engines.local reference rewards.reward_model
     rewards.curiosity weight_sync backends evaluation.policy_metrics testing.torch_contracts replay serve"""
-NEVER_TRIO = """types errors run_dir crash_points config advantages kl_control schedules filters losses data
-    models"""
+NEVER_TRIO = """types errors run_dir crash_points config advantages kl_control schedules filters
+    pair_selection losses data models"""
 TORCH = "torch transformers accelerate safetensors.torch torchao"  # importing one of these loads torch
 BANNED = "asyncio pickle cloudpickle dill marshal"
 
