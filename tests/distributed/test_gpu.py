@@ -43,9 +43,9 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return resolve_model("tiny:llama", cache_dir=tmp_path_factory.mktemp("models"))
+@pytest.fixture
+def path() -> Path:
+    return resolve_model("tiny:llama")
 
 
 def assert_same(found: Trained, wanted: Trained, tolerance: float) -> None:

@@ -15,14 +15,8 @@ Run = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def run(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path_factory: pytest.TempPathFactory,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> Run:
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     """(exit code, what is said) of a run in tmp_path / "run" with these settings."""
-    monkeypatch.setenv("ROLLOUTS_CACHE", str(tmp_path_factory.getbasetemp() / "bad_input_cache"))
 
     def run_main(settings: str = "", *, config: Path = TINY, mode: str = "sft+rl") -> tuple[int, str]:
         given = [*(["--mode", mode] if mode else []), "--output.dir", str(tmp_path / "run")]

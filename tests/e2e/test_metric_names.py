@@ -24,11 +24,6 @@ LABELLED = (
 SHORT = "--rl.steps 2 --rl.eval_every 0 --eval.data.size 4"
 
 
-@pytest.fixture(autouse=True)
-def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
-    monkeypatch.setenv("ROLLOUTS_CACHE", str(tmp_path_factory.getbasetemp() / "metric_names_cache"))
-
-
 def logged_names(out: Path, config: Path, mode: str, *arguments: str) -> set[str]:
     assert (
         main(["--config", str(config), "--mode", mode, "--output.dir", str(out), *SHORT.split(), *arguments])

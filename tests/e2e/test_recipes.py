@@ -13,11 +13,6 @@ COMMON = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
-    monkeypatch.setenv("ROLLOUTS_CACHE", str(tmp_path_factory.getbasetemp() / "recipes_cache"))
-
-
 def run(out: Path, flags: str, *, config: Path = TINY) -> list[dict]:
     start = ["--config", str(config), "--mode", "rl", "--output.dir", str(out)]
     assert main([*start, *COMMON.split(), *flags.split()]) == 0

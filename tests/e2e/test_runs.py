@@ -130,7 +130,6 @@ def test_the_model_of_a_stage_is_gone_before_the_next_one_loads(
             yield opened
 
     monkeypatch.setattr(integration_training.stages, "open_stage", open_watched)
-    monkeypatch.setenv("ROLLOUTS_CACHE", str(tmp_path / "cache"))
     flags = f"--config {TINY} --mode sft+rl --output.dir {tmp_path}/run {' '.join(SHORT)}"
     assert integration_training.train.main([*flags.split(), "--sft.steps", "2", "--rl.steps", "1"]) == 0
     assert alive == [0, 0]

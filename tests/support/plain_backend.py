@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import open_device_thread
 from rollouts.losses import LossInputs, resolve_loss
-from rollouts.models.load import load_hf_model, resolve_model
+from rollouts.models.export import save_hf_model
+from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.optim import create_adamw_optimizer
 from rollouts.models.padded import TOKEN_FIELDS
+from rollouts.models.scalar_head import get_scalar_weight, set_padding_token
 from rollouts.types import LossSpec, RolloutBatch
 
 OPTIM = OptimConfig(lr=1e-2)
@@ -24,6 +27,17 @@ OPTIM = OptimConfig(lr=1e-2)
 def load_tiny(kind: str) -> Any:
     """tiny:`kind`, a model of the caller's own."""
     return load_hf_model(resolve_model(f"tiny:{kind}"))
+
+
+def save_scalar(kind: str, folder: Path) -> Path:
+    """tiny:`kind` with a random scalar head."""
+    causal = resolve_model(f"tiny:{kind}")
+    model, tokenizer = load_hf_model(causal, head="scalar"), load_tokenizer(causal)
+    set_padding_token(model, tokenizer)
+    with torch.no_grad():
+        get_scalar_weight(model).normal_(0.0, 0.1, generator=torch.Generator().manual_seed(1))
+    save_hf_model(model, folder, tokenizer)
+    return folder
 
 
 def score_row(model: Any, tokens: Any, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -19,10 +19,10 @@ from rollouts.engines.local import open_local_engine
 from rollouts.errors import ConfigError, ModelError
 from rollouts.models.forward_plan import plan_forward
 from rollouts.models.layers import compile_layers
-from rollouts.models.load import load_hf_model, resolve_model
+from rollouts.models.load import resolve_model
 from rollouts.testing.torch_contracts import SFT, make_batch
 from rollouts.types import GenerateRequest, SamplingParams
-from tests.support.plain_backend import assert_gradients_close, take_gradients
+from tests.support.plain_backend import assert_gradients_close, load_tiny, take_gradients
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -34,11 +34,6 @@ OPTIM = OptimConfig(lr=1e-3)
 TOLERANCE = 1e-5  # of the norm: float32 sums in another order; 1e-6 was seen
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 @pytest.fixture(autouse=True)
 def _algorithms() -> Iterator[None]:
     """As torch starts: a backend of an earlier test may have left this process deterministic, which compiles
@@ -48,10 +43,6 @@ def _algorithms() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
     yield
     torch.use_deterministic_algorithms(before)
-
-
-def find_model(kind: str, cache: Path) -> Path:
-    return resolve_model(f"tiny:{kind}", cache_dir=cache)
 
 
 class Counting:
@@ -95,10 +86,8 @@ async def train(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "checkpointing"), [("llama", False), ("gemma", True)])
-async def test_compiled_layers_give_the_losses_and_gradients_of_plain_ones(
-    kind: str, checkpointing: bool, cache: Path
-):
-    path = find_model(kind, cache)
+async def test_compiled_layers_give_the_losses_and_gradients_of_plain_ones(kind: str, checkpointing: bool):
+    path = resolve_model(f"tiny:{kind}")
     found = await train(path, compile_backend="aot_eager", gradient_checkpointing=checkpointing)
     wanted = await train(path)
     for numbers, others in zip(found[:2], wanted[:2], strict=True):
@@ -106,8 +95,8 @@ async def test_compiled_layers_give_the_losses_and_gradients_of_plain_ones(
     assert_gradients_close(found[2], wanted[2], TOLERANCE)
 
 
-def test_batches_of_changing_lengths_need_no_more_programs(cache: Path):
-    model, counting = load_hf_model(find_model("gemma", cache)), Counting()
+def test_batches_of_changing_lengths_need_no_more_programs():
+    model, counting = load_tiny("gemma"), Counting()
     assert compile_layers(model, backend=counting) == model.config.num_hidden_layers
     made = []
     for shape in [(1, 7), (2, 9), (1, 33), (3, 12), (4, 50), (1, 90), (5, 8), (2, 2)]:
@@ -118,9 +107,9 @@ def test_batches_of_changing_lengths_need_no_more_programs(cache: Path):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma"])
-async def test_the_embedded_engine_shares_a_compiled_model_without_its_programs(kind: str, cache: Path):
+async def test_the_embedded_engine_shares_a_compiled_model_without_its_programs(kind: str):
     """By the fast path and by the model's own cache: the tokens are those of the model as it is written."""
-    plain, compiled = (load_hf_model(find_model(kind, cache)) for _ in range(2))
+    plain, compiled = (load_tiny(kind) for _ in range(2))
     compile_layers(compiled, backend=refuse)
     greedy = SamplingParams(max_new_tokens=6, temperature=0.0)
     request = GenerateRequest(request_id="a", prompt_ids=torch.arange(5, 12).numpy(), sampling=greedy)
@@ -138,22 +127,22 @@ async def test_the_embedded_engine_shares_a_compiled_model_without_its_programs(
         compiled(input_ids=torch.ones((1, 7), dtype=torch.int64), use_cache=False)
 
 
-def test_a_compiler_that_fails_and_one_that_is_wrong_are_named(cache: Path):
+def test_a_compiler_that_fails_and_one_that_is_wrong_are_named():
     for backend, message in (
         (refuse, r"torch\.compile fails .*no compiler here"),
         (add_a_little, "differ from the model's"),
     ):
-        model = load_hf_model(find_model("llama", cache))
+        model = load_tiny("llama")
         with pytest.raises(ModelError, match=message):
             compile_and_prove(model, plan_forward(model), None, backend=backend)
     with pytest.raises(ModelError, match="no layers that repeat"):
         compile_layers(torch.nn.Linear(1, 1), backend=refuse)  # pyright: ignore[reportArgumentType]
 
 
-def test_deterministic_mode_compiles_nothing(cache: Path):
+def test_deterministic_mode_compiles_nothing():
     with pytest.raises(ValueError, match=r"model\.compile=true with deterministic=true"):
         RunConfig.model_validate({"deterministic": True, "model": {"compile": True}})
-    model = load_hf_model(find_model("llama", cache))
+    model = load_tiny("llama")
     torch.use_deterministic_algorithms(True)
     try:
         with pytest.raises(ConfigError, match=r"model\.compile=true with deterministic=true"):

@@ -4,7 +4,6 @@ positions.
 
 import copy
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,11 @@ import transformers
 from rollouts.errors import EngineError, ModelError
 from rollouts.models.decoding import whole_model
 from rollouts.models.decoding.opening import DEFAULT_CONTEXT, open_decoder
-from rollouts.models.load import load_hf_model
-from rollouts.models.tiny import make_tiny
+from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.testing import engine_contracts
 from rollouts.testing.engine_contracts import make_request
 from rollouts.types import Completion, GenerateRequest
+from tests.support.plain_backend import load_tiny
 from tests.support.text_tables import read_cells, read_params
 from tests.unit.test_local_engine import SHAPE as BASE
 from tests.unit.test_local_engine import check_exact, generate_all, open_engine
@@ -37,12 +36,6 @@ GPT2     |
 Bloom    | n_layer = 2, n_head = 4
 GptOss   | head_dim = 8, num_local_experts = 4, sliding_window = 6
 """
-
-
-@pytest.fixture(scope="module")
-def tiny_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tiny")
-    return {kind: make_tiny(kind, 0, root) for kind in TINY}
 
 
 def make_model(kind: str, **changes: Any) -> Any:
@@ -77,8 +70,8 @@ def without_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", TINY)
-async def test_log_probs_are_the_models_own_on_each_tiny_family(kind: str, tiny_paths: dict[str, Path]):
-    model = load_hf_model(tiny_paths[kind])
+async def test_log_probs_are_the_models_own_on_each_tiny_family(kind: str):
+    model = load_tiny(kind)
     async with open_engine(model, max_rows=5) as engine:
         assert engine.path == TINY[kind]
         await check_exact(engine, model, make_requests(18))
@@ -94,10 +87,10 @@ async def test_log_probs_are_the_models_own_with_its_cache(kind: str, changes: s
 
 @pytest.mark.parametrize("kind", ["gemma", "mamba", "moe"])
 async def test_log_probs_are_the_models_own_when_everything_is_recomputed(
-    kind: str, tiny_paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     without_cache(monkeypatch)
-    model = load_hf_model(tiny_paths[kind])
+    model = load_tiny(kind)
     async with open_engine(model, max_rows=5) as engine:
         assert (engine.path, engine.statistics()["recomputes"]) == ("recompute", 1.0)
         await check_exact(engine, model, make_requests(12))
@@ -107,12 +100,10 @@ async def test_log_probs_are_the_models_own_when_everything_is_recomputed(
 
 
 @pytest.mark.parametrize("kind", ["gemma", "mamba", "moe"])
-async def test_deterministic_runs_give_the_same_bits_and_neighbours_change_no_token(
-    kind: str, tiny_paths: dict[str, Path]
-):
+async def test_deterministic_runs_give_the_same_bits_and_neighbours_change_no_token(kind: str):
     results: list[dict[str, Completion]] = []
     for order, max_rows in ((1, 4), (-1, 4), (1, 1)):
-        model = load_hf_model(tiny_paths[kind])
+        model = load_tiny(kind)
         async with open_engine(model, deterministic=True, max_rows=max_rows, seed=7) as engine:
             results.append(await generate_all(engine, make_requests(12)[::order]))
     for request_id, completion in results[0].items():
@@ -166,10 +157,8 @@ def test_in_half_precision_what_is_never_sampled_does_not_count():
     assert open_decoder(model, max_context=64).path == "fast"
 
 
-async def test_a_model_without_a_limit_gets_the_default_context_and_may_have_a_longer_one(
-    tiny_paths: dict[str, Path],
-):
-    model = load_hf_model(tiny_paths["mamba"])
+async def test_a_model_without_a_limit_gets_the_default_context_and_may_have_a_longer_one():
+    model = load_tiny("mamba")
     async with open_engine(model) as engine:
         assert engine.features.context_length == DEFAULT_CONTEXT == 8192
     async with open_engine(model, max_context=100_000) as engine:
@@ -187,28 +176,25 @@ async def test_a_model_without_a_limit_gets_the_default_context_and_may_have_a_l
 async def test_engines_with_the_models_own_forward_keep_the_contract(
     check: Callable[[Any], Awaitable[None]],
     way: str,
-    tiny_paths: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
 ):
     how, kind = way.split()
     if how == "recomputed":
         without_cache(monkeypatch)
     mode = "shared" if how == "cached" else "copied"
-    path, deterministic = tiny_paths[kind], how == "recomputed"
-    await check(lambda: open_engine(load_hf_model(path), mode=mode, deterministic=deterministic))
+    deterministic = how == "recomputed"
+    await check(lambda: open_engine(load_tiny(kind), mode=mode, deterministic=deterministic))
 
 
 @pytest.mark.parametrize("kind", TINY)
-async def test_engines_update_in_memory_and_generate_with_the_new_weights(
-    kind: str, tiny_paths: dict[str, Path], tmp_path: Path
-):
-    folder = make_tiny(kind, 1, tmp_path)
+async def test_engines_update_in_memory_and_generate_with_the_new_weights(kind: str):
+    folder = resolve_model(f"tiny:{kind}", seed=1)
     newer = load_hf_model(folder)
     weights = list(newer.state_dict().items())
     await engine_contracts.check_update_in_memory(
-        lambda: open_engine(load_hf_model(tiny_paths[kind]), mode="copied"), weights
+        lambda: open_engine(load_tiny(kind), mode="copied"), weights
     )
-    async with open_engine(load_hf_model(tiny_paths[kind]), mode="copied") as engine:
+    async with open_engine(load_tiny(kind), mode="copied") as engine:
         await engine.update_weights_from_checkpoint(folder, 5)
         await check_exact(engine, newer, make_requests(6))
         assert await engine.weight_version() == 5

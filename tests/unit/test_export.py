@@ -25,17 +25,9 @@ from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.safetensors_file import write_safetensors
 from rollouts.models.sharded import plan_weights
 from rollouts.models.tiny import TINY_KINDS
+from tests.support.plain_backend import load_tiny
 
 EMBEDDING = "model.embed_tokens.weight"
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-def load(kind: str, cache: Path) -> Any:
-    return load_hf_model(resolve_model(f"tiny:{kind}", cache_dir=cache))
 
 
 def parameters(model: Any) -> list[tuple[str, Tensor]]:
@@ -74,11 +66,9 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("ranks", [0, 1, 3])
 @pytest.mark.parametrize("kind", TINY_KINDS)
-def test_what_is_written_is_what_transformers_writes_and_loads(
-    kind: str, ranks: int, cache: Path, tmp_path: Path
-):
+def test_what_is_written_is_what_transformers_writes_and_loads(kind: str, ranks: int, tmp_path: Path):
     """0 ranks: a stream in small shards."""
-    model, path = load(kind, cache), tmp_path / "ours"
+    model, path = load_tiny(kind), tmp_path / "ours"
     if ranks:
         name_parts(path, write_parts(model, path, ranks))
         assert len(list(path.glob("*.safetensors"))) == ranks
@@ -97,8 +87,8 @@ def test_what_is_written_is_what_transformers_writes_and_loads(
     assert_equal(dict(parameters(loaded)), dict(parameters(model)))
 
 
-def test_a_streamed_directory_has_the_tokenizer_and_the_dtype_that_was_asked_for(cache: Path, tmp_path: Path):
-    path, out = resolve_model("tiny:llama", cache_dir=cache), tmp_path / "out"
+def test_a_streamed_directory_has_the_tokenizer_and_the_dtype_that_was_asked_for(tmp_path: Path):
+    path, out = resolve_model("tiny:llama"), tmp_path / "out"
     model, tokenizer = load_hf_model(path), load_tokenizer(path)
     save_hf_model(model, out, tokenizer, dtype=torch.bfloat16)
     assert_equal(read_weights(out), {name: weight.bfloat16() for name, weight in parameters(model)})
@@ -115,10 +105,10 @@ def test_a_file_holds_tensors_of_every_dtype_and_size(tmp_path: Path):
         write_safetensors(tmp_path / "b.safetensors", {"complex": torch.zeros(1, dtype=torch.complex64)})
 
 
-def test_weights_that_are_joined_in_files_wait_for_each_other(cache: Path, tmp_path: Path):
+def test_weights_that_are_joined_in_files_wait_for_each_other(tmp_path: Path):
     from transformers.core_model_loading import Chunk, WeightConverter
 
-    model = load("llama", cache)
+    model = load_tiny("llama")
     split = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
     model._weight_conversions = [WeightConverter("mlp.gate_up.weight", split, operations=[Chunk(dim=0)])]
     # more than any share of the weights: rank 0 writes it, and nothing else
@@ -131,8 +121,8 @@ def test_weights_that_are_joined_in_files_wait_for_each_other(cache: Path, tmp_p
     assert torch.equal(written["model.scale"], torch.arange(100_000.0))
 
 
-def test_no_rank_has_more_than_an_equal_share_and_the_largest_weight(cache: Path):
-    model, ranks = load("qwen3", cache), 3
+def test_no_rank_has_more_than_an_equal_share_and_the_largest_weight():
+    model, ranks = load_tiny("qwen3"), 3
     sizes = {name: weight.nbytes for name, weight in parameters(model)}
     deals = [deal_weights(model, rank, ranks) for rank in range(ranks)]
     assert sum(deal.nbytes for deal in deals) == sum(sizes.values())
@@ -142,8 +132,8 @@ def test_no_rank_has_more_than_an_equal_share_and_the_largest_weight(cache: Path
     assert sorted(name for part in dealt[0] for name in part) == sorted(sizes)
 
 
-def test_ranks_without_a_weight_write_nothing_and_old_files_go(cache: Path, tmp_path: Path):
-    model = load("llama", cache)
+def test_ranks_without_a_weight_write_nothing_and_old_files_go(tmp_path: Path):
+    model = load_tiny("llama")
     (tmp_path / "model-of-rank-0-00001.safetensors").write_text("left by a write that failed")
     many = len(parameters(model)) + 2
     for ranks in (1, 2, many, 1):
@@ -155,8 +145,8 @@ def test_ranks_without_a_weight_write_nothing_and_old_files_go(cache: Path, tmp_
         assert torch.equal(load_hf_model(tmp_path).get_parameter(EMBEDDING), model.get_parameter(EMBEDDING))
 
 
-def test_a_weight_that_never_came_came_twice_or_is_anothers_is_named(cache: Path, tmp_path: Path):
-    model = load("qwen3", cache)
+def test_a_weight_that_never_came_came_twice_or_is_anothers_is_named(tmp_path: Path):
+    model = load_tiny("qwen3")
     *most, last = parameters(model)
 
     def refused(message: str, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -169,8 +159,8 @@ def test_a_weight_that_never_came_came_twice_or_is_anothers_is_named(cache: Path
         write_part(model, tmp_path, 1, 2, of=0)
 
 
-def test_files_of_ranks_that_are_cut_or_are_not_to_be_seen_get_no_names(cache: Path, tmp_path: Path):
-    write_parts(load("llama", cache), tmp_path, 2)
+def test_files_of_ranks_that_are_cut_or_are_not_to_be_seen_get_no_names(tmp_path: Path):
+    write_parts(load_tiny("llama"), tmp_path, 2)
     with pytest.raises(FileNotFoundError, match="model-of-rank-1-00002"):
         name_parts(tmp_path, [1, 2])
     second = tmp_path / "model-of-rank-1-00001.safetensors"
@@ -180,8 +170,8 @@ def test_files_of_ranks_that_are_cut_or_are_not_to_be_seen_get_no_names(cache: P
     assert not (tmp_path / "model.safetensors.index.json").exists()
 
 
-def test_weights_that_do_not_fit_are_named(cache: Path, tmp_path: Path):
-    model = load("llama", cache)
+def test_weights_that_do_not_fit_are_named(tmp_path: Path):
+    model = load_tiny("llama")
     save_hf_model(model, tmp_path)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)

@@ -19,9 +19,9 @@ from tests.support.text_tables import read_cells, read_params
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    return resolve_model("tiny:byte", cache_dir=tmp_path_factory.mktemp("cache"))
+@pytest.fixture
+def tiny() -> Path:
+    return resolve_model("tiny:byte")
 
 
 @pytest.fixture

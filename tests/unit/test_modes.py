@@ -10,8 +10,7 @@ import pytest
 from rollouts.config.modes import choose_stages, parse_mode, stage_config
 from rollouts.config.schema import PreferenceTrainingConfig, RunConfig
 from rollouts.errors import ConfigError
-from rollouts.models.load import load_tokenizer
-from rollouts.models.tiny import make_tiny
+from rollouts.models.load import load_tokenizer, resolve_model
 from rollouts.preflight.reward_models import CRITIC, check_reward_models, check_tokens
 from rollouts.run_dir import RunDir
 from tests.support.text_tables import read_cells
@@ -103,7 +102,7 @@ def test_a_reward_model_that_nobody_trains_is_missed(tmp_path: Path, reward: str
 
 
 def test_a_critic_needs_no_head_and_a_reward_model_does_and_both_need_the_policys_tokens(tmp_path: Path):
-    model = make_tiny("byte", 0, tmp_path)
+    model = resolve_model("tiny:byte")
     tokenizer = load_tokenizer(model)
     config = make_config(rl={**RL, "critic": {"model": str(model)}})
     check_reward_models(config, ("rl",), RunDir(tmp_path), tokenizer)

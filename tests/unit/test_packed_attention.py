@@ -1,7 +1,6 @@
 """Attention of a packed row is that of a dense mask, forward and backward, and no sequence feels another."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from torch import Tensor
 from rollouts.data.packing import make_micro_batches, spread_to_rows
 from rollouts.errors import ModelError
 from rollouts.models.forward_plan import plan_forward
-from rollouts.models.load import load_hf_model
 from rollouts.models.log_probs import compute_micro_batch_outputs
 from rollouts.models.packed_attention import (
     SMALL_TILE,
@@ -23,8 +21,8 @@ from rollouts.models.packed_attention import (
     make_block_mask,
     register_packed_attention,
 )
-from rollouts.models.tiny import make_tiny
 from rollouts.types import IntArray
+from tests.support.plain_backend import load_tiny
 
 
 def make_tree(rng: np.random.Generator, levels: int, longest: int) -> tuple[IntArray, IntArray]:
@@ -148,14 +146,9 @@ def test_the_kernel_of_an_accelerator_is_the_dense_mask(
 # --- in a model ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 @pytest.mark.parametrize("share_prefix", [True, False])
-def test_another_sequence_changes_no_bit(share_prefix: bool, cache: Path):
-    model = load_hf_model(make_tiny("llama", 0, cache))
+def test_another_sequence_changes_no_bit(share_prefix: bool):
+    model = load_tiny("llama")
     plan, rng = plan_forward(model), np.random.default_rng(0)
     rows = [rng.integers(0, 250, 30)]
     for prompt, answers in ((150, (40, 60, 8)), (9, (5, 5, 7))):
@@ -177,8 +170,8 @@ def test_another_sequence_changes_no_bit(share_prefix: bool, cache: Path):
     assert all((one == two).all() for one, two in zip(others, others_after, strict=True))
 
 
-def test_a_model_attends_as_before_where_no_packed_row_is_given(cache: Path):
-    model, ids = load_hf_model(make_tiny("qwen3", 0, cache)), torch.arange(40)[None]
+def test_a_model_attends_as_before_where_no_packed_row_is_given():
+    model, ids = load_tiny("qwen3"), torch.arange(40)[None]
     register_packed_attention()
     with torch.no_grad():
         found = model(input_ids=ids, use_cache=False).logits
@@ -204,11 +197,11 @@ def test_a_layer_that_wants_what_packed_rows_have_not_is_refused(count: int, opt
         attend(torch.nn.Module(), *draw_heads(count), None, **row)
 
 
-def test_a_plan_whose_attention_forgets_the_packed_row_falls_back(cache: Path):
+def test_a_plan_whose_attention_forgets_the_packed_row_falls_back():
     """A decoder that drops the argument would attend to everything: the proof sees it, and padded
     rows take its place.
     """
-    model = load_hf_model(make_tiny("llama", 0, cache))
+    model = load_tiny("llama")
     proved = plan_forward(model)
     assert proved.choose_layout(100) == "packed"
     decoder: Any = model.get_decoder()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollouts.backends.open import choose_autocast_dtype
@@ -21,84 +21,26 @@ from rollouts.losses import LossInputs, LossOutput
 from rollouts.losses.reductions import reduce_loss
 from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import SFT, make_batch
-from rollouts.types import LossSpec, Mean, OptimParams, RolloutBatch
+from rollouts.types import LossSpec, Mean, OptimParams
 from tests.support import backend_checks, plain_backend
+from tests.support.plain_backend import assert_gradients_close, take_gradients
 
 torch.set_num_threads(1)
 SEEN: list[LossInputs] = []
 
 
-def make_model(*, tied: bool = True, seed: int = 0) -> LlamaForCausalLM:
+def make_model(seed: int = 0) -> LlamaForCausalLM:
     torch.manual_seed(seed)
+    # log-probs differ by nats, so that errors show
     config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,  # so that log-probs differ by nats, and errors show
-    )
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True, initializer_range=0.2,
+    )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
 
 def open_backend(**options: Any) -> AbstractAsyncContextManager[Any]:
     return plain_backend.open_backend(make_model(), **options)
-
-
-def slow_log_probs(model: Any, batch: RolloutBatch) -> list[Tensor]:
-    """[T_i - 1] of every row by itself: the plain forward pass."""
-    rows = []
-    for tokens in batch.tokens:
-        ids = torch.from_numpy(tokens)
-        log_probs = (model(input_ids=ids[None]).logits[0] / batch.temperature).log_softmax(-1)
-        rows.append(log_probs[:-1].gather(-1, ids[1:, None]).squeeze(-1))
-    return rows
-
-
-def slow_gradients(
-    batch: RolloutBatch, *, per_row: bool, advantages: bool = False
-) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of SFT or REINFORCE, row by row, over the whole batch."""
-    model = make_model()
-    total: Any = 0.0
-    count = 0
-    for row, log_probs in enumerate(slow_log_probs(model, batch)):
-        mask = torch.from_numpy(np.asarray(batch.loss_masks[row][1:]))
-        weights = (
-            torch.from_numpy(batch.advantages[row][1:])
-            if advantages and batch.advantages is not None
-            else torch.ones(len(mask))
-        )
-        losses = (-log_probs * weights)[mask]
-        total = total + (losses.mean() if per_row else losses.sum())
-        count += 1 if per_row else int(mask.sum())
-    (total / count).backward()
-    return float(total.detach() / count), {
-        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
-    }
-
-
-def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    assert set(one) == set(other)
-    for name in one:
-        torch.testing.assert_close(
-            one[name],
-            other[name],
-            atol=tolerance,
-            rtol=tolerance,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
-
-
-def gradients(backend: Any) -> dict[str, Tensor]:
-    return {
-        name: parameter.grad.clone()
-        for name, parameter in backend.model.named_parameters()
-        if parameter.grad is not None
-    }
 
 
 FORMS = {
@@ -110,30 +52,23 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("unit", ["tokens", "sequences"])
-@pytest.mark.parametrize("form", FORMS)
-async def test_loss_and_gradients_are_those_of_a_plain_forward_of_each_row(form: str, unit: Any):
-    batch = make_batch(temperature=0.7)
-    wanted_loss, wanted = slow_gradients(batch, per_row=unit == "sequences", advantages=True)
-    async with open_backend(**FORMS[form]) as backend:
-        result = await backend.forward_backward(batch, LossSpec("reinforce", unit=unit))
-        found = gradients(backend)
-    assert result.loss == pytest.approx(wanted_loss, abs=1e-5)
-    assert_close(found, wanted)
+SPECS = {
+    "tokens": LossSpec("reinforce"),
+    "sequences": LossSpec("reinforce", unit="sequences"),
+    "entropy": LossSpec("reinforce", {"entropy_coef": 0.5}, unit="sequence_sums"),
+}
 
 
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("form", FORMS)
-async def test_forward_gives_the_log_probs_of_a_plain_forward_of_each_row(form: str):
-    batch = make_batch(temperature=1.3)
-    with torch.no_grad():
-        wanted = slow_log_probs(make_model(), batch)
+async def test_loss_and_gradients_are_those_of_a_plain_forward_of_each_row(form: str, spec: LossSpec):
+    batch, plain = make_batch(temperature=0.7), make_model()
+    wanted, denominator = plain_backend.compute_plain_loss(plain, batch, spec)
     async with open_backend(**FORMS[form]) as backend:
-        rows = await backend.forward(batch)
-    for row, found in enumerate(rows):
-        mask = batch.loss_masks[row]
-        assert found.dtype == np.float32
-        assert (found[~mask] == 0).all()
-        np.testing.assert_allclose(found[mask], wanted[row].numpy()[mask[1:]], atol=1e-5)
+        result = await backend.forward_backward(batch, spec)
+        found = take_gradients(backend.model)
+    assert (result.loss, result.denominator) == (pytest.approx(wanted, abs=1e-5), denominator)
+    assert_gradients_close(found, take_gradients(plain))
 
 
 def watching_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
@@ -147,66 +82,19 @@ def watching_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
 async def test_a_loss_sees_right_padded_rows_whatever_the_packing(share: bool):
     SEEN.clear()
     batch = make_batch()
-    assert batch.advantages is not None
-    assert batch.rollout_log_probs is not None
     async with open_backend(share_prefix=share) as backend:
         result = await backend.forward_backward(batch, LossSpec(f"{__name__}:watching_loss"))
     (inputs,) = SEEN
-    assert inputs.old_log_probs is None
-    assert inputs.ref_log_probs is None
-    shapes = {
-        tuple(value.shape)
-        for value in (
-            inputs.log_probs,
-            inputs.mask,
-            inputs.entropy,
-            inputs.advantages,
-            inputs.rollout_log_probs,
-        )
-    }
-    assert shapes == {(9, max(len(row) for row in batch.tokens))}
-    masks = {
-        tuple(row[: len(mask)])
-        for row in inputs.mask.tolist()
-        for mask in batch.loss_masks
-        if sum(row) == mask.sum()
-    }
-    assert {tuple(mask.tolist()) for mask in batch.loss_masks} <= masks
-    found = sorted(round(float(value), 5) for value in inputs.advantages[inputs.mask])
-    assert found == sorted(
-        round(float(a), 5)
-        for row, mask in zip(batch.advantages, batch.loss_masks, strict=True)
-        for a in row[mask]
-    )
+    assert inputs.old_log_probs is None and inputs.ref_log_probs is None
+    for rows, seen in (
+        (batch.loss_masks, inputs.mask),
+        (batch.advantages, inputs.advantages),
+        (batch.rollout_log_probs, inputs.rollout_log_probs),
+    ):
+        assert seen.shape == inputs.log_probs.shape == inputs.entropy.shape
+        padded = pad_sequence([torch.from_numpy(row) for row in rows or ()], batch_first=True)
+        assert sorted(seen.tolist()) == sorted(padded.tolist())
     assert result.metrics["rows"] == Mean(9.0, 1.0)
-
-
-@pytest.mark.parametrize("form", FORMS)
-async def test_an_entropy_bonus_has_the_gradient_of_the_entropy(form: str):
-    batch = make_batch(temperature=0.7)
-    model = make_model()
-    total: Any = 0.0
-    for tokens, mask, advantages in zip(batch.tokens, batch.loss_masks, batch.advantages or (), strict=True):
-        log_probs = (model(input_ids=torch.from_numpy(tokens)[None]).logits[0, :-1] / 0.7).log_softmax(-1)
-        own = log_probs.gather(-1, torch.from_numpy(tokens)[1:, None]).squeeze(-1)
-        losses = -own * torch.from_numpy(advantages[1:]) + 0.5 * (log_probs.exp() * log_probs).sum(
-            -1
-        )  # minus 0.5 times the entropy
-        total = total + losses[torch.from_numpy(mask[1:])].sum()
-    (total / len(batch)).backward()
-    wanted = {
-        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
-    }
-    async with open_backend(**FORMS[form]) as backend:
-        result = await backend.forward_backward(
-            batch, LossSpec("reinforce", {"entropy_coef": 0.5}, unit="sequence_sums")
-        )
-        found = gradients(backend)
-    assert (result.loss, result.denominator) == (
-        pytest.approx(float(total.detach()) / len(batch), abs=1e-4),
-        len(batch),
-    )
-    assert_close(found, wanted, tolerance=3e-5)
 
 
 async def test_a_constant_unit_divides_by_its_constant():

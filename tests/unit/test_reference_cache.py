@@ -16,8 +16,7 @@ import trio.testing
 from rollouts.device_thread import open_device_thread
 from rollouts.errors import BackendClosed, ConfigError, ModelError
 from rollouts.models.forward_plan import plan_forward
-from rollouts.models.load import load_hf_model
-from rollouts.models.tiny import make_tiny
+from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.reference.cache import ModelSize, ReferenceCache, open_model_cache, open_reference_cache
 from rollouts.reference.quantize import count_bytes_by_headers
 from rollouts.reference.score import score_batch
@@ -166,8 +165,8 @@ async def test_thousands_of_random_leases(seed: int):
 # --- real models --------------------------------------------------------------------------------------------
 
 
-async def test_real_models_score_as_they_do_alone_within_the_budget(tmp_path: Path):
-    paths = [make_tiny(kind, 0, tmp_path) for kind in ("llama", "qwen3", "gemma")]
+async def test_real_models_score_as_they_do_alone_within_the_budget():
+    paths = [resolve_model(f"tiny:{kind}") for kind in ("llama", "qwen3", "gemma")]
     budget = sum(sorted(count_bytes_by_headers(path, "float32") for path in paths)[1:])
     async with (
         open_device_thread(name="cache", torch_threads=1) as thread,
@@ -194,10 +193,10 @@ async def test_real_models_score_as_they_do_alone_within_the_budget(tmp_path: Pa
 
 @pytest.mark.parametrize("kind", ["byte", "llama", "qwen3", "gemma", "mamba", "moe"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_headers_say_how_large_a_model_will_be(kind: str, dtype: str, tmp_path: Path):
+def test_headers_say_how_large_a_model_will_be(kind: str, dtype: str):
     import torch
 
-    path = make_tiny(kind, 0, tmp_path)
+    path = resolve_model(f"tiny:{kind}")
     model = load_hf_model(path, dtype=getattr(torch, dtype))
     size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     assert size <= count_bytes_by_headers(path, dtype) <= size + 64 * 1024

@@ -17,8 +17,7 @@ from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.errors import BackendError, CheckpointError
 from rollouts.models.forward_plan import plan_forward
-from rollouts.models.load import load_hf_model
-from rollouts.models.tiny import make_tiny
+from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.reference.moving import (
     STATE_FILE,
     MovingReference,
@@ -75,8 +74,8 @@ def assert_equal(one: Any, two: Any) -> None:
     assert all(np.array_equal(mine, other) for mine, other in zip(one, two, strict=True))
 
 
-async def test_scores_are_those_of_a_model_with_the_mixed_weights(tmp_path: Path):
-    path = make_tiny("llama", 0, tmp_path)
+async def test_scores_are_those_of_a_model_with_the_mixed_weights():
+    path = resolve_model("tiny:llama")
     async with open_moving(path, rule=UpdateRule(0.25, every=2)) as (reference, policy):
         policy.weights = random_weights(path, 1)
         before = await reference.score(BATCH)
@@ -99,7 +98,7 @@ async def test_small_steps_do_not_vanish_in_a_bfloat16_model(tmp_path: Path):
     """A decay of 0.999 towards weights 1 % larger: each step is 1e-5 of a weight, and bfloat16 numbers are
     4e-3 apart.
     """
-    path = make_tiny("llama", 0, tmp_path)
+    path = resolve_model("tiny:llama")
     start = dict(load_hf_model(path).named_parameters())
     async with open_moving(path, rule=ema(0.999), dtype=torch.bfloat16) as (reference, policy):
         policy.weights = {name: weight.detach() * 1.01 for name, weight in start.items()}
@@ -116,7 +115,7 @@ async def test_small_steps_do_not_vanish_in_a_bfloat16_model(tmp_path: Path):
 
 
 async def test_a_resumed_reference_goes_on_bit_for_bit(tmp_path: Path):
-    path = make_tiny("qwen3", 0, tmp_path)
+    path = resolve_model("tiny:qwen3")
 
     async def move(reference: MovingReference, policy: Any, steps: range) -> Any:
         for step in steps:
@@ -137,8 +136,8 @@ async def test_a_resumed_reference_goes_on_bit_for_bit(tmp_path: Path):
     assert_equal(scores, resumed_scores)
 
 
-async def test_a_reference_that_follows_has_the_backends_own_weights(tmp_path: Path):
-    path = make_tiny("byte", 0, tmp_path)
+async def test_a_reference_that_follows_has_the_backends_own_weights():
+    path = resolve_model("tiny:byte")
     options: dict[str, Any] = {"optim": OptimConfig(lr=1e-2), "total_steps": 4, "autocast": "off"}
     async with (
         open_pytorch_backend(path, threads=1, **options) as backend,
@@ -153,8 +152,8 @@ async def test_a_reference_that_follows_has_the_backends_own_weights(tmp_path: P
 
 
 @pytest.mark.parametrize("message", ["never came", "fit none"])
-async def test_an_update_that_breaks_off_leaves_no_silent_mixture(tmp_path: Path, message: str):
-    path = make_tiny("byte", 0, tmp_path)
+async def test_an_update_that_breaks_off_leaves_no_silent_mixture(message: str):
+    path = resolve_model("tiny:byte")
     async with open_moving(path, rule=ema(0.5)) as (reference, policy):
         before = await reference.score(BATCH)
         policy.fails = True
@@ -175,7 +174,7 @@ async def test_an_update_that_breaks_off_leaves_no_silent_mixture(tmp_path: Path
 
 @pytest.mark.parametrize("text", ['{"format": 99, "updates": 1, "step": 1}', "{"])
 async def test_what_is_no_saved_reference_is_refused(tmp_path: Path, text: str):
-    path = make_tiny("byte", 0, tmp_path)
+    path = resolve_model("tiny:byte", cache_dir=tmp_path)
     (path / STATE_FILE).write_text(text)
     with pytest.raises(CheckpointError, match="cannot be read"):
         async with open_moving(path, rule=ema(0.5)):

@@ -19,8 +19,7 @@ import trio
 from rollouts.device_thread import open_device_thread
 from rollouts.engines.http import open_http_client
 from rollouts.errors import ConfigError, DataError, EngineError, InfrastructureError, ReplyError
-from rollouts.models.load import load_hf_model
-from rollouts.models.tiny import make_tiny
+from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.protocols import LogProbScorer
 from rollouts.reference import server as server_module
 from rollouts.reference.score import open_frozen_reference
@@ -32,9 +31,9 @@ KEY = "key of the reference"
 BATCH = make_batch(groups=2, size=2)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", 0, tmp_path_factory.mktemp("models"))
+@pytest.fixture
+def path() -> Path:
+    return resolve_model("tiny:llama")
 
 
 @pytest.fixture

@@ -21,9 +21,7 @@ from rollouts.errors import ModelError
 from rollouts.loops.linearised import on_thread
 from rollouts.loops.reward_model import run_reward_model_training
 from rollouts.losses.row_losses import make_score_loss, measure_calibration
-from rollouts.models.export import save_hf_model
-from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
-from rollouts.models.scalar_head import get_scalar_weight, set_padding_token
+from rollouts.models.load import load_hf_model
 from tests.support import plain_backend
 from tests.unit.test_loops import Diary, MemoryLogger
 from tests.unit.test_preference_loops import DATA, OPTIM, assert_close, make_pairs, train_plainly, weights_of
@@ -35,14 +33,7 @@ CENTRING = 0.05
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small reward model with a random head."""
-    cache = tmp_path_factory.mktemp("models")
-    causal = resolve_model("tiny:llama", cache_dir=cache)
-    model = load_hf_model(causal, head="scalar")
-    set_padding_token(model, load_tokenizer(causal))
-    with torch.no_grad():
-        get_scalar_weight(model).copy_(torch.randn((1, 64), generator=torch.Generator().manual_seed(1)) * 0.1)
-    save_hf_model(model, cache / "scalar", load_tokenizer(causal))
-    return cache / "scalar"
+    return plain_backend.save_scalar("llama", tmp_path_factory.mktemp("scalar"))
 
 
 def config_of(**changes: Any) -> RewardModelTrainingConfig:

@@ -26,7 +26,7 @@ from rollouts.loops.algorithm import (
 )
 from rollouts.loops.rl import run_rl_training
 from rollouts.loops.steps import EncodeState, StepHooks
-from rollouts.models.tiny import make_tiny
+from rollouts.models.load import resolve_model
 from rollouts.reference.score import open_frozen_reference
 from rollouts.testing.fakes import open_fake_backend
 from rollouts.types import Sample, SamplingParams
@@ -130,7 +130,7 @@ async def run(
 async def test_a_run_stopped_beside_a_change_of_algorithm_goes_on_as_the_run_that_was_not_stopped(
     tmp_path: Path,
 ):
-    model = make_tiny("byte", 1, tmp_path)
+    model = resolve_model("tiny:byte", seed=1)
     folders = {stop_after: tmp_path / f"stopped_{stop_after}" for stop_after in (0, 3, 4)}
     for folder in folders.values():
         folder.mkdir()

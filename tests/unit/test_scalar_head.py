@@ -18,7 +18,6 @@ from transformers import AutoModelForSequenceClassification
 
 from rollouts.data.scores import make_score_batch, read_scores
 from rollouts.errors import ConfigError, DataError, ModelError
-from rollouts.models.export import save_hf_model
 from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.padded import pad_rows
@@ -27,7 +26,7 @@ from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import LossSpec, RolloutBatch
 from tests.support import backend_checks, plain_backend
-from tests.support.plain_backend import assert_gradients_close, take_gradients
+from tests.support.plain_backend import assert_gradients_close, save_scalar, take_gradients
 from tests.unit.test_architectures import FORMS
 
 torch.set_num_threads(1)
@@ -35,23 +34,16 @@ KINDS = ("llama", "qwen3", "gemma", "moe")
 
 
 @pytest.fixture(scope="module")
-def causal(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def causal() -> dict[str, Path]:
     """Directories of random causal models, by kind."""
-    cache = tmp_path_factory.mktemp("causal")
-    return {kind: resolve_model(f"tiny:{kind}", cache_dir=cache) for kind in ("byte", *KINDS)}
+    return {kind: resolve_model(f"tiny:{kind}") for kind in ("byte", *KINDS)}
 
 
 @pytest.fixture(scope="module")
 def scalar(causal: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories of the same models with a random scalar head."""
     folder = tmp_path_factory.mktemp("scalar")
-    for kind in causal:
-        model = load_hf_model(causal[kind], head="scalar")
-        set_padding_token(model, load_tokenizer(causal[kind]))
-        with torch.no_grad():
-            get_scalar_weight(model).normal_(0.0, 0.1, generator=torch.Generator().manual_seed(1))
-        save_hf_model(model, folder / kind, load_tokenizer(causal[kind]))
-    return {kind: folder / kind for kind in causal}
+    return {kind: save_scalar(kind, folder / kind) for kind in causal}
 
 
 def open_backend(path: Path, **options: Any) -> Any:

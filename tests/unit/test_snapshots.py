@@ -42,11 +42,6 @@ OPTIM = OptimConfig(lr=1e-2)
 BATCH = RolloutBatch(tokens=(np.arange(1, 9),), loss_masks=(np.arange(8) >= 4,))
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 def open_backend(model_path: Path):
     return open_pytorch_backend(model_path, optim=OPTIM, total_steps=10, threads=1, autocast="off")
 
@@ -61,12 +56,10 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "moe"])  # tied embeddings; experts that files have one by one
-async def test_a_snapshot_has_the_names_and_bits_that_saving_the_model_writes(
-    kind: str, cache: Path, tmp_path: Path
-):
+async def test_a_snapshot_has_the_names_and_bits_that_saving_the_model_writes(kind: str, tmp_path: Path):
     """Also one that is written from a copy, after the trainer has changed its weights."""
     path = tmp_path / "v1"
-    async with open_backend(resolve_model(f"tiny:{kind}", cache_dir=cache)) as backend:
+    async with open_backend(resolve_model(f"tiny:{kind}")) as backend:
         await train(backend)
         made = await export_snapshot(backend, path, shard_bytes=50_000)
         held = await hold_weights(backend)
@@ -90,8 +83,8 @@ async def test_a_snapshot_has_the_names_and_bits_that_saving_the_model_writes(
             assert len(opened.keys()) == 1 or shard.stat().st_size < 120_000  # with 64 KiB of header
 
 
-async def test_a_snapshot_is_a_model_directory_in_the_dtype_that_engines_serve(cache: Path, tmp_path: Path):
-    model_path = resolve_model("tiny:moe", cache_dir=cache)
+async def test_a_snapshot_is_a_model_directory_in_the_dtype_that_engines_serve(tmp_path: Path):
+    model_path = resolve_model("tiny:moe")
     async with open_backend(model_path) as backend:
         await export_snapshot(backend, tmp_path / "v0", dtype=torch.bfloat16, model_dir=model_path)
         weights = await backend.get_weights()
@@ -103,12 +96,12 @@ async def test_a_snapshot_is_a_model_directory_in_the_dtype_that_engines_serve(c
 
 
 async def test_a_snapshot_that_was_made_before_is_verified_and_an_earlier_run_s_is_never_served(
-    cache: Path, tmp_path: Path
+    tmp_path: Path,
 ):
     folder = tmp_path / "weights"
     for name in ("v3", "v4", "v4-2", "v5", ".tmp-v5-0a", "other"):
         (folder / name).mkdir(parents=True)
-    async with open_backend(resolve_model("tiny:byte", cache_dir=cache)) as backend:
+    async with open_backend(resolve_model("tiny:byte")) as backend:
         keeper = DiskSnapshots(folder)
         made = await keeper.export(backend, 4)
         assert sorted(path.name for path in folder.iterdir()) == ["other", "v3", "v4", "v4-2", "v4-3"]
@@ -126,12 +119,12 @@ async def test_a_snapshot_that_was_made_before_is_verified_and_an_earlier_run_s_
 
 
 async def test_a_full_disk_fails_the_snapshot_and_not_the_backend(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(self, name, tensor):
         raise OSError(28, "No space left on device")
 
-    async with open_backend(resolve_model("tiny:byte", cache_dir=cache)) as backend:
+    async with open_backend(resolve_model("tiny:byte")) as backend:
         with monkeypatch.context() as patch:
             patch.setattr("rollouts.models.safetensors_file.TensorFile.append", refuse)
             with pytest.raises(SnapshotError, match="No space left"):
@@ -241,9 +234,9 @@ async def test_a_shared_engine_has_nothing_to_load_and_must_report_the_version()
 
 
 @pytest.mark.parametrize("kind", ["byte", "gemma", "moe"])
-async def test_an_embedded_engine_proves_new_weights_and_never_old_ones(cache: Path, kind: str):
+async def test_an_embedded_engine_proves_new_weights_and_never_old_ones(kind: str):
     async with (
-        open_backend(resolve_model(f"tiny:{kind}", cache_dir=cache)) as backend,
+        open_backend(resolve_model(f"tiny:{kind}")) as backend,
         open_device_thread(name="engine", torch_threads=1) as thread,
         open_local_engine(backend.model, device_thread=thread, mode="copied", max_rows=8) as opened,
     ):
