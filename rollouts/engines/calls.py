@@ -14,6 +14,7 @@ from rollouts.engines.wire import decode_reply, show
 from rollouts.errors import EngineError, EngineOverloaded, EngineSilent, InfrastructureError, RequestRefused
 from rollouts.processes.nurseries import run_all
 
+REPEAT_S = 1.0  # before a control call is sent for the third time
 HEALTH_S = 10.0  # for the answer to whether a server is well; less where silence_s is
 ResultT = TypeVar("ResultT")
 
@@ -39,21 +40,39 @@ class Server:
         return reply.content
 
     async def read(self, path: str, kind: type[ResultT], field: str = "") -> ResultT:
-        """The record in the answer to GET `path`, or in one field of it. Raises as call, and ReplyError."""
-        return decode_reply(await self.call("GET", path), kind, field=field, where=f"{self.name}: GET {path}")
+        """The record in the answer to GET `path`, or in one field of it. Like every call that only reads, it
+        is repeated as `control` says. Raises as call, and ReplyError.
+        """
+        answer = await _repeat(lambda: self.call("GET", path))
+        return decode_reply(answer, kind, field=field, where=f"{self.name}: GET {path}")
 
-    async def control(self, path: str, body: Any = None, kind: Any = None, field: str = "") -> Any:
+    async def control(
+        self, path: str, body: Any = None, kind: Any = None, field: str = "", *, repeats: bool = False
+    ) -> Any:
         """What `read` returns, of a POST that may take long, awaited for as long as the server is well; None
         without a `kind`. A refusal is EngineError: a control call carries no request at fault.
+
+        repeats: the call is sent again at once, and a third time REPEAT_S later, when the server or the way
+        to it fails (5xx, 408, 429, a broken connection, a cut answer): a single 503 of a proxy must not take
+        the only server out of service. It is for calls that leave the server the same however often they
+        arrive, since one that gave 500 may have been carried out: pausing and resuming, naming the weights,
+        resetting a cache, aborting given requests, a checksum. It is not for calls in which the trainer
+        takes part (transfers of weights in memory), that count (sleep, wake up), or that take minutes
+        (loading: what failed it would fail it again, and the next update repeats it). After a silence
+        nothing is repeated.
         """
         where = f"{self.name}: POST {path}"
-        try:
-            reply = await ask_watched(
+
+        async def ask() -> bytes:
+            return await ask_watched(
                 lambda: self.call("POST", path, body, silence_s=math.inf),
                 self.health,
                 silence_s=self.silence_s,
                 where=where,
             )
+
+        try:
+            reply = await (_repeat(ask) if repeats else ask())
         except RequestRefused as error:
             raise EngineError(str(error)) from error
         return None if kind is None else decode_reply(reply, kind, field=field, where=where)
@@ -65,6 +84,20 @@ class Server:
         except EngineError:
             return False
         return True
+
+
+async def _repeat(ask: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    """What `ask()` returns, asked up to three times. Raises what the last one raises, and EngineSilent and
+    what is no InfrastructureError at once.
+    """
+    for wait_s in (0.0, REPEAT_S):
+        try:
+            return await ask()
+        except EngineSilent:
+            raise
+        except InfrastructureError:
+            await trio.sleep(wait_s)
+    return await ask()
 
 
 async def ask_watched(

@@ -195,14 +195,14 @@ class SGLangServer(Dialect):
 
     async def abort(self, server_ids: Sequence[str]) -> None:
         for server_id in server_ids:
-            await self.server.control("/abort_request", {"rid": server_id})
+            await self.server.control("/abort_request", {"rid": server_id}, repeats=True)
 
     async def freeze(self) -> None:
         """What is in flight is computed anew under the next weights."""
-        await self.server.control("/pause_generation", {"mode": "retract"})
+        await self.server.control("/pause_generation", {"mode": "retract"}, repeats=True)
 
     async def thaw(self) -> None:
-        await self.server.control("/continue_generation", {"torch_empty_cache": False})
+        await self.server.control("/continue_generation", {"torch_empty_cache": False}, repeats=True)
 
     # --- weights
 
@@ -224,9 +224,8 @@ class SGLangServer(Dialect):
     async def checksum(self) -> str | None:
         """A sha256 of the checksums of all ranks."""
         path, body = "/weights_checker", {"action": "checksum"}
-        ranks = [
-            rank.checksums for rank in await self.server.control(path, body, list[RankChecksum], "ranks")
-        ]
+        found = await self.server.control(path, body, list[RankChecksum], "ranks", repeats=True)
+        ranks = [rank.checksums for rank in found]
         if not ranks or not all(ranks):
             raise ReplyError(f"{self.name}: POST {path} gave no checksums")
         return hashlib.sha256(json.dumps(ranks, sort_keys=True).encode()).hexdigest()
@@ -252,7 +251,8 @@ class SGLangServer(Dialect):
         old and some new.
         """
         await self._check_info_again()
-        await self._update("/update_weight_version", {"new_version": LOADING, "abort_all_requests": False})
+        named = {"new_version": LOADING, "abort_all_requests": False}
+        await self._update("/update_weight_version", named, repeats=True)
         with suppress(EngineError):  # there is none to close
             await self.end_transfer()
         try:
@@ -286,8 +286,8 @@ class SGLangServer(Dialect):
     async def end_transfer(self) -> None:
         await self._update("/end_weight_update", {})
 
-    async def _update(self, path: str, body: Mapping[str, Any]) -> None:
-        answer: Update = await self.server.control(path, body, Update)
+    async def _update(self, path: str, body: Mapping[str, Any], *, repeats: bool = False) -> None:
+        answer: Update = await self.server.control(path, body, Update, repeats=repeats)
         if not answer.success:
             raise EngineError(f"{self.name}: POST {path} failed: {answer.message}")
 

@@ -150,13 +150,13 @@ class VLLMServer(Dialect):
 
     async def abort(self, server_ids: Sequence[str]) -> None:
         ids = [SERVER_PREFIX + server_id for server_id in server_ids]  # an empty list aborts everybody's
-        await self.server.control("/abort_requests", {"request_ids": ids})
+        await self.server.control("/abort_requests", {"request_ids": ids}, repeats=True)
 
     async def freeze(self) -> None:
-        await self.server.control("/pause?mode=keep")
+        await self.server.control("/pause?mode=keep", repeats=True)
 
     async def thaw(self) -> None:
-        await self.server.control("/resume")
+        await self.server.control("/resume", repeats=True)
 
     # --- weights
 
@@ -167,8 +167,8 @@ class VLLMServer(Dialect):
         """A sha256 over those of all parameters that the server can read; those it keeps packed, on a CPU,
         are left out.
         """
-        body = {"action": "checksum"}
-        sums = await self.server.control("/weight_checker", body, dict[str, str], "checksums")
+        path, body = "/weight_checker", {"action": "checksum"}
+        sums = await self.server.control(path, body, dict[str, str], "checksums", repeats=True)
         seen = sorted((name, digest) for name, digest in sums.items() if digest != HASH_OF_NOTHING)
         if not seen:
             raise EngineError(
@@ -201,7 +201,7 @@ class VLLMServer(Dialect):
     async def _commit(self, version: int) -> None:
         """Nothing computed by other weights is used again, and what follows carries `version`."""
         path = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
-        if not await self.server.control(path, None, bool, "success"):
+        if not await self.server.control(path, None, bool, "success", repeats=True):
             raise EngineError(
                 f"{self.name} did not reset its prefix cache: keys and values of older weights would be used"
             )
@@ -213,7 +213,7 @@ class VLLMServer(Dialect):
             )
 
     async def _name_weights(self, name: str) -> None:
-        await self.server.control("/update_weight_version", {"new_version": name})
+        await self.server.control("/update_weight_version", {"new_version": name}, repeats=True)
 
     # --- weights in memory: the server's own calls, for weight_sync.broadcast_vllm
 

@@ -127,6 +127,7 @@ class SimulatedProcess:
         self._hung_until = self._slow_until = -math.inf
         self._slow_factor = 1.0
         self._update: Literal["none", "loaded", "resumed"] = "none"  # a resume, a probe come next
+        self._refused: list[UpdatePhase] = []  # calls that fail too, if they come next
         self.notify()
 
     # --- life
@@ -333,12 +334,17 @@ class SimulatedProcess:
 
     async def _fail_phase(self, phase: UpdatePhase, index: int) -> None:
         """Does what the plan says of this phase of the index-th update."""
+        refused, self._refused = self._refused, []
+        if phase in refused:
+            self._refused = refused[1:]
+            raise BadAnswer(500, f"the phase {phase} fails again")
         for fault in [*self.pending]:
             what, at = fault.what, fault.at_update
             if at is None or at > index or not isinstance(what, UpdateFails) or what.phase != phase:
                 continue
             self.strike(fault)
-            if what.how == "error":
+            if what.how in ("error", "once"):
+                self._refused = [phase] * 2 if what.how == "error" else []
                 raise BadAnswer(500, f"the plan fails the phase {phase} of update {index}")
             if what.how == "crash":
                 self.crash()

@@ -48,7 +48,9 @@ async def test_updates_keep_the_contract(dialect, tmp_path: Path, autojump_clock
 
 @BOTH
 @pytest.mark.parametrize("phase", [phase for phase in UPDATE_PHASES if phase != "probe"])
-async def test_a_phase_of_an_update_fails_and_the_next_update_works(dialect, phase, tmp_path: Path):
+async def test_a_phase_of_an_update_fails_and_the_next_update_works(
+    dialect, phase, tmp_path: Path, autojump_clock
+):
     path = write_snapshot(tmp_path / "v7")
     async with open_both(dialect) as (server, engine):
         strike(server, UpdateFails(phase), update=True)
@@ -58,6 +60,54 @@ async def test_a_phase_of_an_update_fails_and_the_next_update_works(dialect, pha
             assert await engine.weight_version() == -1, "what may be in pieces bears no version"
         await update(engine, path, 8)
         assert await engine.weight_version() == 8
+
+
+@pytest.mark.parametrize(
+    ("dialect", "phase"),
+    [
+        ("vllm", "pause"),
+        ("vllm", "set_version"),
+        ("vllm", "resume"),
+        ("sglang", "pause"),
+        ("sglang", "resume"),
+    ],
+)
+async def test_one_500_of_a_control_call_does_not_fail_the_update(
+    dialect, phase, tmp_path: Path, autojump_clock
+):
+    async with open_both(dialect) as (server, engine):
+        strike(server, UpdateFails(phase, "once"), update=True)
+        await update(engine, write_snapshot(tmp_path / "v7"), 7)
+        assert [fault.what for fault in server.process.struck] == [UpdateFails(phase, "once")]
+        assert await engine.weight_version() == 7 and server.process.paused is None
+
+
+@pytest.mark.parametrize(
+    ("path", "calls"),
+    [
+        *(("/pause", 3), ("/resume", 3), ("/update_weight_version", 3), ("/reset_prefix_cache", 3)),
+        *(("/collective_rpc", 1), ("/start_weight_update", 1), ("/weight_info", 3)),
+    ],
+)
+async def test_only_calls_that_are_safe_to_repeat_are_repeated(path, calls, tmp_path: Path, autojump_clock):
+    async with open_both("vllm") as (server, engine):
+        server.overrides[path] = Reply(b"busy", status=503)
+        steps = [
+            partial(engine.pause, "keep"),
+            partial(engine.update_weights_from_checkpoint, write_snapshot(tmp_path / "v7"), 7),
+            engine.resume,
+        ]
+        if path == "/start_weight_update":
+            assert isinstance(engine.dialect, VLLMServer)
+            steps[1] = engine.dialect.start_weight_update
+
+        async def take_steps() -> None:
+            for step in steps:
+                await step()
+
+        with pytest.raises(EngineError, match="busy"):
+            await take_steps()
+        assert len(server.paths(path)) == calls
 
 
 async def test_another_version_than_the_one_given_is_an_error(tmp_path: Path):
