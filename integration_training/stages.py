@@ -62,7 +62,7 @@ async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
         if completed > total:
             raise ConfigError(
                 f"{stage}.steps={total} but {newest} has {completed} steps; set {stage}.steps={completed} or"
-                " more"
+                " more, or more epochs"
             )
         # no later stage evaluates its weights before it begins
         last = stage != "reward_model" and set(stages[index + 1 :]) <= {"reward_model"}

@@ -128,9 +128,9 @@ rl.steps sft.steps:
     max_steps num_steps num_rollout total_training_steps trainer.total_training_steps max_num_steps
     grpo.max_num_steps total_train_steps
     train_iters
-rl.steps sft.steps (an epoch is the number of rows divided by those of a step):
-    num_train_epochs total_epochs num_epochs max_epochs num_epoch epochs
-rl.steps (an epoch is the number of rows divided by those of a step):
+rl.epochs sft.epochs:
+    num_train_epochs total_epochs num_epochs max_epochs num_epoch
+rl.epochs:
     num_episodes
 output.dir:
     output_dir save_path default_local_dir ckpt_path save_dir checkpoint_dir run_dir fileroot log_path

@@ -50,8 +50,12 @@ class StageConfig(Section):
     """What every stage of training has."""
 
     data: Sources
-    steps: PositiveInt
-    """training steps of the stage"""
+    steps: NonNegativeInt = 0
+    """training steps of the stage; or epochs"""
+    epochs: NonNegativeFloat = 0.0
+    """in place of steps: passes over the rows, of RL over the prompts with num_prompts a step; rounded up to
+    whole steps
+    """
     micro_batch_tokens: PositiveInt = 8192
     """padded tokens of one forward pass"""
     eval_every: NonNegativeInt = 0
@@ -63,6 +67,12 @@ class StageConfig(Section):
     def _keep_own_lr(cls, optim: Any) -> Any:
         # a table without lr would otherwise fall back to OptimConfig's, which suits RL
         return {"lr": cls.model_fields["optim"].default.lr, **optim} if isinstance(optim, dict) else optim
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> StageConfig:
+        given = f"steps={self.steps} and epochs={self.epochs:g}"
+        refuse({f"{given}; set one of the two, and the other to 0": bool(self.steps) == bool(self.epochs)})
+        return self
 
 
 class RowStageConfig(StageConfig):

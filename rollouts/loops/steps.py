@@ -15,7 +15,7 @@ from typing import Protocol
 
 import trio
 
-from rollouts.errors import FleetDown, NotEnoughSamples, UserFunctionError, WeightSyncError
+from rollouts.errors import ConfigError, FleetDown, NotEnoughSamples, UserFunctionError, WeightSyncError
 from rollouts.loops.stopping import LAST_COUNTS, Stop
 from rollouts.protocols import TrainingBackend
 from rollouts.types import JSONValue
@@ -116,8 +116,10 @@ async def surround_steps(
     hooks: StepHooks, config: StepsConfig, *backends: TrainingBackend | None, completed: int
 ) -> AsyncIterator[Steps]:
     """Steps `completed` + 1 to config.steps on the backends that are not None. A stop ends the block without
-    an exception.
+    an exception. Raises ConfigError for a config that has epochs instead.
     """
+    if not config.steps:
+        raise ConfigError("steps=0: nobody has counted the epochs; give the loop a config with steps")
     trained = tuple(backend for backend in backends if backend is not None)
     steps = Steps(hooks, config, trained, completed)
     with hooks.stop.completing():

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from rollouts.checkpoints.load import check_checkpoint
+from rollouts.config.load import load_recorded
 from rollouts.config.schema import PreferenceTrainingConfig, RLTrainingConfig, RunConfig
 from rollouts.config.tables import EngineConfig
 from rollouts.engines.open import check_engine_config, read_api_key
@@ -21,7 +22,7 @@ from rollouts.preflight.estimate import estimate_memory, estimate_work, read_mod
 from rollouts.preflight.findings import Findings
 from rollouts.preflight.functions import Functions, load_functions
 from rollouts.preflight.reward_models import check_reward_models
-from rollouts.preflight.rows import PreparedRows, Rows, load_all_rows, prepare_rows
+from rollouts.preflight.rows import PreparedRows, Rows, count_epochs, load_all_rows, prepare_rows
 from rollouts.run_dir import RunDir, find_activity, list_parts, parse_step
 
 ANSWER_S = 10.0  # for each question to a server
@@ -47,7 +48,9 @@ class PreparedRun:
 def prepare_run(
     config: RunConfig, stages: Sequence[str], run_dir: RunDir, findings: Findings, *, base_dir: Path
 ) -> PreparedRun:
-    """Rows, functions, losses, the model's directory, its chat template and lengths, read and checked."""
+    """Rows, functions, losses, the model's directory, its chat template and lengths, read and checked; the
+    run's config has steps in place of epochs.
+    """
     from rollouts.models.load import load_tokenizer, resolve_model
 
     rows = load_all_rows(config, stages, findings)
@@ -63,9 +66,12 @@ def prepare_run(
         context_length = read_model_config(run.base_model).get("max_position_embeddings")
         template = config.model.chat_template
         run.tokenizer = load_tokenizer(run.base_model, chat_template=Path(template) if template else None)
-        with findings.reporting("rl"):
-            check_reward_models(config, stages, run_dir, run.tokenizer)
         run.prepared = prepare_rows(config, rows, run.tokenizer, context_length, findings)
+        with findings.reporting("output.dir"):
+            saved = load_recorded(run_dir.config) if run_dir.config.exists() else None
+            run.config = count_epochs(config, rows, run.prepared, saved, findings)
+        with findings.reporting("rl"):
+            check_reward_models(run.config, stages, run_dir, run.tokenizer)
     return run
 
 
@@ -93,11 +99,11 @@ def look_at_run(
         size = read_model_size(run.base_model) if run.tokenizer else None
         if size:
             for stage in present:
-                findings += estimate_memory(config, stage, run.prepared, size, device)
+                findings += estimate_memory(run.config, stage, run.prepared, size, device)
         elif run.tokenizer:
             unknown = "not estimated: config.json or the weight files do not say how large the model is"
             findings.note("ok", "memory", unknown)
-    findings += estimate_work(config, present, run.rows)
+    findings += estimate_work(run.config, present, run.rows)
     return run
 
 

@@ -171,6 +171,8 @@ def estimate_work(config: RunConfig, stages: Sequence[str], rows: Rows) -> list[
     findings: list[Finding] = []
     for stage in stages:
         section: Any = getattr(config, stage)
+        if not section.steps:  # its epochs could not be counted, for its rows are wrong
+            continue
         if stage == "rl":
             drawn, rollout = section.rollout.num_prompts, section.rollout
             each = f"{drawn} prompts x {rollout.samples_per_prompt} samples"

@@ -2,13 +2,15 @@
 model loads.
 """
 
+import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from rollouts.config.modes import stage_config
+from rollouts.config.modes import list_stages, stage_config
 from rollouts.config.schema import RunConfig
 from rollouts.data.chat import tokenize_prompt
 from rollouts.data.datasets import exclude_prompts, load_sources, unique_prompts
@@ -97,6 +99,37 @@ def choose_use(config: RunConfig, stage: str) -> RowUse:
     if stage == "preference" and config.preference and config.preference.loss == "kto":
         return "labelled"
     return USES.get(stage, "prompt")
+
+
+def count_epochs(
+    config: RunConfig, rows: Rows, prepared: PreparedRows, saved: RunConfig | None, findings: Findings
+) -> RunConfig:
+    """The config with steps in place of epochs, for every stage whose rows are known; for another one the
+    steps that the run had before, when its config was `saved`.
+
+    Rounded up, so each row is drawn at least so often. An epoch of a mixture has as many draws as its sources
+    have rows together. Notes what was counted, with a warning where the run had another number before.
+    """
+    counted: dict[str, Any] = {}
+    for stage in list_stages(config):
+        section, table = cast(Any, stage_config(config, stage)), getattr(saved, stage, None)
+        before = table.steps if table else 0
+        if stage == "rl":
+            drawn, known = section.rollout.num_prompts, len(rows.list_rows(stage))
+        else:
+            drawn, made = section.batch_size, prepared.samples.get(stage)
+            known = len(made.training.samples) if made else 0
+        if not section.epochs or not (known or before):
+            continue
+        # exact in decimals: 0.1 epochs of 30 rows are 3 rows and no more
+        steps = math.ceil(Fraction(str(section.epochs)) * known / drawn) or before
+        counted[stage] = section.model_copy(update={"steps": steps, "epochs": 0.0})
+        text = f"{section.epochs:g} epochs of {known} rows, {drawn} a step, are {steps} steps"
+        if changed := before not in (0, steps):
+            text += f"; at the last start they were {before}: the rows or the setting have changed"
+        if known:
+            findings.note("warning" if changed else "ok", f"{stage}.epochs", text)
+    return config.model_copy(update=counted)
 
 
 # --- tokens -------------------------------------------------------------------------------------------------

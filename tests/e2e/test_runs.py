@@ -90,11 +90,15 @@ async def test_ctrl_c_twice_exits_now(train: Train, tmp_path: Path):
     assert process.returncode in (130, 143)
 
 
-def test_resume_without_a_run_starts_one_and_a_finished_run_stays_finished(train: Train, tmp_path: Path):
-    assert train.run(tmp_path / "run", "--resume", mode="sft").returncode == 0
-    rows = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert train.run(tmp_path / "run", "--resume", mode="sft").returncode == 0
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == rows
+@pytest.mark.parametrize(("flags", "steps"), [("", 20), ("--sft.steps 0 --sft.epochs 0.2", 3)])
+def test_resume_without_a_run_starts_one_and_a_finished_run_stays_finished(
+    train: Train, tmp_path: Path, flags: str, steps: int
+):
+    for _ in range(2):
+        assert train.run(tmp_path / "run", "--resume", *flags.split(), mode="sft").returncode == 0
+        # 0.2 epochs of 330 rows, 32 a step, are 2.06 steps
+        assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == steps
+        assert f"steps = {steps}\nepochs = 0.0\n" in (tmp_path / "run" / "config.toml").read_text()
 
 
 def test_torchrun_runs_the_same_program_to_the_same_bits(train: Train, finished_run: Path, tmp_path: Path):

@@ -112,6 +112,7 @@ sync_every = 3                     | rl: max_staleness=0 is below sync_every - 1
 loss = "gspo"; clip_low = 0.1      | rl: clip_low=0.1 with loss='gspo'
 advantage = "gae"                  | rl: advantage='gae' without a critic
 kl_control = "fixed("              | rl: 'fixed(' is not of the form name
+epochs = 0.5                       | rl: steps=4 and epochs=0.5; set one of the two, and the other to 0
 changes = { from_step = 2 }        | rl: changes with from_step=2 changes nothing
 """
 
@@ -167,7 +168,7 @@ def test_all_problems_of_a_file_are_listed_one_a_line(write):
     [model]
     autocast = "bflot16"
     [sft]
-    steps = 0
+    steps = -1
     data = { kind = "jsonl" }
     [rl]
     kl_coef = inf
@@ -177,8 +178,8 @@ def test_all_problems_of_a_file_are_listed_one_a_line(write):
     """
     found = problems_of(write(text))
     starts = [
-        "deterministic = 1: ", 'model.autocast = "bflot16": ', "sft.data: path is missing", "sft.steps = 0: ",
-        "rl.kl_coef = Infinity: ", 'rl.data.kind = "csv": ', "rl.steps is missing",
+        "deterministic = 1: ", 'model.autocast = "bflot16": ', "sft.data: path is missing",
+        "sft.steps = -1: ", "rl.kl_coef = Infinity: ", 'rl.data.kind = "csv": ',
         "rl.rollout.temperature = 0: ", "rl.rollout.filters.0 = 3: ", "rl.rollout.max_failed_fraction = 2: ",
         "unknown key rll; did you mean rl?",
     ]  # fmt: skip
@@ -260,14 +261,14 @@ policy_weight = 0.5
 def test_the_explanation_has_every_setting_once_and_there_are_few():
     text = explain_config()
     shown = re.findall(r"^- `([a-z0-9_.]+)` = `.*\(", text, re.MULTILINE)
-    assert len(shown) == len(set(shown)) <= 90
+    assert len(shown) == len(set(shown)) <= 100
     assert text.endswith(f"\n{len(shown)} settings\n")
     names = {key.rpartition(".")[2] for key in shown}
     for key in config_keys().values():
         assert f"[{key.key}]" in text if key.section else key.name in names, key.key
         assert key.meaning, key.key
     assert "1e-06 in [preference.optim]" in text
-    assert "- `rl.steps` = `required`: training steps" in explain_config("rl")
+    assert "- `rl.steps` = `0`: training steps" in explain_config("rl")
     with pytest.raises(ConfigError, match="did you mean"):
         explain_config("rl.temprature")
 

@@ -12,7 +12,7 @@ from rollouts.config.schema import RLTrainingConfig, SFTTrainingConfig
 from rollouts.config.tables import DataSourceConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.data.samples import SFTSample
-from rollouts.errors import FleetDown, NotEnoughSamples, RolloutsError, WeightSyncError
+from rollouts.errors import ConfigError, FleetDown, NotEnoughSamples, RolloutsError, WeightSyncError
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.loops.rl import run_rl_training
 from rollouts.loops.sft import run_sft_training
@@ -99,6 +99,13 @@ async def test_sft_logs_every_step_and_trains_the_rows_of_its_step():
     rows = [int(tokens[0]) for batch in backend.batches for tokens in batch.tokens]
     assert sorted(rows) == list(range(6)), "an epoch has every row once"
     assert diary.entries == [("evaluate", 1), ("save", 2), ("evaluate", 2), ("save", 3)]
+
+
+async def test_a_loop_that_is_given_epochs_which_nobody_has_counted_says_so():
+    config = SFTTrainingConfig(data=DATA, epochs=2)
+    async with open_fake_backend() as backend:
+        with pytest.raises(ConfigError, match="steps=0: nobody has counted the epochs"):
+            await run_sft_training(backend, sft_samples(6), config, MemoryLogger())
 
 
 async def test_sft_goes_on_after_the_completed_steps_with_the_rows_it_would_have_had():
