@@ -14,6 +14,7 @@ from rollouts.engines.wire import decode_reply, show
 from rollouts.errors import EngineError, EngineOverloaded, EngineSilent, InfrastructureError, RequestRefused
 from rollouts.processes.nurseries import run_all
 
+START_S = 600.0  # for a server to be ready, and for its first answer, for which it may have to compile
 REPEAT_S = 1.0  # before a control call is sent for the third time
 HEALTH_S = 10.0  # for the answer to whether a server is well; less where silence_s is
 ResultT = TypeVar("ResultT")
@@ -27,6 +28,11 @@ class Server:
     name: str
     silence_s: float  # seconds without a byte, and without progress, after which an answer is given up
     health_path: str
+    cold: bool = True  # it has generated nothing since it was opened or came back: all may take START_S
+
+    @property
+    def patience_s(self) -> float:
+        return max(self.silence_s, START_S) if self.cold else self.silence_s
 
     async def call(
         self, method: str, path: str, body: Any = None, *, silence_s: float | None = None
@@ -35,7 +41,7 @@ class Server:
         EngineUnreachable, EngineSilent, ReplyError.
         """
         sent = None if body is None else msgspec.json.encode(body)
-        reply = await self.client.request(method, path, body=sent, silence_s=silence_s or self.silence_s)
+        reply = await self.client.request(method, path, body=sent, silence_s=silence_s or self.patience_s)
         check_status(reply, where=f"{self.name}: {method} {path}")
         return reply.content
 
@@ -106,6 +112,7 @@ async def ask_watched(
     *,
     silence_s: float,
     where: str,
+    way_out: str = "",
 ) -> ResultT:
     """What `ask()` returns. Every `silence_s` a task beside it asks whether the server `works()`; if not,
     `ask()` is cancelled. Raises what both raise, and EngineSilent.
@@ -120,7 +127,7 @@ async def ask_watched(
         while True:
             await trio.sleep(silence_s)
             if not await works():
-                raise EngineSilent(f"{where}: no answer and no progress for {silence_s:g} s")
+                raise EngineSilent(f"{where}: no answer and no progress for {silence_s:g} s{way_out}")
 
     with trio.CancelScope() as answered:
         await run_all(wait_answer, watch)

@@ -23,6 +23,7 @@ from typing import Literal
 
 import trio
 
+from rollouts.engines.calls import START_S
 from rollouts.engines.http import open_http_client
 from rollouts.errors import ConfigError, EngineSetupError, InfrastructureError
 from rollouts.processes.nurseries import run_all
@@ -34,7 +35,6 @@ KEYED_PATH = "/v1/models"  # answered by both at once, and only with the key
 HOST = "127.0.0.1"
 ASK_S = 0.2  # between two questions whether a server is up
 ANSWER_S = 10.0  # for one such answer
-START_S = 600.0  # for a server to be ready
 STOP_S = 10.0  # for one to end by itself
 TAIL_LINES = 20  # of a server's log in messages
 # What a user may not change. vLLM's log-probs are those of the distribution sampled from, after temperature

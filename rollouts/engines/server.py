@@ -16,13 +16,14 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
 
 import numpy as np
 import trio
 
-from rollouts.engines.calls import Server, ask_watched
+from rollouts.engines.calls import START_S, Server, ask_watched
 from rollouts.engines.http import Transport, open_http_client, split_url
 from rollouts.engines.snapshot import TensorShapes, check_same_model, read_tensor_shapes
 from rollouts.engines.wire import make_empty_completion, parse_version
@@ -44,6 +45,10 @@ from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateReque
 ABORT_GRACE_S = 5.0
 ABORT_AGAIN_S = 1.0  # an abort that overtook its request on the way names nobody; it is said again
 LOADING = "loading"  # the version's name while weights are exchanged: no number, so it is read as −1
+SILENT = (
+    f"; its log may say why. Until its first answer a server has {START_S:g} s, for it may have to compile:"
+    " let it compile less by engine.args (vLLM: --enforce-eager), or ask it for a token before the run"
+)
 NEVER_NAMED = "default"  # the version's name in a server that was started and not updated since
 
 
@@ -62,6 +67,17 @@ class Dialect:
         return self.server.name
 
     async def ask(self, request: GenerateRequest, server_id: str) -> Completion: ...
+    async def ask_first(self, token: int, temperature: float = 1.0) -> Completion:
+        """One token after `token`, for a handshake. Raises EngineSilent after START_S."""
+        request = GenerateRequest(
+            request_id="handshake",
+            prompt_ids=np.asarray([token]),
+            sampling=SamplingParams(max_new_tokens=1, temperature=temperature),
+        )
+        with trio.move_on_after(START_S):
+            return await self.ask(request, uuid.uuid4().hex)
+        raise EngineSilent(f"{self.name}: no answer to its first request within {START_S:g} s{SILENT}")
+
     async def read_work(self) -> object:
         """Differs from what it was if the server did anything since."""
         return trio.current_time()
@@ -124,32 +140,36 @@ class ServerEngine:
                 while self._paused and not entry.aborted:
                     await self._changed.park()
                 if not entry.aborted:
-                    entry.asked = True
-                    return await ask_watched(
+                    entry.asked, server = True, self.dialect.server
+                    answer = await ask_watched(
                         lambda: self.dialect.ask(request, entry.server_id),
-                        self._works,
-                        silence_s=self.dialect.server.silence_s,
+                        partial(self._works, trio.current_time()),
+                        silence_s=server.silence_s,
                         where=where,
+                        way_out=SILENT,
                     )
+                    server.cold = False
+                    return answer
         finally:
             del self._in_flight[request.request_id]
             entry.done.set()
         self._check_open()
         return make_empty_completion(request)
 
-    async def _works(self) -> bool:
+    async def _works(self, sent_at: float) -> bool:
         """Whether the server did any work since it was last asked; asked once for all who wait. A frozen
-        server need not.
+        server need not, nor one that may still get ready for its first answer.
         """
-        now, (asked_s, before) = trio.current_time(), self._work
-        if self._frozen or now - asked_s < self.dialect.server.silence_s / 2:
+        now, (asked_s, before), server = trio.current_time(), self._work, self.dialect.server
+        if self._frozen or now - asked_s < server.silence_s / 2 or now - sent_at < server.cold * START_S:
             return True
+        server.cold = False
         self._work = (now, None)  # whoever comes while we ask waits another round
         try:
             work = await self.dialect.read_work()
         except InfrastructureError as error:
             raise EngineSilent(
-                f"{self.features.name} is silent and does not say how far it is: {error}"
+                f"{self.features.name} is silent and does not say how far it is: {error}{SILENT}"
             ) from error
         self._work = (now, work)
         return before is None or work != before
@@ -369,15 +389,6 @@ def refuse_settings(name: str, rules: Mapping[str, object]) -> None:
     """Raises EngineSetupError with the first sentence about a server whose value is true."""
     for sentence in list_true(rules):
         raise EngineSetupError(f"{name} {sentence}")
-
-
-def make_handshake_request(token: int, temperature: float = 1.0) -> GenerateRequest:
-    """One token after `token`."""
-    return GenerateRequest(
-        request_id="handshake",
-        prompt_ids=np.asarray([token]),
-        sampling=SamplingParams(max_new_tokens=1, temperature=temperature),
-    )
 
 
 def list_true(sentences: Mapping[str, object]) -> tuple[str, ...]:

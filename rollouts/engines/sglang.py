@@ -26,7 +26,6 @@ from rollouts.engines.server import (
     ServerEngine,
     ServerOptions,
     list_true,
-    make_handshake_request,
     open_server_engine,
     refuse_settings,
     setup_errors,
@@ -216,6 +215,7 @@ class SGLangServer(Dialect):
     async def _check_info_again(self) -> None:
         """A server whose weights were never named has just been started, perhaps by somebody else."""
         if await self.read_version_name() == NEVER_NAMED:
+            self.server.cold = True
             await read_server_info(self.server)
 
     async def read_version_name(self) -> str:
@@ -377,7 +377,7 @@ async def _check_temperature(dialect: SGLangServer) -> None:
     an environment variable of the server. The likeliest token is nearly certain when it is cold, unless some
     are equally likely, as they may be in 16 bits.
     """
-    answer = await dialect.ask(make_handshake_request(1, COLD), uuid.uuid4().hex)
+    answer = await dialect.ask_first(1, COLD)
     rule = (
         f"gives log-probs of the unscaled distribution ({answer.log_probs[0]:.3g} at temperature {COLD:g}),"
         " not of the one sampled from; start it without SGLANG_RETURN_ORIGINAL_LOGPROB"

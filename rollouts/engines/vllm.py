@@ -13,7 +13,6 @@ wall.
 import hashlib
 import math
 import re
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ from rollouts.engines.server import (
     ServerEngine,
     ServerOptions,
     list_true,
-    make_handshake_request,
     open_server_engine,
     refuse_settings,
     setup_errors,
@@ -44,8 +42,6 @@ from rollouts.types import Completion, EngineFeatures, GenerateRequest
 
 GENERATE = "/inference/v1/generate"
 SERVER_PREFIX = "generate-tokens-"  # the server puts it before the ids that we give
-# the first time it is asked for its settings it looks over its whole machine: 20 s on two busy cores
-INFO_S = 180.0
 HASH_OF_NOTHING = hashlib.sha256(b"").hexdigest()
 # a counter of work in a Prometheus page: its name, its labels, and its value
 WORK = re.compile(
@@ -195,6 +191,7 @@ class VLLMServer(Dialect):
         if not await self.server.read("/is_paused", bool, "is_paused"):
             raise EngineError(f"{self.name} generates; call pause() before its weights are exchanged")
         if await self.read_version_name() == NEVER_NAMED:
+            self.server.cold = True
             await read_config(self.server, self.features.context_length)
         await self._name_weights(LOADING)
 
@@ -320,9 +317,8 @@ def open_vllm_engine(
 async def read_config(server: Server, context_length: int | None) -> Config:
     """The server's settings. Raises EngineSetupError naming the flag to set."""
     with setup_errors("start vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1 in its environment"):
-        path, silence_s = "/server_info?config_format=json", max(server.silence_s, INFO_S)
-        body = await server.call("GET", path, silence_s=silence_s)
-        config = decode_reply(body, Config, field="vllm_config", where=f"{server.name}: GET /server_info")
+        # a cold one looks over its whole machine: 20 s on two busy cores
+        config = await server.read("/server_info?config_format=json", Config, "vllm_config")
     model, processes = config.model_config, config.parallel_config.get("_api_process_count", 1)
     refuse_settings(
         server.name,
@@ -349,4 +345,4 @@ async def _check_generates(dialect: VLLMServer) -> None:
         "start vLLM 0.32 or later with --enable-scale-out, and with the trainer's model: asked was token"
         f" {vocab_size - 1}, the last of its vocabulary of {vocab_size}, of the same model"
     ):
-        await dialect.ask(make_handshake_request(vocab_size - 1), uuid.uuid4().hex)
+        await dialect.ask_first(vocab_size - 1)

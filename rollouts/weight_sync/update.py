@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 import trio
 
 from rollouts.crash_points import reach
-from rollouts.engines.calls import ask_watched
+from rollouts.engines.calls import START_S, ask_watched
 from rollouts.errors import BackendError, EngineError, WeightSyncError
 from rollouts.processes.nurseries import run_all
 from rollouts.protocols import InferenceEngine
@@ -47,7 +47,7 @@ class SilenceLimits:
     load: float = 900.0  # a server says nothing while it reads a large model from disk
     set_version: float = 60.0
     resume: float = 60.0
-    probe: float = 120.0
+    probe: float = START_S  # it may be the first request of a server
 
 
 def log_warning(text: str) -> None:

@@ -39,6 +39,8 @@ from tests.unit.server_engines import (
     open_both,
     open_engine,
     strike,
+    update,
+    write_snapshot,
 )
 
 CONTROL = {
@@ -223,6 +225,42 @@ async def test_silence_ends_a_request_when_the_server_stands_still_or_lost_it(di
         server.overrides[GENERATE[dialect == "sglang"]] = never  # the server has lost it
         with pytest.raises(EngineSilent), trio.fail_after(60):
             await engine.generate(make_request())
+
+
+@BOTH
+async def test_the_first_request_of_a_server_that_warms_up_has_the_patience_of_its_start(
+    dialect, autojump_clock, tmp_path: Path
+):
+    path = write_snapshot(tmp_path / "v1")
+    async with open_both(dialect, silence_s=20.0) as (server, engine):
+        for version in (1, 2):
+            server.process.hang(500)
+            assert (await engine.generate(make_request())).finish_reason == "length"
+            server.process.hang()
+            began_s = trio.current_time()
+            with pytest.raises(EngineSilent, match=r"engine\.args"):
+                await engine.generate(make_request())
+            assert trio.current_time() - began_s <= 45.0, "it has answered before"
+            await server.process.restart()
+            await update(engine, path, version)  # finds out that it is another process
+        server.process.hang()
+        began_s = trio.current_time()
+        with pytest.raises(EngineSilent, match=r"Until its first answer a server has 600 s"):
+            await engine.generate(make_request())
+        assert 600 <= trio.current_time() - began_s <= 645
+
+
+@BOTH
+async def test_a_server_that_never_answers_its_first_request_is_given_up_after_its_start(
+    dialect, autojump_clock
+):
+    async with open_fake_server(dialect, vocab_size=300, context_length=256) as server:
+        server.overrides[GENERATE[dialect == "sglang"]] = never
+        with pytest.raises(
+            EngineSilent, match=r"no answer to its first request within 600 s; .*engine\.args"
+        ):
+            async with server.open_engine(context_length=256):
+                pass
 
 
 @BOTH
