@@ -1,4 +1,4 @@
-"""The notebook and the example of docs/tier1.md, as a reader runs them: a process, a home and a cache of
+"""The notebooks and the example of docs/tier1.md, as a reader runs them: a process, a home and a cache of
 their own.
 """
 
@@ -12,17 +12,16 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-NOTEBOOK = DOCS / "notebooks" / "grpo_in_a_page.py"
+NOTEBOOKS = DOCS / "notebooks"
 PAGE = (DOCS / "tier1.md").read_text("utf-8")
+RUN = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 # the hub's HTTP client loads trio where there is one, so its absence is what can be tested: None makes
 # `import trio` fail
-RUN = "import runpy, sys; sys.modules['trio'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+RUN_WITHOUT_TRIO = RUN.replace(";", "; sys.modules['trio'] = None;", 1)
 
 
-def run_script(script: Path, folder: Path) -> list[str]:
-    """The lines that a script printed where trio is not installed. Everything it may write to is below
-    `folder`.
-    """
+def run_script(script: Path, folder: Path, run: str = RUN) -> list[str]:
+    """The lines that a script printed. Everything it may write to is below `folder`."""
     home = folder / "home"
     home.mkdir()
     environment = {
@@ -32,7 +31,7 @@ def run_script(script: Path, folder: Path) -> list[str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(DOCS.parent),
     }
-    command = [sys.executable, "-c", RUN, str(script)]
+    command = [sys.executable, "-c", run, str(script)]
     done = subprocess.run(
         command,
         cwd=home,
@@ -49,7 +48,7 @@ def run_script(script: Path, folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_the_notebook_improves_its_reward_without_trio(tmp_path: Path):
-    reports = run_script(NOTEBOOK, tmp_path)
+    reports = run_script(NOTEBOOKS / "grpo_in_a_page.py", tmp_path, RUN_WITHOUT_TRIO)
     assert [line[:32].strip() for line in reports] == [
         "GRPO",
         "RLOO + REINFORCE",
@@ -61,6 +60,13 @@ def test_the_notebook_improves_its_reward_without_trio(tmp_path: Path):
         assert float(first) < 0.15 < 0.5 < float(last), line
 
 
+def test_steps_submitted_ahead_overlap_and_give_the_same_bits(tmp_path: Path):
+    overlap, same, order, failed = run_script(NOTEBOOKS / "pipelined_futures.py", tmp_path)
+    assert int(re.findall(r"\d+", overlap)[0]) > 0 and same.startswith("the same losses, bit for bit")
+    assert order.startswith("done in the order: nothing to do, ")
+    assert failed == "failed: raised by future 1 of a group of 3"
+
+
 @pytest.mark.slow
 def test_the_page_of_tier_one_runs_as_it_is_written_without_trio(tmp_path: Path):
     (block,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
@@ -70,7 +76,7 @@ def test_the_page_of_tier_one_runs_as_it_is_written_without_trio(tmp_path: Path)
         " 3))\n",
         "utf-8",
     )
-    assert run_script(script, tmp_path) == ["8 True 1.0"]
+    assert run_script(script, tmp_path, RUN_WITHOUT_TRIO) == ["8 True 1.0"]
 
 
 def test_every_function_of_the_table_can_be_imported():
