@@ -71,6 +71,18 @@ class TrainingBackend(Protocol):
 
     def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> TrainFuture[ForwardBackwardResult]: ...
     def optim_step(self, params: OptimParams | None = None) -> TrainFuture[OptimStepResult]: ...
+    def hold(self) -> TrainFuture[None]:
+        """Keeps one copy of the trainable weights and the optimizer's state, in place of the one before."""
+        ...
+
+    def revert(self) -> TrainFuture[None]:
+        """Weights and optimizer state are, to the bit, as of the last hold(); what has accumulated is
+        discarded. Optimizer steps done since still count in the schedule.
+
+        Raises BackendError without a hold() of its own.
+        """
+        ...
+
     def forward(self, batch: RolloutBatch) -> TrainFuture[tuple[FloatArray, ...]]:
         """Log-probs [T_i] of every row's tokens at batch.temperature, of a model with a scalar head its
         values before them; 0.0 where the loss mask is 0.

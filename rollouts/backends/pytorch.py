@@ -287,6 +287,19 @@ class RankedTrainingBackend:
         return steps.finish_step(lr, norm, clipped=limit is not None and norm > limit)
 
     @queued
+    def hold(self) -> None:
+        """Keeps a copy of weights and moments where they are, in place of the copy before."""
+        self._together("hold")
+
+    @queued
+    def revert(self) -> None:
+        """Puts the copy of the last hold() back, once, and discards gradients. The schedule goes on, as after
+        a skipped step.
+        """
+        self._together("revert")
+        self._steps.discard_pending()
+
+    @queued
     def forward(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
         """Log-probs [T_i] of every row's trained tokens at batch.temperature; of a scalar head its values
         before them. 0.0 elsewhere.

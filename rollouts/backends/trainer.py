@@ -12,6 +12,7 @@ step and the job must end; and loss or gradients that are not finite, which all 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +46,7 @@ from rollouts.backends.weights import (
     scatter_weight,
 )
 from rollouts.crash_points import reach
-from rollouts.errors import CheckpointError, ModelError, RolloutsError
+from rollouts.errors import BackendError, CheckpointError, ModelError, RolloutsError
 from rollouts.losses import LossFn, resolve_loss, wants_entropy_gradient
 from rollouts.models.forward_plan import log_plan, plan_forward
 from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
@@ -68,12 +69,14 @@ if TYPE_CHECKING:
 METRIC_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Metric)}
 COMMANDS = {
     "reset", "skip_step", "forward_backward", "forward", "optim_step", "stream_weights", "load_weights",
-    "save", "capture", "load",
+    "hold", "revert", "save", "capture", "load",
 }  # fmt: skip
 Saved = tuple[Mapping[str, float], Any]
 """Rank 0's position and tokenizer."""
 Shares = Sequence[Share] | None
 """Rank 0's: one for each rank. None on the others."""
+Held = tuple[Mapping[Tensor, Tensor], Mapping[Tensor, Any]]
+"""By parameter: this rank's rows of what trains, and AdamW's state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ class Trainer:
     # torch's as of the last completed step, so that a step that is given up and repeated draws the same
     # numbers; empty: no step began yet
     _random_states: Mapping[str, Tensor] = field(default_factory=dict)
+    _held: Held | None = None  # copies, from hold() to revert()
 
     def __post_init__(self) -> None:
         self.model.eval()  # dropout would make its log-probs another policy's
@@ -272,6 +276,33 @@ class Trainer:
             reach("train.after_optim_step")
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def hold(self, _: None) -> None:
+        """Copies what the optimizer changes, on its own device, in place of the copy before. Does not
+        communicate.
+        """
+        reshard(self.model)
+        self._held = None  # its memory is free for the next one
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        states = self.optimizer.state.items()
+        self._held = (
+            {parameter: get_local(parameter).clone() for parameter in trained},
+            {parameter: copy.deepcopy(state) for parameter, state in states},
+        )
+
+    def revert(self, _: None) -> None:
+        """Weights and optimizer are as of the last hold(), whose copy is used up; gradients are discarded.
+        Does not communicate. Raises AgreedFailure if there is none.
+        """
+        if self._held is None:
+            raise AgreedFailure(BackendError("revert() needs a hold() before it, and each its own"))
+        self.discard()
+        reshard(self.model)
+        (weights, states), self._held = self._held, None
+        for parameter, held in weights.items():
+            get_local(parameter).copy_(held)
+        self.optimizer.state.clear()
+        self.optimizer.state.update(states)
 
     # --- weights
 

@@ -197,6 +197,10 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
     """
     kl_stop: NonNegativeFloat = 0.0
     """no more updates on a batch once approx_kl/mean is above, in nats per token; 0: never"""
+    kl_limit: NonNegativeFloat = 0.0
+    """an update is undone, and none follows on its batch, if KL(before the batch || after it) is above, in
+    nats per token; 0: never
+    """
     updates_per_batch: PositiveInt = 1
     """times that each batch is trained on: optimizer steps, or passes of `minibatches` of them"""
     minibatches: PositiveInt = 1

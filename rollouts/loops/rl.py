@@ -12,13 +12,16 @@ weights no more (docs/async.md). The metrics of an update are in the row of the 
 ended.
 
 Each of `updates_per_batch` passes uses the whole batch, in `minibatches` optimizer steps; together they
-advance the weight version once, also when kl_stop left some of them out. A step whose loss or gradient is not
-finite changes nothing and still consumes its batch.
+advance the weight version once, also when kl_stop left some of them out or kl_limit undid one. A step whose
+loss or gradient is not finite, or that is undone, changes nothing and still consumes its batch; a critic
+keeps its updates then.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,6 +31,7 @@ from rollouts.advantages import AdvantageFn
 from rollouts.config.schema import RLTrainingConfig
 from rollouts.crash_points import reach
 from rollouts.errors import ConfigError
+from rollouts.kl_control import exceeds_kl_limit
 from rollouts.loops.algorithm import (
     Algorithm,
     LoopState,
@@ -47,12 +51,19 @@ from rollouts.loops.rl_batch import (
     plan_updates,
 )
 from rollouts.loops.steps import StepHooks, surround_steps
-from rollouts.loops.updates import Update, UpdateResult, last_pass_metrics, record_updates, train
+from rollouts.loops.updates import (
+    Update,
+    UpdateResult,
+    last_pass_metrics,
+    measure_kl,
+    record_updates,
+    train,
+)
 from rollouts.loops.weight_push import BatchSource, WeightPush, open_weight_push
 from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, SyncWeights, TrainingBackend
-from rollouts.types import RolloutBatch, Sample, metric_values
+from rollouts.types import Max, RolloutBatch, Sample, Total, metric_values
 
 if TYPE_CHECKING:
     from rollouts.data.data_buffer import DataBuffer
@@ -102,7 +113,7 @@ async def run_rl_training(
             with timer.phase("train"):
                 updates = plan_updates(batch, algorithm.loss, config, seed=seed, step=step)
                 critic_results = await train_critic(critic, updates)
-                results = await train(backend, updates, version=step, ends_after=make_kl_stop(config))
+                results = await train_policy(backend, updates, batch, config, version=step)
             async with steps.completing(step, before_evaluating=push.wait):
                 update_loop_state(state, algorithm, control, batch, measured)
                 with timer.phase("weight_sync"):
@@ -161,6 +172,42 @@ async def generate_and_log(
                 await metrics_logger.log_samples("rl", step, step - 1, failed)
     check_staleness(compute_lags(batch, step - 1), max_staleness=config.max_staleness)
     return batch
+
+
+async def train_policy(
+    backend: TrainingBackend,
+    updates: Sequence[Update],
+    batch: RolloutBatch,
+    config: RLTrainingConfig,
+    *,
+    version: int,
+) -> list[UpdateResult]:
+    """As train, within rl.kl_stop and rl.kl_limit.
+
+    With kl_limit each update is measured by a forward pass over the whole batch. The first that goes beyond
+    is undone, and its result says `skipped`; none is made after it. A stop before an update is decided cuts
+    the step. Metrics: kl/update, where it is finite, and optim/undone.
+    """
+    ends_after, limit = make_kl_stop(config), config.kl_limit
+    if not limit:
+        return await train(backend, updates, version=version, ends_after=ends_after)
+    results: list[UpdateResult] = []
+    before = batch.old_log_probs or await backend.forward(batch)
+    for update in updates:
+        await backend.hold()
+        [(forward, optim)] = await train(backend, [update])
+        kl = measure_kl(before, await backend.forward(batch), batch.loss_masks)
+        undone = exceeds_kl_limit(kl, limit=limit)
+        if undone:
+            await backend.revert()
+            optim = replace(optim, skipped=f"undone: {kl:.3g} nats per token are above rl.kl_limit={limit:g}")
+        measured = {"kl/update": Max(kl)} if math.isfinite(kl) else {}
+        metrics = {**forward.metrics, **measured, "optim/undone": Total(undone)}
+        results.append((replace(forward, metrics=metrics), optim))
+        if undone or (ends_after and ends_after(forward)):
+            break
+    await train(backend, (), version=version)
+    return results
 
 
 # --- the row ------------------------------------------------------------------------------------------------

@@ -5,12 +5,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import trio
 
 from rollouts.errors import EarlierStepFailed, StepInterrupted
 from rollouts.metrics.contributions import UpdateRecord
 from rollouts.protocols import TrainFuture, TrainingBackend
 from rollouts.types import (
+    BoolArray,
+    FloatArray,
     ForwardBackwardResult,
     LossSpec,
     OptimStepResult,
@@ -67,6 +70,18 @@ async def train(
     return results
 
 
+def measure_kl(
+    before: Sequence[FloatArray], after: Sequence[FloatArray], masks: Sequence[BoolArray]
+) -> float:
+    """KL(before || after) in nats per trained token by k3, exp(r) − 1 − r with r = after − before: exact on
+    average where `before` sampled the tokens. Not finite where a log-prob is not, or exp(r) overflows.
+    """
+    trained = np.concatenate(masks)
+    with np.errstate(over="ignore", invalid="ignore"):
+        moved = (np.concatenate(after) - np.concatenate(before))[trained].astype(np.float64)
+        return float(np.mean(np.expm1(moved) - moved))
+
+
 def record_updates(
     where: str, batches: Sequence[RolloutBatch], results: Sequence[UpdateResult], **fields: Any
 ) -> list[UpdateRecord]:
@@ -90,10 +105,11 @@ def begin_last_pass(updates: int, minibatches: int) -> int:
 
 
 def last_pass_metrics(results: Sequence[UpdateResult], minibatches: int) -> dict[str, float]:
-    """The backend's metrics of the last pass over a batch, and the number of updates that were skipped."""
+    """The backend's metrics of the last pass over a batch, and how many updates were not finite."""
     last_pass = results[begin_last_pass(len(results), minibatches) :]
     metrics = step_metrics(merge_forwards([forward for forward, _ in last_pass]), results[-1][1])
-    return metrics | {"optim/skipped_steps": float(sum(optim.skipped is not None for _, optim in results))}
+    skipped = sum(optim.skipped is not None for _, optim in results) - metrics.get("optim/undone", 0)
+    return metrics | {"optim/skipped_steps": float(skipped)}
 
 
 def merge_forwards(forwards: Sequence[ForwardBackwardResult]) -> ForwardBackwardResult:

@@ -80,23 +80,28 @@ def estimate_memory(
     ranks, on_gpu = config.distributed.ranks, device is not None and device.kind == "cuda"
     shards = config.distributed.shard_size or ranks
     parts = _other_parts(config, stage, lengths, size, shards)
+    undoes = getattr(getattr(config, stage), "kl_limit", 0) > 0
+    whole = _trained_parts(size, undoes=undoes)
     if not on_gpu or device is None:
-        parts = _trained_parts(size) | parts
-        return [_compare(f"{stage}: memory", parts, read_free_memory())]
+        return [_compare(f"{stage}: memory", whole | parts, read_free_memory())]
     subject = f"{stage}: memory of a GPU"
     if not config.distributed.cpu_offload:
-        return [_compare(subject, _trained_parts(size, shards) | parts, device.free_bytes)]
-    held = {f"{ranks // shards} x {what}": ranks // shards * n for what, n in _trained_parts(size).items()}
+        parts = _trained_parts(size, shards, undoes=undoes) | parts
+        return [_compare(subject, parts, device.free_bytes)]
+    held = {f"{ranks // shards} x {what}": ranks // shards * n for what, n in whole.items()}
     host = _compare(f"{stage}: host memory", held, read_free_memory())
     return [_compare(subject, parts, device.free_bytes), host]
 
 
-def _trained_parts(size: ModelSize, shards: int = 1) -> dict[str, int]:
-    """Bytes of what AdamW trains with, divided among `shards` ranks."""
+def _trained_parts(size: ModelSize, shards: int = 1, *, undoes: bool = False) -> dict[str, int]:
+    """Bytes of what AdamW trains with, divided among `shards` ranks; with the copy that rl.kl_limit undoes an
+    update by.
+    """
     weights = FLOAT_BYTES * size.parameters // shards
     share = f" / {shards} ranks" if shards > 1 else ""
     named = f"weights 4 x {size.parameters / 1e6:.4g}M{share}"
-    return {named: weights, "gradients as much": weights, "AdamW twice that": 2 * weights}
+    parts = {named: weights, "gradients as much": weights, "AdamW twice that": 2 * weights}
+    return {**parts, "a copy of weights and moments for kl_limit": undoes * 3 * weights}
 
 
 def _other_parts(

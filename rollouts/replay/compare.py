@@ -179,12 +179,13 @@ def find_constant(config: RLTrainingConfig, loss: LossSpec, record: StepRecord, 
     """The denominator of unit "constant": the update's part of it by groups, as plan_updates has it. None for
     another unit.
 
-    Where kl_stop left updates out, groups of the batch may be in none that was made: what was logged stands
-    then.
+    Where kl_stop or kl_limit left updates out, groups of the batch may be in none that was made: what was
+    logged stands then.
     """
     if loss.constant is None or config.minibatches == 1:
         return loss.constant
-    if config.kl_stop and len(record.updates) < config.minibatches * config.updates_per_batch:
+    may_end = config.kl_stop or config.kl_limit
+    if may_end and len(record.updates) < config.minibatches * config.updates_per_batch:
         return float(record.updates[update][0]["denominator"])
     groups = [{row["group_index"] for row in rows} for rows in record.updates]
     return loss.constant * (len(groups[update]) / len(set.union(*groups)))

@@ -20,6 +20,7 @@ import trio
 
 from rollouts.errors import (
     BackendClosed,
+    BackendError,
     CheckpointError,
     EarlierStepFailed,
     EngineClosed,
@@ -308,7 +309,9 @@ async def open_fake_backend(
 
 
 class FakeBackend:
-    """A TrainingBackend whose weights are the number of optimizer steps done. Made by open_fake_backend."""
+    """A TrainingBackend whose weights are the number of optimizer steps done and not undone. Made by
+    open_fake_backend.
+    """
 
     def __init__(
         self, *, step_s: float, failures: Mapping[int, RolloutsError], micro_batch_s: float = 0.0
@@ -318,7 +321,7 @@ class FakeBackend:
         self._free_at = 0.0  # when the last piece of work is done
         self._failed: RolloutsError | None = None
         self._closed = False
-        self._state = {"version": 0, "steps": 0}
+        self._state = {"version": 0, "steps": 0, "weight": 0}
         self.batches: list[RolloutBatch] = []  # of every forward_backward that did not fail
         self.losses: list[LossSpec] = []
 
@@ -343,8 +346,20 @@ class FakeBackend:
     def optim_step(self, params: OptimParams | None = None) -> FakeFuture[OptimStepResult]:
         def run() -> OptimStepResult:
             self._state["steps"] += 1
+            self._state["weight"] += 1
             lr = params.lr if params else 1e-3
             return OptimStepResult(step=self._state["steps"], lr=lr, grad_norm=1.0, clipped=False)
+
+        return self._submit(run)
+
+    def hold(self) -> FakeFuture[None]:
+        return self._submit(lambda: self._state.update(held=self._state["weight"]))
+
+    def revert(self) -> FakeFuture[None]:
+        def run() -> None:
+            if "held" not in self._state:
+                raise BackendError("revert() needs a hold() before it, and each its own")
+            self._state["weight"] = self._state.pop("held")
 
         return self._submit(run)
 
@@ -359,7 +374,7 @@ class FakeBackend:
         return self._submit(self._weights)
 
     def load_weights(self, weights: Mapping[str, Any]) -> FakeFuture[None]:
-        return self._submit(partial(self._state.update, steps=int(weights["weight"][0])))
+        return self._submit(partial(self._state.update, weight=int(weights["weight"][0])))
 
     def save(self, path: Path) -> FakeFuture[None]:
         def run() -> None:
@@ -401,7 +416,7 @@ class FakeBackend:
         return {"submitted": float(len(self._futures)), "steps": float(self._state["steps"])}
 
     def _weights(self) -> dict[str, Any]:  # arrays in place of tensors
-        return {"weight": np.full(2, self._state["steps"], np.float32)}
+        return {"weight": np.full(2, self._state["weight"], np.float32)}
 
     def _submit(
         self, run: Callable[[], ResultT], *, has_pieces: bool = False, takes_s: float | None = None

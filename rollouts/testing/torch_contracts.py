@@ -186,6 +186,29 @@ async def check_non_finite_steps_change_nothing(open_backend: OpenBackend) -> No
             assert_weights_equal(undisturbed, await backend.get_weights())
 
 
+async def check_an_undone_update_leaves_no_trace(open_backend: OpenBackend) -> None:
+    """revert() puts weights and moments back bit for bit, before any step too, and the next steps do what
+    they would have done without what was undone. A second one is a BackendError.
+    """
+    batch, undisturbed = make_batch(), await _train_twice(open_backend)
+    for steps in (0, 1):
+        async with open_backend() as backend:
+            for _ in range(steps):
+                await train(backend, batch)
+            before = await backend.get_weights()
+            await backend.hold()
+            await train(backend, make_batch(1))
+            await backend.forward_backward(batch, SFT)  # its gradient is discarded
+            await backend.revert()
+            assert_weights_equal(before, await backend.get_weights())
+            await raised_by(backend.revert(), BackendError)
+            await backend.reset()
+            for _ in range(steps, 2):
+                await train(backend, batch)
+            assert_weights_equal(undisturbed, await backend.get_weights())
+            assert backend.statistics()["steps"] == 3, "the schedule goes on"
+
+
 # --- failures -----------------------------------------------------------------------------------------------
 
 

@@ -100,6 +100,10 @@ async def test_the_backends_futures_keep_the_contract(autojump_clock):
     assert trio.current_time() == 40
 
 
+async def test_the_backends_revert_keeps_the_contract():
+    await torch_contracts.check_an_undone_update_leaves_no_trace(open_fake_backend)
+
+
 async def test_steps_after_a_failed_one_fail_until_reset_and_an_unheard_failure_is_raised():
     opened: list[FakeBackend] = []
     failures = {0: BackendError("out of memory"), 4: BackendError("lost")}

@@ -392,3 +392,6 @@ def test_memory_is_the_sum_of_its_parts(house, monkeypatch):
     for part in MEMORY.strip().splitlines():
         assert part in memory.message
     assert memory.level == "warning"
+    undoing = load(house, text, "--output.dir", str(house / "run"), "--rl.kl_limit", "0.1")
+    (memory,) = estimate_memory(undoing, "rl", PreparedRows(longest_prompt=6), size, None)
+    assert "about 32.1 MiB" in memory.message and "12 MiB a copy of weights and moments" in memory.message

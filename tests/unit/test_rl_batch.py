@@ -12,6 +12,7 @@ from rollouts.advantages import ADVANTAGES
 from rollouts.config.schema import CriticConfig
 from rollouts.errors import ConfigError, StalenessError, UserFunctionError
 from rollouts.loops.algorithm import find_advantages, make_kl_stop
+from rollouts.loops.rl import train_policy
 from rollouts.loops.rl_batch import (
     add_advantages,
     add_log_probs,
@@ -20,7 +21,7 @@ from rollouts.loops.rl_batch import (
     make_loss_spec,
     plan_updates,
 )
-from rollouts.loops.updates import merge_forwards, train
+from rollouts.loops.updates import last_pass_metrics, measure_kl, merge_forwards, train
 from rollouts.preflight.checks import check_loss
 from rollouts.testing.fakes import FakeBackend, open_fake_backend
 from rollouts.types import (
@@ -378,3 +379,64 @@ async def test_a_cancelled_step_is_whole_only_if_nothing_was_left_to_compute(
         results = await train(backend, update(3), version=1, ends_after=STOPS)
     assert (len(results), backend.statistics()["steps"]) == (made, steps)
     assert backend.weight_version == (made > 0)
+
+
+# --- the hard limit -----------------------------------------------------------------------------------------
+
+
+def test_the_kl_of_an_update_is_k3_over_the_trained_tokens():
+    mask = np.asarray([False, True, True])
+    before, after = np.asarray([9, -1, -2], np.float32), np.asarray([0, -1.5, -1], np.float32)
+    # r = -0.5 and 1: (e^-0.5 - 1 + 0.5) + (e - 1 - 1) + 0 + 0, over 4 tokens
+    kl = measure_kl((before, before), (after, before), (mask, mask))
+    assert kl == pytest.approx((0.1065306597 + 0.7182818285) / 4)
+    assert measure_kl((before,), (after + 1e4,), (mask,)) == np.inf
+
+
+class MovingBackend(FakeBackend):
+    """A FakeBackend whose log-probs fall by `nats` with every optimizer step."""
+
+    def __init__(self, nats: float, **options: Any) -> None:
+        super().__init__(failures={}, **options)
+        self._nats = nats
+
+    def forward(self, batch: RolloutBatch) -> Any:
+        moved = np.float32(-self._nats * self._state["weight"])
+        return self._submit(lambda: tuple(mask * moved for mask in batch.loss_masks), has_pieces=True)
+
+
+# k3 after n updates of 0.1 nats, e^-r - 1 + r with r = 0.1 n: 0.00484, 0.01873, 0.04082, 0.07032
+@pytest.mark.parametrize(
+    ("nats", "limit", "made", "kept", "kl"),
+    [
+        (0.1, 0.1, 4, 4, 0.07032),
+        (0.1, 0.02, 3, 2, 0.04082),
+        (0.1, 0.001, 1, 0, 0.00484),
+        (-1e4, 0.1, 1, 0, None),
+        (float("nan"), 0.1, 1, 0, None),
+    ],
+)
+async def test_the_update_beyond_the_limit_is_undone_and_is_the_last(
+    nats: float, limit: float, made: int, kept: int, kl: float | None, autojump_clock
+):
+    backend = MovingBackend(nats, step_s=0.0)
+    config = rl_config(kl_limit=limit, updates_per_batch=4)
+    results = await train_policy(backend, update(4), update(1)[0][0], config, version=7)
+    assert (len(results), backend._state["weight"], backend.weight_version) == (made, kept, 7)
+    assert ["undone" in (optim.skipped or "") for _, optim in results] == [False] * kept + [True] * (
+        made - kept
+    )
+    metrics = last_pass_metrics(results, minibatches=4)
+    assert (metrics["optim/undone"], metrics["optim/skipped_steps"]) == (made - kept, 0)
+    assert metrics.get("kl/update") == (kl and pytest.approx(kl, rel=1e-3))
+
+
+@pytest.mark.parametrize(("seconds", "steps", "version"), [(15, 0, 0), (45, 1, 0), (105, 2, 1)])
+async def test_a_step_that_is_cut_before_an_update_is_decided_has_no_version(
+    seconds: float, steps: int, version: int, autojump_clock
+):
+    """Everything takes 10 s: an update is measured from 40 s to 50 s, the next one is undone by 100 s."""
+    backend, config = MovingBackend(0.1, step_s=10.0), rl_config(kl_limit=0.01, updates_per_batch=4)
+    with trio.move_on_after(seconds):
+        await train_policy(backend, update(4), update(1)[0][0], config, version=1)
+    assert (backend.statistics()["steps"], backend.weight_version) == (steps, version)

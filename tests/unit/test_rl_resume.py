@@ -146,10 +146,37 @@ async def test_a_run_stopped_beside_a_change_of_algorithm_goes_on_as_the_run_tha
         assert [len(rows.steps) for rows in (first, rest)] == [stop_after, 6 - stop_after]
         assert first.steps + rest.steps == whole.steps
         assert first.samples + rest.samples == whole.samples
-        assert {name: value.tobytes() for name, value in resumed_weights.items()} == {
-            name: value.tobytes() for name, value in weights.items()
-        }
+        assert bits(resumed_weights) == bits(weights)
         assert resumed_state == state
+
+
+def bits(weights: Mapping[str, np.ndarray]) -> dict[str, bytes]:
+    return {name: value.tobytes() for name, value in weights.items()}
+
+
+async def test_updates_beyond_the_kl_limit_leave_the_weights_as_they_were_and_the_run_goes_on(tmp_path: Path):
+    """A learning rate of 10 wrecks the model with its first update."""
+    model, wild = make_tiny("byte", 1, tmp_path), CONFIG.model_copy(update={"optim": OptimConfig(lr=10.0)})
+    _, untrained, _ = await run(model, tmp_path, config=CONFIG.model_copy(update={"steps": 0}))
+    limited = wild.model_copy(update={"kl_limit": 0.1, "steps": 3})
+    rows, weights, _ = await run(model, tmp_path, config=limited)
+    assert [
+        (row["optim/undone"], row["optim/updates"], row["optim/skipped_steps"]) for row in rows.steps
+    ] == [(1, 1, 0)] * 3
+    assert all(row.get("kl/update", np.inf) > 0.1 for row in rows.steps)
+    assert bits(weights) == bits(untrained)
+    assert len({sample for sample, _ in rows.samples}) == 27, "each batch is consumed"
+
+
+async def test_a_kl_limit_that_nothing_exceeds_changes_no_bit_of_a_run(tmp_path: Path):
+    model = make_tiny("byte", 1, tmp_path)
+    free, weights, _ = await run(model, tmp_path, config=CONFIG.model_copy(update={"steps": 2}))
+    rows, limited, _ = await run(
+        model, tmp_path, config=CONFIG.model_copy(update={"steps": 2, "kl_limit": 9.0})
+    )
+    for row in rows.steps:
+        assert (row.pop("optim/undone"), 0 < row.pop("kl/update") < 9) == (0, True)
+    assert rows.steps == free.steps and bits(limited) == bits(weights)
 
 
 async def test_a_resumed_run_under_a_controller_must_be_given_its_coefficient(tmp_path: Path):
