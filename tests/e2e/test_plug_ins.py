@@ -1,7 +1,5 @@
 """Plug-ins and data in whole runs: what hostile rewards do to a run, and what a config can name."""
 
-import os
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -9,6 +7,7 @@ import pytest
 from rollouts.metrics.jsonl import read_rows
 from tests.e2e.compare import read_comparable, weights_digest
 from tests.e2e.conftest import Train
+from tests.support.processes import find_processes
 
 pytestmark = pytest.mark.slow  # whole runs, several of them waiting for time-outs
 
@@ -41,16 +40,6 @@ ALL_SAMPLES = "--output.samples_per_step 100"
 CLASSES = dict(enumerate(["reward_timeout"] * 2 + ["reward_crashed"] * 4 + ["reward"] * 2))
 
 
-def processes_naming(text: str) -> list[int]:
-    """Processes, other than this one, whose environment holds `text`."""
-    found = []
-    for directory in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it ended meanwhile, or is not ours
-            if int(directory.name) != os.getpid() and text.encode() in (directory / "environ").read_bytes():
-                found.append(int(directory.name))
-    return found
-
-
 def test_hostile_rewards_fail_their_samples_and_nothing_else(train: Train, tmp_path: Path):
     plug_in = tmp_path / "hostile.py"
     plug_in.write_text(HOSTILE)
@@ -67,7 +56,7 @@ def test_hostile_rewards_fail_their_samples_and_nothing_else(train: Train, tmp_p
     steps = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["stage"] == "rl"]
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert all(sum(value for name, value in row.items() if name.startswith("fail/")) >= 8 for row in steps)
-    assert processes_naming(str(train.cache)) == [], "a process is left"
+    assert find_processes(str(train.cache)) == [], "a process is left"
 
 
 def test_past_the_budget_the_run_stops_with_a_saved_state_and_goes_on_when_the_reward_is_mended(

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import trio
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from rollouts.metrics.jsonl import newest_attempts, read_rows
 from tests.e2e.conftest import Train
+from tests.support.processes import is_alive
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 240.0
@@ -130,10 +132,10 @@ async def test_when_a_rank_is_lost_before_or_inside_a_collective_the_other_ends_
         await trio.sleep(BEATS_S)
         os.kill(pids[1], how)
         since = time.monotonic()
-        await wait_until(lambda: not is_running(pids[0]), pids[1:] if how == signal.SIGSTOP else [])
+        await wait_until(lambda: not is_alive(pids[0]), pids[1:] if how == signal.SIGSTOP else [])
         took_s = time.monotonic() - since
     finally:
-        for pid in filter(is_running, pids):
+        for pid in filter(is_alive, pids):
             os.kill(pid, signal.SIGKILL)
         ended = train.server.wait()
     assert ended.returncodes == (75, -signal.SIGKILL), train.said(out)
@@ -166,8 +168,10 @@ async def test_torchrun_gets_rid_of_a_rank_that_stands_still_and_starts_all_agai
         try:
             await wait_until(lambda: count_reached(listed) == 10, [process.pid])
             await trio.sleep(BEATS_S)
-            stopped = find_rank(process.pid, 1)
-            os.kill(stopped, signal.SIGSTOP)
+            stopped = next(
+                one for one in psutil.Process(process.pid).children() if one.environ().get("RANK") == "1"
+            )
+            stopped.suspend()
             _, stderr = process.communicate(timeout=PATIENCE_S)
         finally:
             process.terminate()  # nothing is left to end unless the test has failed
@@ -175,7 +179,7 @@ async def test_torchrun_gets_rid_of_a_rank_that_stands_still_and_starts_all_agai
     said = [line for line in stderr.splitlines() if line.startswith("rollouts:")]
     lost = f"rollouts: rank 1 was lost during forward_backward of step 5: {STOPPED}; this process ends too"
     assert lost in said
-    assert not Path(f"/proc/{stopped}").exists()
+    assert not stopped.is_running()
     rows = rows_of(out, "sft")
     attempts = {row["step"]: row["attempt"] for row in rows}
     assert attempts in (
@@ -192,7 +196,7 @@ async def wait_until(condition: Callable[[], bool], alive: list[int]) -> None:
     """Until it holds of other processes, of which there are no events here. They run until then."""
     with trio.fail_after(PATIENCE_S):
         while not condition():
-            assert all(map(is_running, alive)), alive
+            assert all(map(is_alive, alive)), alive
             await trio.sleep(0.02)
 
 
@@ -201,25 +205,5 @@ def count_reached(listed: Path) -> int:
     return listed.read_text().split().count(AGREEMENT) if listed.exists() else 0
 
 
-def is_running(pid: int) -> bool:
-    """Whether there is such a process, stopped or not, that has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def find_rank(launcher: int, rank: int) -> int:
-    """The process of a rank that the launcher has started."""
-    children = " ".join(
-        path.read_text() for path in Path(f"/proc/{launcher}/task").glob("*/children")
-    ).split()
-    return next(
-        int(pid)
-        for pid in children
-        if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    )
-
-
-if sys.platform != "linux":  # /proc
-    pytestmark = [pytestmark, pytest.mark.skip(reason="finds ranks by /proc")]
+if sys.platform != "linux":
+    pytestmark = [pytestmark, pytest.mark.skip(reason="finds ranks by their environment")]

@@ -22,6 +22,7 @@ from tests.e2e.compare import assert_same_run, read_comparable
 from tests.e2e.conftest import REPOSITORY, TINY, Train
 from tests.e2e.held_train import RELEASED
 from tests.support.compare_runs import find_differences
+from tests.support.processes import find_processes, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -218,31 +219,9 @@ def start_torchrun(train: Train, out: Path, phase: str, *, ranks: int) -> Iterat
     try:
         yield process
     finally:
-        for pid in processes_of(out):
-            os.kill(pid, signal.SIGKILL)
+        for left in find_processes(str(out)):
+            left.kill()
         process.communicate()
-
-
-def processes_of(out: Path) -> list[int]:
-    """Living processes with this run's mark in their environment: the launcher, its ranks, their workers,
-    their guards.
-    """
-    mark = f"STOP_TEST={out}\0".encode()
-    found: list[int] = []
-    for directory in Path("/proc").iterdir():
-        try:
-            if directory.name.isdigit() and mark in (directory / "environ").read_bytes():
-                found.append(int(directory.name))
-        except OSError:
-            continue  # it ended meanwhile, or is not ours
-    return found
-
-
-async def wait_gone(out: Path, *, within_s: float) -> None:
-    """Until nothing of the run is left."""
-    with trio.fail_after(within_s):
-        while processes_of(out):  # noqa: ASYNC110
-            await trio.sleep(0.05)
 
 
 async def test_sigterm_to_torchrun_ends_it_with_its_ranks_in_time(train: Train, tmp_path: Path):
@@ -253,6 +232,6 @@ async def test_sigterm_to_torchrun_ends_it_with_its_ranks_in_time(train: Train, 
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=60)
         assert time.monotonic() - began <= EXIT_S, stderr
-        await wait_gone(out, within_s=5)
+        await wait_until(lambda: not find_processes(str(out)), seconds=5)
     assert "stopping: " in stderr
     assert (out / "checkpoints" / "rl" / "step_1" / "manifest.json").exists(), stderr

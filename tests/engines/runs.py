@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.processes import find_processes
+
 from .conftest import ROOT
 
 STEPS, SYNC_EVERY = 4, 2
@@ -71,23 +73,6 @@ def train(
     assert result.returncode == exit_code, result.stderr[-4000:]
     assert find_processes(mark) == []
     return result.stderr
-
-
-def find_processes(mark: str, program: str = "") -> list[int]:
-    """The processes whose environment has `mark`: what a run started, and what that started. `program`: those
-    whose command line has it.
-    """
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if (
-                mark.encode() in (process / "environ").read_bytes()
-                and program.encode() in (process / "cmdline").read_bytes()
-            ):
-                found.append(int(process.name))
-        except OSError:
-            continue  # it has ended
-    return sorted(found)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

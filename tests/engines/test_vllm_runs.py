@@ -100,9 +100,9 @@ def test_a_server_killed_in_the_middle_of_a_batch_costs_nothing_and_serves_again
         wait_until(run, errors, lambda: len(read_rows(metrics)) >= 1)
         time.sleep(1)  # into the next batch: generating takes most of a step
         first_line = next(line for line in log.read_text().splitlines() if " start 1 of " in line)
-        port = first_line.split("--port ")[1].split()[0].encode()
-        servers = find_processes(mark, "vllm.entrypoints")
-        killed = [pid for pid in servers if port in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        port = first_line.split("--port ")[1].split()[0]
+        commands = {one.pid: " ".join(one.cmdline()) for one in find_processes(mark)}
+        killed = [pid for pid, words in commands.items() if "vllm.entrypoints" in words and port in words]
         os.kill(max(killed), signal.SIGKILL)  # the server itself; its guards have lower ids
         wait_until(run, errors, lambda: any(map(serves_again, read_rows(metrics))))
         run.send_signal(signal.SIGINT)

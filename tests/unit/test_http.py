@@ -23,6 +23,7 @@ import trio.testing
 from rollouts.engines import http
 from rollouts.engines.http import HttpClient, open_http_client
 from rollouts.errors import EngineSetupError, EngineSilent, EngineUnreachable, ReplyError
+from tests.support.processes import wait_until
 
 BODY = b'{"tokens": [1, 2, 3]}'
 KEY = "sk-very-secret"
@@ -238,12 +239,6 @@ async def test_a_burst_leaves_no_more_than_max_idle_clients_which_leave_by_age(
             await trio.sleep(http.IDLE_S)
             await client.request("GET", "/")
         assert len(client._idle) == 1
-
-
-async def wait_until(condition: Callable[[], bool]) -> None:
-    with trio.fail_after(60):
-        while not condition():  # noqa: ASYNC110
-            await trio.sleep(0.001)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

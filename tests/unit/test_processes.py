@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import trio
 
 from rollouts.processes.process import Process, open_process
+from tests.support.processes import is_alive, wait_until
 from tests.support.text_tables import read_cells
 
 FAKE = Path(__file__).with_name("fake_inference_server.py")
@@ -38,27 +40,10 @@ async def open_tree(path: Path, **options: float) -> AsyncIterator[tuple[Process
 
 async def read_tree(pids: Path, child: int) -> list[int]:
     await wait_until(lambda: pids.exists() and pids.read_text() != "")
-    inner = parent_of(child)
-    tree = [*map(int, pids.read_text().split()), inner, parent_of(inner)]
+    inner = psutil.Process(child).ppid()
+    tree = [*map(int, pids.read_text().split()), inner, psutil.Process(inner).ppid()]
     assert len(tree) == 5 and all(map(is_alive, tree))
     return tree
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-async def wait_until(condition) -> None:
-    with trio.fail_after(30):
-        while not condition():  # noqa: ASYNC110
-            await trio.sleep(0.01)
 
 
 @linux_only

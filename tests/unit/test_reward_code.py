@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import select
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rollouts.errors import ConfigError, DataError, UserFunctionError
@@ -24,6 +24,7 @@ from rollouts.rewards.code import (
     make_code_reward,
 )
 from rollouts.types import RewardResult, Sample
+from tests.support.processes import find_processes
 from tests.support.text_tables import read_cells, read_params
 
 QUICK = Limits(timeout_s=2.0)
@@ -50,37 +51,15 @@ def leaves_nothing_behind(
     yield directory
     assert list(directory.iterdir()) == []
     assert len(list(Path("/dev/fd").iterdir())) == descriptors
-    for pid in code_processes():
-        wait_for_end(int(pid))
-    assert code_processes() == []
+    # one that is killed already takes a moment to end, under load
+    assert psutil.wait_procs(code_processes(), timeout=5.0)[1] == []
 
 
-def wait_for_end(pid: int) -> None:
-    """Until a process that is killed already has ended, which takes the system a moment under load; at most
-    five seconds.
-    """
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    select.select([descriptor], [], [], 5.0)
-    os.close(descriptor)
-
-
-def code_processes() -> list[str]:
+def code_processes() -> list[psutil.Process]:
     """Every process of this machine whose session was opened for a child of ours, by the descriptors and
     script in its command line.
     """
-    found: list[str] = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-            parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        if any(word.endswith(b"code_child.py") for word in words) and parent in (os.getpid(), 1):
-            found.append(path.parent.name)
-    return found
+    return [one for one in find_processes("code_child.py") if one.ppid() in (os.getpid(), 1)]
 
 
 def run(code: str, tests: Any = "pass", *, metadata: Any = None, **options: Any) -> RewardResult:

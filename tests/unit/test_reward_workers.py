@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import trio
 
@@ -27,6 +28,7 @@ from rollouts.rewards.check import function_name
 from rollouts.rewards.worker import BadAnswer, parse_answer
 from rollouts.rewards.workers import RaisedInWorker, RewardWorkers, open_reward_workers
 from rollouts.types import RewardResult, Sample, Status
+from tests.support.processes import find_descendants, is_alive, wait_until
 
 HERE = Path(__file__).parent
 # a function of hostile_rewards.py | what its error says
@@ -77,7 +79,7 @@ async def score(
 @asynccontextmanager
 async def open_workers(*, count: int = 1, timeout_s: float = 20.0) -> AsyncIterator[RewardWorkers]:
     """Workers that leave nothing behind."""
-    before = descendants()
+    before = find_descendants()
     async with open_reward_workers(
         count=count, timeout_s=timeout_s, memory_bytes=1 << 30, output_bytes=1 << 16
     ) as workers:
@@ -85,31 +87,7 @@ async def open_workers(*, count: int = 1, timeout_s: float = 20.0) -> AsyncItera
         closed_s = time.monotonic()
     # the workers' own limits are seconds; waiting for a hung reward would be forever
     assert time.monotonic() - closed_s < 30.0
-    assert descendants() <= before
-
-
-def read_stat(pid: str | int) -> list[str]:
-    """State, parent and what follows, of a process that is alive or not yet reaped; empty when it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def descendants(of: int | None = None) -> set[int]:
-    root = os.getpid() if of is None else of
-    stats = {int(entry.name): read_stat(entry.name) for entry in Path("/proc").glob("[0-9]*")}
-    found = {root}
-    while more := {pid for pid, stat in stats.items() if stat and int(stat[1]) in found} - found:
-        found |= more
-    return found - {root}
-
-
-async def wait_until(condition: Callable[[], bool]) -> None:
-    """Real processes tell nobody here that they are gone: looks, at most for ten seconds."""
-    with trio.fail_after(10):
-        while not condition():  # noqa: ASYNC110
-            await trio.sleep(0.01)
+    assert find_descendants() <= before
 
 
 # --- one function, one worker ---
@@ -123,7 +101,7 @@ async def test_a_function_is_called_by_name_in_a_process_without_secrets_or_inpu
         assert function_name(workers.reward("hostile_rewards.py:good", HERE)) == "good"
         assert await score(workers, "good") == RewardResult(3.0, {"length": 3.0}, "counted")
         note = (await score(workers, "where")).note or ""
-        assert int(note.split()[0]) in descendants() and note.endswith(" None 1 ''")
+        assert int(note.split()[0]) in find_descendants() and note.endswith(" None 1 ''")
         for name in ("runs_a_program", "runs_with_preexec"):  # programs that have ended are fine
             assert (await score(workers, name)).reward == 2.0
         for name in ("libc_fork", "libc_fork", "replaces_json"):  # a child never answers for its parent
@@ -176,7 +154,7 @@ async def test_every_hostile_function_fails_its_own_sample_only():
                 assert (await score(workers, "good")).reward == 3.0, name
         for _ in range(200):
             assert (await score(workers, "good")).reward == 3.0
-        await wait_until(lambda: len(descendants()) == 6)  # two workers, each with two guards
+        await wait_until(lambda: len(find_descendants()) == 6)  # two workers, each with two guards
 
 
 async def test_functions_that_do_not_end_are_killed_with_all_that_they_started():
@@ -187,7 +165,7 @@ async def test_functions_that_do_not_end_are_killed_with_all_that_they_started()
                 await score(workers, name)
             assert classify_reward_error(caught.value) == "reward_timeout"
         assert (await score(workers, "good")).reward == 3.0
-        await wait_until(lambda: len(descendants()) == 3)
+        await wait_until(lambda: len(find_descendants()) == 3)
 
 
 async def test_a_chain_of_processes_that_fork_and_end_is_killed_whole(tmp_path: Path):
@@ -198,10 +176,14 @@ async def test_a_chain_of_processes_that_fork_and_end_is_killed_whole(tmp_path: 
     async with open_workers() as workers:
         with pytest.raises(RewardCrashed, match="left a process running"):
             await score(workers, "forks_for_ever", replace(SAMPLE, metadata={"path": str(note)}))
-        group = note.read_text()
+        group = int(note.read_text())
 
         def is_gone() -> bool:
-            return not any(read_stat(entry.name)[2:3] == [group] for entry in Path("/proc").glob("[0-9]*"))
+            try:
+                os.killpg(group, 0)
+            except ProcessLookupError:
+                return True
+            return False
 
         await wait_until(is_gone)
 
@@ -223,7 +205,7 @@ async def test_a_cancelled_call_kills_its_worker_and_a_call_after_closing_says_s
             await score(workers, "own_session")
         assert scope.cancelled_caught
         assert (await score(workers, "good")).reward == 3.0
-        await wait_until(lambda: not read_stat(before) and len(descendants()) == 3)
+        await wait_until(lambda: not psutil.pid_exists(before) and len(find_descendants()) == 3)
     with pytest.raises(RewardCrashed, match="called after the reward workers had been closed"):
         await score(workers, "good")
 
@@ -342,12 +324,12 @@ async def test_no_process_survives_a_trainer_that_is_killed():
         try:
             assert trainer.stdout is not None and trainer.stdout.readline() == "up\n"
             # two workers, each with two guards, and what a function started
-            await wait_until(lambda: len(descendants(trainer.pid)) == 7)
-            below = descendants(trainer.pid)
+            await wait_until(lambda: len(find_descendants(trainer.pid)) == 7)
+            below = find_descendants(trainer.pid)
         finally:
             trainer.kill()
     # whoever adopted the guard may not have reaped it
-    await wait_until(lambda: all(read_stat(pid)[:1] in ([], ["Z"]) for pid in below))
+    await wait_until(lambda: not any(map(is_alive, below)))
 
 
 # --- messages ---

@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ import trio
 from rollouts.run_dir import RunDir
 from rollouts.trackers.launch import open_trackers
 from rollouts.trackers.position import position_path, read_position
+from tests.support.processes import find_processes, wait_until
 from tests.support.tracker_runs import append, make_row, make_run, read_events, write_follower
 
 pytest.importorskip("tensorboard")
@@ -36,25 +35,9 @@ def root(tmp_path: Path) -> Path:
     return make_run(tmp_path / "run")
 
 
-async def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    with trio.fail_after(seconds):
-        while not true():  # noqa: ASYNC110
-            await trio.sleep(0.02)
-
-
 def count_rows(root: Path, name: str = "tensorboard") -> int:
     position = read_position(position_path(root, name))
     return 0 if position is None else position.number
-
-
-def find_processes(word: str) -> list[int]:
-    """Processes with this word in their command line."""
-    found: list[int] = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            command = (entry / "cmdline").read_bytes().split(b"\0")
-            found += [int(entry.name)] if word.encode() in command and int(entry.name) != os.getpid() else []
-    return found
 
 
 # --- beside a run -------------------------------------------------------------------------------------------
