@@ -26,7 +26,7 @@ from rollouts.loops.algorithm import (
 )
 from rollouts.loops.rl import run_rl_training
 from rollouts.loops.steps import EncodeState, StepHooks
-from rollouts.models.load import resolve_model
+from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.reference.score import open_frozen_reference
 from rollouts.testing.fakes import open_fake_backend
 from rollouts.types import Sample, SamplingParams
@@ -156,20 +156,23 @@ def bits(weights: Mapping[str, np.ndarray]) -> dict[str, bytes]:
 
 async def test_updates_beyond_the_kl_limit_leave_the_weights_as_they_were_and_the_run_goes_on(tmp_path: Path):
     """A learning rate of 10 wrecks the model with its first update."""
-    model, wild = make_tiny("byte", 1, tmp_path), CONFIG.model_copy(update={"optim": OptimConfig(lr=10.0)})
-    _, untrained, _ = await run(model, tmp_path, config=CONFIG.model_copy(update={"steps": 0}))
+    model, wild = (
+        resolve_model("tiny:byte", seed=1),
+        CONFIG.model_copy(update={"optim": OptimConfig(lr=10.0)}),
+    )
+    untrained = dict(load_hf_model(model).named_parameters())
     limited = wild.model_copy(update={"kl_limit": 0.1, "steps": 3})
     rows, weights, _ = await run(model, tmp_path, config=limited)
     assert [
         (row["optim/undone"], row["optim/updates"], row["optim/skipped_steps"]) for row in rows.steps
     ] == [(1, 1, 0)] * 3
     assert all(row.get("kl/update", np.inf) > 0.1 for row in rows.steps)
-    assert bits(weights) == bits(untrained)
+    assert bits(weights) == bits({name: untrained[name].detach().numpy() for name in weights})
     assert len({sample for sample, _ in rows.samples}) == 27, "each batch is consumed"
 
 
 async def test_a_kl_limit_that_nothing_exceeds_changes_no_bit_of_a_run(tmp_path: Path):
-    model = make_tiny("byte", 1, tmp_path)
+    model = resolve_model("tiny:byte", seed=1)
     free, weights, _ = await run(model, tmp_path, config=CONFIG.model_copy(update={"steps": 2}))
     rows, limited, _ = await run(
         model, tmp_path, config=CONFIG.model_copy(update={"steps": 2, "kl_limit": 9.0})
