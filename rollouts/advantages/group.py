@@ -92,6 +92,15 @@ def compute_centred_advantages(rewards: Floats) -> Floats:
     return rewards - rewards.mean()
 
 
+@per_trajectory
+def compute_lite_ppo_advantages(inputs: AdvantageInputs, *, std_epsilon: float = STD_EPSILON) -> Floats:
+    """(r − mean of the group) / (std + std_epsilon), std that of all rewards of the batch, with their number
+    − 1 in its denominator: a group of little spread is not blown up. Paper: LitePPO, 2508.08221.
+    """
+    centred, rewards = compute_centred_advantages(inputs), inputs.rewards
+    return centred / (rewards.std(ddof=1) + std_epsilon) if len(rewards) > 1 else centred
+
+
 @per_group
 def compute_rloo_advantages(rewards: Floats) -> Floats:
     """r − mean of the others of the group. Paper: RLOO, 2402.14740."""
@@ -252,6 +261,7 @@ def groups_with_spread(values: Floats, group_indices: IntArray) -> Iterator[NDAr
 GROUP_ADVANTAGES: dict[str, AdvantageFn] = {
     "grpo": compute_grpo_advantages,
     "centred": compute_centred_advantages,
+    "lite_ppo": compute_lite_ppo_advantages,
     "rloo": compute_rloo_advantages,
     "reinforce_pp": compute_reinforce_pp_advantages,
     "reinforce_pp_baseline": compute_reinforce_pp_baseline_advantages,

@@ -6,12 +6,13 @@ sum. The denominator stays that of the whole batch: a dropped token counts as on
 = exp(q − mu):
 
     weights; q must be the recomputed old_log_probs
-    token_tis         min(w, cap)
+    token_tis         min(max(w, low), cap)
     icepop            w if low <= w <= high, else 0
     sequence_tis      min(product of the row's w, cap)
     masks, 0 or 1; q is old_log_probs, or the policy itself without them
     token_mask        low <= w <= high
     geometric_mask    low <= exp(mean of log w) <= high, of the row
+    sequence_mask     low <= product of the row's w <= high
     veto              no token of the row has w < floor
     sequence_k1_mask  |mean of −log w| <= limit, of the row
     sequence_k3_mask  mean of w − 1 − log w <= limit, of the row
@@ -38,9 +39,9 @@ from rollouts.errors import ConfigError, check_keywords, parse_call
 from rollouts.losses.inputs import LossInputs, bind_numbers, require
 from rollouts.losses.plug_ins import find_function
 from rollouts.losses.reductions import (
-    MAX_LOG_RATIO,
     compute_log_ratio,
     compute_row_mean,
+    compute_row_sum,
     compute_token_ratio,
 )
 
@@ -77,13 +78,13 @@ def _correction(compute: Callable[..., Tensor | Judged]) -> Callable[..., Tensor
 
 
 @_correction
-def token_tis(inputs: LossInputs, *, cap: float = 2.0) -> Tensor:
-    """min(w, cap) per token: truncated importance sampling.
+def token_tis(inputs: LossInputs, *, low: float = 0.0, cap: float = 2.0) -> Tensor:
+    """w held between low and cap, per token: truncated importance sampling.
 
     Multiplied onto a token's loss it turns an average over what the engine sampled into one over the old
-    policy, exactly as long as the cap does not bite. Sources: 1606.02647; Yao et al. 2025.
+    policy, exactly as long as neither bound bites. Sources: 1606.02647; Yao et al. 2025.
     """
-    return compute_token_ratio(*_need_both(inputs)).clamp(max=cap)
+    return compute_token_ratio(*_need_both(inputs)).clamp(low, cap)
 
 
 @_correction
@@ -97,8 +98,7 @@ def icepop(inputs: LossInputs, *, low: float = 0.5, high: float = 5.0) -> Tensor
 def sequence_tis(inputs: LossInputs, *, cap: float = 2.0) -> Tensor:
     """min(exp(Σ log w), cap) on every token of a row: of the sequence. richardli.xyz/rl-collapse."""
     old, mu = _need_both(inputs)
-    total = torch.where(inputs.mask, old - mu, 0.0).sum(-1, keepdim=True)
-    return torch.exp(total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).clamp(max=cap).expand_as(mu)
+    return torch.exp(compute_row_sum(old - mu, inputs.mask)).clamp(max=cap).expand_as(mu)
 
 
 # --- masks --------------------------------------------------------------------------------------------------
@@ -116,6 +116,15 @@ def geometric_mask(inputs: LossInputs, *, low: float = 0.99, high: float = 1.01)
     """1 on rows with low <= exp(mean of log w) <= high, else 0. Source: richardli.xyz/rl-collapse."""
     mean = torch.exp(compute_row_mean(_compute_log_weights(inputs), inputs.mask))
     return mean, (mean < low) | (mean > high)
+
+
+@_correction
+def sequence_mask(inputs: LossInputs, *, low: float = 0.5, high: float = 2.0) -> Judged:
+    """1 on rows with low <= product of the row's w <= high, else 0: TRL's mode of that name is
+    sequence_tis(cap=1e8) * sequence_mask(low=0, high=…).
+    """
+    product = torch.exp(compute_row_sum(_compute_log_weights(inputs), inputs.mask))
+    return product, (product < low) | (product > high)
 
 
 @_correction

@@ -66,7 +66,7 @@ RANGES = {
     name: interval
     for interval, names in {
         "(0, inf)": "beta clip cap importance_cap temperature clip_high tau_positive tau_negative"
-        " gmpo.clip_low",
+        " gmpo.clip_low kl_low kl_high k_positive k_negative lambda_positive lambda_negative",
         "[0, inf)": "low ratio_low limit delta kl_coef mu_penalty_coef cov_kl_coef gamma nll_weight centring"
         " desirable_weight undesirable_weight dro.beta orpo.beta",
         "(0, 1]": "clip_low tv_low tv_high cov_fraction entropy_fraction policy_entropy_fraction",
@@ -89,7 +89,7 @@ def check_numbers(owner: str, **values: Any) -> None:
             ends = {low: "[" in interval, high: "]" in interval}
             inside = low < value < high or ends.get(value, False)
             require(inside, f"{owner}: {name}={value} is outside its range; choose a number in {interval}")
-        upper = f"{name.removesuffix('low')}high"
+        upper = "cap" if "cap" in values else f"{name.removesuffix('low')}high"
         if name in ("low", "ratio_low", "cov_low") and upper in values:
             rule = f"{owner}: {name}={value}, {upper}={values[upper]}; the rule is {name} < {upper}"
             require(value < values[upper], rule)

@@ -57,6 +57,7 @@ class _PairLoss(NamedTuple):
     #     good, bad              Δ_c and Δ_r of a loss with a reference, else π_c and π_r
     #     good_mean, bad_mean    the same divided by the response's tokens
     #     margin, mean_margin    the difference of the two
+    #     and fields of PairLogProbs
     # answers the losses [P], or (these, more metrics [P])
     formula: Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
     reference: bool = True
@@ -108,6 +109,13 @@ TABLE = {
     # conservative DPO. 2305.18290; Mitchell 2023 (cDPO)
     "dpo": _PairLoss(
         lambda margin, *, beta=0.1, label_smoothing=0.0: _smooth(beta * margin, label_smoothing)
+    ),
+    # DPO's loss plus nll_weight times −π_c/|y_c|, which holds up the chosen one; `loss/nll` is the second
+    # part. Iterative RPO, 2404.19733; TRL's rpo_alpha is nll_weight
+    "rpo": _PairLoss(
+        lambda margin, chosen, chosen_lengths, *, beta=0.1, label_smoothing=0.0, nll_weight=1.0: _compute_cpo(
+            margin, chosen / chosen_lengths, beta=beta, label_smoothing=label_smoothing, nll_weight=nll_weight
+        )
     ),
     # (−(1 − ε)·log σ(βΔ) + ε·log σ(−βΔ)) / (1 − 2ε): unbiased for DPO's loss when a share ε of the labels is
     # flipped; may be negative. 2403.00409
@@ -172,7 +180,7 @@ def _make_loss(name: str, row: _PairLoss) -> PreferenceLoss:
     lengths = [
         f"{side}_lengths"
         for side, mean in (("chosen", "good_mean"), ("rejected", "bad_mean"))
-        if mean in taken or "mean_margin" in taken
+        if {mean, "mean_margin", f"{side}_lengths"} & taken.keys()
     ]
     fields = [*PairLogProbs._fields[: 4 if row.reference else 2], *lengths]
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -30,6 +30,11 @@ def compute_row_mean(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
+def compute_row_sum(log_ratios: Tensor, mask: Tensor) -> Tensor:
+    """[B, 1] sum over a row's trained tokens of log-ratios [B, T], held within ±20."""
+    return torch.where(mask, log_ratios, 0.0).sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
 def compute_sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
     """[B, 1] geometric mean of a row's token ratios; 1 for a row without trained tokens. GSPO, 2507.18071."""
     mean = compute_row_mean(log_probs - old_log_probs, mask)

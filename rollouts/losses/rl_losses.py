@@ -16,6 +16,7 @@ from torch import Tensor
 from rollouts.losses.inputs import LossInputs
 from rollouts.losses.reductions import (
     compute_log_ratio,
+    compute_row_sum,
     compute_sequence_ratio,
     compute_token_ratio,
     select_top_fraction,
@@ -23,6 +24,8 @@ from rollouts.losses.reductions import (
 from rollouts.losses.terms import POLICY_LOSSES, PolicyTerm, policy_loss
 
 __all__ = ["POLICY_LOSSES", "compute_covariances"]
+
+HIGHEST_LOG_PROB = -1e-6  # of what else a token could have been: the log of 1 − 1 is infinite
 
 # --- one ratio per token ------------------------------------------------------------------------------------
 
@@ -104,10 +107,27 @@ def dppo_loss(
     ratio: rare tokens may move by large ratios. Paper: DPPO, 2602.04879. With mu_penalty_coef = 1e-3 this is
     the default loss of prime-rl (2602.02276).
     """
-    mu = inputs.need("rollout_log_probs")
-    ratio = compute_token_ratio(inputs.log_probs, mu)
-    low, high = _find_clipped(inputs.log_probs.detach().exp() - mu.exp(), advantages, -tv_low, tv_high)
-    return PolicyTerm(torch.where(low | high, 0.0, -advantages * ratio), ratio, low, high)
+    distance = inputs.log_probs.detach().exp() - inputs.need("rollout_log_probs").exp()
+    return _stop_beyond(inputs, advantages, distance, tv_low, tv_high)
+
+
+@policy_loss("mu")
+def dppo_kl_loss(
+    inputs: LossInputs, advantages: Tensor, *, kl_low: float = 0.05, kl_high: float = 0.05
+) -> PolicyTerm:
+    """dppo with the KL of "this token or another", engine || policy, as the distance: kl_high where A > 0 and
+    lp > mu, kl_low where A < 0 and lp < mu.
+
+    KL = p·(mu − lp) + (1 − p)·log((1 − p)/(1 − q)), p = e^mu, q = e^lp, in nats; a probability above 1 − 1e-6
+    counts as that. Paper: DPPO, 2602.04879 (binary KL).
+    """
+    mu, policy = inputs.need("rollout_log_probs"), inputs.log_probs.detach()
+    log_rest, log_policy_rest = (
+        torch.log(-torch.expm1(values.clamp(max=HIGHEST_LOG_PROB))) for values in (mu, policy)
+    )
+    gap, p = compute_log_ratio(mu, policy), mu.exp()
+    distance = (p * gap + (1 - p) * (log_rest - log_policy_rest)) * -gap.sign()
+    return _stop_beyond(inputs, advantages, distance, kl_low, kl_high)
 
 
 @policy_loss("none")
@@ -166,6 +186,31 @@ def gmpo_loss(
     bounded = torch.where(low, -clip_low, torch.where(high, clip_high, log_ratio))
     ratio = compute_sequence_ratio(bounded, torch.zeros_like(bounded), inputs.mask).expand_as(advantages)
     return PolicyTerm(-advantages * ratio, ratio, low, high)
+
+
+@policy_loss("mu")
+def vespo_loss(
+    inputs: LossInputs,
+    advantages: Tensor,
+    *,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+) -> PolicyTerm:
+    """−sg[φ(W)]·A·lp with φ(W) = W^k·exp(λ·(1 − W)), W = exp(sum over the row of lp − mu); k and λ by the
+    sign of A, those of A = 0 being the positive ones.
+
+    A smooth weight of the whole sequence, not of its mean: 1 at W = 1, largest at W = k/λ, and 0 for
+    sequences that have become unlikely or far likelier. The ratio metrics are of W. Paper: VESPO, 2602.10693;
+    defaults of TRL.
+    """
+    log_ratio = compute_row_sum(inputs.log_probs.detach() - inputs.need("rollout_log_probs"), inputs.mask)
+    ratio, positive = torch.exp(log_ratio), advantages >= 0
+    k = torch.where(positive, k_positive, k_negative)
+    decay = torch.where(positive, lambda_positive, lambda_negative)
+    weights = torch.exp(k * log_ratio + decay * (1 - ratio))
+    return PolicyTerm(-weights * advantages * inputs.log_probs, ratio.expand_as(weights))
 
 
 # --- tokens that would cost most entropy --------------------------------------------------------------------
@@ -258,6 +303,15 @@ def _token_ratio(inputs: LossInputs) -> Tensor:
 def _find_clipped(values: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """(tokens below `low` with A < 0, tokens above `high` with A > 0), [B, T] bool: they go outwards."""
     return (advantages < 0) & (values < low), (advantages > 0) & (values > high)
+
+
+def _stop_beyond(
+    inputs: LossInputs, advantages: Tensor, distance: Tensor, low: float, high: float
+) -> PolicyTerm:
+    """−A·exp(lp − mu), 0 where the update would go on beyond a signed distance of −low or high."""
+    ratio = compute_token_ratio(inputs.log_probs, inputs.need("rollout_log_probs"))
+    below, above = _find_clipped(distance, advantages, -low, high)
+    return PolicyTerm(torch.where(below | above, 0.0, -advantages * ratio), ratio, below, above)
 
 
 def _clip(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PolicyTerm:

@@ -29,6 +29,7 @@ LENGTHS = [2, 3, 4, 1]
 GOLDEN = """
 grpo      | 1.305579692 -0.783347815 -0.783347815 0.261115938
 centred   | 0.625 -0.375 -0.375 0.125
+lite_ppo  | 1.305579692 -0.783347815 -0.783347815 0.261115938 | as grpo, of a batch of one group
 rloo      | 0.833333333 -0.5 -0.5 0.166666667
 maxrl     | 1.666666667 -1 -1 0.333333333
 opo       | 0.75 -0.25 -0.25 0.25 | baseline (2·1 + 1·.5)/10
@@ -54,6 +55,13 @@ def test_one_group_matches_the_numbers_worked_by_hand(kind, expected):
     advantages = of_four(kind)
     assert advantages.dtype == np.float32
     np.testing.assert_allclose(advantages, numbers(expected), rtol=1e-6, atol=1e-9)
+
+
+def test_lite_ppo_divides_by_the_spread_of_the_whole_batch():
+    """Rewards 1, 0, 0, ½ and a group of 1, 1: their variance is (3.25 − 6·(3.5/6)²)/5 = .2416667."""
+    advantages = compute_group_advantages([*REWARDS, 1.0, 1.0], [7, 7, 7, 7, 8, 8], "lite_ppo")
+    expected = np.asarray([0.625, -0.375, -0.375, 0.125, 0, 0]) / (0.2416666667**0.5 + 1e-6)
+    np.testing.assert_allclose(advantages, expected, rtol=1e-6)
 
 
 ROWS = st.tuples(st.integers(0, 3), st.sampled_from([0.0, 1.0, 0.5, -0.25, 3.0]), st.integers(0, 9))
@@ -126,7 +134,7 @@ def test_gdpo_weighs_the_parts_and_leaves_details_out():
 @pytest.mark.parametrize(
     ("kind", "fields", "wrong"),
     read_cells("""
-gpro | | grpo, centred, rloo
+gpro | | grpo, centred, lite_ppo, rloo
 grpo | group_indices = [0] | group_indices has shape (1,)
 opo  | lengths = [1] | lengths has shape
 gdpo | named_rewards = { a = [1.0] } | named_rewards['a'] has shape

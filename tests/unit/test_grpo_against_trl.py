@@ -25,8 +25,6 @@ from rollouts.advantages import ADVANTAGES, AdvantageInputs
 from rollouts.config.schema import RLTrainingConfig
 from rollouts.loops.rl_batch import make_loss_spec
 from rollouts.losses import LOSSES, LossInputs, LossOutput
-from rollouts.losses.corrections import sequence_tis, token_tis
-from rollouts.losses.reductions import compute_log_ratio
 from rollouts.types import metric_values
 from tests.unit.test_against_trl import Model, table
 
@@ -55,25 +53,6 @@ METRICS = {
 
 
 # --- ours ---------------------------------------------------------------------------------------------------
-
-
-def weigh_as_vespo(inputs: LossInputs) -> Tensor:
-    """w^k·exp(λ·(1 − w)), w the product of the row's ratios to the engine: with `reinforce` TRL's "vespo"."""
-    log_ratio = compute_log_ratio(inputs.need_old(), inputs.need("rollout_log_probs")).sum(-1, keepdim=True)
-    rest = 1 - log_ratio.exp()
-    positive = inputs.need("advantages") >= 0
-    return torch.where(positive, (2 * log_ratio + 3 * rest).exp(), (3 * log_ratio + 2 * rest).exp())
-
-
-def clamp_token_weights(inputs: LossInputs, *, low: float, high: float) -> Tensor:
-    """TRL's "token_truncate" with a clip_min."""
-    return token_tis(inputs, cap=high).clamp(min=low)
-
-
-def drop_rows_above(inputs: LossInputs, *, cap: float) -> Tensor:
-    """TRL's "sequence_mask"."""
-    weights = sequence_tis(inputs, cap=1e8)
-    return torch.where(weights > cap, 0.0, weights)
 
 
 def score(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:

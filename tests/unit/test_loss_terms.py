@@ -148,6 +148,9 @@ def test_metrics_say_what_happened():
 
 WEIGHTS = """
 token_tis                                    | 1.221402758 0.904837418 1.349858808  e^(old − mu)
+token_tis(low=1, cap=1.3)                    | 1.221402758 1 1.3
+sequence_mask(low=0.5, high=1.4919)          | 1 1 1  e^.4 = 1.491824698
+sequence_mask(low=0.5, high=1.4918)          | 0 0 0
 icepop(low=1.0,high=2)                       | 1.221402758 0 1.349858808
 sequence_tis                                 | 1.491824698 1.491824698 1.491824698  e^.4
 sequence_tis(cap=1.25)                       | 1.25 1.25 1.25
@@ -328,11 +331,12 @@ dro         | entropy_coeff = 0.1                         | did you mean 'entrop
 ppo_clip    | correction = "tis"                          | Known: token_tis, icepop
 ppo_clip    | correction = "token_tis(cap)"               | is not of the form
 ppo_clip    | correction = "token_tis(cap=big)"           | is not of the form
-ppo_clip    | correction = "token_tis(limit=2)"           | it takes cap
+ppo_clip    | correction = "token_tis(limit=2)"           | it takes low, cap
 ppo_clip    | correction = "token_tis * "                 | '' is not known
 ppo_clip    | correction = "token_tis(cap=2) veto"        | is not of the form
 ppo_clip    | correction = "token_tis(cap=0)"             | cap=0.0
 ppo_clip    | correction = "sequence_tis(cap=-1)"         | cap=-1.0
+ppo_clip    | correction = "token_tis(low=2)"              | low=2.0, cap=2.0
 ppo_clip    | correction = "icepop(low=2, high=1)"        | low=2.0, high=1.0
 ppo_clip    | correction = "geometric_mask(high=0.5)"     | high=0.5
 ppo_clip    | correction = "veto(floor=0)"                | floor=0.0

@@ -34,7 +34,8 @@ OLD, LP, MU, REF = [-1.0, -0.5, -2.0], [-0.7, -0.9, -1.6], [-1.2, -0.4, -2.3], [
 W = [exp(0.2), exp(-0.1), exp(0.3)]  # exp(old − mu)
 NAN, INFINITY = math.nan, math.inf
 POLICY = [name for name in LOSSES if name not in ("sft", "value", "linear")]
-AGAINST_OLD = [name for name in POLICY if name not in ("importance_sampling", "reinforce", "dppo", "dro")]
+AGAINST_MU = ("importance_sampling", "dppo", "dppo_kl", "vespo")
+AGAINST_OLD = [name for name in POLICY if name not in (*AGAINST_MU, "reinforce", "dro")]
 # with these the choice of tokens by covariance does not depend on the micro-batch
 WHOLE = {"cov_fraction": 1.0, "cov_low": 0.1, "log_prob_mean": 0.0, "advantage_mean": 0.0}
 
@@ -95,6 +96,11 @@ sapo | | 1 | -6.501752 | | −2.346333 − 1.673274 − 2.482145
 sapo | | -1 | 6.215014 | | 2.250739 + 1.578335 + 2.385940
 dppo | | -1 | 3.66247398 | 1.64872127 0 2.01375271 | m₁ + m₃; e^lp − e^mu = .195, −.264, .102
 dppo       | tv_high = 0.15    |  1 | -2.62028337 | 0 -0.60653066 -2.01375271       | −m₂ − m₃
+dppo_kl | | 1 | -2.62028337 | 0 -0.60653066 -2.01375271 | −m₂ − m₃; KL .0786, .1414, .0377
+dppo_kl | | -1 | 3.66247398 | 1.64872127 0 2.01375271 | m₁ + m₃
+dppo_kl | kl_high = 0.03 | 1 | -0.60653066 | 0 -0.60653066 0 | −m₂
+vespo | | 1 | 0.61995566 | -0.193736145 -0.193736145 -0.193736145 | φ = e^(1.4 + 3·(1 − W)), W = e^.7
+vespo | | -1 | -3.44059835 | 1.07518698 1.07518698 1.07518698 | φ = e^(2.1 + 2·(1 − W))
 dro | | 1 | 3.22475 | -0.975 -1.025 -0.965 | .70625 + .90625 + 1.61225
 gspo       | unit = "sequences" |  1 | -1.0004   | 0 0 0                            | clipped
 gspo       | unit = "sequences" | -1 | 1.10517092 | 0.368390306 0.368390306 0.368390306 | s
@@ -160,7 +166,7 @@ def all_terms(name: str) -> dict[str, Any]:
     if name not in POLICY:
         return {"clip": 0.3} if name == "value" else {}
     masks = "geometric_mask(low=0.4, high=2.0) * veto(floor=0.05) * opsm(delta=0.2)"
-    if name in ("importance_sampling", "dppo"):
+    if name in AGAINST_MU:
         weights = "token_mask(low=0.4, high=2.0) * sequence_k3_mask(limit=1.0)"
     else:
         weights = f"token_tis(cap=1.5) * {masks}"
@@ -211,11 +217,11 @@ def test_micro_batches_add_up_whatever_the_padding_and_masked_tokens_leave_no_tr
 
 
 @pytest.mark.parametrize("terms", [False, True])
-@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("cispo", "gspo_token")])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("cispo", "gspo_token", "vespo")])
 def test_gradients_agree_with_finite_differences(name, terms):
-    """Those two hold part of lp constant. A correction and a rank by lp itself are constants as well."""
+    """Those three hold part of lp constant. A correction and a rank by lp itself are constants as well."""
     params = all_terms(name) if terms else whole(name)
-    if name in ("reinforce", "dro", "importance_sampling", "dppo"):
+    if name in (*AGAINST_MU, "reinforce", "dro"):
         params.pop("correction", None)
     fields = draw(7, rows=3, width=3)
     entropy = fields.pop("entropy").requires_grad_()
@@ -235,7 +241,7 @@ def test_what_is_not_finite_is_never_hidden_and_ratios_stay_finite(name):
     for advantage in (1.0, -1.0):
         impossible = make_inputs(advantage, log_probs=row(-INFINITY, -0.9, -1.6), old_log_probs=None)
         value, grad = run(name, impossible)
-        if name in ("sft", "linear", "value", "reinforce", "cispo", "dro"):
+        if name in ("sft", "linear", "value", "reinforce", "cispo", "dro", "vespo"):
             assert not math.isfinite(value)
         else:
             assert math.isfinite(value) and grad[0] == 0.0 and all(map(math.isfinite, grad))

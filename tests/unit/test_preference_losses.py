@@ -91,6 +91,8 @@ orpo         | beta = 1.0                            | 2.288750784
 orpo         | beta = 0.1                            | 2.028875078
 cpo          | beta = 0.1                            | 2.598138869 | −log σ(.2) + 10/5
 cpo          | beta = 0.1, label_smoothing = 0.1, nll_weight = 0.0 | 0.618138869 | −log σ(.2) + .1·.2
+rpo          | beta = 0.1                            | 2.620957048 | −log σ(.15) + 10/5
+rpo          | beta = 0.1, nll_weight = 0.5          | 1.620957048 | −log σ(.15) + ½·10/5
 sppo_hard    | beta = 0.1                            | 36.25       | (1 − 5)² + (−.5 + 5)²
 apo_zero     | beta = 0.1                            | 0.962523416 | 1 − σ(.1) + σ(−.05)
 apo_down     | beta = 0.1                            | 0.987549342 | σ(.1) + 1 − σ(.15)
@@ -197,6 +199,7 @@ def test_odds_are_exact_near_a_certain_and_near_an_impossible_response():
 METRICS = """
 dpo | rewards/chosen 0.1 | rewards/rejected -0.05 | rewards/margins 0.15 | rewards/accuracies 1
 cpo    | rewards/chosen -1   | rewards/rejected -1.2  | loss/nll 2 | logps/chosen -10 | logps/rejected -12
+rpo    | rewards/chosen 0.1 | loss/nll 2 | logps/chosen -10
 simpo  | rewards/chosen -4   | rewards/rejected -6    | logps/chosen -2 | logps/rejected -3
 orpo   | loss/nll 2 | log_odds/mean 1.094344277 | logps/chosen -2 | rewards/chosen -0.2
 kto    | rewards/chosen 0.1  | rewards/rejected -0.05 | kto/reference_point 0.05 | logps/rejected -12
