@@ -8,14 +8,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from integration_training.opening import HELD_OUT, Run, Stage, accuracy_key, say
+import trio
+
+from integration_training.opening import HELD_OUT, Backend, Run, Stage, accuracy_key, say
 from rollouts import __version__
 from rollouts.config.modes import stage_config
 from rollouts.crash_points import reach
 from rollouts.evaluation.evaluate import evaluate
+from rollouts.evaluation.policy_metrics import measure_responses
+from rollouts.generation.samples import convert_to_batch
 from rollouts.metrics.jsonl import drop_outdated, newest_attempts, read_rows
 from rollouts.models.devices import describe_device
 from rollouts.run_dir import replace_file
+from rollouts.types import Sample
 
 PAIRS = "pairs"  # the evaluation of held-out preferences
 LABELS = {"base": "base model", "sft": "after SFT", "preference": "after preferences", "rl": "after RL"}
@@ -62,9 +67,26 @@ async def evaluate_once(run: Run, opened: Stage, stage: str, step: int) -> None:
             seed=run.config.seed,
             reward_timeout_s=run.config.rollout.reward_timeout_s,
         )
+        seed = run.config.seed if config.policy_metrics else None
+        metrics = result.metrics(HELD_OUT, interval_seed=seed)
+        if config.policy_metrics:
+            metrics |= await measure_policy(run, opened.backend, result.scored)
     weights = await engine.weight_version()
     await run.logger.log_samples(f"eval-{stage}", step, weights, result.samples)
-    await run.logger.log_evaluation(stage, step, weights, HELD_OUT, result.metrics(HELD_OUT))
+    await run.logger.log_evaluation(stage, step, weights, HELD_OUT, metrics)
+
+
+async def measure_policy(run: Run, backend: Backend, samples: Sequence[Sample]) -> dict[str, float]:
+    """Metrics of the policy that gave the samples, under the trainer's weights and at the temperature of RL,
+    however the evaluation sampled. None where no sample has tokens.
+    """
+    samples = [sample for sample in samples if sample.response_length]
+    if not samples:
+        return {}
+    batch = convert_to_batch(samples, temperature=run.config.rollout.temperature)
+    scores = await backend.forward_with_entropy(batch).result()
+    found = await trio.to_thread.run_sync(measure_responses, batch, scores)
+    return {f"eval/{HELD_OUT}/{name}": value for name, value in found.items()}
 
 
 # --- the end ------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Required, TypedDict, TypeVar, Unpack
 
@@ -51,6 +51,7 @@ from rollouts.ranks.channel import NoOtherRanks, RankChannel
 from rollouts.ranks.group import AgreedFailure, Ranks
 from rollouts.types import (
     FloatArray,
+    FloatRows,
     ForwardBackwardResult,
     LossSpec,
     OptimParams,
@@ -304,13 +305,24 @@ class RankedTrainingBackend:
         """Log-probs [T_i] of every row's trained tokens at batch.temperature; of a scalar head its values
         before them. 0.0 elsewhere.
         """
+        return next(self._forward(batch))
+
+    @queued
+    def forward_with_entropy(self, batch: RolloutBatch) -> list[FloatRows]:
+        """What `forward` gives, then the entropies of the distributions that the same tokens are of: [T_i]
+        per row, nats, 0.0 where nothing trains. For models with a head of tokens.
+        """
+        return list(self._forward(batch))
+
+    def _forward(self, batch: RolloutBatch) -> Iterator[FloatRows]:
         blocks, _, portions = self._run_shares("forward", batch, None)
         parts: list[MicroBatch] = []
         values: list[FloatArray] = []
         for mine, block in zip(portions, blocks, strict=True):
             parts += [portion.micro_batch for portion in mine]
             values += split_values(block, [len(portion.micro_batch.targets) for portion in mine])
-        return spread_to_rows(parts, values, batch.tokens)
+        for kind in range(2):
+            yield spread_to_rows(parts, [both[kind] for both in values], batch.tokens)
 
     # --- weights
 

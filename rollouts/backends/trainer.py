@@ -199,18 +199,20 @@ class Trainer:
         )
 
     def forward(self, shares: Shares) -> list[FloatArray]:
-        """Of each rank: log-probs (of a scalar head: values) [sum of N] of its portions' pairs, in their
-        order. The shares have no loss.
+        """Of each rank, [2, sum of N]: log-probs and entropies (of a scalar head: values, twice) of its
+        portions' pairs, in their order. The shares have no loss.
         """
         share = self._receive_share(shares)
-        found: list[FloatArray] = [np.zeros(0, np.float32)]
+        found: list[FloatArray] = [np.zeros((2, 0), np.float32)]
         with torch.no_grad():
             for portion in share.portions:
                 run_agreed(self.ranks, self.check_open)
-                found.append(self._compute_outputs(portion, share).log_probs.float().cpu().numpy())
+                values, entropy = self._compute_outputs(portion, share)
+                both = torch.stack([values, values if entropy is None else entropy])
+                found.append(both.float().cpu().numpy())
         reshard(self.model)
-        blocks = all_gather_bytes(self.ranks, np.concatenate(found).tobytes())
-        return [np.frombuffer(block, np.float32) for block in blocks]
+        blocks = all_gather_bytes(self.ranks, np.concatenate(found, axis=1).tobytes())
+        return [np.frombuffer(block, np.float32).reshape(2, -1) for block in blocks]
 
     def _receive_share(self, shares: Shares) -> Share:
         if self.ranks.world_size == 1:

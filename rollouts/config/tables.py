@@ -277,6 +277,8 @@ class EvalConfig(SamplingConfig):
     """Evaluation on held-out prompts. Rows whose prompt occurs here are left out of every training stage."""
 
     data: Sources
+    policy_metrics: bool = False
+    """also intervals of the mean reward, and perplexity, entropy and diversity of what was sampled"""
 
 
 UPDATES = {  # how a reference follows the policy, with the numbers that it has unless others are given

@@ -1,6 +1,7 @@
 """How different responses are from each other. Tokens may be ids or words. Plain Python."""
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from itertools import chain
@@ -51,10 +52,12 @@ def compute_self_bleu(responses: Sequence[Sequence[Hashable]]) -> float:
             if found or n == 1:
                 terms.append(math.log(matches / found.total()) if found else -math.inf)
     scores: list[float] = []
-    for index, (response, terms) in enumerate(zip(responses, logs, strict=True)):
+    lengths = sorted(map(len, responses))
+    for response, terms in zip(responses, logs, strict=True):
         length = len(response)
-        others = [len(other) for place, other in enumerate(responses) if place != index]
-        closest = min(others, key=lambda other: (abs(other - length), other))
+        at = bisect_left(lengths, length)  # the first of its length: a second one comes next
+        beside = lengths[max(at - 1, 0) : at] + lengths[at + 1 : at + 2]
+        closest = min(beside, key=lambda other: abs(other - length))
         brevity = min(0.0, 1.0 - closest / length) if length else 0.0
         scores.append(math.exp(brevity + math.fsum(terms) / len(terms)))
     return math.fsum(scores) / len(scores)

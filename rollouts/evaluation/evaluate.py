@@ -1,19 +1,27 @@
 """Rewards of held-out prompts: every prompt is generated, scored and counted; a failure is a failure, not a
 0.
+
+maj@k, the reward of a majority vote. A sample votes for the number that its response ends with, as
+rollouts.rewards.math reads it, or, where there is none, for its text without white space around it and in
+lower case. The answer with the most votes wins, of equal ones that which was given first; the reward is that
+of the first sample that gave it.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean
 
 from rollouts.data.data_buffer import PromptRow
 from rollouts.errors import NotEnoughSamples
+from rollouts.evaluation.intervals import compute_bootstrap_interval
 from rollouts.evaluation.pass_at_k import compute_mean_pass_at_k
 from rollouts.generation.group import GroupPlan, failure_class_of, make_trajectory
 from rollouts.generation.samples import make_samples
 from rollouts.processes.nurseries import run_all
 from rollouts.protocols import GenerateFn, InferenceEngine, RewardFn
+from rollouts.rewards.consensus import compute_consensus
+from rollouts.rewards.math import find_final_number
 from rollouts.types import JSONValue, Sample, SamplingParams, Status
 
 MAX_FAILED_FRACTION = 0.2  # of the samples
@@ -34,27 +42,48 @@ class EvaluationResult:
     @property
     def mean_reward(self) -> float:
         """Mean reward over the scored samples: the accuracy where rewards are 0 and 1."""
-        return math.fsum(sample.reward or 0.0 for sample in self.scored) / len(self.scored)
+        return fmean(sample.reward or 0.0 for sample in self.scored)
 
-    def metrics(self, name: str) -> dict[str, float]:
+    def metrics(self, name: str, *, interval_seed: int | None = None) -> dict[str, float]:
         """Values for evaluations.jsonl. pass@k is there for k = 2, 4, 8, … up to `samples_per_prompt`, over
         the prompts of which k samples were scored, where rewards are all 0 and 1 (see `compute_pass_at_k`).
+        maj@k is over the prompts of which all samples were scored, if anywhere two agree. With a seed there
+        are also the bounds of avg@k's interval (see `compute_bootstrap_interval`), for which prompts are
+        resampled, each with the mean of its scored samples: samples of one prompt are alike.
         """
         scored, size = self.scored, self.samples_per_prompt
         values = {f"avg@{size}": self.mean_reward}
-        prompts = [self.samples[start : start + size] for start in range(0, len(self.samples), size)]
-        outcomes = [[one.reward == 1.0 for one in prompt if one.reward is not None] for prompt in prompts]
+        groups = (self.samples[start : start + size] for start in range(0, len(self.samples), size))
+        prompts = [[sample for sample in group if sample.reward is not None] for group in groups]
+        outcomes = [[sample.reward == 1.0 for sample in prompt] for prompt in prompts]
         for k in (2**power for power in range(1, size.bit_length())):
             enough = [answers for answers in outcomes if len(answers) >= k]
             if enough and {sample.reward for sample in scored} <= {0.0, 1.0}:
                 values[f"pass@{k}"] = compute_mean_pass_at_k(enough, k)
+        polls = [hold_vote(prompt) for prompt in prompts if len(prompt) == size]
+        if any(votes > 1 for _, votes in polls):
+            values[f"maj@{size}"] = fmean(winner.reward or 0.0 for winner, _ in polls)
+        if interval_seed is not None:
+            means = [fmean(sample.reward or 0.0 for sample in prompt) for prompt in prompts if prompt]
+            interval = compute_bootstrap_interval(means, seed=interval_seed)
+            values |= {f"avg@{size}/low": interval.low, f"avg@{size}/high": interval.high}
         values |= {
             "prompts": float(self.num_prompts),
             "failed": float(len(self.samples) - len(scored)),
-            "truncated/frac": sum(sample.status is Status.TRUNCATED for sample in scored) / len(scored),
-            "response_length/mean": math.fsum(sample.response_length for sample in scored) / len(scored),
+            "truncated/frac": fmean(sample.status is Status.TRUNCATED for sample in scored),
+            "response_length/mean": fmean(sample.response_length for sample in scored),
         }
         return {f"eval/{name}/{key}": value for key, value in values.items()}
+
+
+def hold_vote(samples: Sequence[Sample]) -> tuple[Sample, int]:
+    """The sample that first gave the answer with the most votes, by the rules at the top of this file, and
+    their number.
+    """
+    texts = [sample.response.strip().casefold() for sample in samples]
+    answers = [text if (number := find_final_number(text)) is None else number for text in texts]
+    consensus = compute_consensus(answers, ties="first")
+    return samples[consensus.rewards.index(1.0)], consensus.votes
 
 
 async def evaluate(

@@ -1,21 +1,24 @@
-"""What two policies' distributions say, exactly, over the whole vocabulary. Axes: N positions, V vocabulary,
-B rows, T tokens. In nats.
+"""What policies' distributions say, exactly, over the whole vocabulary, and what responses say of a policy.
+Axes: N positions, V vocabulary, B rows, T tokens. In nats.
 
-No gradient. Divergences are taken a tile of positions at a time (rollouts.losses.distillation). Responses'
-diversity is in rollouts.evaluation.diversity, intervals in rollouts.evaluation.intervals.
+No gradient. Divergences are taken a tile of positions at a time (rollouts.losses.distillation). Diversity of
+responses is in rollouts.evaluation.diversity, intervals in rollouts.evaluation.intervals.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rollouts.evaluation.diversity import compute_distinct_n, compute_self_bleu
 from rollouts.losses.distillation import compute_tiled_divergence
-from rollouts.types import Mean
+from rollouts.types import FloatRows, Mean, RolloutBatch
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyDivergence:
+class PolicyDivergence(NamedTuple):
     """Means over positions, in nats; they merge across batches and ranks."""
 
     kl: Mean  # KL(policy || reference)
@@ -77,3 +80,23 @@ def compute_perplexity(log_probs: Tensor, mask: Tensor) -> float | None:
         )
     kept = log_probs[mask].double()
     return float((-kept.mean()).exp()) if len(kept) else None
+
+
+def measure_responses(batch: RolloutBatch, scores: Sequence[FloatRows]) -> dict[str, float]:
+    """What the responses of a batch say of the policy that sampled them; `scores` are its log-probs and its
+    entropies, as `forward_with_entropy` of a backend gives them.
+
+    perplexity: exp of the mean negative log-prob; entropy: the mean; both over all trained tokens together.
+    distinct_1, distinct_2 and self_bleu: see rollouts.evaluation.diversity, of the ids of the trained tokens,
+    all rows together. What has no finite value is left out. The batch must have a token that trains.
+    """
+    mask = np.concatenate(batch.loss_masks)
+    log_prob, entropy = (np.concatenate(rows)[mask].mean(dtype=np.float64) for rows in scores)
+    responses = [row[own].tolist() for row, own in zip(batch.tokens, batch.loss_masks, strict=True)]
+    found = {
+        "perplexity": float(np.exp(-log_prob)),
+        "entropy": float(entropy),
+        **{f"distinct_{n}": compute_distinct_n(responses, n) for n in (1, 2)},
+        "self_bleu": compute_self_bleu(responses) if len(responses) > 1 else None,
+    }
+    return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}

@@ -7,7 +7,7 @@ from rollouts.errors import RunDirError
 from rollouts.inspect.record import Record
 from rollouts.run_dir import RunDir
 
-ACCURACY = r"^eval/.+/((avg|pass)@\d+|accuracy)$"  # metrics that are shares
+ACCURACY = r"^eval/.+/((avg|maj|pass)@\d+|accuracy)$"  # metrics that are shares
 # `telling()`: metrics that are shown first, in order; `troubles`: what went wrong in a step, by metric;
 # `step_facts`: what a step says of itself, by metric, with its heading (of two with one heading the later
 # counts); `describe_step(row)`: the text of each heading, of a row as JSON

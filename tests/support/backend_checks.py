@@ -53,6 +53,20 @@ async def check_slopes_and_weights_of_tokens(open_backend: OpenBackend) -> None:
     assert (mask & ~through).any(), "the batch has tokens that the clip cuts"
 
 
+async def check_entropies_come_with_log_probs(open_backend: OpenBackend) -> None:
+    """forward_with_entropy gives what forward gives, and entropies of the tokens that train, whose mean a
+    step reports too, unless the head is a scalar.
+    """
+    batch = make_batch()
+    backend: Any
+    async with open_backend() as backend:
+        plain = await backend.forward(batch)
+        log_probs, entropies = map(np.concatenate, await backend.forward_with_entropy(batch))
+        metric = (await backend.forward_backward(batch, SFT)).metrics.get("entropy/mean")
+    np.testing.assert_array_equal(log_probs, np.concatenate(plain))
+    assert metric is None or abs(entropies.sum() / batch.response_lengths.sum() - metric.value) < 1e-5
+
+
 async def check_too_many_non_finite_steps_raise(open_backend: OpenBackend) -> None:
     """The third in a row raises NonFiniteSteps; a good one in between starts the count again, and so does the
     error. A step that is given up does not stand between them.

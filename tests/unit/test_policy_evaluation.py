@@ -3,7 +3,8 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +18,15 @@ from rollouts.evaluation.diversity import compute_distinct_n, compute_self_bleu
 from rollouts.evaluation.evaluate import EvaluationResult, evaluate
 from rollouts.evaluation.intervals import compare_policies, compute_bootstrap_interval
 from rollouts.evaluation.pass_at_k import compute_pass_at_k
-from rollouts.evaluation.policy_metrics import compute_entropy, compute_perplexity, compute_policy_divergence
+from rollouts.evaluation.policy_metrics import (
+    compute_entropy,
+    compute_perplexity,
+    compute_policy_divergence,
+    measure_responses,
+)
 from rollouts.generation.generate import make_chat_generate
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
-from rollouts.types import Mean, Sample, SamplingParams, Status
+from rollouts.types import Mean, RolloutBatch, Sample, SamplingParams, Status
 from tests.support.fake_tokenizer import FakeTokenizer
 
 INF, NAN = float("inf"), float("nan")
@@ -186,18 +192,46 @@ async def test_a_failed_sample_is_counted_and_is_not_part_of_the_mean(autojump_c
     assert metrics["eval/sums/response_length/mean"] == 3  # "ok" and the stop token
 
 
+def read(size: int, rewards: Sequence[float | None], responses: Sequence[str] = ()) -> dict[str, float]:
+    """The metrics of prompts with so many samples each; the reward of one that failed is None."""
+    pairs: Any = itertools.zip_longest(rewards, responses, fillvalue="")
+    samples = [
+        Sample(id=str(at), prompt="?", reward=of, response=text) for at, (of, text) in enumerate(pairs)
+    ]
+    found = EvaluationResult(tuple(samples), size, len(samples) // size).metrics("m", interval_seed=3)
+    return {name.removeprefix("eval/m/"): value for name, value in found.items()}
+
+
 def test_pass_at_k_is_over_the_prompts_with_k_scored_samples():
-    """Rewards of three prompts, four samples each; None is a sample that failed."""
+    found = read(4, [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, None, 0.0, None, None, None, 0.0])
+    assert found["pass@2"] == pytest.approx((1 / 2 + 1) / 2)  # 1 − C(3,2)/C(4,2) and 1 − C(1,2)/C(3,2)
+    assert found["pass@4"] == 1.0
+    assert found["avg@4"] == pytest.approx(3 / 8)
+    assert "pass@2" not in read(4, [0.5] * 12), "nothing passes where rewards are not 0 and 1"
 
-    def result(*rewards: float | None) -> dict[str, float]:
-        samples = tuple(Sample(id=str(at), prompt="?", reward=reward) for at, reward in enumerate(rewards))
-        return EvaluationResult(samples, 4, 3).metrics("m")
 
-    found = result(1.0, 0.0, 0.0, 0.0, 1.0, 1.0, None, 0.0, None, None, None, 0.0)
-    assert found["eval/m/pass@2"] == pytest.approx((1 / 2 + 1) / 2)  # 1 − C(3,2)/C(4,2) and 1 − C(1,2)/C(3,2)
-    assert found["eval/m/pass@4"] == 1.0
-    assert found["eval/m/avg@4"] == pytest.approx(3 / 8)
-    assert "pass@2" not in "".join(result(*[0.5] * 12)), "nothing passes where rewards are not 0 and 1"
+def test_a_majority_votes_with_the_number_that_a_response_ends_with_or_its_text():
+    numbers, texts, tie = ["4", "it is 5", "5.0"], [" Blue", "red", "blue "], ["1", "2", "3"]
+    # 5 has two votes, blue two; of 1, 2 and 3 the first wins; in the last prompt a sample failed
+    rewards = [1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, None]
+    assert read(3, rewards, [*numbers, *texts, *tie, *numbers])["maj@3"] == pytest.approx(1 / 3)
+    assert "maj@3" not in read(3, [1.0] * 3, tie), "nobody agrees: there is nothing to compare"
+
+
+def test_bounds_of_the_mean_reward_are_of_the_means_of_prompts():
+    found = read(2, [1.0, 1.0, 0.0, None, None, None, 1.0, 0.0])
+    wanted = compute_bootstrap_interval([1.0, 0.0, 0.5], seed=3)
+    assert (found["avg@2/low"], found["avg@2/high"]) == (wanted.low, wanted.high)
+
+
+def test_responses_are_measured_over_their_own_tokens_together():
+    tokens = np.array([[9, 1, 2], [9, 9, 1]])
+    batch = RolloutBatch(tokens=tuple(tokens), loss_masks=(tokens[0] < 9, tokens[1] < 9))
+    log_probs, entropies = np.array([[[0, -0.5, -1], [0, 0, -1.5]], [[0, 0.5, 0.25], [0, 0, 0]]])
+    found = measure_responses(batch, (tuple(log_probs), tuple(entropies)))
+    bleu = math.sqrt(1 / 2 * 0.1), math.exp(1 - 2)  # of 1 2, of which only 1 is common; of 1, which is short
+    wanted = {"perplexity": math.e, "entropy": 0.25, "distinct_1": 2 / 3, "distinct_2": 1}
+    assert found == pytest.approx({**wanted, "self_bleu": sum(bleu) / 2})
 
 
 async def test_too_many_failures_are_an_error_and_not_a_mean(autojump_clock):

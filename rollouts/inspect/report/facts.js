@@ -2,7 +2,7 @@
 const PHASES = 6; // of which each has a colour; the rest of the step has the seventh
 const REST = "rest of the step";
 const PARTS = 20; // of the run's steps, over which failures are counted
-const ACCURACY = /^eval\/(.+)\/((?:avg|pass)@\d+|accuracy)$/;
+const ACCURACY = /^eval\/(.+)\/((?:avg|maj|pass)@\d+|accuracy)$/;
 const UPDATE = new RegExp([
   String.raw`(?<time>\S+)\s+attempt\s+(?<attempt>\d+)\s+(?<stage>\S+)\s+step\s+(?<step>\d+)\s+update\s+(?<update>\d+)`,
   String.raw`\s+version\s+(?<version>\d+)\s+loss\s+(?<loss>\S+)\s+kl\s+(?<KL>\S+)\s+beta\s+(?<β>\S+)`,

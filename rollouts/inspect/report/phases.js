@@ -137,7 +137,7 @@ function addEvaluations() {
   const rows = runs.flatMap((run, index) => run.evaluations.map((row) => ({ ...row, run: index })));
   if (!rows.length) return;
   const names = [...new Set(rows.flatMap((row) => Object.keys(row.metrics)))];
-  const main = names.filter((name) => /\/((avg|pass)@\d+|accuracy|rewards\/margins)$/.test(name));
+  const main = names.filter((name) => /\/((avg|maj|pass)@\d+|accuracy|rewards\/margins)$/.test(name));
   const lines = (metric) => runs.flatMap((run, index) => {
     const own = run.evaluations.filter((row) => metric in row.metrics);
     if (!own.length) return [];
