@@ -25,6 +25,7 @@ from rollouts.config.schema import RunConfig
 from rollouts.crash_points import arm_crash_points, reach
 from rollouts.errors import RunDirError, StorageError
 from rollouts.loops.stopping import Stop, end_overdue, end_unconnected, exit_now, watch_signals
+from rollouts.metrics.gpus import open_gpu_watch
 from rollouts.metrics.jsonl import next_attempt
 from rollouts.metrics.progress import Progress, open_progress
 from rollouts.metrics.writer import open_jsonl_logger
@@ -203,12 +204,14 @@ async def open_record(
     reach("start.directory_made")
     async with (
         open_trackers(run_dir, output.trackers, say=say),
+        open_gpu_watch() as measure,
         open_jsonl_logger(
             run_dir,
             attempt=attempt,
             samples_per_step=output.samples_per_step,
             token_arrays_bytes=TOKEN_ARRAYS,
             progress=progress,
+            measure=measure,
         ) as logger,
     ):
         yield logger

@@ -384,7 +384,15 @@ class TokenArrays:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardBackwardResult:
+class TimedResult:
+    """When a backend did what it was asked for."""
+
+    seconds: float | None = field(default=None, compare=False)  # on the device thread; None: not measured
+    queued: int = field(default=0, compare=False)  # jobs of that thread that were to be done before it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackwardResult(TimedResult):
     """What forward_backward did with a batch."""
 
     loss: float | None  # sum / denominator over the whole batch; None when skipped
@@ -395,7 +403,7 @@ class ForwardBackwardResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimStepResult:
+class OptimStepResult(TimedResult):
     """What optim_step did."""
 
     step: int  # optimizer steps done so far, this one included

@@ -15,7 +15,9 @@ import copy
 import functools
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Required, TypedDict, TypeVar, Unpack
 
@@ -57,6 +59,7 @@ from rollouts.types import (
     OptimParams,
     OptimStepResult,
     RolloutBatch,
+    TimedResult,
     Total,
 )
 
@@ -82,22 +85,28 @@ def queued(
     work: Callable[Concatenate[RankedTrainingBackend, P], T],
 ) -> Callable[Concatenate[RankedTrainingBackend, P], DeviceFuture[T]]:
     """A method that returns a future of `work`, which runs on the device thread after everything submitted
-    before, unless that failed.
+    before, unless that failed. What has a place for it is told how long it took.
     """
 
     @functools.wraps(work)
     def submit(self: RankedTrainingBackend, *args: P.args, **options: P.kwargs) -> DeviceFuture[T]:
+        queued = int(self.device_thread.statistics()["queued"])
+
         def job() -> T:
+            start = time.perf_counter()
             if self._failure is not None:
                 raise EarlierStepFailed(
                     f"a step before this one failed ({self._failure!r}); call reset()"
                 ) from self._failure
             try:
-                return work(self, *args, **options)
+                found = work(self, *args, **options)
             except BaseException as error:
                 self._failure = error
                 self._steps.discard_pending()
                 raise
+            if isinstance(found, TimedResult):
+                return replace(found, seconds=time.perf_counter() - start, queued=queued)
+            return found
 
         return self.device_thread.submit(job)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rollouts.data.scores import spread_scores
 from rollouts.loops.steps import StepHooks, StepsConfig, surround_steps
-from rollouts.loops.updates import record_updates, step_metrics, train
+from rollouts.loops.updates import record_updates, step_metrics, train, work_metrics
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import MetricsLogger, TrainingBackend
 from rollouts.types import FloatArray, LossSpec, RolloutBatch, metric_values
@@ -85,7 +85,7 @@ async def run_batch_steps(
                 if found is not None and forward.loss is not None:  # that of the surrogate
                     forward = dataclasses.replace(forward, loss=found.loss)
                     metrics |= {**metric_values(found.metrics), "loss/total": found.loss}
-                metrics |= timer.metrics()
+                metrics |= timer.metrics() | work_metrics([(forward, optim)])
                 trained_tokens = float(batch.response_lengths.sum())
                 metrics["perf/trained_tokens_per_s"] = trained_tokens / timer.seconds("train")
                 updates = record_updates(f"{stage} step {step}", [batch], [(forward, optim)])

@@ -58,6 +58,7 @@ from rollouts.loops.updates import (
     measure_kl,
     record_updates,
     train,
+    work_metrics,
 )
 from rollouts.loops.weight_push import BatchSource, WeightPush, open_weight_push
 from rollouts.metrics.contributions import UpdateRecord
@@ -247,6 +248,7 @@ def training_metrics(
         **last_pass_metrics(results, config.minibatches),
         **({"optim/updates": float(len(results))} if count_updates(config) > 1 else {}),
         **critic_metrics(critic_results, config.minibatches),
+        **work_metrics([*critic_results, *results]),
         "off_policy/mean": float(lags.mean()),
         "off_policy/max": float(lags.max()),
     }

@@ -49,6 +49,7 @@ class JsonlLogger:
     in_thread: bool
     shards: TokenShards | None
     files: Mapping[str, RecordFile] = field(default_factory=dict)  # by the stem of their name
+    measure: Callable[[], Mapping[str, float]] = dict  # what is measured beside the steps, since the last row
     refused_arrays: bool = False  # whether that was said
     # its queue is first come, first served
     turn: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
@@ -70,7 +71,7 @@ class JsonlLogger:
         anything is written, for a metric's name or value that may not be written.
         """
         head = self._head(stage, step, policy_version)
-        row = make_row(head, metrics)
+        row = make_row(head, {**metrics, **self.measure()})
 
         def write() -> None:
             for update in updates:
@@ -156,6 +157,7 @@ async def open_jsonl_logger(
     samples_per_step: int,
     token_arrays_bytes: int = 0,
     progress: Progress | None = None,
+    measure: Callable[[], Mapping[str, float]] = dict,
     time_unix: Callable[[], float] = time.time,
     part_bytes: int = PART_BYTES,
     in_thread: bool = True,
@@ -163,7 +165,8 @@ async def open_jsonl_logger(
     """A logger on the files of `run_dir`, made if missing and repaired if torn; flushed to the device on the
     way out.
 
-    token_arrays_bytes: of per-token arrays that are kept, 0 for none. in_thread: False where a thread may not
+    token_arrays_bytes: of per-token arrays that are kept, 0 for none. measure: called once a step, gives
+    metrics that are added to its row. in_thread: False where a thread may not
     be waited for, as under a mock clock; the event loop then waits for the disk.
     """
     shards = TokenShards(run_dir, attempt=attempt, limit_bytes=token_arrays_bytes)
@@ -171,6 +174,7 @@ async def open_jsonl_logger(
         attempt=attempt,
         samples_per_step=samples_per_step,
         progress=progress,
+        measure=measure,
         time_unix=time_unix,
         in_thread=in_thread,
         shards=shards if token_arrays_bytes else None,

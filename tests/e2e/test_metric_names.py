@@ -39,6 +39,7 @@ def logged_names(out: Path, config: Path, mode: str, *arguments: str) -> set[str
 def test_supervised_and_reinforced_with_everything_that_a_row_can_say(tmp_path: Path):
     names = logged_names(tmp_path / "run", TINY, "sft+rl", *EVERYTHING.split())
     assert {"loss/nll", "kl/coef", "clip_ratio/dual", "weight_sync/bytes", "eval/heldout/self_bleu"} <= names
+    assert {"perf/forward_backward_s", "perf/optim_step_s", "perf/trainer_queue/max"} <= names
     spans, samples, evaluations = (
         read_rows(tmp_path / "run" / f"{name}.jsonl") for name in ("spans", "samples", "evaluations")
     )

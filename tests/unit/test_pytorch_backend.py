@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import time
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rollouts.backends.open import choose_autocast_dtype
 from rollouts.config.tables import OptimConfig
 from rollouts.errors import BackendError
+from rollouts.loops.updates import work_metrics
 from rollouts.losses import LossInputs, LossOutput
 from rollouts.losses.reductions import reduce_loss
 from rollouts.testing import torch_contracts as contract
@@ -119,6 +121,20 @@ async def test_the_schedule_sets_the_learning_rate_unless_it_is_given():
             rates.append((await backend.optim_step(params)).lr)
     # warm-up to the peak at the second step, then a line to 0 at the fourth
     assert rates == pytest.approx([5e-3, 1e-2, 5e-3, 0.5, 0.0])
+
+
+async def test_results_say_how_long_the_work_took_and_how_much_was_to_be_done_before_it():
+    async with open_backend() as backend:
+        began = time.perf_counter()
+        submitted = [(backend.forward_backward(make_batch(), SFT), backend.optim_step()) for _ in range(3)]
+        results = [(await forward, await optim) for forward, optim in submitted]
+        took_s = time.perf_counter() - began
+    assert [(forward.queued, optim.queued) for forward, optim in results] == [(0, 1), (2, 3), (4, 5)]
+    found = work_metrics(results)
+    assert found["perf/trainer_queue/max"] == 5
+    parts = [found["perf/forward_backward_s"], found["perf/optim_step_s"]]
+    assert min(parts) > 0 and sum(parts) < took_s
+    assert parts[1] == pytest.approx(sum(optim.seconds for _, optim in results))
 
 
 async def test_bfloat16_autocast_stays_close_to_float32():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from urllib.request import urlopen
 import pytest
 
 from rollouts.errors import RowsRefused, SinkRefused, SinkUnavailable
+from rollouts.metrics.names import METRICS
 from rollouts.trackers.position import position_path, read_position
 from rollouts.trackers.sinks import Mark, Place, RunInfo, Sink, TrackedRow, open_sink
 from tests.support.otlp_collector import (
@@ -255,6 +257,20 @@ def test_dogstatsd_gets_every_row_with_its_time_and_tags(tmp_path: Path, monkeyp
         assert f"rollouts.loss.total:-2.0|g|#run:my_run,stage:rl,attempt:1|T{AT + 2}" in lines
     with pytest.raises(SinkUnavailable, match="nothing takes datagrams"):
         sink.send(make_rows(1))
+
+
+def test_every_metric_has_the_name_in_datadog_that_the_documentation_says(monkeypatch: pytest.MonkeyPatch):
+    names = {re.sub(r"\{\w+\}", "4", metric.name) for metric in METRICS}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+        server.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("DD_AGENT_HOST", "127.0.0.1")
+        monkeypatch.setenv("DD_DOGSTATSD_PORT", str(server.getsockname()[1]))
+        sink = open_named("statsd")
+        sink.send([TrackedRow("metrics", make_row(1, **dict.fromkeys(names, 1.0)))])
+        sink.close()
+        sent = {line.partition(":")[0] for line in receive_lines(server)}
+    documented = {f"rollouts.{name.replace('/', '.').replace('@', '_at_')}" for name in names}
+    assert sent == documented | {"rollouts.step"}
 
 
 # --- Prometheus ---------------------------------------------------------------------------------------------
