@@ -11,8 +11,8 @@ import pytest
 from rollouts.metrics.jsonl import newest_attempts, read_rows
 from rollouts.preflight.run_directory import lock_run_dir
 from rollouts.run_dir import RunDir
-from tests.e2e.compare import assert_same_run, weights_digest
 from tests.e2e.conftest import Train
+from tests.support.compare_runs import assert_same_run, weights_digest
 
 
 def flip_a_bit(file: Path) -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from rollouts.checkpoints.load import find_newest_checkpoint
 from rollouts.metrics.jsonl import read_rows
-from tests.e2e.compare import assert_same_run
 from tests.e2e.conftest import Train
 from tests.e2e.test_stop import arguments, run, stop_in
+from tests.support.compare_runs import assert_same_run
 
 pytestmark = pytest.mark.slow
 

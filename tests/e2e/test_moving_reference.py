@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rollouts.metrics.jsonl import read_rows
-from tests.e2e.compare import assert_same_run
 from tests.e2e.conftest import TINY, Train
+from tests.support.compare_runs import assert_same_run
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ import pytest
 
 from rollouts.checkpoints.load import find_newest_checkpoint
 from rollouts.metrics.jsonl import read_rows
-from tests.e2e.compare import assert_same_run
 from tests.e2e.conftest import TINY, Train
+from tests.support.compare_runs import assert_same_run
 from tests.support.text_tables import read_cells
 
 pytestmark = pytest.mark.slow

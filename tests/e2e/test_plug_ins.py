@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from rollouts.metrics.jsonl import read_rows
-from tests.e2e.compare import read_comparable, weights_digest
 from tests.e2e.conftest import Train
+from tests.support.compare_runs import read_comparable, weights_digest
 from tests.support.processes import find_processes
 
 pytestmark = pytest.mark.slow  # whole runs, several of them waiting for time-outs

@@ -11,8 +11,8 @@ import pytest
 from rollouts.advantages import AdvantageInputs
 from rollouts.metrics.jsonl import read_rows
 from rollouts.types import Sample
-from tests.e2e.compare import assert_same_run
 from tests.e2e.conftest import TINY, Train
+from tests.support.compare_runs import assert_same_run
 
 pytestmark = pytest.mark.slow
 

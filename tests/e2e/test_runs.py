@@ -18,8 +18,8 @@ import trio
 import integration_training.stages
 import integration_training.train
 from rollouts.metrics.jsonl import read_rows
-from tests.e2e.compare import assert_same_run, weights_digest
 from tests.e2e.conftest import SHORT, TINY, Train
+from tests.support.compare_runs import assert_same_run, weights_digest
 
 PATIENCE_S = 120.0
 

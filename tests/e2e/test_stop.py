@@ -18,10 +18,9 @@ import trio
 
 from rollouts.checkpoints.load import check_checkpoint, find_newest_checkpoint
 from rollouts.metrics.jsonl import read_rows
-from tests.e2e.compare import assert_same_run, read_comparable
 from tests.e2e.conftest import REPOSITORY, TINY, Train
 from tests.e2e.held_train import RELEASED
-from tests.support.compare_runs import find_differences
+from tests.support.compare_runs import assert_same_run, find_differences, read_comparable
 from tests.support.processes import find_processes, wait_until
 
 pytestmark = pytest.mark.slow

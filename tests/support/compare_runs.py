@@ -97,3 +97,9 @@ def _checkpoint_differences(stage: str, left: Path, right: Path, *, stopped: boo
         if names:
             found.append(f"{stage} step {step}: {', '.join(names)} differ")
     return found
+
+
+def assert_same_run(left: Path, right: Path, *, stopped: bool = False) -> None:
+    """Rows, and every file of every checkpoint: weights, optimizer, random state, the loop's state."""
+    differences = find_differences(left, right, stopped=stopped)
+    assert not differences, "\n".join(differences)

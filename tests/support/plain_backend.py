@@ -43,7 +43,8 @@ def save_scalar(kind: str, folder: Path) -> Path:
 def score_row(model: Any, tokens: Any, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-prob of each token and entropy before it, [T], 0 for the first: by the model's own logits."""
     ids = torch.as_tensor(tokens)
-    every = (model(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+    every = (logits / temperature).log_softmax(-1)
     found = every.gather(-1, ids[1:, None])[:, 0], -(every.exp() * every).sum(-1)
     return pad(found[0], (1, 0)), pad(found[1], (1, 0))
 

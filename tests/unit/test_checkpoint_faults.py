@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollouts.backends.captures import hold_together
 from rollouts.backends.state import read_state
@@ -25,29 +24,17 @@ from rollouts.errors import StorageError
 from rollouts.models.export import name_parts
 from rollouts.models.sharded import load_sharded_weights
 from rollouts.models.tokenizers import make_byte_tokenizer
-from rollouts.ranks.group import Ranks
 from rollouts.run_dir import RunDir
+from tests.unit.test_state_files import ALONE, make_model
 
-ALONE = Ranks(0, 1, 1, torch.device("cpu"))
 DRAWN = 8  # places of each file that are damaged
-
-
-def make_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "hidden_size": 8,
-        "intermediate_size": 12,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-    }
-    return LlamaForCausalLM(LlamaConfig(vocab_size=259, **sizes, tie_word_embeddings=True))
 
 
 class Trained:
     """A model that has trained a step. Each checkpoint is of a copy of its own."""
 
     def __init__(self) -> None:
-        self.model = make_model()
+        self.model = make_model(259)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.model(torch.tensor([[1, 2, 3]]), use_cache=False).logits.sum().backward()
         self.optimizer.step()
@@ -81,7 +68,7 @@ async def save(stage_dir: Path, step: int, held: Trained) -> Path:
 def assert_loads(checkpoint: Path, held: Trained) -> None:
     """Its bytes are as they were written, and a fresh model and optimizer take them."""
     check_checkpoint(checkpoint, hashes=True)
-    model = make_model()
+    model = make_model(259)
     assert read_state(checkpoint, model, ["steps"], ALONE).position == {"steps": 1.0}
     load_sharded_weights(model, checkpoint)
     weights = dict(model.named_parameters())

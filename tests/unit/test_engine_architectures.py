@@ -6,25 +6,20 @@ import copy
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import transformers
 
 from rollouts.errors import EngineError, ModelError
 from rollouts.models.decoding import whole_model
 from rollouts.models.decoding.opening import DEFAULT_CONTEXT, open_decoder
 from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.testing import engine_contracts
-from rollouts.testing.engine_contracts import make_request
-from rollouts.types import Completion, GenerateRequest
+from rollouts.types import Completion
 from tests.support.plain_backend import load_tiny
 from tests.support.text_tables import read_cells, read_params
-from tests.unit.test_local_engine import SHAPE as BASE
-from tests.unit.test_local_engine import check_exact, generate_all, open_engine
+from tests.unit.test_local_engine import check_exact, generate_all, make_model, make_requests, open_engine
 
 TINY = {"llama": "fast", "qwen3": "fast", "moe": "fast", "gemma": "cached", "mamba": "cached"}
-SHAPE: dict[str, Any] = BASE | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 # Families besides TINY that a cache of their own serves. GPT2: absolute positions; Bloom: only by the mask.
 CACHED = """
 Gemma3   | head_dim = 8, sliding_window = 20, layer_types = ["sliding_attention", "full_attention"], \
@@ -36,24 +31,6 @@ GPT2     |
 Bloom    | n_layer = 2, n_head = 4
 GptOss   | head_dim = 8, num_local_experts = 4, sliding_window = 6
 """
-
-
-def make_model(kind: str, **changes: Any) -> Any:
-    """A random model of that family; the same every time."""
-    model_class = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return model_class(model_class.config_class(**{**SHAPE, **changes})).eval()
-
-
-def make_requests(count: int) -> list[GenerateRequest]:
-    """Prompts of lengths 1..24, each shared by two requests, and responses of lengths 1..24."""
-    rng = np.random.default_rng(3)
-    prompts = [tuple(rng.integers(0, 101, length).tolist()) for length in (1, 24, 3, 9, 5, 14)]
-    return [
-        make_request(f"r{i:03}", prompt=prompts[i // 2 % 6], max_new_tokens=int(rng.integers(1, 25)))
-        for i in range(count)
-    ]
 
 
 def without_cache(monkeypatch: pytest.MonkeyPatch) -> None:

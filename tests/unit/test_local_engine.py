@@ -18,6 +18,7 @@ from rollouts.testing import engine_contracts
 from rollouts.testing.engine_contracts import asked, make_request
 from rollouts.testing.fakes import ScriptedEngine
 from rollouts.types import Completion, GenerateRequest, SamplingParams
+from tests.support.plain_backend import score_row
 from tests.support.text_tables import read_cells, read_params
 
 VOCAB = 101
@@ -29,16 +30,19 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 160,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
     "initializer_range": 0.3,  # else all tokens are about as likely and mistakes would not show
 }
 
 
-def make_model(kind: str = "Llama", **changes: Any) -> Any:
+def make_model(kind: str = "Llama", *, seed: int = 0, **changes: Any) -> Any:
     """A random model of that family; the same every time."""
+    model_class = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
     with torch.random.fork_rng():
-        torch.manual_seed(changes.pop("seed", 0))
-        config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **changes})
-        return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+        torch.manual_seed(seed)
+        return model_class(model_class.config_class(**{**SHAPE, **changes})).eval()
 
 
 @asynccontextmanager
@@ -63,12 +67,10 @@ async def generate_all(engine: LocalEngine, requests: list[GenerateRequest]) -> 
 
 def score(model: Any, request: GenerateRequest, completion: Completion) -> np.ndarray:
     """The model's own log-probs of the completion at the request's temperature."""
-    ids = torch.from_numpy(np.concatenate([request.prompt_ids, completion.token_ids]))
+    ids = np.concatenate([request.prompt_ids, completion.token_ids])
     with torch.no_grad():
-        logits = model(ids[None], use_cache=False).logits[0].float()
-    log_probs = (logits / (request.sampling.temperature or 1.0)).log_softmax(-1)
-    start = len(request.prompt_ids)
-    return log_probs[start - 1 : -1].gather(1, ids[start:, None])[:, 0].numpy()
+        scored, _ = score_row(model, ids, request.sampling.temperature or 1.0)
+    return scored[len(request.prompt_ids) :].numpy()
 
 
 async def check_exact(
@@ -83,11 +85,11 @@ async def check_exact(
 
 
 def make_requests(count: int) -> list[GenerateRequest]:
-    """Prompts of lengths 1..6, each shared by several requests, and responses of lengths 1..40."""
+    """Prompts of lengths 1..24, each shared by several requests, and responses of lengths 1..24."""
     rng = np.random.default_rng(3)
-    prompts = [tuple(rng.integers(0, VOCAB, length).tolist()) for length in (1, 6, 3, 2, 5, 4)]
+    prompts = [tuple(rng.integers(0, VOCAB, length).tolist()) for length in (1, 24, 3, 9, 5, 14)]
     return [
-        make_request(f"r{i:03}", prompt=prompts[i // 3 % 6], max_new_tokens=int(rng.integers(1, 40)))
+        make_request(f"r{i:03}", prompt=prompts[i // 3 % 6], max_new_tokens=int(rng.integers(1, 25)))
         for i in range(count)
     ]
 

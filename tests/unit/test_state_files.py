@@ -23,10 +23,10 @@ KINDS = ("exp_avg", "exp_avg_sq")
 ALONE = Ranks(0, 1, 1, torch.device("cpu"))
 
 
-def make_model() -> PreTrainedModel:
+def make_model(vocab_size: int = 11) -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=11, num_hidden_layers=1, **sizes, tie_word_embeddings=True)
+    config = LlamaConfig(vocab_size=vocab_size, num_hidden_layers=1, **sizes, tie_word_embeddings=True)
     return LlamaForCausalLM(config)
 
 
