@@ -129,6 +129,12 @@ class RewardModelTrainingConfig(PairStageConfig):
 
 
 CLIPPED_BY_SETTINGS = ("ppo_clip", "clip_cov")  # losses whose clip is rl.clip_low and rl.clip_high
+SEQUENCE_LOSSES = ("gspo", "gspo_token", "gmpo")  # losses whose own unit is sequences
+
+
+def choose_unit(loss: object) -> str:
+    """The unit of a loss of that name where none is set; a function of the user has tokens."""
+    return "sequences" if loss in SEQUENCE_LOSSES else "tokens"
 
 
 class AlgorithmConfig(LossConfig):
@@ -142,7 +148,9 @@ class AlgorithmConfig(LossConfig):
     """the name of a loss in docs/losses_policy.md, of [preference] in docs/losses_preference.md, or
     module:function"""
     normalise_by: Literal["tokens", "sequences", "sequence_sums", "constant"] = "tokens"
-    """constant: prompts * samples_per_prompt * max_new_tokens"""
+    """left out: the loss's own unit, sequences for gspo, gspo_token and gmpo; constant: prompts *
+    samples_per_prompt * max_new_tokens
+    """
     clip_low: PositiveFloat = 0.2
     """the ratio is clipped below 1 - clip_low; of ppo_clip and clip_cov"""
     clip_high: PositiveFloat = 0.2
@@ -213,10 +221,11 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _take_gae(cls, settings: Any) -> Any:
-        if isinstance(settings, dict) and settings.get("critic") is not None:
-            return {"advantage": "gae", **settings}
-        return settings
+    def _take_defaults(cls, settings: Any) -> Any:
+        if not isinstance(settings, dict):
+            return settings
+        gae = {} if settings.get("critic") is None else {"advantage": "gae"}
+        return {"normalise_by": choose_unit(settings.get("loss")), **gae, **settings}
 
     @model_validator(mode="after")
     def _consistent(self) -> RLTrainingConfig:
@@ -298,7 +307,8 @@ def list_tables(settings: AlgorithmConfig, changes: Sequence[AlgorithmChange]) -
     """The settings that a change may name, by piece: those of `settings`, then those from each change on.
 
     What a change does not name stays as it was before it, but another loss begins with the default parameters
-    and clips, and another advantage with the default parameters. While kl_coef moves from one value to
+    and clips, and with its own unit after one that had its own; another advantage begins with the default
+    parameters. While kl_coef moves from one value to
     another (kl_ramp_steps), its entry is the larger of the two.
     """
     fields = AlgorithmConfig.model_fields
@@ -309,6 +319,8 @@ def list_tables(settings: AlgorithmConfig, changes: Sequence[AlgorithmChange]) -
         for key, others in BEGINS_WITH.items():
             if key in named and named[key] != before[key]:
                 named = {name: fields[name].default for name in others} | named
+        if before["normalise_by"] == choose_unit(before["loss"]):
+            named = {"normalise_by": choose_unit(named.get("loss", before["loss"]))} | named
         if change.kl_ramp_steps:
             named["kl_coef"] = max(before["kl_coef"], change.kl_coef)
         tables.append(before | named)

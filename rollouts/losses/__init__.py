@@ -26,6 +26,7 @@ __all__ = [
     "LossInputs",
     "LossOutput",
     "check_loss_params",
+    "find_own_unit",
     "resolve_loss",
     "try_loss",
     "wants_entropy_gradient",
@@ -46,6 +47,14 @@ def resolve_loss(name: str) -> LossFn:
     be imported.
     """
     return cast(LossFn, find_function("loss", name, LOSSES, takes="(inputs, *, unit, ...)"))
+
+
+def find_own_unit(name: str) -> str:
+    """The unit that a loss is defined by: the default of `unit` in its signature, tokens where that has none.
+    Raises like resolve_loss.
+    """
+    parameter = inspect.signature(resolve_loss(name)).parameters.get("unit")
+    return parameter.default if parameter and isinstance(parameter.default, str) else "tokens"
 
 
 def check_loss_params(name: str, params: Mapping[str, object]) -> None:

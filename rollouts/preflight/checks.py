@@ -4,7 +4,7 @@ needed.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,30 +108,37 @@ def look_at_run(
 
 
 def check_losses(config: RunConfig, stages: Sequence[str], findings: Findings) -> None:
-    """Reports what check_loss raises for the stages that name a loss."""
+    """Reports what check_loss raises, and warns of, for the stages that name a loss."""
     for stage, section in (("preference", config.preference), ("rl", config.rl)):
         with findings.reporting(f"{stage}.loss"):
             if section and stage in stages:
-                check_loss(section)
+                for warning in check_loss(section):
+                    findings.note("warning", f"{stage}.normalise_by", warning)
 
 
-def check_loss(config: RLTrainingConfig | PreferenceTrainingConfig) -> None:
-    """Raises ConfigError or PlugInError if there is no such loss, or it cannot be called with these
-    parameters on what a batch will hold. Loads torch.
+def check_loss(config: RLTrainingConfig | PreferenceTrainingConfig) -> Collection[str]:
+    """What to warn of: a unit that is not the loss's own. Raises ConfigError or PlugInError if there is no
+    such loss, or it cannot be called with these parameters on what a batch will hold. Loads torch.
     """
     if isinstance(config, PreferenceTrainingConfig):
         from rollouts.losses.row_losses import check_preference_loss
 
         check_preference_loss(config.loss, config.loss_params)
-        return
+        return ()
     from rollouts.loops.rl_batch import make_loss_spec
-    from rollouts.losses import try_loss
+    from rollouts.losses import find_own_unit, try_loss
+
+    warnings: dict[str, None] = {}
 
     def check(settings: RLTrainingConfig) -> None:
         spec, both = make_loss_spec(settings), {"recompute_old": settings.recompute_old}
         try_loss(spec.name, spec.params, unit=spec.unit, reference=needs_reference(settings), **both)
+        own = find_own_unit(spec.name)
+        if spec.unit != own:
+            warnings[f"{spec.unit!r}, where loss {spec.name!r} is defined by {own!r}"] = None
 
     check_algorithms(config, check)
+    return warnings
 
 
 # --- servers ------------------------------------------------------------------------------------------------

@@ -373,7 +373,7 @@ OTHERS = """
     ("text", "flags", "same"),
     [
         ("", FREE, True),
-        ("", "--seed 0 --sft.optim.lr 1e-4 --rl.clip_low 0.2", True),  # the defaults
+        ("", "--seed 0 --sft.optim.lr 1e-4 --rl.normalise_by tokens", True),  # the defaults
         ("", FASTER, True),
         ("deterministic = true\n", FREE, True),
         ("deterministic = true\n", FASTER, False),

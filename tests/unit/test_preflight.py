@@ -67,7 +67,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(
         "rollouts.models.load.load_tokenizer", lambda path, *, chat_template: byte_tokenizer()
     )
-    monkeypatch.setattr(checks, "check_loss", lambda section: None)
+    monkeypatch.setattr(checks, "check_loss", lambda section: ())
     return tmp_path
 
 

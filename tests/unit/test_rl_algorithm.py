@@ -91,6 +91,13 @@ def test_another_loss_or_advantage_begins_with_its_default_parameters_and_the_sa
     assert (same.loss_params, same.clip_high) == ({"dual_clip": 3.0}, 0.28)
 
 
+def test_another_loss_begins_with_its_own_unit_where_the_one_before_had_its_own():
+    changes = {"from_step": 5, "loss": "gspo"}, {"from_step": 9, "loss": "cispo"}
+    for unit, units in (("tokens", ["tokens", "sequences", "tokens"]), ("constant", ["constant"] * 3)):
+        pieces = list_algorithms(rl_config(*changes, normalise_by=unit))
+        assert [piece.normalise_by for piece in pieces] == units
+
+
 def test_the_kl_coefficient_ramps_in_a_straight_line_from_where_it_was():
     config = rl_config(
         {"from_step": 11, "kl_coef": 0.3, "kl_ramp_steps": 10}, {"from_step": 31, "kl_coef": 0.0}, kl_coef=0.1

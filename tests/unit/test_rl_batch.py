@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from rollouts.advantages import ADVANTAGES
-from rollouts.config.schema import CriticConfig
+from rollouts.config.schema import CriticConfig, RunConfig
 from rollouts.errors import ConfigError, StalenessError, UserFunctionError
 from rollouts.loops.algorithm import find_advantages, make_kl_stop
 from rollouts.loops.rl import train_policy
@@ -22,7 +22,9 @@ from rollouts.loops.rl_batch import (
     plan_updates,
 )
 from rollouts.loops.updates import last_pass_metrics, measure_kl, merge_forwards, train
-from rollouts.preflight.checks import check_loss
+from rollouts.losses import LOSSES, find_own_unit
+from rollouts.preflight.checks import check_loss, check_losses
+from rollouts.preflight.findings import Findings
 from rollouts.testing.fakes import FakeBackend, open_fake_backend
 from rollouts.types import (
     FloatArray,
@@ -239,6 +241,19 @@ def test_the_loss_is_named_with_the_numbers_of_the_config(settings: str, params:
     )
     assert (spec.name, spec.params) == (changes.get("loss", "ppo_clip"), read_params(params) | kl)
     assert (spec.unit, spec.constant) == ("constant", 2 * 2 * 8)
+
+
+def test_a_loss_of_sequences_trains_by_sequences_unless_another_unit_is_set_and_that_is_said():
+    for name in LOSSES:
+        assert make_loss_spec(rl_config(loss=name)).unit == find_own_unit(name)
+    assert make_loss_spec(rl_config(loss="gspo")).unit == "sequences"
+    for unit, found in (
+        ("tokens", [("warning", "rl.normalise_by", "'tokens', where loss 'gspo' is defined by 'sequences'")]),
+        ("sequences", []),
+    ):
+        findings, config = Findings(raises=True), rl_config(loss="gspo", normalise_by=unit)
+        check_losses(RunConfig(rl=config), ["rl"], findings)
+        assert (make_loss_spec(config).unit, [*findings]) == (unit, found)
 
 
 # --- updates ------------------------------------------------------------------------------------------------
