@@ -11,7 +11,8 @@ from rollouts.protocols import TrainingBackend
 from rollouts.types import LossSpec
 
 VALUE_CLIP = 0.2  # updates of a step that move a value further gain nothing by it, in the reward's unit
-OWN_NAMES = ("value/", "return/")  # of metrics that only a critic has; the others get the prefix "critic/"
+# of metrics that only a critic has; the others get the prefix "critic/"
+OWN_NAMES = ("value/", "return/", "loss/value")
 
 
 async def train_critic(critic: TrainingBackend | None, updates: Sequence[Update]) -> list[UpdateResult]:

@@ -109,6 +109,7 @@ def add_advantages(
         means = np.asarray([row.mean() if len(row) else 0.0 for row in trained], np.float32)
         advantages = np.concatenate(trained)
     metrics["advantage/abs_mean"] = float(np.abs(advantages).mean())
+    metrics |= {"advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std())}
     means = np.where(batch.response_lengths, means, np.float32(0.0))
     return dataclasses.replace(batch, advantages=tokens, mean_advantages=means, returns=returns), metrics
 

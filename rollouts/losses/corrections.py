@@ -22,9 +22,10 @@ Without old_log_probs a loss takes its ratio against mu itself; a weight would c
 refused there. `reinforce` and `dro` have no ratio: for them q is the policy itself.
 
 Several are multiplied: "token_tis(cap=2) * veto(floor=1e-4)" is what the parameter `correction` of a loss
-takes, or a function. Log-ratios are held within ±20, as everywhere. Means are over the row's trained tokens;
-a row without any is kept. A NaN in what is compared gives weights of NaN, of the whole row where the row is
-judged.
+takes, or a function. Log-ratios are held within ±20, as everywhere, and a bound that could never act is
+refused; low = 0 and a high or cap of 4.85e8 or more say that there is none. Means are over the row's trained
+tokens; a row without any is kept. A NaN in what is compared gives weights of NaN, of the whole row where the
+row is judged.
 """
 
 import functools
@@ -56,8 +57,7 @@ CORRECTIONS: dict[str, Callable[..., Tensor]] = {}
 
 def _correction(compute: Callable[..., Tensor | Judged]) -> Callable[..., Tensor]:
     """Enters a function into CORRECTIONS, its numbers checked. It gives weights, or a statistic of tokens
-    or rows and what is dropped: the weight is 0 there, else 1, and NaN where the statistic is NaN, with which
-    every comparison is false.
+    or rows and what is dropped: the weight is 0 there, else 1, and NaN where the statistic is NaN.
     """
     name, signature = compute.__name__, inspect.signature(compute)
 
@@ -67,8 +67,8 @@ def _correction(compute: Callable[..., Tensor | Judged]) -> Callable[..., Tensor
         if isinstance(found, Tensor):
             return found
         statistic, dropped = found
-        kept = torch.ones_like(statistic).masked_fill(statistic.isnan(), torch.nan)
-        return torch.where(dropped, 0.0, kept).expand_as(inputs.log_probs)
+        weights = (~dropped).to(statistic.dtype).expand_as(inputs.log_probs)
+        return weights.masked_fill(statistic.isnan(), torch.nan)
 
     CORRECTIONS[name] = weigh
     return weigh

@@ -61,17 +61,21 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-# What numbers may be, by the name of the keyword; where a loss differs, by the loss and the name.
+# What numbers may be, by the name of the keyword; where a loss differs, by the loss and the name. Log-ratios
+# are held within ±20, ratios between 2.06e-9 and 4.85e8: a bound outside could never act.
+LEAST_BOUND = 2.07e-9
 RANGES = {
     name: interval
     for interval, names in {
         "(0, inf)": "beta clip cap importance_cap temperature clip_high tau_positive tau_negative"
         " gmpo.clip_low kl_low kl_high k_positive k_negative lambda_positive lambda_negative",
-        "[0, inf)": "low ratio_low limit delta kl_coef mu_penalty_coef cov_kl_coef gamma nll_weight centring"
+        "[0, inf)": "low ratio_low kl_coef mu_penalty_coef cov_kl_coef gamma nll_weight centring"
         " desirable_weight undesirable_weight dro.beta orpo.beta",
         "(0, 1]": "clip_low tv_low tv_high cov_fraction entropy_fraction policy_entropy_fraction",
         "[0, 1]": "divergence.beta",
-        "(0, 1)": "floor",
+        "(2.07e-9, 1)": "floor",
+        "[0, 20)": "delta sequence_k1_mask.limit",
+        "[0, 4.85e8)": "sequence_k3_mask.limit",
         "(1, inf)": "dual_clip",  # else every token with A < 0 has no gradient
         "[0, 0.5)": "label_smoothing",  # the share of labels believed wrong
         "(0, 0.5)": "exo.label_smoothing",
@@ -89,6 +93,9 @@ def check_numbers(owner: str, **values: Any) -> None:
             ends = {low: "[" in interval, high: "]" in interval}
             inside = low < value < high or ends.get(value, False)
             require(inside, f"{owner}: {name}={value} is outside its range; choose a number in {interval}")
+        if name in ("low", "ratio_low"):
+            rule = f"{owner}: {name}={value} never acts; choose 0, no lower bound, or more than {LEAST_BOUND}"
+            require(not 0 < (value or 0) < LEAST_BOUND, rule)
         upper = "cap" if "cap" in values else f"{name.removesuffix('low')}high"
         if name in ("low", "ratio_low", "cov_low") and upper in values:
             rule = f"{owner}: {name}={value}, {upper}={values[upper]}; the rule is {name} < {upper}"

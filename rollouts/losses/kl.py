@@ -75,8 +75,8 @@ def compute_kl_penalty(
     *,
     sampler_log_probs: Tensor | None = None,
 ) -> Tensor:
-    """[B, T] KL term of a loss. estimator: "k2", "k3" with ref − policy held within ±20, module:function, or
-    a function.
+    """[B, T] KL term of a loss. estimator: "k1", "k2" or "k3" with policy − ref held within ±20, so that a
+    token that a model cannot give has a finite term without gradient; module:function, or a function.
 
     With sampler_log_probs the estimate is multiplied by exp(policy − sampler), held within e^±20, and the
     gradient goes through both factors: unbiased for tokens of the sampler, and the expected gradient of "k1"
@@ -88,15 +88,13 @@ def compute_kl_penalty(
         "kl_estimator='k1' in a loss has an expected gradient of zero; use 'k2' or 'k3', set"
         " kl_importance=true, or put the KL term in the reward",
     )
-    if estimator == "k3":
-        found = kl_k3(compute_log_ratio(policy_log_probs, ref_log_probs), torch.zeros_like(ref_log_probs))
-    else:
+    both = policy_log_probs, ref_log_probs
+    if isinstance(estimator, str):
+        if estimator in KL_ESTIMATORS:
+            both = compute_log_ratio(*both), torch.zeros_like(ref_log_probs)
         takes = "(policy_log_probs, ref_log_probs)"
-        by_name = isinstance(estimator, str)
-        estimate = (
-            find_function("kl_estimator", estimator, KL_ESTIMATORS, takes=takes) if by_name else estimator
-        )
-        found = estimate(policy_log_probs, ref_log_probs)
+        estimator = find_function("kl_estimator", estimator, KL_ESTIMATORS, takes=takes)
+    found = estimator(*both)
     if sampler_log_probs is None:
         return found
     return compute_token_ratio(policy_log_probs, sampler_log_probs.detach()) * found

@@ -132,7 +132,10 @@ def dppo_kl_loss(
 
 @policy_loss("none")
 def dro_loss(inputs: LossInputs, advantages: Tensor, *, beta: float = 0.05) -> PolicyTerm:
-    """−A·lp + ½·beta·(lp − mu)²: direct reward optimisation. Papers: 2405.19107; 2501.12599."""
+    """−A·lp + ½·beta·(lp − mu)²: direct reward optimisation, token by token as in Tinker.
+
+    The papers (2405.19107; 2501.12599) square the sequence's log-ratio, not the token's.
+    """
     gap = inputs.log_probs - inputs.need("rollout_log_probs")
     return PolicyTerm(-advantages * inputs.log_probs + 0.5 * beta * gap.square())
 

@@ -23,6 +23,8 @@ Metrics (means over trained tokens, unless said otherwise; absent where the batc
     importance_weight/capped     share of tokens on which importance_cap bit
     importance_weight/dropped    share of tokens whose weight is 0; with `correction`
     entropy/mean                 nats
+    loss/policy|kl|entropy|mu_penalty  the parts of the loss, with their weights and coefficients; where the
+                                 unit is tokens they add up to it
 """
 
 import functools
@@ -125,18 +127,19 @@ def _finish(
         values |= {"clip_ratio": either, "clip_ratio/low": term.low, "clip_ratio/high": term.high}
     if terms.policy_entropy_fraction < 1:
         chosen = select_top_fraction(inputs.need("entropy"), inputs.mask, terms.policy_entropy_fraction)
-        token_losses = torch.where(chosen, token_losses, 0.0)
-    kl_terms = _compute_kl_terms(inputs, against, terms) if terms.kl_coef > 0 else 0.0
+        token_losses = _drop(token_losses, ~chosen, token_losses, inputs)
+    parts = {"loss/policy": token_losses}
+    if terms.kl_coef > 0:
+        parts["loss/kl"] = _compute_kl_terms(inputs, against, terms)
     weights = _find_weights(inputs, against, terms)
-    if weights is None:
-        token_losses = token_losses + kl_terms
-    else:
+    if weights is not None:
         if inputs.note_weights is not None:
             inputs.note_weights(weights)
         # without a ratio, kl_importance has multiplied the KL term by exp(lp − mu) already
-        kl_weights = 1.0 if terms.kl_importance and against == "none" else weights
-        # a dropped token is dropped whatever it holds: a product with 0 would keep what is not finite
-        token_losses = torch.where(weights == 0, 0.0, token_losses * weights + kl_terms * kl_weights)
+        once = terms.kl_importance and against == "none"
+        for name, part in parts.items():
+            weighed = part if once and name == "loss/kl" else part * weights
+            parts[name] = _drop(weighed, weights == 0, part, inputs)
         area = "importance_weight"
         values |= {f"{area}/{stat}": weights for stat in ("mean", "max", "ess")}
         values[f"{area}/mean_square"] = weights.square()
@@ -145,13 +148,22 @@ def _finish(
         else:
             values[f"{area}/capped"] = weights >= terms.importance_cap
     if terms.entropy_coef != 0:
-        token_losses = token_losses - terms.entropy_coef * _choose_entropy(inputs, terms)
+        parts["loss/entropy"] = -terms.entropy_coef * _choose_entropy(inputs, terms)
     if terms.mu_penalty_coef > 0:
-        gap = inputs.log_probs - inputs.need("rollout_log_probs")
-        token_losses = token_losses + terms.mu_penalty_coef * gap.square()
+        gap = compute_log_ratio(inputs.log_probs, inputs.need("rollout_log_probs"))
+        parts["loss/mu_penalty"] = terms.mu_penalty_coef * gap.square()
+    token_losses = functools.reduce(torch.add, parts.values())
     return LossOutput(
-        *reduce_loss(token_losses, inputs.mask, unit), collect_token_metrics(values, inputs.mask)
+        *reduce_loss(token_losses, inputs.mask, unit), collect_token_metrics(values | parts, inputs.mask)
     )
+
+
+def _drop(losses: Tensor, dropped: Tensor, unweighted: Tensor, inputs: LossInputs) -> Tensor:
+    """[B, T] the losses, 0 where dropped: also of an impossible token, of which a product with 0 is none. A
+    NaN is not dropped.
+    """
+    spoilt = unweighted.isnan() & (inputs.log_probs != -torch.inf)
+    return torch.where(dropped & ~spoilt, 0.0, losses)
 
 
 def _compute_kl_terms(inputs: LossInputs, against: RatioAgainst, terms: Terms) -> Tensor:

@@ -28,7 +28,7 @@ def critic_loss(inputs: LossInputs, *, unit: LossUnit = "tokens", clip: float | 
 
     v are inputs.log_probs, which a backend with a scalar head fills with its values. A value beyond the clip
     whose clipped error is the larger has exactly no gradient. Paper: 1707.06347, and the clip of its code.
-    Metrics: value/mean, return/mean, value/clip_ratio (share of tokens without gradient),
+    Metrics: loss/value, value/mean, return/mean, value/clip_ratio (share of tokens without gradient),
     value/explained_variance. Raises ConfigError without returns, on a clip that is not positive or lacks
     old_values, ValueError on shapes that differ.
     """
@@ -42,9 +42,10 @@ def critic_loss(inputs: LossInputs, *, unit: LossUnit = "tokens", clip: float | 
         clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
         means["value/clip_ratio"] = ((values - old).abs() > clip) & (clipped > squares)
         squares = torch.maximum(squares, clipped)
+    losses = means["loss/value"] = 0.5 * squares
     metrics = collect_token_metrics(means, inputs.mask)
     if metrics:
         target, missed = (values[inputs.mask].double() for values in (returns, error))
         sums = torch.stack([target, target.square(), missed, missed.square()]).sum(-1).tolist()
         metrics["value/explained_variance"] = ExplainedVariance(float(len(target)), *sums)
-    return LossOutput(*reduce_loss(0.5 * squares, inputs.mask, unit), metrics)
+    return LossOutput(*reduce_loss(losses, inputs.mask, unit), metrics)

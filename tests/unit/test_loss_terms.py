@@ -26,7 +26,7 @@ from rollouts.losses.kl import (
     make_truncated_kl,
     make_weighted_kl,
 )
-from rollouts.types import metric_values
+from rollouts.types import merge_metrics, metric_values
 from tests.support.text_tables import read_cells, read_params
 from tests.unit.test_losses import (
     AGAINST_OLD,
@@ -38,6 +38,7 @@ from tests.unit.test_losses import (
     POLICY,
     REF,
     M,
+    R,
     W,
     make_inputs,
     row,
@@ -111,7 +112,46 @@ def test_only_tokens_of_high_entropy_get_the_policy_term_and_a_dropped_token_wha
         assert run("reinforce", inputs, **params) == (pytest.approx(2.5), [0.0, -1.0, -1.0])
 
 
+def test_terms_of_a_token_that_the_policy_cannot_give_are_finite_and_without_gradient():
+    """lp − ref and lp − mu are held at −20."""
+    inputs = make_inputs(0.0, log_probs=row(-INFINITY, -0.9, -1.6), old_log_probs=None)
+    terms: dict[str, Any] = {"kl_coef": 1.0, "mu_penalty_coef": 1.0}
+    value, grad = run("ppo_clip", inputs, **terms)
+    assert value == pytest.approx(0.5 * 400 + 0.045 + 0.005 + 400 + 0.25 + 0.49)
+    assert grad == pytest.approx([0.0, -0.3 - 1.0, -0.1 + 1.4])
+    value, grad = run("ppo_clip", inputs, kl_estimator="k1", kl_importance=True, **terms)
+    assert math.isfinite(value) and grad[0] == 0.0
+
+
+def test_the_parts_of_a_loss_add_up_to_it():
+    params = {"kl_coef": 0.5, "entropy_coef": 0.1, "mu_penalty_coef": 1.0, "correction": "token_tis"}
+    out = LOSSES["cispo"](make_inputs(), **params)
+    found = metric_values(out.metrics)
+    parts = {
+        "loss/policy": -sum(w * r * lp for w, r, lp in zip(W, R, LP, strict=True)),
+        "loss/kl": 0.5 * sum(w * kl for w, kl in zip(W, K2, strict=True)),
+        "loss/entropy": -0.1 * 3.0,
+        "loss/mu_penalty": 0.99,
+    }
+    assert {name: 3 * found[name] for name in parts} == pytest.approx(parts)
+    assert float(out.sum.detach()) == pytest.approx(sum(parts.values()))
+    alone = LOSSES["cispo"](make_inputs())
+    assert {name for name in alone.metrics if name.startswith("loss/")} == {"loss/policy"}
+    critic = LOSSES["value"](make_inputs(), clip=0.05)
+    assert metric_values(critic.metrics)["loss/value"] == pytest.approx(2.11625 / 3)
+
+
+@pytest.mark.parametrize("nats", [-17.0, -19.0, -40.0])
+def test_equal_weights_have_a_whole_effective_sample_size_however_small_they_are(nats):
+    parts = [
+        LOSSES["ppo_clip"](make_inputs(log_probs=row(*MU) + nats, old_log_probs=None)).metrics
+        for _ in range(2)
+    ]
+    assert metric_values(merge_metrics(parts))["mismatch/ess"] == pytest.approx(1.0, abs=1e-12)
+
+
 METRICS = """
+"loss/policy" = -1.210737990  # (−1.2·e^.2 − e^−.4·e^−.1 − 1.2·1.3)/3
 clip_ratio = 0.666666667
 "clip_ratio/low" = 0
 "clip_ratio/high" = 0.666666667
@@ -200,6 +240,38 @@ def test_a_nan_is_never_hidden_by_a_correction(name, advantage):
         advantage, log_probs=row(-INFINITY, -0.9, -1.6), old_log_probs=row(-INFINITY, -0.5, -2.0)
     )
     assert parse_correction(name)(far).isfinite().all()
+
+
+ACTING = """
+veto(floor=2.1e-9)            token_mask(low=2.1e-9)   icepop(low=2.1e-9)  geometric_mask(low=2.1e-9)
+sequence_k1_mask(limit=19.99) sequence_k3_mask(limit=18.99)  opsm(delta=19.99)
+"""
+
+
+def test_the_widest_bounds_that_are_taken_drop_a_token_that_the_trainer_cannot_give():
+    inputs = make_inputs(
+        advantages=row(-1), log_probs=row(-INFINITY), old_log_probs=row(-INFINITY), rollout_log_probs=row(-1),
+        **dict.fromkeys(("ref_log_probs", "entropy", "returns", "old_values")),
+    )  # fmt: skip
+    for text in ACTING.split():
+        assert parse_correction(text)(inputs).tolist() == [[0.0]], text
+    assert parse_correction("token_mask(low=0, high=1e9)")(inputs).tolist() == [[1.0]]
+
+
+DROPPED_WITH_NAN = """
+log_probs         | nan -0.9 -1.6  | correction = "geometric_mask"
+old_log_probs     | -8.0 nan -2.0  | correction = "veto(floor=0.5)"
+rollout_log_probs | nan -0.4 9.0   | correction = "veto"
+advantages        | nan 1 1        | correction = "token_mask(low=2, high=3)"
+log_probs         | nan -0.9 -1.6  | policy_entropy_fraction = 0.3
+ref_log_probs     | nan -0.6 -1.5  | correction = "geometric_mask", kl_coef = 0.1
+"""
+
+
+@pytest.mark.parametrize(("field", "values", "params"), read_cells(DROPPED_WITH_NAN))
+def test_a_nan_in_a_row_that_is_dropped_is_not_hidden(field, values, params):
+    inputs = make_inputs(**{field: row(*map(float, values.split()))})
+    assert LOSSES["ppo_clip"](inputs, **read_params(params)).sum.isnan()
 
 
 @pytest.mark.parametrize("name", POLICY)
@@ -342,6 +414,14 @@ ppo_clip    | correction = "geometric_mask(high=0.5)"     | high=0.5
 ppo_clip    | correction = "veto(floor=0)"                | floor=0.0
 ppo_clip    | correction = "sequence_k1_mask(limit=-1)"   | limit=-1.0
 ppo_clip    | correction = "opsm(delta=-1)"               | delta=-1.0
+ppo_clip    | correction = "veto(floor=1e-9)"             | floor=1e-09 is outside
+ppo_clip    | correction = "token_mask(low=1e-9)"         | low=1e-09 never acts; choose 0, no lower bound
+ppo_clip    | correction = "geometric_mask(low=2e-9)"     | low=2e-09 never acts
+ppo_clip    | correction = "icepop(low=1e-12)"            | low=1e-12 never acts
+cispo       | ratio_low = 1e-9                            | ratio_low=1e-09 never acts
+ppo_clip    | correction = "sequence_k1_mask(limit=20)"   | limit=20.0
+ppo_clip    | correction = "sequence_k3_mask(limit=5e8)"  | limit=500000000.0
+ppo_clip    | correction = "opsm(delta=20)"               | delta=20.0
 """
 
 

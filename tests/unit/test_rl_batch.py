@@ -175,7 +175,8 @@ def test_an_advantage_of_ones_own_may_answer_per_token_and_takes_its_parameters(
     batch, metrics = add_advantages(batch_of([1.0, -1.0], [7, 7], [0, 0]), config, by_token)
     assert batch.advantages is not None
     assert [row.tolist() for row in batch.advantages] == [[0.0, 0.5, 1.0], [0.0, -0.5, -1.0]]
-    assert metrics["advantage/abs_mean"] == 0.75
+    expected = {"advantage/abs_mean": 0.75, "advantage/mean": 0.0, "advantage/std": 0.625**0.5}
+    assert metrics == pytest.approx(expected)
     with pytest.raises(ConfigError, match=r"'m:by_token' is not one of grpo, .* pass a function of your own"):
         find_advantages(config, {})
 
