@@ -23,6 +23,7 @@ from rollouts.advantages.inputs import (
     take_trained,
 )
 from rollouts.errors import ConfigError
+from rollouts.types import Status
 
 
 class GAEResult(NamedTuple):
@@ -98,14 +99,17 @@ def compute_gae_advantages(
     critic_lam: float | None = None,
     alpha: float | None = None,
     whiten: bool = True,
+    bootstrap_truncated: bool = False,
 ) -> GAEResult:
     """`compute_gae` over the batch: what a run with a critic takes as its advantages, and the returns that
     its critic is trained on.
 
     alpha: lam is that of `compute_length_adaptive_lambda` for each row, and `lam` must be left out. whiten:
-    `whiten_advantages` over the batch's tokens; returns stay as they are. A trajectory's segments are
-    episodes of their own, each of which ends with its reward. Raises ConfigError without a critic's values,
-    and for alpha beside lam; else what `compute_gae` raises.
+    `whiten_advantages` over the batch's tokens; returns stay as they are. bootstrap_truncated: what follows a
+    row whose sample was truncated is worth the critic's value before the row's last trained token, the newest
+    that there is, instead of 0; the row's reward counts beside it. A trajectory's segments are episodes of
+    their own, each of which ends with its reward. Raises ConfigError without a critic's values, and for alpha
+    beside lam; ValueError for bootstrap_truncated without samples; else what `compute_gae` raises.
     """
     if len(inputs.values) != len(inputs.rewards):
         raise ConfigError(
@@ -122,7 +126,13 @@ def compute_gae_advantages(
         lengths = [np.count_nonzero(mask) for mask in inputs.loss_masks]
         lams = compute_length_adaptive_lambda(lengths, alpha=alpha)
     rows = inputs.token_rewards, inputs.values, inputs.loss_masks
-    result = compute_gae(*rows, gamma=gamma, lam=lams, critic_lam=critic_lam)
+    bootstrap = np.zeros(len(inputs.values))
+    if bootstrap_truncated:
+        require(inputs.samples, "bootstrap_truncated needs samples, whose status says which rows were cut")
+        for row, (sample, mask) in enumerate(zip(inputs.samples, inputs.loss_masks, strict=True)):
+            if sample.status is Status.TRUNCATED and mask.any():
+                bootstrap[row] = inputs.values[row][mask][-1]
+    result = compute_gae(*rows, gamma=gamma, lam=lams, critic_lam=critic_lam, bootstrap_values=bootstrap)
     if whiten:
         return result._replace(advantages=whiten_advantages(result.advantages, inputs.loss_masks))
     return result
