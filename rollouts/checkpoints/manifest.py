@@ -66,13 +66,9 @@ def drop_from_cache(path: Path) -> None:
     """Asks the system to forget a file that is synced, so that reading it asks the disk. A hint: what reads
     next may come from memory still.
     """
-    if not hasattr(os, "posix_fadvise"):
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

@@ -140,14 +140,9 @@ def open_store(launch: Launch) -> tuple[TCPStore, Callable[[], TCPStore], Store]
         meeting: Store = next(rendezvous("env://", launch.rank, launch.world_size, timeout=patience))[0]
         if launch.rank == 0:
             host = LOOPBACK if launch.on_one_node else ""
-            listener = socket.create_server((host, 0))
-            port = listener.getsockname()[1]
-            options: dict[str, Any] = {"master_listen_fd": listener.detach(), "is_master": True}
-            store = TCPStore(
-                LOOPBACK, port, wait_for_workers=False, timeout=dt.timedelta(seconds=COME_S), **options
-            )
-            meeting.set("address", str(port))
-            again = partial(TCPStore, LOOPBACK, port, wait_for_workers=False, timeout=FOREVER)
+            store = host_store(host, dt.timedelta(seconds=COME_S))
+            meeting.set("address", str(store.port))
+            again = partial(TCPStore, LOOPBACK, store.port, wait_for_workers=False, timeout=FOREVER)
             return store, again, meeting
         host = LOOPBACK if launch.on_one_node else launch.master_addr
         until = time.monotonic() + patience.total_seconds()
@@ -164,6 +159,16 @@ def open_store(launch: Launch) -> tuple[TCPStore, Callable[[], TCPStore], Store]
     except DistError as error:
         reason = f"not all ranks came to {where} within {patience.total_seconds():g} s ({error})"
         raise RankLost(0, "start-up", reason.split("\n", 1)[0]) from error
+
+
+def host_store(host: str, timeout: dt.timedelta, size: int | None = None) -> TCPStore:
+    """A TCPStore of this process on a port of its own, on the interface of `host`, "" for all: by itself it
+    would listen on all of them, and it asks nobody for a key. `size`: of the group that meets there.
+    """
+    with socket.create_server((host, 0)) as listener:
+        port = listener.getsockname()[1]
+        options: dict[str, Any] = {"master_listen_fd": listener.detach(), "is_master": True}
+        return TCPStore(LOOPBACK, port, size, wait_for_workers=False, timeout=timeout, **options)
 
 
 def exchange_hellos(launch: Launch, store: Store, hello: Mapping[str, Any]) -> list[Any]:

@@ -3,7 +3,6 @@ rollouts.weight_sync.broadcast.
 """
 
 import importlib
-import socket
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -16,12 +15,13 @@ import torch.distributed
 import trio
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from rollouts.engines.processes import HOST
+from rollouts.engines.processes import HOST, find_free_port
 from rollouts.engines.sglang import SGLangServer
 from rollouts.engines.vllm import VLLMServer
 from rollouts.errors import EngineError, WeightSyncError
 from rollouts.processes.nurseries import run_all
 from rollouts.protocols import InferenceEngine
+from rollouts.ranks.meet import host_store
 from rollouts.weight_sync.broadcast import BUCKET_BYTES, PROGRESS_S, Broadcast, Peer
 from rollouts.weight_sync.flat_buckets import FlatBucket
 
@@ -78,7 +78,7 @@ class SGLangPeer:
                 " 1, or update from disk"
             )
         size = 1 + server.world_size
-        store = listen_for_group(size, self._timeout)
+        store = host_store(HOST, self._timeout, size)
         make = partial(make_group, store, name, size, self._timeout, wire=self._wire)
 
         async def meet() -> None:
@@ -128,19 +128,6 @@ class SGLangPeer:
             await self._server.leave_group(self._group_name)
 
 
-def listen_for_group(size: int, timeout: timedelta) -> Any:
-    """A TCPStore on a port of its own, on the loopback interface alone: by itself it would listen on all of
-    them, and it asks nobody for a key.
-    """
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        options: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
-        make = cast(Any, torch.distributed).TCPStore
-        return make(HOST, port, size, is_master=True, timeout=timeout, **options)
-
-
 def make_group(store: Store, name: str, size: int, timeout: timedelta, *, wire: Wire) -> Any:
     """Rank 0 of a group that torch's own helper makes on the other side, which names it so in the store.
 
@@ -174,11 +161,9 @@ class VLLMPeer:
         await self._server.start_weight_update()
 
     async def _join(self) -> None:
-        with socket.socket() as listener:  # the server is told the port before the other side listens there
-            listener.bind((HOST, 0))
-            port = listener.getsockname()[1]
         size = 1 + await self._server.get_world_size()
-        meeting = {"master_address": HOST, "master_port": port, "world_size": size}
+        # the server is told the port before the other side listens there
+        meeting = {"master_address": HOST, "master_port": find_free_port(), "world_size": size}
 
         async def meet() -> None:
             self._group = await run_on(self.device, lambda: import_vllm_endpoint().trainer_init(meeting))

@@ -26,8 +26,9 @@ from torch.distributed.distributed_c10d import (
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.errors import EngineSilent, EngineUnreachable, WeightSyncError
 from rollouts.models.load import load_hf_model, resolve_model
+from rollouts.ranks.meet import host_store
 from rollouts.weight_sync.broadcast import Broadcast
-from rollouts.weight_sync.broadcast_servers import SGLangPeer, listen_for_group, make_group, open_broadcast
+from rollouts.weight_sync.broadcast_servers import SGLangPeer, make_group, open_broadcast
 from rollouts.weight_sync.flat_buckets import FlatBucket, flatten_tensors, split_buckets
 
 CPU = torch.device("cpu")
@@ -278,7 +279,7 @@ def read_listening() -> set[str]:
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads Linux's table of sockets")
 def test_nobody_outside_this_machine_reaches_a_groups_ports():
     timeout, before = timedelta(seconds=60), read_listening()
-    store = listen_for_group(1, timeout)
+    store = host_store("127.0.0.1", timeout, 1)
     group = make_group(store, "g", 1, timeout, wire="gloo")
     try:
         assert read_listening() - before <= {"0100007F"} <= read_listening()
