@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollouts.errors import PlugInError, check_keywords
-from rollouts.types import FilterDecision, SampleGroup
+from rollouts.types import FilterDecision, SampleGroup, Status
 
 GroupFilter = Callable[..., FilterDecision]
 KEEP = FilterDecision(keep=True)
@@ -112,6 +112,14 @@ def check_response_diversity(group: SampleGroup, *, min_unique_fraction: float =
     )
 
 
+def check_some_complete(group: SampleGroup) -> FilterDecision:
+    """Drops a group all of whose trajectories were cut at the token limit ("truncated"), which is what
+    `rl.mask_truncated` would leave nothing of.
+    """
+    complete = any(sample.status is not Status.TRUNCATED for sample in group.ends)
+    return _decide(complete, "truncated", f"all {len(group.ends)} samples were cut at the token limit")
+
+
 def check_reasonable_length(
     group: SampleGroup, *, min_tokens: int = 1, max_tokens: int = 4096, max_outside_fraction: float = 0.5
 ) -> FilterDecision:
@@ -152,6 +160,7 @@ FILTERS: Mapping[str, GroupFilter] = {
         check_mixed_accuracy,
         check_consensus,
         check_response_diversity,
+        check_some_complete,
         check_reasonable_length,
         check_quality_and_diversity,
     )

@@ -178,6 +178,8 @@ rl.loss:
     loss_type loss_fn policy_loss_type policy_loss loss_mode
 rl.normalise_by:
     loss_agg_mode loss_reduction token_level_loss normalize_by
+rl.mask_truncated:
+    mask_truncated_completions overlong_filtering apply_overlong_filtering overlong_filter
 rl.updates_per_batch:
     num_iterations ppo_epochs num_updates_per_batch update_epochs_per_batch
 rl.minibatches:

@@ -209,6 +209,10 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
     """an update is undone, and none follows on its batch, if KL(before the batch || after it) is above, in
     nats per token; 0: never
     """
+    mask_truncated: bool = False
+    """samples cut at the token limit count in their group's statistics and train nothing; a group of nothing
+    else is dropped
+    """
     updates_per_batch: PositiveInt = 1
     """times that each batch is trained on: optimizer steps, or passes of `minibatches` of them"""
     minibatches: PositiveInt = 1

@@ -22,7 +22,7 @@ from rollouts.config.schema import CLIPPED_BY_SETTINGS, RLTrainingConfig
 from rollouts.errors import ConfigError, StalenessError, UserFunctionError
 from rollouts.loops.updates import Update
 from rollouts.protocols import LogProbScorer, TrainingBackend
-from rollouts.types import FloatArray, IntArray, LossSpec, RolloutBatch, Sample, number_trajectories
+from rollouts.types import FloatArray, IntArray, LossSpec, RolloutBatch, Sample, Status, number_trajectories
 
 MINIBATCH_STREAM = 0x6D696E69  # keeps the draws apart from others with the same seed
 
@@ -112,6 +112,19 @@ def add_advantages(
     metrics |= {"advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std())}
     means = np.where(batch.response_lengths, means, np.float32(0.0))
     return dataclasses.replace(batch, advantages=tokens, mean_advantages=means, returns=returns), metrics
+
+
+def leave_out_truncated(batch: RolloutBatch) -> RolloutBatch:
+    """The batch in which no token of a trajectory trains whose last segment was truncated. Its rows stay;
+    they are in no denominator of tokens or sequences.
+    """
+    numbers = find_trajectories(batch).tolist()
+    ends = dict(zip(numbers, batch.samples, strict=True))
+    kept = np.asarray([ends[number].status is not Status.TRUNCATED for number in numbers])
+    masks = tuple(mask & keep for mask, keep in zip(batch.loss_masks, kept, strict=True))
+    assert batch.mean_advantages is not None
+    means = np.where(kept, batch.mean_advantages, np.float32(0.0))
+    return dataclasses.replace(batch, loss_masks=masks, mean_advantages=means)
 
 
 def make_advantage_inputs(batch: RolloutBatch, config: RLTrainingConfig) -> AdvantageInputs:

@@ -21,7 +21,7 @@ from rollouts.config.schema import RLTrainingConfig, RunConfig
 from rollouts.config.tables import RolloutConfig
 from rollouts.data.rows import Row
 from rollouts.errors import ConfigError, PlugInError, RolloutsError, UserFunctionError
-from rollouts.filters import FILTERS
+from rollouts.filters import FILTERS, check_some_complete
 from rollouts.loops.algorithm import check_algorithms
 from rollouts.preflight.findings import Findings
 from rollouts.preflight.rows import Rows
@@ -57,7 +57,9 @@ def load_functions(
     """Every function as it is, in this process. Reports PlugInError for one that does not import or does not
     take what its role passes, ConfigError where a stage lacks one; the message names the setting.
     """
-    rollout = config.rollout
+    rollout, filters = config.rollout, list(config.rollout.filters)
+    if config.rl and config.rl.mask_truncated:
+        filters.append(check_some_complete.__name__)
 
     def load(key: str, name: str, role: Role) -> Any:
         with findings.reporting(key):
@@ -85,7 +87,7 @@ def load_functions(
         reward=load("rl.rollout.reward", rollout.reward, "reward"),
         group_reward=load("rl.rollout.group_reward", rollout.group_reward, "group_reward"),
         eval_reward=load("eval.reward", config.eval.reward if config.eval else "", "reward"),
-        filters=tuple(load("rl.rollout.filters", name, "filter") for name in rollout.filters),
+        filters=tuple(load("rl.rollout.filters", name, "filter") for name in filters),
         curriculum=load("rl.curriculum", config.rl.curriculum if config.rl else "", "curriculum"),
     )
     with findings.reporting("rl.advantage"):

@@ -7,7 +7,7 @@ import pytest
 
 from rollouts.errors import ConfigError, PlugInError
 from rollouts.filters import FILTERS, make_filter
-from rollouts.types import FilterDecision, Sample, SampleGroup
+from rollouts.types import FilterDecision, Sample, SampleGroup, Status
 from tests.support.text_tables import read_cells, read_params
 
 KEPT = FilterDecision(keep=True)
@@ -79,6 +79,14 @@ def test_a_trajectory_of_several_segments_counts_once():
     assert FILTERS["check_min_reward"](group, min_reward=0.6).detail.startswith(
         "mean reward 0.5 of 2 samples"
     )
+
+
+def test_a_group_of_truncated_samples_alone_is_dropped():
+    group = make_group([0, 1])
+    cut = tuple(replace(sample, status=Status.TRUNCATED) for sample in group.samples)
+    decision = FILTERS["check_some_complete"](replace(group, samples=cut))
+    assert decision == FilterDecision(False, "truncated", "all 2 samples were cut at the token limit")
+    assert FILTERS["check_some_complete"](replace(group, samples=(cut[0], group.samples[1]))) == KEPT
 
 
 UNJUDGED = """

@@ -204,6 +204,19 @@ async def test_rl_trains_syncs_and_logs_once_per_step(autojump_clock):
     np.testing.assert_allclose(found, [-0.70710578, 0.0, 0.70710578], atol=1e-5)
 
 
+async def test_truncated_samples_count_in_the_mean_of_their_group_and_train_nothing(autojump_clock):
+    def cut_one(request: GenerateRequest) -> ScriptedReply:
+        return ScriptedReply(finish="length" if request.request_id.endswith("s001") else "stop")
+
+    run = RLRun({"mask_truncated": True, "advantage": "centred", "steps": 1}, script=cut_one)
+    row = (await run.run())[0]
+    [batch] = run.backend.batches
+    assert batch.response_lengths.astype(bool).tolist() == [True, False] * 2
+    assert [advantages[-1] for advantages in batch.advantages or ()] == [0.5, -0.5] * 2
+    assert row["truncated/frac"] == 0.5
+    assert row["loss/tokens"] == batch.response_lengths.sum() > 0
+
+
 @pytest.mark.parametrize(("checkpoint_every", "saved"), [(0, [2]), (1, [1, 2])])
 async def test_a_run_whose_rewards_keep_failing_stops_with_its_complete_steps_saved(
     autojump_clock, checkpoint_every, saved

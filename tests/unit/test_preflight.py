@@ -120,6 +120,9 @@ eval: work: 1 prompts x 1 samples each time, at most 10 tokens
 
 
 def test_a_good_run_has_findings_and_no_error(house):
+    masked = RL.replace("[rl.rollout]", "mask_truncated = true\n[rl.rollout]")
+    run, _ = look_at(house, SFT + masked + FILTERS, ("sft", "rl"))
+    assert [filter_.__name__ for filter_ in run.functions.filters] == ["keep", "check_some_complete"]
     _, findings = look_at(house, SFT + RL + FILTERS + EVAL, ("sft", "rl"))
     assert {finding.level for finding in findings} == {"ok"}
     # a prompt of n letters takes 8 + n tokens and the assistant's header 11

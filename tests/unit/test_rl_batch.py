@@ -18,6 +18,7 @@ from rollouts.loops.rl_batch import (
     add_log_probs,
     check_staleness,
     compute_lags,
+    leave_out_truncated,
     make_loss_spec,
     plan_updates,
 )
@@ -33,6 +34,7 @@ from rollouts.types import (
     Mean,
     RolloutBatch,
     Sample,
+    Status,
 )
 from tests.support.text_tables import read_cells, read_params
 from tests.unit.test_loops import rl_config
@@ -97,6 +99,16 @@ def test_segments_of_one_trajectory_count_once_in_the_advantages_of_a_batch():
     assert [row.tolist() for row in batch.advantages] == [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0], [0.0, -1.0, -1.0]]
     assert batch.mean_advantages is not None
     assert batch.mean_advantages.tolist() == [1.0, 1.0, -1.0]
+
+
+def test_all_segments_of_a_truncated_trajectory_are_left_out_of_the_loss():
+    rows = segmented(batch_of([1.0, 1.0, 0.0], [7, 7, 7], [0, 0, 0]), "g7-s0", "g7-s0.1", "g7-s1")
+    cut = dataclasses.replace(rows.samples[1], status=Status.TRUNCATED)
+    rows = dataclasses.replace(rows, samples=(rows.samples[0], cut, rows.samples[2]))
+    left = leave_out_truncated(add_advantages(rows, rl_config(advantage="centred"))[0])
+    assert left.response_lengths.tolist() == [0, 0, 2]
+    assert left.mean_advantages is not None
+    assert left.mean_advantages.tolist() == [0.0, 0.0, -0.5]
 
 
 def test_the_kl_that_is_taken_off_is_that_of_the_whole_trajectory():
