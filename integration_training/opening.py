@@ -37,7 +37,7 @@ from rollouts.models.load import load_hf_model
 from rollouts.preflight.checks import PreparedRun
 from rollouts.preflight.functions import weigh
 from rollouts.preflight.reward_models import CRITIC as CRITIC_MODEL
-from rollouts.preflight.reward_models import REWARD, check_tokens, find_scalar_model
+from rollouts.preflight.reward_models import REWARD, TEACHER, check_tokens, find_scalar_model
 from rollouts.protocols import (
     GenerateFn,
     InferenceEngine,
@@ -286,8 +286,8 @@ async def open_scorer(run: Run, opened: Stage, completed: Callable[[], int]) -> 
     from where it was at the stage's newest checkpoint.
     """
     config, rule = run.config.reference, run.config.reference.rule()
-    common = scorer_options(run, opened)
     if rule is not None:
+        common = scorer_options(run, opened)
         saved = (opened.newest or opened.start) / REFERENCE
         common |= {"rule": UpdateRule(*rule), "dtype": getattr(torch, config.dtype)}
         where = saved if opened.newest and saved.is_dir() else opened.start
@@ -295,13 +295,35 @@ async def open_scorer(run: Run, opened: Stage, completed: Callable[[], int]) -> 
             moving.follow(opened.backend, completed)
             yield moving
         return
-    if config.where == "trainer":
-        opening = open_frozen_reference(opened.start, dtype=config.dtype, say=say, **common)
-    else:
-        kind, size = await find_server_kind(config.where), read_vocab_size(opened.backend)
-        opening = open_server_reference(config.where, kind=kind, vocab_size=size, api_key=read_api_key(kind))
-    async with opening as reference:
-        yield reference
+    path = opened.start if config.where == "trainer" else None
+    opening = choose_scorer(run, opened, path, "reference.where", config.where)
+    async with await opening as scorer:
+        yield scorer
+
+
+@asynccontextmanager
+async def open_teacher(run: Run, opened: Stage) -> AsyncIterator[LogProbScorer | None]:
+    """The model of [rl.distillation]; None without it."""
+    config = opened.section.distillation
+    if config is None:
+        yield None
+        return
+    opening = choose_scorer(run, opened, run.teacher, TEACHER, config.teacher)
+    async with await opening as teacher:
+        yield teacher
+
+
+async def choose_scorer(
+    run: Run, opened: Stage, path: Path | None, setting: str, url: str
+) -> AbstractAsyncContextManager[LogProbScorer]:
+    """The model at `path`, or else what the server at `url`, the value of `setting`, serves. Raises as
+    find_server_kind.
+    """
+    if path is not None:
+        dtype = run.config.reference.dtype
+        return open_frozen_reference(path, dtype=dtype, say=say, **scorer_options(run, opened))
+    kind, size = await find_server_kind(setting, url), read_vocab_size(opened.backend)
+    return open_server_reference(url, kind=kind, vocab_size=size, api_key=read_api_key(kind))
 
 
 def scorer_options(run: Run, opened: Stage) -> dict[str, Any]:
@@ -313,15 +335,15 @@ def scorer_options(run: Run, opened: Stage) -> dict[str, Any]:
     }
 
 
-async def find_server_kind(url: str) -> Literal["vllm", "sglang"]:
-    """What serves the reference: of the two only vLLM tells its version to anybody. Raises ConfigError for a
+async def find_server_kind(setting: str, url: str) -> Literal["vllm", "sglang"]:
+    """What serves there: of the two only vLLM tells its version to anybody. Raises ConfigError for a
     server that does not answer.
     """
     try:
         async with httpx.AsyncClient(trust_env=False) as client:
             answer = await client.get(f"{url.rstrip('/')}/version")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ConfigError(f"reference.where={url!r} does not answer ({error}); start the server") from error
+        raise ConfigError(f"{setting}={url!r} does not answer ({error}); start the server") from error
     return "vllm" if answer.is_success else "sglang"
 
 

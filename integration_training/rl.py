@@ -4,7 +4,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
-from integration_training.opening import Run, Stage, open_reward, open_scorer
+from integration_training.opening import Run, Stage, open_reward, open_scorer, open_teacher
 from integration_training.surroundings import surround
 from rollouts.checkpoints.load import load_trainer_state
 from rollouts.crash_points import reach
@@ -33,7 +33,11 @@ async def train_rl(run: Run, opened: Stage) -> int:
     opening: Any = nullcontext()
     if needs_reference(config):
         opening = open_scorer(run, opened, lambda: backend.weight_version)
-    async with open_reward(run, opened) as reward, opening as reference:
+    async with (
+        open_reward(run, opened) as reward,
+        opening as reference,
+        open_teacher(run, opened) as teacher,
+    ):
         buffer = DataBuffer(run.rows.training["rl"], seed=run.config.seed)
         manager = make_manager(run, opened, buffer, reward)
         batches, loop = CurriculumBatches(run, opened, buffer, manager), LoopState(config.kl_coef)
@@ -72,6 +76,7 @@ async def train_rl(run: Run, opened: Stage) -> int:
             advantages=run.functions.advantages,
             state=loop,
             critic=opened.critic,
+            teacher=teacher,
             **surround(run, opened, hold_state=hold_state, reference=reference),
         )
     return len(history)
@@ -93,6 +98,7 @@ def make_manager(run: Run, opened: Stage, buffer: DataBuffer, reward: RewardFn |
         seed=run.config.seed,
         policy_version=lambda: opened.backend.weight_version,
         max_staleness=config.max_staleness,
+        needs_reward=config.rollout.is_scored,
         spans=run.spans,
     )
 

@@ -195,6 +195,7 @@ TOKEN_LEVEL = (  # fields of RolloutBatch beside `tokens` that have one array [T
     "rollout_log_probs",
     "old_log_probs",
     "ref_log_probs",
+    "teacher_log_probs",
     "advantages",
     "returns",
     "old_values",
@@ -215,6 +216,7 @@ class RolloutBatch:
     rollout_log_probs: FloatRows | None = None  # nats; mu
     old_log_probs: FloatRows | None = None  # nats; trainer's recompute, when rl.recompute_old
     ref_log_probs: FloatRows | None = None  # nats; frozen reference
+    teacher_log_probs: FloatRows | None = None  # nats; the policy's own where the teacher says nothing
     advantages: FloatRows | None = None
     mean_advantages: FloatArray | None = (
         None  # [B] of each row over the tokens that train, 0 of none; for the record

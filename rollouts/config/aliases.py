@@ -184,6 +184,8 @@ rl.updates_per_batch:
     num_iterations ppo_epochs num_updates_per_batch update_epochs_per_batch
 rl.minibatches:
     ppo_n_minibatches num_mini_batches n_minibatches
+rl.distillation.teacher:
+    teacher_model_name_or_path teacher_model_path teacher_model
 rl.kl_stop (nats per token, asked after every update):
     target_kl kl_target_early_stop
 rl.kl_control (write kl_control = "proportional(target=6, horizon=1000)"):

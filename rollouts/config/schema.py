@@ -23,6 +23,7 @@ from rollouts.config.tables import (
     EvalConfig,
     FunctionText,
     ModelConfig,
+    NameText,
     OptimConfig,
     OutputConfig,
     Params,
@@ -128,6 +129,7 @@ class RewardModelTrainingConfig(PairStageConfig):
     """Training of a reward model on pairs of responses: one score per response, the higher the better."""
 
 
+READ_NO_REWARD = ("check_response_diversity", "check_reasonable_length")  # filters of ours
 CLIPPED_BY_SETTINGS = ("ppo_clip", "clip_cov")  # losses whose clip is rl.clip_low and rl.clip_high
 SEQUENCE_LOSSES = ("gspo", "gspo_token", "gmpo")  # losses whose own unit is sequences
 
@@ -192,6 +194,26 @@ class CriticConfig(Section):
     optim: OptimConfig = OptimConfig()
 
 
+class DistillationConfig(Section):
+    """A teacher whose log-probs of the samples' tokens are advantages, beside those of the reward or, without
+    a reward, alone: on-policy distillation.
+    """
+
+    teacher: NameText
+    """a directory, a hub name, or the http(s) address of a vLLM or SGLang server that serves it; with the
+    policy's tokens
+    """
+    coef: PositiveFloat = 1.0
+    """of the advantage coef * (log-prob of the teacher - log-prob of the policy) of each token"""
+    clip: NonNegativeFloat = 0.0
+    """this advantage is held between -clip and clip; 0: not at all"""
+
+    @property
+    def on_server(self) -> bool:
+        """Whether the teacher is on a server."""
+        return self.teacher.startswith(("http://", "https://"))
+
+
 class RLTrainingConfig(StageConfig, AlgorithmConfig):
     """Reinforcement learning."""
 
@@ -199,6 +221,7 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
     """module:function or file.py:function from (step, statistics) to the weights of the sources"""
     rollout: RolloutConfig
     critic: CriticConfig | None = None
+    distillation: DistillationConfig | None = None
     kl_control: str = "fixed"
     """how kl_coef follows the measured KL, from step to step: fixed, "proportional(target=6, horizon=1000)"
     or "two_sided(target=6, tolerance=1)"
@@ -263,7 +286,9 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
             for name in ("clip_low", "clip_high")
             if self.loss not in CLIPPED_BY_SETTINGS
         }
-        return clips | {
+        return {
+            **clips,
+            **self._list_unscored_rules(in_reward),
             f"max_staleness={self.max_staleness} is below sync_every - 1 = {needed}: samples would always be"
             f" too old; set max_staleness = {needed} or more, or sync_every = {self.max_staleness + 1}": (
                 self.max_staleness < needed
@@ -301,6 +326,22 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
             " (reverse KL) or 'k3', or set kl_importance = true in loss_params": (
                 in_loss and self.kl_estimator == "k1" and not importance
             ),
+        }
+
+    def _list_unscored_rules(self, kl_in_reward: bool) -> dict[str, Any]:
+        """Those of distillation without a reward."""
+        default = AlgorithmConfig.model_fields["advantage"].default
+        return {
+            f"{setting} without a reward, which it is about; name rollout.reward, or leave it out": set_so
+            for setting, set_so in {
+                "kl_in='reward' with a kl_coef": kl_in_reward,
+                "[rl.critic]": self.critic,
+                f"advantage={self.advantage!r}": self.advantage != default,
+                f"rollout.filters={self.rollout.filters}": any(
+                    ":" not in name and name not in READ_NO_REWARD for name in self.rollout.filters
+                ),
+            }.items()
+            if self.distillation and not self.rollout.is_scored
         }
 
 
@@ -365,7 +406,7 @@ class RunConfig(Section):
         return self
 
     def _list_rules(self) -> dict[str, Any]:
-        where, engine = self.reference.where, self.engine
+        where, engine, teacher = self.reference.where, self.engine, self.rl and self.rl.distillation
         rules = {
             f"{setting} with deterministic=true; {reason}: leave one of the two out": wrong
             for wrong, setting, reason in (
@@ -374,6 +415,7 @@ class RunConfig(Section):
                 (self.model.autocast == "bfloat16", "model.autocast='bfloat16'", "it computes in float32"),
                 (engine.kind != "local", f"engine.kind={engine.kind!r}", "a server repeats no bits"),
                 (where != "trainer", f"reference.where={where!r}", "a server repeats no bits"),
+                (teacher and teacher.on_server, "rl.distillation.teacher on a server", "it repeats no bits"),
             )
             if self.deterministic
         }

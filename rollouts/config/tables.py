@@ -272,6 +272,11 @@ class RolloutConfig(SamplingConfig):
     reward_timeout_s: PositiveFloat = 30.0
     """seconds one reward call may take; after it the sample has failed"""
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether samples get a reward."""
+        return bool(self.reward or self.group_reward or self.reward_model)
+
 
 class EvalConfig(SamplingConfig):
     """Evaluation on held-out prompts. Rows whose prompt occurs here are left out of every training stage."""
@@ -295,7 +300,7 @@ class ReferenceConfig(Section):
     """
 
     dtype: Literal["float32", "bfloat16", "8bit", "4bit"] = "float32"
-    """8bit and 4bit need the extra reference-quant; the KL's bias is logged"""
+    """of a teacher too; 8bit and 4bit need the extra reference-quant; the KL's bias is logged"""
     where: Annotated[str, Field(pattern="^(trainer$|https?://)")] = "trainer"
     """trainer: beside it; or the http(s) address of a vLLM or SGLang server that serves this very model"""
     update: str = "none"

@@ -14,7 +14,7 @@ from rollouts.types import JSONValue, Sample
 
 
 class SourceStatistics(NamedTuple):
-    """How a source went so far in this stage. Samples are those that trained."""
+    """How a source went so far in this stage. Samples are those that trained and have a reward."""
 
     drawn: int = 0  # prompts drawn off the source, each once, trained or not
     batches: int = 0  # batches that had a sample of it
@@ -48,7 +48,7 @@ def update_statistics(
     step: int,
     drawn: Mapping[str, int],
 ) -> dict[str, SourceStatistics]:
-    """The statistics after the batch of `step`. `samples` are scored; `drawn` is how many prompts were drawn
+    """The statistics after the batch of `step`. `drawn` is how many prompts were drawn
     off each source so far.
 
     A sample is of the source that its metadata names; with one source it need not name it. Raises DataError
@@ -63,8 +63,8 @@ def update_statistics(
                 f"sample {sample.id} has metadata.{SOURCE_FIELD}={name!r}, which is none of the sources"
                 f" {', '.join(after)}"
             )
-        assert sample.reward is not None, f"sample {sample.id} was not scored"
-        rewards.setdefault(name, []).append(sample.reward)
+        if sample.reward is not None:
+            rewards.setdefault(name, []).append(sample.reward)
     for name, batch in rewards.items():
         one, count, total = after[name], len(batch), math.fsum(batch)
         after[name] = SourceStatistics(

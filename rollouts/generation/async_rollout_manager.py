@@ -77,12 +77,14 @@ class AsyncRolloutManager:
         policy_version: Callable[[], int],
         max_staleness: int = 0,
         deterministic: bool = False,
+        needs_reward: bool = True,
         spans: SpanRecorder | None = None,
     ) -> None:
         """`policy_version` answers the trainer's version, asked when a batch is, which must not advance until
         it is delivered; `sampling.seed` is replaced by one of each sample's own, made of `seed` and its id. A
-        deterministic engine makes the manager deterministic. `spans` is told when each sample was generated
-        and scored. Raises ConfigError for settings, or an engine, that cannot train.
+        deterministic engine makes the manager deterministic. Without `needs_reward` samples may train
+        unscored. `spans` is told when each sample was generated and scored. Raises ConfigError for what
+        cannot train.
         """
         if not engine.features.log_probs:
             raise ConfigError(
@@ -109,14 +111,14 @@ class AsyncRolloutManager:
             sampling=sampling,
             seed=seed,
             reward_timeout_s=config.reward_timeout_s,
+            needs_reward=needs_reward,
             spans=spans,
         )
         self._in_rounds = deterministic or engine.features.deterministic
         self.overlaps = max_staleness > 0 and not self._in_rounds  # generating() goes on between calls
         self._ledger = Ledger()
-        self._collector: Collector | None = (
-            None  # until it has ended and, if it failed, a call has raised that
-        )
+        # until it has ended and, if it failed, a call has raised that
+        self._collector: Collector | None = None
         self._nursery: trio.Nursery | None = None  # of the collector
         self._goes_on = False  # inside generating(), where collecting goes on between calls
         self._is_awaited = False  # a call waits for its batch

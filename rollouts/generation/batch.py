@@ -23,7 +23,7 @@ def compute_batch_metrics(
     groups/reward_std are of every group that was scored, filtered ones included: a filter would hide what it
     looks for. Spreads are the population's; those of groups count a trajectory of several segments once.
     groups/accepted_frac is the share of the groups decided in this call that the filters kept; a group that
-    failed or was not needed counts neither way.
+    failed or was not needed counts neither way. Samples without a reward have no metric of one.
     """
     samples = [sample for group in groups for sample in group.samples]
     lengths = [sample.response_length for sample in samples]
@@ -35,7 +35,8 @@ def compute_batch_metrics(
         if group.decision is not None and not group.decision.keep and group.failure_class is None
     ]
     members = [member for group in decided for member in group.members]
-    spread = [replace(group, samples=group.ends).rewards.astype(np.float64) for group in (*groups, *filtered)]
+    scored = [group for group in (*groups, *filtered) if rewards]
+    spread = [replace(group, samples=group.ends).rewards.astype(np.float64) for group in scored]
     failures = Counter(failure_class_of(sample) for group in decided for sample in group.failed)
     parts: dict[str, list[float]] = {}
     for sample in samples:
@@ -53,8 +54,7 @@ def compute_batch_metrics(
         "response_length/min": Min(min(lengths)),
         "response_length/max": Max(max(lengths)),
         "truncated/frac": _mean(sample.status is Status.TRUNCATED for sample in samples),
-        "reward/mean": _mean(rewards),
-        "reward/std": Mean(float(np.std(rewards)), 1),
+        **({"reward/mean": _mean(rewards), "reward/std": Mean(float(np.std(rewards)), 1)} if rewards else {}),
         **{f"reward/part/{name}/mean": _mean(values) for name, values in parts.items()},
         # by min and max: rounding can leave equal rewards a tiny deviation
         "groups/zero_std_frac": _mean(values.min() == values.max() for values in spread),

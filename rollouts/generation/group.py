@@ -69,6 +69,7 @@ class GroupPlan:
     sampling: SamplingParams
     seed: int  # of the run
     reward_timeout_s: float
+    needs_reward: bool = True  # False: where nothing scores samples they train without
     # whether the tokens of an aborted sample are fresh enough to go on from
     may_continue: Callable[[Sample], bool] = lambda sample: True
     is_stopping: Callable[[], bool] = lambda: False  # whether an aborted sample ends with what it has
@@ -272,7 +273,7 @@ async def _generate_segments(plan: GroupPlan, member: Member) -> tuple[Sample, .
 
 async def score_member(plan: GroupPlan, member: Member) -> Member:
     """The generated member with its reward, or as failed; as it is where the group is scored together. Raises
-    ConfigError without any reward.
+    ConfigError without any reward, if the plan needs one.
     """
     if member.scored:
         return member
@@ -292,7 +293,7 @@ async def score_member(plan: GroupPlan, member: Member) -> Member:
         return replace(member, segments=segments, scored=True, reward_s=seconds)
     segments = member.segments
     if plan.group_reward is None:
-        if last.reward is None:
+        if last.reward is None and plan.needs_reward:
             raise ConfigError(
                 f"sample {last.id} has no reward: pass reward or group_reward, or let the generate function"
                 " set it"

@@ -85,6 +85,7 @@ async def run_rl_training(
     seed: int = 0,
     state: LoopState | None = None,
     critic: TrainingBackend | None = None,
+    teacher: LogProbScorer | None = None,
     completed_steps: int = 0,
     hooks: StepHooks | None = None,
 ) -> list[dict[str, float]]:
@@ -109,7 +110,7 @@ async def run_rl_training(
             with timer.phase("generate"):
                 batch = await generate_and_log(rollout_manager, push, metrics_logger, config, step)
             with timer.phase("log_probs"):
-                batch = await add_log_probs(batch, backend, reference, critic, algorithm.settings)
+                batch = await add_log_probs(batch, backend, reference, critic, algorithm.settings, teacher)
             advantage = functions[algorithm.settings.advantage]
             batch, measured = add_advantages(batch, algorithm.settings, advantage)
             trained = leave_out_truncated(batch) if config.mask_truncated else batch

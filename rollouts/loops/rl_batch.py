@@ -18,11 +18,21 @@ from rollouts.advantages import (
     compute_token_rewards,
     subtract_kl,
 )
-from rollouts.config.schema import CLIPPED_BY_SETTINGS, RLTrainingConfig
-from rollouts.errors import ConfigError, StalenessError, UserFunctionError
+from rollouts.advantages.distillation import compute_distillation_advantages
+from rollouts.config.schema import CLIPPED_BY_SETTINGS, DistillationConfig, RLTrainingConfig
+from rollouts.errors import ConfigError, ModelError, StalenessError, UserFunctionError
 from rollouts.loops.updates import Update
 from rollouts.protocols import LogProbScorer, TrainingBackend
-from rollouts.types import FloatArray, IntArray, LossSpec, RolloutBatch, Sample, Status, number_trajectories
+from rollouts.types import (
+    FloatArray,
+    FloatRows,
+    IntArray,
+    LossSpec,
+    RolloutBatch,
+    Sample,
+    Status,
+    number_trajectories,
+)
 
 MINIBATCH_STREAM = 0x6D696E69  # keeps the draws apart from others with the same seed
 
@@ -55,9 +65,10 @@ async def add_log_probs(
     reference: LogProbScorer | None,
     critic: TrainingBackend | None,
     config: RLTrainingConfig,
+    teacher: LogProbScorer | None = None,
 ) -> RolloutBatch:
     """The batch with the reference's log-probs if a KL term or controller needs them, the trainer's own if
-    config.recompute_old, and the critic's values if there is one.
+    config.recompute_old, the teacher's if config.distillation, and the critic's values if there is one.
     """
     if config.kl_coef > 0 or config.kl_control != "fixed":
         if reference is None:
@@ -67,6 +78,10 @@ async def add_log_probs(
         batch = dataclasses.replace(batch, ref_log_probs=await reference.score(batch))
     if config.recompute_old:
         batch = dataclasses.replace(batch, old_log_probs=await backend.forward(batch).result())
+    if config.distillation:
+        if teacher is None:
+            raise ConfigError("rl.distillation needs its teacher; pass teacher=, or leave the table out")
+        batch = dataclasses.replace(batch, teacher_log_probs=await teacher.score(batch))
     if critic is not None:
         batch = dataclasses.replace(batch, old_values=await critic.forward(batch).result())
     return batch
@@ -82,16 +97,19 @@ def add_advantages(
     over the tokens of the row's trajectory, lp being the policy's log-probs when the batch was sampled. A
     trajectory of several segments counts once in them. Named rewards are those that every sample of the batch
     has. With a critic's values in the batch, the function sees them and the rewards by token, the KL term on
-    each, and answers with returns too, which the batch then has. Raises UserFunctionError when the advantage
+    each, and answers with returns too, which the batch then has. What compute_taught makes of a teacher's
+    log-probs is added; without rewards it is all there is. Raises UserFunctionError when the advantage
     function raises or answers with no advantages, or with no returns for a critic.
     """
     metrics, returns = measure_kl(batch, find_trajectories(batch)), None
     try:
-        advantages = compute_advantages(
-            make_advantage_inputs(batch, config),
-            advantage or ADVANTAGES[config.advantage],
-            **config.advantage_params,
-        )
+        advantages = np.zeros(len(batch), np.float32)
+        if batch.rewards is not None:
+            advantages = compute_advantages(
+                make_advantage_inputs(batch, config),
+                advantage or ADVANTAGES[config.advantage],
+                **config.advantage_params,
+            )
         if isinstance(advantages, GAEResult):
             advantages, returns = advantages
         elif batch.old_values is not None:
@@ -103,6 +121,10 @@ def add_advantages(
         raise UserFunctionError(
             f"rl.advantage={config.advantage!r} failed: {type(error).__name__}: {error}"
         ) from error
+    if config.distillation is not None:
+        taught, measured = compute_taught(batch, config.distillation)
+        advantages = tokens = tuple(own + more for own, more in zip(tokens, taught, strict=True))
+        metrics |= measured
     means = advantages
     if isinstance(advantages, tuple):  # one array per row
         trained = [row[mask] for row, mask in zip(tokens, batch.loss_masks, strict=True)]
@@ -125,6 +147,30 @@ def leave_out_truncated(batch: RolloutBatch) -> RolloutBatch:
     assert batch.mean_advantages is not None
     means = np.where(kept, batch.mean_advantages, np.float32(0.0))
     return dataclasses.replace(batch, loss_masks=masks, mean_advantages=means)
+
+
+def compute_taught(batch: RolloutBatch, config: DistillationConfig) -> tuple[FloatRows, dict[str, float]]:
+    """(compute_distillation_advantages of the batch, metrics); of the policy the log-probs that were
+    recomputed, or else those that it sampled with.
+
+    kl/teacher: policy − teacher, mean over the trained tokens of the rows in which the two differ, before the
+    coefficient and the clip: the k1 estimate of KL(policy || teacher), nats per token; absent where it is not
+    finite. Raises ModelError for a log-prob of the teacher that is not finite, unless a clip bounds it.
+    """
+    log_probs, teacher = batch.old_log_probs or batch.rollout_log_probs, batch.teacher_log_probs
+    assert log_probs is not None and teacher is not None
+    options = {"coef": config.coef, "clip": config.clip or None}
+    try:
+        advantages = compute_distillation_advantages(teacher, log_probs, batch.loss_masks, **options)
+    except ValueError as error:
+        raise ModelError(
+            f"rl.distillation.teacher={config.teacher!r}: {error}; a teacher that rules a token out needs"
+            " rl.distillation.clip"
+        ) from error
+    rows = zip(log_probs, teacher, batch.loss_masks, strict=True)
+    gaps = [gap for own, other, mask in rows if (gap := (own - other)[mask]).any()]
+    kl = float(np.concatenate(gaps).mean(dtype=np.float64)) if gaps else 0.0
+    return advantages, {"kl/teacher": kl} if np.isfinite(kl) else {}
 
 
 def make_advantage_inputs(batch: RolloutBatch, config: RLTrainingConfig) -> AdvantageInputs:

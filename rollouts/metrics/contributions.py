@@ -63,7 +63,7 @@ def encode_contributions(
     elif traced is not None:
         weights = _sum_rows(traced.weights) / np.maximum(lengths, 1)
         shares = _compute_shares(traced.slopes)
-    assert batch.group_indices is not None and batch.rewards is not None, "a policy trains on scored groups"
+    assert batch.group_indices is not None, "a policy trains on groups"
     columns: dict[str, Iterable[Any]] = {
         "id": [sample.id for sample in batch.samples] or repeat(None),
         "group_index": batch.group_indices.tolist(),
@@ -72,7 +72,7 @@ def encode_contributions(
         "weight": _list_finite(weights),
         "share": _list_finite(shares),
         "tokens": lengths.tolist(),
-        "reward": _list_rewards(batch.rewards, batch.samples),
+        "reward": repeat(None) if batch.rewards is None else _list_rewards(batch.rewards, batch.samples),
         **dict(zip(Place._fields, zip(*places, strict=True), strict=False)),
     }
     shared = {"update": update.update, "loss": forward.loss, "denominator": forward.denominator}

@@ -21,7 +21,7 @@ from rollouts.metrics.jsonl import iterate_rows
 from rollouts.preflight.estimate import estimate_memory, estimate_work, read_model_config, read_model_size
 from rollouts.preflight.findings import Findings
 from rollouts.preflight.functions import Functions, load_functions
-from rollouts.preflight.reward_models import check_reward_models
+from rollouts.preflight.reward_models import check_reward_models, find_teacher
 from rollouts.preflight.rows import PreparedRows, Rows, count_epochs, load_all_rows, prepare_rows
 from rollouts.run_dir import RunDir, find_activity, list_parts, parse_step
 
@@ -42,6 +42,7 @@ class PreparedRun:
     # weights
     base_model: Path = Path()
     tokenizer: Any = None
+    teacher: Path | None = None  # the directory of RL's; None: there is none here
     prepared: PreparedRows = field(default_factory=PreparedRows)
 
 
@@ -72,6 +73,8 @@ def prepare_run(
             run.config = count_epochs(config, rows, run.prepared, saved, findings)
         with findings.reporting("rl"):
             check_reward_models(run.config, stages, run_dir, run.tokenizer)
+        with findings.reporting("rl.distillation"):
+            run.teacher = find_teacher(config, stages, run.tokenizer)
     return run
 
 
@@ -97,9 +100,10 @@ def look_at_run(
     present = [stage for stage in stages if getattr(config, stage)]
     with findings.reporting("memory"):
         size = read_model_size(run.base_model) if run.tokenizer else None
+        teacher = read_model_size(run.teacher) if run.teacher else None
         if size:
             for stage in present:
-                findings += estimate_memory(run.config, stage, run.prepared, size, device)
+                findings += estimate_memory(run.config, stage, run.prepared, size, device, teacher=teacher)
         elif run.tokenizer:
             unknown = "not estimated: config.json or the weight files do not say how large the model is"
             findings.note("ok", "memory", unknown)

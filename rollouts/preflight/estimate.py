@@ -70,16 +70,24 @@ def read_model_size(model_dir: Path) -> ModelSize | None:
 
 
 def estimate_memory(
-    config: RunConfig, stage: str, lengths: PreparedRows, size: ModelSize, device: DeviceMemory | None
+    config: RunConfig,
+    stage: str,
+    lengths: PreparedRows,
+    size: ModelSize,
+    device: DeviceMemory | None,
+    *,
+    teacher: ModelSize | None = None,
 ) -> list[Finding]:
     """What a stage holds at its peak against what is free.
 
-    On a GPU it is the peak of rank 0's, which has the embedded engine and the reference too; with
-    distributed.cpu_offload another finding says what this machine holds. `device` None: on the CPU.
+    On a GPU it is the peak of rank 0's, which has the embedded engine, the reference and the teacher too;
+    with distributed.cpu_offload another finding says what this machine holds. `device` None: on the CPU.
     """
     ranks, on_gpu = config.distributed.ranks, device is not None and device.kind == "cuda"
     shards = config.distributed.shard_size or ranks
     parts = _other_parts(config, stage, lengths, size, shards)
+    if teacher and stage == "rl":
+        parts[f"a teacher's weights 4 x {teacher.parameters / 1e6:.4g}M"] = FLOAT_BYTES * teacher.parameters
     undoes = getattr(getattr(config, stage), "kl_limit", 0) > 0
     whole = _trained_parts(size, undoes=undoes)
     if not on_gpu or device is None:

@@ -70,16 +70,17 @@ def load_functions(
                 return function
         return None
 
-    scored = rollout.reward or rollout.group_reward or rollout.reward_model
+    learns = rollout.is_scored or (config.rl and config.rl.distillation)
     for key, lacking in (
-        ("rl.rollout.reward", "rl" in stages and config.rl and not scored),
+        ("rl.rollout.reward", "rl" in stages and config.rl and not learns),
         ("eval.reward", config.eval and not (config.eval.reward or rollout.reward)),
     ):
         with findings.reporting(key):
             if lacking:
                 raise ConfigError(
                     f"{key} is empty; name a function of one sample as module:function or file.py:function,"
-                    " or in [rl.rollout] a group_reward or reward_model; [eval] takes rl.rollout.reward too"
+                    " or in [rl.rollout] a group_reward or reward_model, or in [rl.distillation] a teacher;"
+                    " [eval] takes rl.rollout.reward too"
                 )
             check_weights(rollout.reward_weights)
     functions = Functions(

@@ -1,5 +1,5 @@
-"""The models with a scalar head that RL asks for by name: what scores its samples, and what its critic starts
-from. For a run and for a check.
+"""The models beside the policy that RL asks for by name: what scores its samples, what its critic starts
+from, and a teacher. For a run and for a check.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from rollouts.errors import ConfigError, ModelError
 from rollouts.run_dir import RunDir
 
 STAGE = "stage"  # the name of this run's own reward model
-REWARD, CRITIC = "rl.rollout.reward_model", "rl.critic.model"
+REWARD, CRITIC, TEACHER = "rl.rollout.reward_model", "rl.critic.model", "rl.distillation.teacher"
 
 
 def check_reward_models(config: RunConfig, stages: Sequence[str], run_dir: RunDir, tokenizer: Any) -> None:
@@ -35,7 +35,6 @@ def find_scalar_model(config: RunConfig, run_dir: RunDir, setting: str, name: st
     is no such model.
     """
     from rollouts.models.classes import has_own_scalar_head
-    from rollouts.models.load import resolve_model
 
     if name == STAGE:
         steps = config.reward_model.steps if config.reward_model else 0
@@ -46,16 +45,34 @@ def find_scalar_model(config: RunConfig, run_dir: RunDir, setting: str, name: st
                 " --mode …+reward_model+rl"
             )
         return path
-    try:
-        path = resolve_model(name, seed=config.seed, head="scalar")
-    except ModelError as error:  # which names the setting that it mostly is about
-        raise ModelError(str(error).replace(f"model.name={name!r}", f"{setting}={name!r}")) from error
+    path = _find_model(config, setting, name, head="scalar")
     if setting == REWARD and not has_own_scalar_head(path):
         raise ConfigError(
             f"{setting}={name!r} is no reward model: it has no scalar head; train one with the stage"
             " reward_model"
         )
     return path
+
+
+def find_teacher(config: RunConfig, stages: Sequence[str], tokenizer: Any) -> Path | None:
+    """The directory of RL's teacher; None without one, or where it is elsewhere. Raises ModelError if there
+    is no such model, and as check_tokens.
+    """
+    asked = config.rl.distillation if config.rl and "rl" in stages else None
+    if asked is None or asked.on_server:
+        return None
+    path = _find_model(config, TEACHER, asked.teacher)
+    check_tokens(path, TEACHER, tokenizer)
+    return path
+
+
+def _find_model(config: RunConfig, setting: str, name: str, **options: Any) -> Path:
+    from rollouts.models.load import resolve_model
+
+    try:
+        return resolve_model(name, seed=config.seed, **options)
+    except ModelError as error:  # which names the setting that it mostly is about
+        raise ModelError(str(error).replace(f"model.name={name!r}", f"{setting}={name!r}")) from error
 
 
 def check_tokens(path: Path, setting: str, tokenizer: Any) -> None:

@@ -58,8 +58,8 @@ class ServerReference:
         if batch.temperature != 1.0:
             raise ConfigError(
                 f"a reference on a server gives log-probs at temperature 1 only, and the batch is at"
-                f" {batch.temperature}; sample at rl.rollout.temperature = 1, or set reference.where ="
-                " 'trainer'"
+                f" {batch.temperature}; sample at rl.rollout.temperature = 1, or let this process"
+                " score: reference.where = 'trainer', or the teacher's directory"
             )
         for row, (tokens, mask) in enumerate(zip(batch.tokens, batch.loss_masks, strict=True)):
             if mask[:1].any():

@@ -9,8 +9,8 @@ import pytest
 import trio
 
 from rollouts.advantages import ADVANTAGES
-from rollouts.config.schema import CriticConfig, RunConfig
-from rollouts.errors import ConfigError, StalenessError, UserFunctionError
+from rollouts.config.schema import CriticConfig, DistillationConfig, RunConfig
+from rollouts.errors import ConfigError, ModelError, StalenessError, UserFunctionError
 from rollouts.loops.algorithm import find_advantages, make_kl_stop
 from rollouts.loops.rl import train_policy
 from rollouts.loops.rl_batch import (
@@ -468,3 +468,45 @@ async def test_a_step_that_is_cut_before_an_update_is_decided_has_no_version(
     with trio.move_on_after(seconds):
         await train_policy(backend, update(4), update(1)[0][0], config, version=1)
     assert (backend.statistics()["steps"], backend.weight_version) == (steps, version)
+
+
+# --- a teacher ----------------------------------------------------------------------------------------------
+
+
+TEACHER = {"teacher": "unused", "coef": 0.5}
+
+
+async def test_a_teachers_advantages_are_added_to_the_tasks_token_by_token():
+    config, rows = rl_config(advantage="centred"), batch_of([1.0, 0.0], [7, 7], [0, 0])
+    config = config.model_copy(update={"distillation": DistillationConfig(teacher="unused", coef=0.5)})
+    async with open_fake_backend() as backend:
+        batch = await add_log_probs(rows, backend, None, None, config, FixedReference())
+    batch, metrics = add_advantages(batch, config)
+    # the policy's log-probs are −1 and −2, the teacher's −1.5: half of −0.5 and of +0.5
+    assert batch.advantages is not None
+    assert [row.tolist() for row in batch.advantages] == [[0.0, 0.25, 0.75], [0.0, -0.75, -0.25]]
+    assert metrics["kl/teacher"] == 0.0
+
+
+def test_without_a_reward_the_teacher_is_all_there_is_and_what_it_rules_out_needs_a_clip():
+    teacher = [[5.0, -1.5, -np.inf], [0.0, -1.0, -2.0]]  # of the second row it says nothing
+    rows = dataclasses.replace(
+        batch_of([0, 0], [7, 7], [0, 0]),
+        rewards=None,
+        teacher_log_probs=tuple(np.asarray(row, np.float32) for row in teacher),
+    )
+    with pytest.raises(ModelError, match=r"advantages\[0\], token 2 is -inf.*rl\.distillation\.clip"):
+        add_advantages(rows, rl_config(distillation=TEACHER))
+    batch, metrics = add_advantages(rows, rl_config(distillation=TEACHER | {"clip": 0.5}))
+    assert batch.advantages is not None
+    assert [row.tolist() for row in batch.advantages] == [[0.0, -0.25, -0.5], [0.0, 0.0, 0.0]]
+    assert "kl/teacher" not in metrics, "an infinite one is absent"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"critic": {}}, {"advantage": "rloo"}, {"kl_coef": 0.1}, {"rollout": {"filters": ["check_min_reward"]}}],
+)
+def test_without_a_reward_what_is_about_one_is_refused(settings: Mapping[str, Any]):
+    with pytest.raises(ValueError, match="without a reward, which it is about"):
+        rl_config(distillation=TEACHER, **settings)

@@ -1,0 +1,48 @@
+"""What RL learns from beside a reward: a teacher. Each run learns, and resumes to the bit."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rollouts.metrics.jsonl import read_rows
+from rollouts.metrics.names import find_metric
+from tests.e2e.compare import assert_same_run
+from tests.e2e.conftest import TINY, Train
+
+pytestmark = pytest.mark.slow
+
+COMMON = shlex.split("""
+    --rl.steps 20 --rl.eval_every 0 --rl.optim.lr 3e-3 --rl.rollout.filters [] --output.checkpoint_every 0
+""")
+ALONE = shlex.split('--rl.rollout.reward "" --rl.loss reinforce --rl.distillation.teacher')
+
+
+def run_twice(train: Train, tmp_path: Path, *flags: str) -> list[dict[str, float]]:
+    """The rows of a run, which one that was stopped and resumed repeats to the bit."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    argv = ["--config", str(TINY), "--mode", "rl", *COMMON, *flags]
+    for out, environ, more in (
+        (whole, {}, ()),
+        (parts, {"STOP_AFTER": "rl:9"}, ()),
+        (parts, {}, ("--resume",)),
+    ):
+        done = train.fork([*argv, "--output.dir", str(out), *more], out, environ=environ)
+        assert done.returncode == 0, done.stderr
+    assert_same_run(whole, parts, stopped=True)
+    rows = list(read_rows(whole / "metrics.jsonl"))
+    assert not [name for row in rows for name in row if "/" in name and find_metric(name) is None]
+    return rows
+
+
+def mean(rows: list[dict[str, float]], name: str) -> float:
+    return sum(row[name] for row in rows) / len(rows)
+
+
+def test_a_student_without_a_reward_comes_to_its_teacher(train: Train, tmp_path: Path):
+    out = tmp_path / "teacher"
+    done = train.run(out, "--sft.steps", "40", "--eval.data.size", "1", mode="sft")
+    assert done.returncode == 0, done.stderr
+    rows = run_twice(train, tmp_path, *ALONE, str(out / "checkpoints" / "sft" / "step_40"))
+    assert mean(rows[-4:], "kl/teacher") < 0.75 * mean(rows[:4], "kl/teacher")
+    assert not {name for row in rows for name in row if name.startswith(("reward/", "groups/reward_std"))}
