@@ -15,6 +15,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -74,9 +75,8 @@ async def save_checkpoint(
         await trio.to_thread.run_sync(_make_temporary, temporary, expected_bytes)
         await write_model(temporary)
         reach("checkpoint.after_model")
-        await trio.to_thread.run_sync(
-            lambda: _finish(temporary, path, state_text=text, stage=stage, step=step, config_hash=config_hash)
-        )
+        describe = partial(compute_manifest, temporary, stage=stage, step=step, config_hash=config_hash)
+        await trio.to_thread.run_sync(_finish, temporary, path, text, describe)
     except Exception as error:
         await trio.to_thread.run_sync(lambda: shutil.rmtree(temporary, ignore_errors=True))
         refused = find_os_error(error)
@@ -93,14 +93,12 @@ def _make_temporary(temporary: Path, expected_bytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _finish(
-    temporary: Path, path: Path, *, state_text: str, stage: str, step: int, config_hash: str | None
-) -> None:
+def _finish(temporary: Path, path: Path, state_text: str, describe: Callable[[], Manifest]) -> None:
     state_file = trainer_state_path(temporary)
     state_file.parent.mkdir(exist_ok=True)
     state_file.write_text(state_text, "utf-8")
     reach("checkpoint.after_state")
-    manifest = compute_manifest(temporary, stage=stage, step=step, config_hash=config_hash)
+    manifest = describe()
     fsync_tree(temporary)
     reach("checkpoint.before_manifest")
     write_manifest(temporary, manifest)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rollouts.config.load import load_recorded
 from rollouts.config.schema import RLTrainingConfig
@@ -321,13 +322,9 @@ def chunk_rows(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 def make_inputs(rows: Sequence[Columns]) -> tuple[LossInputs, Tensor]:
     """The inputs of a loss in float64, [B, T] right-padded, and their log-probs, whose gradient is wanted."""
-    shape = len(rows), max(len(row["mask"]) for row in rows)
 
     def pad(name: str) -> Tensor:
-        padded = np.zeros(shape)
-        for index, row in enumerate(rows):
-            padded[index, : len(row[name])] = row[name]
-        return torch.from_numpy(padded)
+        return pad_sequence([torch.tensor(row[name], dtype=torch.float64) for row in rows], batch_first=True)
 
     log_probs = pad("log_prob").requires_grad_()
     fields: dict[str, Any] = {field: pad(name) for name, field in FIELDS.items() if name in rows[0]}

@@ -232,9 +232,7 @@ async def export_snapshot(
         shards = await _stream_shards(source, temporary, names, dtype, shard_bytes)
         if not shards:
             raise SnapshotError(f"snapshot {path} would hold no weights: the backend streamed none")
-        return await trio.to_thread.run_sync(
-            lambda: _finish(temporary, path, shards, model=model, dtype=dtype, model_dir=model_dir)
-        )
+        return await trio.to_thread.run_sync(_finish, temporary, path, shards, model, dtype, model_dir)
     except Exception as error:
         await trio.to_thread.run_sync(lambda: shutil.rmtree(temporary, ignore_errors=True))
         if isinstance(error, OSError):
@@ -291,7 +289,6 @@ def _finish(
     temporary: Path,
     path: Path,
     shards: list[tuple[FileRecord, list[str]]],
-    *,
     model: PreTrainedModel | None,
     dtype: torch.dtype | None,
     model_dir: Path | None,

@@ -8,6 +8,7 @@ import transformers
 
 from rollouts.protocols import InferenceEngine
 from rollouts.types import Completion, GenerateRequest
+from tests.support.plain_backend import score_completion
 
 
 def score(path: Path, request: GenerateRequest, completion: Completion) -> np.ndarray:
@@ -15,11 +16,7 @@ def score(path: Path, request: GenerateRequest, completion: Completion) -> np.nd
     temperature.
     """
     model = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
-    tokens = torch.tensor([[*request.prompt_ids.tolist(), *completion.token_ids.tolist()]])
-    with torch.no_grad():
-        logits = model(tokens).logits[0, len(request.prompt_ids) - 1 : -1]
-    log_probs = torch.log_softmax(logits / (request.sampling.temperature or 1.0), -1)
-    return log_probs.gather(1, tokens[0, len(request.prompt_ids) :, None])[:, 0].numpy()
+    return score_completion(model, request, completion)
 
 
 async def load(engine: InferenceEngine, path: Path) -> int:

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -19,7 +20,7 @@ from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.optim import create_adamw_optimizer
 from rollouts.models.padded import TOKEN_FIELDS
 from rollouts.models.scalar_head import get_scalar_weight, set_padding_token
-from rollouts.types import LossSpec, RolloutBatch
+from rollouts.types import Completion, GenerateRequest, LossSpec, RolloutBatch
 
 OPTIM = OptimConfig(lr=1e-2)
 
@@ -49,17 +50,31 @@ def score_row(model: Any, tokens: Any, temperature: float = 1.0) -> tuple[Tensor
     return pad(found[0], (1, 0)), pad(found[1], (1, 0))
 
 
+def score_completion(model: Any, request: GenerateRequest, completion: Completion) -> np.ndarray:
+    """The model's own log-probs of the completion at the request's temperature."""
+    ids = np.concatenate([request.prompt_ids, completion.token_ids])
+    with torch.no_grad():
+        scored, _ = score_row(model, ids, request.sampling.temperature or 1.0)
+    return scored[len(request.prompt_ids) :].numpy()
+
+
+def stack(rows: Any) -> Tensor:
+    """[B, T] padded with 0."""
+    return pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
+
+
+def score_plainly(model: Any, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [B, T] of a batch whose rows are scored each by itself, 0 outside the mask."""
+    scored = zip(*(score_row(model, row, batch.temperature) for row in batch.tokens), strict=True)
+    log_probs, entropy = (torch.where(stack(batch.loss_masks), stack(rows), 0.0) for rows in scored)
+    return log_probs, entropy
+
+
 def compute_plain_loss(model: Any, batch: RolloutBatch, spec: LossSpec) -> tuple[float, float]:
     """(the loss, its denominator) of a batch whose rows are scored each by itself; leaves the gradients."""
-
-    def stack(rows: Any) -> Tensor:
-        return pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
-
-    scored = zip(*(score_row(model, row, batch.temperature) for row in batch.tokens), strict=True)
     fields = {name: stack(rows) for name in TOKEN_FIELDS if (rows := getattr(batch, name)) is not None}
-    mask = stack(batch.loss_masks)
-    log_probs, entropy = (torch.where(mask, stack(rows), 0.0) for rows in scored)
-    inputs = LossInputs(log_probs=log_probs, mask=mask, entropy=entropy, **fields)
+    log_probs, entropy = score_plainly(model, batch)
+    inputs = LossInputs(log_probs=log_probs, mask=stack(batch.loss_masks), entropy=entropy, **fields)
     output = resolve_loss(spec.name)(inputs, unit=spec.unit, **spec.params)
     loss = output.sum / output.count
     loss.backward()

@@ -13,7 +13,8 @@ from rollouts.models.decoding.batch import DecodeBatch, Row
 from rollouts.models.decoding.whole_model import WholeModel
 from rollouts.models.draws import make_draw
 from rollouts.testing.engine_contracts import make_request
-from tests.unit.test_local_engine import generate_all, make_model, make_requests, open_engine, score
+from tests.support.plain_backend import score_completion
+from tests.unit.test_local_engine import generate_all, make_model, make_requests, open_engine
 
 
 @pytest.mark.gpu
@@ -27,7 +28,9 @@ async def test_compiled_steps_answer_as_the_model_does_and_see_updates():  # pra
             answers = await generate_all(engine, make_requests(30))
             for request in make_requests(30):
                 answer = answers[request.request_id]
-                np.testing.assert_allclose(answer.log_probs, score(model.cpu(), request, answer), atol=1e-4)
+                np.testing.assert_allclose(
+                    answer.log_probs, score_completion(model.cpu(), request, answer), atol=1e-4
+                )
             model.cuda()
 
 

@@ -18,7 +18,7 @@ from rollouts.testing import engine_contracts
 from rollouts.testing.engine_contracts import asked, make_request
 from rollouts.testing.fakes import ScriptedEngine
 from rollouts.types import Completion, GenerateRequest, SamplingParams
-from tests.support.plain_backend import score_row
+from tests.support.plain_backend import score_completion
 from tests.support.text_tables import read_cells, read_params
 
 VOCAB = 101
@@ -65,14 +65,6 @@ async def generate_all(engine: LocalEngine, requests: list[GenerateRequest]) -> 
     return answers
 
 
-def score(model: Any, request: GenerateRequest, completion: Completion) -> np.ndarray:
-    """The model's own log-probs of the completion at the request's temperature."""
-    ids = np.concatenate([request.prompt_ids, completion.token_ids])
-    with torch.no_grad():
-        scored, _ = score_row(model, ids, request.sampling.temperature or 1.0)
-    return scored[len(request.prompt_ids) :].numpy()
-
-
 async def check_exact(
     engine: LocalEngine, model: Any, requests: list[GenerateRequest], atol: float = 1e-4
 ) -> None:
@@ -81,7 +73,9 @@ async def check_exact(
     for request in requests:
         completion = answers[request.request_id]
         assert len(completion.token_ids) == request.sampling.max_new_tokens
-        np.testing.assert_allclose(completion.log_probs, score(model, request, completion), atol=atol)
+        np.testing.assert_allclose(
+            completion.log_probs, score_completion(model, request, completion), atol=atol
+        )
 
 
 def make_requests(count: int) -> list[GenerateRequest]:

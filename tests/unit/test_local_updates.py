@@ -14,6 +14,7 @@ import trio.testing
 from rollouts.engines.local import LocalEngine
 from rollouts.errors import EngineError, ModelError, RequestRefused
 from rollouts.testing.engine_contracts import check_bad_snapshots_change_nothing, make_request
+from tests.support.plain_backend import score_completion
 from tests.support.text_tables import read_cells, read_params
 from tests.unit.test_local_engine import (
     after_steps,
@@ -21,7 +22,6 @@ from tests.unit.test_local_engine import (
     make_model,
     make_requests,
     open_engine,
-    score,
 )
 
 # --- weights ------------------------------------------------------------------------------------------------
@@ -49,8 +49,8 @@ async def test_a_copied_engine_follows_the_trainer_only_when_told():
         aware = await engine.generate(request)
     assert unaware.weight_versions.tolist() == [3] * 15
     assert aware.weight_versions.tolist() == [4] * 15
-    assert np.abs(unaware.log_probs - score(model, request, unaware)).max() > 0.1
-    np.testing.assert_allclose(aware.log_probs, score(model, request, aware), atol=1e-4)
+    assert np.abs(unaware.log_probs - score_completion(model, request, unaware)).max() > 0.1
+    np.testing.assert_allclose(aware.log_probs, score_completion(model, request, aware), atol=1e-4)
 
 
 async def test_tied_weights_may_come_under_either_name():
@@ -61,7 +61,7 @@ async def test_tied_weights_may_come_under_either_name():
         await send(engine, weights, 1)
         request = make_request()
         completion = await engine.generate(request)
-    np.testing.assert_allclose(completion.log_probs, score(other, request, completion), atol=1e-4)
+    np.testing.assert_allclose(completion.log_probs, score_completion(other, request, completion), atol=1e-4)
 
 
 UNFIT = r"""

@@ -19,7 +19,12 @@ from rollouts.models.padded import compute_token_log_probs, make_loss_inputs, pa
 from rollouts.models.sampling import sample_completions
 from rollouts.models.tokenizers import make_byte_tokenizer
 from rollouts.types import Completion, GenerateRequest, RolloutBatch, SamplingParams, Status
-from tests.support.plain_backend import assert_gradients_close, take_gradients
+from tests.support.plain_backend import (
+    assert_gradients_close,
+    score_completion,
+    score_plainly,
+    take_gradients,
+)
 from tests.unit.test_sync_tier import next_batch
 
 SHAPE = json.loads("""{"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -53,25 +58,14 @@ def make_requests(*prompts: list[int], **sampling: Any) -> list[GenerateRequest]
 RAGGED = ([65], [1, 2, 3, 4, 5, 6, 7], [200, 100, 50])
 
 
-def slow_log_probs(model: Any, prompt: list[int], completion: Completion, temperature: float) -> list[float]:
-    """One whole forward pass per token, one sequence at a time."""
-    ids, values = list(prompt), []
-    for token in completion.token_ids.tolist():
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([ids])).logits[0, -1].double() / temperature
-        values.append(float(torch.log_softmax(logits, -1)[token]))
-        ids.append(token)
-    return values
-
-
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "openai-gpt", "mamba"])
 def test_log_probs_are_those_of_the_distribution_drawn_from_whatever_the_neighbours_and_the_cache(kind: str):
     model, requests = make_model(kind), make_requests(*RAGGED, RAGGED[0], temperature=0.8)
     together = sample_completions(model, requests, seed=3, weight_version=5)
     other = sample_completions(model, requests[:1], seed=4)[0]
     alone = [sample_completions(model, [request], seed=3)[0] for request in reversed(requests)][::-1]
-    for prompt, *both in zip([*RAGGED, RAGGED[0]], together, alone, strict=True):
-        wanted = slow_log_probs(model, prompt, both[0], 0.8)
+    for request, *both in zip(requests, together, alone, strict=True):
+        wanted = score_completion(model, request, both[0])
         for completion in both:
             assert completion.token_ids.tolist() == both[0].token_ids.tolist()
             assert completion.log_probs.tolist() == pytest.approx(wanted, abs=1e-4)
@@ -152,19 +146,14 @@ def test_padded_log_probs_entropies_and_gradients_are_those_of_each_row_alone(ki
         (log_probs * weights + entropies * weights.flip(0, 1) * (weights != 0)).sum().backward()
         return take_gradients(model)
 
-    expected = torch.zeros(2, 2, 5)
-    for row, (tokens, mask) in enumerate(zip(batch.tokens, batch.loss_masks, strict=True)):
-        all_log_probs = torch.log_softmax(model(torch.from_numpy(tokens)[None]).logits[0, :-1] / 0.7, -1)
-        for at in np.flatnonzero(mask):
-            expected[0, row, at] = all_log_probs[at - 1, tokens[at]]
-            expected[1, row, at] = -(all_log_probs[at - 1].exp() * all_log_probs[at - 1]).sum()
+    expected = score_plainly(model, batch)
     gradients = differentiate(*expected)
 
     plan = None if head == "whole" else ForwardPlan(layout="rows", head=head)
     padded = pad_rows(batch.tokens), pad_rows(batch.loss_masks)
     assert not compute_token_log_probs(model, *padded, temperature=0.7, plan=plan).entropy.requires_grad
     result = compute_token_log_probs(model, *padded, temperature=0.7, plan=plan, entropy_gradient=True)
-    torch.testing.assert_close(torch.stack(result), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(tuple(result), expected, atol=1e-4, rtol=1e-4)
     assert_gradients_close(differentiate(*result), gradients, 1e-4)
 
 
