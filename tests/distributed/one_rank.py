@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  (documented there)
 
@@ -49,12 +48,3 @@ async def train(backend: Any) -> Trained:
             }
         norms.append((await backend.optim_step().result()).grad_norm)
     return Trained(losses, norms, gradient, await backend.get_weights().result())
-
-
-def compute_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """Norm of the difference over the norm of `wanted`, all tensors together."""
-    assert found.keys() == wanted.keys()
-    apart = torch.stack([(found[name] - wanted[name]).double().square().sum() for name in wanted]).sum()
-    return float(
-        (apart / torch.stack([tensor.double().square().sum() for tensor in wanted.values()]).sum()).sqrt()
-    )

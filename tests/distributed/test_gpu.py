@@ -15,7 +15,8 @@ from rollouts.models.load import resolve_model
 from rollouts.models.sharded import get_local
 from rollouts.ranks.channel import NoOtherRanks
 from rollouts.testing.torch_contracts import make_batch
-from tests.distributed.one_rank import GRPO, Trained, compute_difference, open_one_rank, train
+from tests.distributed.one_rank import GRPO, Trained, open_one_rank, train
+from tests.support.plain_backend import compute_difference
 
 pytestmark = [
     pytest.mark.gpu,

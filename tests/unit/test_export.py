@@ -25,6 +25,7 @@ from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.safetensors_file import write_safetensors
 from rollouts.models.sharded import plan_weights
 from rollouts.models.tiny import TINY_KINDS
+from rollouts.testing.torch_contracts import assert_weights_equal
 from tests.support.plain_backend import load_tiny
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -59,11 +60,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
 
 
-def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 @pytest.mark.parametrize("ranks", [0, 1, 3])
 @pytest.mark.parametrize("kind", TINY_KINDS)
 def test_what_is_written_is_what_transformers_writes_and_loads(kind: str, ranks: int, tmp_path: Path):
@@ -78,20 +74,20 @@ def test_what_is_written_is_what_transformers_writes_and_loads(kind: str, ranks:
         assert all(file.stat().st_size <= 170_000 or len(load_file(file)) == 1 for file in files)
         assert files[1].name == f"model-00002-of-{len(files):05d}.safetensors"
     model.save_pretrained(str(tmp_path / "theirs"))
-    assert_equal(read_weights(path), load_file(tmp_path / "theirs/model.safetensors"))
+    assert_weights_equal(read_weights(path), load_file(tmp_path / "theirs/model.safetensors"))
     configs = [json.loads((folder / "config.json").read_text()) for folder in (path, tmp_path / "theirs")]
     assert configs[0] == configs[1]
     loaded, ids = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), torch.arange(3, 43)[None]
     with torch.no_grad():
         assert torch.equal(model(ids).logits, loaded(ids).logits)
-    assert_equal(dict(parameters(loaded)), dict(parameters(model)))
+    assert_weights_equal(dict(parameters(loaded)), dict(parameters(model)))
 
 
 def test_a_streamed_directory_has_the_tokenizer_and_the_dtype_that_was_asked_for(tmp_path: Path):
     path, out = resolve_model("tiny:llama"), tmp_path / "out"
     model, tokenizer = load_hf_model(path), load_tokenizer(path)
     save_hf_model(model, out, tokenizer, dtype=torch.bfloat16)
-    assert_equal(read_weights(out), {name: weight.bfloat16() for name, weight in parameters(model)})
+    assert_weights_equal(read_weights(out), {name: weight.bfloat16() for name, weight in parameters(model)})
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     assert load_tokenizer(out).encode("a b") == tokenizer.encode("a b")
 
@@ -100,7 +96,7 @@ def test_a_file_holds_tensors_of_every_dtype_and_size(tmp_path: Path):
     odd, empty, one = torch.arange(3, dtype=torch.uint8), torch.zeros(0, 4), torch.tensor(7).bfloat16()
     tensors = {"odd": odd, "empty": empty, "one": one, 'a " and é': torch.arange(6.0).view(2, 3).T}
     write_safetensors(tmp_path / "a.safetensors", tensors)
-    assert_equal(load_file(tmp_path / "a.safetensors"), tensors)
+    assert_weights_equal(load_file(tmp_path / "a.safetensors"), tensors)
     with pytest.raises(ModelError, match="'complex' has dtype"):
         write_safetensors(tmp_path / "b.safetensors", {"complex": torch.zeros(1, dtype=torch.complex64)})
 

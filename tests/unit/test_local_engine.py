@@ -16,7 +16,6 @@ from rollouts.device_thread import open_device_thread
 from rollouts.engines.local import LocalEngine, open_local_engine
 from rollouts.testing import engine_contracts
 from rollouts.testing.engine_contracts import asked, make_request
-from rollouts.testing.fakes import ScriptedEngine
 from rollouts.types import Completion, GenerateRequest, SamplingParams
 from tests.support.plain_backend import score_completion
 from tests.support.text_tables import read_cells, read_params
@@ -255,19 +254,11 @@ async def test_a_cancelled_caller_frees_its_row_before_the_next_step():
 # --- the contract -------------------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def open_scripted() -> AsyncIterator[ScriptedEngine]:
-    engine = ScriptedEngine()
-    yield engine
-    engine.close()
-
-
 def open_roomy(mode: str) -> Any:
     return open_engine(make_model(max_position_embeddings=2048), mode=mode)
 
 
 OPENERS = {
-    "scripted": open_scripted,
     "shared": open_engine,
     "copied": lambda: open_engine(mode="copied", deterministic=True),
 }

@@ -27,6 +27,7 @@ from rollouts.models.export import save_hf_model
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.safetensors_file import TensorFile
 from rollouts.testing.fakes import ScriptedEngine, open_fake_backend
+from rollouts.testing.torch_contracts import assert_weights_equal
 from rollouts.types import LossSpec, RolloutBatch
 from rollouts.weight_sync.probe import make_probe
 from rollouts.weight_sync.snapshots import (
@@ -70,8 +71,7 @@ async def test_a_snapshot_has_the_names_and_bits_that_saving_the_model_writes(ki
         moved = await export_snapshot(backend, tmp_path / "v3", shard_bytes=50_000)
     assert again.digest == made.digest != moved.digest
     saved, written = read_tensors(tmp_path / "saved"), read_tensors(path)
-    assert set(written) == set(saved)
-    assert all(torch.equal(written[name], tensor) for name, tensor in saved.items())
+    assert_weights_equal(written, saved)
     assert (path / "config.json").read_bytes() == (tmp_path / "saved/config.json").read_bytes()
     shards, manifest = sorted(path.glob("*.safetensors")), json.loads((path / "manifest.json").read_text())
     assert len(shards) > 3 and sum(shard.stat().st_size for shard in shards) == made.weight_bytes
