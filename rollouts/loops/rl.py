@@ -48,7 +48,6 @@ from rollouts.loops.rl_batch import (
     add_log_probs,
     check_staleness,
     compute_lags,
-    leave_out_truncated,
     plan_updates,
 )
 from rollouts.loops.steps import StepHooks, surround_steps
@@ -113,9 +112,8 @@ async def run_rl_training(
                 batch = await add_log_probs(batch, backend, reference, critic, algorithm.settings, teacher)
             advantage = functions[algorithm.settings.advantage]
             batch, measured = add_advantages(batch, algorithm.settings, advantage)
-            trained = leave_out_truncated(batch) if config.mask_truncated else batch
             with timer.phase("train"):
-                updates = plan_updates(trained, algorithm.loss, config, seed=seed, step=step)
+                updates = plan_updates(batch, algorithm.loss, config, seed=seed, step=step)
                 critic_results = await train_critic(critic, updates)
                 results = await train_policy(backend, updates, batch, config, version=step)
             async with steps.completing(step, before_evaluating=push.wait):
@@ -126,10 +124,9 @@ async def run_rl_training(
                 metrics |= training_metrics(config, algorithm, batch, results, critic_results, step)
                 metrics |= {f"data/{name}": value for name, value in data_buffer.statistics().items()}
                 metrics |= push.take_metrics() | timer.metrics()
-                metrics |= throughput(batch, trained, timer, rollout_manager)
-                done = record_rl_updates(updates, results, critic_results, algorithm, step)
-                spans = timer.spans()
-                await metrics_logger.log_step("rl", step, step - 1, metrics, updates=done, spans=spans)
+                metrics |= throughput(batch, updates[: config.minibatches], timer, rollout_manager)
+                told = {"updates": record_rl_updates(updates, results, critic_results, algorithm, step)}
+                await metrics_logger.log_step("rl", step, step - 1, metrics, **told, spans=timer.spans())
                 history.append(metrics)
         await push.wait()
     return history
@@ -259,13 +256,14 @@ def training_metrics(
 
 
 def throughput(
-    batch: RolloutBatch, trained: RolloutBatch, timer: PhaseTimer, rollout_manager: BatchSource
+    batch: RolloutBatch, one_pass: Sequence[Update], timer: PhaseTimer, rollout_manager: BatchSource
 ) -> dict[str, float]:
-    """Response tokens of the batch over the seconds of the phases that made and consumed them. If generation
-    overlaps training, they were made during the whole step.
+    """Response tokens of the batch, and of the updates of one pass over it, over the seconds of the phases
+    that made and consumed them. If generation overlaps training, they were made during the whole step.
     """
     generate_s = timer.metrics()["time/step"] if rollout_manager.overlaps else timer.seconds("generate")
     return {
         "perf/generated_tokens_per_s": float(batch.response_lengths.sum()) / generate_s,
-        "perf/trained_tokens_per_s": float(trained.response_lengths.sum()) / timer.seconds("train"),
+        "perf/trained_tokens_per_s": sum(float(part.response_lengths.sum()) for part, _ in one_pass)
+        / timer.seconds("train"),
     }

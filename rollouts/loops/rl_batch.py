@@ -256,8 +256,11 @@ def plan_updates(
     Each pass divides the groups anew, in an order that is a pure function of (seed, step, pass); the parts
     differ by one group at most. Rows keep their order inside a part, and advantages are those of the whole
     batch. A part has a denominator of its own: of unit "constant", its share of the batch's by groups. The
-    backend is asked for per-token arrays, which the record keeps.
+    backend is asked for per-token arrays, which the record keeps. With mask_truncated the batch is first that
+    of leave_out_truncated.
     """
+    if config.mask_truncated:
+        batch = leave_out_truncated(batch)
     loss = dataclasses.replace(loss, per_token=True)
     if config.minibatches == 1:
         return [(batch, loss)] * config.updates_per_batch
