@@ -18,6 +18,7 @@ from rollouts.advantages.gae import (
     compute_gae,
     compute_gae_advantages,
     compute_length_adaptive_lambda,
+    compute_reinforce_pp_token_advantages,
     whiten_advantages,
 )
 from rollouts.advantages.group import GROUP_ADVANTAGES, whiten_over_tokens
@@ -57,7 +58,11 @@ __all__ = [
     "whiten_over_tokens",
 ]
 
-ADVANTAGES: dict[str, AdvantageFn] = {**GROUP_ADVANTAGES, "gae": compute_gae_advantages}
+ADVANTAGES: dict[str, AdvantageFn] = {
+    **GROUP_ADVANTAGES,
+    "reinforce_pp_token": compute_reinforce_pp_token_advantages,
+    "gae": compute_gae_advantages,
+}
 
 
 def compute_group_advantages(

@@ -158,6 +158,19 @@ def compute_discounted_returns(rewards: Rows, loss_masks: Masks, *, gamma: float
     return compute_gae(rewards, nothing, loss_masks, gamma=gamma).returns
 
 
+def compute_reinforce_pp_token_advantages(inputs: AdvantageInputs, *, ddof: int = 1) -> FloatRows:
+    """Reward to go of each trained token, r − β·Σ_{s ≥ t} (lp_s − ref_s), whitened over all trained tokens of
+    the batch. Paper: REINFORCE++, 2501.03262.
+
+    A trajectory's segments are episodes of their own, each of which ends with its reward. Raises ValueError
+    without token_rewards.
+    """
+    needed = "advantage 'reinforce_pp_token' needs token_rewards and loss_masks, which the RL loop gives it"
+    require(len(inputs.token_rewards) == len(inputs.rewards), needed)
+    returns = compute_discounted_returns(inputs.token_rewards, inputs.loss_masks)
+    return whiten_advantages(returns, inputs.loss_masks, ddof=ddof)
+
+
 def whiten_advantages(advantages: Rows, loss_masks: Masks, *, ddof: int = 1) -> FloatRows:
     """Per row [T_i]: (A − mean) / sqrt(variance + 1e-8) over all trained tokens of the batch, 0 elsewhere;
     what PPO does with GAE's advantages.

@@ -42,9 +42,9 @@ class AdvantageInputs:
     # [B] segments of one trajectory share a number, and their reward; None: each row is one
     trajectories: IntArray | None = None
     values: FloatRows = ()  # [T_i] per row: the critic's, before each token; empty: no critic
-    # [T_i] per row, beside `values`: the KL term of each token, and the reward on the last trained one
+    # [T_i] per row: the KL term of each token, and the reward on the last trained one; empty: not known
     token_rewards: FloatRows = ()
-    loss_masks: tuple[BoolArray, ...] = ()  # [T_i] per row, beside `values`: the tokens that train
+    loss_masks: tuple[BoolArray, ...] = ()  # [T_i] per row, beside `token_rewards`: the tokens that train
 
     def __post_init__(self) -> None:
         kinds = {"rewards": np.float64, "group_indices": None, "lengths": np.int64, "trajectories": np.int64}

@@ -51,6 +51,8 @@ SKIPPING_LOSSES = (
     "gmpo",
     "sapo",
     "dppo",
+    "dppo_kl",
+    "vespo",
 )
 COUNTS = ("skipped_steps", "trained_tokens", "computed_tokens", "skipped_rows")
 POSITION_FIELDS = ("steps", "skipped_in_a_row", "weight_version")

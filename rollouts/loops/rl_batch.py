@@ -174,17 +174,16 @@ def compute_taught(batch: RolloutBatch, config: DistillationConfig) -> tuple[Flo
 
 
 def make_advantage_inputs(batch: RolloutBatch, config: RLTrainingConfig) -> AdvantageInputs:
-    """What an advantage function sees of the batch. With a critic: [T_i] per row, the row's reward on its
+    """What an advantage function sees of the batch. Token rewards are [T_i] per row: the row's reward on its
     last trained token, and with kl_in="reward" −β·(lp − ref) on every trained one.
     """
     rewards, log_probs = batch.rewards, batch.old_log_probs or batch.rollout_log_probs
     assert rewards is not None and batch.group_indices is not None and log_probs is not None
     reference, masks, trajectories = batch.ref_log_probs, batch.loss_masks, find_trajectories(batch)
     beta = config.kl_coef if config.kl_in == "reward" else 0.0
-    critic = {}
-    if batch.old_values is not None:
-        token_rewards = compute_token_rewards(rewards, log_probs, reference or log_probs, masks, beta)
-        critic = {"values": batch.old_values, "token_rewards": token_rewards, "loss_masks": masks}
+    nothing = [np.zeros(len(mask)) for mask in masks]
+    both = (log_probs, reference) if beta > 0 and reference is not None else (nothing, nothing)
+    token_rewards = compute_token_rewards(rewards, *both, masks, beta)
     if beta > 0:
         assert reference is not None
         rewards, _ = subtract_kl(rewards, log_probs, reference, masks, beta, trajectories=trajectories)
@@ -196,7 +195,9 @@ def make_advantage_inputs(batch: RolloutBatch, config: RLTrainingConfig) -> Adva
         reward_weights=config.rollout.reward_weights,
         samples=batch.samples,
         trajectories=trajectories,
-        **critic,
+        values=batch.old_values or (),
+        token_rewards=token_rewards,
+        loss_masks=masks,
     )
 
 

@@ -121,7 +121,7 @@ def geometric_mask(inputs: LossInputs, *, low: float = 0.99, high: float = 1.01)
 @_correction
 def sequence_mask(inputs: LossInputs, *, low: float = 0.5, high: float = 2.0) -> Judged:
     """1 on rows with low <= product of the row's w <= high, else 0: TRL's mode of that name is
-    sequence_tis(cap=1e8) * sequence_mask(low=0, high=…).
+    sequence_tis(cap=c) * sequence_mask(low=0, high=c).
     """
     product = torch.exp(compute_row_sum(_compute_log_weights(inputs), inputs.mask))
     return product, (product < low) | (product > high)

@@ -1,6 +1,7 @@
 """What the RL loop does to a batch: log-probs, advantages, the loss by name, and the updates made of it."""
 
 import dataclasses
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -177,6 +178,21 @@ def test_with_a_critic_the_batch_gets_returns_and_the_kl_term_goes_on_each_token
     )
     assert free.returns is not None
     np.testing.assert_allclose(free.returns[0], [0.0, 0.5 + (-0.25 + 0.5 * 0.75), 1.0], rtol=1e-5)
+
+
+def test_reinforce_pp_by_token_answers_for_the_kl_of_a_token_and_of_those_after_it():
+    """KL .5 and 1 in the first row, none in the second; without a KL term it is reinforce_pp."""
+    references = tuple(np.asarray(row, np.float32) for row in ([0, -1.5, -3], [0, -1, -2]))
+    batch = dataclasses.replace(batch_of([1.0, 0.0], [0, 0], [0, 0]), ref_log_probs=references)
+    found, _ = add_advantages(batch, rl_config(advantage="reinforce_pp_token", kl_coef=0.1))
+    returns = np.array([1 - 0.1 * 1.5, 1 - 0.1, 0.0, 0.0])
+    wanted = (returns - 0.4375) / statistics.stdev(returns)
+    assert found.advantages is not None
+    np.testing.assert_allclose([row[1:] for row in found.advantages], wanted.reshape(2, 2), rtol=1e-5)
+    plain, whole = (
+        add_advantages(batch, rl_config(advantage=f"reinforce_pp{kind}"))[0] for kind in ("_token", "")
+    )
+    np.testing.assert_allclose(plain.advantages or (), whole.advantages or (), rtol=1e-6)
 
 
 def test_an_advantage_of_ones_own_may_answer_per_token_and_takes_its_parameters():
