@@ -18,6 +18,7 @@ from rollouts.data.curriculum import (
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.errors import CheckpointError
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
+from rollouts.generation.collector import REPLAYED
 from rollouts.loops.algorithm import LoopState, decode_loop_state, needs_reference
 from rollouts.loops.rl import run_rl_training
 from rollouts.loops.steps import EncodeState
@@ -129,7 +130,10 @@ class CurriculumBatches:
             buffer.set_weights(call_curriculum(curriculum, step, self.statistics, function=name))
         batch = await self._manager.generate_batch()
         self.statistics = update_statistics(
-            self.statistics, batch.samples, step=step, drawn=buffer.drawn_by_source()
+            self.statistics,
+            [sample for sample in batch.samples if REPLAYED not in sample.metadata],
+            step=step,
+            drawn=buffer.drawn_by_source(),
         )
         for logged in (batch.samples, self._manager.failed_samples()):
             chosen = select_evenly(len(logged), run.config.output.samples_per_step)

@@ -75,8 +75,6 @@ Saved = tuple[Mapping[str, float], Any]
 """Rank 0's position and tokenizer."""
 Shares = Sequence[Share] | None
 """Rank 0's: one for each rank. None on the others."""
-Held = tuple[Mapping[Tensor, Tensor], Mapping[Tensor, Any]]
-"""By parameter: this rank's rows of what trains, and AdamW's state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,8 @@ class Trainer:
     # torch's as of the last completed step, so that a step that is given up and repeated draws the same
     # numbers; empty: no step began yet
     _random_states: Mapping[str, Tensor] = field(default_factory=dict)
-    _held: Held | None = None  # copies, from hold() to revert()
+    # copies of what trains and of the optimizer's state, from hold() to revert()
+    _held: tuple[Sequence[Tensor], Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         self.model.eval()  # dropout would make its log-probs another policy's
@@ -285,12 +284,8 @@ class Trainer:
         """
         reshard(self.model)
         self._held = None  # its memory is free for the next one
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        states = self.optimizer.state.items()
-        self._held = (
-            {parameter: get_local(parameter).clone() for parameter in trained},
-            {parameter: copy.deepcopy(state) for parameter, state in states},
-        )
+        weights = [get_local(weight).clone() for weight in self.model.parameters() if weight.requires_grad]
+        self._held = weights, copy.deepcopy(self.optimizer.state_dict())
 
     def revert(self, _: None) -> None:
         """Weights and optimizer are as of the last hold(), whose copy is used up; gradients are discarded.
@@ -300,11 +295,11 @@ class Trainer:
             raise AgreedFailure(BackendError("revert() needs a hold() before it, and each its own"))
         self.discard()
         reshard(self.model)
-        (weights, states), self._held = self._held, None
-        for parameter, held in weights.items():
-            get_local(parameter).copy_(held)
-        self.optimizer.state.clear()
-        self.optimizer.state.update(states)
+        (weights, state), self._held = self._held, None
+        trained = [weight for weight in self.model.parameters() if weight.requires_grad]
+        for weight, held in zip(trained, weights, strict=True):
+            get_local(weight).copy_(held)
+        self.optimizer.load_state_dict(dict(state))
 
     # --- weights
 

@@ -150,8 +150,8 @@ class AlgorithmConfig(LossConfig):
     """the name of a loss in docs/losses_policy.md, of [preference] in docs/losses_preference.md, or
     module:function"""
     normalise_by: Literal["tokens", "sequences", "sequence_sums", "constant"] = "tokens"
-    """left out: the loss's own unit, sequences for gspo, gspo_token and gmpo; constant: prompts *
-    samples_per_prompt * max_new_tokens
+    """left out: the loss's own unit, sequences for gspo, gspo_token and gmpo; constant: (num_prompts +
+    replay) * samples_per_prompt * max_new_tokens
     """
     clip_low: PositiveFloat = 0.2
     """the ratio is clipped below 1 - clip_low; of ppo_clip and clip_cov"""
@@ -301,6 +301,10 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
             " by group: keep one": rollout.group_reward and (rollout.reward or rollout.reward_model),
             "rollout.reward_weights with rollout.group_reward, which weighs its own parts; leave one of them"
             " out": rollout.group_reward and rollout.reward_weights,
+            f"rollout.replay={rollout.replay} with max_staleness=0; a group that trains again is a step old"
+            " or more: set max_staleness to 1 or more, or replay to 0": (
+                rollout.replay and not self.max_staleness
+            ),
             "advantage='gae' without a critic, whose values it needs; add [rl.critic], or choose another"
             " advantage": self.critic is None and self.advantage == "gae",
             f"advantage={self.advantage!r} with [rl.critic]; it has no use for a critic: leave one of them"

@@ -247,13 +247,17 @@ class RolloutConfig(SamplingConfig):
     """How samples of RL are made."""
 
     num_prompts: PositiveInt = 8
-    """P: groups in a batch"""
+    """P: new groups in a batch"""
     samples_per_prompt: PositiveInt = 8
     """G of RL: samples of a group; or of each held-out prompt"""
     temperature: PositiveFloat = 1.0
     """0: greedy, in evaluation only; the trainer divides its logits by that of RL too"""
     over_sampling: Annotated[float, Field(ge=1)] = 1.0
     """groups launched at once = ceil(num_prompts * over_sampling)"""
+    replay: NonNegativeInt = 0
+    """groups of earlier batches, at most, that train again beside the num_prompts new ones of each batch, as
+    long as rl.max_staleness allows; docs/async.md
+    """
     generate: FunctionText = ""
     """module:function or file.py:function; empty: one chat turn"""
     group_reward: FunctionText = ""

@@ -59,7 +59,8 @@ class AsyncRolloutManager:
 
     Its ledger: every prompt drawn is one attempt, named by its group index, and is in exactly one place: in
     the batch in the making, held, or counted as trained, dropped with a reason or failed with a class. A
-    prompt that is returned to the DataBuffer closes its attempt; drawing it again opens another.
+    prompt that is returned to the DataBuffer closes its attempt; drawing it again opens another. A trained
+    group that trains again (config.replay) is no attempt: it is counted apart.
     """
 
     def __init__(
@@ -199,14 +200,15 @@ class AsyncRolloutManager:
         """Where everything is now, and what the engine says of itself under its own names.
 
         Groups since the start of the run: `drawn`, and where they are now: `trained`, `held`, `in_flight`,
-        dropped/…, failed/…. Of those held, `held/finished` and `held/unfinished`. `samples/generating` counts
-        samples.
+        dropped/…, failed/…. `replayed` counts apart how often a trained one has trained again. Of those held,
+        `held/finished` and `held/unfinished`. `samples/generating` counts samples.
         """
         ledger, collector = self._ledger, self._collector
         finished = sum(group.decision is not None for group in ledger.held.values())
         counts = {
             "drawn": ledger.drawn,
             "trained": ledger.trained,
+            "replayed": ledger.replayed,
             "held": len(ledger.held),
             "held/finished": finished,
             "held/unfinished": len(ledger.held) - finished,
@@ -237,14 +239,16 @@ class AsyncRolloutManager:
         groups = [held[index].copy() for index in sorted(held)]
         counts = {
             "trained": ledger.trained,
+            "replayed": ledger.replayed,
             "dropped": dict(ledger.dropped),
             "failed": dict(ledger.failed),
         }
-        drawn = ledger.drawn
+        drawn, replay = ledger.drawn, list(ledger.replay)
         return lambda: {
             "next_group_index": drawn,
             "ledger": counts,
             "held": [encode_group(group) for group in groups if group.decision is not None],
+            "replay": [encode_group(group) for group in replay],
             "unfinished": [encode_group(group) for group in groups if group.decision is None],
             "in_flight": [[group.index, group.prompt.prompt_id, group.prompt.epoch] for group in in_flight],
         }
@@ -259,16 +263,21 @@ class AsyncRolloutManager:
         """
         assert self._collector is None, "load_state_dict while a batch is being made"
         find, counts, in_flight = self._data_buffer.find_prompt, state["ledger"], state["in_flight"]
-        groups = [
-            decode_group(record, find(record["prompt_id"], record["epoch"]))
-            for record in [*state["held"], *state["unfinished"]]
-        ]
+        replay, held, unfinished = (
+            [
+                decode_group(record, find(record["prompt_id"], record["epoch"]))
+                for record in state.get(name, ())
+            ]
+            for name in ("replay", "held", "unfinished")  # the first is not in states of older versions
+        )
         self._ledger = Ledger(
             drawn=int(state["next_group_index"]),
             trained=int(counts["trained"]),
+            replayed=int(counts.get("replayed", 0)),
+            replay=replay,
             dropped=Counter(counts["dropped"]) + Counter({ABORTED: len(in_flight)}),
             failed=Counter(counts["failed"]),
-            held={group.index: group for group in sorted(groups, key=lambda group: group.index)},
+            held={group.index: group for group in sorted(held + unfinished, key=lambda group: group.index)},
         )
         self._data_buffer.return_prompts([find(prompt_id, epoch) for _, prompt_id, epoch in in_flight])
         self.check_ledger()

@@ -2,6 +2,7 @@
 
 open_groups ──► undecided: running ──► closed: finished ──► kept ──► deliver
                                             └─► dropped, or failed_groups until the batch is delivered
+deliver ──► replay: trained, and drawn again for later batches while it is not too old (config.replay)
 put_back ──► what may be carried over is held, the prompts of the others are returned
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import trio
 
 from rollouts.config.tables import RolloutConfig
@@ -27,13 +29,15 @@ from rollouts.generation.group import (
 )
 from rollouts.generation.pacing import Pace
 from rollouts.generation.samples import PromptSource, convert_to_batch
-from rollouts.types import Metric, RolloutBatch, Sample
+from rollouts.types import Metric, RolloutBatch, Sample, Total
 
 # reasons for which a group is dropped; a filter's own reason follows FILTERED
 SURPLUS = "surplus"  # the batch was full without it
 STALE = "stale"  # older than max_staleness
 ABORTED = "aborted"  # the call that drew it was cancelled or failed
 
+REPLAYED = "replayed"  # the metadata of a sample that trains again
+REPLAY_STREAM = 0x7265706C  # keeps the draws apart from others with the same seed
 # finished groups, in batches, beyond which nothing more is launched ahead: it would only be older when it is
 # consumed
 READY_BATCHES = 1.25
@@ -48,6 +52,8 @@ class Ledger:
 
     drawn: int = 0  # attempts, and the index of the next group
     trained: int = 0
+    replayed: int = 0  # times that a trained group has trained again: no attempt
+    replay: list[Group] = field(default_factory=list)  # that may, oldest batch first
     dropped: Counter[str] = field(default_factory=Counter)  # attempts by reason
     failed: Counter[str] = field(default_factory=Counter)  # attempts by class of failure
     held: dict[int, Group] = field(default_factory=dict)  # by index, in launch order
@@ -345,9 +351,14 @@ class Collector:
         assert not any(self._is_stale(group.oldest_version) for group in groups), (
             "the policy version advanced while a batch was made"
         )
+        replayed, ledger = self._draw_replayed(), self._ledger
         samples = [sample for group in groups for sample in group.samples]
+        samples += [
+            replace(sample, metadata={**sample.metadata, REPLAYED: True})
+            for group in replayed
+            for sample in group.samples
+        ]
         batch = convert_to_batch(samples, temperature=self._plan.sampling.temperature)
-        ledger = self._ledger
         ledger.trained += len(groups)
         for index in chosen:
             del self._kept[index]
@@ -364,6 +375,10 @@ class Collector:
             drawn=self._drawn,
             dropped=self._dropped,
         )
+        if self._config.replay:
+            ledger.replay += groups
+            ledger.replayed += len(replayed)
+            ledger.last_metrics["groups/replayed"] = Total(len(replayed))
         ledger.last_failed = tuple(self._failed)
         self._begin_batch()
         if self._pace is not None:
@@ -373,6 +388,18 @@ class Collector:
                 self._pace.policy_version += 1
                 self._changed.unpark_all()
         return batch
+
+    def _draw_replayed(self) -> list[Group]:
+        """Groups of earlier batches that train again: config.replay of those that are not too old for this
+        one, each as likely as any other. What is too old is forgotten. A pure function of the seed and the
+        groups trained so far.
+        """
+        ledger = self._ledger
+        fresh = [group for group in ledger.replay if not self._is_stale(group.oldest_version or 0)]
+        draws = np.random.default_rng([REPLAY_STREAM, self._plan.seed, ledger.trained])
+        ledger.replay = fresh
+        chosen = draws.permutation(len(fresh))[: self._config.replay]
+        return [fresh[index] for index in sorted(chosen)]
 
     def _take_held(self) -> None:
         """Takes over held groups. Those that are too old go, and where nothing is carried over all of them: a

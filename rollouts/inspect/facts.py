@@ -19,8 +19,7 @@ DESCRIBING = r"""
         'importance_weight/ess', 'perf/generated_tokens_per_s', 'perf/trained_tokens_per_s', 'time/step',
         'optim/lr'];
     CREATE OR REPLACE TABLE troubles AS FROM (VALUES
-        ('optim/skipped_steps', 'optimizer steps changed nothing: loss or gradient was not finite'),
-        ('optim/undone', 'updates were undone: their KL was above rl.kl_limit'),
+        ('optim/skipped_steps', 'optimizer steps changed nothing: not finite, or beyond rl.kl_limit'),
         ('checkpoint/failed', 'checkpoints could not be saved'),
         ('weight_sync/engines_failed', 'weight updates of an engine failed')) AS known(name, what);
     CREATE OR REPLACE TABLE step_facts AS SELECT *, row_number() OVER () AS number FROM (VALUES

@@ -184,28 +184,33 @@ async def train_policy(
     *,
     version: int,
 ) -> list[UpdateResult]:
-    """As train, within rl.kl_stop and rl.kl_limit.
+    """As train; with rl.kl_stop or rl.kl_limit one update after the other, and none after the first that
+    either ends.
 
-    With kl_limit each update is measured by a forward pass over the whole batch. The first that goes beyond
-    is undone, and its result says `skipped`; none is made after it. A stop before an update is decided cuts
-    the step. Metrics: kl/update, where it is finite, and optim/undone.
+    With kl_limit each update is measured by a forward pass over the whole batch, and undone if it is beyond:
+    its result then says `skipped`. A stop before an update is decided cuts the step. Metrics: kl/update,
+    where it is finite, and optim/undone.
     """
     ends_after, limit = make_kl_stop(config), config.kl_limit
-    if not limit:
-        return await train(backend, updates, version=version, ends_after=ends_after)
+    if not (ends_after or limit):
+        return await train(backend, updates, version=version)
     results: list[UpdateResult] = []
-    before = batch.old_log_probs or await backend.forward(batch)
+    before = (batch.old_log_probs or await backend.forward(batch)) if limit else ()
     for update in updates:
-        await backend.hold()
+        undone = False
+        if limit:
+            await backend.hold()
         [(forward, optim)] = await train(backend, [update])
-        kl = measure_kl(before, await backend.forward(batch), batch.loss_masks)
-        undone = exceeds_kl_limit(kl, limit=limit)
-        if undone:
-            await backend.revert()
-            optim = replace(optim, skipped=f"undone: {kl:.3g} nats per token are above rl.kl_limit={limit:g}")
-        measured = {"kl/update": Max(kl)} if math.isfinite(kl) else {}
-        metrics = {**forward.metrics, **measured, "optim/undone": Total(undone)}
-        results.append((replace(forward, metrics=metrics), optim))
+        if limit:
+            kl = measure_kl(before, await backend.forward(batch), batch.loss_masks)
+            measured = {"kl/update": Max(kl)} if math.isfinite(kl) else {}
+            if undone := exceeds_kl_limit(kl, limit=limit):
+                await backend.revert()
+                why = f"undone: {kl:.3g} nats per token are above rl.kl_limit={limit:g}"
+                optim = replace(optim, skipped=why)
+            metrics = {**forward.metrics, **measured, "optim/undone": Total(undone)}
+            forward = replace(forward, metrics=metrics)
+        results.append((forward, optim))
         if undone or (ends_after and ends_after(forward)):
             break
     await train(backend, (), version=version)

@@ -241,7 +241,8 @@ def make_loss_spec(config: RLTrainingConfig) -> LossSpec:
         params |= {"kl_coef": config.kl_coef, "kl_estimator": config.kl_estimator}
     rollout, constant = config.rollout, None
     if config.normalise_by == "constant":
-        constant = float(rollout.num_prompts * rollout.samples_per_prompt * rollout.max_new_tokens)
+        groups = rollout.num_prompts + rollout.replay
+        constant = float(groups * rollout.samples_per_prompt * rollout.max_new_tokens)
     return LossSpec(config.loss, params | config.loss_params, unit=config.normalise_by, constant=constant)
 
 

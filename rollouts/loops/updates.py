@@ -1,7 +1,7 @@
 """The updates of a step, shared by all loops: submit them, await them, and say what the backend answered."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -10,7 +10,7 @@ import trio
 
 from rollouts.errors import EarlierStepFailed, StepInterrupted
 from rollouts.metrics.contributions import UpdateRecord
-from rollouts.protocols import TrainFuture, TrainingBackend
+from rollouts.protocols import TrainingBackend
 from rollouts.types import (
     BoolArray,
     FloatArray,
@@ -27,42 +27,28 @@ UpdateResult = tuple[ForwardBackwardResult, OptimStepResult]
 
 
 async def train(
-    backend: TrainingBackend,
-    updates: Sequence[Update],
-    *,
-    version: int | None = None,
-    ends_after: Callable[[ForwardBackwardResult], bool] | None = None,
+    backend: TrainingBackend, updates: Sequence[Update], *, version: int | None = None
 ) -> list[UpdateResult]:
-    """The results of each optimizer step. The backend then has weight version `version`, if given.
+    """The results of each optimizer step, all submitted at once. The backend then has weight version
+    `version`, if given.
 
-    All updates are submitted at once; with `ends_after` one by one, and none after the first for which it is
-    True. A cancellation interrupts the backend at its next micro-batch. If nothing was left to compute, the
+    A cancellation interrupts the backend at its next micro-batch. If nothing was left to compute, the
     results are returned all the same.
     """
-    submitted: list[tuple[TrainFuture[ForwardBackwardResult], TrainFuture[OptimStepResult]]] = []
+    submitted = [(backend.forward_backward(batch, loss), backend.optim_step()) for batch, loss in updates]
     results: list[UpdateResult] = []
-
-    def has_ended() -> bool:
-        stopped = ends_after is not None and len(results) > 0 and ends_after(results[-1][0])
-        return stopped or len(results) == len(updates)
 
     async def collect() -> None:
         for forward, optim in submitted[len(results) :]:
             results.append((await forward.result(), await optim.result()))
 
     try:
-        while not has_ended():
-            at_once = len(updates) if ends_after is None else 1
-            submitted += [
-                (backend.forward_backward(batch, loss), backend.optim_step())
-                for batch, loss in updates[len(submitted) :][:at_once]
-            ]
-            await collect()
+        await collect()
     except trio.Cancelled:
         backend.interrupt()
         with trio.CancelScope(shield=True), suppress(StepInterrupted, EarlierStepFailed):
             await collect()
-        if not has_ended():
+        if len(results) < len(updates):
             raise
     if version is not None:
         with trio.CancelScope(shield=True):  # the backend is idle
@@ -105,11 +91,10 @@ def begin_last_pass(updates: int, minibatches: int) -> int:
 
 
 def last_pass_metrics(results: Sequence[UpdateResult], minibatches: int) -> dict[str, float]:
-    """The backend's metrics of the last pass over a batch, and how many updates were not finite."""
+    """The backend's metrics of the last pass over a batch, and how many updates changed nothing."""
     last_pass = results[begin_last_pass(len(results), minibatches) :]
     metrics = step_metrics(merge_forwards([forward for forward, _ in last_pass]), results[-1][1])
-    skipped = sum(optim.skipped is not None for _, optim in results) - metrics.get("optim/undone", 0)
-    return metrics | {"optim/skipped_steps": float(skipped)}
+    return metrics | {"optim/skipped_steps": float(sum(optim.skipped is not None for _, optim in results))}
 
 
 def work_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:

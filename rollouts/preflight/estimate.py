@@ -189,7 +189,8 @@ def estimate_work(config: RunConfig, stages: Sequence[str], rows: Rows) -> list[
         if stage == "rl":
             drawn, rollout = section.rollout.num_prompts, section.rollout
             each = f"{drawn} prompts x {rollout.samples_per_prompt} samples"
-            tokens = _samples(section) * rollout.max_new_tokens
+            again = rollout.replay * rollout.samples_per_prompt
+            tokens = (_samples(section) + again) * rollout.max_new_tokens
         else:
             drawn = section.batch_size
             each, tokens = f"{drawn} samples", _rows_of_step(stage, section) * section.max_length

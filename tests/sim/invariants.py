@@ -11,6 +11,7 @@ import trio.testing
 
 from rollouts.engines.fleet import Fleet
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
+from rollouts.generation.collector import REPLAYED
 from rollouts.types import RolloutBatch
 from rollouts.weight_sync.sync import WeightSync
 from tests.sim.fakes import RecordingBuffer, SimulatedBackend, SimulatedEngine, SimulatedSnapshots
@@ -56,6 +57,7 @@ class FleetReport:
     saved_in_flight: int = 0  # groups that were in the making when a checkpoint was written
     requests: int = 0  # that came to servers
     trained_tokens: int = 0
+    replayed: int = 0  # groups that trained again
     mixed_samples: int = 0  # that trained with tokens of several versions
     interruptions: list[str] = field(default_factory=list)  # what ended a trainer before its last step
     faults: Counter[str] = field(default_factory=Counter)  # that struck, by kind
@@ -252,14 +254,17 @@ class Checks:
         rollout = self.schedule.config.rollout
         ids = [sample.id for sample in batch.samples]
         groups = Counter((metadata["epoch"], metadata["prompt_id"]) for metadata in batch.metadata)
+        replayed = {(row["epoch"], row["prompt_id"]) for row in batch.metadata if REPLAYED in row}
+        self.report.replayed += len(replayed)
         if (
             len(set(ids)) != len(ids)
-            or len(groups) != rollout.num_prompts
+            or len(groups) != rollout.num_prompts + len(replayed)
+            or len(replayed) > rollout.replay
             or max(groups.values()) > rollout.samples_per_prompt
         ):
             raise BrokenInvariant("prompts", f"a batch of {ids}")
-        if again := trainer.trained & groups.keys():
-            raise BrokenInvariant("prompts", f"{sorted(again)} trained twice")
+        if again := (trainer.trained & groups.keys()) ^ replayed:
+            raise BrokenInvariant("prompts", f"{sorted(again)} trained twice, or again and never before")
         trainer.trained |= groups.keys()
 
     def check_books(self, trainer: Trainer) -> None:

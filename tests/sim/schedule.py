@@ -75,6 +75,7 @@ def draw_fleet_schedule(seed: int) -> FleetSchedule:
             "rollout": {
                 "num_prompts": num_prompts,
                 "samples_per_prompt": size,
+                "replay": seed % 4 if max_staleness else 0,
                 "over_sampling": draw.choice([1.0, 1.2, 1.5]),
                 "max_attempts": 50,
                 "max_failed_fraction": 1.0,

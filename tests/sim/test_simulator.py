@@ -41,6 +41,7 @@ def run_seeds(first_seed: int, count: int) -> None:
         }
         totals["resumed"] += bool(report.interruptions)
         totals["mixed samples"] += report.mixed_samples
+        totals["replayed"] += report.replayed
         totals["released"] += report.released
         totals["saved in flight"] += report.saved_in_flight
         faults.update(report.faults)
@@ -49,7 +50,7 @@ def run_seeds(first_seed: int, count: int) -> None:
         totals
     )  # no fault was so bad that a trainer had to be started again
     assert set(faults) == FAULTS, "a kind of fault never struck: it would prove nothing"
-    assert totals["resumed"] > 0 and totals["mixed samples"] > 0, totals
+    assert totals["resumed"] > 0 and totals["mixed samples"] > 0 and totals["replayed"] > 0, totals
     assert totals["released"] > 0 and totals["saved in flight"] > 0, (
         totals
     )  # updates went on beside training, and generation beside both

@@ -71,6 +71,23 @@ async def test_held_groups_are_given_up_when_staleness_is_no_longer_allowed():
     assert strict.books() == {"drawn": 6, "trained": 4, "dropped/surplus": 2}
 
 
+async def test_trained_groups_train_again_while_they_are_fresh_enough():
+    run, mu = make_run(max_staleness=2, replay=3), dict[str, Any]()
+    for version in range(5):  # two new groups each, which are drawn from for two batches
+        batch = await run.manager.generate_batch()
+        again = [one for one in batch.samples if "replayed" in one.metadata]
+        assert len(again) / 2 == run.metrics()["groups/replayed"] == (0, 2, 3, 3, 3)[version]
+        assert all(version - 2 <= one.oldest_version < version for one in again), "none became too old"
+        assert all(np.array_equal(one.rollout_log_probs, mu[one.id]) for one in again)
+        mu |= {one.id: one.rollout_log_probs for one in batch.samples}
+        assert len(mu) == 4 * (version + 1), "two new groups of two"
+        run.advance(version + 1)
+    run.manager.check_ledger()
+    assert (run.count("trained"), run.count("replayed")) == (10, 11)
+    asked = [request.request_id for request in run.engine.requests]
+    assert len(set(asked)) == len(asked), "nothing is generated again"
+
+
 # --- what goes on in the next batch ---
 
 
@@ -124,6 +141,7 @@ async def test_a_restarted_manager_continues_bit_for_bit(
 ):
     script = say("abcdef", lambda name: token_s * (3.0 if group_of(name) == 0 else 1.0))
     options = {"num_prompts": 2 - token_s, "over_sampling": 2.0, "max_staleness": max_staleness}
+    options["replay"] = max_staleness
     options["filters"] = [] if max_staleness else [keep_groups(*range(0, 40, 2))]
     run = make_run(script, **options)
     await next_version(run)

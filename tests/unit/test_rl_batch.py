@@ -12,7 +12,7 @@ import trio
 from rollouts.advantages import ADVANTAGES
 from rollouts.config.schema import CriticConfig, DistillationConfig, RunConfig
 from rollouts.errors import ConfigError, ModelError, StalenessError, UserFunctionError
-from rollouts.loops.algorithm import find_advantages, make_kl_stop
+from rollouts.loops.algorithm import find_advantages
 from rollouts.loops.rl import train_policy
 from rollouts.loops.rl_batch import (
     add_advantages,
@@ -23,7 +23,7 @@ from rollouts.loops.rl_batch import (
     make_loss_spec,
     plan_updates,
 )
-from rollouts.loops.updates import last_pass_metrics, measure_kl, merge_forwards, train
+from rollouts.loops.updates import measure_kl, merge_forwards
 from rollouts.losses import LOSSES, find_own_unit
 from rollouts.preflight.checks import check_loss, check_losses
 from rollouts.preflight.findings import Findings
@@ -357,12 +357,12 @@ def test_a_part_without_a_loss_counts_for_nothing():
 
 class MeasuringBackend(FakeBackend):
     """A FakeBackend whose updates measure these values of approx_kl/mean, one after the other; None: the loss
-    was not finite.
+    was not finite. With every optimizer step its log-probs fall by `nats`.
     """
 
-    def __init__(self, *kls: float | None, step_s: float = 0.0, micro_batch_s: float = 0.0) -> None:
-        super().__init__(step_s=step_s, micro_batch_s=micro_batch_s, failures={})
-        self._kls = list(kls)
+    def __init__(self, *kls: float | None, step_s: float = 0.0, nats: float = 0.0) -> None:
+        super().__init__(step_s=step_s, failures={})
+        self._kls, self._nats = list(kls), nats
 
     def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> Any:
         future = super().forward_backward(batch, loss)
@@ -374,12 +374,17 @@ class MeasuringBackend(FakeBackend):
         )
         return future
 
+    def forward(self, batch: RolloutBatch) -> Any:
+        moved = np.float32(-self._nats * self._state["weight"])
+        return self._submit(lambda: tuple(mask * moved for mask in batch.loss_masks), has_pieces=True)
 
-def update(times: int) -> list[tuple[RolloutBatch, LossSpec]]:
-    return [(batch_of_groups([0, 0]), LOSS)] * times
 
-
-STOPS = make_kl_stop(rl_config(kl_stop=0.02, updates_per_batch=4))
+def train_times(times: int, backend: FakeBackend, **limits: float) -> Any:
+    batch = batch_of_groups([0, 0])
+    limits = limits or {"kl_stop": 0.02}
+    return train_policy(
+        backend, [(batch, LOSS)] * times, batch, rl_config(updates_per_batch=4, **limits), version=7
+    )
 
 
 @pytest.mark.parametrize(
@@ -395,7 +400,7 @@ STOPS = make_kl_stop(rl_config(kl_stop=0.02, updates_per_batch=4))
 )
 async def test_no_update_is_made_after_one_that_measured_more_than_the_limit(kls, made, autojump_clock):
     backend = MeasuringBackend(*kls)
-    results = await train(backend, update(4), version=7, ends_after=STOPS)
+    results = await train_times(4, backend)
     assert len(results) == len(backend.batches) == made
     assert backend.weight_version == 7, "the step counts as one whatever was left out"
     assert backend.statistics()["submitted"] == 2 * made + 1
@@ -407,7 +412,7 @@ async def test_a_loss_that_does_not_measure_the_kl_is_refused(autojump_clock):
             ConfigError,
             match=r"rl\.kl_stop=0\.02 with rl\.loss='ppo_clip', which does not measure approx_kl/mean",
         ):
-            await train(backend, update(2), ends_after=STOPS)
+            await train_times(2, backend)
 
 
 @pytest.mark.parametrize(
@@ -420,9 +425,9 @@ async def test_a_cancelled_step_is_whole_only_if_nothing_was_left_to_compute(
     backend = MeasuringBackend(0.0, 0.5, step_s=10.0)
     results: list[Any] = []
     with trio.move_on_after(seconds):
-        results = await train(backend, update(3), version=1, ends_after=STOPS)
+        results = await train_times(3, backend)
     assert (len(results), backend.statistics()["steps"]) == (made, steps)
-    assert backend.weight_version == (made > 0)
+    assert backend.weight_version == 7 * (made > 0)
 
 
 # --- the hard limit -----------------------------------------------------------------------------------------
@@ -437,52 +442,26 @@ def test_the_kl_of_an_update_is_k3_over_the_trained_tokens():
     assert measure_kl((before,), (after + 1e4,), (mask,)) == np.inf
 
 
-class MovingBackend(FakeBackend):
-    """A FakeBackend whose log-probs fall by `nats` with every optimizer step."""
-
-    def __init__(self, nats: float, **options: Any) -> None:
-        super().__init__(failures={}, **options)
-        self._nats = nats
-
-    def forward(self, batch: RolloutBatch) -> Any:
-        moved = np.float32(-self._nats * self._state["weight"])
-        return self._submit(lambda: tuple(mask * moved for mask in batch.loss_masks), has_pieces=True)
-
-
-# k3 after n updates of 0.1 nats, e^-r - 1 + r with r = 0.1 n: 0.00484, 0.01873, 0.04082, 0.07032
+# k3 after n updates of 0.1 nats, e^-r - 1 + r with r = 0.1 n: 0.0048, 0.0187, 0.0408, 0.0703
 @pytest.mark.parametrize(
-    ("nats", "limit", "made", "kept", "kl"),
-    [
-        (0.1, 0.1, 4, 4, 0.07032),
-        (0.1, 0.02, 3, 2, 0.04082),
-        (0.1, 0.001, 1, 0, 0.00484),
-        (-1e4, 0.1, 1, 0, None),
-        (float("nan"), 0.1, 1, 0, None),
-    ],
+    ("nats", "limit", "made", "kept"),
+    [(0.1, 0.1, 4, 4), (0.1, 0.02, 3, 2), (0.1, 0.004, 1, 0), (-1e4, 0.1, 1, 0), (np.nan, 0.1, 1, 0)],
 )
-async def test_the_update_beyond_the_limit_is_undone_and_is_the_last(
-    nats: float, limit: float, made: int, kept: int, kl: float | None, autojump_clock
-):
-    backend = MovingBackend(nats, step_s=0.0)
-    config = rl_config(kl_limit=limit, updates_per_batch=4)
-    results = await train_policy(backend, update(4), update(1)[0][0], config, version=7)
+async def test_the_update_beyond_the_limit_is_undone_and_is_the_last(nats, limit, made, kept, autojump_clock):
+    backend = MeasuringBackend(0, 0, 0, 0, nats=nats)
+    results = await train_times(4, backend, kl_limit=limit)
     assert (len(results), backend._state["weight"], backend.weight_version) == (made, kept, 7)
-    assert ["undone" in (optim.skipped or "") for _, optim in results] == [False] * kept + [True] * (
-        made - kept
-    )
-    metrics = last_pass_metrics(results, minibatches=4)
-    assert (metrics["optim/undone"], metrics["optim/skipped_steps"]) == (made - kept, 0)
-    assert metrics.get("kl/update") == (kl and pytest.approx(kl, rel=1e-3))
+    assert [bool(optim.skipped) for _, optim in results] == [False] * kept + [True] * (made - kept)
 
 
-@pytest.mark.parametrize(("seconds", "steps", "version"), [(15, 0, 0), (45, 1, 0), (105, 2, 1)])
+@pytest.mark.parametrize(("seconds", "steps", "version"), [(45, 1, 0), (105, 2, 7)])
 async def test_a_step_that_is_cut_before_an_update_is_decided_has_no_version(
-    seconds: float, steps: int, version: int, autojump_clock
+    seconds, steps, version, autojump_clock
 ):
     """Everything takes 10 s: an update is measured from 40 s to 50 s, the next one is undone by 100 s."""
-    backend, config = MovingBackend(0.1, step_s=10.0), rl_config(kl_limit=0.01, updates_per_batch=4)
+    backend = MeasuringBackend(0, 0, step_s=10.0, nats=0.1)
     with trio.move_on_after(seconds):
-        await train_policy(backend, update(4), update(1)[0][0], config, version=1)
+        await train_times(4, backend, kl_limit=0.01)
     assert (backend.statistics()["steps"], backend.weight_version) == (steps, version)
 
 
