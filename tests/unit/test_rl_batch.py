@@ -1,7 +1,6 @@
 """What the RL loop does to a batch: log-probs, advantages, the loss by name, and the updates made of it."""
 
 import dataclasses
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -104,12 +103,11 @@ def test_segments_of_one_trajectory_count_once_in_the_advantages_of_a_batch():
 
 def test_all_segments_of_a_truncated_trajectory_are_left_out_of_the_loss():
     rows = segmented(batch_of([1.0, 1.0, 0.0], [7, 7, 7], [0, 0, 0]), "g7-s0", "g7-s0.1", "g7-s1")
-    cut = dataclasses.replace(rows.samples[1], status=Status.TRUNCATED)
-    rows = dataclasses.replace(rows, samples=(rows.samples[0], cut, rows.samples[2]))
-    left = leave_out_truncated(add_advantages(rows, rl_config(advantage="centred"))[0])
+    batch, _ = add_advantages(rows, rl_config(advantage="centred"))
+    object.__setattr__(batch.samples[1], "status", Status.TRUNCATED)
+    left = leave_out_truncated(batch)
     assert left.response_lengths.tolist() == [0, 0, 2]
-    assert left.mean_advantages is not None
-    assert left.mean_advantages.tolist() == [0.0, 0.0, -0.5]
+    assert left.mean_advantages is not None and left.mean_advantages.tolist() == [0.0, 0.0, -0.5]
 
 
 def test_the_kl_that_is_taken_off_is_that_of_the_whole_trajectory():
@@ -184,15 +182,13 @@ def test_reinforce_pp_by_token_answers_for_the_kl_of_a_token_and_of_those_after_
     """KL .5 and 1 in the first row, none in the second; without a KL term it is reinforce_pp."""
     references = tuple(np.asarray(row, np.float32) for row in ([0, -1.5, -3], [0, -1, -2]))
     batch = dataclasses.replace(batch_of([1.0, 0.0], [0, 0], [0, 0]), ref_log_probs=references)
-    found, _ = add_advantages(batch, rl_config(advantage="reinforce_pp_token", kl_coef=0.1))
-    returns = np.array([1 - 0.1 * 1.5, 1 - 0.1, 0.0, 0.0])
-    wanted = (returns - 0.4375) / statistics.stdev(returns)
-    assert found.advantages is not None
-    np.testing.assert_allclose([row[1:] for row in found.advantages], wanted.reshape(2, 2), rtol=1e-5)
-    plain, whole = (
-        add_advantages(batch, rl_config(advantage=f"reinforce_pp{kind}"))[0] for kind in ("_token", "")
+    found, plain, whole = (
+        np.asarray(add_advantages(batch, rl_config(advantage=name, kl_coef=beta))[0].advantages)
+        for name, beta in (("reinforce_pp_token", 0.1), ("reinforce_pp_token", 0.0), ("reinforce_pp", 0.0))
     )
-    np.testing.assert_allclose(plain.advantages or (), whole.advantages or (), rtol=1e-6)
+    returns = np.array([[1 - 0.1 * 1.5, 1 - 0.1], [0.0, 0.0]])
+    np.testing.assert_allclose(found[:, 1:], (returns - 0.4375) / returns.std(ddof=1), rtol=1e-5)
+    np.testing.assert_allclose(plain, whole, rtol=1e-6)
 
 
 def test_an_advantage_of_ones_own_may_answer_per_token_and_takes_its_parameters():
@@ -275,14 +271,12 @@ def test_the_loss_is_named_with_the_numbers_of_the_config(settings: str, params:
 def test_a_loss_of_sequences_trains_by_sequences_unless_another_unit_is_set_and_that_is_said():
     for name in LOSSES:
         assert make_loss_spec(rl_config(loss=name)).unit == find_own_unit(name)
-    assert make_loss_spec(rl_config(loss="gspo")).unit == "sequences"
-    for unit, found in (
-        ("tokens", [("warning", "rl.normalise_by", "'tokens', where loss 'gspo' is defined by 'sequences'")]),
-        ("sequences", []),
-    ):
-        findings, config = Findings(raises=True), rl_config(loss="gspo", normalise_by=unit)
-        check_losses(RunConfig(rl=config), ["rl"], findings)
-        assert (make_loss_spec(config).unit, [*findings]) == (unit, found)
+    by_tokens, findings = rl_config(loss="gspo", normalise_by="tokens"), Findings()
+    check_losses(RunConfig(rl=by_tokens), ["rl"], findings)
+    check_losses(RunConfig(rl=rl_config(loss="gspo")), ["rl"], findings)
+    assert make_loss_spec(by_tokens).unit == "tokens"
+    said = "'tokens', where loss 'gspo' is defined by 'sequences'"
+    assert findings == [("warning", "rl.normalise_by", said)]
 
 
 # --- updates ------------------------------------------------------------------------------------------------
