@@ -7,9 +7,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rollouts.checkpoints.load import find_newest_checkpoint
+from rollouts.metrics.jsonl import read_rows
 from tests.support.fork_server import ForkServer, open_fork_server, place_ranks
 from tests.support.kill_harness import IMPORTS, RANK_IMPORTS
 
@@ -45,9 +48,9 @@ class Train:
         return {**os.environ, "ROLLOUTS_CACHE": str(self.cache), "PYTHONWARNINGS": "default"}
 
     def run(
-        self, out: Path, *arguments: str, mode: str = "sft+rl", ranks: int = 1
+        self, out: Path, *arguments: str, mode: str = "sft+rl", **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        return self.fork(self.arguments(out, *arguments, mode=mode), out, ranks=ranks)
+        return self.fork(self.arguments(out, *arguments, mode=mode), out, **options)
 
     def run_config(
         self, config: Path, out: Path, *arguments: str, mode: str = "sft+rl"
@@ -55,13 +58,25 @@ class Train:
         """The same with a config of the test's own, as it is."""
         return self.fork(["--config", str(config), "--mode", mode, "--output.dir", str(out), *arguments], out)
 
+    def stop_and_resume(self, argv: list[str], out: Path, stop_after: str) -> list[dict[str, Any]]:
+        """The rows of its stage, of a run that is stopped after STAGE:STEP, which it saves, and resumed."""
+        stage, _, step = stop_after.partition(":")
+        self.fork(argv, out, environ={"STOP_AFTER": stop_after})
+        newest = find_newest_checkpoint(out / "checkpoints" / stage)
+        assert newest is not None and newest.name == f"step_{step}" and not (out / "summary.json").exists()
+        self.fork([*argv, "--resume"], out)
+        rows = [row for row in read_rows(out / "metrics.jsonl") if row["stage"] == stage]
+        attempts = [(number, 1 if number <= int(step) else 2) for number in range(1, len(rows) + 1)]
+        assert [(row["step"], row["attempt"]) for row in rows] == attempts
+        return rows
+
     def run_fresh(
         self, out: Path, *arguments: str, mode: str = "sft+rl", torchrun: bool = False
     ) -> subprocess.CompletedProcess[str]:
         return self.execute(self.command(out, *arguments, mode=mode, torchrun=torchrun))
 
     def execute(self, command: list[str]) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        done = subprocess.run(
             command,
             capture_output=True,
             text=True,
@@ -70,16 +85,20 @@ class Train:
             stdin=subprocess.DEVNULL,
             check=False,
         )
+        assert done.returncode == 0, done.stderr
+        return done
 
     def fork(
-        self, argv: list[str], out: Path, *, ranks: int = 1, environ: Mapping[str, str] | None = None
+        self, argv: list[str], out: Path, *, code: int = 0, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """`argv` of train.py, run to its end."""
-        self.start(argv, out, ranks=ranks, environ=environ)
+        """`argv` of train.py, run to its end, at which it has this exit code; options as of `start`."""
+        self.start(argv, out, **options)
         ended = self.server.wait()
         assert not ended.timed_out, self.said(out)
         assert not ended.leftover, ended.leftover
-        return subprocess.CompletedProcess(argv, ended.returncode, *self.said(out))
+        done = subprocess.CompletedProcess(argv, ended.returncode, *self.said(out))
+        assert done.returncode == code, done.stderr
+        return done
 
     def start(
         self,
@@ -130,6 +149,5 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
 def finished_run(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An sft+rl run that nobody disturbed, in a process of its own from the start."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    result = train.run_fresh(out)
-    assert result.returncode == 0, result.stderr
+    train.run_fresh(out)
     return out

@@ -29,13 +29,11 @@ def test_sft_and_rl_run_on_a_gpu_with_engine_and_reference_and_go_on_there(
         "--rl.kl_coef",
         "0.01",
     )
-    first = train.run_fresh(tmp_path, *settings, "--rl.steps", "2")
-    assert first.returncode == 0, first.stderr
+    train.run_fresh(tmp_path, *settings, "--rl.steps", "2")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["device"].startswith("cuda (")
     assert set(summary["accuracy"]) == {"base", "sft", "rl"}
-    resumed = train.run_fresh(tmp_path, *settings, "--rl.steps", "4", "--resume")
-    assert resumed.returncode == 0, resumed.stderr
+    train.run_fresh(tmp_path, *settings, "--rl.steps", "4", "--resume")
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [(row["stage"], row["step"]) for row in rows] == [("sft", step) for step in range(1, 21)] + [
         ("rl", step) for step in range(1, 5)

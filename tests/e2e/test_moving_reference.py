@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.metrics.jsonl import read_rows
 from tests.e2e.conftest import TINY, Train
 from tests.support.compare_runs import assert_same_run
 
@@ -32,13 +31,8 @@ def test_a_reference_that_moves_goes_on_where_it_was(
 ):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     argv = ["--config", str(TINY), "--mode", "rl", *SETTINGS, "--reference.update", *update]
-    done = train.fork([*argv, "--output.dir", str(whole)], whole)
-    assert done.returncode == 0, done.stderr
-    for environ, more in (({"STOP_AFTER": "rl:3"}, ()), ({}, ("--resume",))):
-        done = train.fork([*argv, "--output.dir", str(parts), *more], parts, environ=environ)
-        assert done.returncode == 0, done.stderr
-    rows = list(read_rows(parts / "metrics.jsonl"))
-    assert [row["attempt"] for row in rows] == [1, 1, 1, 2, 2, 2]
+    train.fork([*argv, "--output.dir", str(whole)], whole)
+    rows = train.stop_and_resume([*argv, "--output.dir", str(parts)], parts, "rl:3")
     assert [row["reference/updates"] for row in rows] == moved, "when the batch of each step was scored"
     assert_same_run(whole, parts, stopped=True)
     for file in ("model.safetensors", "moving_reference.json"):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from rollouts.advantages import AdvantageInputs
-from rollouts.metrics.jsonl import read_rows
 from rollouts.types import Sample
 from tests.e2e.conftest import TINY, Train
 from tests.support.compare_runs import assert_same_run
@@ -50,16 +49,9 @@ def test_a_run_stopped_beside_a_change_and_resumed_is_the_run_that_never_stopped
     text = TINY.read_text().replace("../tasks", str(TINY.parent.parent / "tasks"))
     config.write_text(text.replace('advantage = "grpo"\n', f'advantage = "grpo"\n{CHANGES}'))
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    done = train.run_config(config, whole, *SETTINGS, mode="rl")
-    assert done.returncode == 0, done.stderr
+    train.run_config(config, whole, *SETTINGS, mode="rl")
     argv = ["--config", str(config), "--mode", "rl", "--output.dir", str(parts), *SETTINGS]
-    for environ, more in (({"STOP_AFTER": f"rl:{stop_after}"}, ()), ({}, ("--resume",))):
-        done = train.fork([*argv, *more], parts, environ=environ)
-        assert done.returncode == 0, done.stderr
-    rows = list(read_rows(parts / "metrics.jsonl"))
-    assert [(row["step"], row["attempt"]) for row in rows] == [
-        (step, 1 if step <= stop_after else 2) for step in range(1, 7)
-    ]
+    rows = train.stop_and_resume(argv, parts, f"rl:{stop_after}")
     assert [row["algorithm/change"] for row in rows] == [0, 0, 0, 1, 1, 1]
     assert len({row["kl/coef"] for row in rows}) > 2, "the controller moved it"
     assert {row["optim/updates"] for row in rows} == {4}

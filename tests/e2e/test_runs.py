@@ -62,7 +62,7 @@ def test_a_run_leaves_the_files_that_the_documentation_names(finished_run: Path)
 
 def test_two_deterministic_runs_are_the_same_bits(train: Train, finished_run: Path, tmp_path: Path):
     """The other one was started by a shell."""
-    assert train.run(tmp_path / "again").returncode == 0
+    train.run(tmp_path / "again")
     assert_same_run(finished_run, tmp_path / "again")
 
 
@@ -76,7 +76,7 @@ async def test_ctrl_c_once_finishes_the_step_and_saves(train: Train, finished_ru
     assert not (out / "summary.json").exists()
     last = read_rows(out / "metrics.jsonl")[-1]["step"]
     assert (out / "checkpoints" / "rl" / f"step_{last}" / "manifest.json").exists()
-    assert train.run(out, "--resume").returncode == 0
+    train.run(out, "--resume")
     stopped, whole = (weights_digest(run / "checkpoints/rl/step_4") for run in (out, finished_run))
     assert stopped == whole
 
@@ -95,22 +95,20 @@ def test_resume_without_a_run_starts_one_and_a_finished_run_stays_finished(
     train: Train, tmp_path: Path, flags: str, steps: int
 ):
     for _ in range(2):
-        assert train.run(tmp_path / "run", "--resume", *flags.split(), mode="sft").returncode == 0
+        train.run(tmp_path / "run", "--resume", *flags.split(), mode="sft")
         # 0.2 epochs of 330 rows, 32 a step, are 2.06 steps
         assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == steps
         assert f"steps = {steps}\nepochs = 0.0\n" in (tmp_path / "run" / "config.toml").read_text()
 
 
 def test_torchrun_runs_the_same_program_to_the_same_bits(train: Train, finished_run: Path, tmp_path: Path):
-    result = train.run_fresh(tmp_path / "torchrun", torchrun=True)
-    assert result.returncode == 0, result.stderr
+    train.run_fresh(tmp_path / "torchrun", torchrun=True)
     assert_same_run(finished_run, tmp_path / "torchrun")
 
 
 def test_rl_starts_with_the_weights_of_the_sft_checkpoint(train: Train, finished_run: Path, tmp_path: Path):
     checkpoint = finished_run / "checkpoints" / "sft" / "step_20"
-    result = train.run(tmp_path / "rl", "--model.name", str(checkpoint), mode="rl")
-    assert result.returncode == 0, result.stderr
+    train.run(tmp_path / "rl", "--model.name", str(checkpoint), mode="rl")
     continued = [row for row in read_rows(finished_run / "metrics.jsonl") if row["stage"] == "rl"]
     alone = read_rows(tmp_path / "rl" / "metrics.jsonl")
     for name in ("reward/mean", "loss/total", "optim/grad_norm", "entropy/mean", "mismatch_kl/mean"):

