@@ -8,6 +8,7 @@ from typing import Any, NoReturn, NotRequired, TypedDict, cast
 JSONValue = Any  # None, bool, int, finite float, str, and lists and str-keyed dicts of these
 CALL_FORM = '{"type": "function", "function": {"name": "…", "arguments": {…}}}'
 OTHER_THINKING_KEYS = ("reasoning", "thinking")  # names that some datasets give to reasoning_content
+LARGEST_BITS = 14_000  # of an integer; Python writes no more than 4300 digits
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 
 
@@ -30,6 +31,8 @@ def check_json(name: str, value: object) -> None:
     """
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} is {value}; JSON has no such number")
+    if isinstance(value, int) and value.bit_length() > LARGEST_BITS:
+        raise ValueError(f"{name} is an integer of {value.bit_length()} bits; write it as text")
     if value is None or isinstance(value, bool | int | float | str):
         return
     if isinstance(value, Mapping):

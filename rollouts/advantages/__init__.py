@@ -58,6 +58,7 @@ __all__ = [
     "whiten_over_tokens",
 ]
 
+LARGEST = float(np.finfo(np.float32).max)
 ADVANTAGES: dict[str, AdvantageFn] = {
     **GROUP_ADVANTAGES,
     "reinforce_pp_token": compute_reinforce_pp_token_advantages,
@@ -112,15 +113,18 @@ def compute_advantages(
 
 
 def _check_answer(answer: Any, name: str, rows: int) -> FloatArray | FloatRows:
-    rule = "an advantage is one finite number per row, or one array [T] of finite numbers per row"
+    rule = "an advantage is one finite number (float32) per row, or one array [T] of them per row"
     countable = isinstance(answer, list | tuple) or getattr(answer, "ndim", 0)
     found = f"{len(answer)} advantages" if countable else type(answer).__name__
     require(countable and len(answer) == rows, f"{name} answered with {found} for {rows} rows; {rule}")
-    values = [np.asarray(row, np.float64) for row in answer]
+    given = [np.asarray(row) for row in answer]
+    values = [
+        row.astype(np.float64) if row.dtype.kind in "biuf" else np.full(row.shape, np.nan) for row in given
+    ]
     per_token = rows > 0 and values[0].ndim == 1
     for index, row in enumerate(values):
-        found = f"shape {row.shape}" if row.ndim else row
-        fits = row.ndim == per_token and np.isfinite(row).all()
+        found = f"shape {row.shape}" if row.ndim else given[index]
+        fits = row.ndim == per_token and (np.abs(row) <= LARGEST).all()
         require(fits, f"{name} answered for row {index} with {found}; {rule}")
     return tuple(row.astype(np.float32) for row in values) if per_token else np.asarray(values, np.float32)
 

@@ -7,6 +7,7 @@ compute_loss     from log-probs (of a scalar head: values) of a micro-batch to t
 """
 
 import math
+import traceback
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,14 +19,22 @@ from torch import Tensor
 from rollouts.backends.shares import Portion, TokenTrace
 from rollouts.config.tables import OptimConfig
 from rollouts.data.packing import ATTENTION_COST, MicroBatch, make_micro_batches
-from rollouts.errors import BackendError, DenominatorMismatch, NonFiniteSteps
-from rollouts.losses import LossFn, LossInputs
+from rollouts.errors import (
+    BackendError,
+    DenominatorMismatch,
+    NonFiniteSteps,
+    RolloutsError,
+    UserFunctionError,
+)
+from rollouts.losses import LossFn, LossInputs, LossOutput
 from rollouts.models.log_probs import ForwardPlan, Layout, TokenOutputs
 from rollouts.models.optim import compute_lr
+from rollouts.rewards.check import RAISED, describe, shorten
 from rollouts.types import (
     BoolArray,
     LossSpec,
     Mean,
+    Metric,
     Metrics,
     OptimParams,
     OptimStepResult,
@@ -185,6 +194,30 @@ class ComputedLoss:
     trace: TokenTrace | None = None  # where the LossSpec asks for it
 
 
+def call_loss(loss_fn: LossFn, inputs: LossInputs, spec: LossSpec) -> LossOutput:
+    """What the loss answers. Raises UserFunctionError if it raises, naming the line, or answers with no
+    LossOutput.
+    """
+    try:
+        output = loss_fn(inputs, unit=spec.unit, **spec.params)
+    except RolloutsError:
+        raise
+    except RAISED as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserFunctionError(
+            f"loss {spec.name!r} raised {describe(error)} ({place.filename}, line {place.lineno})"
+        ) from error
+    match output:
+        case LossOutput(Tensor(ndim=0), _, metrics) if all(
+            isinstance(one, Metric) for one in metrics.values()
+        ):
+            return output
+    raise UserFunctionError(
+        f"loss {spec.name!r} answered with {shorten(output)}; it must be a LossOutput of a sum without axes,"
+        " a count, and metrics such as Mean(total, count)"
+    )
+
+
 def compute_loss(flat: TokenOutputs, portion: Portion, loss_fn: LossFn, spec: LossSpec) -> ComputedLoss:
     """The loss of one micro-batch. Raises BackendError if the sum has no gradient."""
     micro_batch, device = portion.micro_batch, flat.log_probs.device
@@ -213,7 +246,7 @@ def compute_loss(flat: TokenOutputs, portion: Portion, loss_fn: LossFn, spec: Lo
         note_weights=weights.append if spec.per_token else None,
         **fields,
     )
-    output = loss_fn(inputs, unit=spec.unit, **spec.params)
+    output = call_loss(loss_fn, inputs, spec)
     if not output.sum.requires_grad:
         raise BackendError(
             f"loss {spec.name!r} returned a sum without gradient; it must depend on inputs.log_probs, not"

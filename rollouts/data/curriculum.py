@@ -95,12 +95,12 @@ def call_curriculum(
     where = f"curriculum {function} in step {step}"
     try:
         weights: object = curriculum(step, dict(statistics))
-    except Exception as error:
+        values, shown = parse_weights(weights, list(statistics)), repr(weights)
+    except (Exception, SystemExit, GeneratorExit) as error:  # or what it gave, when it was looked at
         raise UserFunctionError(f"{where} raised {type(error).__name__}: {error}") from error
-    values = parse_weights(weights, list(statistics))
     if values is None:
         rule = f"it must give each of {', '.join(statistics)} a finite number, 0 or more, and one above 0"
-        raise UserFunctionError(f"{where} gave {weights!r}; {rule}")
+        raise UserFunctionError(f"{where} gave {shown}; {rule}")
     return dict(zip(statistics, values, strict=True))
 
 

@@ -69,7 +69,7 @@ def _find_rows(source: DataSourceConfig, name: str) -> FoundRows:
             taken += 1
     except RolloutsError:
         raise
-    except Exception as error:  # of a file system, a network, one of many readers, or a user's function
+    except (Exception, SystemExit) as error:  # of a file system, a network, a reader, or a user's function
         what, kind = _describe(source, name), type(error).__name__
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         if isinstance(error, ImportError) and source.kind in EXTRAS:

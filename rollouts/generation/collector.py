@@ -98,6 +98,7 @@ class Collector:
         self._policy_version = policy_version
         self._plan = replace(
             plan,
+            policy_version=policy_version,
             may_continue=lambda sample: not self._is_stale(sample.oldest_version),
             is_stopping=lambda: self._is_stopping,
             on_generated=self._note_generated,

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,7 +26,6 @@ import trio
 from rollouts.crash_points import reach
 from rollouts.data.data_buffer import PromptRow
 from rollouts.errors import (
-    ConfigError,
     DataError,
     EngineClosed,
     EngineError,
@@ -39,7 +40,7 @@ from rollouts.errors import (
     WeightVersionError,
 )
 from rollouts.generation.generate import compute_request_seed
-from rollouts.generation.samples import FAILED_SAMPLES, check_enough, make_samples
+from rollouts.generation.samples import check_enough, make_samples
 from rollouts.metrics.spans import REWARDS, Answered, SpanRecorder, listing_answers
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
 from rollouts.rewards.call import (
@@ -48,9 +49,18 @@ from rollouts.rewards.call import (
     call_group_reward,
     call_reward,
 )
-from rollouts.rewards.check import apply_reward, function_name, show_traceback
+from rollouts.rewards.check import apply_reward, check_reward, function_name, show_traceback
 from rollouts.rewards.workers import RaisedInWorker
-from rollouts.types import FilterDecision, JSONValue, Sample, SampleGroup, SamplingParams, Status
+from rollouts.types import (
+    FilterDecision,
+    JSONValue,
+    RewardResult,
+    Sample,
+    SampleGroup,
+    SamplingParams,
+    Status,
+    check_json,
+)
 
 MAX_STARTS = 8  # in vain, of one sample whose engine keeps aborting it; after that it has failed
 # the class of samples that an engine, not anything of their own, kept from being generated
@@ -70,6 +80,8 @@ class GroupPlan:
     seed: int  # of the run
     reward_timeout_s: float
     needs_reward: bool = True  # False: where nothing scores samples they train without
+    # the trainer's version, which no token is newer than; None where nothing trains
+    policy_version: Callable[[], int] | None = None
     # whether the tokens of an aborted sample are fresh enough to go on from
     may_continue: Callable[[Sample], bool] = lambda sample: True
     is_stopping: Callable[[], bool] = lambda: False  # whether an aborted sample ends with what it has
@@ -124,7 +136,8 @@ class Group:
     @property
     def failure_class(self) -> str | None:
         """The commonest class of failure, if the group was dropped for its failed samples."""
-        if self.decision is None or self.decision.keep or self.decision.reason != FAILED_SAMPLES:
+        left, size = len(self.members) - len(self.failed), len(self.members)
+        if self.decision is None or check_enough(left, size).keep:
             return None
         return Counter(failure_class_of(sample) for sample in self.failed).most_common(1)[0][0]
 
@@ -184,7 +197,7 @@ async def run_group(plan: GroupPlan, group: Group) -> bool:
 
 async def make_trajectory(plan: GroupPlan, sample: Sample) -> Member:
     """A generated and scored trajectory, or the sample as failed. Raises what stops the whole call: see
-    classify_generate_error; ConfigError.
+    classify_generate_error.
     """
     return await score_member(plan, await generate_member(plan, Member(pending=sample)))
 
@@ -256,7 +269,9 @@ async def _generate_segments(plan: GroupPlan, member: Member) -> tuple[Sample, .
         if plan.is_stopping():
             return (start,)
         reach("rollout.dispatch")
-        segments = await call_generate(plan.generate, start, plan.engine, sampling)
+        segments = await call_generate(
+            plan.generate, start, plan.engine, sampling, newest_version=plan.policy_version
+        )
         reach("rollout.generated")
         last = segments[-1]
         if last.status is not Status.ABORTED:
@@ -272,8 +287,8 @@ async def _generate_segments(plan: GroupPlan, member: Member) -> tuple[Sample, .
 
 
 async def score_member(plan: GroupPlan, member: Member) -> Member:
-    """The generated member with its reward, or as failed; as it is where the group is scored together. Raises
-    ConfigError without any reward, if the plan needs one.
+    """The generated member with its reward, or as failed; as it is where the group is scored together. Where
+    nothing scores it, the generate function has set its reward, or none is needed.
     """
     if member.scored:
         return member
@@ -292,13 +307,15 @@ async def score_member(plan: GroupPlan, member: Member) -> Member:
             plan.spans.add("reward", REWARDS, seconds, seconds, id=last.id)
         return replace(member, segments=segments, scored=True, reward_s=seconds)
     segments = member.segments
-    if plan.group_reward is None:
-        if last.reward is None and plan.needs_reward:
-            raise ConfigError(
-                f"sample {last.id} has no reward: pass reward or group_reward, or let the generate function"
-                " set it"
-            )
-        segments = tuple(replace(one, reward=last.reward, rewards=last.rewards) for one in segments)
+    if plan.group_reward is None and (plan.needs_reward or last.reward is not None):
+        name = function_name(plan.generate)
+        where = f"without reward and group_reward, generate function {name} on sample {last.id}"
+        try:
+            own: Any = last.reward  # None is refused
+            result = check_reward(RewardResult(own, last.rewards), where)
+            segments = tuple(apply_reward(one, result) for one in segments)
+        except UserFunctionError as error:
+            segments = (fail_sample(last, error, "generate", name),)
     return replace(member, segments=segments, scored=True)
 
 
@@ -332,18 +349,18 @@ async def _score_together(
         reach("rollout.before_reward")
         results = await call_group_reward(group_reward, ends, timeout_s=plan.reward_timeout_s)
         reach("rollout.after_reward")
+        left = iter(results)
+
+        def score(member: Member) -> Member:
+            if member.failed:
+                return member
+            result = next(left)
+            return replace(member, segments=tuple(apply_reward(one, result) for one in member.segments))
+
+        return [score(member) for member in members]
     except UserFunctionError as error:
         failed = {end.id: (_fail_scoring(end, error, group_reward),) for end in ends}
         return [replace(one, segments=failed.get(one.segments[-1].id, one.segments)) for one in members]
-    left = iter(results)
-
-    def score(member: Member) -> Member:
-        if member.failed:
-            return member
-        result = next(left)
-        return replace(member, segments=tuple(apply_reward(segment, result) for segment in member.segments))
-
-    return [score(member) for member in members]
 
 
 # --- failures -----------------------------------------------------------------------------------------------
@@ -403,7 +420,12 @@ def _complete_failure(sample: Sample, function: str) -> Sample:
 
 def _fail(sample: Sample, failure_class: str, function: str, message: str, trace: str) -> Sample:
     failure = {"class": failure_class, "function": function, "message": message, "traceback": trace}
-    metadata = {**sample.metadata, "failure": failure}
+    metadata: dict[str, JSONValue] = {}
+    for key, value in sample.metadata.items():
+        with suppress(ValueError, RecursionError):  # a function has put there what no file can hold
+            check_json("", {key: value})
+            metadata[key] = value
+    metadata["failure"] = failure
     return replace(sample, status=Status.FAILED, reward=None, rewards={}, metadata=metadata)
 
 

@@ -19,8 +19,6 @@ from rollouts.types import (
     Status,
 )
 
-FAILED_SAMPLES = "failed_samples"
-
 
 class PromptSource(Protocol):
     """Where prompts are drawn from, and what takes them back: a DataBuffer."""
@@ -59,7 +57,9 @@ def check_enough(left: int, size: int) -> FilterDecision:
     """
     if left >= min(2, size):
         return FilterDecision(keep=True)
-    return FilterDecision(keep=False, reason=FAILED_SAMPLES, detail=f"{size - left} of {size} samples failed")
+    return FilterDecision(
+        keep=False, reason="failed_samples", detail=f"{size - left} of {size} samples failed"
+    )
 
 
 # --- samples as arrays --------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from rollouts.config.schema import CLIPPED_BY_SETTINGS, DistillationConfig, RLTr
 from rollouts.errors import ConfigError, ModelError, StalenessError, UserFunctionError
 from rollouts.loops.updates import Update
 from rollouts.protocols import LogProbScorer, TrainingBackend
+from rollouts.rewards.check import RAISED, describe
 from rollouts.types import (
     FloatArray,
     FloatRows,
@@ -117,10 +118,8 @@ def add_advantages(
         tokens = broadcast_advantages(advantages, batch.loss_masks)
     except ConfigError:
         raise
-    except Exception as error:
-        raise UserFunctionError(
-            f"rl.advantage={config.advantage!r} failed: {type(error).__name__}: {error}"
-        ) from error
+    except RAISED as error:
+        raise UserFunctionError(f"rl.advantage={config.advantage!r} failed: {describe(error)}") from error
     if config.distillation is not None:
         taught, measured = compute_taught(batch, config.distillation)
         advantages = tokens = tuple(own + more for own, more in zip(tokens, taught, strict=True))

@@ -18,11 +18,14 @@ from typing import Any
 
 import trio
 
+from rollouts.data.mixture import SOURCE_FIELD
+from rollouts.engines.wire import HIGHEST_LOG_PROB, LOWEST_LOG_PROB
 from rollouts.errors import RewardTimeout, RolloutsError, UserFunctionError
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
 from rollouts.rewards.check import (
     check_decision,
     check_group_rewards,
+    check_metadata,
     check_reward,
     describe,
     function_name,
@@ -31,6 +34,7 @@ from rollouts.rewards.check import (
 )
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup, SamplingParams, Status
 
+OWN_METADATA = ("prompt_id", "epoch", SOURCE_FIELD)  # of a sample, whatever a generate function answers
 # calls of sync functions at once: enough to hide waiting for a service; Python code shares one lock anyway
 USER_THREADS = 32
 _user_threads: trio.lowlevel.RunVar[trio.CapacityLimiter | None] = trio.lowlevel.RunVar("user threads")
@@ -43,14 +47,18 @@ async def call_generate(
     sample: Sample,
     engine: InferenceEngine,
     sampling: SamplingParams,
+    *,
+    newest_version: Callable[[], int] | None = None,
 ) -> tuple[Sample, ...]:
     """The segments of one trajectory, at least one, none of them pending; they carry the id of `sample`
-    (later ones id.1, id.2, …) and its group.
+    (later ones id.1, id.2, …), its group, and its prompt_id, epoch and source.
 
-    Raises what the engine and the data raised (EngineError, DataError, ModelError); UserFunctionError for any
-    other exception and for an answer that is not a sample or a sequence of samples.
+    newest_version: the trainer's, where the segments are to train. Raises what the engine and the data raised
+    (EngineError, DataError, ModelError); UserFunctionError for any other exception, for an answer that is not
+    a sample or a sequence of samples, and for one that could not be trained on or recorded.
     """
     where = f"generate function {function_name(generate)} on sample {sample.id}"
+    own = {key: sample.metadata[key] for key in OWN_METADATA if key in sample.metadata}
     try:
         answer = await _call(generate, sample, engine, sampling, where=where)
     except UserFunctionError as error:
@@ -69,10 +77,45 @@ async def call_generate(
         )
     named: list[Sample] = []
     for index, segment in enumerate(segments):
+        check_metadata(segment, where)
+        _check_trains(segment, where, engine.features.vocab_size, newest_version)
         name = f"{sample.id}.{index}" if index else sample.id  # number_trajectories reads it
-        same = segment.id == name and segment.group_index == sample.group_index
-        named.append(segment if same else replace(segment, id=name, group_index=sample.group_index))
+        metadata = {**segment.metadata, **own}
+        kept = (segment.id, segment.group_index, segment.metadata)
+        if kept != (name, sample.group_index, metadata):
+            segment = replace(segment, id=name, group_index=sample.group_index, metadata=metadata)
+        named.append(segment)
     return tuple(named)
+
+
+def _check_trains(
+    sample: Sample, where: str, vocab_size: int, newest_version: Callable[[], int] | None
+) -> None:
+    """Raises UserFunctionError, beginning with `where`, for token-level fields that would fail the batch, or
+    falsify it: what the constructor of a sample cannot know.
+    """
+    mask, largest = sample.loss_mask, sample.tokens.max(initial=0)
+    log_probs, versions = sample.rollout_log_probs[mask], sample.weight_versions[mask]
+    odd = log_probs[(log_probs > HIGHEST_LOG_PROB) | (log_probs < LOWEST_LOG_PROB)]
+    rules: dict[str, Any] = {
+        "loss_mask trains the first token; nothing comes before it to predict it from: mask it out": mask[
+            :1
+        ].any(),
+        f"tokens hold the id {largest}; the model's are 0 to {vocab_size - 1}": largest >= vocab_size,
+        f"rollout_log_probs hold {odd[:1]} for a token that trains; a log-prob is at most 0": len(odd),
+    }
+    if newest_version is not None:
+        newest = newest_version()
+        rules |= {
+            "weight_versions are -1, which is not sampled, where a token trains; take versions and log-probs"
+            " over from the completion, or mask it out": (versions < 0).any(),
+            f"weight_versions hold {versions.max(initial=0)}; the trainer is at {newest}": (
+                versions > newest
+            ).any(),
+        }
+    for rule, broken in rules.items():
+        if broken:
+            raise UserFunctionError(f"{where} returned a sample whose {rule}")
 
 
 async def call_reward(
@@ -119,6 +162,8 @@ async def call_filter(
     name = function_name(filter_)
     where = f"filter {name} on group {group.group_index} (prompt {group.prompt_id})"
     answer = await _call(filter_, group, where=where, timeout_s=timeout_s, late=UserFunctionError)
+    for sample in group.samples:
+        check_metadata(sample, where)
     return check_decision(answer, name, where)
 
 

@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 
 from rollouts.errors import ConfigError, UserFunctionError
+from rollouts.messages import check_json
 from rollouts.types import FilterDecision, RewardResult, Sample
 
+LARGEST_REWARD = float(np.finfo(np.float32).max)  # batches hold rewards in float32
 NOTE_CHARS = 10_000  # of a note; the rest is cut
 TRACEBACK_FRAMES, TRACEBACK_CHARS = 4, 2000  # of a failure's record, the last
 # exceptions that a user's function may raise as its own; KeyboardInterrupt and Cancelled are not among them
@@ -29,7 +31,8 @@ def check_reward(answer: object, where: str) -> RewardResult:
     """`answer` as a record: a finite number, a mapping of named parts whose sum is the reward, or a
     RewardResult; True is 1.0.
 
-    Raises UserFunctionError, beginning with `where`, for anything else: NaN, infinity, None, text, no parts.
+    Raises UserFunctionError, beginning with `where`, for anything else: NaN, infinity, what float32 cannot
+    hold, None, text, no parts.
     """
     if isinstance(answer, Mapping):
         if not answer:
@@ -93,9 +96,23 @@ def import_extra(module: str, reward: str) -> Any:
 
 
 def apply_reward(sample: Sample, result: RewardResult) -> Sample:
-    """The sample with its reward and the named parts; a note goes to metadata["reward_note"]."""
+    """The sample with its reward and the named parts; a note goes to metadata["reward_note"].
+
+    Raises UserFunctionError if its metadata are no longer JSON: the function has changed them.
+    """
+    check_metadata(sample, "a reward function")
     metadata = sample.metadata if result.note is None else {**sample.metadata, "reward_note": result.note}
     return replace(sample, reward=result.reward, rewards=result.parts, metadata=metadata)
+
+
+def check_metadata(sample: Sample, where: str) -> None:
+    """Raises UserFunctionError, beginning with `where`, for metadata that no file of JSON can hold."""
+    try:
+        check_json("metadata", sample.metadata)
+    except (ValueError, RecursionError) as error:
+        raise UserFunctionError(
+            f"{where} left in sample {sample.id} what cannot be recorded: {error}"
+        ) from error
 
 
 def function_name(function: Callable[..., Any]) -> str:
@@ -171,9 +188,10 @@ def _check_number(value: Any, where: str, what: str) -> float:
             number = float(value)
     except RAISED as error:  # a tensor of complex numbers raises RuntimeError, a user's class anything
         cause = error
-    if not math.isfinite(number):
+    if not abs(number) <= LARGEST_REWARD:
         raise UserFunctionError(
-            f"{where} returned {shorten(value)} as its {what}; it must be a finite number"
+            f"{where} returned {shorten(value)} as its {what}; it must be a finite number, at most"
+            f" {LARGEST_REWARD:.3g} (float32)"
         ) from cause
     return number
 

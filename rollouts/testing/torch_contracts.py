@@ -23,6 +23,7 @@ from rollouts.errors import (
     DenominatorMismatch,
     EarlierStepFailed,
     StepInterrupted,
+    UserFunctionError,
 )
 from rollouts.losses import LossInputs, LossOutput
 from rollouts.losses.reductions import reduce_loss
@@ -213,13 +214,13 @@ async def check_an_undone_update_leaves_no_trace(open_backend: OpenBackend) -> N
 
 
 async def check_failed_step_stops_later_ones_until_reset(open_backend: OpenBackend) -> None:
-    """The future of a step whose loss raises has that error, of an interrupted one StepInterrupted; later
-    ones EarlierStepFailed. After reset() the backend trains as if none of them had begun. A failure that
-    nobody awaited is raised when the backend closes.
+    """The future of a step whose loss raises has UserFunctionError, of an interrupted one StepInterrupted;
+    later ones EarlierStepFailed. After reset() the backend trains as if none of them had begun. A failure
+    that nobody awaited is raised when the backend closes.
     """
     batch = make_batch()
     undisturbed = await _train_twice(open_backend)
-    for loss, kind in ((LossSpec(f"{HERE}:raising_loss"), ZeroDivisionError), (SFT, StepInterrupted)):
+    for loss, kind in ((LossSpec(f"{HERE}:raising_loss"), UserFunctionError), (SFT, StepInterrupted)):
         gate = threading.Event()
         async with open_backend() as backend:
             await train(backend, batch)
@@ -246,7 +247,7 @@ async def check_failed_step_stops_later_ones_until_reset(open_backend: OpenBacke
     try:
         async with open_backend() as backend:
             backend.forward_backward(batch, LossSpec(f"{HERE}:raising_loss"))
-    except ZeroDivisionError:
+    except UserFunctionError:
         return
     raise AssertionError("leaving the backend hid a failure")
 
@@ -358,7 +359,7 @@ async def check_resume_is_exact(open_backend: OpenBackend, folder: Path) -> None
         await backend.load(folder)
         assert (backend.weight_version, backend.statistics()["steps"]) == (2, 2)
         given_up = backend.forward_backward(batches[2], LossSpec(f"{HERE}:drawing_and_raising_loss"))
-        await raised_by(given_up, ZeroDivisionError)
+        await raised_by(given_up, UserFunctionError)
         await backend.reset()
         assert_weights_equal(saved, await backend.get_weights())
         for batch in batches[2:]:

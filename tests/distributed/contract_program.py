@@ -133,10 +133,11 @@ async def check_a_failure_of_one_rank_is_named_and_forgotten_by_reset(open_backe
             error = await raised_by(backend.forward_backward(batch, LossSpec(f"{HERE}:{name}")))
             assert "ZeroDivisionError" in repr(error) or "rank" in str(error), error
             if name == "last_rank_loss":
-                assert (
-                    f"rank {backend.ranks.world_size - 1} failed: ZeroDivisionError: the loss failed on one"
-                    " rank" in str(error)
-                ), error
+                begins, ends = (
+                    f"rank {backend.ranks.world_size - 1} failed: ",
+                    "ZeroDivisionError: the loss failed",
+                )
+                assert begins in str(error) and ends in str(error), error
             await backend.reset().result()
             assert "no gradient" in str(await raised_by(backend.optim_step(STEP)))
             await backend.reset().result()

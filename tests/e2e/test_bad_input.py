@@ -87,6 +87,72 @@ def test_what_does_not_fit_is_said_before_a_directory_is_made(
     assert not (tmp_path / "run").exists(), "the corrected command would be refused"
 
 
+FUNCTIONS = """
+import sys
+
+def fine(sample):
+    return float(len(sample.response) + sample.id.endswith("s000"))
+
+def letters(*, size, seed):
+    return [{"prompt": "abcdef"[index]} for index in range(size)]
+
+def reward(sample):
+    return 1e308 if sample.id.endswith("s003") else fine(sample)
+
+def filters(group):
+    raise ValueError("no filter")
+
+def curriculum(step, statistics):
+    sys.exit(3)
+
+def advantage(inputs):
+    return [1e300] * len(inputs.rewards)
+
+def function(*, size, seed):
+    sys.exit(3)
+
+async def generate(sample, engine, sampling):
+    raise ExceptionGroup("two", [KeyError("a"), ValueError("b")])
+"""
+USERS_RUN = """
+model = { name = "tiny:byte", threads = 1 }
+[rl]
+steps = 1
+[rl.data]
+kind = "python"
+function = "functions.py:letters"
+size = 6
+[rl.rollout]
+num_prompts = 2
+samples_per_prompt = 4
+max_new_tokens = 3
+max_failed_fraction = 0.9
+reward = "functions.py:fine"
+"""
+# the setting that names the function of that name | the exit code | what is said
+USERS_ERRORS = """
+--rl.rollout.reward   | 0 |
+--rl.rollout.filters  | 1 | UserFunctionError: filter filters on group 0
+--rl.curriculum       | 1 | functions.py:curriculum in step 1 raised SystemExit: 3
+--rl.advantage        | 1 | answered for row 0 with 1e+300; an advantage is one finite number
+--rl.rollout.generate | 1 | raised ExceptionGroup: two (2 sub-exceptions)
+--rl.data.function    | 2 | raised SystemExit after 0 rows: 3
+"""
+
+
+@pytest.mark.parametrize(("setting", "code", "said"), read_cells(USERS_ERRORS))
+def test_an_error_of_a_users_function_is_one_message_and_no_traceback(
+    run: Run, tmp_path: Path, setting: str, code: str, said: str
+):
+    """A group of exceptions, which Python would print with its traceback, would leave main() as it is."""
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    (tmp_path / "config.toml").write_text(USERS_RUN)
+    function = f"{tmp_path}/functions.py:{setting.rpartition('.')[2]}"
+    value = f'["{function}"]' if setting.endswith("filters") else function
+    found, message = run(f"{setting} {value}", config=tmp_path / "config.toml", mode="rl")
+    assert (found, said in message) == (int(code), True), message
+
+
 def test_resuming_with_another_setting_or_with_fewer_steps_names_it(run: Run):
     assert run("--sft.steps 3", mode="sft")[0] == 0
     for settings, named in (

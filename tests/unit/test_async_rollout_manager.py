@@ -26,7 +26,7 @@ from rollouts.errors import (
 from rollouts.generation.generate import compute_request_seed
 from rollouts.generation.group import MAX_STARTS
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
-from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup, Status
+from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup, Status, encode_json
 from tests.unit.manager_runs import (
     SAMPLING,
     STREAM,
@@ -199,6 +199,55 @@ async def test_a_sample_that_fails_leaves_its_group_and_says_why(
     assert message in failure["message"] and message.split(": ")[-1] in failure["traceback"]
     assert failure["traceback"].startswith("Traceback") and len(failure["traceback"]) <= 2000
     assert run.metrics()[f"fail/{failure_class}"] == 1
+
+
+def generate_with(**spoiled: Any):
+    """A generate function that sets rewards; the second sample of each group has these fields."""
+
+    async def generate(sample: Sample, engine: Any, sampling: Any) -> Sample:
+        done = dataclasses.replace(await chat_generate(sample, engine, sampling), reward=1.0)
+        return dataclasses.replace(done, **spoiled) if member_of(sample.id) == 1 else done
+
+    return {"generate": generate, "reward": None}
+
+
+async def leave_junk(sample: Sample) -> float:
+    if member_of(sample.id) == 1:
+        sample.metadata["junk"] = object()  # type: ignore[index]
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            generate_with(tokens=[1], loss_mask=[1], rollout_log_probs=[-1.0], weight_versions=[0]),
+            "the first",
+        ),
+        (generate_with(reward=1e39), "returned 1e+39 as its reward"),
+        (generate_with(reward=None), "returned None as its reward"),
+        (generate_with(rewards={"a": 1e39}), "returned 1e+39 as its part 'a'"),
+        ({"reward": leave_junk}, "metadata.junk is a object"),
+    ],
+)
+async def test_what_a_function_returns_costs_its_sample_and_not_the_run(
+    options: dict[str, Any], message: str
+):
+    run = make_run(samples_per_prompt=3, max_failed_fraction=1.0, **options)
+    batch = await run.manager.generate_batch()
+    assert [sample.id[-4:] for sample in batch.samples] == ["s000", "s002"] * 2
+    for failed in run.manager.failed_samples():
+        assert failed.id[-4:] == "s001" and message in failed.metadata["failure"]["message"]
+        encode_json(failed.metadata)  # it can be recorded
+
+
+async def test_a_filter_may_call_its_reason_failed_samples():
+    async def drop(group: SampleGroup) -> FilterDecision:
+        return FilterDecision(group.group_index > 0, "failed_samples")
+
+    run = make_run(filters=[drop])
+    assert await run.take() == [1, 2]
+    assert run.books() == {"drawn": 3, "trained": 2, "dropped/failed_samples": 1}
 
 
 async def test_a_generate_function_may_give_a_sample_up():

@@ -1,6 +1,7 @@
 """Curricula: weights as a function of the step and of what was seen, checked, and the same when resumed."""
 
 import json
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -47,6 +48,19 @@ def test_weights_that_break_a_rule_name_function_step_and_value(weights: Any):
     with pytest.raises(UserFunctionError) as caught:
         call_curriculum(lambda *_: weights, 7, start_statistics(["easy", "hard"]), function="mine.py:plan")
     assert str(caught.value).startswith(f"curriculum mine.py:plan in step 7 gave {weights!r}; it must give")
+
+
+class NoItems(dict[str, float]):
+    def __getitem__(self, name: str) -> float:
+        raise SystemExit("no items")
+
+
+@pytest.mark.parametrize("weights", [NoItems(easy=1.0), {"easy": Fraction(10**400)}], ids=["raises", "huge"])
+def test_weights_that_cannot_be_read_are_an_error_of_the_curriculum(weights: Any):
+    with pytest.raises(
+        UserFunctionError, match=r"curriculum plan in step 1 raised (SystemExit|OverflowError)"
+    ):
+        call_curriculum(lambda *_: weights, 1, start_statistics(["easy"]), function="plan")
 
 
 def test_the_only_source_may_have_another_name_after_a_resume():

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollouts.backends.open import choose_autocast_dtype
 from rollouts.config.tables import OptimConfig
-from rollouts.errors import BackendError
+from rollouts.errors import BackendError, UserFunctionError
 from rollouts.loops.updates import work_metrics
 from rollouts.losses import LossInputs, LossOutput
 from rollouts.losses.reductions import reduce_loss
@@ -210,6 +210,33 @@ def detached_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
     """A loss that forgot its gradient."""
     total, count = reduce_loss(inputs.log_probs.detach(), inputs.mask, unit)
     return LossOutput(total, count, {})
+
+
+def odd_loss(inputs: LossInputs, *, unit: str, kind: str) -> Any:
+    """A user's loss that raises or answers with something else."""
+    if kind == "raises":
+        raise ValueError("no rewards here")
+    total, count = reduce_loss(inputs.log_probs, inputs.mask, unit)
+    return {
+        "none": None,
+        "axes": LossOutput(inputs.log_probs, count, {}),
+        "number": (total, count, {"a": 1.0}),
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("raises", r"odd_loss' raised ValueError: no rewards here \(.*test_pytorch_backend.py, line \d+\)"),
+        ("none", "answered with None; it must be a LossOutput"),
+        ("axes", "answered with LossOutput.* a sum without axes"),
+        ("number", r"answered with \(tensor.* it must be a LossOutput"),
+    ],
+)
+async def test_a_users_loss_that_raises_or_gives_no_loss_is_a_users_error(kind: str, message: str):
+    async with open_backend() as backend:
+        with pytest.raises(UserFunctionError, match=message):
+            await backend.forward_backward(make_batch(), LossSpec(f"{__name__}:odd_loss", {"kind": kind}))
 
 
 async def test_a_loss_without_gradient_is_named():

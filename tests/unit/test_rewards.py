@@ -7,6 +7,7 @@ import json
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -19,12 +20,13 @@ from rollouts.errors import DataError, EngineClosed, EngineError, RewardTimeout,
 from rollouts.rewards import call
 from rollouts.rewards.call import call_filter, call_generate, call_group_reward, call_reward, watch_blocking
 from rollouts.rewards.check import apply_reward, check_group_rewards, check_reward
-from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup, Status
+from rollouts.testing.fakes import ScriptedEngine
+from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup, SamplingParams, Status
 from tests.support.text_tables import read_cells
 
 SAMPLE = Sample(id="g0-s0", prompt="1+1?", response="2", metadata={"answer": "2"}, status=Status.COMPLETED)
 GROUP = SampleGroup(3, "row-7", (SAMPLE,))
-NO_ENGINE: Any = None
+ENGINE, NO_SAMPLING = ScriptedEngine(), SamplingParams(max_new_tokens=1)
 
 # each kind of function: how it is called, and how its errors call it when its name is "user"
 CALLS: dict[str, tuple[Any, str]] = {
@@ -41,7 +43,7 @@ CALLS: dict[str, tuple[Any, str]] = {
         r"filter user on group 3 \(prompt row-7\)",
     ),
     "generate": (
-        lambda function: call_generate(function, SAMPLE, NO_ENGINE, NO_ENGINE),
+        lambda function: call_generate(function, SAMPLE, ENGINE, NO_SAMPLING),
         "generate function user on sample g0-s0",
     ),
 }
@@ -105,13 +107,16 @@ reward   | [1.0]                    | returned \[1.0\] as its reward
 reward   | {}                       | returned a mapping without parts
 reward   | {"a": NaN}               | returned nan as its part 'a'
 reward   | {"": 1.0}                | returned None as its name of a part
-reward   | {"a": 1e308, "b": 1e308} | returned parts whose sum is not finite
+reward   | 1e39                     | returned 1e\+39 as its reward; .* at most 3.4e\+38 \(float32\)
+reward   | {"a": -1e308}            | returned -1e\+308 as its part 'a'
+reward   | {"a": 3e38, "b": 3e38}   | returned 6e\+38 as its sum of its parts
 reward   | {"a\ud800": 1.0}         | returned .* as its name of a part, .*surrogates not allowed
 group    | [1.0]                    | returned \[1.0\]; it must return 2 rewards, one per sample
 group    | 1.0                      | it must return 2 rewards, one per sample
 group    | {"a": 1.0, "b": 2.0}     | it must return 2 rewards, one per sample
 group    | "ab"                     | it must return 2 rewards, one per sample
 group    | [1.0, null]              | reward 1 returned None
+group    | [1.0, 1e39]              | reward 1 returned 1e\+39
 filter   | null                     | True, False or a FilterDecision
 filter   | 1                        | True, False or a FilterDecision
 filter   | "yes"                    | True, False or a FilterDecision
@@ -186,11 +191,58 @@ async def test_a_drop_always_has_a_reason(value: Any, decision: FilterDecision):
 
 async def test_segments_carry_the_id_of_their_sample():
     own = Sample(id="mine", prompt="x", status=Status.COMPLETED)
-    pending = Sample(id="g4-s1", prompt="x", group_index=4)
+    source = {"source": "easy", "prompt_id": "row-1", "epoch": 2}
+    pending = Sample(id="g4-s1", prompt="x", group_index=4, metadata={**source, "answer": "5"})
     for value, names in ((own, ["g4-s1"]), ([own] * 3, ["g4-s1", "g4-s1.1", "g4-s1.2"])):
-        segments = await call_generate(answering(value), pending, NO_ENGINE, NO_ENGINE)
+        segments = await call_generate(answering(value), pending, ENGINE, NO_SAMPLING)
         assert [segment.id for segment in segments] == names
         assert {segment.group_index for segment in segments} == {4}
+        assert all(segment.metadata == source for segment in segments), "a mixture is counted by it"
+
+
+TRAINED = {"tokens": [5, 6, 7], "loss_mask": [0, 0, 1], "weight_versions": [-1, -1, 3]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"loss_mask": [1, 0, 1]}, "loss_mask trains the first token; nothing comes before it"),
+        ({"tokens": [5, 258, 7]}, "tokens hold the id 258; the model's are 0 to 257"),
+        ({"rollout_log_probs": [0.0, 0.0, 0.5]}, r"rollout_log_probs hold \[0.5\] for a token that trains"),
+        ({"rollout_log_probs": [0.0, 0.0, -1e30]}, "rollout_log_probs hold .* at most 0"),
+        ({"weight_versions": []}, "weight_versions are -1, which is not sampled, where a token trains"),
+        ({"weight_versions": [-1, -1, 4]}, "weight_versions hold 4; the trainer is at 3"),
+    ],
+)
+async def test_a_generated_sample_that_cannot_train_is_an_error_of_its_function(
+    changed: dict[str, Any], message: str
+):
+    async def ask(fields: dict[str, Any]) -> tuple[Sample, ...]:
+        answer = Sample(id="a", prompt="x", status=Status.COMPLETED, **fields)
+        return await call_generate(
+            answering([SAMPLE, answer]), SAMPLE, ENGINE, NO_SAMPLING, newest_version=lambda: 3
+        )
+
+    assert len(await ask(TRAINED)) == 2
+    with pytest.raises(UserFunctionError, match=f"^generate function user on sample g0-s0 .* {message}"):
+        await ask(TRAINED | changed)
+
+
+@pytest.mark.parametrize("left", [{1, 2}, math.nan, 10**5000, object()], ids=["set", "nan", "long", "object"])
+async def test_what_a_function_leaves_in_a_sample_and_no_file_can_hold_is_its_error(left: Any):
+    meddled = replace(SAMPLE, metadata={})
+
+    def meddle(*arguments: Any) -> Any:
+        meddled.metadata["left"] = left  # type: ignore[index]
+        return meddled
+
+    message = r"left in sample g0-s0 what cannot be recorded: metadata\.left is"
+    with pytest.raises(UserFunctionError, match=message):
+        await call_generate(meddle, SAMPLE, ENGINE, NO_SAMPLING)
+    with pytest.raises(UserFunctionError, match=message):
+        await call_filter(lambda group: bool(meddle()), SampleGroup(3, "row-7", (meddled,)))
+    with pytest.raises(UserFunctionError, match="what cannot be recorded"):
+        apply_reward(meddled, RewardResult(1.0))
 
 
 # --- calling ---
@@ -240,7 +292,7 @@ async def test_an_exception_inside_a_nursery_is_named_itself_and_kept_as_the_cau
 )
 async def test_errors_of_engine_and_data_keep_their_type(raised: Exception, seen: type[Exception]):
     with pytest.raises(seen):
-        await call_generate(answering(raised), SAMPLE, NO_ENGINE, NO_ENGINE)
+        await call_generate(answering(raised), SAMPLE, ENGINE, NO_SAMPLING)
 
 
 class Silent(Exception):
