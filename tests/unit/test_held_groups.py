@@ -77,7 +77,8 @@ async def test_trained_groups_train_again_while_they_are_fresh_enough():
         batch = await run.manager.generate_batch()
         again = [one for one in batch.samples if "replayed" in one.metadata]
         assert len(again) / 2 == run.metrics()["groups/replayed"] == (0, 2, 3, 3, 3)[version]
-        assert all(version - 2 <= one.oldest_version < version for one in again), "none became too old"
+        ages = {version - (one.oldest_version or 0) for one in again}
+        assert ages <= {1, 2}, "none became too old"
         assert all(np.array_equal(one.rollout_log_probs, mu[one.id]) for one in again)
         mu |= {one.id: one.rollout_log_probs for one in batch.samples}
         assert len(mu) == 4 * (version + 1), "two new groups of two"
