@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.text_tables import write_jsonl
+
 HEAD = {"schema": 1, "stage": "rl", "step": 1, "policy_version": 0, "attempt": 1, "time_unix": 1.0}
 
 
 def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
     """Writes rows, each with what HEAD has and it lacks; the path."""
     path.parent.mkdir(exist_ok=True, parents=True)
-    path.write_text("".join(json.dumps({**HEAD, **row}) + "\n" for row in rows))
-    return path
+    return write_jsonl(path, *({**HEAD, **row} for row in rows))
 
 
 def write_run(root: Path, **metrics: float) -> Path:

@@ -12,7 +12,7 @@ from rollouts.config.tables import EngineConfig
 from rollouts.preflight.checks import check_servers, check_written_run
 from rollouts.preflight.findings import Findings
 from rollouts.run_dir import RunDir
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import read_cells, write_jsonl
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def run(tmp_path: Path) -> Path:
     checkpoint = root / "checkpoints/rl/step_2"
     checkpoint.mkdir(parents=True)
     rows = [{"stage": "rl", "step": step, "attempt": 1, "time_unix": 1.0} for step in (1, 2)]
-    (root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(root / "metrics.jsonl", *rows)
     (checkpoint / "model.safetensors").write_bytes(b"weights")
     write_manifest(checkpoint, compute_manifest(checkpoint, stage="rl", step=2))
     return root

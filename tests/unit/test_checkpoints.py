@@ -40,6 +40,7 @@ from rollouts.checkpoints.save import find_os_error, save_checkpoint
 from rollouts.errors import CheckpointError, RunDirError, StorageError
 from rollouts.run_dir import RunDir, check_links, checkpoint_manifest
 from tests.support.recorded_writes import record_writes
+from tests.support.text_tables import write_jsonl
 
 STATE = {"cursor": 7, "returned": ["a", "b"], "nested": {"x": 0.5, "none": None}}
 
@@ -257,7 +258,7 @@ async def test_retention_never_removes_the_newest_or_the_best(stage_dir, tmp_pat
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    path.write_text("".join(json.dumps({"stage": "rl", "name": "heldout", **row}) + "\n" for row in rows))
+    write_jsonl(path, *({"stage": "rl", "name": "heldout", **row} for row in rows))
 
 
 def test_a_score_of_weights_that_were_lost_and_trained_again_does_not_count(tmp_path):

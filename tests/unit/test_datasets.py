@@ -24,7 +24,7 @@ from rollouts.data.datasets import (
 from rollouts.data.mixture import make_mixture
 from rollouts.data.rows import row_to_conversation
 from rollouts.errors import DataError
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import read_cells, write_jsonl
 
 QUESTIONS = [
     {"question": {"text": f"q {index}"}, "answers": [str(index), "other"], "id": index} for index in range(5)
@@ -43,13 +43,6 @@ def message_of(**settings: Any) -> str:
     return str(caught.value)
 
 
-def write(path: Path, *rows: Any) -> Path:
-    path.write_bytes(
-        b"".join(row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows)
-    )
-    return path
-
-
 def prompts(rows: list[dict[str, Any]]) -> list[Any]:
     return [row["prompt"] for row in rows]
 
@@ -58,10 +51,10 @@ def prompts(rows: list[dict[str, Any]]) -> list[Any]:
 
 
 def test_a_pattern_means_its_files_in_the_order_of_their_names(tmp_path: Path):
-    write(tmp_path / "part-b.jsonl", {"prompt": "3"})
+    write_jsonl(tmp_path / "part-b.jsonl", {"prompt": "3"})
     (tmp_path / "part-a.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "1"}\n{"prompt": "2"}\n'))
     (tmp_path / "part-dir.jsonl").mkdir()
-    other = write(tmp_path / "[o]ther.jsonl", {"prompt": "no"})
+    other = write_jsonl(tmp_path / "[o]ther.jsonl", {"prompt": "no"})
     assert prompts(load(path=other)) == ["no"]
     assert prompts(load(path=tmp_path / "part-*")) == ["1", "2", "3"]
     assert prompts(load(path=tmp_path / "**/part-*", size=2)) == ["1", "2"]
@@ -70,7 +63,7 @@ def test_a_pattern_means_its_files_in_the_order_of_their_names(tmp_path: Path):
 def test_only_a_newline_ends_a_line_and_blank_lines_are_no_rows(tmp_path: Path):
     separators = "one\u2028two\u0085three\x0cfour"
     line = json.dumps({"prompt": separators}, ensure_ascii=False).encode()
-    path = write(tmp_path / "rows.jsonl", b"\xef\xbb\xbf" + line + b"\n\n  \r\n", {"prompt": "b"})
+    path = write_jsonl(tmp_path / "rows.jsonl", b"\xef\xbb\xbf" + line + b"\n\n  \r\n", {"prompt": "b"})
     assert prompts(load(path=path)) == [separators, "b"]
 
 
@@ -87,7 +80,7 @@ def test_a_file_that_cannot_be_read_to_its_end_is_refused(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     whole = gzip.compress(b"".join(b'{"prompt": "%d"}\n' % index**9 for index in range(500)))
     (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    write(tmp_path / "plain.jsonl.gz", {"prompt": "a"})
+    write_jsonl(tmp_path / "plain.jsonl.gz", {"prompt": "a"})
     message = message_of(path=path)
     assert message.startswith(f"rl.data.path={path!r}") and problem in message
 
@@ -96,7 +89,7 @@ def test_a_system_prompt_goes_before_every_prompt_that_has_none(tmp_path: Path):
     own, brief = ({"role": "system", "content": text} for text in ("own", "be brief"))
     asked, answered = turns("q"), turns("q", "a")
     rows = {"prompt": "q"}, {"prompt": [own, *asked]}, {"messages": answered}
-    found = load(path=write(tmp_path / "rows.jsonl", *rows), system_prompt="be brief")
+    found = load(path=write_jsonl(tmp_path / "rows.jsonl", *rows), system_prompt="be brief")
     expected = {"prompt": [brief, *asked]}, {"prompt": [own, *asked]}, {"messages": [brief, *answered]}
     assert found == [*expected]
 
@@ -105,7 +98,9 @@ def test_a_system_prompt_goes_before_every_prompt_that_has_none(tmp_path: Path):
 
 
 def test_a_renamed_field_loses_its_old_name_and_an_empty_name_leaves_one_out(tmp_path: Path):
-    path = write(tmp_path / "rows.jsonl", {"question": "q", "prompt": "never asked", "a.b": 1, "junk": 2})
+    path = write_jsonl(
+        tmp_path / "rows.jsonl", {"question": "q", "prompt": "never asked", "a.b": 1, "junk": 2}
+    )
     columns = {"prompt": "question", "answer": "a.b", "junk": "", "absent": ""}
     assert load(path=path, columns=columns) == [{"prompt": "q", "answer": 1}]
 
@@ -120,7 +115,7 @@ answers.2       | answers of the row is ['0', 'other']
 
 @pytest.mark.parametrize(("column", "problem"), read_cells(COLUMN))
 def test_a_missing_column_is_answered_with_what_there_is(tmp_path, column, problem):
-    message = message_of(path=write(tmp_path / "rows.jsonl", QUESTIONS[0]), columns={"prompt": column})
+    message = message_of(path=write_jsonl(tmp_path / "rows.jsonl", QUESTIONS[0]), columns={"prompt": column})
     assert message.endswith(f"rows.jsonl:1: there is no {column}: {problem}")
 
 
@@ -139,7 +134,7 @@ def test_parquet_rows_are_the_rows_of_jsonl_and_their_values_become_json(tmp_pat
     write_parquet(tmp_path / "a.parquet", QUESTIONS[:3])
     write_parquet(tmp_path / "b.parquet", QUESTIONS[3:])
     settings: dict[str, Any] = {"columns": COLUMNS, "system_prompt": "be brief"}
-    by_line = load(path=write(tmp_path / "rows.jsonl", *QUESTIONS), **settings)
+    by_line = load(path=write_jsonl(tmp_path / "rows.jsonl", *QUESTIONS), **settings)
     settings |= {"kind": "parquet", "path": tmp_path / "*.parquet"}
     assert load(**settings) == by_line
     assert load(**settings, size=4) == by_line[:4]
@@ -191,8 +186,8 @@ def test_what_save_to_disk_wrote_is_read_by_split(tmp_path: Path, hf: Any):
 def test_a_directory_of_data_files_is_read(tmp_path: Path, hf: Any):
     before = set(threading.enumerate())
     (tmp_path / "folder").mkdir()
-    write(tmp_path / "folder/train.jsonl", *QUESTIONS)
-    write(tmp_path / "folder/test.jsonl", QUESTIONS[0])
+    write_jsonl(tmp_path / "folder/train.jsonl", *QUESTIONS)
+    write_jsonl(tmp_path / "folder/test.jsonl", QUESTIONS[0])
     source: dict[str, Any] = {"kind": "hf", "dataset": tmp_path / "folder", "columns": COLUMNS, "size": 3}
     assert prompts(load(**source)) == ["q 0", "q 1", "q 2"]
     assert "plit" in message_of(**source, split="tran")
@@ -202,7 +197,7 @@ def test_a_directory_of_data_files_is_read(tmp_path: Path, hf: Any):
 def test_formats_that_may_unpickle_are_refused_unread(tmp_path: Path, hf: Any):
     (tmp_path / "rows.csv").write_text("prompt,answer\nq,1\n")
     assert load(kind="hf", dataset=tmp_path / "rows.csv") == [{"prompt": "q", "answer": 1}]
-    pickle = write(tmp_path / "rows.pkl", b"cos\nsystem\n(S'false'\ntR.")
+    pickle = write_jsonl(tmp_path / "rows.pkl", b"cos\nsystem\n(S'false'\ntR.")
     assert "is a file of an unknown kind" in message_of(kind="hf", dataset=pickle)
     (tmp_path / "folder").mkdir()
     with tarfile.open(tmp_path / "folder/train.tar", "w") as tar:

@@ -14,6 +14,7 @@ from rollouts.data.data_buffer import DataBuffer, PromptRow
 from rollouts.data.datasets import exclude_prompts, load_sources
 from rollouts.data.mixture import Mixture, Source, select_samples
 from rollouts.errors import DataError
+from tests.support.text_tables import write_jsonl
 
 
 def make_mixture(**sizes_and_weights: tuple[int, float]) -> Mixture[Any]:
@@ -148,8 +149,7 @@ def test_sft_batches_have_the_exact_proportions_and_whole_epochs(
 
 
 def write(tmp_path: Path, name: str, *rows: dict[str, Any]) -> DataSourceConfig:
-    path = tmp_path / f"{name}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_jsonl(tmp_path / f"{name}.jsonl", *rows)
     return DataSourceConfig(kind="jsonl", path=str(path), weight=2.0)
 
 

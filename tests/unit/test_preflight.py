@@ -1,6 +1,5 @@
 """What is known about a run before it starts: everything that is wrong, at one look."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from rollouts.preflight.findings import Findings
 from rollouts.preflight.functions import call_functions
 from rollouts.preflight.rows import PreparedRows
 from rollouts.run_dir import RunDir
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import read_cells, write_jsonl
 from tests.unit.chat_tokenizers import byte_tokenizer
 
 RL = """
@@ -59,10 +58,10 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 40}', encoding="utf-8")
     save_file({"a": np.zeros(1, np.float32)}, tmp_path / "model" / "model.safetensors")
     (tmp_path / "r.py").write_text(SCORE, encoding="utf-8")
-    write_rows(tmp_path / "rl.jsonl", {"prompt": "a", "answer": "b"}, {"prompt": "bcd"}, {"prompt": "held"})
-    write_rows(tmp_path / "sft.jsonl", {"prompt": "q", "answer": "ab"})
-    write_rows(tmp_path / "eval.jsonl", {"prompt": "held", "answer": "c"}, {"prompt": " HELD "})
-    write_rows(tmp_path / "pairs.jsonl", {"prompt": "q", "chosen": "ab", "rejected": "cd"})
+    write_jsonl(tmp_path / "rl.jsonl", {"prompt": "a", "answer": "b"}, {"prompt": "bcd"}, {"prompt": "held"})
+    write_jsonl(tmp_path / "sft.jsonl", {"prompt": "q", "answer": "ab"})
+    write_jsonl(tmp_path / "eval.jsonl", {"prompt": "held", "answer": "c"}, {"prompt": " HELD "})
+    write_jsonl(tmp_path / "pairs.jsonl", {"prompt": "q", "chosen": "ab", "rejected": "cd"})
     monkeypatch.setattr("rollouts.models.load.resolve_model", lambda name, **_: Path(name))
     monkeypatch.setattr(
         "rollouts.models.load.load_tokenizer", lambda path, *, chat_template: byte_tokenizer()
@@ -79,10 +78,6 @@ async def keep(group):
 def curriculum(step, statistics):
     return {name: step / 2 for name in statistics}
 """
-
-
-def write_rows(path: Path, *rows: dict[str, Any]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def load(house: Path, text: str, *options: str) -> Any:
@@ -178,7 +173,7 @@ def make_text(name: str) -> str:
 @pytest.mark.parametrize(("prompts", "text", "wrong"), read_cells(WRONG))
 def test_what_is_wrong_with_rows_and_settings_of_rl_is_found(house, prompts: str, text: str, wrong: str):
     values = [int(prompt) if prompt.isdigit() else prompt for prompt in prompts.split(";")]
-    write_rows(house / "rl.jsonl", *({"prompt": value} for value in values))
+    write_jsonl(house / "rl.jsonl", *({"prompt": value} for value in values))
     found = look(house, make_text(text))
     assert any(wrong in line for line in found), found
 
@@ -191,13 +186,13 @@ def test_what_is_wrong_with_rows_and_settings_of_rl_is_found(house, prompts: str
     ],
 )
 def test_conversations_that_are_too_long_are_found(house, limit: int, wrong: str):
-    write_rows(house / "sft.jsonl", {"prompt": "q", "answer": "x" * 50})
+    write_jsonl(house / "sft.jsonl", {"prompt": "q", "answer": "x" * 50})
     found = look(house, SFT.replace("= 40", f"= {limit}"), ("sft",))
     assert any(wrong in line for line in found), found
 
 
 def test_the_sources_of_a_mixture_are_listed_with_their_shares(house):
-    write_rows(house / "more.jsonl", {"prompt": "x"}, {"prompt": "y"})
+    write_jsonl(house / "more.jsonl", {"prompt": "x"}, {"prompt": "y"})
     text = RL.replace('data = { kind = "jsonl", path = "rl.jsonl" }\n', "") + (
         '[[rl.data]]\nkind = "jsonl"\npath = "rl.jsonl"\n'
         '[[rl.data]]\nkind = "jsonl"\npath = "more.jsonl"\nweight = 3.0\n'

@@ -29,6 +29,7 @@ from rollouts.rewards.worker import BadAnswer, parse_answer
 from rollouts.rewards.workers import RaisedInWorker, RewardWorkers, open_reward_workers
 from rollouts.types import RewardResult, Sample, Status
 from tests.support.processes import find_descendants, is_alive, wait_until
+from tests.support.text_tables import read_cells
 
 HERE = Path(__file__).parent
 # a function of hostile_rewards.py | what its error says
@@ -62,10 +63,6 @@ missing | cannot be called: .* has no missing
 """
 TIMEOUTS = ["loop", "ignores_term", "own_session", "writes_nonsense"]
 SAMPLE = Sample(id="g0-s0", prompt="p", response="abc", metadata={"row": {"a": [1, None, "ü\ud800"]}})
-
-
-def read_table(table: str) -> list[tuple[str, str]]:
-    return [(name, says) for name, _, says in (line.partition(" | ") for line in table.strip().splitlines())]
 
 
 async def score(
@@ -146,7 +143,7 @@ async def test_every_hostile_function_fails_its_own_sample_only():
             (CRASHES, RewardCrashed, "reward_crashed"),
             (RAISED, UserFunctionError, "reward"),
         ):
-            for name, message in read_table(table):
+            for name, message in read_cells(table):
                 where = f"(?s)^reward function {name} on sample g0-s0 .*{message}"
                 with pytest.raises(kind, match=where) as caught:
                     await score(workers, name)
