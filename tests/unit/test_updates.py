@@ -1,0 +1,199 @@
+"""The updates of a step of RL: how a batch is divided into them, where they end, which of them is undone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from rollouts.errors import ConfigError
+from rollouts.loops.rl import train_policy
+from rollouts.loops.rl_batch import make_loss_spec, plan_updates
+from rollouts.loops.updates import measure_kl, merge_forwards
+from rollouts.testing.fakes import FakeBackend, open_fake_backend
+from rollouts.types import (
+    ForwardBackwardResult,
+    LossSpec,
+    Mean,
+    RolloutBatch,
+)
+from tests.unit.test_loops import rl_config
+from tests.unit.test_rl_batch import batch_of
+
+LOSS = LossSpec("ppo_clip")
+
+
+def rollout(prompts: int) -> dict[str, int]:
+    return {"num_prompts": prompts, "samples_per_prompt": 2, "max_new_tokens": 8}
+
+
+def batch_of_groups(groups: Sequence[int]) -> RolloutBatch:
+    """Row i has reward i, so that rows can be told apart."""
+    return batch_of([float(row) for row in range(len(groups))], list(groups), [0] * len(groups))
+
+
+def rows_of(batch: RolloutBatch) -> list[int]:
+    assert batch.rewards is not None
+    return [int(reward) for reward in batch.rewards]
+
+
+# --- minibatches --------------------------------------------------------------------------------------------
+
+
+def test_with_one_part_every_pass_is_the_batch_itself():
+    batch = batch_of_groups([3, 3, 4, 4])
+    updates = plan_updates(batch, LOSS, rl_config(updates_per_batch=3), seed=1, step=2)
+    assert [part is batch for part, _ in updates] == [True] * 3
+
+
+def test_each_pass_has_every_group_once_whole_and_in_the_order_of_its_rows():
+    batch = batch_of_groups([9, 9, 4, 7, 4, 7, 2, 2, 2, 1])
+    config = rl_config(updates_per_batch=3, minibatches=2, rollout=rollout(5))
+    updates = plan_updates(batch, LOSS, config, seed=1, step=2)
+    assert len(updates) == 6
+    passes = [updates[first : first + 2] for first in (0, 2, 4)]
+    for parts in passes:
+        assert sorted(row for part, _ in parts for row in rows_of(part)) == list(range(10))
+        sizes = [len(np.unique(part.group_indices)) for part, _ in parts if part.group_indices is not None]
+        assert sizes == [3, 2]
+        for part, _ in parts:
+            assert rows_of(part) == sorted(rows_of(part))
+            assert part.group_indices is not None and batch.group_indices is not None
+            assert all(
+                (batch.group_indices == group).sum() == (part.group_indices == group).sum()
+                for group in part.group_indices
+            )
+    assert len({tuple(rows_of(parts[0][0])) for parts in passes}) > 1, "the passes divide it anew"
+
+
+def test_a_part_has_its_share_of_a_constant_denominator():
+    config = rl_config(minibatches=2, normalise_by="constant", rollout=rollout(3))
+    loss = make_loss_spec(config)
+    assert loss.constant == 3 * 2 * 8
+    updates = plan_updates(batch_of_groups([0, 0, 1, 1, 2, 2]), loss, config, seed=1, step=1)
+    assert [part_loss.constant for _, part_loss in updates] == [pytest.approx(32), pytest.approx(16)], (
+        "two groups of three, then one"
+    )
+
+
+def test_a_part_without_a_loss_counts_for_nothing():
+    bad = ForwardBackwardResult(loss=None, denominator=10.0, metrics={}, skipped="the loss is nan")
+    good = ForwardBackwardResult(loss=2.0, denominator=30.0, metrics={"a/mean": Mean(6.0, 3.0)})
+    merged = merge_forwards([bad, good])
+    assert (merged.loss, merged.denominator, merged.skipped) == (2.0, 30.0, None)
+    assert merge_forwards([bad, bad]).skipped == "the loss is nan"
+    assert merge_forwards([good]) is good
+
+
+# --- the hard stop ------------------------------------------------------------------------------------------
+
+
+class MeasuringBackend(FakeBackend):
+    """A FakeBackend whose updates measure these values of approx_kl/mean, one after the other; None: the loss
+    was not finite. With every optimizer step its log-probs fall by `nats`.
+    """
+
+    def __init__(self, *kls: float | None, step_s: float = 0.0, nats: float = 0.0) -> None:
+        super().__init__(step_s=step_s, failures={})
+        self._kls, self._nats = list(kls), nats
+
+    def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> Any:
+        future = super().forward_backward(batch, loss)
+        kl = self._kls.pop(0)
+        skipped = "the loss is nan" if kl is None else None
+        metrics = {} if kl is None else {"approx_kl/mean": Mean(kl * 4, 4)}
+        future._result = ForwardBackwardResult(
+            loss=None if skipped else 1.0, denominator=4.0, metrics=metrics, skipped=skipped
+        )
+        return future
+
+    def forward(self, batch: RolloutBatch) -> Any:
+        moved = np.float32(-self._nats * self._state["weight"])
+        return self._submit(lambda: tuple(mask * moved for mask in batch.loss_masks), has_pieces=True)
+
+
+def train_times(times: int, backend: FakeBackend, **limits: float) -> Any:
+    batch = batch_of_groups([0, 0])
+    limits = limits or {"kl_stop": 0.02}
+    return train_policy(
+        backend, [(batch, LOSS)] * times, batch, rl_config(updates_per_batch=4, **limits), version=7
+    )
+
+
+@pytest.mark.parametrize(
+    ("kls", "made"),
+    [
+        ((0.0, 0.01, 0.02, 0.03), 4),  # at the limit is not beyond it
+        ((0.0, 0.021, 0.0, 0.0), 2),
+        ((0.5, 0.0, 0.0, 0.0), 1),
+        ((0.0, float("inf"), 0.0, 0.0), 2),
+        ((0.0, float("nan"), 0.0, 0.0), 2),
+        ((0.0, None, 0.01, 0.5), 4),  # one that changed nothing ends nothing
+    ],
+)
+async def test_no_update_is_made_after_one_that_measured_more_than_the_limit(kls, made, autojump_clock):
+    backend = MeasuringBackend(*kls)
+    results = await train_times(4, backend)
+    assert len(results) == len(backend.batches) == made
+    assert backend.weight_version == 7, "the step counts as one whatever was left out"
+    assert backend.statistics()["submitted"] == 2 * made + 1
+
+
+async def test_a_loss_that_does_not_measure_the_kl_is_refused(autojump_clock):
+    async with open_fake_backend() as backend:
+        with pytest.raises(
+            ConfigError,
+            match=r"rl\.kl_stop=0\.02 with rl\.loss='ppo_clip', which does not measure approx_kl/mean",
+        ):
+            await train_times(2, backend)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "made", "steps"), [(5, 0, 0), (15, 0, 1), (25, 0, 1), (35, 2, 2), (45, 2, 2)]
+)
+async def test_a_cancelled_step_is_whole_only_if_nothing_was_left_to_compute(
+    seconds: float, made: int, steps: int, autojump_clock
+):
+    """At 5 s and 25 s a forward pass is cut; at 15 s and 35 s an optimizer step ends, at 35 s the last."""
+    backend = MeasuringBackend(0.0, 0.5, step_s=10.0)
+    results: list[Any] = []
+    with trio.move_on_after(seconds):
+        results = await train_times(3, backend)
+    assert (len(results), backend.statistics()["steps"]) == (made, steps)
+    assert backend.weight_version == 7 * (made > 0)
+
+
+# --- the hard limit -----------------------------------------------------------------------------------------
+
+
+def test_the_kl_of_an_update_is_k3_over_the_trained_tokens():
+    mask = np.asarray([False, True, True])
+    before, after = np.asarray([9, -1, -2], np.float32), np.asarray([0, -1.5, -1], np.float32)
+    # r = -0.5 and 1: (e^-0.5 - 1 + 0.5) + (e - 1 - 1) + 0 + 0, over 4 tokens
+    kl = measure_kl((before, before), (after, before), (mask, mask))
+    assert kl == pytest.approx((0.1065306597 + 0.7182818285) / 4)
+    assert measure_kl((before,), (after + 1e4,), (mask,)) == np.inf
+
+
+# k3 after n updates of 0.1 nats, e^-r - 1 + r with r = 0.1 n: 0.0048, 0.0187, 0.0408, 0.0703
+@pytest.mark.parametrize(
+    ("nats", "limit", "made", "kept"),
+    [(0.1, 0.1, 4, 4), (0.1, 0.02, 3, 2), (0.1, 0.004, 1, 0), (-1e4, 0.1, 1, 0), (np.nan, 0.1, 1, 0)],
+)
+async def test_the_update_beyond_the_limit_is_undone_and_is_the_last(nats, limit, made, kept, autojump_clock):
+    backend = MeasuringBackend(0, 0, 0, 0, nats=nats)
+    results = await train_times(4, backend, kl_limit=limit)
+    assert (len(results), backend._state["weight"], backend.weight_version) == (made, kept, 7)
+    assert [bool(optim.skipped) for _, optim in results] == [False] * kept + [True] * (made - kept)
+
+
+@pytest.mark.parametrize(("seconds", "steps", "version"), [(45, 1, 0), (105, 2, 7)])
+async def test_a_step_that_is_cut_before_an_update_is_decided_has_no_version(
+    seconds, steps, version, autojump_clock
+):
+    """Everything takes 10 s: an update is measured from 40 s to 50 s, the next one is undone by 100 s."""
+    backend = MeasuringBackend(0, 0, step_s=10.0, nats=0.1)
+    with trio.move_on_after(seconds):
+        await train_times(4, backend, kl_limit=0.01)
+    assert (backend.statistics()["steps"], backend.weight_version) == (steps, version)
