@@ -219,7 +219,7 @@ def write_mixture(house: Path, sizes: str) -> str:
     """The config's text for sources of so many rows, the second with another weight."""
     text = ""
     for number, size in enumerate(sizes.split()):
-        write_rows(house / f"{number}.jsonl", *({"prompt": str(n), "answer": "a"} for n in range(int(size))))
+        write_jsonl(house / f"{number}.jsonl", *({"prompt": str(n), "answer": "a"} for n in range(int(size))))
         text += f'[[sft.data]]\nkind = "jsonl"\npath = "{number}.jsonl"\nweight = {number + 1.0}\n'
     return text
 
@@ -237,7 +237,7 @@ def test_epochs_are_passes_over_the_rows_rounded_up_to_whole_steps(
 
 def test_an_epoch_of_rl_has_the_prompts_that_are_not_held_out_and_one_of_pairs_those_that_train(house):
     pairs = [{"prompt": str(n), "chosen": "ab", "rejected": "cd"} for n in range(7)]
-    write_rows(house / "pairs.jsonl", *pairs)
+    write_jsonl(house / "pairs.jsonl", *pairs)
     text = RL.replace("steps = 1", "epochs = 3").replace("reward =", "num_prompts = 4\nreward =")
     text += EVAL + PREFERENCE.replace("steps = 1", "epochs = 1\nheld_out = 3\nbatch_size = 3")
     config = look_at(house, text, ("preference", "rl"))[0].config
@@ -253,7 +253,7 @@ def test_a_resumed_run_goes_on_by_the_same_file_and_warns_of_other_rows(house):
     check_same_run(load_recorded(house / "run" / "config.toml"), load(house, text))
     assert training_digest(config) == training_digest(load(house, text))
     assert look(house, text, ("sft", "rl")) == []
-    write_rows(house / "sft.jsonl", {"prompt": "q", "answer": "ab"}, {"prompt": "r", "answer": "ab"})
+    write_jsonl(house / "sft.jsonl", {"prompt": "q", "answer": "ab"}, {"prompt": "r", "answer": "ab"})
     (changed,) = look(house, text, ("sft", "rl"))
     assert changed == (
         "sft.epochs: 3 epochs of 2 rows, 1 a step, are 6 steps; at the last start they were 3: the rows or"
