@@ -22,7 +22,7 @@ from rollouts.backends.open import choose_autocast_dtype, open_pytorch_backend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.checkpoints.writer import CheckpointWriter, Keep, open_checkpoint_writer
 from rollouts.config.load import training_digest
-from rollouts.config.modes import stage_config
+from rollouts.config.modes import EVALUATE, stage_config
 from rollouts.config.schema import RunConfig
 from rollouts.config.tables import SamplingConfig
 from rollouts.engines.local import open_local_engine
@@ -114,7 +114,7 @@ async def open_stage(run: Run, stage: str, start: Path, newest: Path | None) -> 
     ):
         saved = {"": backend} | ({CRITIC: critic} if critic else {})
         opening: Any = nullcontext((None, None))
-        if stage == "rl" and run.config.engine.kind != "local":
+        if stage in ("rl", EVALUATE) and run.config.engine.kind != "local":
             paths = {"log_dir": run.run_dir.engine_logs, "snapshot_dir": run.run_dir.weights}
             opening = open_synced_fleet(
                 run.config.engine,

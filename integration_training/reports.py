@@ -10,15 +10,17 @@ from typing import Any
 
 import trio
 
-from integration_training.opening import HELD_OUT, Backend, Run, Stage, accuracy_key, say
+from integration_training.opening import HELD_OUT, Run, Stage, accuracy_key, say, scorer_options
 from rollouts import __version__
-from rollouts.config.modes import stage_config
+from rollouts.config.modes import EVALUATE, stage_config
 from rollouts.crash_points import reach
 from rollouts.evaluation.evaluate import evaluate
 from rollouts.evaluation.policy_metrics import measure_responses
 from rollouts.generation.samples import convert_to_batch
 from rollouts.metrics.jsonl import drop_outdated, newest_attempts, read_rows
 from rollouts.models.devices import describe_device
+from rollouts.models.load import resolve_model
+from rollouts.reference.score import open_frozen_reference
 from rollouts.run_dir import replace_file
 from rollouts.types import Sample
 
@@ -67,16 +69,17 @@ async def evaluate_once(run: Run, opened: Stage, stage: str, step: int) -> None:
             seed=run.config.seed,
             reward_timeout_s=run.config.rollout.reward_timeout_s,
         )
-        seed = run.config.seed if config.policy_metrics else None
-        metrics = result.metrics(HELD_OUT, interval_seed=seed)
-        if config.policy_metrics:
-            metrics |= await measure_policy(run, opened.backend, result.scored)
+        metrics = result.metrics(HELD_OUT)
+        if config.policy_metrics or opened.name == EVALUATE:
+            metrics |= await measure_policy(run, opened, result.scored, config.against)
     weights = await engine.weight_version()
     await run.logger.log_samples(f"eval-{stage}", step, weights, result.samples)
     await run.logger.log_evaluation(stage, step, weights, HELD_OUT, metrics)
 
 
-async def measure_policy(run: Run, backend: Backend, samples: Sequence[Sample]) -> dict[str, float]:
+async def measure_policy(
+    run: Run, opened: Stage, samples: Sequence[Sample], against: str
+) -> dict[str, float]:
     """Metrics of the policy that gave the samples, under the trainer's weights and at the temperature of RL,
     however the evaluation sampled. None where no sample has tokens.
     """
@@ -84,7 +87,11 @@ async def measure_policy(run: Run, backend: Backend, samples: Sequence[Sample]) 
     if not samples:
         return {}
     batch = convert_to_batch(samples, temperature=run.config.rollout.temperature)
-    scores = await backend.forward_with_entropy(batch).result()
+    scores = await opened.backend.forward_with_entropy(batch).result()
+    if against:
+        path = resolve_model(against, seed=run.config.seed)
+        async with open_frozen_reference(path, **scorer_options(run, opened)) as other:
+            scores.append(await other.score(batch))
     found = await trio.to_thread.run_sync(measure_responses, batch, scores)
     return {f"eval/{HELD_OUT}/{name}": value for name, value in found.items()}
 
@@ -106,7 +113,7 @@ def write_summary(run: Run, stages: Sequence[str], wall_s: float) -> dict[str, A
     rewards = [row["reward/mean"] for row in steps if row["stage"] == "rl" and "reward/mean" in row]
     packages = ("torch", "transformers", "trio", "numpy")
     summary = {
-        "mode": "+".join(stages),
+        "mode": "+".join(stages) or EVALUATE,
         "steps": sum(stage_config(run.config, stage).steps for stage in stages),
         "accuracy": {
             stage: accuracy.get(stage) for stage in LABELS if stage in accuracy or stage != "preference"
@@ -142,12 +149,14 @@ def print_report(run: Run, summary: dict[str, Any]) -> None:
     for label, accuracy in known.items():
         problems = f"({len(run.rows.held_out)} problems)"
         lines.append(f"held-out accuracy, {label:<{width}}{100 * accuracy:5.1f} %   {problems}")
+    evaluated = read_rows(run.run_dir.evaluations)[-1:] if summary["mode"] == EVALUATE else []
+    lines += [f"{name} {value}" for row in evaluated for name, value in row.items() if "/" in name]
+    last_stage = f"eval-{summary['mode'].split('+')[-1]}"
     for stage, accuracy in summary.get("pair_accuracy", {}).items():
         count = len(run.prepared.list_held_out(stage))  # 0: of an attempt with another --mode
         pairs = f"   ({count} pairs)" if count else ""
         lines.append(f"held-out pairs ranked right, {stage} {100 * accuracy:5.1f} %{pairs}")
-    last_stage = f"eval-{summary['mode'].split('+')[-1]}"
-    rows = [row for row in read_rows(run.run_dir.samples) if row["stage"] == last_stage]
+    rows = [row for row in read_rows(run.run_dir.samples) if evaluated or row["stage"] == last_stage]
     for row in [row for row in rows if row["step"] == rows[-1]["step"]][:3]:
         prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
         reward = row.get("reward", "none: the sample failed")

@@ -27,7 +27,7 @@ from integration_training.surroundings import surround
 from rollouts.checkpoints.resume import choose_checkpoint
 from rollouts.checkpoints.writer import retain
 from rollouts.config.load import training_digest
-from rollouts.config.modes import stage_config
+from rollouts.config.modes import EVALUATE, stage_config
 from rollouts.crash_points import reach
 from rollouts.data.samples import count_labels
 from rollouts.errors import ConfigError
@@ -42,6 +42,7 @@ from rollouts.losses.row_losses import (
     measure_calibration,
 )
 from rollouts.protocols import LogProbScorer
+from rollouts.run_dir import parse_step
 from rollouts.weight_sync.engine_weights import sync_as_saved
 
 CENTRING = 0.01  # of reward models: weight of (score of chosen + score of rejected)²
@@ -49,8 +50,14 @@ CENTRING = 0.01  # of reward models: weight of (score of chosen + score of rejec
 
 async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
     """True when every stage is complete, False when the user stopped the run. Each stage starts from the
-    checkpoint of the one before.
+    checkpoint of the one before. Without stages the model is evaluated: the row is of the stage and step that
+    made it, where its name is a checkpoint's.
     """
+    if not stages:
+        step = parse_step(model_path.name)
+        made_by = ("base", 0) if step is None else (model_path.parent.name, step)
+        async with open_stage(run, EVALUATE, model_path, None) as opened:
+            await evaluate_once(run, opened, *made_by)
     before, config_hash = ("base", 0), training_digest(run.config)
     for index, stage in enumerate(stages):
         total = stage_config(run.config, stage).steps

@@ -37,9 +37,9 @@ from rollouts.errors import ConfigError, RunDirError
 # On resume: what a run writes and how long it goes on, not what it computes. (Of devices, a run that promised
 # equal bits has only one.)
 MAY_CHANGE = """
-name output distributed eval.policy_metrics rl.rollout.reward_timeout_s model.device rl.steps rl.epochs
-rl.eval_every sft.steps sft.epochs sft.eval_every preference.steps preference.epochs preference.eval_every
-reward_model.steps reward_model.epochs reward_model.eval_every
+name output distributed eval.policy_metrics eval.against rl.rollout.reward_timeout_s model.device rl.steps
+rl.epochs rl.eval_every sft.steps sft.epochs sft.eval_every preference.steps preference.epochs
+preference.eval_every reward_model.steps reward_model.epochs reward_model.eval_every
 """
 # How fast it computes may change too, unless the run promised equal bits: these change the order of sums.
 CHANGES_BITS = """

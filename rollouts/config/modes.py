@@ -12,15 +12,18 @@ from rollouts.errors import ConfigError
 
 STAGES = ("sft", "preference", "reward_model", "rl")
 ALIASES = {"dpo": "preference", "ppo": "rl"}  # ppo: RL that must have a critic
+EVALUATE = "evaluate"  # the mode that trains nothing
 SectionConfig = SFTTrainingConfig | PreferenceTrainingConfig | RewardModelTrainingConfig | RLTrainingConfig
 
 
 def parse_mode(mode: str) -> tuple[str, ...]:
     """The stages of a mode, under the names of their tables: "sft+reward_model+ppo" → ("sft", "reward_model",
-    "rl").
+    "rl"). "evaluate" has none.
 
     Each at most once; sft comes first and rl last, where they are. Raises ConfigError naming what is wrong.
     """
+    if mode == EVALUATE:
+        return ()
     stages = tuple(ALIASES.get(stage, stage) for stage in mode.split("+"))
     for stage in stages:
         if stage not in STAGES:
@@ -38,10 +41,16 @@ def parse_mode(mode: str) -> tuple[str, ...]:
 
 def choose_stages(config: RunConfig, mode: str | None) -> tuple[str, ...]:
     """The stages of a mode; without one, all that the config has tables for. Raises ConfigError as parse_mode
-    does, for a config without stages, and if the mode says ppo and [rl] has no critic.
+    does, for a config without stages, if the mode says ppo and [rl] has no critic, or evaluate and there is no
+    [eval].
     """
     stages = list_stages(config) if mode is None else parse_mode(mode)
-    if not stages:
+    if mode == EVALUATE and not config.eval:
+        raise ConfigError(
+            "there is no [eval] table, which says what is asked and how it is scored; add one, with data and"
+            " reward, or name a file that has one with --config FILE"
+        )
+    if not stages and mode != EVALUATE:
         raise ConfigError(
             f"the config has none of the tables {', '.join(STAGES)}: there is nothing to train; add one of"
             " them"
@@ -55,7 +64,11 @@ def choose_stages(config: RunConfig, mode: str | None) -> tuple[str, ...]:
 
 
 def stage_config(config: RunConfig, stage: str) -> SectionConfig:
-    """The table of a stage. Raises ConfigError if the config has none."""
+    """The table of a stage; for "evaluate", of which nothing trains, one with defaults. Raises ConfigError if
+    the config has none.
+    """
+    if stage == EVALUATE and config.eval:
+        return SFTTrainingConfig(data=config.eval.data, steps=1)
     if stage not in list_stages(config):
         raise ConfigError(
             f"--mode has the stage {stage!r} but the config has no [{stage}] table; add it or choose another"

@@ -288,6 +288,8 @@ class EvalConfig(SamplingConfig):
     data: Sources
     policy_metrics: bool = False
     """also intervals of the mean reward, and perplexity, entropy and diversity of what was sampled"""
+    against: NameText = ""
+    """with policy_metrics: a model, by a name that model.name takes, to which KL is measured"""
 
 
 UPDATES = {  # how a reference follows the policy, with the numbers that it has unless others are given

@@ -44,12 +44,12 @@ class EvaluationResult:
         """Mean reward over the scored samples: the accuracy where rewards are 0 and 1."""
         return fmean(sample.reward or 0.0 for sample in self.scored)
 
-    def metrics(self, name: str, *, interval_seed: int | None = None) -> dict[str, float]:
+    def metrics(self, name: str) -> dict[str, float]:
         """Values for evaluations.jsonl. pass@k is there for k = 2, 4, 8, … up to `samples_per_prompt`, over
         the prompts of which k samples were scored, where rewards are all 0 and 1 (see `compute_pass_at_k`).
-        maj@k is over the prompts of which all samples were scored, if anywhere two agree. With a seed there
-        are also the bounds of avg@k's interval (see `compute_bootstrap_interval`), for which prompts are
-        resampled, each with the mean of its scored samples: samples of one prompt are alike.
+        maj@k is over the prompts of which all samples were scored, if anywhere two agree. avg@k has the
+        bounds of an interval (see `compute_bootstrap_interval`), for which prompts are resampled, each with
+        the mean of its scored samples: samples of one prompt are alike.
         """
         scored, size = self.scored, self.samples_per_prompt
         values = {f"avg@{size}": self.mean_reward}
@@ -63,11 +63,11 @@ class EvaluationResult:
         polls = [hold_vote(prompt) for prompt in prompts if len(prompt) == size]
         if any(votes > 1 for _, votes in polls):
             values[f"maj@{size}"] = fmean(winner.reward or 0.0 for winner, _ in polls)
-        if interval_seed is not None:
-            means = [fmean(sample.reward or 0.0 for sample in prompt) for prompt in prompts if prompt]
-            interval = compute_bootstrap_interval(means, seed=interval_seed)
-            values |= {f"avg@{size}/low": interval.low, f"avg@{size}/high": interval.high}
+        means = [fmean(sample.reward or 0.0 for sample in prompt) for prompt in prompts if prompt]
+        interval = compute_bootstrap_interval(means, seed=0)
         values |= {
+            f"avg@{size}/low": interval.low,
+            f"avg@{size}/high": interval.high,
             "prompts": float(self.num_prompts),
             "failed": float(len(self.samples) - len(scored)),
             "truncated/frac": fmean(sample.status is Status.TRUNCATED for sample in scored),

@@ -65,37 +65,24 @@ def compute_policy_divergence(
     )
 
 
-@torch.no_grad()
-def compute_perplexity(log_probs: Tensor, mask: Tensor) -> float | None:
-    """exp of the mean negative log-prob of the masked tokens of [B, T], all rows together; None without a
-    token.
-
-    A token of probability 0 gives inf. What lies outside the mask never counts. Raises ValueError if the
-    shapes differ.
-    """
-    if log_probs.shape != mask.shape:
-        raise ValueError(
-            f"log_probs have shape {tuple(log_probs.shape)}, the mask {tuple(mask.shape)}; both must be"
-            " [B, T]"
-        )
-    kept = log_probs[mask].double()
-    return float((-kept.mean()).exp()) if len(kept) else None
-
-
 def measure_responses(batch: RolloutBatch, scores: Sequence[FloatRows]) -> dict[str, float]:
     """What the responses of a batch say of the policy that sampled them; `scores` are its log-probs and its
-    entropies, as `forward_with_entropy` of a backend gives them.
+    entropies, as `forward_with_entropy` of a backend gives them, and, if there is a third, log-probs of
+    another model. The batch must have a token that trains.
 
-    perplexity: exp of the mean negative log-prob; entropy: the mean; both over all trained tokens together.
-    distinct_1, distinct_2 and self_bleu: see rollouts.evaluation.diversity, of the ids of the trained tokens,
-    all rows together. What has no finite value is left out. The batch must have a token that trains.
+    Over all trained tokens together: perplexity, exp of the mean negative log-prob; entropy, its mean; kl,
+    the mean of log-prob − that of the other model: the k1 estimate of KL(policy ‖ other) if the policy
+    sampled the tokens at the temperature of the batch. distinct_1, distinct_2 and self_bleu: see
+    rollouts.evaluation.diversity, of the ids of the trained tokens, all rows together. What has no finite
+    value is left out.
     """
     mask = np.concatenate(batch.loss_masks)
-    log_prob, entropy = (np.concatenate(rows)[mask].mean(dtype=np.float64) for rows in scores)
+    log_prob, entropy, *other = (np.concatenate(rows)[mask].mean(dtype=np.float64) for rows in scores)
     responses = [row[own].tolist() for row, own in zip(batch.tokens, batch.loss_masks, strict=True)]
     found = {
         "perplexity": float(np.exp(-log_prob)),
         "entropy": float(entropy),
+        "kl": float(log_prob - other[0]) if other else None,
         **{f"distinct_{n}": compute_distinct_n(responses, n) for n in (1, 2)},
         "self_bleu": compute_self_bleu(responses) if len(responses) > 1 else None,
     }

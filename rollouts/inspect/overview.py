@@ -20,6 +20,7 @@ from rollouts.inspect.facts import (
 from rollouts.inspect.record import Record, find_checkpoints
 from rollouts.inspect.terminal import format_number, tabulate
 
+MEASURES = "low|high|margins|failed|perplexity|entropy|kl|self_bleu"
 LEAST_WIDTH = 100  # of a terminal that shows four numbers of each course
 CHARTS = """
     SELECT stage, name FROM totals JOIN stages USING (stage)
@@ -47,14 +48,14 @@ STEPS = """
         step AS ">step", facts
     FROM (SELECT rowid AS place, stage, step, describe_step(to_json(metrics_held)) AS facts FROM metrics_held
         ORDER BY place DESC LIMIT getvariable('last')) ORDER BY place"""
-# accuracies in percent, and where preferences were evaluated the margin of their rewards
+# accuracies in percent, bounds of the mean reward, measures of the policy, and of preferences the margin
 EVALUATIONS = rf"""
     WITH known AS (SELECT rowid AS place, to_json(evaluations_held) AS row, * FROM evaluations_held)
     SELECT 'evaluations' AS title, stage, step AS ">step", policy_version AS ">version", name, (
             SELECT map_from_entries(list((split(key, '/')[-1], if(regexp_matches(key, '{ACCURACY}'),
                 percent(value::DOUBLE, 1), brief(value::DOUBLE))) ORDER BY id))
             FROM json_each(known.row) WHERE isfinite(TRY_CAST(value AS DOUBLE))
-                AND regexp_matches(key, '{ACCURACY}|^eval/.*/(margins|failed)$')) AS facts
+                AND regexp_matches(key, '{ACCURACY}|^eval/.*/({MEASURES})$')) AS facts
     FROM known ORDER BY place"""
 # A row for each phase of each stage: the six longest, the pause of the weight sync, the rest of the step,
 # which is below 0 where phases overlap: the title says so.
@@ -171,10 +172,20 @@ MEANS = """
     SELECT name, avg(value) AS mean FROM points
     WHERE stage = ? AND step BETWEEN ? AND ? AND list_contains(telling(), name)
     GROUP BY name ORDER BY list_position(telling(), name)"""
+# the last accuracies of each stage; then everything that the last evaluation of each name says
 ACCURACIES = f"""
-    SELECT format('{{}}: {{}} {{}}', stage, split(name, '/')[2], split(name, '/')[-1]) AS label,
-        percent(arg_max(value, place), 1) AS text
-    FROM points WHERE regexp_matches(name, '{ACCURACY}') GROUP BY stage, name ORDER BY min(place)"""
+    WITH evaluated AS (SELECT *, split(name, '/') AS parts FROM points WHERE name LIKE 'eval/%'),
+    newest AS (FROM evaluated QUALIFY place = max(place) OVER (PARTITION BY parts[2]))
+    SELECT label, text FROM (
+        SELECT 1 AS part, min(place) AS spot, format('{{}}: {{}} {{}}', stage, parts[2], parts[-1]) AS label,
+            percent(arg_max(value, place), 1) AS text
+        FROM evaluated WHERE regexp_matches(name, '{ACCURACY}') GROUP BY stage, name, parts
+        UNION ALL SELECT DISTINCT 2, place, 'last ' || parts[2], format('{{}} step {{}}', stage, step)
+        FROM newest
+        UNION ALL SELECT 2, place + 0.5, format('last {{}}: {{}}', parts[2], array_to_string(parts[3:], '/')),
+            if(regexp_matches(name, '{ACCURACY}'), percent(value, 1), brief(value))
+        FROM newest)
+    ORDER BY part, spot, label"""
 
 
 def print_comparison(console: Console, records: Mapping[str, Record]) -> None:

@@ -21,7 +21,7 @@ from rollouts.metrics.jsonl import iterate_rows
 from rollouts.preflight.estimate import estimate_memory, estimate_work, read_model_config, read_model_size
 from rollouts.preflight.findings import Findings
 from rollouts.preflight.functions import Functions, load_functions
-from rollouts.preflight.reward_models import check_reward_models, find_teacher
+from rollouts.preflight.reward_models import check_reward_models, check_tokens, find_teacher
 from rollouts.preflight.rows import PreparedRows, Rows, count_epochs, load_all_rows, prepare_rows
 from rollouts.run_dir import RunDir, find_activity, list_parts, parse_step
 
@@ -67,6 +67,8 @@ def prepare_run(
         context_length = read_model_config(run.base_model).get("max_position_embeddings")
         template = config.model.chat_template
         run.tokenizer = load_tokenizer(run.base_model, chat_template=Path(template) if template else None)
+        if config.eval and (name := config.eval.against):
+            check_tokens(resolve_model(name, seed=config.seed), "eval.against", run.tokenizer)
         run.prepared = prepare_rows(config, rows, run.tokenizer, context_length, findings)
         with findings.reporting("output.dir"):
             saved = load_recorded(run_dir.config) if run_dir.config.exists() else None

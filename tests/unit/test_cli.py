@@ -52,6 +52,8 @@ explain CONFIG rl.steps --rl.stps 5     | did you mean rl.steps
 check CONFIG --rl.stps 5                | did you mean rl.steps
 check gone.toml                         | No such file
 check EMPTY                             | there is nothing to train
+evaluate tiny:byte                      | name a TOML file with an [eval] table: --config FILE
+evaluate tiny:byte --config EMPTY       | there is no [eval] table
 """
 
 
