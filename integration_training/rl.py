@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from integration_training.opening import Run, Stage, open_reward, open_scorer, open_teacher
@@ -20,8 +21,11 @@ from rollouts.errors import CheckpointError
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.collector import REPLAYED
 from rollouts.loops.algorithm import LoopState, decode_loop_state, needs_reference
+from rollouts.loops.linearised import on_thread
+from rollouts.loops.pairs import train_on_pairs
 from rollouts.loops.rl import run_rl_training
 from rollouts.loops.steps import EncodeState
+from rollouts.losses.row_losses import make_pair_loss
 from rollouts.metrics.sample_rows import select_evenly
 from rollouts.protocols import RewardFn
 from rollouts.types import RolloutBatch
@@ -30,6 +34,7 @@ from rollouts.types import RolloutBatch
 async def train_rl(run: Run, opened: Stage) -> int:
     """How many steps were made. The model that the stage starts from stays the reference."""
     config, backend, newest = opened.section, opened.backend, opened.newest
+    thread = backend.device_thread
     assert opened.engine is not None and opened.sync_weights is not None
     opening: Any = nullcontext()
     if needs_reference(config):
@@ -66,6 +71,12 @@ async def train_rl(run: Run, opened: Stage) -> int:
                 "loop": looped,
             }
 
+        pairs = run.functions.pairs and partial(
+            train_on_pairs,
+            select=run.functions.pairs,
+            find_loss=lambda spec: on_thread(thread.submit, make_pair_loss(spec.name, spec.params)),
+            reference=reference,
+        )
         history = await run_rl_training(
             backend,
             buffer,
@@ -78,6 +89,7 @@ async def train_rl(run: Run, opened: Stage) -> int:
             state=loop,
             critic=opened.critic,
             teacher=teacher,
+            pairs=pairs,
             **surround(run, opened, hold_state=hold_state, reference=reference),
         )
     return len(history)

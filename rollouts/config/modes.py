@@ -41,8 +41,8 @@ def parse_mode(mode: str) -> tuple[str, ...]:
 
 def choose_stages(config: RunConfig, mode: str | None) -> tuple[str, ...]:
     """The stages of a mode; without one, all that the config has tables for. Raises ConfigError as parse_mode
-    does, for a config without stages, if the mode says ppo and [rl] has no critic, or evaluate and there is no
-    [eval].
+    does, for a config without stages, if the mode says ppo and [rl] has no critic, or evaluate and there is
+    no [eval].
     """
     stages = list_stages(config) if mode is None else parse_mode(mode)
     if mode == EVALUATE and not config.eval:

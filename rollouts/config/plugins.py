@@ -25,6 +25,7 @@ Role = Literal[
     "curriculum",
     "rows",
     "advantage",
+    "pairs",
 ]
 CALLED_WITH: dict[Role, str] = {
     "reward": "sample",
@@ -34,8 +35,9 @@ CALLED_WITH: dict[Role, str] = {
     "curriculum": "step, statistics",
     "rows": "size=…, seed=…",
     "advantage": "inputs",
+    "pairs": "group",
 }
-PLAIN: tuple[Role, ...] = ("curriculum", "advantage")
+PLAIN: tuple[Role, ...] = ("curriculum", "advantage", "pairs")
 
 
 def load_function(

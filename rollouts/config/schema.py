@@ -222,6 +222,10 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
     rollout: RolloutConfig
     critic: CriticConfig | None = None
     distillation: DistillationConfig | None = None
+    pairs: FunctionText = ""
+    """what makes pairs of each group, to train by a loss of [preference] (online DPO): "best_worst",
+    "margin(min_margin=0.5)", module:function or file.py:function; empty: samples train by advantages
+    """
     kl_control: str = "fixed"
     """how kl_coef follows the measured KL, from step to step: fixed, "proportional(target=6, horizon=1000)"
     or "two_sided(target=6, tolerance=1)"
@@ -288,7 +292,7 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
         }
         return {
             **clips,
-            **self._list_unscored_rules(in_reward),
+            **self._list_unused(in_reward),
             f"max_staleness={self.max_staleness} is below sync_every - 1 = {needed}: samples would always be"
             f" too old; set max_staleness = {needed} or more, or sync_every = {self.max_staleness + 1}": (
                 self.max_staleness < needed
@@ -332,21 +336,24 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
             ),
         }
 
-    def _list_unscored_rules(self, kl_in_reward: bool) -> dict[str, Any]:
-        """Those of distillation without a reward."""
-        default = AlgorithmConfig.model_fields["advantage"].default
-        return {
-            f"{setting} without a reward, which it is about; name rollout.reward, or leave it out": set_so
-            for setting, set_so in {
-                "kl_in='reward' with a kl_coef": kl_in_reward,
-                "[rl.critic]": self.critic,
-                f"advantage={self.advantage!r}": self.advantage != default,
-                f"rollout.filters={self.rollout.filters}": any(
-                    ":" not in name and name not in READ_NO_REWARD for name in self.rollout.filters
-                ),
-            }.items()
-            if self.distillation and not self.rollout.is_scored
-        }
+    def _list_unused(self, kl_in_reward: bool) -> dict[str, Any]:
+        """Settings that mean nothing to pairs, or to a teacher without a reward: whether they are set."""
+        default, filters = AlgorithmConfig.model_fields["advantage"].default, self.rollout.filters
+        unused = {"[rl.critic]": self.critic, f"advantage={self.advantage!r}": self.advantage != default}
+        if self.pairs:
+            names, why = (
+                "distillation kl_coef kl_stop kl_limit recompute_old",
+                "with pairs, which do not read it",
+            )
+            unused |= {name: getattr(self, name) for name in names.split()}
+        elif self.distillation and not self.rollout.is_scored:
+            why = "without a reward, which it is about"
+            unused["kl_in='reward' with a kl_coef"] = kl_in_reward
+            readers = set(filters) - set(READ_NO_REWARD)
+            unused[f"filters={filters}"] = any(":" not in name for name in readers)
+        else:
+            return {}
+        return {f"{setting} {why}; leave one of the two out": is_set for setting, is_set in unused.items()}
 
 
 BEGINS_WITH = {"loss": ("loss_params", "clip_low", "clip_high"), "advantage": ("advantage_params",)}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollouts.advantages import ADVANTAGES, AdvantageFn
-from rollouts.config.schema import AlgorithmChange, RLTrainingConfig, list_tables
+from rollouts.config.schema import REFERENCE_FREE, AlgorithmChange, RLTrainingConfig, list_tables
 from rollouts.errors import CheckpointError, ConfigError, PlugInError, parse_call
 from rollouts.kl_control import KL_CONTROLS, KLControl, exceeds_kl_limit
 from rollouts.loops.rl_batch import find_trajectories, make_loss_spec
@@ -65,10 +65,13 @@ def check_algorithms(config: RLTrainingConfig, check: Callable[[RLTrainingConfig
 
 
 def needs_reference(config: RLTrainingConfig) -> bool:
-    """Whether a step may need the reference's log-probs: for a KL term, or to measure the KL that a
-    controller follows.
+    """Whether a step may need the reference's log-probs: for a KL term, to measure the KL that a controller
+    follows, or for a loss of pairs.
     """
-    return config.kl_control != "fixed" or any(settings.kl_coef > 0 for settings in list_algorithms(config))
+    return config.kl_control != "fixed" or any(
+        settings.kl_coef > 0 or (config.pairs and settings.loss not in REFERENCE_FREE)
+        for settings in list_algorithms(config)
+    )
 
 
 def count_updates(config: RLTrainingConfig) -> int:

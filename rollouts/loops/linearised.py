@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from rollouts.data.scores import spread_scores
 from rollouts.loops.steps import StepHooks, StepsConfig, surround_steps
-from rollouts.loops.updates import record_updates, step_metrics, train, work_metrics
+from rollouts.loops.updates import UpdateResult, record_updates, step_metrics, train, work_metrics
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import MetricsLogger, TrainingBackend
-from rollouts.types import FloatArray, LossSpec, RolloutBatch, metric_values
+from rollouts.types import FloatArray, LossSpec, RolloutBatch
 
 if TYPE_CHECKING:
     from rollouts.losses.row_losses import LinearisedRows
@@ -59,6 +59,17 @@ def prepare_linear_step(rows: RolloutBatch, found: LinearisedRows) -> PreparedSt
     return PreparedStep(batch, LossSpec("linear", unit="constant", constant=found.total), found)
 
 
+async def train_prepared(backend: TrainingBackend, step: PreparedStep) -> UpdateResult:
+    """The result of its update. Where the loss is linearised, `loss` and the loss's own metrics are those of
+    the true loss.
+    """
+    [(forward, optim)] = await train(backend, [step[:2]])
+    if step.found is not None and forward.loss is not None:
+        metrics = {**forward.metrics, **step.found.metrics}
+        forward = dataclasses.replace(forward, loss=step.found.loss, metrics=metrics)
+    return forward, optim
+
+
 async def run_batch_steps(
     backend: TrainingBackend,
     prepare: Callable[[int, PhaseTimer], Awaitable[PreparedStep]],
@@ -70,25 +81,20 @@ async def run_batch_steps(
     hooks: StepHooks | None,
 ) -> list[dict[str, float]]:
     """The metrics of every step that ran, `completed_steps` + 1 to config.steps: one update on one batch
-    each. `prepare` is called with the step, counted from 1. Where the loss is linearised, `loss/total` and
-    the loss's own metrics are those of the true loss.
+    each, as train_prepared makes it. `prepare` is called with the step, counted from 1.
     """
     history: list[dict[str, float]] = []
     async with surround_steps(hooks or StepHooks(), config, backend, completed=completed_steps) as steps:
         for step in range(completed_steps + 1, config.steps + 1):
             timer = PhaseTimer()
-            batch, loss, found = await prepare(step, timer)
+            prepared = await prepare(step, timer)
             with timer.phase("train"):
-                [(forward, optim)] = await train(backend, [(batch, loss)])
+                result = await train_prepared(backend, prepared)
             async with steps.completing(step):
-                metrics = step_metrics(forward, optim)
-                if found is not None and forward.loss is not None:  # that of the surrogate
-                    forward = dataclasses.replace(forward, loss=found.loss)
-                    metrics |= {**metric_values(found.metrics), "loss/total": found.loss}
-                metrics |= timer.metrics() | work_metrics([(forward, optim)])
-                trained_tokens = float(batch.response_lengths.sum())
+                metrics = step_metrics(*result) | timer.metrics() | work_metrics([result])
+                trained_tokens = float(prepared.batch.response_lengths.sum())
                 metrics["perf/trained_tokens_per_s"] = trained_tokens / timer.seconds("train")
-                updates = record_updates(f"{stage} step {step}", [batch], [(forward, optim)])
+                updates = record_updates(f"{stage} step {step}", [prepared.batch], [result])
                 await metrics_logger.log_step(
                     stage, step, step - 1, metrics, updates=updates, spans=timer.spans()
                 )

@@ -20,10 +20,10 @@ keeps its updates then.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -85,6 +85,7 @@ async def run_rl_training(
     state: LoopState | None = None,
     critic: TrainingBackend | None = None,
     teacher: LogProbScorer | None = None,
+    pairs: Callable[..., Awaitable[Any]] | None = None,
     completed_steps: int = 0,
     hooks: StepHooks | None = None,
 ) -> list[dict[str, float]]:
@@ -115,7 +116,7 @@ async def run_rl_training(
             with timer.phase("train"):
                 updates = plan_updates(batch, algorithm.loss, config, seed=seed, step=step)
                 critic_results = await train_critic(critic, updates)
-                results = await train_policy(backend, updates, batch, config, version=step)
+                updates, results = await train_policy(backend, updates, batch, config, pairs, version=step)
             async with steps.completing(step, before_evaluating=push.wait):
                 update_loop_state(state, algorithm, control, batch, measured)
                 with timer.phase("weight_sync"):
@@ -181,19 +182,22 @@ async def train_policy(
     updates: Sequence[Update],
     batch: RolloutBatch,
     config: RLTrainingConfig,
+    pairs: Callable[..., Awaitable[Any]] | None = None,
     *,
     version: int,
-) -> list[UpdateResult]:
-    """As train; with rl.kl_stop or rl.kl_limit one update after the other, and none after the first that
-    either ends.
+) -> tuple[Sequence[Update], list[UpdateResult]]:
+    """(the updates that were made, their results): as train, or by `pairs`, which is train_on_pairs of
+    rl.pairs; with rl.kl_stop or rl.kl_limit one after the other, and none after the first that either ends.
 
     With kl_limit each update is measured by a forward pass over the whole batch, and undone if it is beyond:
     its result then says `skipped`. A stop before an update is decided cuts the step. Metrics: kl/update,
     where it is finite, and optim/undone.
     """
+    if pairs is not None:
+        return await pairs(backend, updates, version=version)
     ends_after, limit = make_kl_stop(config), config.kl_limit
     if not (ends_after or limit):
-        return await train(backend, updates, version=version)
+        return updates, await train(backend, updates, version=version)
     results: list[UpdateResult] = []
     before = (batch.old_log_probs or await backend.forward(batch)) if limit else ()
     for update in updates:
@@ -214,7 +218,7 @@ async def train_policy(
         if undone or (ends_after and ends_after(forward)):
             break
     await train(backend, (), version=version)
-    return results
+    return updates, results
 
 
 # --- the row ------------------------------------------------------------------------------------------------
@@ -229,7 +233,7 @@ def record_rl_updates(
 ) -> list[UpdateRecord]:
     """Records of the critic's updates, then of the policy's."""
     batches = [batch for batch, _ in updates]
-    kl_coef = None if batches[0].ref_log_probs is None else algorithm.settings.kl_coef
+    kl_coef = None if not batches or batches[0].ref_log_probs is None else algorithm.settings.kl_coef
     return [
         *record_updates(f"rl step {step}: critic", batches, critic_results, part="critic"),
         *record_updates(f"rl step {step}", batches, results, kl_coef=kl_coef, contributes=True),
@@ -247,14 +251,17 @@ def training_metrics(
     """What the step trained with, the backends' metrics of the last pass over the batch, and how old the
     batch was. The KL coefficient is there where the reference was asked.
     """
-    lags = compute_lags(batch, step - 1)
+    lags, trained = compute_lags(batch, step - 1), {}
+    if results:
+        trained = last_pass_metrics(results, config.minibatches) | work_metrics([*critic_results, *results])
+    elif batch.group_indices is not None:  # without a pair no update is made
+        trained["groups/unpaired"] = float(len(set(batch.group_indices.tolist())))
     return {
         **({} if batch.ref_log_probs is None else {"kl/coef": algorithm.settings.kl_coef}),
         **({"algorithm/change": float(algorithm.change)} if config.changes else {}),
-        **last_pass_metrics(results, config.minibatches),
+        **trained,
         **({"optim/updates": float(len(results))} if count_updates(config) > 1 else {}),
         **critic_metrics(critic_results, config.minibatches),
-        **work_metrics([*critic_results, *results]),
         "off_policy/mean": float(lags.mean()),
         "off_policy/max": float(lags.max()),
     }

@@ -16,6 +16,7 @@ from rollouts.config.load import load_recorded
 from rollouts.config.schema import PreferenceTrainingConfig, RLTrainingConfig, RunConfig
 from rollouts.config.tables import EngineConfig
 from rollouts.engines.open import check_engine_config, read_api_key
+from rollouts.errors import ConfigError
 from rollouts.loops.algorithm import check_algorithms, needs_reference
 from rollouts.metrics.jsonl import iterate_rows
 from rollouts.preflight.estimate import estimate_memory, estimate_work, read_model_config, read_model_size
@@ -126,9 +127,9 @@ def check_loss(config: RLTrainingConfig | PreferenceTrainingConfig) -> Collectio
     """What to warn of: a unit that is not the loss's own. Raises ConfigError or PlugInError if there is no
     such loss, or it cannot be called with these parameters on what a batch will hold. Loads torch.
     """
-    if isinstance(config, PreferenceTrainingConfig):
-        from rollouts.losses.row_losses import check_preference_loss
+    from rollouts.losses.row_losses import PREFERENCE_LOSSES, check_preference_loss
 
+    if isinstance(config, PreferenceTrainingConfig):
         check_preference_loss(config.loss, config.loss_params)
         return ()
     from rollouts.loops.rl_batch import make_loss_spec
@@ -137,6 +138,11 @@ def check_loss(config: RLTrainingConfig | PreferenceTrainingConfig) -> Collectio
     warnings: dict[str, None] = {}
 
     def check(settings: RLTrainingConfig) -> None:
+        if settings.pairs and settings.loss != "kto":
+            check_preference_loss(settings.loss, settings.loss_params)
+            return
+        if settings.loss in PREFERENCE_LOSSES:
+            raise ConfigError(f"rl.loss={settings.loss!r} is of pairs; set rl.pairs")
         spec, both = make_loss_spec(settings), {"recompute_old": settings.recompute_old}
         try_loss(spec.name, spec.params, unit=spec.unit, reference=needs_reference(settings), **both)
         own = find_own_unit(spec.name)

@@ -23,6 +23,7 @@ from rollouts.data.rows import Row
 from rollouts.errors import ConfigError, PlugInError, RolloutsError, UserFunctionError
 from rollouts.filters import FILTERS, check_some_complete
 from rollouts.loops.algorithm import check_algorithms
+from rollouts.pair_selection import PairSelector, find_pair_selector
 from rollouts.preflight.findings import Findings
 from rollouts.preflight.rows import Rows
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, RewardFn
@@ -46,6 +47,7 @@ class Functions:
     eval_reward: RewardFn | None = None  # open_functions: the reward, where eval names none
     filters: tuple[FilterFn, ...] = ()
     curriculum: Callable[..., Any] | None = None
+    pairs: PairSelector | None = None
     advantages: Mapping[str, AdvantageFn] = field(
         default_factory=dict
     )  # by names in rl.advantage, rl.changes
@@ -64,7 +66,9 @@ def load_functions(
     def load(key: str, name: str, role: Role) -> Any:
         with findings.reporting(key):
             if name:
-                built_in = FILTERS if role == "filter" else None
+                built_in: Mapping[str, Any] | None = FILTERS if role == "filter" else None
+                if role == "pairs" and ":" not in name:
+                    built_in = {name: find_pair_selector(name)}
                 function = load_function(name, role=role, base_dir=base_dir, built_in=built_in)
                 findings.note("ok", key, name)
                 return function
@@ -89,6 +93,7 @@ def load_functions(
         group_reward=load("rl.rollout.group_reward", rollout.group_reward, "group_reward"),
         eval_reward=load("eval.reward", config.eval.reward if config.eval else "", "reward"),
         filters=tuple(load("rl.rollout.filters", name, "filter") for name in filters),
+        pairs=load("rl.pairs", config.rl.pairs if config.rl else "", "pairs"),
         curriculum=load("rl.curriculum", config.rl.curriculum if config.rl else "", "curriculum"),
     )
     with findings.reporting("rl.advantage"):

@@ -98,6 +98,8 @@ def replay_step(root: Path, *, stage: str, step: int, update: int | None = None)
     config = load_recorded(run_dir.config).rl
     if config is None:
         raise RecordError(f"{run_dir.config} has no [rl]; it is not of the run that wrote the record")
+    if config.pairs:
+        raise RecordError("rl.pairs trains by a loss of pairs, which the record cannot compute again")
     logged = record.metrics.get("kl/coef")
     if config.kl_control != "fixed" and logged is None:
         raise RecordError(

@@ -1,4 +1,4 @@
-"""What RL learns from beside a reward: a teacher. Each run learns, and resumes to the bit."""
+"""What RL learns from beside a reward's advantages: a teacher, pairs. Each run learns and resumes exactly."""
 
 import shlex
 from pathlib import Path
@@ -7,13 +7,17 @@ import pytest
 
 from rollouts.metrics.jsonl import read_rows
 from rollouts.metrics.names import find_metric
-from tests.e2e.compare import assert_same_run
 from tests.e2e.conftest import TINY, Train
+from tests.support.compare_runs import assert_same_run
 
 pytestmark = pytest.mark.slow
 
 COMMON = shlex.split("""
     --rl.steps 20 --rl.eval_every 0 --rl.optim.lr 3e-3 --rl.rollout.filters [] --output.checkpoint_every 0
+""")
+PAIRS = shlex.split("""
+    --rl.pairs best_worst --rl.loss dpo --rl.minibatches 2 --rl.optim.lr 1e-2
+    --rl.rollout.reward tests.e2e.test_rl_changes:score_letters
 """)
 ALONE = shlex.split('--rl.rollout.reward "" --rl.loss reinforce --rl.distillation.teacher')
 
@@ -37,6 +41,12 @@ def run_twice(train: Train, tmp_path: Path, *flags: str) -> list[dict[str, float
 
 def mean(rows: list[dict[str, float]], name: str) -> float:
     return sum(row[name] for row in rows) / len(rows)
+
+
+def test_pairs_of_ones_own_samples_raise_the_reward(train: Train, tmp_path: Path):
+    rows = run_twice(train, tmp_path, *PAIRS)
+    assert mean(rows[-4:], "reward/mean") > mean(rows[:4], "reward/mean") + 0.5
+    assert rows[0]["loss/total"] == pytest.approx(0.693, abs=0.03), "near ln 2, of what is its reference"
 
 
 def test_a_student_without_a_reward_comes_to_its_teacher(train: Train, tmp_path: Path):

@@ -4,6 +4,7 @@ metrics, resume, stops.
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from rollouts.data.samples import (
     SFTSample,
     count_labels,
 )
-from rollouts.errors import ConfigError, PlugInError
+from rollouts.errors import ConfigError, PlugInError, UserFunctionError
+from rollouts.generation.samples import convert_to_batch
 from rollouts.loops.linearised import on_thread
+from rollouts.loops.pairs import train_on_pairs
 from rollouts.loops.preference import (
     evaluate_preferences,
     run_preference_training,
@@ -35,6 +38,8 @@ from rollouts.losses.row_losses import (
     make_kto_loss,
     make_pair_loss,
 )
+from rollouts.pair_selection import select_best_worst
+from rollouts.types import LossSpec, Sample, Status, metric_values
 from tests.support import plain_backend
 from tests.support.text_tables import read_cells, read_params
 from tests.unit.test_loops import MemoryLogger
@@ -230,6 +235,51 @@ async def test_three_steps_are_those_of_plain_autograd(loss):
         float((trained[name] - before).abs().max()) for name, before in weights_of(make_model()).items()
     )
     assert moved > 1e-3, "something was trained"
+
+
+async def test_two_updates_on_pairs_of_ones_own_samples_are_those_of_plain_autograd():
+    """Of the groups 0 and 1 rows 0 and 2 are the best, 1 and 3 the worst; group 2 has no pair."""
+    pairs, reference, plain = make_pairs(3), reference_model(), make_model()
+    rows = [row for pair in pairs for row in pair.rows]
+    rewards = [1.0, 0.0, 3.0, 2.0, 5.0, 5.0]
+    samples = [
+        Sample(
+            id=f"s{index}",
+            prompt="",
+            tokens=row.token_ids,
+            loss_mask=row.loss_mask,
+            reward=reward,
+            group_index=index // 2,
+            status=Status.COMPLETED,
+        )
+        for index, (row, reward) in enumerate(zip(rows, rewards, strict=True))
+    ]
+    batch, spec = convert_to_batch(samples), LossSpec("dpo", {"beta": BETA})
+    batch = replace(batch, tokens=tuple(row.token_ids for row in rows))  # which torch may read
+
+    def loss_of(model: Any, step: int) -> Tensor:
+        return torch.stack([plain_pair_loss(model, reference, pair, "dpo") for pair in pairs[:2]]).mean()
+
+    losses = train_plainly(plain, loss_of, 2)
+    async with open_backend() as backend:
+
+        def find_loss(spec: LossSpec) -> Any:
+            return on_thread(backend.device_thread.submit, make_pair_loss(spec.name, spec.params))
+
+        options: Any = {"version": 5, "find_loss": find_loss, "reference": PlainReference(reference)}
+        twice = [(batch, spec)] * 2
+        made, results = await train_on_pairs(backend, twice, select=select_best_worst, **options)
+        assert_close(weights_of(backend.model), weights_of(plain), 2e-5)
+        assert [[sample.id for sample in rows.samples] for rows, _ in made] == [["s0", "s1", "s2", "s3"]] * 2
+        assert [forward.loss for forward, _ in results] == pytest.approx(losses, rel=2e-5)
+        assert metric_values(results[0][0].metrics)["groups/unpaired"] == 1
+        assert backend.weight_version == 5
+        made, _ = await train_on_pairs(backend, twice, select=lambda group: [], **options)
+        assert made == [], "without a pair no update is made"
+        answers: Any = (None, [samples[:1]], [(samples[0], samples[2])])
+        for answer in answers:
+            with pytest.raises(UserFunctionError, match=r"rl\.pairs of group 0 failed: .*must give pairs"):
+                await train_on_pairs(backend, twice, select=lambda group, a=answer: a, **options)
 
 
 async def test_kto_is_the_plain_one_with_the_whole_batchs_reference_point_and_balanced_weights():

@@ -113,12 +113,11 @@ class MeasuringBackend(FakeBackend):
         return self._submit(lambda: tuple(mask * moved for mask in batch.loss_masks), has_pieces=True)
 
 
-def train_times(times: int, backend: FakeBackend, **limits: float) -> Any:
+async def train_times(times: int, backend: FakeBackend, **limits: float) -> Any:
     batch = batch_of_groups([0, 0])
-    limits = limits or {"kl_stop": 0.02}
-    return train_policy(
-        backend, [(batch, LOSS)] * times, batch, rl_config(updates_per_batch=4, **limits), version=7
-    )
+    config = rl_config(updates_per_batch=4, **(limits or {"kl_stop": 0.02}))
+    _, results = await train_policy(backend, [(batch, LOSS)] * times, batch, config, version=7)
+    return results
 
 
 @pytest.mark.parametrize(

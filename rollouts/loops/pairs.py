@@ -1,0 +1,72 @@
+"""Online DPO: pairs of the policy's own samples, made within each group, train it by a preference loss.
+
+groups of an update ──► select ──► rows of pairs ──► log-prob sums ──► loss, a slope per row ──► the update
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import numpy as np
+
+from rollouts.errors import UserFunctionError
+from rollouts.loops.linearised import AsyncRowLoss, prepare_linear_step, sum_rows, train_prepared
+from rollouts.loops.rl_batch import select_rows
+from rollouts.loops.updates import Update, UpdateResult, train
+from rollouts.pair_selection import PairSelector
+from rollouts.protocols import LogProbScorer, TrainingBackend
+from rollouts.types import LossSpec, Sample, SampleGroup, Total
+
+
+async def train_on_pairs(
+    backend: TrainingBackend,
+    updates: Sequence[Update],
+    *,
+    version: int,
+    select: PairSelector,
+    find_loss: Callable[[LossSpec], AsyncRowLoss],
+    reference: LogProbScorer | None,
+) -> tuple[list[Update], list[UpdateResult]]:
+    """(the updates that were made, their results). Each takes the loss of its pairs, and the slopes, with the
+    weights that those before it have left; one without a pair is not made.
+
+    Metrics: those of the true loss, and groups/unpaired of the update and of those that were not made before
+    it. Raises as find_pairs.
+    """
+    made, results, unpaired = list[Update](), list[UpdateResult](), 0
+    for batch, spec in updates:
+        pairs, lone = find_pairs(batch.samples, select)
+        unpaired += lone
+        if pairs:
+            rows = select_rows(batch, np.asarray(pairs))
+            ref = None if reference is None else sum_rows(await reference.score(rows))
+            sums = sum_rows(await backend.forward(rows))
+            found = await find_loss(spec)(sums, ref_log_probs=ref, lengths=rows.response_lengths)
+            found.metrics["groups/unpaired"], unpaired = Total(unpaired), 0
+            prepared = prepare_linear_step(rows, found)
+            made.append(prepared[:2])
+            results.append(await train_prepared(backend, prepared))
+    await train(backend, (), version=version)
+    return made, results
+
+
+def find_pairs(samples: Sequence[Sample], select: PairSelector) -> tuple[list[int], int]:
+    """(the rows of each pair, chosen and rejected in turn; how many groups have no pair). Raises
+    UserFunctionError for an answer that is not pairs of the group's samples, and for a trajectory of several
+    segments.
+    """
+    rows, unpaired = list[int](), 0
+    for index, members in groupby(enumerate(samples), lambda one: one[1].group_index):
+        row_of = {sample.id: row for row, sample in members}
+        group = SampleGroup(index or 0, "", tuple(samples[row] for row in row_of.values()))
+        try:
+            if len(group.ends) < len(group.samples):
+                raise ValueError("a trajectory has several segments")
+            found = [row_of[sample.id] for good, bad in select(group) for sample in (good, bad)]
+        except Exception as error:
+            raise UserFunctionError(
+                f"rl.pairs of group {index} failed: {type(error).__name__}: {error}; it must give pairs"
+                " (chosen, rejected) of the group's samples, which are trajectories of one segment"
+            ) from error
+        rows += found
+        unpaired += not found
+    return rows, unpaired
