@@ -39,11 +39,7 @@ async def train_rl(run: Run, opened: Stage) -> int:
     opening: Any = nullcontext()
     if needs_reference(config):
         opening = open_scorer(run, opened, lambda: backend.weight_version)
-    async with (
-        open_reward(run, opened) as reward,
-        opening as reference,
-        open_teacher(run, opened) as teacher,
-    ):
+    async with open_reward(run, opened) as reward, opening as reference, open_teacher(run, opened) as teacher:
         buffer = DataBuffer(run.rows.training["rl"], seed=run.config.seed)
         manager = make_manager(run, opened, buffer, reward)
         batches, loop = CurriculumBatches(run, opened, buffer, manager), LoopState(config.kl_coef)

@@ -121,11 +121,10 @@ async def run_rl_training(
                 update_loop_state(state, algorithm, control, batch, measured)
                 with timer.phase("weight_sync"):
                     await push.send(step)
-                metrics = metric_values(rollout_manager.batch_metrics()) | measured
+                metrics = metric_values(rollout_manager.batch_metrics()) | measured | push.take_metrics()
                 metrics |= training_metrics(config, algorithm, batch, results, critic_results, step)
                 metrics |= {f"data/{name}": value for name, value in data_buffer.statistics().items()}
-                metrics |= push.take_metrics() | timer.metrics()
-                metrics |= throughput(batch, updates[: config.minibatches], timer, rollout_manager)
+                metrics |= timer.metrics() | throughput(batch, updates, config, timer, rollout_manager)
                 told = {"updates": record_rl_updates(updates, results, critic_results, algorithm, step)}
                 await metrics_logger.log_step("rl", step, step - 1, metrics, **told, spans=timer.spans())
                 history.append(metrics)
@@ -268,7 +267,11 @@ def training_metrics(
 
 
 def throughput(
-    batch: RolloutBatch, one_pass: Sequence[Update], timer: PhaseTimer, rollout_manager: BatchSource
+    batch: RolloutBatch,
+    updates: Sequence[Update],
+    config: RLTrainingConfig,
+    timer: PhaseTimer,
+    rollout_manager: BatchSource,
 ) -> dict[str, float]:
     """Response tokens of the batch, and of the updates of one pass over it, over the seconds of the phases
     that made and consumed them. If generation overlaps training, they were made during the whole step.
@@ -276,6 +279,8 @@ def throughput(
     generate_s = timer.metrics()["time/step"] if rollout_manager.overlaps else timer.seconds("generate")
     return {
         "perf/generated_tokens_per_s": float(batch.response_lengths.sum()) / generate_s,
-        "perf/trained_tokens_per_s": sum(float(part.response_lengths.sum()) for part, _ in one_pass)
+        "perf/trained_tokens_per_s": sum(
+            float(part.response_lengths.sum()) for part, _ in updates[: config.minibatches]
+        )
         / timer.seconds("train"),
     }
