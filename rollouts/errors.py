@@ -48,7 +48,7 @@ Messages name the field, the value, the rule and the way out. Causes are kept wi
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 
@@ -298,3 +298,21 @@ def parse_call(text: str) -> tuple[str, dict[str, float]]:
         return name, {key.strip(): float(number) for key, number in pairs.items()}
     except ValueError as error:
         raise ValueError(f"{text!r} is not of the form name or name(key=number, …)") from error
+
+
+def find_by_name(what: str, choice: Any, makers: Mapping[str, Callable[..., Any]]) -> Any:
+    """What "name" or "name(key=number, …)" stands for: what the maker of that name makes with these numbers.
+    Anything that is no text, such as a function, stands for itself.
+
+    Raises ConfigError for text that names none, or numbers that it does not take, naming all there are.
+    """
+    if not isinstance(choice, str):
+        return choice
+    try:
+        name, numbers = parse_call(choice)
+        return makers[name](**numbers)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{what}={choice!r}: {error}; there are {', '.join(makers)}, as name or name(key=number), or a"
+            " function"
+        ) from error

@@ -6,7 +6,7 @@ of one backend, or of several   ┘              └─► open_completed(): eac
 """
 
 from collections.abc import AsyncIterator, Generator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +18,7 @@ from rollouts.protocols import TrainFuture
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ImmediateTrainFuture(Generic[T]):
     """A TrainFuture of work that is done when it is submitted, for backends and fakes that compute at
     once.
@@ -40,7 +40,7 @@ class ImmediateTrainFuture(Generic[T]):
         return self.result().__await__()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class FutureGroup(Generic[T]):
     """Several TrainFutures as one, whose value is the list of theirs."""
 
@@ -54,14 +54,8 @@ class FutureGroup(Generic[T]):
         """The values in the order of `futures`. The first failure is raised at once, as it is, with a note
         that says whose it was; the work of the others goes on.
         """
-        values: dict[int, T] = {}
         async with self.open_completed() as completed:
-            async for index, future in completed:
-                try:
-                    values[index] = await future
-                except Exception as error:
-                    error.add_note(f"raised by future {index} of a group of {len(self.futures)}")
-                    raise
+            values = {index: await future async for index, future in completed}
         return [values[index] for index in sorted(values)]
 
     def __await__(self) -> Generator[Any, Any, list[T]]:
@@ -76,15 +70,21 @@ class FutureGroup(Generic[T]):
         sender, completed = trio.open_memory_channel[Any](len(self.futures))
         waiting = dict(enumerate(self.futures))
 
-        async def wait(future: TrainFuture[T], sender: trio.MemorySendChannel[Any]) -> None:
-            with sender:  # the last to be closed ends the iteration
-                with suppress(Exception):
-                    await future
-                for index in [index for index, one in waiting.items() if one.done()]:
-                    sender.send_nowait((index, waiting.pop(index)))
+        def send_done() -> None:
+            for index in [index for index, future in waiting.items() if future.done()]:
+                sender.send_nowait((index, waiting.pop(index)))
+            if not waiting:
+                sender.close()
+
+        async def wait(index: int, future: TrainFuture[T]) -> None:
+            try:
+                await future
+            except Exception as error:
+                error.add_note(f"raised by future {index} of a group of {len(self.futures)}")
+            send_done()
 
         async with open_plain_nursery() as nursery:
-            for future in self.futures:
-                nursery.start_soon(wait, future, sender.clone())
-            sender.close()
+            send_done()
+            for each in enumerate(self.futures):
+                nursery.start_soon(wait, *each)
             yield completed

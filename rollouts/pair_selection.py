@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from rollouts.errors import ConfigError, PlugInError, parse_call
+from rollouts.errors import ConfigError, find_by_name
 from rollouts.types import Sample, SampleGroup
 
 
@@ -18,8 +18,7 @@ class SamplePair(NamedTuple):
     @property
     def margin(self) -> float:
         """Reward of the chosen less that of the rejected."""
-        assert self.chosen.reward is not None and self.rejected.reward is not None
-        return self.chosen.reward - self.rejected.reward
+        return (self.chosen.reward or 0.0) - (self.rejected.reward or 0.0)
 
 
 ROUNDING = 1e-9  # 0.3 and 0.2 differ by 0.1, though not in binary
@@ -72,19 +71,6 @@ PAIR_SELECTORS: Mapping[str, Callable[..., PairSelector]] = {
 
 def find_pair_selector(selector: str | PairSelector) -> PairSelector:
     """The selector that "best_worst" or "margin(min_margin=0.5)" names; a function is one already. Raises
-    PlugInError naming the selectors, ConfigError for settings that it lacks or does not take.
+    ConfigError as find_by_name.
     """
-    if not isinstance(selector, str):
-        return selector
-    try:
-        name, settings = parse_call(selector)
-        make = PAIR_SELECTORS[name]
-    except (ValueError, KeyError) as error:
-        known = ", ".join(PAIR_SELECTORS)
-        raise PlugInError(
-            f"pair selector {selector!r} is none of {known}; write name or name(key=number)"
-        ) from error
-    try:
-        return make(**settings)
-    except TypeError as error:
-        raise ConfigError(f"pair selector {selector!r}: {error}") from error
+    return find_by_name("pair selector", selector, PAIR_SELECTORS)

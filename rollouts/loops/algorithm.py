@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rollouts.advantages import ADVANTAGES, AdvantageFn
 from rollouts.config.schema import REFERENCE_FREE, AlgorithmChange, RLTrainingConfig, list_tables
-from rollouts.errors import CheckpointError, ConfigError, PlugInError, parse_call
+from rollouts.errors import CheckpointError, ConfigError, PlugInError, find_by_name
 from rollouts.kl_control import KL_CONTROLS, KLControl, exceeds_kl_limit
 from rollouts.loops.rl_batch import find_trajectories, make_loss_spec
 from rollouts.schedules import choose_at_step, interpolate_linear
@@ -113,11 +113,7 @@ def make_kl_control(config: RLTrainingConfig) -> KLControl:
     """The controller that config.kl_control names, with its settings. Raises ConfigError if it does not take
     them.
     """
-    try:
-        name, numbers = parse_call(config.kl_control)
-        return KL_CONTROLS[name](**numbers)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"rl.kl_control={config.kl_control!r}: {error}") from error
+    return find_by_name("rl.kl_control", config.kl_control, KL_CONTROLS)
 
 
 def update_loop_state(

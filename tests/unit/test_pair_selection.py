@@ -1,17 +1,19 @@
 """Pairs out of a scored group: who is chosen over whom, by which rule."""
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from rollouts.errors import ConfigError, PlugInError
+from rollouts.errors import ConfigError
 from rollouts.pair_selection import find_pair_selector
 from rollouts.types import Sample, SampleGroup
 
 
-def make_group(*rewards: float | None, ids: str = "abcd") -> SampleGroup:
-    samples = (Sample(id=name, prompt="q", reward=reward) for name, reward in zip(ids, rewards, strict=False))
-    return SampleGroup(0, "row-0", tuple(samples))
+def select(selector: Any, rewards: dict[str, float | None]) -> list[str]:
+    """The ids of each pair, together."""
+    samples = (Sample(id=name, prompt="q", reward=reward) for name, reward in rewards.items())
+    pairs = find_pair_selector(selector)(SampleGroup(0, "row-0", tuple(samples)))
+    return [f"{chosen.id}{rejected.id}" for chosen, rejected in pairs]
 
 
 @pytest.mark.parametrize(
@@ -28,35 +30,27 @@ def make_group(*rewards: float | None, ids: str = "abcd") -> SampleGroup:
     ],
 )
 def test_the_pairs_of_a_group(selector, rewards, pairs):
-    found = find_pair_selector(selector)(make_group(*rewards))
-    assert [chosen.id + rejected.id for chosen, rejected in found] == pairs
+    assert select(selector, dict(zip("abcd", rewards, strict=False))) == pairs
 
 
 def test_a_trajectory_of_several_segments_is_in_a_pair_once():
-    group = make_group(1.0, 0.0, 1.0)
-    first, other, last = group.samples
-    group = replace(group, samples=(first, other, replace(last, id="a.1")))
-    assert [(good.id, bad.id) for good, bad in find_pair_selector("margin(min_margin=1)")(group)] == [
-        ("a.1", "b")
-    ]
-
-
-@pytest.mark.parametrize(
-    ("selector", "error", "message"),
-    [
-        ("worst_best", PlugInError, "'worst_best' is none of best_worst, margin"),
-        ("margin(0.5)", PlugInError, "write name or name"),
-        ("margin", ConfigError, "min_margin"),
-        ("best_worst(min_margin=1)", ConfigError, "min_margin"),
-        ("margin(min_margin=0)", ConfigError, "min_margin=0.0 of pairs must be a number above 0"),
-        ("margin(min_margin=nan)", ConfigError, "min_margin=nan of pairs"),
-    ],
-)
-def test_a_selector_that_is_none_is_refused(selector: str, error: type[Exception], message: str):
-    with pytest.raises(error, match=message):
-        find_pair_selector(selector)
+    assert select("margin(min_margin=1)", {"a": 1.0, "b": 0.0, "a.1": 1.0}) == ["a.1b"]
 
 
 def test_a_sample_without_a_reward_is_named_by_its_group():
     with pytest.raises(ValueError, match="group 0 has samples without a reward"):
-        find_pair_selector("best_worst")(make_group(1.0, None))
+        select("best_worst", {"a": 1.0, "b": None})
+
+
+@pytest.mark.parametrize(
+    ("selector", "message"),
+    [
+        ("worst_best", "pair selector='worst_best': 'worst_best'; there are best_worst, margin, as name or"),
+        ("margin(0.5)", "not of the form name or name"),
+        ("margin", "missing 1 required positional argument: 'min_margin'"),
+        ("margin(min_margin=nan)", "min_margin=nan of pairs must be a number above 0"),
+    ],
+)
+def test_a_selector_that_is_none_is_refused(selector: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        find_pair_selector(selector)
