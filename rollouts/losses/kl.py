@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rollouts.losses.inputs import check_numbers, require
 from rollouts.losses.plug_ins import find_function
-from rollouts.losses.reductions import compute_log_ratio, compute_token_ratio
+from rollouts.losses.reductions import compute_log_ratio, compute_token_ratio, reduce_loss
 
 KlEstimator = Callable[[Tensor, Tensor], Tensor]
 """(policy log-probs, reference log-probs), both [B, T] in nats -> [B, T]."""
@@ -98,6 +98,20 @@ def compute_kl_penalty(
     if sampler_log_probs is None:
         return found
     return compute_token_ratio(policy_log_probs, sampler_log_probs.detach()) * found
+
+
+def compute_batch_kl(
+    policy_log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, estimator: str | KlEstimator = "k1"
+) -> Tensor:
+    """Scalar, in nats: the mean of an estimate over the masked tokens [B, T], which the policy sampled; 0
+    without a token. estimator: any name of KL_ESTIMATORS, module:function, or a function.
+
+    Its gradient is that of `compute_kl_penalty` with the policy as the sampler. Raises ConfigError for an
+    unknown name.
+    """
+    kl = compute_kl_penalty(policy_log_probs, ref_log_probs, estimator, sampler_log_probs=policy_log_probs)
+    total, count = reduce_loss(kl, mask, "tokens")
+    return total / max(count, 1.0)
 
 
 def compute_exact_kl(

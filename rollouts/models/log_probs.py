@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from rollouts.errors import ModelError
 from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs
 from rollouts.models.devices import find_device
-from rollouts.models.limits import RotaryLimit
+from rollouts.models.limits import RotaryLimit, find_rotary_limit
 from rollouts.models.packed_attention import ARGUMENT, TILE, PackedRow, register_packed_attention
-from rollouts.models.scalar_head import get_scalar_weight, project_states
+from rollouts.models.scalar_head import get_scalar_weight, has_scalar_head, project_states
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,6 +66,12 @@ class ForwardPlan:
                 " max_new_tokens)"
             )
         return "single"
+
+
+def plan_plainly(model: PreTrainedModel) -> ForwardPlan:
+    """No shortcut but padding: exact for every causal model, without trying anything out; B·T·V logits."""
+    head = "scalar" if has_scalar_head(model) else "whole"
+    return ForwardPlan(head=head, layout="rows", rotary=find_rotary_limit(model.config))
 
 
 class TokenOutputs(NamedTuple):

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from rollouts.data.packing import make_micro_batches
 from rollouts.losses.inputs import LossInputs
-from rollouts.models.limits import find_rotary_limit
-from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_outputs
+from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_outputs, plan_plainly
 from rollouts.types import RolloutBatch
 
 if TYPE_CHECKING:
@@ -57,18 +56,19 @@ def compute_token_log_probs(
     """Log-probs of the masked tokens of right-padded input_ids [B, T], mask [B, T] bool, under softmax(logits
     / temperature).
 
-    Without a plan, from the model's logits at every position: right for every causal model, and B·T·V
-    numbers. With the plan of rollouts.models.forward_plan.plan_forward, logits are computed for the
-    positions that predict alone and never held together. The model is used in the mode it is in: call
-    model.eval() for log-probs without dropout. entropy_gradient is for losses with an entropy_coef. Raises
-    ValueError if shapes differ, or if a first token is masked in, which nothing predicts; ModelError if T is
-    beyond the length up to which the model is exact.
+    Of a model with a scalar head: its values before these tokens, and entropies of 0. Without a plan, from
+    the model's logits at every position: right for every causal model, and B·T·V numbers. With the plan of
+    rollouts.models.forward_plan.plan_forward, logits are computed for the positions that predict alone and
+    never held together. The model is used in the mode it is in: call model.eval() for log-probs without
+    dropout. entropy_gradient is for losses with an entropy_coef. Raises ValueError if shapes differ, or if a
+    first token is masked in, which nothing predicts; ModelError if T is beyond the length up to which the
+    model is exact.
     """
     if input_ids.shape != mask.shape or input_ids.ndim != 2:
         raise ValueError(
             f"input_ids have shape {tuple(input_ids.shape)} and mask {tuple(mask.shape)}; both must be [B, T]"
         )
-    plan = plan or ForwardPlan(head="whole", layout="rows", rotary=find_rotary_limit(model.config))
+    plan = plan or plan_plainly(model)
     layout = plan.choose_layout(input_ids.shape[1])
     micro_batches = make_micro_batches(
         [*input_ids.cpu().numpy()],
@@ -81,11 +81,11 @@ def compute_token_log_probs(
         found = compute_micro_batch_outputs(
             model, one, plan=plan, temperature=temperature, entropy_gradient=entropy_gradient
         )
-        assert found.entropy is not None, "a scalar head has no log-probs"
         indices = (one.rows[one.token_rows], one.token_positions, one.token_pairs)
         rows, positions, pairs = (torch.from_numpy(index).to(mask.device) for index in indices)
         log_probs = log_probs.index_put((rows, positions), found.log_probs[pairs].float())
-        entropy = entropy.index_put((rows, positions), found.entropy[pairs].float())
+        if found.entropy is not None:
+            entropy = entropy.index_put((rows, positions), found.entropy[pairs].float())
     return TokenLogProbs(log_probs, entropy)
 
 

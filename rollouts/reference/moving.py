@@ -70,6 +70,16 @@ def mix_weights(reference: Tensor, policy: Tensor, policy_weight: float) -> Tens
     return policy if policy_weight == 1.0 else reference.double().lerp(policy.double(), policy_weight)
 
 
+@torch.no_grad()
+def update_reference(reference: torch.nn.Module, policy: torch.nn.Module, rule: UpdateRule) -> None:
+    """Moves the weights of a reference, which is a copy of the policy that does not train, by the rule, now.
+
+    Keep averages in float32, as above. Raises RuntimeError or ValueError for another architecture.
+    """
+    for held, trained in zip(reference.parameters(), policy.parameters(), strict=True):
+        held.copy_(mix_weights(held, trained, rule.policy_weight))
+
+
 class _Counters(msgspec.Struct, frozen=True):
     """What moving_reference.json holds."""
 

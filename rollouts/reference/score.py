@@ -17,7 +17,12 @@ from rollouts.errors import BackendClosed
 from rollouts.models.classes import ModelHead
 from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model
-from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
+from rollouts.models.log_probs import (
+    ForwardPlan,
+    TokenOutputs,
+    compute_micro_batch_outputs,
+    plan_plainly,
+)
 from rollouts.reference.quantize import compare_log_probs, load_torchao, quantize_model, sample_probe
 from rollouts.types import FloatRows, RolloutBatch
 
@@ -74,18 +79,20 @@ def score_batch(
     model: PreTrainedModel,
     batch: RolloutBatch,
     *,
-    plan: ForwardPlan,
-    micro_batch_tokens: int,
+    plan: ForwardPlan | None = None,
+    micro_batch_tokens: int = 8192,
     on_boundary: Callable[[], None] = lambda: None,
 ) -> FloatRows:
     """Log-probs [T_i] per row at batch.temperature, float32, nats; 0.0 where the loss mask is 0. No rows give
-    no arrays. A model with a scalar head gives its values.
+    no arrays. A model with a scalar head gives its values. plan: as compute_token_log_probs of
+    rollouts.models.padded.
 
     `on_boundary` is called before each micro-batch and may raise to end the work. Raises ModelError for rows
     longer than the plan is exact for.
     """
     if not len(batch):
         return ()
+    plan = plan or plan_plainly(model)
     layout = plan.choose_layout(max(len(row) for row in batch.tokens))
     micro_batches = make_micro_batches(
         batch.tokens,

@@ -15,8 +15,10 @@ def combine_rewards(
     rewards: Mapping[str, SyncReward] | Sequence[tuple[str, SyncReward]],
     *,
     weights: Mapping[str, float] | None = None,
+    aggregate: Callable[[list[float]], float] = math.fsum,
 ) -> Callable[[Sample], RewardResult]:
-    """A reward of Σ weight · reward over the named sync rewards; without weights each counts once.
+    """A reward of Σ weight · reward over the named sync rewards; without weights each counts once. aggregate
+    takes the place of the sum: max, min, math.prod, or a function of your own of the products.
 
     Parts: each component's reward under its name, before weighing, and its own parts as name.part. Notes are
     joined as `name: note`. A component that raises makes the whole raise. Raises ConfigError for no
@@ -43,7 +45,7 @@ def combine_rewards(
             result = check_reward(reward(sample), where)
             parts |= {name: result.reward, **{f"{name}.{part}": one for part, one in result.parts.items()}}
             notes += [f"{name}: {result.note}"] if result.note is not None else []
-        total = math.fsum(factors[name] * parts[name] for name in names)
+        total = aggregate([factors[name] * parts[name] for name in names])
         return RewardResult(total, parts, "; ".join(notes) or None)
 
     return combined_reward

@@ -24,6 +24,7 @@ from rollouts.rewards.format import (
 from rollouts.rewards.fuzzy import fuzzy_match
 from rollouts.rewards.length import make_length_cutoff, make_length_target, make_soft_overlong_punishment
 from rollouts.rewards.math import make_numeric_reward, numeric_match
+from rollouts.rewards.normalise import RewardNormaliser
 from rollouts.types import RewardResult, Sample
 from tests.support.text_tables import read_cells, read_params
 
@@ -313,6 +314,19 @@ def test_rewards_combine_by_their_weights_and_keep_their_parts():
     assert combine_rewards({"a": lambda _: 0.25, "b": lambda _: True})(sample_of("")) == RewardResult(
         1.25, {"a": 0.25, "b": 1.0}
     )
+    largest = combine_rewards({"a": lambda _: 3, "b": lambda _: 2}, weights={"a": 1, "b": 2}, aggregate=max)
+    assert largest(sample_of("")).reward == 4
+
+
+def test_rewards_are_normalised_by_all_that_were_seen():
+    normalise = RewardNormaliser()
+    assert normalise([1.0, 4.0]) == pytest.approx([-1, 1]) and normalise([]).shape == (0,)
+    normalise = RewardNormaliser(**normalise.state_dict())
+    with pytest.raises(ValueError, match=r"rewards\[1\] is nan"):
+        normalise([9.0, np.nan])
+    seen = np.array([1.0, 4.0, 7.0, 0.0, 0.0])
+    assert normalise(seen[2:]) == pytest.approx((seen[2:] - seen.mean()) / seen.std())
+    assert RewardNormaliser()([0.1] * 3) == pytest.approx([0, 0, 0], abs=1e-6)
 
 
 PARTS = RewardResult(9.0, {"a": 1.0, "b": -0.5, "a.x": 0.5, "a.x.y": 0.25}, "note")
