@@ -1,8 +1,5 @@
-"""The notebooks and the example of docs/tier1.md, as a reader runs them: a process, a home and a cache of
-their own.
-"""
+"""The notebooks of docs, as a reader runs them: a process, a home and a cache of their own."""
 
-import importlib
 import os
 import re
 import subprocess
@@ -13,7 +10,6 @@ import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 NOTEBOOKS = DOCS / "notebooks"
-PAGE = (DOCS / "tier1.md").read_text("utf-8")
 RUN = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 # the hub's HTTP client loads trio where there is one, so its absence is what can be tested: None makes
 # `import trio` fail
@@ -68,20 +64,7 @@ def test_steps_submitted_ahead_overlap_and_give_the_same_bits(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_page_of_tier_one_runs_as_it_is_written_without_trio(tmp_path: Path):
-    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
-    script = tmp_path / "page.py"
-    script.write_text(
-        block + "\nprint(len(batch), count == sum(batch.response_lengths), round(metrics['ratio/mean'].value,"
-        " 3))\n",
-        "utf-8",
-    )
-    assert run_script(script, tmp_path, RUN_WITHOUT_TRIO) == ["8 True 1.0"]
-
-
-def test_every_function_of_the_table_can_be_imported():
-    rows = re.findall(r"^\| (`[a-zA-Z].*?) \| `(rollouts\.[a-z_.]+)` \|", PAGE, flags=re.MULTILINE)
-    assert len(rows) > 15
-    for functions, module in rows:
-        for name in re.findall(r"`(\w+)", functions):  # the first word of each code span
-            assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+def test_ppo_improves_its_reward_and_its_critic(tmp_path: Path):
+    for line in run_script(NOTEBOOKS / "ppo_with_gae.py", tmp_path):
+        first, last = re.findall(r"-?\d\.\d\d", line)
+        assert float(first) < 0.15 < 0.2 < float(last), line

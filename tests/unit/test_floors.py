@@ -15,7 +15,7 @@ ROOMS = """messages metric_kinds
 errors types
 run_dir protocols crash_points
 config losses advantages kl_control schedules filters pair_selection metrics device_thread processes
-data ranks futures
+data ranks futures blocking
 models
 checkpoints engines
 reference

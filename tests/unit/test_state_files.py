@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import trio
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from rollouts.backends.scripts import save_training
 from rollouts.backends.state import hold_state, read_state
 from rollouts.errors import CheckpointError
 from rollouts.ranks.group import Ranks
+from tests.support.plain_backend import open_backend
 from tests.support.text_tables import read_cells
 
 NAME, KEY = "model.norm.weight", "exp_avg/model.norm.weight"
@@ -177,3 +180,21 @@ def test_another_models_state_is_refused_by_name(changes: dict[str, Any], messag
     write_ranks(tmp_path, moments, 2)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, model)
+
+
+def test_a_backend_goes_on_from_what_a_script_saved(tmp_path: Path):
+    model, other = make_model(), make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.arange(6)[None]).logits.square().sum().backward()
+    optimizer.step()
+    save_training(tmp_path, 3, model, optimizer, {})
+
+    async def load_in_backend() -> tuple[dict[str, Tensor], Any]:
+        async with open_backend(other) as backend:
+            await backend.load(tmp_path / "checkpoints" / "rl" / "step_3")
+            return await backend.get_weights(), backend._trainer.optimizer
+
+    weights, loaded = trio.run(load_in_backend)
+    for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, weights[name])
+        assert torch.equal(optimizer.state[mine]["exp_avg"], loaded.state[theirs]["exp_avg"])

@@ -1,0 +1,78 @@
+"""docs/tier1.md: its blocks run as they stand, in their order, and use every function that the page names."""
+
+import re
+import runpy
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollouts.cli import main
+from rollouts.models import sampling
+from tests.unit.server_engines import open_both
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "tier1.md").read_text("utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+ROWS = re.findall(r"^\| (`[a-zA-Z].*?) \| `(rollouts\.[a-z_.0-9]+)` \|", PAGE, flags=re.MULTILINE)
+
+
+def run_block(block: str, known: dict[str, Any]) -> dict[str, Any]:
+    Path("block.py").write_text(block, "utf-8")
+    return {**known, **runpy.run_path("block.py", init_globals=known)}
+
+
+@asynccontextmanager
+async def open_fake_engine(url: str, *, vocab_size: int) -> AsyncIterator[Any]:
+    options = {"vocab_size": vocab_size, "read_weights": lambda path: str(sorted(path.iterdir()))}
+    async with open_both("vllm", **options) as (_, engine):
+        yield engine
+
+
+def test_every_function_of_the_table_is_used_in_a_block():
+    used = set(re.findall(r"\w+", "".join(BLOCKS)))
+    named = {name for names, _ in ROWS for name in re.findall(r"`(\w+)", names)}  # first words of code spans
+    assert len(named) > 40 and named - used == set()
+
+
+def test_the_blocks_give_what_the_page_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rollouts.engines.vllm.open_vllm_engine", open_fake_engine)
+    page: dict[str, Any] = {}
+    for block in BLOCKS[:-1]:
+        page = run_block(block, page)
+    ours, theirs = (log_probs[page["mask"]] for log_probs in page["log_probs"])
+    d = ours - theirs
+    k3 = (-d).exp() - 1 + d
+    kls = d, d**2 / 2, k3, k3.clamp(max=1e-4), k3 * theirs.exp()
+    assert page["kls"] == pytest.approx([one.mean().item() for one in kls], rel=1e-3) and page["kls"][2] > 0
+    assert list(map(repr, page["again"])) == list(map(repr, page["batch"].samples))
+    assert {sample.weight_versions[-1] for sample in page["from_server"]} == {1}
+    assert main(["inspect", "run"]) == 0 and "heldout" in capsys.readouterr().out
+
+
+def test_the_script_ends_with_the_same_bits_when_it_was_killed(tmp_path, monkeypatch):
+    assert len([line for line in BLOCKS[-1].splitlines() if line]) <= 40
+    complete, deadly = sampling.sample_completions, set[str]()
+
+    def complete_or_die(model: Any, requests: Any) -> Any:
+        if requests[0].request_id in deadly:
+            deadly.clear()
+            raise KeyboardInterrupt
+        return complete(model, requests)
+
+    monkeypatch.setattr(sampling, "sample_completions", complete_or_die)
+    ends = []
+    for name, killed in (("unbroken", set[str]()), ("killed", {"g00000004-s000"})):  # in step 3
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        deadly |= killed
+        for _ in range(1 + len(killed)):
+            with suppress(KeyboardInterrupt):
+                run_block(BLOCKS[-1], {})
+        assert not deadly
+        last = Path("grpo/checkpoints/rl/step_4")
+        ends.append({str(path.relative_to(last)): path.read_bytes() for path in last.rglob("*.*")})
+    names = {"model.safetensors", "reference/model.safetensors", "state/optimizer.safetensors"}
+    assert ends[0] == ends[1] and names | {"state/trainer.json"} <= ends[0].keys()
