@@ -103,6 +103,7 @@ def make_manager(run: Run, opened: Stage, buffer: DataBuffer, reward: RewardFn |
         reward=reward,
         group_reward=run.functions.group_reward,
         filters=run.functions.filters,
+        ranker=run.functions.ranker,
         sampling=run.choose_sampling(config.rollout),
         seed=run.config.seed,
         policy_version=lambda: opened.backend.weight_version,

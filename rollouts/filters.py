@@ -1,5 +1,5 @@
-"""Group filters: which groups are worth training on, and why a group is not. Plain functions of a scored
-group.
+"""Group filters: which groups are worth training on, and why a group is not. Rankers: which of them are worth
+more. Plain functions of a scored group.
 """
 
 import functools
@@ -164,6 +164,21 @@ FILTERS: Mapping[str, GroupFilter] = {
         check_reasonable_length,
         check_quality_and_diversity,
     )
+}
+
+
+def reward_std(group: SampleGroup) -> float:
+    """The population's standard deviation of the group's rewards, one per trajectory."""
+    return float(_rewards_of(group).std())
+
+
+def reward_mean(group: SampleGroup) -> float:
+    """The mean of the group's rewards, one per trajectory."""
+    return float(_rewards_of(group).mean())
+
+
+RANKERS: Mapping[str, Callable[[SampleGroup], float]] = {
+    function.__name__: function for function in (reward_std, reward_mean)
 }
 
 

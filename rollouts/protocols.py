@@ -220,6 +220,12 @@ class FilterFn(Protocol):
     def __call__(self, group: SampleGroup, /) -> bool | FilterDecision | Awaitable[bool | FilterDecision]: ...
 
 
+class RankerFn(Protocol):
+    """How much a scored group is worth training on: a finite number, the higher the better."""
+
+    def __call__(self, group: SampleGroup, /) -> float | Awaitable[float]: ...
+
+
 class MetricsLogger(Protocol):
     """Takes what becomes the files of a run. What was logged survives the death of the process when the call
     returns.

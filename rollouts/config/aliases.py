@@ -217,6 +217,8 @@ rl.rollout.filters (a list of names):
     filter_groups dynamic_filtering dynamic_sampling
 rl.rollout.filters (write filters = ["check_reward_nonzero_std"]):
     filter_groups.enable
+rl.rollout.ranker:
+    over_sampling_filter_path
 rl.rollout.max_attempts:
     max_num_gen_batches dynamic_sampling.max_sample_batches
 rl.rollout.reward_timeout_s:

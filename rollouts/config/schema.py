@@ -309,6 +309,12 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
             " or more: set max_staleness to 1 or more, or replay to 0": (
                 rollout.replay and not self.max_staleness
             ),
+            f"rollout.ranker={rollout.ranker!r} with max_staleness={self.max_staleness}; the groups of a"
+            " batch compete when all have finished, and nothing is carried over: set max_staleness = 0": (
+                rollout.ranker and self.max_staleness
+            ),
+            f"rollout.ranker={rollout.ranker!r} with rollout.over_sampling=1, which leaves nothing to choose;"
+            " set over_sampling = 2, or leave ranker out": rollout.ranker and rollout.over_sampling == 1,
             "advantage='gae' without a critic, whose values it needs; add [rl.critic], or choose another"
             " advantage": self.critic is None and self.advantage == "gae",
             f"advantage={self.advantage!r} with [rl.critic]; it has no use for a critic: leave one of them"

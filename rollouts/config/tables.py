@@ -269,6 +269,10 @@ class RolloutConfig(SamplingConfig):
     """weight of each named part of the reward; empty: the reward is what the function says"""
     filters: list[FunctionText] = []
     """group filters, run in order; names of rollouts.filters, module:function or file.py:function"""
+    ranker: FunctionText = ""
+    """of the groups launched at once, those train that it gives the highest numbers: reward_std, reward_mean,
+    module:function or file.py:function; empty: the first by launch
+    """
     max_attempts: PositiveInt = 20
     """a batch may draw at most num_prompts * max_attempts groups"""
     max_failed_fraction: Fraction = 0.2

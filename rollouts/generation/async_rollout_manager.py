@@ -10,7 +10,10 @@ and where groups are decided as they finish, without a break between the calls.
 max_staleness = 0: groups are decided in launch order, however they finish, so a batch is the first P groups
 *by launch* that are kept. The window is ceil(P * over_sampling): one more group is launched for each that
 drops out. Who is undecided when the batch is full is aborted, dropped as surplus, and its prompt returned.
-Short answers gain nothing by finishing early, and the outcome does not depend on who finishes first.
+Short answers gain nothing by finishing early, and the outcome does not depend on who finishes first. With a
+ranker a batch waits for all ceil(P * over_sampling) groups that are kept (fewer, but P, when max_attempts is
+spent), and is the P of them with the highest scores, equal ones by launch. The others are dropped as
+outranked, and their prompts not returned: they would be drawn again at once, and fill the next competition.
 
 max_staleness ≥ 1: groups are decided as they finish, and P of them are delivered by the rule of pacing.py. A
 group is launched whenever fewer than ceil(P * over_sampling) * G samples are being generated, up to the
@@ -43,7 +46,7 @@ from rollouts.generation.pacing import Pace
 from rollouts.generation.samples import PromptSource as RowSource
 from rollouts.metrics.spans import SpanRecorder
 from rollouts.processes.nurseries import open_plain_nursery
-from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
+from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RankerFn, RewardFn
 from rollouts.types import JSONValue, Metric, RolloutBatch, Sample, SamplingParams
 
 
@@ -73,6 +76,7 @@ class AsyncRolloutManager:
         reward: RewardFn | None,
         group_reward: GroupRewardFn | None = None,
         filters: Sequence[FilterFn] = (),
+        ranker: RankerFn | None = None,
         sampling: SamplingParams,
         seed: int,
         policy_version: Callable[[], int],
@@ -99,6 +103,7 @@ class AsyncRolloutManager:
                 " over the whole vocabulary, so training samples need top_p=1 and top_k=0"
             )
         assert max_staleness >= 0, max_staleness
+        assert ranker is None or not max_staleness, "groups compete at max_staleness=0 alone"
         self._data_buffer = data_buffer
         self._config = config
         self._policy_version = policy_version
@@ -109,6 +114,7 @@ class AsyncRolloutManager:
             reward=reward,
             group_reward=group_reward,
             filters=tuple(filters),
+            ranker=ranker,
             sampling=sampling,
             seed=seed,
             reward_timeout_s=config.reward_timeout_s,

@@ -14,16 +14,21 @@ FILTERED = "filtered:"  # begins the reason of a drop by a filter, which the fil
 
 
 def compute_batch_metrics(
-    groups: Sequence[SampleGroup], *, decided: Sequence[Group], drawn: int, dropped: Mapping[str, int]
+    groups: Sequence[SampleGroup],
+    *,
+    outranked: Sequence[SampleGroup] = (),
+    decided: Sequence[Group],
+    drawn: int,
+    dropped: Mapping[str, int],
 ) -> dict[str, Metric]:
     """What the groups of a batch look like and what they cost; `decided` are those that this call closed, in
     or out of the batch.
 
     reward/…, response_length/… and truncated/… are of the rows that train. groups/zero_std_frac and
-    groups/reward_std are of every group that was scored, filtered ones included: a filter would hide what it
-    looks for. Spreads are the population's; those of groups count a trajectory of several segments once.
-    groups/accepted_frac is the share of the groups decided in this call that the filters kept; a group that
-    failed or was not needed counts neither way. Samples without a reward have no metric of one.
+    groups/reward_std are of every group that was scored, filtered and outranked ones included: what chooses
+    would hide what it looks for. Spreads are the population's; those of groups count a trajectory of several
+    segments once. groups/accepted_frac is the share of the groups decided in this call that the filters kept;
+    a group that failed or was not needed counts neither way. Samples without a reward have no metric of one.
     """
     samples = [sample for group in groups for sample in group.samples]
     lengths = [sample.response_length for sample in samples]
@@ -35,7 +40,7 @@ def compute_batch_metrics(
         if group.decision is not None and not group.decision.keep and group.failure_class is None
     ]
     members = [member for group in decided for member in group.members]
-    scored = [group for group in (*groups, *filtered) if rewards]
+    scored = [group for group in (*groups, *outranked, *filtered) if rewards]
     spread = [replace(group, samples=group.ends).rewards.astype(np.float64) for group in scored]
     failures = Counter(failure_class_of(sample) for group in decided for sample in group.failed)
     parts: dict[str, list[float]] = {}

@@ -34,6 +34,7 @@ from rollouts.types import Metric, RolloutBatch, Sample, Total
 # reasons for which a group is dropped; a filter's own reason follows FILTERED
 SURPLUS = "surplus"  # the batch was full without it
 STALE = "stale"  # older than max_staleness
+OUTRANKED = "outranked"  # others that competed for the batch had a higher score
 ABORTED = "aborted"  # the call that drew it was cancelled or failed
 
 REPLAYED = "replayed"  # the metadata of a sample that trains again
@@ -95,6 +96,8 @@ class Collector:
         self._goes_on = pace is not None and pace.waits_for_engines  # between batches
         self._in_rounds = in_rounds
         self._max_staleness = max_staleness
+        # groups; 10 * 1.1 is a little more than 11
+        self._at_once = math.ceil(config.num_prompts * config.over_sampling - 1e-9)
         self._policy_version = policy_version
         self._plan = replace(
             plan,
@@ -246,18 +249,20 @@ class Collector:
         return self._config.num_prompts * self._config.max_attempts
 
     def _find_room(self) -> int:
-        # 10 * 1.1 is a little more than 11
-        at_once = math.ceil(self._config.num_prompts * self._config.over_sampling - 1e-9)
         if self._pace is None:
             is_round = self._in_rounds and len(self._undecided) > 0
-            return 0 if is_round else at_once - len(self._kept) - len(self._undecided)
+            return 0 if is_round else self._at_once - len(self._kept) - len(self._undecided)
         if self._goes_on and len(self._pace.finished) >= READY_BATCHES * self._config.num_prompts:
             return 0
         size = self._config.samples_per_prompt
-        return min((at_once * size - self.generating) // size, self._pace.room)
+        return min((self._at_once * size - self.generating) // size, self._pace.room)
 
     def _is_full(self) -> bool:
-        return len(self._kept) >= self._config.num_prompts if self._pace is None else self._pace.is_full()
+        if self._pace is not None:
+            return self._pace.is_full()
+        more_come = len(self._undecided) > 0 or self._drawn < self._draw_limit
+        competing = self._plan.ranker is not None and more_come
+        return len(self._kept) >= (self._at_once if competing else self._config.num_prompts)
 
     def _next_ready(self) -> int | None:
         """The finished group that is to be decided now. In launch order: the one whose turn it is; None while
@@ -346,7 +351,7 @@ class Collector:
     def deliver(self) -> RolloutBatch:
         """The batch. What is undecided is surplus, or goes on."""
         self._check_budget()
-        chosen = sorted(self._kept) if self._pace is None else self._pace.choose()
+        chosen = self._choose()
         groups = [self._kept[index] for index in chosen]
         assert len(groups) == self._config.num_prompts, (len(groups), self._config.num_prompts)
         assert not any(self._is_stale(group.oldest_version) for group in groups), (
@@ -368,10 +373,15 @@ class Collector:
             if group.failure_class == INFRASTRUCTURE:
                 self._data_buffer.return_prompts([group.prompt])
         self._failed_groups.clear()
+        outranked: list[Group] = []
         if self._pace is None:
+            outranked = list(self._kept.values())
+            self._kept.clear()
+            self._drop(outranked, OUTRANKED, returned=False)
             self.put_back(SURPLUS)
         ledger.last_metrics = compute_batch_metrics(
             [group.sample_group for group in groups],
+            outranked=[group.sample_group for group in outranked],
             decided=self._decided,
             drawn=self._drawn,
             dropped=self._dropped,
@@ -401,6 +411,13 @@ class Collector:
         ledger.replay = fresh
         chosen = draws.permutation(len(fresh))[: self._config.replay]
         return [fresh[index] for index in sorted(chosen)]
+
+    def _choose(self) -> list[int]:
+        """The groups of the batch, in launch order."""
+        if self._pace is not None:
+            return self._pace.choose()
+        best = sorted(self._kept, key=lambda index: (-self._kept[index].score, index))
+        return sorted(best[: self._config.num_prompts])
 
     def _take_held(self) -> None:
         """Takes over held groups. Those that are too old go, and where nothing is carried over all of them: a

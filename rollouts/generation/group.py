@@ -1,5 +1,5 @@
-"""How one group comes about: generate → reward for each sample at once, then group reward and filters when
-the last of them is done.
+"""How one group comes about: generate → reward for each sample at once, then group reward, filters and ranker
+when the last of them is done.
 
     prompt ─► G members in one nursery ─► those that did not fail ─► group reward ─► filters ─► decision
                generate, then reward        fewer than 2: failed_samples
@@ -42,11 +42,12 @@ from rollouts.errors import (
 from rollouts.generation.generate import compute_request_seed
 from rollouts.generation.samples import check_enough, make_samples
 from rollouts.metrics.spans import REWARDS, Answered, SpanRecorder, listing_answers
-from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
+from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RankerFn, RewardFn
 from rollouts.rewards.call import (
     call_filter,
     call_generate,
     call_group_reward,
+    call_ranker,
     call_reward,
 )
 from rollouts.rewards.check import apply_reward, check_reward, function_name, show_traceback
@@ -76,6 +77,7 @@ class GroupPlan:
     reward: RewardFn | None
     group_reward: GroupRewardFn | None = None
     filters: Sequence[FilterFn] = ()
+    ranker: RankerFn | None = None
     sampling: SamplingParams
     seed: int  # of the run
     reward_timeout_s: float
@@ -112,7 +114,8 @@ class Group:
     index: int  # unique in the run
     prompt: PromptRow
     members: list[Member]  # in launch order
-    decision: FilterDecision | None = None  # whether it trains; None: it has not finished
+    decision: FilterDecision | None = None  # whether it may train; None: it has not finished
+    score: float = 0.0  # of the ranker
     error: RolloutsError | None = None  # what stops the whole call
 
     @property
@@ -323,8 +326,8 @@ async def score_member(plan: GroupPlan, member: Member) -> Member:
 
 
 async def close_group(plan: GroupPlan, group: Group) -> None:
-    """Gives the group its rewards, where it is scored together, and its decision. Raises UserFunctionError if
-    a filter does not answer, or not in time; the group is then as it was.
+    """Gives the group its rewards, where it is scored together, its decision and its score. Raises
+    UserFunctionError if a filter or the ranker does not answer, or not in time; the group is then as it was.
     """
     members = group.members
     decision = check_enough(sum(not member.failed for member in members), len(members))
@@ -335,6 +338,9 @@ async def close_group(plan: GroupPlan, group: Group) -> None:
         if decision.keep:
             left = replace(group, members=members).sample_group
             decision = await call_filter(filter_, left, timeout_s=plan.reward_timeout_s)
+    if decision.keep and plan.ranker is not None:
+        left = replace(group, members=members).sample_group
+        group.score = await call_ranker(plan.ranker, left, timeout_s=plan.reward_timeout_s)
     group.members, group.decision = members, decision
 
 

@@ -21,13 +21,13 @@ from rollouts.config.schema import RLTrainingConfig, RunConfig
 from rollouts.config.tables import RolloutConfig
 from rollouts.data.rows import Row
 from rollouts.errors import ConfigError, PlugInError, RolloutsError, UserFunctionError
-from rollouts.filters import FILTERS, check_some_complete
+from rollouts.filters import FILTERS, RANKERS, check_some_complete
 from rollouts.loops.algorithm import check_algorithms
 from rollouts.pair_selection import PairSelector, find_pair_selector
 from rollouts.preflight.findings import Findings
 from rollouts.preflight.rows import Rows
-from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, RewardFn
-from rollouts.rewards.call import call_filter, call_group_reward, call_reward, watch_blocking
+from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, RankerFn, RewardFn
+from rollouts.rewards.call import call_filter, call_group_reward, call_ranker, call_reward, watch_blocking
 from rollouts.rewards.check import apply_reward, function_name, is_async
 from rollouts.rewards.combine import apply_weights, check_weights
 from rollouts.rewards.workers import open_reward_workers
@@ -46,6 +46,7 @@ class Functions:
     group_reward: GroupRewardFn | None = None
     eval_reward: RewardFn | None = None  # open_functions: the reward, where eval names none
     filters: tuple[FilterFn, ...] = ()
+    ranker: RankerFn | None = None
     curriculum: Callable[..., Any] | None = None
     pairs: PairSelector | None = None
     advantages: Mapping[str, AdvantageFn] = field(
@@ -66,10 +67,10 @@ def load_functions(
     def load(key: str, name: str, role: Role) -> Any:
         with findings.reporting(key):
             if name:
-                built_in: Mapping[str, Any] | None = FILTERS if role == "filter" else None
+                known: Any = {"filter": FILTERS, "ranker": RANKERS}.get(role)
                 if role == "pairs" and ":" not in name:
-                    built_in = {name: find_pair_selector(name)}
-                function = load_function(name, role=role, base_dir=base_dir, built_in=built_in)
+                    known = {name: find_pair_selector(name)}
+                function = load_function(name, role=role, base_dir=base_dir, built_in=known)
                 findings.note("ok", key, name)
                 return function
         return None
@@ -94,6 +95,7 @@ def load_functions(
         eval_reward=load("eval.reward", config.eval.reward if config.eval else "", "reward"),
         filters=tuple(load("rl.rollout.filters", name, "filter") for name in filters),
         pairs=load("rl.pairs", config.rl.pairs if config.rl else "", "pairs"),
+        ranker=load("rl.rollout.ranker", rollout.ranker, "ranker"),
         curriculum=load("rl.curriculum", config.rl.curriculum if config.rl else "", "curriculum"),
     )
     with findings.reporting("rl.advantage"):
@@ -228,6 +230,11 @@ async def _call_each(config: RunConfig, functions: Functions, rows: Rows, findin
             verdict = "keeps" if decision.keep else f"drops ({decision.reason})"
             text = f"{function_name(filter_)} {verdict} a group of these two"
             findings.note("ok", "rl.rollout.filters", text)
+    with findings.reporting("rl.rollout.ranker"):
+        if functions.ranker and scored:
+            score = await call_ranker(functions.ranker, SampleGroup(0, "row-0", scored), timeout_s=timeout_s)
+            name = function_name(functions.ranker)
+            findings.note("ok", "rl.rollout.ranker", f"{name} gives {score:g} to a group of these two")
 
 
 def make_trial_samples(rows: Sequence[Row]) -> list[Sample]:

@@ -21,11 +21,12 @@ import trio
 from rollouts.data.mixture import SOURCE_FIELD
 from rollouts.engines.wire import HIGHEST_LOG_PROB, LOWEST_LOG_PROB
 from rollouts.errors import RewardTimeout, RolloutsError, UserFunctionError
-from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
+from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RankerFn, RewardFn
 from rollouts.rewards.check import (
     check_decision,
     check_group_rewards,
     check_metadata,
+    check_number,
     check_reward,
     describe,
     function_name,
@@ -165,6 +166,13 @@ async def call_filter(
     for sample in group.samples:
         check_metadata(sample, where)
     return check_decision(answer, name, where)
+
+
+async def call_ranker(ranker: RankerFn, group: SampleGroup, *, timeout_s: float = math.inf) -> float:
+    """The ranker's number. Raises like call_filter."""
+    where = f"ranker {function_name(ranker)} on group {group.group_index} (prompt {group.prompt_id})"
+    answer = await _call(ranker, group, where=where, timeout_s=timeout_s, late=UserFunctionError)
+    return check_number(answer, where, "score")
 
 
 @contextlib.contextmanager

@@ -40,13 +40,13 @@ def check_reward(answer: object, where: str) -> RewardResult:
         parts = _check_parts(answer, where)
         return RewardResult(add_up(parts.values(), where), parts)
     if not isinstance(answer, RewardResult):
-        return RewardResult(_check_number(answer, where, "reward"))
+        return RewardResult(check_number(answer, where, "reward"))
     parts, note = _check_parts(answer.parts, where), answer.note
     if note is not None:
         _check_text(note, where, "note")
         if len(note) > NOTE_CHARS:
             note = f"{note[:NOTE_CHARS]} … (cut: the note had {len(note)} characters)"
-    return RewardResult(_check_number(answer.reward, where, "reward"), parts, note)
+    return RewardResult(check_number(answer.reward, where, "reward"), parts, note)
 
 
 def check_group_rewards(answer: Any, count: int, where: str) -> tuple[RewardResult, ...]:
@@ -164,7 +164,7 @@ def shorten(value: object) -> str:
 def add_up(values: Iterable[float], where: str) -> float:
     """The sum. Raises UserFunctionError, beginning with `where`, if it is not finite."""
     try:
-        return _check_number(math.fsum(values), where, "sum of its parts")
+        return check_number(math.fsum(values), where, "sum of its parts")
     except (OverflowError, ValueError) as error:  # ValueError: inf - inf
         raise UserFunctionError(
             f"{where} returned parts whose sum is not finite; keep them smaller"
@@ -178,10 +178,11 @@ def _check_parts(parts: Mapping[Any, Any], where: str) -> dict[str, float]:
         raise UserFunctionError(f"{where} returned parts that cannot be read: {describe(error)}") from error
     for name, _ in items:
         _check_text(name or None, where, "name of a part")
-    return {name: _check_number(value, where, f"part {shorten(name)}") for name, value in items}
+    return {name: check_number(value, where, f"part {shorten(name)}") for name, value in items}
 
 
-def _check_number(value: Any, where: str, what: str) -> float:
+def check_number(value: Any, where: str, what: str) -> float:
+    """Raises UserFunctionError, beginning with `where`, for what is no finite number of float32."""
     number, cause = math.nan, None
     try:
         if hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0:  # numpy's and torch's scalars too

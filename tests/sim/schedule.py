@@ -66,6 +66,7 @@ def draw_fleet_schedule(seed: int) -> FleetSchedule:
     steps = sync_every * LEAST_SYNCS + draw.randint(0, 2)
     size = draw.choice([2, 3, 4])
     num_prompts = math.ceil(TRAINED_SAMPLES / (steps * size)) + draw.randint(0, 1)
+    over_sampling = draw.choice([1.0, 1.2, 1.5])
     config = RLTrainingConfig.model_validate(
         {
             "data": {"kind": "jsonl", "path": "rows.jsonl"},
@@ -76,7 +77,8 @@ def draw_fleet_schedule(seed: int) -> FleetSchedule:
                 "num_prompts": num_prompts,
                 "samples_per_prompt": size,
                 "replay": seed % 4 if max_staleness else 0,
-                "over_sampling": draw.choice([1.0, 1.2, 1.5]),
+                "over_sampling": over_sampling,
+                "ranker": "reward_std" if max_staleness == 0 and over_sampling > 1 and seed % 2 else "",
                 "max_attempts": 50,
                 "max_failed_fraction": 1.0,
                 "reward_timeout_s": 5.0,

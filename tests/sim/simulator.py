@@ -35,6 +35,7 @@ from rollouts.errors import (
     StalenessError,
     WeightSyncError,
 )
+from rollouts.filters import RANKERS
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.rl import run_rl_training
@@ -255,6 +256,7 @@ class _Simulation(Checks):
                 config=schedule.config.rollout,
                 reward=self.reward,
                 filters=[self.filter],
+                ranker=RANKERS.get(schedule.config.rollout.ranker),
                 sampling=SamplingParams(max_new_tokens=schedule.max_new_tokens, stop_token_ids=(FAKE_END,)),
                 seed=schedule.seed,
                 policy_version=lambda: backend.weight_version,

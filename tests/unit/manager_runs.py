@@ -123,6 +123,7 @@ def make_run(
         "reward",
         "group_reward",
         "generate",
+        "ranker",
     }
     config = RolloutConfig(**{name: options.pop(name) for name in names})
     recorder, trainer = RecordingBuffer(DataBuffer(ROWS, seed=0), set()), [version]

@@ -164,6 +164,69 @@ async def test_segments_of_a_trajectory_share_the_reward_of_the_last():
     assert list(rewards.items()) == [(FIRST, 0), (FIRST + ".1", 0), (SECOND, 1), (SECOND + ".1", 1)]
 
 
+# --- groups that compete ---
+
+
+def rank_by(*scores: float):
+    async def ranker(group: SampleGroup) -> float:
+        return scores[group.group_index]
+
+    return ranker
+
+
+@pytest.mark.parametrize(
+    ("options", "taken", "books"),
+    [
+        ({"ranker": rank_by(5, 9, 1, 7)}, [1, 3], {"drawn": 4, "dropped/outranked": 2}),
+        ({"ranker": rank_by(5, 9, 9, 9)}, [1, 2], {"drawn": 4, "dropped/outranked": 2}),
+        (
+            {"ranker": rank_by(0, 1, 2, 3, 4), "filters": [keep_groups(0, 1, 2, 3)], "deterministic": True},
+            [2, 3],
+            {"drawn": 4, "dropped/outranked": 2},
+        ),
+        (
+            {"ranker": rank_by(9, 1, 2, 0, 4), "filters": [keep_groups(1, 2, 3, 4)]},
+            [2, 4],
+            {"drawn": 5, "dropped/not_chosen": 1, "dropped/outranked": 2},
+        ),
+        (  # four may be drawn
+            {"ranker": rank_by(9, 1, 2, 3), "filters": [keep_groups(1, 2, 3)], "max_attempts": 2},
+            [2, 3],
+            {"drawn": 4, "dropped/not_chosen": 1, "dropped/outranked": 1},
+        ),
+    ],
+    ids=[
+        "the best",
+        "equal ones by launch",
+        "in rounds",
+        "filtered ones are replaced",
+        "of fewer at the limit",
+    ],
+)
+async def test_with_a_ranker_the_best_of_all_that_are_kept_train_in_launch_order(
+    options: dict[str, Any], taken: list[int], books: dict[str, int], autojump_clock
+):
+    run = make_run(say(token_s=lambda name: 9.0 - group_of(name)), over_sampling=2.0, **options)
+    assert await run.take() == taken
+    assert run.books() == {"trained": 2, **books}
+    assert run.upcoming(1) == [STREAM[books["drawn"]]], "an outranked prompt does not come back in this epoch"
+    run.manager.check_ledger()
+    metrics = run.metrics()
+    assert metrics["groups/dropped/outranked"] == books["dropped/outranked"]
+    assert metrics["groups/reward_std/mean"] == 0.5 and metrics["groups/kept"] == 2
+
+
+@pytest.mark.parametrize("answer", [float("nan"), None, "much"])
+async def test_a_ranker_that_gives_no_number_stops_the_call_and_loses_nothing(answer: Any):
+    run = make_run(ranker=rank_by(1.0, answer), over_sampling=2.0)
+    with pytest.raises(
+        UserFunctionError, match=r"ranker ranker on group 1 \(prompt row-\d+\) returned .* score"
+    ):
+        await run.manager.generate_batch()
+    assert run.upcoming(5) == STREAM[:5]
+    assert run.books() == {"drawn": 4, "dropped/aborted": 4}
+
+
 # --- samples that fail ---
 
 

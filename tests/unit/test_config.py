@@ -123,6 +123,16 @@ def test_a_combination_that_cannot_work_is_refused(write, line, rule):
     assert problem.startswith(rule)
 
 
+@pytest.mark.parametrize(
+    ("over_sampling", "staleness", "rule"),
+    [(1.0, 0, "rollout.over_sampling=1, which leaves"), (2.0, 1, "max_staleness=1; the groups of a batch")],
+)
+def test_a_ranker_needs_groups_that_compete(write, over_sampling: float, staleness: int, rule: str):
+    text = RL.replace("steps = 4", f"steps = 4\nmax_staleness = {staleness}")
+    problems = problems_of(write(f'{text}ranker = "reward_std"\nover_sampling = {over_sampling}\n'))
+    assert any(f"rollout.ranker='reward_std' with {rule}" in problem for problem in problems)
+
+
 def test_samples_are_scored_one_by_one_or_by_group(write):
     (problem,) = problems_of(write(RL + 'group_reward = "rewards.py:rank"\n'))
     assert problem.startswith("rl: rollout.group_reward beside rollout.reward")

@@ -301,6 +301,7 @@ ANSWERS = """
 good | ok eval.reward: called with the response 'c': 1
 good | ok rl.rollout.reward: called with the response 'b': 1
 good | ok rl.rollout.filters: keep drops (keep) a group of these two
+good | ok rl.rollout.ranker: reward_std gives 0.5 to a group of these two
 raises | error eval.reward: reward function score
 raises | error rl.rollout.reward: reward function score
 endless | ok eval.reward:
@@ -316,7 +317,8 @@ endless | error rl.rollout.filters: filter keep on group 0 (prompt row-0) took l
 )
 def test_functions_are_called_once_and_their_answers_shown(house, kind: str, source: str):
     (house / "r.py").write_text(source, encoding="utf-8")
-    text = RL.replace("steps = 1", 'steps = 1\ncurriculum = "r.py:curriculum"') + FILTERS + CALLED
+    text = RL.replace("steps = 1", 'steps = 1\ncurriculum = "r.py:curriculum"') + FILTERS
+    text += 'ranker = "reward_std"\nover_sampling = 2.0\n' + CALLED
     text = text.replace("[rl.rollout]", "[rl.rollout]\nreward_timeout_s = 0.2")
     run, findings = look_at(house, text)[0], Findings()
     trio.run(lambda: call_functions(run.config, run.functions, run.rows, findings, base_dir=house))
