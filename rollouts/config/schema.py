@@ -293,6 +293,7 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
         return {
             **clips,
             **self._list_unused(in_reward),
+            **self._list_rollout_rules(),
             f"max_staleness={self.max_staleness} is below sync_every - 1 = {needed}: samples would always be"
             f" too old; set max_staleness = {needed} or more, or sync_every = {self.max_staleness + 1}": (
                 self.max_staleness < needed
@@ -301,20 +302,6 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
             " weight: leave importance_cap out, or write the cap into it, as token_tis(cap=3)": (
                 correction and cap is not None
             ),
-            "rollout.group_reward beside rollout.reward or rollout.reward_model; score samples one by one or"
-            " by group: keep one": rollout.group_reward and (rollout.reward or rollout.reward_model),
-            "rollout.reward_weights with rollout.group_reward, which weighs its own parts; leave one of them"
-            " out": rollout.group_reward and rollout.reward_weights,
-            f"rollout.replay={rollout.replay} with max_staleness=0; a group that trains again is a step old"
-            " or more: set max_staleness to 1 or more, or replay to 0": (
-                rollout.replay and not self.max_staleness
-            ),
-            f"rollout.ranker={rollout.ranker!r} with max_staleness={self.max_staleness}; the groups of a"
-            " batch compete when all have finished, and nothing is carried over: set max_staleness = 0": (
-                rollout.ranker and self.max_staleness
-            ),
-            f"rollout.ranker={rollout.ranker!r} with rollout.over_sampling=1, which leaves nothing to choose;"
-            " set over_sampling = 2, or leave ranker out": rollout.ranker and rollout.over_sampling == 1,
             "advantage='gae' without a critic, whose values it needs; add [rl.critic], or choose another"
             " advantage": self.critic is None and self.advantage == "gae",
             f"advantage={self.advantage!r} with [rl.critic]; it has no use for a critic: leave one of them"
@@ -340,6 +327,25 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
             " (reverse KL) or 'k3', or set kl_importance = true in loss_params": (
                 in_loss and self.kl_estimator == "k1" and not importance
             ),
+        }
+
+    def _list_rollout_rules(self) -> dict[str, Any]:
+        rollout = self.rollout
+        return {
+            "rollout.group_reward beside rollout.reward or rollout.reward_model; score samples one by one or"
+            " by group: keep one": rollout.group_reward and (rollout.reward or rollout.reward_model),
+            "rollout.reward_weights with rollout.group_reward, which weighs its own parts; leave one of them"
+            " out": rollout.group_reward and rollout.reward_weights,
+            f"rollout.replay={rollout.replay} with max_staleness=0; a group that trains again is a step old"
+            " or more: set max_staleness to 1 or more, or replay to 0": (
+                rollout.replay and not self.max_staleness
+            ),
+            f"rollout.ranker={rollout.ranker!r} with max_staleness={self.max_staleness}; the groups of a"
+            " batch compete when all have finished, and nothing is carried over: set max_staleness = 0": (
+                rollout.ranker and self.max_staleness
+            ),
+            f"rollout.ranker={rollout.ranker!r} with rollout.over_sampling=1, which leaves nothing to choose;"
+            " set over_sampling = 2, or leave ranker out": rollout.ranker and rollout.over_sampling == 1,
         }
 
     def _list_unused(self, kl_in_reward: bool) -> dict[str, Any]:

@@ -66,6 +66,12 @@ class AsyncRolloutManager:
     group that trains again (config.replay) is no attempt: it is counted apart.
     """
 
+    # until it has ended and, if it failed, a call has raised that
+    _collector: Collector | None = None
+    _nursery: trio.Nursery | None = None  # of the collector
+    _goes_on = False  # inside generating(), where collecting goes on between calls
+    _is_awaited = False  # a call waits for its batch
+
     def __init__(
         self,
         data_buffer: PromptSource,
@@ -124,11 +130,6 @@ class AsyncRolloutManager:
         self._in_rounds = deterministic or engine.features.deterministic
         self.overlaps = max_staleness > 0 and not self._in_rounds  # generating() goes on between calls
         self._ledger = Ledger()
-        # until it has ended and, if it failed, a call has raised that
-        self._collector: Collector | None = None
-        self._nursery: trio.Nursery | None = None  # of the collector
-        self._goes_on = False  # inside generating(), where collecting goes on between calls
-        self._is_awaited = False  # a call waits for its batch
 
     async def generate_batch(self, reward_fn: RewardFn | None = None) -> RolloutBatch:
         """The next P groups that were kept, as rows in launch order; `reward_fn` takes the place of the
