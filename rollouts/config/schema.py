@@ -278,7 +278,7 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
 
     def _list_rules(self) -> dict[str, Any]:
         """What a combination of settings that cannot work is refused with: whether it is there."""
-        rollout, prompts, needed = self.rollout, self.rollout.num_prompts, self.sync_every - 1
+        prompts, needed = self.rollout.num_prompts, self.sync_every - 1
         correction, cap = (self.loss_params.get(name) for name in ("correction", "importance_cap"))
         control, numbers = parse_call(self.kl_control)
         in_reward, in_loss = (self.kl_coef > 0 and self.kl_in == place for place in ("reward", "loss"))
