@@ -389,7 +389,7 @@ class TokenArrays:
 class TimedResult:
     """When a backend did what it was asked for."""
 
-    seconds: float | None = field(default=None, compare=False)  # on the device thread; None: not measured
+    seconds: float = field(default=0.0, compare=False)  # on the device thread; 0: not measured
     queued: int = field(default=0, compare=False)  # jobs of that thread that were to be done before it
 
 

@@ -101,13 +101,12 @@ def work_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
     """How long the backend worked for these updates, and the most work that was queued before one of their
     optimizer steps; empty where it does not say so.
     """
-    if any(forward.seconds is None for forward, _ in results):
-        return {}
-    return {
-        "perf/forward_backward_s": sum(forward.seconds or 0.0 for forward, _ in results),
-        "perf/optim_step_s": sum(optim.seconds or 0.0 for _, optim in results),
+    found = {
+        "perf/forward_backward_s": sum(forward.seconds for forward, _ in results),
+        "perf/optim_step_s": sum(optim.seconds for _, optim in results),
         "perf/trainer_queue/max": float(max(optim.queued for _, optim in results)),
     }
+    return {name: value for name, value in found.items() if value}
 
 
 def merge_forwards(forwards: Sequence[ForwardBackwardResult]) -> ForwardBackwardResult:

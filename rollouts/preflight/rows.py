@@ -108,27 +108,27 @@ def count_epochs(
     steps that the run had before, when its config was `saved`.
 
     Rounded up, so each row is drawn at least so often. An epoch of a mixture has as many draws as its sources
-    have rows together. Notes what was counted, with a warning where the run had another number before.
+    have rows together. Warns where the run had another number before.
     """
     counted: dict[str, Any] = {}
     for stage in list_stages(config):
         section, table = cast(Any, stage_config(config, stage)), getattr(saved, stage, None)
-        before = table.steps if table else 0
+        before, made = table.steps if table else 0, prepared.samples.get(stage)
         if stage == "rl":
             drawn, known = section.rollout.num_prompts, len(rows.list_rows(stage))
         else:
-            drawn, made = section.batch_size, prepared.samples.get(stage)
-            known = len(made.training.samples) if made else 0
-        if not section.epochs or not (known or before):
-            continue
+            drawn, known = section.batch_size, len(made.training.samples) if made else 0
         # exact in decimals: 0.1 epochs of 30 rows are 3 rows and no more
         steps = math.ceil(Fraction(str(section.epochs)) * known / drawn) or before
+        if not section.epochs or not steps:
+            continue
         counted[stage] = section.model_copy(update={"steps": steps, "epochs": 0.0})
-        text = f"{section.epochs:g} epochs of {known} rows, {drawn} a step, are {steps} steps"
-        if changed := before not in (0, steps):
-            text += f"; at the last start they were {before}: the rows or the setting have changed"
-        if known:
-            findings.note("warning" if changed else "ok", f"{stage}.epochs", text)
+        if before not in (0, steps):
+            text = (
+                f"{section.epochs:g} epochs of {known} rows, {drawn} a step, are {steps} steps; at the last"
+                f" start they were {before}: the rows or the setting have changed"
+            )
+            findings.note("warning", f"{stage}.epochs", text)
     return config.model_copy(update=counted)
 
 

@@ -127,14 +127,9 @@ async def test_results_say_how_long_the_work_took_and_how_much_was_to_be_done_be
     async with open_backend() as backend:
         began = time.perf_counter()
         submitted = [(backend.forward_backward(make_batch(), SFT), backend.optim_step()) for _ in range(3)]
-        results = [(await forward, await optim) for forward, optim in submitted]
-        took_s = time.perf_counter() - began
-    assert [(forward.queued, optim.queued) for forward, optim in results] == [(0, 1), (2, 3), (4, 5)]
-    found = work_metrics(results)
-    assert found["perf/trainer_queue/max"] == 5
-    parts = [found["perf/forward_backward_s"], found["perf/optim_step_s"]]
-    assert min(parts) > 0 and sum(parts) < took_s
-    assert parts[1] == pytest.approx(sum(optim.seconds for _, optim in results))
+        found = work_metrics([(await forward, await optim) for forward, optim in submitted])
+    assert found.pop("perf/trainer_queue/max") == 5  # three of the one and two of the other
+    assert min(found.values()) > 0 and sum(found.values()) < time.perf_counter() - began
 
 
 async def test_bfloat16_autocast_stays_close_to_float32():
