@@ -40,7 +40,7 @@ from rollouts.protocols import MetricsLogger
 from rollouts.ranks.launch import Launch
 from rollouts.ranks.meet import OpenRanks, open_ranks
 from rollouts.trackers.launch import open_trackers
-from rollouts.trackers.sinks import check_trackers
+from rollouts.trackers.sinks import ALERTS, check_trackers
 
 TOKEN_ARRAYS = 4 << 30  # bytes of per-token arrays that a run keeps of its newest steps
 
@@ -131,7 +131,7 @@ async def run_training(command: argparse.Namespace, config: RunConfig, launch: L
             stop = Stop(say=say)
             nursery.start_soon(lambda: watch_signals(stop, launched="TORCHELASTIC_RUN_ID" in os.environ))
             nursery.start_soon(end_overdue, stop)
-            run = await train_stages(command.stages, launch, prepared, console, stop, device, confirm)
+            run = await train_stages(command.stages, launch, prepared, config, console, stop, device, confirm)
             nursery.cancel_scope.cancel()
         if run is None:
             say(f"stopped; go on with --resume --output.dir {run_dir.root}", sys.stdout)
@@ -149,13 +149,15 @@ async def train_stages(
     stages: Sequence[str],
     launch: Launch,
     prepared: PreparedRun,
+    loaded: RunConfig,
     console: Console,
     stop: Stop,
     device: str,
     confirm: Callable[[Collection[str]], None],
 ) -> Run | None:
     """The run when its stages are complete, with everything closed; None if the user stopped it. Nothing is
-    written before `confirm`, which raises where the launch may not have the directory.
+    written before `confirm`, which raises where the launch may not have the directory. `loaded`: the config
+    as the other ranks have it, before epochs were counted.
     """
     config, run_dir, model_path = prepared.config, prepared.run_dir, prepared.base_model
     totals = {stage: stage_config(config, stage).steps for stage in stages}
@@ -164,7 +166,7 @@ async def train_stages(
     with open_progress(console, totals) as progress:
         async with (
             open_functions(config, prepared.functions, base_dir=Path.cwd(), warn=say) as functions,
-            open_other_ranks(launch, config, model_path, stop) as ranks,
+            open_other_ranks(launch, loaded, model_path, stop) as ranks,
         ):
             if ranks is not None:
                 confirm(ranks.agents)
@@ -203,7 +205,7 @@ async def open_record(
         ) from error
     reach("start.directory_made")
     async with (
-        open_trackers(run_dir, output.trackers, say=say),
+        open_trackers(run_dir, [*output.trackers, *([ALERTS] if prepared.config.alerts else [])], say=say),
         open_gpu_watch() as measure,
         open_jsonl_logger(
             run_dir,

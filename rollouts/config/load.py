@@ -37,8 +37,8 @@ from rollouts.errors import ConfigError, RunDirError
 # On resume: what a run writes and how long it goes on, not what it computes. (Of devices, a run that promised
 # equal bits has only one.)
 MAY_CHANGE = """
-name output distributed eval.policy_metrics eval.against rl.rollout.reward_timeout_s model.device rl.steps
-rl.epochs rl.eval_every sft.steps sft.epochs sft.eval_every preference.steps preference.epochs
+name output alerts distributed eval.policy_metrics eval.against rl.rollout.reward_timeout_s model.device
+rl.steps rl.epochs rl.eval_every sft.steps sft.epochs sft.eval_every preference.steps preference.epochs
 preference.eval_every reward_model.steps reward_model.epochs reward_model.eval_every
 """
 # How fast it computes may change too, unless the run promised equal bits: these change the order of sums.
@@ -202,13 +202,11 @@ def check_same_run(saved: RunConfig, now: RunConfig) -> None:
 
 def check_same_config(config: RunConfig, dumped: str, *, whose: str) -> None:
     """Raises ConfigError, naming the first setting, where `config` differs from the one that dump_config
-    wrote as `dumped`. There epochs have been counted as steps.
+    wrote as `dumped`.
     """
-    other, settings = RunConfig.model_validate(tomllib.loads(dumped)), flatten(config.model_dump())
-    for key, line in _find_differences(config, other, "here", f"on {whose}").items():
-        stage, _, name = key.partition(".")
-        if name not in ("steps", "epochs") or not settings.get(f"{stage}.epochs"):
-            raise ConfigError(f"{line}; start all ranks with the same config file and flags")
+    other = RunConfig.model_validate(tomllib.loads(dumped))
+    for line in _find_differences(config, other, "here", f"on {whose}").values():
+        raise ConfigError(f"{line}; start all ranks with the same config file and flags")
 
 
 def _find_differences(one: RunConfig, two: RunConfig, here: str, there: str) -> dict[str, str]:

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from rollouts.config.tables import (
+    AlertConfig,
     DistributedConfig,
     EngineConfig,
     EvalConfig,
@@ -417,6 +418,7 @@ class RunConfig(Section):
     reward_model: RewardModelTrainingConfig | None = None
     reference: ReferenceConfig = ReferenceConfig()
     eval: EvalConfig | None = None
+    alerts: Annotated[list[AlertConfig], *Tables] = []
 
     @property
     def rollout(self) -> RolloutConfig:

@@ -134,6 +134,44 @@ class OutputConfig(Section):
     """fed from the files by a process beside the run"""
 
 
+ALERT_RULES = ("above limit", "below limit", "absent steps", "falls by steps", "not_finite")
+SKIPPED_STEPS = "optim/skipped_steps"
+
+
+class AlertConfig(Section):
+    """A rule on a metric. That it begins to hold is said once, and once more that it is over."""
+
+    metric: str
+    """its name, for example "reward/mean"."""
+    rule: str
+    """above(limit=1), below(limit=0.1), absent(steps=3), falls(by=0.5, steps=20), or not_finite, of
+    optim/skipped_steps
+    """
+    stage: str = ""
+    """whose rows are looked at; empty: each stage by itself"""
+    run: list[str] = []
+    """a command and its arguments, called without a shell; the alert's text is one more argument"""
+    webhook: str = ""
+    """the environment variable with the URL that {"text": …} is posted to"""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AlertConfig:
+        rule, numbers = parse_call(self.rule)
+        if " ".join([rule, *sorted(numbers)]) not in ALERT_RULES or numbers.get("steps", 1) < 1:
+            raise ValueError(
+                f"rule={self.rule!r}; write above(limit=…), below(limit=…), absent(steps=…), falls(by=…,"
+                " steps=…) or not_finite; steps are 1 or more"
+            )
+        if rule == "not_finite" and not self.metric.endswith(SKIPPED_STEPS):
+            raise ValueError(
+                f"rule='not_finite' of {self.metric}, but rows hold finite numbers only; {SKIPPED_STEPS} and"
+                f" critic/{SKIPPED_STEPS} count where a loss or gradient was not: use that metric"
+            )
+        if not re.fullmatch(r"\w*", self.webhook):  # a URL may be a secret, so it is not shown
+            raise ValueError("webhook is no name of an environment variable; put the URL in one and name it")
+        return self
+
+
 class ModelConfig(Section):
     """Which model trains and how its numbers are kept."""
 

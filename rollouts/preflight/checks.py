@@ -3,7 +3,9 @@ reported, so that one look shows all that is wrong; in a run raised. What loads 
 needed.
 """
 
+import os
 import re
+import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +16,13 @@ import httpx
 from rollouts.checkpoints.load import check_checkpoint
 from rollouts.config.load import load_recorded
 from rollouts.config.schema import PreferenceTrainingConfig, RLTrainingConfig, RunConfig
-from rollouts.config.tables import EngineConfig
+from rollouts.config.spelling import did_you_mean
+from rollouts.config.tables import AlertConfig, EngineConfig
 from rollouts.engines.open import check_engine_config, read_api_key
 from rollouts.errors import ConfigError
 from rollouts.loops.algorithm import check_algorithms, needs_reference
 from rollouts.metrics.jsonl import iterate_rows
+from rollouts.metrics.names import METRICS, find_metric
 from rollouts.preflight.estimate import estimate_memory, estimate_work, read_model_config, read_model_size
 from rollouts.preflight.findings import Findings
 from rollouts.preflight.functions import Functions, load_functions
@@ -59,6 +63,7 @@ def prepare_run(
     functions = load_functions(config, stages, findings, base_dir=base_dir)
     run = PreparedRun(config=config, run_dir=run_dir, rows=rows, functions=functions)
     check_losses(config, stages, findings)
+    check_alerts(config.alerts, findings)
     with findings.reporting("engine"):
         if "rl" in stages:
             check_engine_config(config.engine)
@@ -151,6 +156,22 @@ def check_loss(config: RLTrainingConfig | PreferenceTrainingConfig) -> Collectio
 
     check_algorithms(config, check)
     return warnings
+
+
+def check_alerts(alerts: Sequence[AlertConfig], findings: Findings) -> None:
+    """Reports a command that is not there and a webhook's variable that is not set. A metric that is none of
+    ours is a warning, for a loss of the user may log it.
+    """
+    for number, alert in enumerate(alerts):
+        key = f"alerts.{number}"
+        with findings.reporting(key):
+            if alert.run and not shutil.which(alert.run[0]):
+                raise ConfigError(f"{key}.run: there is no program {alert.run[0]!r}; give its path")
+            if alert.webhook and not os.environ.get(alert.webhook):
+                raise ConfigError(f"{key}.webhook: {alert.webhook} is not set; export it with the URL")
+            if find_metric(alert.metric) is None:
+                close = did_you_mean(alert.metric, [metric.name for metric in METRICS])
+                findings.note("warning", key, f"the metric {alert.metric!r} is none of ours{close}")
 
 
 # --- servers ------------------------------------------------------------------------------------------------

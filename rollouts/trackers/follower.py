@@ -32,7 +32,7 @@ from rollouts.trackers.position import (
     read_position,
     write_position,
 )
-from rollouts.trackers.sinks import SINKS, RunInfo, Sink, TrackedRow, open_sink
+from rollouts.trackers.sinks import ALERTS, SINKS, RunInfo, Sink, TrackedRow, open_sink
 
 LOOK_S = 0.5  # between two looks at the files
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0  # after a failure
@@ -88,7 +88,8 @@ class Follower:
         """
         position, kind, was_over = read_position(self._path), self._kind, False
         write_position(self._path, position)  # a kill never gives a run two identities
-        sink = await self._call(open_sink, self._name, describe_run(self._root, position))
+        run = describe_run(self._root, position)._replace(say=self._say)
+        sink = await self._call(open_sink, self._name, run)
         try:
             while not was_over:
                 was_over = self._over.is_set()  # before the files are read
@@ -224,6 +225,9 @@ def main(argv: Sequence[str]) -> NoReturn:
     def say(name: str, text: str) -> None:
         with contextlib.suppress(OSError), Path(root, "trackers", f"{name}.log").open("a") as file:
             file.write(f"{text}\n")
+        if name == ALERTS:  # the run's own log has them too
+            with contextlib.suppress(OSError):
+                os.write(0, f"{text}\n".encode())
 
     async def wait_stdin_ended() -> None:
         with contextlib.suppress(PermissionError):  # /dev/null: no trainer holds the other end

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import trio
@@ -72,8 +72,7 @@ async def keep_follower(
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     failures = 0
 
-    async def end_stdin(channel: trio.SocketStream | None) -> None:
-        assert channel is not None
+    async def end_stdin(channel: trio.SocketStream) -> None:
         await over.wait()
         await channel.send_eof()
 
@@ -90,7 +89,11 @@ async def keep_follower(
                 ) as process,
                 trio.open_nursery() as nursery,
             ):
+                assert process.channel is not None
                 nursery.start_soon(end_stdin, process.channel)
+                with suppress(trio.BrokenResourceError):
+                    async for part in process.channel:  # alerts, until the process is gone
+                        say(part.decode(errors="replace").rstrip())
                 await process.wait_ended()
                 nursery.cancel_scope.cancel()
             problem = process.describe_end()

@@ -5,8 +5,9 @@ A module of a sink has `open_sink(run: RunInfo) -> Sink`. Only the follower's pr
 
 import importlib
 import importlib.util
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -59,6 +60,7 @@ class RunInfo(NamedTuple):
     config: Mapping[str, Any]  # as resolved, without secrets
     environment: Mapping[str, str]  # where keys and addresses come from
     mark: Mark | None = None  # what `send` returned last before the position was stored
+    say: Callable[[str], None] = print  # to whoever follows the run
 
     def read_port(self, variable: str, default: str) -> int:
         """The port that a variable names. Raises SinkRefused for one that is none."""
@@ -96,6 +98,7 @@ class SinkKind(NamedTuple):
     confirms_at_close: bool = False  # its library says only then whether the service has the rows
 
 
+ALERTS = "alerts"  # the sink of [[alerts]], no service
 SINKS: Mapping[str, SinkKind] = {
     "tensorboard": SinkKind("tensorboard"),
     "trackio": SinkKind("trackio"),
@@ -104,6 +107,7 @@ SINKS: Mapping[str, SinkKind] = {
     "otlp": SinkKind("opentelemetry.exporter.otlp.proto.http", ("metrics", "evaluations", "spans")),
     "statsd": SinkKind("datadog"),
     "prometheus": SinkKind("prometheus_client"),
+    ALERTS: SinkKind("httpx", deadline_s=math.inf, batch_rows=1),
 }
 
 

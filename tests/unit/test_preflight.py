@@ -221,7 +221,7 @@ def test_epochs_are_passes_over_the_rows_rounded_up_to_whole_steps(
 ):
     text = f"[sft]\nepochs = {epochs}\nbatch_size = {drawn}\n"
     for size in sizes.split():
-        write_rows(house / f"{size}.jsonl", *({"prompt": str(n), "answer": "a"} for n in range(int(size))))
+        write_jsonl(house / f"{size}.jsonl", *({"prompt": str(n), "answer": "a"} for n in range(int(size))))
         text += f'[[sft.data]]\nkind = "jsonl"\npath = "{size}.jsonl"\nweight = {size}.0\n'
     run, findings = look_at(house, text, ("sft",))
     assert run.config.sft and (run.config.sft.steps, run.config.sft.epochs) == (int(steps), 0)

@@ -85,21 +85,3 @@ def test_a_rank_with_another_config_is_refused_naming_the_setting_and_both_value
     dumped = dump_config(load_config(tmp_path / "run.toml"))
     with pytest.raises(ConfigError, match=f"{said}.* rank 0; start all ranks with the same config"):
         check_same_config(ours, dumped, whose="rank 0")
-
-
-def write_config(tmp_path: Path, text: str) -> Path:
-    (tmp_path / "run.toml").write_text(text)
-    return tmp_path / "run.toml"
-
-
-def test_a_rank_takes_the_steps_that_rank_0_has_counted_of_its_epochs(tmp_path: Path):
-    text = '[sft]\n{}\ndata = {{ kind = "jsonl", path = "x" }}\n'
-    mine, counted, other = (
-        load_config(write_config(tmp_path, text.format(length)))
-        for length in ("epochs = 2", "steps = 9", "steps = 9\nmax_length = 7")
-    )
-    check_same_config(mine, dump_config(counted), whose="rank 0")
-    with pytest.raises(ConfigError, match=r"sft\.max_length: 1024 here, 7 on rank 0"):
-        check_same_config(mine, dump_config(other), whose="rank 0")
-    with pytest.raises(ConfigError, match=r"sft\.steps: 9 here, 8 on rank 0"):
-        check_same_config(counted, dump_config(counted).replace("= 9", "= 8"), whose="rank 0")

@@ -27,7 +27,7 @@ from rollouts.trackers.position import (
     read_position,
     write_position,
 )
-from rollouts.trackers.sinks import SINKS, Mark, Place, SinkKind, TrackedRow, check_trackers
+from rollouts.trackers.sinks import ALERTS, SINKS, Mark, Place, SinkKind, TrackedRow, check_trackers
 from tests.support.text_tables import read_cells
 from tests.support.tracker_runs import BEGAN, append, make_row, make_run
 
@@ -126,7 +126,7 @@ def test_a_position_that_cannot_be_read_is_refused_with_the_way_out(root: Path, 
 def test_the_trackers_of_config_command_and_sinks_are_the_same():
     words = [word for name in SINKS for word in ("--to", name)]
     assert make_parser("track").parse_args(["track", "runs/demo", *words]).to == list(SINKS)
-    assert set(TRACKERS) == set(SINKS)
+    assert {*TRACKERS, ALERTS} == set(SINKS)
     expected = "to send the rest: python -m rollouts track 'runs/my demo' --to otlp --to wandb --once"
     assert describe_catching_up(Path("runs/my demo"), ["otlp", "wandb"]) == expected
 

@@ -1,0 +1,97 @@
+"""Alerts: the rules of [[alerts]], looked at row by row. What begins to hold, or holds no longer, is said in
+the run's log, to a command and to a webhook.
+
+The mark is what of each rule holds in each stage: a resumed run, and a follower that starts again, goes on
+with it. A command or webhook has TELL_S, one after the other; what fails or is late is a warning, and the row
+counts as sent. What a command has left behind ends with the follower.
+"""
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import httpx
+
+from rollouts.config.load import load_recorded
+from rollouts.config.tables import AlertConfig
+from rollouts.errors import parse_call
+from rollouts.run_dir import RunDir
+from rollouts.trackers.sinks import Mark, RunInfo, TrackedRow
+
+TELL_S = 10.0
+
+
+class AlertSink:
+    """Looks at rows and tells what is new. Raises ConfigError for a run whose config cannot be read."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self._run, self._alerts = run, load_recorded(RunDir(run.root).config).alerts
+        self._states: dict[str, dict[str, Any]] = (run.mark or {}).get("states", {})
+
+    def send(self, rows: Sequence[TrackedRow]) -> Mark:
+        """Returns when all was told, or could not be, which is said."""
+        for row in (tracked.row for tracked in rows):
+            for alert in self._alerts:
+                state = self._states.setdefault(f"{row['stage']} {alert}", {"holds": False})
+                found = check_rule(alert, row, state) if is_about(alert, row) else None
+                if found not in (None, state["holds"]):
+                    state["holds"] = found
+                    what = f"{alert.metric} is {row.get(alert.metric, 'absent')}: {alert.rule}"
+                    place = f"{self._run.name}: {row['stage']} step {row['step']}"
+                    self._tell(alert, f"{place}: {what}{'' if found else ' is over'}")
+        return {"states": self._states}
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _tell(self, alert: AlertConfig, text: str) -> None:
+        self._run.say(text)
+        for tell, to in ((run_command, alert.run), (post, [alert.webhook])):
+            try:
+                if any(to):
+                    tell(to, text)
+            except Exception as error:  # whatever it is; its own text may have the webhook's URL
+                self._run.say(f"warning: {to[0]} did not take an alert: {type(error).__name__}")
+
+
+def is_about(alert: AlertConfig, row: Mapping[str, Any]) -> bool:
+    """Whether the alert's metric belongs into the row: a step's, or an evaluation's, which has a name."""
+    area, _, rest = alert.metric.partition("/")
+    name = rest.partition("/")[0] if area == "eval" else None
+    return row.get("name") == name and alert.stage in ("", row["stage"])
+
+
+def check_rule(alert: AlertConfig, row: Mapping[str, Any], state: dict[str, Any]) -> bool | None:
+    """Whether the rule holds; None: the row does not tell. `state`, of the stage, changes."""
+    (rule, numbers), value = parse_call(alert.rule), row.get(alert.metric)
+    if rule == "absent":
+        state["missed"] = state.get("missed", 0) + 1 if value is None else 0
+        return state["missed"] >= numbers["steps"]
+    if value is None:
+        return None
+    if rule == "below":
+        return value < numbers["limit"]
+    if rule != "falls":  # not_finite: of the steps that were skipped for it
+        return value > numbers.get("limit", 0)
+    seen = state.setdefault("seen", [])
+    mean = fmean(seen or [value])
+    fallen = len(seen) >= numbers["steps"] and value < mean - numbers["by"] * abs(mean)
+    if not fallen:  # or the mean would follow, and the alert be over though nothing rose again
+        state["seen"] = [*seen, value][-int(numbers["steps"]) :]
+    return fallen
+
+
+def run_command(words: Sequence[str], text: str) -> None:
+    """Raises OSError or SubprocessError for a command that does not start, fails, or is late and killed."""
+    quiet = subprocess.DEVNULL
+    subprocess.run([*words, text], stdin=quiet, stdout=quiet, stderr=quiet, timeout=TELL_S, check=True)
+
+
+def post(variable: Sequence[str], text: str) -> None:
+    """Raises HTTPError for an answer that is late, or no success."""
+    httpx.post(os.environ[variable[0]], json={"text": text}, timeout=TELL_S).raise_for_status()
+
+
+open_sink = AlertSink
