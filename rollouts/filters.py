@@ -172,14 +172,7 @@ def reward_std(group: SampleGroup) -> float:
     return float(_rewards_of(group).std())
 
 
-def reward_mean(group: SampleGroup) -> float:
-    """The mean of the group's rewards, one per trajectory."""
-    return float(_rewards_of(group).mean())
-
-
-RANKERS: Mapping[str, Callable[[SampleGroup], float]] = {
-    function.__name__: function for function in (reward_std, reward_mean)
-}
+RANKERS: Mapping[str, Callable[[SampleGroup], float]] = {"reward_std": reward_std}
 
 
 def make_filter(name: str, **thresholds: float | str) -> GroupFilter:

@@ -98,7 +98,7 @@ def compute_advantages(
     arrays per token; a GAEResult with both.
 
     Raises ValueError, naming the function, unless it is an array, list or tuple of one finite number, or one
-    array of them, per row.
+    array of them, per row; TypeError for what are no real numbers.
     """
     answer = function(inputs, **params)
     name, rows = getattr(function, "__name__", "the advantage function"), len(inputs.rewards)
@@ -117,13 +117,10 @@ def _check_answer(answer: Any, name: str, rows: int) -> FloatArray | FloatRows:
     countable = isinstance(answer, list | tuple) or getattr(answer, "ndim", 0)
     found = f"{len(answer)} advantages" if countable else type(answer).__name__
     require(countable and len(answer) == rows, f"{name} answered with {found} for {rows} rows; {rule}")
-    given = [np.asarray(row) for row in answer]
-    values = [
-        row.astype(np.float64) if row.dtype.kind in "biuf" else np.full(row.shape, np.nan) for row in given
-    ]
+    values = [np.asarray(row).astype(np.float64, casting="same_kind") for row in answer]  # nothing complex
     per_token = rows > 0 and values[0].ndim == 1
     for index, row in enumerate(values):
-        found = f"shape {row.shape}" if row.ndim else given[index]
+        found = f"shape {row.shape}" if row.ndim else row
         fits = row.ndim == per_token and (np.abs(row) <= LARGEST).all()
         require(fits, f"{name} answered for row {index} with {found}; {rule}")
     return tuple(row.astype(np.float32) for row in values) if per_token else np.asarray(values, np.float32)

@@ -308,7 +308,7 @@ class RolloutConfig(SamplingConfig):
     filters: list[FunctionText] = []
     """group filters, run in order; names of rollouts.filters, module:function or file.py:function"""
     ranker: FunctionText = ""
-    """of the groups launched at once, those train that it gives the highest numbers: reward_std, reward_mean,
+    """of the groups launched at once, those train that it gives the highest numbers: reward_std,
     module:function or file.py:function; empty: the first by launch
     """
     max_attempts: PositiveInt = 20

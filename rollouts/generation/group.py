@@ -50,7 +50,7 @@ from rollouts.rewards.call import (
     call_ranker,
     call_reward,
 )
-from rollouts.rewards.check import apply_reward, check_reward, function_name, show_traceback
+from rollouts.rewards.check import apply_reward, check_metadata, check_reward, function_name, show_traceback
 from rollouts.rewards.workers import RaisedInWorker
 from rollouts.types import (
     FilterDecision,
@@ -60,7 +60,6 @@ from rollouts.types import (
     SampleGroup,
     SamplingParams,
     Status,
-    check_json,
 )
 
 MAX_STARTS = 8  # in vain, of one sample whose engine keeps aborting it; after that it has failed
@@ -427,10 +426,9 @@ def _complete_failure(sample: Sample, function: str) -> Sample:
 def _fail(sample: Sample, failure_class: str, function: str, message: str, trace: str) -> Sample:
     failure = {"class": failure_class, "function": function, "message": message, "traceback": trace}
     metadata: dict[str, JSONValue] = {}
-    for key, value in sample.metadata.items():
-        with suppress(ValueError, RecursionError):  # a function has put there what no file can hold
-            check_json("", {key: value})
-            metadata[key] = value
+    with suppress(UserFunctionError):  # a function has put there what no file can hold
+        check_metadata(sample, function)
+        metadata |= sample.metadata
     metadata["failure"] = failure
     return replace(sample, status=Status.FAILED, reward=None, rewards={}, metadata=metadata)
 

@@ -71,49 +71,40 @@ async def call_generate(
         raise UserFunctionError(
             f"{where} returned {shorten(answer)}; it must return a Sample or a sequence of Samples, not empty"
         )
-    if any(segment.status is Status.PENDING for segment in segments):
-        raise UserFunctionError(
-            f"{where} returned a sample whose status is still pending; set completed,"
-            " truncated, aborted or failed"
-        )
     named: list[Sample] = []
     for index, segment in enumerate(segments):
         check_metadata(segment, where)
         _check_trains(segment, where, engine.features.vocab_size, newest_version)
         name = f"{sample.id}.{index}" if index else sample.id  # number_trajectories reads it
-        metadata = {**segment.metadata, **own}
-        kept = (segment.id, segment.group_index, segment.metadata)
-        if kept != (name, sample.group_index, metadata):
-            segment = replace(segment, id=name, group_index=sample.group_index, metadata=metadata)
-        named.append(segment)
+        fields = {"id": name, "group_index": sample.group_index, "metadata": {**segment.metadata, **own}}
+        same = all(getattr(segment, key) == value for key, value in fields.items())
+        named.append(segment if same else replace(segment, **fields))
     return tuple(named)
 
 
 def _check_trains(
     sample: Sample, where: str, vocab_size: int, newest_version: Callable[[], int] | None
 ) -> None:
-    """Raises UserFunctionError, beginning with `where`, for token-level fields that would fail the batch, or
-    falsify it: what the constructor of a sample cannot know.
+    """Raises UserFunctionError, beginning with `where`, for a sample that would fail its batch, or falsify
+    it: what its constructor cannot know.
     """
     mask, largest = sample.loss_mask, sample.tokens.max(initial=0)
     log_probs, versions = sample.rollout_log_probs[mask], sample.weight_versions[mask]
     odd = log_probs[(log_probs > HIGHEST_LOG_PROB) | (log_probs < LOWEST_LOG_PROB)]
-    rules: dict[str, Any] = {
-        "loss_mask trains the first token; nothing comes before it to predict it from: mask it out": mask[
-            :1
-        ].any(),
+    newest = math.inf if newest_version is None else newest_version()
+    strange = versions[(versions < 0) | (versions > newest)] if newest < math.inf else ()
+    rules = {
+        "status is still pending; set completed, truncated, aborted or failed": (
+            sample.status is Status.PENDING
+        ),
+        "loss_mask trains the first token; nothing comes before it to predict it from: mask it out": (
+            mask[:1].any()
+        ),
         f"tokens hold the id {largest}; the model's are 0 to {vocab_size - 1}": largest >= vocab_size,
         f"rollout_log_probs hold {odd[:1]} for a token that trains; a log-prob is at most 0": len(odd),
+        f"weight_versions hold {strange[:1]} for a token that trains, and the trainer is at {newest}; take"
+        " them and the log-probs over from the completion, or mask it out": len(strange),
     }
-    if newest_version is not None:
-        newest = newest_version()
-        rules |= {
-            "weight_versions are -1, which is not sampled, where a token trains; take versions and log-probs"
-            " over from the completion, or mask it out": (versions < 0).any(),
-            f"weight_versions hold {versions.max(initial=0)}; the trainer is at {newest}": (
-                versions > newest
-            ).any(),
-        }
     for rule, broken in rules.items():
         if broken:
             raise UserFunctionError(f"{where} returned a sample whose {rule}")

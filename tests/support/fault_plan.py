@@ -85,12 +85,12 @@ class BadReply:
 @dataclass(frozen=True, slots=True)
 class UpdateFails:
     """A call of an update fails; "probe" is the first request after its resume. A load that fails leaves the
-    weights as they were. "error": so do the next two of this phase, if nothing else comes between them;
-    "once": one 500 and no more.
+    weights as they were. "error": so do the next two of this phase, which only
+    repeat it.
     """
 
     phase: UpdatePhase
-    how: Literal["error", "once", "crash", "hang"] = "error"
+    how: Literal["error", "crash", "hang"] = "error"
 
 
 @dataclass(frozen=True, slots=True)

@@ -343,8 +343,8 @@ class SimulatedProcess:
             if at is None or at > index or not isinstance(what, UpdateFails) or what.phase != phase:
                 continue
             self.strike(fault)
-            if what.how in ("error", "once"):
-                self._refused = [phase] * 2 if what.how == "error" else []
+            if what.how == "error":
+                self._refused = [phase] * 2
                 raise BadAnswer(500, f"the plan fails the phase {phase} of update {index}")
             if what.how == "crash":
                 self.crash()

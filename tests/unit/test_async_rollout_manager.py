@@ -3,6 +3,8 @@ goes wrong.
 """
 
 import dataclasses
+import json
+import math
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from rollouts.generation.generate import compute_request_seed
 from rollouts.generation.group import MAX_STARTS
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup, Status, encode_json
+from tests.support.text_tables import read_cells
 from tests.unit.manager_runs import (
     SAMPLING,
     STREAM,
@@ -174,51 +177,39 @@ def rank_by(*scores: float):
     return ranker
 
 
-@pytest.mark.parametrize(
-    ("options", "taken", "books"),
-    [
-        ({"ranker": rank_by(5, 9, 1, 7)}, [1, 3], {"drawn": 4, "dropped/outranked": 2}),
-        ({"ranker": rank_by(5, 9, 9, 9)}, [1, 2], {"drawn": 4, "dropped/outranked": 2}),
-        (
-            {"ranker": rank_by(0, 1, 2, 3, 4), "filters": [keep_groups(0, 1, 2, 3)], "deterministic": True},
-            [2, 3],
-            {"drawn": 4, "dropped/outranked": 2},
-        ),
-        (
-            {"ranker": rank_by(9, 1, 2, 0, 4), "filters": [keep_groups(1, 2, 3, 4)]},
-            [2, 4],
-            {"drawn": 5, "dropped/not_chosen": 1, "dropped/outranked": 2},
-        ),
-        (  # four may be drawn
-            {"ranker": rank_by(9, 1, 2, 3), "filters": [keep_groups(1, 2, 3)], "max_attempts": 2},
-            [2, 3],
-            {"drawn": 4, "dropped/not_chosen": 1, "dropped/outranked": 1},
-        ),
-    ],
-    ids=[
-        "the best",
-        "equal ones by launch",
-        "in rounds",
-        "filtered ones are replaced",
-        "of fewer at the limit",
-    ],
-)
+# scores by group | groups that a filter keeps | max_attempts | groups that train | drawn, filtered, outranked
+COMPETITIONS = """
+5 9 1 7   | 0 1 2 3 | 20 | 1 3 | 4 0 2
+5 9 9 9   | 0 1 2 3 | 20 | 1 2 | 4 0 2
+9 1 2 0 4 | 1 2 3 4 | 20 | 2 4 | 5 1 2
+9 1 2 3   | 1 2 3   | 2  | 2 3 | 4 1 1
+"""
+
+
+@pytest.mark.parametrize("row", read_cells(COMPETITIONS), ids=" ".join)
+@pytest.mark.parametrize("deterministic", [False, True])
 async def test_with_a_ranker_the_best_of_all_that_are_kept_train_in_launch_order(
-    options: dict[str, Any], taken: list[int], books: dict[str, int], autojump_clock
+    row: list[str], deterministic: bool, autojump_clock
 ):
-    run = make_run(say(token_s=lambda name: 9.0 - group_of(name)), over_sampling=2.0, **options)
+    scores, kept, (most,), taken, (drawn, filtered, outranked) = ([*map(int, cell.split())] for cell in row)
+    run = make_run(
+        say(token_s=lambda name: 9.0 - group_of(name)),
+        ranker=rank_by(*scores),
+        filters=[keep_groups(*kept)],
+        max_attempts=most,
+        over_sampling=2.0,
+        deterministic=deterministic,
+    )
     assert await run.take() == taken
-    assert run.books() == {"trained": 2, **books}
-    assert run.upcoming(1) == [STREAM[books["drawn"]]], "an outranked prompt does not come back in this epoch"
-    run.manager.check_ledger()
+    books = {"drawn": drawn, "trained": 2, "dropped/not_chosen": filtered, "dropped/outranked": outranked}
+    assert run.books() == {name: count for name, count in books.items() if count}
+    assert run.upcoming(1) == STREAM[drawn : drawn + 1], "what is outranked does not come back in this epoch"
     metrics = run.metrics()
-    assert metrics["groups/dropped/outranked"] == books["dropped/outranked"]
-    assert metrics["groups/reward_std/mean"] == 0.5 and metrics["groups/kept"] == 2
+    assert (metrics["groups/kept"], metrics["groups/dropped/outranked"]) == (2, outranked)
 
 
-@pytest.mark.parametrize("answer", [float("nan"), None, "much"])
-async def test_a_ranker_that_gives_no_number_stops_the_call_and_loses_nothing(answer: Any):
-    run = make_run(ranker=rank_by(1.0, answer), over_sampling=2.0)
+async def test_a_ranker_that_gives_no_number_stops_the_call_and_loses_nothing():
+    run = make_run(ranker=rank_by(1.0, math.nan), over_sampling=2.0)
     with pytest.raises(
         UserFunctionError, match=r"ranker ranker on group 1 \(prompt row-\d+\) returned .* score"
     ):
@@ -264,39 +255,29 @@ async def test_a_sample_that_fails_leaves_its_group_and_says_why(
     assert run.metrics()[f"fail/{failure_class}"] == 1
 
 
-def generate_with(**spoiled: Any):
-    """A generate function that sets rewards; the second sample of each group has these fields."""
+SPOILED = """
+{"tokens": [1], "loss_mask": [1], "rollout_log_probs": [-1], "weight_versions": [0]} | trains the first token
+{"reward": 1e39}         | returned 1e+39 as its reward
+{"reward": null}         | returned None as its reward
+{"rewards": {"a": 1e39}} | returned 1e+39 as its part 'a'
+"""
+
+
+@pytest.mark.parametrize(("spoiled", "message"), [*read_cells(SPOILED), ("", "metadata.junk is a object")])
+async def test_what_a_function_returns_costs_its_sample_and_not_the_run(spoiled: str, message: str):
+    """The second sample of each group has these fields, or its reward function leaves no JSON in it."""
 
     async def generate(sample: Sample, engine: Any, sampling: Any) -> Sample:
         done = dataclasses.replace(await chat_generate(sample, engine, sampling), reward=1.0)
-        return dataclasses.replace(done, **spoiled) if member_of(sample.id) == 1 else done
+        fields = json.loads(spoiled or "{}") if member_of(sample.id) == 1 else {}
+        return dataclasses.replace(done, **fields)
 
-    return {"generate": generate, "reward": None}
+    async def reward(sample: Any) -> float:
+        sample.metadata.update({"junk": object()} if member_of(sample.id) == 1 else {})
+        return 1.0
 
-
-async def leave_junk(sample: Sample) -> float:
-    if member_of(sample.id) == 1:
-        sample.metadata["junk"] = object()  # type: ignore[index]
-    return 1.0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            generate_with(tokens=[1], loss_mask=[1], rollout_log_probs=[-1.0], weight_versions=[0]),
-            "the first",
-        ),
-        (generate_with(reward=1e39), "returned 1e+39 as its reward"),
-        (generate_with(reward=None), "returned None as its reward"),
-        (generate_with(rewards={"a": 1e39}), "returned 1e+39 as its part 'a'"),
-        ({"reward": leave_junk}, "metadata.junk is a object"),
-    ],
-)
-async def test_what_a_function_returns_costs_its_sample_and_not_the_run(
-    options: dict[str, Any], message: str
-):
-    run = make_run(samples_per_prompt=3, max_failed_fraction=1.0, **options)
+    scored = None if spoiled else reward
+    run = make_run(samples_per_prompt=3, max_failed_fraction=1.0, generate=generate, reward=scored)
     batch = await run.manager.generate_batch()
     assert [sample.id[-4:] for sample in batch.samples] == ["s000", "s002"] * 2
     for failed in run.manager.failed_samples():

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from tests.support.fault_plan import (
     WrongVersion,
 )
 from tests.support.fault_server import Reply
+from tests.support.text_tables import read_cells
 from tests.unit.server_engines import (
     BOTH,
     VLLM_MODEL,
@@ -62,52 +64,33 @@ async def test_a_phase_of_an_update_fails_and_the_next_update_works(
         assert await engine.weight_version() == 8
 
 
-@pytest.mark.parametrize(
-    ("dialect", "phase"),
-    [
-        ("vllm", "pause"),
-        ("vllm", "set_version"),
-        ("vllm", "resume"),
-        ("sglang", "pause"),
-        ("sglang", "resume"),
-    ],
-)
-async def test_one_500_of_a_control_call_does_not_fail_the_update(
-    dialect, phase, tmp_path: Path, autojump_clock
+SAFE = """
+vllm   | /is_paused /weight_info /pause /resume /update_weight_version /reset_prefix_cache | /collective_rpc
+sglang | /model_info /pause_generation /continue_generation | /update_weights_from_disk
+"""
+
+
+@pytest.mark.parametrize(("dialect", "safe", "once"), read_cells(SAFE))
+async def test_one_503_fails_no_update_if_the_call_is_safe_to_repeat(
+    dialect, safe, once, tmp_path: Path, autojump_clock
 ):
+    path, left = write_snapshot(tmp_path / "v7"), safe.split()
     async with open_both(dialect) as (server, engine):
-        strike(server, UpdateFails(phase, "once"), update=True)
-        await update(engine, write_snapshot(tmp_path / "v7"), 7)
-        assert [fault.what for fault in server.process.struck] == [UpdateFails(phase, "once")]
-        assert await engine.weight_version() == 7 and server.process.paused is None
+        respond = server.respond
 
+        async def busy_at_first(target: str, *request: Any) -> Reply | None:
+            if (asked := target.partition("?")[0]) in left:
+                left.remove(asked)
+                return Reply(status=503)
+            return await respond(target, *request)
 
-@pytest.mark.parametrize(
-    ("path", "calls"),
-    [
-        *(("/pause", 3), ("/resume", 3), ("/update_weight_version", 3), ("/reset_prefix_cache", 3)),
-        *(("/collective_rpc", 1), ("/start_weight_update", 1), ("/weight_info", 3)),
-    ],
-)
-async def test_only_calls_that_are_safe_to_repeat_are_repeated(path, calls, tmp_path: Path, autojump_clock):
-    async with open_both("vllm") as (server, engine):
-        server.overrides[path] = Reply(b"busy", status=503)
-        steps = [
-            partial(engine.pause, "keep"),
-            partial(engine.update_weights_from_checkpoint, write_snapshot(tmp_path / "v7"), 7),
-            engine.resume,
-        ]
-        if path == "/start_weight_update":
-            assert isinstance(engine.dialect, VLLMServer)
-            steps[1] = engine.dialect.start_weight_update
-
-        async def take_steps() -> None:
-            for step in steps:
-                await step()
-
-        with pytest.raises(EngineError, match="busy"):
-            await take_steps()
-        assert len(server.paths(path)) == calls
+        server.respond = busy_at_first
+        await update(engine, path, 7)
+        assert await engine.weight_version() == 7 and server.process.paused is None and not left
+        left.append(once)
+        with pytest.raises(EngineError, match=f"{once} gave 503"):
+            await update(engine, path, 8)
+        assert await engine.weight_version() == (-1 if dialect == "vllm" else 7)
 
 
 async def test_another_version_than_the_one_given_is_an_error(tmp_path: Path):

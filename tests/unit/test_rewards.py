@@ -201,31 +201,23 @@ async def test_segments_carry_the_id_of_their_sample():
 
 
 TRAINED = {"tokens": [5, 6, 7], "loss_mask": [0, 0, 1], "weight_versions": [-1, -1, 3]}
+UNFIT = r"""
+{"loss_mask": [1, 0, 1]}             | loss_mask trains the first token; nothing comes before it
+{"tokens": [5, 258, 7]}              | tokens hold the id 258; the model's are 0 to 257
+{"rollout_log_probs": [0, 0, 0.5]}   | rollout_log_probs hold \[0.5\] for a token that trains
+{"rollout_log_probs": [0, 0, -1e30]} | rollout_log_probs hold .* at most 0
+{"weight_versions": [-1, -1, -1]}    | weight_versions hold \[-1\] .* and the trainer is at 3
+{"weight_versions": [-1, -1, 4]}     | weight_versions hold \[4\] .* and the trainer is at 3
+"""
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"loss_mask": [1, 0, 1]}, "loss_mask trains the first token; nothing comes before it"),
-        ({"tokens": [5, 258, 7]}, "tokens hold the id 258; the model's are 0 to 257"),
-        ({"rollout_log_probs": [0.0, 0.0, 0.5]}, r"rollout_log_probs hold \[0.5\] for a token that trains"),
-        ({"rollout_log_probs": [0.0, 0.0, -1e30]}, "rollout_log_probs hold .* at most 0"),
-        ({"weight_versions": []}, "weight_versions are -1, which is not sampled, where a token trains"),
-        ({"weight_versions": [-1, -1, 4]}, "weight_versions hold 4; the trainer is at 3"),
-    ],
-)
-async def test_a_generated_sample_that_cannot_train_is_an_error_of_its_function(
-    changed: dict[str, Any], message: str
-):
-    async def ask(fields: dict[str, Any]) -> tuple[Sample, ...]:
-        answer = Sample(id="a", prompt="x", status=Status.COMPLETED, **fields)
-        return await call_generate(
-            answering([SAMPLE, answer]), SAMPLE, ENGINE, NO_SAMPLING, newest_version=lambda: 3
-        )
-
-    assert len(await ask(TRAINED)) == 2
-    with pytest.raises(UserFunctionError, match=f"^generate function user on sample g0-s0 .* {message}"):
-        await ask(TRAINED | changed)
+@pytest.mark.parametrize(("changed", "message"), [("{}", ""), *read_cells(UNFIT)])
+async def test_a_generated_sample_that_cannot_train_is_an_error_of_its_function(changed: str, message: str):
+    fields = TRAINED | json.loads(changed)
+    answer = answering([SAMPLE, Sample(id="a", prompt="x", status=Status.COMPLETED, **fields)])
+    expected = pytest.raises(UserFunctionError, match=f"^generate function user on sample g0-s0 .*{message}")
+    with expected if message else contextlib.nullcontext():
+        await call_generate(answer, SAMPLE, ENGINE, NO_SAMPLING, newest_version=lambda: 3)
 
 
 @pytest.mark.parametrize("left", [{1, 2}, math.nan, 10**5000, object()], ids=["set", "nan", "long", "object"])
