@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import trio
 
 from integration_training.opening import (
@@ -29,7 +30,7 @@ from rollouts.checkpoints.writer import retain
 from rollouts.config.load import training_digest
 from rollouts.config.modes import EVALUATE, stage_config
 from rollouts.crash_points import reach
-from rollouts.data.samples import count_labels
+from rollouts.data.samples import count_labels, measure_scores
 from rollouts.errors import ConfigError
 from rollouts.loops import preference, reward_model
 from rollouts.loops.linearised import on_thread
@@ -38,8 +39,10 @@ from rollouts.losses.row_losses import (
     compares_with_reference,
     make_kto_loss,
     make_pair_loss,
+    make_regression_loss,
     make_score_loss,
     measure_calibration,
+    measure_regression,
 )
 from rollouts.protocols import LogProbScorer
 from rollouts.run_dir import parse_step
@@ -173,9 +176,15 @@ async def train_reward_model(run: Run, opened: Stage) -> int:
     config, backend = opened.section, opened.backend
     training, held_out = run.prepared.samples["reward_model"]
     on_backend = partial(on_thread, backend.device_thread.submit)
-    loss, calibration = on_backend(make_score_loss(CENTRING)), on_backend(measure_calibration)
-    train = partial(reward_model.run_reward_model_training, backend, training, config, loss=loss)
-    measure = partial(reward_model.evaluate_reward_model, backend, held_out, measure=calibration, name=PAIRS)
+    loss, measured = make_score_loss(CENTRING), measure_calibration
+    if config.loss == "mse":
+        mean, std = measure_scores(training.samples)
+        targets = (np.asarray([sample.margin for sample in held_out]) - mean) / std
+        loss, measured = make_regression_loss(mean, std), partial(measure_regression, targets=targets)
+        backend.model.config.update({"score_mean": mean, "score_std": std})  # into every checkpoint
+    train = partial(reward_model.run_reward_model_training, backend, training, config, loss=on_backend(loss))
+    evaluate = partial(reward_model.evaluate_reward_model, backend, held_out, name=PAIRS)
+    measure = partial(evaluate, measure=on_backend(measured))
     return await train_and_measure(run, opened, train, measure)
 
 

@@ -127,7 +127,10 @@ class PreferenceTrainingConfig(PairStageConfig, LossConfig):
 
 
 class RewardModelTrainingConfig(PairStageConfig):
-    """Training of a reward model on pairs of responses: one score per response, the higher the better."""
+    """Training of a reward model: one score per response, the higher the better."""
+
+    loss: Literal["bradley_terry", "mse"] = "bradley_terry"
+    """of pairs; mse: of responses with a score, which are brought to mean 0 and deviation 1"""
 
 
 READ_NO_REWARD = ("check_response_diversity", "check_reasonable_length")  # filters of ours

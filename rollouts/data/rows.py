@@ -7,6 +7,7 @@ datasets:
     pair      prompt + chosen + rejected; or chosen and rejected alone, two whole conversations that begin
               alike
     labelled  prompt + completion + label; or completion and label alone, a whole conversation
+    scored    the same with a score in place of the label
 
 A response is text, or chat messages of which the last is the assistant's. Once parsed, `prompt` holds every
 message before the response, as chat messages, and each response column a list of one message.
@@ -37,9 +38,9 @@ MAX_ROW_BYTES = 2**20
 MAX_DEPTH = 64  # lists and objects inside each other
 
 
-RowUse = Literal["any", "prompt", "conversation", "pair", "labelled"]
+RowUse = Literal["any", "prompt", "conversation", "pair", "labelled", "scored"]
 """prompt: RL and evaluation generate from it; conversation: SFT trains on it; pair: preference losses and
-reward models; labelled: KTO.
+reward models; labelled: KTO; scored: reward models too.
 """
 
 
@@ -67,7 +68,7 @@ def parse_row(
         kind = "null" if value is None else f"of type {type(value).__name__}"
         raise DataError(f"the row is {kind}; it must be an object with `prompt` or `messages`")
     row = to_json(_take_columns(value, columns or {}))
-    if use == "pair" or use == "labelled":
+    if use in RESPONSES:
         row = _split_responses(row, use)
     turns = {"prompt": read_prompt, "messages": partial(parse_messages, where="messages")}
     asked = {key: read(row[key]) for key, read in turns.items() if key in row}
@@ -237,37 +238,54 @@ def row_to_conversation(row: Mapping[str, Any]) -> list[ChatMessage]:
 # --- preferences --------------------------------------------------------------------------------------------
 
 
-RESPONSES = {  # by use: the columns that a row must have, the responses first, and the rule
-    "pair": (("chosen", "rejected"), "a pair has a prompt, a chosen and a rejected response"),
-    "labelled": (("completion", "label"), "a KTO row has a prompt, a completion and a label"),
+RESPONSES: Mapping[str, tuple[tuple[str, str], str, str, tuple[type, ...], str]] = {
+    # by use: the columns that a row must have, the responses first, and the rule; the column beside the
+    # responses, its types and what it must be
+    "pair": (
+        ("chosen", "rejected"),
+        "a pair has a prompt, a chosen and a rejected response",
+        "margin",
+        (int, float, type(None)),
+        "a number: how much better the chosen response is",
+    ),
+    "labelled": (
+        ("completion", "label"),
+        "a KTO row has a prompt, a completion and a label",
+        "label",
+        (bool,),
+        "true for a good completion and false for a bad one",
+    ),
+    "scored": (
+        ("completion", "score"),
+        "a scored row has a prompt, a completion and a score",
+        "score",
+        (int, float),
+        "a number: how good the completion is",
+    ),
 }
 
 
-def _split_responses(row: Row, use: Literal["pair", "labelled"]) -> Row:
+def _split_responses(row: Row, use: RowUse) -> Row:
     """The row with its prompt and its responses apart. Raises DataError if one is missing, empty or of
-    another type, the responses answer different prompts, or the label or the margin is of another type.
+    another type, the responses answer different prompts, or label, score or margin is of another type.
     """
-    needed, rule = RESPONSES[use]
+    needed, rule, column, types, what = RESPONSES[use]
     for field in needed:
         if field not in row:
             close = nearest(field, [key for key in row if key not in needed])
             hint = f'; is it {close}? Then set columns.{field} = "{close}"' if close else ""
             raise DataError(f"no `{field}`; {rule}. The row has {', '.join(row) or 'no fields'}{hint}")
-    first, second = ([*_join(row, field)] for field in (needed if use == "pair" else needed[:1] * 2))
+    responses = needed if use == "pair" else needed[:1]
+    turns = {field: [*_join(row, field)] for field in responses}
+    first, second = turns[responses[0]], turns[responses[-1]]
     if first[:-1] != second[:-1]:
         pairs = zip_longest(first[:-1], second[:-1])
         same = next(at for at, (one, other) in enumerate(pairs) if one != other)
         rule = "both must answer the same prompt with their last turn"
         raise DataError(f"chosen and rejected differ in message {same} already; {rule}")
-    if use == "labelled":
-        if not isinstance(row["label"], bool):
-            rule = "it must be true for a good completion and false for a bad one"
-            raise DataError(f"label is {repr(row['label'])[:80]}; {rule}")
-        return {**row, "prompt": first[:-1], "completion": first[-1:]}
-    if type(row.get("margin")) not in (int, float, type(None)):
-        rule = "it must be a number: how much better the chosen response is"
-        raise DataError(f"margin is {repr(row['margin'])[:80]}; {rule}")
-    return {**row, "prompt": first[:-1], "chosen": first[-1:], "rejected": second[-1:]}
+    if type(row.get(column)) not in types:
+        raise DataError(f"{column} is {repr(row.get(column))[:80]}; it must be {what}")
+    return {**row, "prompt": first[:-1], **{field: whole[-1:] for field, whole in turns.items()}}
 
 
 def _join(row: Row, field: str) -> list[ChatMessage]:

@@ -11,6 +11,7 @@ with which KTO estimates its reference point.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from rollouts.data.chat import (
     tokenize_conversation,
 )
 from rollouts.data.mixture import Mixture, Source
-from rollouts.data.rows import Row, naming, parse_tools, row_to_conversation
+from rollouts.data.rows import Row, RowUse, naming, parse_tools, row_to_conversation
 from rollouts.errors import DataError
 from rollouts.types import BoolArray, ChatMessage, IntArray, RolloutBatch
 
@@ -53,13 +54,13 @@ class SFTSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreferenceSample:
-    """Two responses to one prompt, or one that is marked good or bad, ready to train."""
+    """Two responses to one prompt, or one that is marked good or bad, or has a score, ready to train."""
 
     # chosen and rejected; or the completion and, after the same prompt, that of another one. They are equal
-    # up to the first token that trains in either
-    rows: tuple[SFTSample, SFTSample]
+    # up to the first token that trains in either. Of a scored response there is one
+    rows: tuple[SFTSample, ...]
     row_id: int  # position of its row in the dataset
-    margin: float = 0.0  # how much better the chosen response is said to be; reward models read it
+    margin: float = 0.0  # how much better the chosen response is said to be, or the score; of reward models
     desirable: bool | None = None  # the mark of the completion; None: a pair
     # nats, of the rows that are scored under a frozen reference; None: not scored
     ref_log_probs: tuple[float, ...] | None = None
@@ -157,22 +158,23 @@ def prepare_preference_mixture(
     mixture: Mixture[Row],
     tokenizer: ChatTokenizer,
     *,
-    labelled: bool,
+    use: RowUse,
     max_length: int,
     params: TemplateParams = NO_PARAMS,
     name: str = "preference.data",
 ) -> Mixture[PreferenceSample]:
-    """Every row of use "pair", or "labelled", as a sample whose token rows have at most `max_length` tokens;
-    only the responses train. The second row of a labelled sample has the completion of the next row of all
-    sources whose prompt is another.
+    """Every row of use "pair", "labelled" or "scored" as a sample whose token rows have at most `max_length`
+    tokens; only the responses train. The second row of a labelled sample has the completion of the next row
+    of all sources whose prompt is another.
 
     A longer response is cut on the right if tokens of it remain. A sample is dropped as a whole if a response
     has none left, a pair also if the two are the same then; all of this is counted. Raises as
     prepare_samples, and DataError if all prompts of labelled rows are the same.
     """
     rows = mixture.samples
-    pairs = [{field: row[field] for field in ("chosen", "rejected")} for row in rows if not labelled]
-    if labelled:
+    fields = ("chosen", "rejected") if use == "pair" else ("completion",)
+    pairs = [{field: row[field] for field in fields} for row in rows]
+    if use == "labelled":
         try:
             others = mismatch_completions([json.dumps(row["prompt"], sort_keys=True) for row in rows])
         except ValueError as error:
@@ -189,15 +191,16 @@ def prepare_preference_mixture(
             with naming(field):
                 sample = _tokenize_row([*row["prompt"], *response], row, row_id, tokenizer, "last", params)
             whole.append(sample.cut(int(np.flatnonzero(sample.loss_mask)[-1]) + 1))
-        first, second = (response.cut(max_length) for response in whole)
+        cut = tuple(response.cut(max_length) for response in whole)
         assert len({response.token_ids[~response.loss_mask].tobytes() for response in whole}) == 1, row_id
-        if not first.loss_mask.any():
+        if not cut[0].loss_mask.any():
             return NO_TOKENS
-        if not labelled and np.array_equal(first.token_ids, second.token_ids):
+        if use == "pair" and np.array_equal(cut[0].token_ids, cut[1].token_ids):
             return SAME_RESPONSE
-        margin, desirable = float(row.get("margin") or 0.0), row["label"] if labelled else None
-        num_cut = sum(len(response.token_ids) > max_length for response in whole[: 1 if labelled else 2])
-        return PreferenceSample((first, second), row_id, margin, desirable), num_cut
+        margin = float(row["score"] if use == "scored" else row.get("margin") or 0.0)
+        desirable = row["label"] if use == "labelled" else None
+        num_cut = sum(len(response.token_ids) > max_length for response in whole[: len(fields)])
+        return PreferenceSample(cut, row_id, margin, desirable), num_cut
 
     return prepare_samples(mixture, prepare, max_length=max_length, name=name)
 
@@ -229,6 +232,15 @@ def count_labels(samples: Sequence[PreferenceSample]) -> tuple[int, int]:
     """(desirable, undesirable) samples."""
     desirable = sum(bool(sample.desirable) for sample in samples)
     return desirable, len(samples) - desirable
+
+
+def measure_scores(samples: Sequence[PreferenceSample]) -> tuple[float, float]:
+    """(mean, standard deviation) of the scores. Raises DataError unless they differ and are of one size."""
+    scores = np.asarray([sample.margin for sample in samples])
+    mean, std = float(scores.mean()), float(scores.std())
+    if not 0 < std < math.inf:
+        raise DataError(f"reward_model.data: the deviation of the scores is {std}; they must differ")
+    return mean, std
 
 
 # --- held out, batched --------------------------------------------------------------------------------------

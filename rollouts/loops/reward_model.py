@@ -1,5 +1,5 @@
-"""Training of a reward model: pairs → a score per response → the Bradley-Terry loss of the whole batch → one
-step.
+"""Training of a reward model: pairs, or responses with scores → a score of the model's for each → the loss of
+the whole batch → one step.
 
 The backend's model has a scalar head. A response's score is read at the last token that trains, its end of
 turn, as where RL samples end.
@@ -21,7 +21,7 @@ from rollouts.protocols import MetricsLogger, TrainingBackend
 from rollouts.types import RolloutBatch
 
 Measure = Callable[[NDArray[np.float64]], Awaitable[Mapping[str, float]]]
-"""rollouts.losses.row_losses.measure_calibration, run where torch may run."""
+"""measure_calibration or measure_regression of rollouts.losses.row_losses, run where torch may run."""
 
 
 async def run_reward_model_training(
@@ -37,10 +37,10 @@ async def run_reward_model_training(
 ) -> list[dict[str, float]]:
     """The metrics of every step that ran, `completed_steps` + 1 to `config.steps`.
 
-    Consumes tokenized pairs with their margins; produces weights inside `backend`, which has a scalar head.
-    `loss` is make_score_loss(centring) on the backend's thread. The pairs of a step are a pure
-    function of (seed, step). As in run_preference_training a pass without gradient comes first, so
-    micro-batches and ranks do not matter.
+    Consumes tokenized samples with their margins; produces weights inside `backend`, which has a scalar head.
+    `loss` is make_score_loss(centring), or make_regression_loss, on the backend's thread. The samples of a
+    step are a pure function of (seed, step). As in run_preference_training a pass without gradient comes
+    first, so micro-batches and ranks do not matter.
     """
 
     async def prepare(step: int, timer: PhaseTimer) -> PreparedStep:
@@ -64,8 +64,8 @@ async def run_reward_model_training(
 async def evaluate_reward_model(
     backend: TrainingBackend, held_out: Sequence[PreferenceSample], *, measure: Measure, name: str = "pairs"
 ) -> dict[str, float]:
-    """`eval/{name}/accuracy`, `/ece`, `/brier` and `/nll` of held-out pairs under the backend's weights (see
-    compute_pair_calibration); empty without a pair. Raises ModelError if a score is not finite.
+    """`eval/{name}/…` of held-out samples under the backend's weights: what `measure` finds; empty without a
+    sample. Raises ModelError if a score is not finite.
     """
     if not held_out:
         return {}
@@ -76,6 +76,6 @@ async def evaluate_reward_model(
 async def score_pairs(
     backend: TrainingBackend, samples: Sequence[PreferenceSample]
 ) -> tuple[RolloutBatch, NDArray[np.float64]]:
-    """(rows, their scores [2P]), chosen and rejected in turn."""
+    """(rows, their scores), of pairs [2P] chosen and rejected in turn."""
     rows = make_score_batch([row.token_ids for sample in samples for row in sample.rows])
     return rows, read_scores(await backend.forward(rows).result(), rows).astype(np.float64)

@@ -126,6 +126,30 @@ def make_score_loss(centring: float) -> RowLoss:
     return loss
 
 
+def make_regression_loss(mean: float, std: float) -> RowLoss:
+    """`loss(scores [B], *, margins [B])` of a reward model: the squared error of its scores against (margin −
+    mean) / std.
+    """
+
+    def loss(scores: Values, *, margins: Values) -> LinearisedRows:
+        gaps = scores - (margins - mean) / std
+        return LinearisedRows(float(np.square(gaps).mean()), float(len(gaps)), -2 * gaps, {})
+
+    return loss
+
+
+def measure_regression(scores: Values, *, targets: Values) -> dict[str, float]:
+    """`mse` and, where both vary, Pearson's `correlation` of scores [B] with their targets [B]. Raises
+    ModelError for a score that is not finite.
+    """
+    if not np.isfinite(scores).all():
+        raise ModelError("a score of the reward model is not finite; go on from an earlier checkpoint")
+    found = {"mse": float(np.square(scores - targets).mean())}
+    if scores.std() * targets.std() > 0:
+        found["correlation"] = float(np.corrcoef(scores, targets)[0, 1])
+    return found
+
+
 def measure_calibration(scores: Values) -> dict[str, float]:
     """Accuracy, expected calibration error (`ece`), `brier` score and `nll` of compute_pair_calibration, from
     scores [2P].

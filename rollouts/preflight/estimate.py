@@ -158,7 +158,7 @@ def _samples(rl: Any) -> int:
 
 def _rows_of_step(stage: str, section: Any) -> int:
     """Token rows of a step without generation: of a pair both, of a KTO row the mismatched one too."""
-    return section.batch_size * (1 if stage == "sft" else 2)
+    return section.batch_size * (1 if stage == "sft" or section.loss == "mse" else 2)
 
 
 def _compare(subject: str, parts: Mapping[str, int], free: int | None) -> Finding:

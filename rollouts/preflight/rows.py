@@ -94,10 +94,12 @@ def load_all_rows(config: RunConfig, stages: Sequence[str], findings: Findings) 
 
 def choose_use(config: RunConfig, stage: str) -> RowUse:
     """What the rows of "eval" or a training stage must be: of preferences pairs, but labelled responses for
-    KTO.
+    KTO, and scored ones for a reward model with loss "mse".
     """
     if stage == "preference" and config.preference and config.preference.loss == "kto":
         return "labelled"
+    if stage == "reward_model" and config.reward_model and config.reward_model.loss == "mse":
+        return "scored"
     return USES.get(stage, "prompt")
 
 
@@ -191,7 +193,7 @@ def prepare_samples(config: RunConfig, stage: str, mixture: Mixture[Row], tokeni
     how: dict[str, Any] = {"max_length": section.max_length, "params": params}
     if stage == "sft":
         return StageSamples(prepare_sft_mixture(mixture, tokenizer, train_on=section.train_on, **how))
-    how |= {"labelled": choose_use(config, stage) == "labelled", "name": f"{stage}.data"}
+    how |= {"use": choose_use(config, stage), "name": f"{stage}.data"}
     samples = prepare_preference_mixture(mixture, tokenizer, **how)
     return StageSamples(*split_held_out(samples, section.held_out, name=stage))
 

@@ -37,9 +37,7 @@ PAIR = {"prompt": "q", "chosen": "ab", "rejected": "c"}  # 20 + a, b, end = 23 t
 
 def prepare(use, *rows, tokenizer=None, max_length=99):
     mixture = make_mixture([parse_row(row, use) for row in rows])
-    return prepare_preference_mixture(
-        mixture, tokenizer or byte_tokenizer(), labelled=use == "labelled", max_length=max_length
-    )
+    return prepare_preference_mixture(mixture, tokenizer or byte_tokenizer(), use=use, max_length=max_length)
 
 
 # --- shapes -------------------------------------------------------------------------------------------------
@@ -160,7 +158,7 @@ def test_held_out_pairs_come_off_the_end_and_their_prompts_do_not_train():
 def test_every_source_gives_its_share_of_what_is_held_out():
     rows = [parse_row(row, "pair") for row in numbered(9)]
     sources = (Source("a", 1.0, tuple(rows[:6])), Source("b", 1.0, (*rows[6:8], None, rows[8])))
-    data = prepare_preference_mixture(Mixture(sources), byte_tokenizer(), labelled=False, max_length=99)
+    data = prepare_preference_mixture(Mixture(sources), byte_tokenizer(), use="pair", max_length=99)
     training, held_out = split_held_out(data, 3)
     assert [(sample.row_id, len(prompt_of(sample))) for sample in held_out] == [(4, 160), (5, 160), (3, 160)]
     assert [len(source.rows) for source in training.sources] == [4, 3]

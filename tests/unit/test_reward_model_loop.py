@@ -4,6 +4,7 @@ measures are those of its scores.
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,16 @@ from transformers import AutoModelForSequenceClassification
 
 from rollouts.config.schema import RewardModelTrainingConfig
 from rollouts.data.mixture import make_mixture, select_samples
-from rollouts.data.samples import PreferenceSample
-from rollouts.errors import ModelError
+from rollouts.data.samples import PreferenceSample, measure_scores
+from rollouts.errors import DataError, ModelError
 from rollouts.loops.linearised import on_thread
 from rollouts.loops.reward_model import run_reward_model_training
-from rollouts.losses.row_losses import make_score_loss, measure_calibration
+from rollouts.losses.row_losses import (
+    make_regression_loss,
+    make_score_loss,
+    measure_calibration,
+    measure_regression,
+)
 from rollouts.models.load import load_hf_model
 from tests.support import plain_backend
 from tests.unit.test_loops import Diary, MemoryLogger
@@ -49,9 +55,10 @@ async def train(
     samples: Sequence[PreferenceSample],
     config: RewardModelTrainingConfig,
     logger: Any = None,
+    of_scores: Any = None,
     **loop: Any,
 ):
-    loss = on_thread(backend.device_thread.submit, make_score_loss(CENTRING))
+    loss = on_thread(backend.device_thread.submit, of_scores or make_score_loss(CENTRING))
     return await run_reward_model_training(
         backend, make_mixture(samples), config, logger or MemoryLogger(), loss=loss, **loop
     )
@@ -85,6 +92,37 @@ async def test_three_steps_are_those_of_plain_autograd_with_margins_and_centring
     np.testing.assert_allclose([row["loss/total"] for row in history], losses, rtol=2e-5)
     assert_close(trained, weights_of(plain), 3e-5)
     assert float((trained["score.weight"] - before["score.weight"]).abs().max()) > 1e-3
+
+
+async def test_steps_on_scores_are_those_of_plain_autograd(model_path):
+    samples = [replace(pair, rows=pair.rows[:1]) for pair in make_pairs(6)]  # their scores are 0, 1, 2, …
+    plain, std = AutoModelForSequenceClassification.from_pretrained(model_path).eval(), np.sqrt(35 / 12)
+    assert measure_scores(samples) == pytest.approx((2.5, std))
+
+    def loss_of(model: Any, step: int) -> Tensor:
+        drawn = select_samples(make_mixture(samples), 4, step, 7)
+        gaps = [score(model, one.rows[0].token_ids) - (one.margin - 2.5) / std for one in drawn]
+        return torch.stack(gaps).square().mean()
+
+    losses = train_plainly(plain, loss_of, 3)
+    async with open_backend(model_path) as backend:
+        loss = make_regression_loss(*measure_scores(samples))
+        history = await train(backend, samples, config_of(loss="mse"), of_scores=loss, seed=7)
+        heads = [{"score.weight": weights_of(model)["score.weight"]} for model in (backend.model, plain)]
+    assert_close(
+        *heads, tolerance=3e-5
+    )  # AdamW divides tiny gradients elsewhere, and makes their rounding large
+    np.testing.assert_allclose([row["loss/total"] for row in history], losses, rtol=2e-5)
+
+
+def test_scores_that_do_not_differ_are_refused_and_held_out_ones_are_measured():
+    with pytest.raises(DataError, match="the deviation of the scores is 0"):
+        measure_scores(make_pairs(1))
+    found = measure_regression(np.asarray([0.0, 2.0, 1.0]), targets=np.asarray([0.0, 1.0, 2.0]))
+    assert found == pytest.approx({"mse": 2 / 3, "correlation": 0.5})
+    assert measure_regression(np.zeros(2), targets=np.ones(2)) == {"mse": 1.0}
+    with pytest.raises(ModelError, match="not finite"):
+        measure_regression(np.asarray([np.nan]), targets=np.zeros(1))
 
 
 async def test_metrics_are_of_the_scores_and_steps_are_logged_and_saved(model_path):
