@@ -35,7 +35,7 @@ from rollouts.errors import (
     StalenessError,
     WeightSyncError,
 )
-from rollouts.filters import RANKERS
+from rollouts.filters import reward_std
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.rl import run_rl_training
@@ -256,7 +256,7 @@ class _Simulation(Checks):
                 config=schedule.config.rollout,
                 reward=self.reward,
                 filters=[self.filter],
-                ranker=RANKERS.get(schedule.config.rollout.ranker),
+                ranker=self.rank if schedule.config.rollout.ranker else None,
                 sampling=SamplingParams(max_new_tokens=schedule.max_new_tokens, stop_token_ids=(FAKE_END,)),
                 seed=schedule.seed,
                 policy_version=lambda: backend.weight_version,
@@ -405,6 +405,10 @@ class _Simulation(Checks):
             await trio.sleep(math.inf if kind == 1 else 0.0)
             return math.nan
         return fake_uniform(seed, "reward", sample.id)
+
+    async def rank(self, group: SampleGroup) -> float:
+        await trio.lowlevel.checkpoint()
+        return reward_std(group)
 
     async def filter(self, group: SampleGroup) -> bool:
         await trio.lowlevel.checkpoint()
