@@ -14,7 +14,7 @@ from rollouts.engines.fleet_members import Member
 from rollouts.errors import EngineError, EngineSetupError, EngineUnreachable, ReplyError
 from rollouts.types import Completion, EngineFeatures, GenerateRequest, SamplingParams
 
-FEATURES = EngineFeatures(vocab_size=100, context_length=64, in_memory_update=True, deterministic=True)
+FEATURES = EngineFeatures(vocab_size=258, context_length=64, in_memory_update=True, deterministic=True)
 UNREACHABLE = EngineUnreachable("connection reset")
 GARBAGE = ReplyError("the log-prob of token 0 is nan")
 NAMES = [f"r{index}" for index in range(10_000)]  # of requests
