@@ -43,9 +43,9 @@ async def test_server_that_fails_in_a_load_has_no_version_until_an_update_succee
         await engine.pause("keep")
         send = engine.dialect.server.control
 
-        async def lose_and_send(*arguments: Any) -> Any:
+        async def lose_and_send(*arguments: Any, **options: Any) -> Any:
             shutil.rmtree(gone, ignore_errors=True)
-            return await send(*arguments)
+            return await send(*arguments, **options)
 
         with monkeypatch.context() as patch:
             patch.setattr(engine.dialect.server, "control", lose_and_send)
