@@ -76,16 +76,23 @@ def load_functions(
         return None
 
     learns = rollout.is_scored or (config.rl and config.rl.distillation)
-    for key, lacking in (
-        ("rl.rollout.reward", "rl" in stages and config.rl and not learns),
-        ("eval.reward", config.eval and not (config.eval.reward or rollout.reward)),
+    for key, lacking, others in (
+        (
+            "rl.rollout.reward",
+            "rl" in stages and config.rl and not learns,
+            "a group_reward or a reward_model, or [rl.distillation] with a teacher",
+        ),
+        (
+            "eval.reward",
+            config.eval and not (config.eval.reward or rollout.reward),
+            "rl.rollout.reward, which [eval] takes too: other rewards, and a teacher, do not evaluate",
+        ),
     ):
         with findings.reporting(key):
             if lacking:
                 raise ConfigError(
                     f"{key} is empty; name a function of one sample as module:function or file.py:function,"
-                    " or in [rl.rollout] a group_reward or reward_model, or in [rl.distillation] a teacher;"
-                    " [eval] takes rl.rollout.reward too"
+                    f" or {others}"
                 )
             check_weights(rollout.reward_weights)
     functions = Functions(

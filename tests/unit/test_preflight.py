@@ -48,6 +48,7 @@ max_new_tokens = 10
 data = { kind = "jsonl", path = "eval.jsonl" }
 """
 PREFERENCE = '[preference]\nsteps = 1\nloss = "ipo"\ndata = { kind = "jsonl", path = "pairs.jsonl" }\n'
+TEACHER = '[rl.distillation]\nteacher = "http://127.0.0.1:9"\n'
 FILTERS, CALLED = 'filters = ["r.py:keep"]\n', EVAL + 'reward = "r.py:score"\n'
 
 
@@ -158,13 +159,14 @@ a;xxxxxxxxxxxx | RL | rl.rollout.max_new_tokens: the longest prompt has 31 token
 q | RL, advantage = "opo", advantage_params = { k = 2 } | rl.advantage: advantage 'opo' has no parameter 'k'
 q | NO_REWARD | rl.rollout.reward is empty; name a function of one sample as
 q | NO_REWARD + EVAL | eval.reward: eval.reward is empty; name a function
+q | NO_REWARD + TEACHER + EVAL | file.py:function, or rl.rollout.reward, which [eval] takes too
 """
 
 
 def make_text(name: str) -> str:
     """The config of a case: its tables, and what is added to them."""
     start, _, added = name.partition(", ")
-    text = "".join({"RL": RL, "EVAL": EVAL, "NO_REWARD": NO_REWARD}[part] for part in start.split(" + "))
+    text = "".join(globals()[part] for part in start.split(" + "))
     if added.startswith("max_bad"):
         return text.replace('"rl.jsonl"', f'"rl.jsonl", {added}')
     return text.replace("[rl.rollout]", added.replace(", ", "\n") + "\n[rl.rollout]")
