@@ -343,7 +343,7 @@ class Collector:
             f"{len(self._kept)} of num_prompts={config.num_prompts} groups were kept of {self._drawn} drawn"
             f" ({_count_text(self._dropped.elements()) or 'nothing dropped'}), and"
             f" max_attempts={config.max_attempts} allows no more; loosen the filters, use easier or harder"
-            f" prompts, or raise max_attempts{hints}"
+            f" prompts, or raise max_attempts, or max_new_tokens where groups are truncated{hints}"
         )
 
     # --- the end of a batch ---------------------------------------------------------------------------------
