@@ -147,4 +147,4 @@ def check_advantage_params(name: str, function: AdvantageFn, params: Mapping[str
     """Raises ConfigError if the function cannot be called with these parameters, naming the nearest one and
     all that it takes.
     """
-    check_keywords(f"advantage {name!r}", function, params, beside=("inputs",))
+    check_keywords(f"advantage {name!r}", function, params, beside=("inputs", "rewards"))

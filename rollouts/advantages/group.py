@@ -60,7 +60,13 @@ def per_group(function: Callable[..., Floats]) -> Callable[..., Floats]:
 
 def standardise(values: Floats, std_epsilon: float) -> Floats:
     """(value − mean) / (std + std_epsilon), std with the number − 1 in its denominator."""
-    return (values - values.mean()) / (values.std(ddof=1) + std_epsilon)
+    return (values - values.mean()) / compute_spread(values, std_epsilon)
+
+
+def compute_spread(values: Floats, std_epsilon: float) -> float:
+    """std + std_epsilon; an epsilon below 0 would turn the sign of advantages. Raises ValueError for one."""
+    require(std_epsilon >= 0, f"std_epsilon={std_epsilon}; it must be 0 or above")
+    return values.std(ddof=1) + std_epsilon
 
 
 @per_group
@@ -79,7 +85,7 @@ def compute_grpo_advantages(
     advantages = np.empty_like(rewards)
     for row, reward in enumerate(rewards):
         others = np.delete(rewards, row)
-        spread = others.std(ddof=1) + std_epsilon if len(others) > 1 and np.ptp(others) > 0 else 1.0
+        spread = compute_spread(others, std_epsilon) if len(others) > 1 and np.ptp(others) > 0 else 1.0
         advantages[row] = (reward - others.mean()) / spread
     return advantages
 
@@ -98,7 +104,7 @@ def compute_lite_ppo_advantages(inputs: AdvantageInputs, *, std_epsilon: float =
     − 1 in its denominator: a group of little spread is not blown up. Paper: LitePPO, 2508.08221.
     """
     centred, rewards = compute_centred_advantages(inputs), inputs.rewards
-    return centred / (rewards.std(ddof=1) + std_epsilon) if len(rewards) > 1 else centred
+    return centred / compute_spread(rewards, std_epsilon) if np.ptp(rewards) > 0 else centred
 
 
 @per_group
@@ -158,7 +164,7 @@ def compute_pass_at_k_advantages(
     # the row at `place` is the best of a subset; the second best is at one of the places below
     for place in range(1, size):
         gains[order[place]] = (ways[:place] * (ascending[place] - ascending[:place])).sum()
-    return gains / (rewards.std(ddof=1) + std_epsilon) if divide_by_std else gains
+    return gains / compute_spread(rewards, std_epsilon) if divide_by_std else gains
 
 
 @per_trajectory

@@ -239,6 +239,18 @@ def test_a_parameter_that_the_function_does_not_take_is_named_with_the_nearest()
         check_advantage_params("grpo", ADVANTAGES["grpo"], {"std_eps": 1})
     with pytest.raises(ConfigError, match="'raw' has no parameter 'k'; it takes none"):
         check_advantage_params("raw", ADVANTAGES["raw"], {"k": 1})
+    with pytest.raises(ConfigError, match="'grpo' has no parameter 'rewards'; it takes std_epsilon, leave"):
+        check_advantage_params("grpo", ADVANTAGES["grpo"], {"rewards": 1})
+
+
+@pytest.mark.parametrize("kind", ["grpo", "lite_ppo"])
+def test_an_epsilon_that_would_turn_the_sign_of_advantages_is_refused(kind):
+    with pytest.raises(ValueError, match="std_epsilon=-1; it must be 0 or above"):
+        of_four(kind, std_epsilon=-1)
+
+
+def test_lite_ppo_without_an_epsilon_gives_0_to_a_batch_of_equal_rewards():
+    assert compute_group_advantages([0.5] * 4, [7, 7, 8, 8], "lite_ppo", std_epsilon=0).tolist() == [0.0] * 4
 
 
 # --- self-play ----------------------------------------------------------------------------------------------
