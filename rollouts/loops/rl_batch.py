@@ -131,6 +131,7 @@ def add_advantages(
         trained = [row[mask] for row, mask in zip(tokens, batch.loss_masks, strict=True)]
         means = np.asarray([row.mean() if len(row) else 0.0 for row in trained], np.float32)
         advantages = np.concatenate(trained)
+    advantages = np.asarray(advantages, np.float64)  # the sum of float32's largest numbers is finite too
     metrics["advantage/abs_mean"] = float(np.abs(advantages).mean())
     metrics |= {"advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std())}
     means = np.where(batch.response_lengths, means, np.float32(0.0))

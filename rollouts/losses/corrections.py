@@ -167,7 +167,8 @@ def _need_both(inputs: LossInputs) -> tuple[Tensor, Tensor]:
     if inputs.old_log_probs is None:
         raise ConfigError(
             "a correction that weighs by exp(old - mu) needs old log-probs: the ratio is against the engine"
-            " already; set rl.recompute_old = true, or use a mask, for example token_mask"
+            " already; set rl.recompute_old = true (a loss whose ratio is always against the engine does not"
+            " read them), or use a mask, for example token_mask"
         )
     return inputs.old_log_probs.detach(), mu.detach()
 

@@ -198,6 +198,12 @@ def test_an_advantage_of_ones_own_may_answer_per_token_and_takes_its_parameters(
         find_advantages(config, {})
 
 
+def test_rewards_as_large_as_float32_holds_are_advantages_with_finite_metrics():
+    _, metrics = add_advantages(batch_of([3e38, 3e38], [7, 7], [0, 0]), rl_config(advantage="raw"))
+    expected = {"advantage/abs_mean": 3e38, "advantage/mean": 3e38, "advantage/std": 0.0}
+    assert metrics == pytest.approx(expected)
+
+
 def test_gdpo_is_refused_where_the_kl_term_would_be_lost():
     with pytest.raises(ValueError, match="advantage='gdpo' with kl_in='reward'"):
         rl_config(advantage="gdpo", kl_coef=0.1)
@@ -216,6 +222,7 @@ def test_an_advantage_that_fails_is_named():
 
 NO_STEP = r"""
 loss_params = { correction = "token_tis" } | needs old log-probs: the ratio is against the engine already
+loss = "vespo", recompute_old = true, loss_params = { correction = "token_tis" } | does not read them\), or
 loss_params = { kl_coef = 0.1 } | needs ref_log_probs and the batch has none
 loss_params = { kl_coef = 0.1, kl_estimator = "k9" }, kl_coef = 0.1 | 'k9' is not known; did you mean 'k3'
 loss_params = { clip_low = -1.0 } | clip_low=-1\.0 is outside its range
