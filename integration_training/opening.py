@@ -7,7 +7,7 @@ Stage    what is open while one runs; `open_stage` opens it from a model directo
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,16 +28,17 @@ from rollouts.config.tables import SamplingConfig
 from rollouts.engines.local import open_local_engine
 from rollouts.engines.open import read_api_key
 from rollouts.errors import ConfigError
-from rollouts.generation.generate import make_chat_generate
+from rollouts.generation.generate import make_chat_generate, make_prompt_tokenizer
 from rollouts.inspect.terminal import make_safe
-from rollouts.loops.algorithm import count_updates
+from rollouts.loops.algorithm import count_updates, needs_reference
+from rollouts.loops.groups import Score, score_told
 from rollouts.loops.stopping import Stop
 from rollouts.metrics.spans import SpanRecorder
 from rollouts.models.load import load_hf_model
 from rollouts.preflight.checks import PreparedRun
 from rollouts.preflight.functions import weigh
 from rollouts.preflight.reward_models import CRITIC as CRITIC_MODEL
-from rollouts.preflight.reward_models import REWARD, TEACHER, check_tokens, find_scalar_model
+from rollouts.preflight.reward_models import OWN, REWARD, TEACHER, check_tokens, find_scalar_model
 from rollouts.protocols import (
     GenerateFn,
     InferenceEngine,
@@ -302,15 +303,25 @@ async def open_scorer(run: Run, opened: Stage, completed: Callable[[], int]) -> 
 
 
 @asynccontextmanager
-async def open_teacher(run: Run, opened: Stage) -> AsyncIterator[LogProbScorer | None]:
-    """The model of [rl.distillation]; None without it."""
-    config = opened.section.distillation
-    if config is None:
-        yield None
-        return
-    opening = choose_scorer(run, opened, run.teacher, TEACHER, config.teacher)
-    async with await opening as teacher:
-        yield teacher
+async def open_scorers(run: Run, opened: Stage) -> AsyncIterator[tuple[LogProbScorer | None, Score | None]]:
+    """(the reference of RL, how its teacher scores); None for what it does not need."""
+    config, backend, context = opened.section.distillation, opened.backend, run.functions.context
+    reference: Any = None
+    score: Score | None = None
+    async with AsyncExitStack() as stack:
+        if needs_reference(opened.section):
+            following = open_scorer(run, opened, lambda: backend.weight_version)
+            reference = await stack.enter_async_context(following)
+        if config is not None:
+            score = backend.forward if config.teacher == "self" else reference and reference.score
+            if config.teacher not in OWN:
+                opening = await choose_scorer(run, opened, run.teacher, TEACHER, config.teacher)
+                score = (await stack.enter_async_context(opening)).score
+        if score and context and opened.engine:
+            tokenize = make_prompt_tokenizer(run.tokenizer, params=run.config.model.template_params)
+            limit = opened.engine.features.context_length
+            score = partial(score_told, score=score, context=context, tokenize=tokenize, limit=limit)
+        yield reference, score
 
 
 async def choose_scorer(

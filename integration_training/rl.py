@@ -1,11 +1,10 @@
 """The RL stage: prompts, rollouts, rewards and the reference around run_rl_training."""
 
-from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from integration_training.opening import Run, Stage, open_reward, open_scorer, open_teacher
+from integration_training.opening import Run, Stage, open_reward, open_scorers
 from integration_training.surroundings import surround
 from rollouts.checkpoints.load import load_trainer_state
 from rollouts.crash_points import reach
@@ -20,7 +19,7 @@ from rollouts.data.data_buffer import DataBuffer
 from rollouts.errors import CheckpointError
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.collector import REPLAYED
-from rollouts.loops.algorithm import LoopState, decode_loop_state, needs_reference
+from rollouts.loops.algorithm import LoopState, decode_loop_state
 from rollouts.loops.linearised import on_thread
 from rollouts.loops.pairs import train_on_pairs
 from rollouts.loops.rl import run_rl_training
@@ -36,10 +35,7 @@ async def train_rl(run: Run, opened: Stage) -> int:
     config, backend, newest = opened.section, opened.backend, opened.newest
     thread = backend.device_thread
     assert opened.engine is not None and opened.sync_weights is not None
-    opening: Any = nullcontext()
-    if needs_reference(config):
-        opening = open_scorer(run, opened, lambda: backend.weight_version)
-    async with open_reward(run, opened) as reward, opening as reference, open_teacher(run, opened) as teacher:
+    async with open_reward(run, opened) as reward, open_scorers(run, opened) as (reference, teacher):
         buffer = DataBuffer(run.rows.training["rl"], seed=run.config.seed)
         manager = make_manager(run, opened, buffer, reward)
         batches, loop = CurriculumBatches(run, opened, buffer, manager), LoopState(config.kl_coef)

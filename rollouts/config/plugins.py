@@ -27,6 +27,7 @@ Role = Literal[
     "rows",
     "advantage",
     "pairs",
+    "context",
 ]
 CALLED_WITH: dict[Role, str] = {
     "reward": "sample",
@@ -38,6 +39,7 @@ CALLED_WITH: dict[Role, str] = {
     "rows": "size=…, seed=…",
     "advantage": "inputs",
     "pairs": "group",
+    "context": "samples",
 }
 PLAIN: tuple[Role, ...] = ("curriculum", "advantage", "pairs")
 

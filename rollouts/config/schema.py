@@ -204,13 +204,17 @@ class DistillationConfig(Section):
     """
 
     teacher: NameText
-    """a directory, a hub name, or the http(s) address of a vLLM or SGLang server that serves it; with the
-    policy's tokens
+    """a directory, a hub name, or the http(s) address of a vLLM or SGLang server that serves it, with the
+    policy's tokens; "self": the policy itself; "reference": the model of [reference]
     """
     coef: PositiveFloat = 1.0
     """of the advantage coef * (log-prob of the teacher - log-prob of the policy) of each token"""
     clip: NonNegativeFloat = 0.0
     """this advantage is held between -clip and clip; 0: not at all"""
+    context: FunctionText = ""
+    """module:function or file.py:function from the samples of a group to a prompt for each, after which the
+    teacher reads the response; None where it is to say nothing
+    """
 
     @property
     def on_server(self) -> bool:
@@ -340,6 +344,10 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
             " by group: keep one": rollout.group_reward and (rollout.reward or rollout.reward_model),
             "rollout.reward_weights with rollout.group_reward, which weighs its own parts; leave one of them"
             " out": rollout.group_reward and rollout.reward_weights,
+            "distillation.teacher='self' without context knows no more than the policy; set"
+            " distillation.context": (
+                self.distillation and self.distillation.teacher == "self" and not self.distillation.context
+            ),
             f"rollout.replay={rollout.replay} with max_staleness=0; a group that trains again is a step old"
             " or more: set max_staleness to 1 or more, or replay to 0": (
                 rollout.replay and not self.max_staleness

@@ -5,6 +5,7 @@ from the text of a response.
 import functools
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -29,14 +30,11 @@ class GenerationTokenizer(ChatTokenizer, Protocol):
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> Any: ...
 
 
-def make_chat_generate(tokenizer: GenerationTokenizer, *, params: TemplateParams = NO_PARAMS) -> GenerateFn:
-    """A generate function that answers a prompt (text is one user turn) in the chat template with one
-    completion.
-
-    The tools of a prompt are its sample's metadata["tools"]. Given a sample that was aborted, it goes on
-    after the tokens there are, with what is left of max_new_tokens; whether those tokens are fresh enough is
-    the caller's business. A prompt is tokenized once however many samples it has. The function raises
-    DataError and ModelError like tokenize_prompt, RequestRefused and EngineError like the engine.
+def make_prompt_tokenizer(
+    tokenizer: ChatTokenizer, *, params: TemplateParams = NO_PARAMS
+) -> Callable[[Sample], IntArray]:
+    """From a sample to the token ids of its prompt in the chat template, with the tools of its
+    metadata["tools"]; equal ones are tokenized once. Raises like tokenize_prompt.
     """
 
     @functools.lru_cache(maxsize=CACHED_PROMPTS)
@@ -48,11 +46,23 @@ def make_chat_generate(tokenizer: GenerationTokenizer, *, params: TemplateParams
         token_ids.flags.writeable = False
         return token_ids
 
+    return lambda sample: tokenize(json.dumps([sample.prompt, sample.metadata.get("tools")]))
+
+
+def make_chat_generate(tokenizer: GenerationTokenizer, *, params: TemplateParams = NO_PARAMS) -> GenerateFn:
+    """A generate function that answers a prompt (text is one user turn) in the chat template with one
+    completion.
+
+    The tools of a prompt are its sample's metadata["tools"]. Given a sample that was aborted, it goes on
+    after the tokens there are, with what is left of max_new_tokens; whether those tokens are fresh enough is
+    the caller's business. A prompt is tokenized once however many samples it has. The function raises
+    DataError and ModelError like tokenize_prompt, RequestRefused and EngineError like the engine.
+    """
+    tokenize = make_prompt_tokenizer(tokenizer, params=params)
+
     async def chat_generate(sample: Sample, engine: InferenceEngine, sampling: SamplingParams) -> Sample:
         done = sample.response_length if sample.status is Status.ABORTED else 0
-        tokens = (
-            sample.tokens if done else tokenize(json.dumps([sample.prompt, sample.metadata.get("tools")]))
-        )
+        tokens = sample.tokens if done else tokenize(sample)
         if done >= sampling.max_new_tokens:
             return replace(sample, status=Status.TRUNCATED)
         completion = await engine.generate(_make_request(sample, tokens, done, sampling))

@@ -66,11 +66,16 @@ def check_algorithms(config: RLTrainingConfig, check: Callable[[RLTrainingConfig
 
 def needs_reference(config: RLTrainingConfig) -> bool:
     """Whether a step may need the reference's log-probs: for a KL term, to measure the KL that a controller
-    follows, or for a loss of pairs.
+    follows, for a loss of pairs, or as a teacher's.
     """
-    return config.kl_control != "fixed" or any(
-        settings.kl_coef > 0 or (config.pairs and settings.loss not in REFERENCE_FREE)
-        for settings in list_algorithms(config)
+    teacher = config.distillation and config.distillation.teacher
+    return (
+        teacher == "reference"
+        or config.kl_control != "fixed"
+        or any(
+            settings.kl_coef > 0 or (config.pairs and settings.loss not in REFERENCE_FREE)
+            for settings in list_algorithms(config)
+        )
     )
 
 

@@ -4,11 +4,10 @@ groups of an update ──► select ──► rows of pairs ──► log-prob 
 """
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
 
 import numpy as np
 
-from rollouts.errors import UserFunctionError
+from rollouts.loops.groups import ask_groups
 from rollouts.loops.linearised import AsyncRowLoss, prepare_linear_step, sum_rows, train_prepared
 from rollouts.loops.rl_batch import select_rows
 from rollouts.loops.updates import Update, UpdateResult, train
@@ -34,10 +33,10 @@ async def train_on_pairs(
     """
     made, results, unpaired = list[Update](), list[UpdateResult](), 0
     for batch, spec in updates:
-        pairs, lone = find_pairs(batch.samples, select)
-        unpaired += lone
-        if pairs:
-            rows = select_rows(batch, np.asarray(pairs))
+        pairs = find_pairs(batch.samples, select)
+        unpaired += pairs.count([])
+        if any(pairs):
+            rows = select_rows(batch, np.concatenate(pairs).astype(np.int64))
             ref = None if reference is None else sum_rows(await reference.score(rows))
             sums = sum_rows(await backend.forward(rows))
             found = await find_loss(spec)(sums, ref_log_probs=ref, lengths=rows.response_lengths)
@@ -49,24 +48,14 @@ async def train_on_pairs(
     return made, results
 
 
-def find_pairs(samples: Sequence[Sample], select: PairSelector) -> tuple[list[int], int]:
-    """(the rows of each pair, chosen and rejected in turn; how many groups have no pair). Raises
-    UserFunctionError for an answer that is not pairs of the group's samples, and for a trajectory of several
-    segments.
+def find_pairs(samples: Sequence[Sample], select: PairSelector) -> list[list[int]]:
+    """Of each group the rows of its pairs, chosen and rejected in turn. Raises as ask_groups, also for what
+    is not pairs (chosen, rejected) of the group's samples.
     """
-    rows, unpaired = list[int](), 0
-    for index, members in groupby(enumerate(samples), lambda one: one[1].group_index):
-        row_of = {sample.id: row for row, sample in members}
-        group = SampleGroup(index or 0, "", tuple(samples[row] for row in row_of.values()))
-        try:
-            if len(group.ends) < len(group.samples):
-                raise ValueError("a trajectory has several segments")
-            found = [row_of[sample.id] for good, bad in select(group) for sample in (good, bad)]
-        except Exception as error:
-            raise UserFunctionError(
-                f"rl.pairs of group {index} failed: {type(error).__name__}: {error}; it must give pairs"
-                " (chosen, rejected) of the group's samples, which are trajectories of one segment"
-            ) from error
-        rows += found
-        unpaired += not found
-    return rows, unpaired
+    row_of = {sample.id: row for row, sample in enumerate(samples)}
+
+    def find(group: SampleGroup) -> list[int]:
+        own = {sample.id: row_of[sample.id] for sample in group.samples}
+        return [own[sample.id] for good, bad in select(group) for sample in (good, bad)]
+
+    return ask_groups(samples, find, "rl.pairs, which gives pairs (chosen, rejected) of a group,")

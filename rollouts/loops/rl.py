@@ -42,6 +42,7 @@ from rollouts.loops.algorithm import (
     make_kl_stop,
     update_loop_state,
 )
+from rollouts.loops.groups import Score
 from rollouts.loops.ppo import critic_metrics, train_critic
 from rollouts.loops.rl_batch import (
     add_advantages,
@@ -84,7 +85,7 @@ async def run_rl_training(
     seed: int = 0,
     state: LoopState | None = None,
     critic: TrainingBackend | None = None,
-    teacher: LogProbScorer | None = None,
+    teacher: Score | None = None,
     pairs: Callable[..., Awaitable[Any]] | None = None,
     completed_steps: int = 0,
     hooks: StepHooks | None = None,

@@ -21,6 +21,7 @@ from rollouts.advantages import (
 from rollouts.advantages.distillation import compute_distillation_advantages
 from rollouts.config.schema import CLIPPED_BY_SETTINGS, DistillationConfig, RLTrainingConfig
 from rollouts.errors import ConfigError, ModelError, StalenessError, UserFunctionError
+from rollouts.loops.groups import Score
 from rollouts.loops.updates import Update
 from rollouts.protocols import LogProbScorer, TrainingBackend
 from rollouts.rewards.check import RAISED, describe
@@ -66,7 +67,7 @@ async def add_log_probs(
     reference: LogProbScorer | None,
     critic: TrainingBackend | None,
     config: RLTrainingConfig,
-    teacher: LogProbScorer | None = None,
+    teacher: Score | None = None,
 ) -> RolloutBatch:
     """The batch with the reference's log-probs if a KL term or controller needs them, the trainer's own if
     config.recompute_old, the teacher's if config.distillation, and the critic's values if there is one.
@@ -82,7 +83,7 @@ async def add_log_probs(
     if config.distillation:
         if teacher is None:
             raise ConfigError("rl.distillation needs its teacher; pass teacher=, or leave the table out")
-        batch = dataclasses.replace(batch, teacher_log_probs=await teacher.score(batch))
+        batch = dataclasses.replace(batch, teacher_log_probs=await teacher(batch))
     if critic is not None:
         batch = dataclasses.replace(batch, old_values=await critic.forward(batch).result())
     return batch

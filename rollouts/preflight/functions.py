@@ -49,6 +49,7 @@ class Functions:
     ranker: RankerFn | None = None
     curriculum: Callable[..., Any] | None = None
     pairs: PairSelector | None = None
+    context: Callable[..., Any] | None = None
     advantages: Mapping[str, AdvantageFn] = field(
         default_factory=dict
     )  # by names in rl.advantage, rl.changes
@@ -75,7 +76,8 @@ def load_functions(
                 return function
         return None
 
-    learns = rollout.is_scored or (config.rl and config.rl.distillation)
+    teacher = config.rl and config.rl.distillation
+    learns = rollout.is_scored or teacher
     for key, lacking, others in (
         (
             "rl.rollout.reward",
@@ -101,6 +103,7 @@ def load_functions(
         group_reward=load("rl.rollout.group_reward", rollout.group_reward, "group_reward"),
         eval_reward=load("eval.reward", config.eval.reward if config.eval else "", "reward"),
         filters=tuple(load("rl.rollout.filters", name, "filter") for name in filters),
+        context=load("rl.distillation.context", teacher.context if teacher else "", "context"),
         pairs=load("rl.pairs", config.rl.pairs if config.rl else "", "pairs"),
         ranker=load("rl.rollout.ranker", rollout.ranker, "ranker"),
         curriculum=load("rl.curriculum", config.rl.curriculum if config.rl else "", "curriculum"),

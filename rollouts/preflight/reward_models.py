@@ -11,6 +11,7 @@ from rollouts.errors import ConfigError, ModelError
 from rollouts.run_dir import RunDir
 
 STAGE = "stage"  # the name of this run's own reward model
+OWN = ("self", "reference")  # teachers that a run has anyway
 REWARD, CRITIC, TEACHER = "rl.rollout.reward_model", "rl.critic.model", "rl.distillation.teacher"
 
 
@@ -59,7 +60,7 @@ def find_teacher(config: RunConfig, stages: Sequence[str], tokenizer: Any) -> Pa
     is no such model, and as check_tokens.
     """
     asked = config.rl.distillation if config.rl and "rl" in stages else None
-    if asked is None or asked.on_server:
+    if asked is None or asked.on_server or asked.teacher in OWN:
         return None
     path = _find_model(config, TEACHER, asked.teacher)
     check_tokens(path, TEACHER, tokenizer)

@@ -1,12 +1,14 @@
 """What RL learns from beside a reward's advantages: a teacher, pairs. Each run learns and resumes exactly."""
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from rollouts.metrics.jsonl import read_rows
 from rollouts.metrics.names import find_metric
+from rollouts.types import Sample
 from tests.e2e.conftest import TINY, Train
 from tests.support.compare_runs import assert_same_run
 
@@ -20,6 +22,11 @@ PAIRS = shlex.split("""
     --rl.rollout.reward tests.e2e.test_rl_changes:score_letters
 """)
 ALONE = shlex.split('--rl.rollout.reward "" --rl.loss reinforce --rl.distillation.teacher')
+
+TOLD = shlex.split("""
+    --rl.distillation.context tests.e2e.test_rl_signals:repeat --reference.update ema(policy_weight=0.05)
+    --rl.optim.lr 1e-3
+""")
 
 
 def run_twice(train: Train, tmp_path: Path, *flags: str) -> list[dict[str, float]]:
@@ -44,9 +51,29 @@ def test_pairs_of_ones_own_samples_raise_the_reward(train: Train, tmp_path: Path
     assert rows[0]["loss/total"] == pytest.approx(0.693, abs=0.03), "near ln 2, of what is its reference"
 
 
-def test_a_student_without_a_reward_comes_to_its_teacher(train: Train, tmp_path: Path):
-    out = tmp_path / "teacher"
+@pytest.fixture(scope="module")
+def taught(train: Train, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny model, which has learned to answer with numbers."""
+    out = tmp_path_factory.mktemp("taught") / "run"
     train.run(out, "--sft.steps", "40", "--eval.data.size", "1", mode="sft")
-    rows = run_twice(train, tmp_path, *ALONE, str(out / "checkpoints" / "sft" / "step_40"))
+    return str(out / "checkpoints" / "sft" / "step_40")
+
+
+def test_a_student_without_a_reward_comes_to_its_teacher(train: Train, tmp_path: Path, taught: str):
+    rows = run_twice(train, tmp_path, *ALONE, taught)
     assert mean(rows[-4:], "kl/teacher") < 0.75 * mean(rows[:4], "kl/teacher")
     assert not {name for row in rows for name in row if name.startswith(("reward/", "groups/reward_std"))}
+
+
+def repeat(samples: Sequence[Sample]) -> list[str | None]:
+    """Nothing for the first sample of a group."""
+    return [None, *["Calculate 1 + 1. " * 4] * (len(samples) - 1)]
+
+
+def test_a_policy_learns_what_its_own_average_says_with_more_in_the_prompt(
+    train: Train, tmp_path: Path, taught: str
+):
+    rows = run_twice(train, tmp_path, *ALONE, "reference", *TOLD, "--model.name", taught)
+    assert 0.05 < mean(rows[:2], "kl/teacher") > 3 * mean(rows[-8:], "kl/teacher")
+    assert all(row["advantage/skipped_rows"] >= 8 for row in rows), "one of each group"
+    assert [row["reference/updates"] for row in rows] == list(range(20))

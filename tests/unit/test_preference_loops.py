@@ -278,7 +278,7 @@ async def test_two_updates_on_pairs_of_ones_own_samples_are_those_of_plain_autog
         assert made == [], "without a pair no update is made"
         answers: Any = (None, [samples[:1]], [(samples[0], samples[2])])
         for answer in answers:
-            with pytest.raises(UserFunctionError, match=r"rl\.pairs of group 0 failed: .*must give pairs"):
+            with pytest.raises(UserFunctionError, match=r"rl\.pairs, which gives .* failed on group 0:"):
                 await train_on_pairs(backend, twice, select=lambda group, a=answer: a, **options)
 
 

@@ -289,7 +289,7 @@ async def test_a_teachers_advantages_are_added_to_the_tasks_token_by_token():
     config, rows = rl_config(advantage="centred"), batch_of([1.0, 0.0], [7, 7], [0, 0])
     config = config.model_copy(update={"distillation": DistillationConfig(teacher="unused", coef=0.5)})
     async with open_fake_backend() as backend:
-        batch = await add_log_probs(rows, backend, None, None, config, FixedReference())
+        batch = await add_log_probs(rows, backend, None, None, config, FixedReference().score)
     batch, metrics = add_advantages(batch, config)
     # the policy's log-probs are −1 and −2, the teacher's −1.5: half of −0.5 and of +0.5
     assert batch.advantages is not None
