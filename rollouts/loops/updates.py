@@ -77,7 +77,9 @@ def record_updates(
     records: list[UpdateRecord] = []
     for number, (batch, (forward, optim)) in enumerate(zip(batches, results, strict=False)):
         if optim.skipped is not None:
-            logging.getLogger("rollouts").warning("%s changed nothing: %s", where, optim.skipped)
+            logging.getLogger("rollouts").warning(
+                "%s: update %d changed nothing: %s", where, number, optim.skipped
+            )
         records.append(UpdateRecord(update=number, batch=batch, forward=forward, optim=optim, **fields))
     return records
 

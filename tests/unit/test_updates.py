@@ -10,7 +10,7 @@ import trio
 from rollouts.errors import ConfigError
 from rollouts.loops.rl import train_policy
 from rollouts.loops.rl_batch import make_loss_spec, plan_updates
-from rollouts.loops.updates import measure_kl, merge_forwards
+from rollouts.loops.updates import measure_kl, merge_forwards, record_updates
 from rollouts.testing.fakes import FakeBackend, open_fake_backend
 from rollouts.types import (
     ForwardBackwardResult,
@@ -185,6 +185,15 @@ async def test_the_update_beyond_the_limit_is_undone_and_is_the_last(nats, limit
     results = await train_times(4, backend, kl_limit=limit)
     assert (len(results), backend._state["weight"], backend.weight_version) == (made, kept, 7)
     assert [bool(optim.skipped) for _, optim in results] == [False] * kept + [True] * (made - kept)
+
+
+async def test_a_step_whose_last_update_was_undone_is_not_said_to_have_changed_nothing(
+    autojump_clock, caplog
+):
+    results = await train_times(4, MeasuringBackend(0, 0, 0, 0, nats=0.1), kl_limit=0.02)
+    record_updates("rl step 7", [batch_of_groups([0, 0])] * 4, results)
+    [message] = caplog.messages
+    assert message.startswith("rl step 7: update 2 changed nothing: undone: 0.0408 nats per token")
 
 
 @pytest.mark.parametrize(("seconds", "steps", "version"), [(45, 1, 0), (105, 2, 7)])
