@@ -25,6 +25,7 @@ from integration_training.opening import (
 from integration_training.reports import PAIRS, evaluate_once, evaluate_pairs_once, is_evaluated
 from integration_training.rl import train_rl
 from integration_training.surroundings import surround
+from rollouts.checkpoints.load import list_checkpoints
 from rollouts.checkpoints.resume import choose_checkpoint
 from rollouts.checkpoints.writer import retain
 from rollouts.config.load import training_digest
@@ -67,6 +68,14 @@ async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
         stage_dir = run.run_dir.stage_checkpoints(stage)
         choose = partial(choose_checkpoint, stage_dir, config_hash=config_hash, report=warn)
         newest = await trio.to_thread.run_sync(choose)
+        later = [
+            name for name in stages[index + 1 :] if list_checkpoints(run.run_dir.stage_checkpoints(name))
+        ]
+        if later and newest is None:
+            raise ConfigError(
+                f"the stage {stage!r} comes before {later[0]!r}, which has begun without it in"
+                f" {run.run_dir.root}; go on with --mode {'+'.join(later)}, or name another --output.dir"
+            )
         await trio.to_thread.run_sync(retain, run.run_dir, stage, choose_keep(run.config), warn)
         completed = completed_steps(newest)
         if completed > total:

@@ -55,6 +55,17 @@ def test_a_wrong_setting_is_named_with_the_way_out(run: Run, tmp_path: Path, old
     assert all(word in message for word in wanted.split()), message
 
 
+def test_a_resume_without_its_mode_trains_no_stage_that_comes_before_one_that_has_begun(
+    run: Run, tmp_path: Path
+):
+    short = "--rl.steps 1 --rl.rollout.filters []"
+    assert run(short, mode="rl")[0] == 0
+    code, message = run(f"{short} --resume", mode="")
+    assert (code, not (tmp_path / "run/checkpoints/sft").exists()) == (2, True)
+    assert "the stage 'sft' comes before 'rl', which has begun without it" in message
+    assert "go on with --mode rl, or name another --output.dir" in message
+
+
 # {tmp} has a file, another run's directory and a model directory without weights
 ARGUMENTS = """
 --rl.rollout.max_new_tokens 4000 | rl.rollout.max_new_tokens | more than the context of
