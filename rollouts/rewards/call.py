@@ -101,7 +101,8 @@ def _check_trains(
             mask[:1].any()
         ),
         f"tokens hold the id {largest}; the model's are 0 to {vocab_size - 1}": largest >= vocab_size,
-        f"rollout_log_probs hold {odd[:1]} for a token that trains; a log-prob is at most 0": len(odd),
+        f"rollout_log_probs hold {odd[:1]} for a token that trains; a log-prob is at most 0, and at least"
+        f" {LOWEST_LOG_PROB:g}": len(odd),
         f"weight_versions hold {strange[:1]} for a token that trains, and the trainer is at {newest}; take"
         " them and the log-probs over from the completion, or mask it out": len(strange),
     }

@@ -205,7 +205,7 @@ UNFIT = r"""
 {"loss_mask": [1, 0, 1]}             | loss_mask trains the first token; nothing comes before it
 {"tokens": [5, 258, 7]}              | tokens hold the id 258; the model's are 0 to 257
 {"rollout_log_probs": [0, 0, 0.5]}   | rollout_log_probs hold \[0.5\] for a token that trains
-{"rollout_log_probs": [0, 0, -1e30]} | rollout_log_probs hold .* at most 0
+{"rollout_log_probs": [0, 0, -1e30]} | rollout_log_probs hold .* at least -9000
 {"weight_versions": [-1, -1, -1]}    | weight_versions hold \[-1\] .* and the trainer is at 3
 {"weight_versions": [-1, -1, 4]}     | weight_versions hold \[4\] .* and the trainer is at 3
 """
