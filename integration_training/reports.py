@@ -4,6 +4,7 @@ import json
 import resource
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ async def measure_policy(
     batch = convert_to_batch(samples, temperature=run.config.rollout.temperature)
     scores = await opened.backend.forward_with_entropy(batch).result()
     if against:
-        path = resolve_model(against, seed=run.config.seed)
+        path = await trio.to_thread.run_sync(partial(resolve_model, against, seed=run.config.seed))
         async with open_frozen_reference(path, **scorer_options(run, opened)) as other:
             scores.append(await other.score(batch))
     found = await trio.to_thread.run_sync(measure_responses, batch, scores)

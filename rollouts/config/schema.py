@@ -388,8 +388,8 @@ def list_tables(settings: AlgorithmConfig, changes: Sequence[AlgorithmChange]) -
 
     What a change does not name stays as it was before it, but another loss begins with the default parameters
     and clips, and with its own unit after one that had its own; another advantage begins with the default
-    parameters. While kl_coef moves from one value to
-    another (kl_ramp_steps), its entry is the larger of the two.
+    parameters. While kl_coef moves from one value to another (kl_ramp_steps), its entry is the larger of the
+    two.
     """
     fields = AlgorithmConfig.model_fields
     tables = [{name: getattr(settings, name) for name in fields}]

@@ -329,7 +329,7 @@ class EvalConfig(SamplingConfig):
 
     data: Sources
     policy_metrics: bool = False
-    """also intervals of the mean reward, and perplexity, entropy and diversity of what was sampled"""
+    """also perplexity, entropy and diversity of what was sampled"""
     against: NameText = ""
     """with policy_metrics: a model, by a name that model.name takes, to which KL is measured"""
 
