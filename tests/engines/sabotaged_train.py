@@ -12,8 +12,8 @@ from rollouts.engines.calls import Server
 post = Server.control
 
 
-async def control(self: Server, path: str, *rest: Any) -> Any:
-    return None if path == "/collective_rpc" else await post(self, path, *rest)
+async def control(self: Server, path: str, *rest: Any, **named: Any) -> Any:
+    return None if path == "/collective_rpc" else await post(self, path, *rest, **named)
 
 
 Server.control = control
