@@ -2,29 +2,26 @@
 contributions.jsonl.
 
     tokens/STAGE-ATTEMPT-NNNNNN.bin  =  block, block, …
-    block  =  b"tok1" | header bytes u32 | payload bytes u32 | crc32 u32 | header | payload            all
-           little-endian
+    block  =  bytes u64 | crc32 u32 | that many bytes of safetensors           little-endian
 
-The header is JSON: id, length T and the columns with their types; the payload is the columns one after the
-other, T values each; the CRC is of both. A column that has one value where the mask is 1 and one where it is
-0 says the two in the header, and has no payload. A shard is only appended to, by one attempt; the oldest
-shards are removed when all together are larger than the limit.
+The safetensors hold one tensor [T] a column; the CRC is of the sample's id, then of them. A shard is only
+appended to, by one attempt; the oldest shards are removed when all together are larger than the limit.
 """
 
-import json
 import os
 import re
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgspec
 import numpy as np
+import safetensors.numpy
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
 from rollouts.errors import RecordError, StorageError
 from rollouts.metrics.contributions import Place, UpdateRecord
@@ -35,72 +32,24 @@ Array = NDArray[Any]
 SHARD_BYTES = 64 << 20
 SHARDS_AT_LEAST = 8  # that the limit holds, so that the removal of the oldest takes a small part
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*-([1-9][0-9]*)-([0-9]{6,})\.bin")  # attempt, number
-MAGIC = b"tok1"
-PREFIX = struct.Struct("<4sIII")
-BLOCK_BYTES_MAX = 1 << 30  # more is damage: a row of a hundred million tokens
+PREFIX = struct.Struct("<QI")
+BLOCK_BYTES_MAX = 1 << 30  # more is damage: a row of thirty million tokens
 TYPES = {"tokens": "<i4", "mask": "|u1", "version": "<i4"}  # of columns; the others are <f4
-# columns that mostly have one value where the mask is 1 and one where it is 0
-LEVELLED = {"version", "slope", "weight", "advantage"}
-CHUNK_TOKENS = 1 << 16  # that numpy is given at once
 
 
 # --- blocks -------------------------------------------------------------------------------------------------
 
 
 def encode_blocks(update: UpdateRecord) -> Iterator[bytes]:
-    """The block of each row of the update's batch. Neighbouring rows of some CHUNK_TOKENS values are encoded
-    together: enough for one call of numpy, and no more memory than that.
-    """
-    columns, samples = collect_columns(update), update.batch.samples
-    lengths = np.asarray([len(row) for row in update.batch.tokens])
-    ids = [sample.id for sample in samples] or [""] * len(lengths)
-    cuts = np.flatnonzero(np.diff(np.cumsum(lengths) // CHUNK_TOKENS)) + 1
-    for begin, end in pairwise([0, *cuts.tolist(), len(lengths)]):
-        flat = {
-            name: np.concatenate(values[begin:end], dtype=TYPES.get(name, "<f4"), casting="unsafe")
-            for name, values in columns.items()
-            if begin < end
-        }
-        yield from _encode_rows(ids[begin:end], lengths[begin:end].tolist(), flat)
-
-
-def _encode_rows(ids: Sequence[str], lengths: Sequence[int], columns: Mapping[str, Array]) -> Iterator[bytes]:
-    """A block for each of some neighbouring rows, whose columns lie one row after the other."""
-    starts = list(accumulate(lengths, initial=0))[:-1]
-    levels = {} if 0 in lengths else _find_levels(columns, lengths, starts)
-    for row, (id_, length, begin) in enumerate(zip(ids, lengths, starts, strict=True)):
-        described, payload = [], []
-        for name, values in columns.items():
-            found = levels[name][row] if name in levels else None
-            described.append([name, values.dtype.str, *(found or ())])
-            if found is None:
-                payload.append(values[begin : begin + length].data)
-        header = msgspec.json.encode({"id": id_, "length": length, "columns": described})
-        body = b"".join((header, *payload))
-        yield PREFIX.pack(MAGIC, len(header), len(body) - len(header), zlib.crc32(body)) + body
-
-
-def _find_levels(
-    columns: Mapping[str, Array], lengths: Sequence[int], starts: Sequence[int]
-) -> dict[str, list[Sequence[float] | None]]:
-    """Of each LEVELLED column, for each row: (value where the mask is 1, value where it is 0), or None where
-    there are others. Equal are equal bits. No row is empty.
-    """
-    mask, index = columns["mask"] > 0, np.arange(sum(lengths))
-    ends = np.repeat(np.cumsum(lengths) - 1, lengths)
-    # the first token of each row on either side of the mask, or its last token where none is on that side
-    firsts = [np.minimum.reduceat(np.where(side, index, ends), starts) for side in (mask, ~mask)]
-    source = np.where(mask, *(np.repeat(first, lengths) for first in firsts))
-    levels: dict[str, list[Sequence[float] | None]] = {}
-    for name in columns.keys() & LEVELLED:
-        values, bits = columns[name], columns[name].view("<i4")
-        pairs = values[np.stack(firsts, axis=1)]
-        # JSON has no word for numbers that are not finite
-        same = np.logical_and.reduceat(bits[source] == bits, starts) & np.isfinite(pairs).all(1)
-        levels[name] = [
-            pair if one else None for pair, one in zip(pairs.tolist(), same.tolist(), strict=True)
-        ]
-    return levels
+    """The block of each row of the update's batch."""
+    columns = collect_columns(update)
+    ids = [sample.id for sample in update.batch.samples] or [""] * len(update.batch.tokens)
+    for id_, *row in zip(ids, *columns.values(), strict=True):
+        arrays = dict(zip(columns, row, strict=True))
+        body = safetensors.numpy.save(
+            {name: np.asarray(values, TYPES.get(name, "<f4")) for name, values in arrays.items()}
+        )
+        yield PREFIX.pack(len(body), zlib.crc32(body, zlib.crc32(id_.encode()))) + body
 
 
 def collect_columns(update: UpdateRecord) -> dict[str, Sequence[Array]]:
@@ -147,31 +96,19 @@ def read_token_arrays(run_dir: RunDir, row: Mapping[str, Any]) -> Mapping[str, A
         raise RecordError(
             f"{path} of {what} was removed: arrays of the newest steps are kept; ask for a later step"
         ) from error
-    except (OSError, ValueError, struct.error) as error:
+    except (OSError, ValueError, struct.error, SafetensorError) as error:
         raise RecordError(f"{path} at {offset} is damaged, or cannot be read ({error})") from error
 
 
 def _read_block(file: BinaryIO, sample_id: str) -> dict[str, Array]:
-    """The sample's columns [T]. Raises OSError, and ValueError or struct.error for bytes that are not a whole
-    block of this sample as it was written.
+    """The sample's columns [T]. Raises OSError, and ValueError, struct.error or SafetensorError for bytes
+    that are not a whole block of this sample as it was written.
     """
-    magic, header_bytes, payload_bytes, crc = PREFIX.unpack(file.read(PREFIX.size))
-    if magic != MAGIC:
-        raise ValueError("no block begins there")
-    body = memoryview(file.read(min(header_bytes + payload_bytes, BLOCK_BYTES_MAX)))
-    if zlib.crc32(body) != crc:
-        raise ValueError("its checksum is not the one that was written")
-    header, at = json.loads(bytes(body[:header_bytes])), header_bytes
-    if header["id"] != sample_id:
-        raise ValueError(f"it is of the sample {header['id']!r}, not {sample_id!r}")
-    columns: dict[str, Array] = {}
-    for name, kind, *levels in header["columns"]:
-        if levels:
-            columns[name] = np.where(columns["mask"], *levels).astype(kind)
-        else:
-            columns[name] = np.frombuffer(body, kind, header["length"], at).copy()
-            at += columns[name].nbytes
-    return columns
+    size, crc = PREFIX.unpack(file.read(PREFIX.size))
+    body = file.read(min(size, BLOCK_BYTES_MAX))
+    if len(body) != size or zlib.crc32(body, zlib.crc32(sample_id.encode())) != crc:
+        raise ValueError(f"no block of the sample {sample_id!r} with the checksum that was written")
+    return safetensors.numpy.load(body)
 
 
 # --- writing ------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save
 
 from tests.support.text_tables import write_jsonl
 
@@ -44,11 +45,8 @@ def write_run(root: Path, **metrics: float) -> Path:
 def write_block(root: Path, sample: str, **columns: list[float]) -> dict[str, Any]:
     """Where the arrays of a sample lie in a shard of one block, written as the format is described."""
     kinds = {"tokens": "<i4", "mask": "|u1"}
-    described = [[name, kinds.get(name, "<f4")] for name in columns]
-    length = len(columns["tokens"])
-    header = json.dumps({"id": sample, "length": length, "columns": described}).encode()
-    payload = b"".join(np.array(columns[name], kind).tobytes() for name, kind in described)
+    body = save({name: np.array(values, kinds.get(name, "<f4")) for name, values in columns.items()})
     (root / "tokens").mkdir()
-    prefix = struct.pack("<4sIII", b"tok1", len(header), len(payload), zlib.crc32(header + payload))
-    (root / "tokens" / "rl-1-000000.bin").write_bytes(prefix + header + payload)
-    return {"shard": "rl-1-000000.bin", "offset": 0, "length": length}
+    prefix = struct.pack("<QI", len(body), zlib.crc32(sample.encode() + body))
+    (root / "tokens" / "rl-1-000000.bin").write_bytes(prefix + body)
+    return {"shard": "rl-1-000000.bin", "offset": 0, "length": len(columns["tokens"])}

@@ -120,7 +120,7 @@ def test_what_was_written_is_read_back_column_by_column(tmp_path: Path):
     assert [row["length"] for row in rows] == [3, 2]
     for index in (1, 0):
         found = read_token_arrays(RunDir(tmp_path), rows[index])
-        assert list(found) == list(columns)
+        assert found.keys() == columns.keys()
         for name, values in found.items():
             assert values.dtype == np.dtype(kinds.get(name, "<f4")), name
             np.testing.assert_array_equal(values, columns[name][index], err_msg=name)
@@ -143,7 +143,7 @@ ELSEWHERE = r"""
  | is damaged
 offset = 3 | is damaged
 offset = 1099511627776 | is damaged
-row = 0, offset = 0, length = 3 | 'a', not 'b'
+row = 0, offset = 0, length = 3 | no block of the sample 'b'
 shard = "rl-2-000000.bin" | rl-2-000000\.bin of step 1, update 0, row 1 was removed
 shard = "" | has no per-token arrays
 shard = "../config.toml" | no name of one
