@@ -12,7 +12,7 @@ A rank of W needs memory for a W-th of the state. What is written either way is 
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ import torch
 import trio
 from torch import Tensor
 
-from rollouts.backends.state import HeldState, hold_state
+from rollouts.backends.state import HeldState, Position, hold_state
 from rollouts.backends.weights import gather_parts
 from rollouts.errors import RunDirError
 from rollouts.models.export import (
@@ -52,7 +52,7 @@ def save_together(
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
     path: Path,
-    position: Mapping[str, float],
+    position: Position,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
     """Writes the model directory `path` and its `state/`, each rank its own part, a bucket at a time.
@@ -130,7 +130,7 @@ def hold_together(
     model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
-    position: Mapping[str, float],
+    position: Position,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> HeldPart | None:
     """This rank's part of the state as it is now, in host memory; None, on all ranks, if one has no room.

@@ -392,7 +392,9 @@ class RankedTrainingBackend:
         """Restores what save() wrote, on any number of ranks, bit for bit; accumulated gradients are
         discarded. Raises CheckpointError naming what is wrong.
         """
-        self._version = self._steps.restore(self._together("load", path=str(path)))
+        position = self._together("load", path=str(path))
+        self._steps.restore(position)
+        self._version = position.weight_version
 
 
 class PyTorchTrainingBackend(RankedTrainingBackend):

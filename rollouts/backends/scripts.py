@@ -7,8 +7,7 @@ from typing import Any
 
 import trio
 
-from rollouts.backends.state import hold_state, read_state
-from rollouts.backends.steps import POSITION_FIELDS
+from rollouts.backends.state import Position, hold_state, read_state
 from rollouts.checkpoints.load import load_trainer_state
 from rollouts.checkpoints.resume import choose_checkpoint
 from rollouts.checkpoints.save import save_checkpoint
@@ -39,7 +38,7 @@ def save_training(
     Raises CheckpointError if the step is saved already; StorageError.
     """
     ranks = Ranks(0, 1, 1, find_device(model))
-    position = {"steps": step, "skipped_in_a_row": 0, "weight_version": step}
+    position = Position(step, 0, step)
 
     async def write_model(folder: Path) -> None:
         for name, one in {"": model, **beside}.items():
@@ -63,8 +62,8 @@ def resume_training(
     if path is None:
         return 0, {}
     ranks = Ranks(0, 1, 1, find_device(model))
-    loaded = read_state(path, model, POSITION_FIELDS, ranks)
+    loaded = read_state(path, model, ranks)
     for name, one in {"": model, **beside}.items():
         load_sharded_weights(one, path / name, device=ranks.device)
     loaded.apply(optimizer, ranks.device)
-    return int(loaded.position["steps"]), load_trainer_state(path)
+    return loaded.position.steps, load_trainer_state(path)

@@ -12,9 +12,8 @@ r mod W and of r, for copies would make two ranks draw the same numbers.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -67,6 +66,14 @@ def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> Non
 # --- saving -------------------------------------------------------------------------------------------------
 
 
+class Position(msgspec.Struct, frozen=True):
+    """The counters of a backend, which rank 0 keeps."""
+
+    steps: int  # optimizer steps
+    skipped_in_a_row: int  # of them the last
+    weight_version: int
+
+
 @dataclass(frozen=True, slots=True)
 class HeldState:
     """One rank's part of the training state between two steps."""
@@ -74,7 +81,7 @@ class HeldState:
     tensors: Mapping[str, Tensor]  # this rank's rows of the moments, AdamW's steps, its random states
     rank: int
     world_size: int
-    position: Mapping[str, float]
+    position: Position
 
     def write(self, checkpoint: Path) -> None:
         """Writes this rank's file in the checkpoint's `state/`, and on rank 0 the position. Raises OSError.
@@ -88,14 +95,13 @@ class HeldState:
         if self.rank:
             fsync_path(file)
             return
-        text = json.dumps(dict(self.position), indent=1, allow_nan=False)
-        (folder / BACKEND_FILE).write_text(text, encoding="utf-8")
+        (folder / BACKEND_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self.position)))
 
 
 def hold_state(
     model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
-    position: Mapping[str, float],
+    position: Position,
     ranks: Ranks,
     *,
     copied: bool,
@@ -112,7 +118,7 @@ def hold_state(
             if kind == STEP or ranks.first_replica:
                 local = get_local(value)
                 tensors[f"{kind}/{name}"] = local.to("cpu", copy=True).contiguous() if copied else local
-    return HeldState(tensors, ranks.rank, ranks.world_size, dict(position))
+    return HeldState(tensors, ranks.rank, ranks.world_size, position)
 
 
 # --- loading ------------------------------------------------------------------------------------------------
@@ -122,7 +128,7 @@ def hold_state(
 class LoadedState:
     """One rank's training state as a checkpoint has it: read and checked, nothing changed yet."""
 
-    position: dict[str, float]
+    position: Position
     states: Mapping[Tensor, dict[str, Tensor]]  # of AdamW, by parameter
     random_states: Mapping[str, Tensor]
 
@@ -133,18 +139,15 @@ class LoadedState:
         set_random_states(self.random_states, device)
 
 
-def read_state(
-    checkpoint: Path, model: PreTrainedModel, fields: Collection[str], ranks: Ranks
-) -> LoadedState:
-    """This rank's part of what any number of ranks saved. `fields`: what the position must have. No
-    communication.
+def read_state(checkpoint: Path, model: PreTrainedModel, ranks: Ranks) -> LoadedState:
+    """This rank's part of what any number of ranks saved. No communication.
 
     Raises CheckpointError naming file and field, on every rank the same but where a disk fails.
     """
     reshard(model)
     folder = checkpoint_state_dir(checkpoint)
     files = open_optimizer_files(folder)
-    position = read_position(folder / BACKEND_FILE, fields)
+    position = read_position(folder / BACKEND_FILE)
     random_states = read_random_states(files, ranks.rank, find_device(model))
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     keys = {key for file in files for key in file.shapes if not key.startswith("rng/")}
@@ -252,10 +255,9 @@ def read_random_states(files: Sequence[OptimizerFile], rank: int, device: torch.
     return found
 
 
-def read_position(path: Path, fields: Collection[str]) -> dict[str, float]:
+def read_position(path: Path) -> Position:
     """The counters of the backend. Raises CheckpointError naming one that is missing or no number."""
-    kind = msgspec.defstruct("Position", [(name, float) for name in fields])
     try:
-        return msgspec.structs.asdict(msgspec.json.decode(path.read_bytes(), type=kind))
+        return msgspec.json.decode(path.read_bytes(), type=Position)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); {WAY_OUT}") from error

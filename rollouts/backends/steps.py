@@ -9,7 +9,6 @@ compute_loss     from log-probs (of a scalar head: values) of a micro-batch to t
 import math
 import traceback
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rollouts.backends.shares import Portion, TokenTrace
+from rollouts.backends.state import Position
 from rollouts.config.tables import OptimConfig
 from rollouts.data.packing import ATTENTION_COST, MicroBatch, make_micro_batches
 from rollouts.errors import (
@@ -64,7 +64,6 @@ SKIPPING_LOSSES = (
     "vespo",
 )
 COUNTS = ("skipped_steps", "trained_tokens", "computed_tokens", "skipped_rows")
-POSITION_FIELDS = ("steps", "skipped_in_a_row", "weight_version")
 
 
 # --- batches ------------------------------------------------------------------------------------------------
@@ -321,16 +320,14 @@ class OptimizerSteps:
         """Forgets what has accumulated since the last step."""
         self.poisoned, self.pending_batches = None, 0
 
-    def position(self, weight_version: int) -> dict[str, float]:
-        """What a checkpoint keeps of this: POSITION_FIELDS."""
-        position = self.steps, self._skipped_in_a_row, weight_version
-        return dict(zip(POSITION_FIELDS, position, strict=True))
+    def position(self, weight_version: int) -> Position:
+        """What a checkpoint keeps of this."""
+        return Position(self.steps, self._skipped_in_a_row, weight_version)
 
-    def restore(self, position: Mapping[str, float]) -> int:
-        """Takes a saved position; the version of the weights then."""
-        self.steps, self._skipped_in_a_row, version = (int(position[name]) for name in POSITION_FIELDS)
+    def restore(self, position: Position) -> None:
+        """Takes a saved position."""
+        self.steps, self._skipped_in_a_row = position.steps, position.skipped_in_a_row
         self.discard_pending()
-        return version
 
 
 def collect_gradients(model: torch.nn.Module) -> list[Tensor]:

@@ -29,10 +29,9 @@ from torch.distributed.fsdp import FSDPModule
 from rollouts.backends.captures import HeldPart, hold_together, save_together
 from rollouts.backends.sharding import discard_iteration, run_unsharded
 from rollouts.backends.shares import Portion, Share, decode_share, encode_share
-from rollouts.backends.state import copy_random_states, read_state, set_random_states
+from rollouts.backends.state import Position, copy_random_states, read_state, set_random_states
 from rollouts.backends.steps import (
     CLIP_EPS,
-    POSITION_FIELDS,
     ComputedLoss,
     check_count,
     collect_gradients,
@@ -71,8 +70,9 @@ COMMANDS = {
     "reset", "skip_step", "forward_backward", "forward", "optim_step", "stream_weights", "load_weights",
     "hold", "revert", "save", "capture", "load",
 }  # fmt: skip
-Saved = tuple[Mapping[str, float], Any]
+Saved = tuple[Position, Any]
 """Rank 0's position and tokenizer."""
+NOTHING: Saved = Position(0, 0, 0), None
 Shares = Sequence[Share] | None
 """Rank 0's: one for each rank. None on the others."""
 
@@ -325,15 +325,15 @@ class Trainer:
 
     def save(self, local: Saved | None, *, path: str) -> None:
         """See save_together."""
-        save_together(self.model, self.optimizer, self.ranks, Path(path), *(local or ({}, None)))
+        save_together(self.model, self.optimizer, self.ranks, Path(path), *(local or NOTHING))
 
     def capture(self, local: Saved | None, *, name: str) -> HeldPart | None:
         """See hold_together. Generation must not use the tokenizer while it is written. `name`: of what the
         rank keeps.
         """
-        return hold_together(self.model, self.optimizer, self.ranks, *(local or ({}, None)))
+        return hold_together(self.model, self.optimizer, self.ranks, *(local or NOTHING))
 
-    def load(self, _: None, *, path: str) -> Mapping[str, float]:
+    def load(self, _: None, *, path: str) -> Position:
         """The position that save() was given, on any number of ranks; weights, optimizer and random states
         are as they were. Gradients are discarded. Raises AgreedFailure with a CheckpointError; what does not
         fit is found before anything is changed.
@@ -346,9 +346,7 @@ class Trainer:
             except ModelError as error:
                 raise CheckpointError(f"{path} is not of this model, or damaged: {error}") from error
 
-        loaded = run_agreed(
-            self.ranks, lambda: read_state(Path(path), self.model, POSITION_FIELDS, self.ranks)
-        ).value
+        loaded = run_agreed(self.ranks, lambda: read_state(Path(path), self.model, self.ranks)).value
         run_agreed(self.ranks, load_weights)
         loaded.apply(self.optimizer, self.ranks.device)
         self._note_random_states()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from rollouts.backends.captures import hold_together
-from rollouts.backends.state import read_state
+from rollouts.backends.state import Position, read_state
 from rollouts.checkpoints.load import check_checkpoint, find_newest_checkpoint, load_trainer_state
 from rollouts.checkpoints.save import save_checkpoint
 from rollouts.errors import StorageError
@@ -40,7 +40,7 @@ class Trained:
         self.optimizer.step()
 
     def write(self, path: Path) -> int:
-        held = hold_together(self.model, self.optimizer, ALONE, {"steps": 1.0}, make_byte_tokenizer())
+        held = hold_together(self.model, self.optimizer, ALONE, Position(1, 0, 0), make_byte_tokenizer())
         assert held is not None
         return held.write(path)
 
@@ -69,7 +69,7 @@ def assert_loads(checkpoint: Path, held: Trained) -> None:
     """Its bytes are as they were written, and a fresh model and optimizer take them."""
     check_checkpoint(checkpoint, hashes=True)
     model = make_model(259)
-    assert read_state(checkpoint, model, ["steps"], ALONE).position == {"steps": 1.0}
+    assert read_state(checkpoint, model, ALONE).position == Position(1, 0, 0)
     load_sharded_weights(model, checkpoint)
     weights = dict(model.named_parameters())
     assert all(torch.equal(weights[name], tensor) for name, tensor in held.model.named_parameters())

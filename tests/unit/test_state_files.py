@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from rollouts.backends.scripts import save_training
-from rollouts.backends.state import hold_state, read_state
+from rollouts.backends.state import Position, hold_state, read_state
 from rollouts.errors import CheckpointError
 from rollouts.ranks.group import Ranks
 from tests.support.plain_backend import open_backend
@@ -22,6 +22,7 @@ from tests.support.text_tables import read_cells
 
 NAME, KEY = "model.norm.weight", "exp_avg/model.norm.weight"
 SECOND = "optimizer-1-of-2.safetensors"
+POSITION = Position(3, 1, 2)
 KINDS = ("exp_avg", "exp_avg_sq")
 ALONE = Ranks(0, 1, 1, torch.device("cpu"))
 
@@ -57,14 +58,14 @@ def write_ranks(checkpoint: Path, moments: dict[str, Tensor], ranks: int) -> Pat
             tensors[f"step/{key.partition('/')[2]}"] = torch.tensor(3.0)
         file = "optimizer.safetensors" if ranks == 1 else f"optimizer-{rank}-of-{ranks}.safetensors"
         save_file(tensors, state / file)
-    (state / "backend.json").write_text('{"steps": 3}')
+    (state / "backend.json").write_text('{"steps": 3, "skipped_in_a_row": 1, "weight_version": 2}')
     return state
 
 
 def load(checkpoint: Path, model: PreTrainedModel) -> torch.optim.AdamW:
     optimizer = torch.optim.AdamW(model.parameters())
-    loaded = read_state(checkpoint, model, ["steps"], ALONE)
-    assert loaded.position == {"steps": 3}
+    loaded = read_state(checkpoint, model, ALONE)
+    assert loaded.position == POSITION
     loaded.apply(optimizer, torch.device("cpu"))
     return optimizer
 
@@ -89,7 +90,7 @@ def test_what_is_held_is_loaded_and_a_copy_stays_when_training_goes_on(copied: b
     model(torch.tensor([[1, 2, 3]]), use_cache=False).logits.sum().backward()
     optimizer.step()
     torch.manual_seed(5)
-    held = hold_state(model, optimizer, {"steps": 3}, ALONE, copied=copied)
+    held = hold_state(model, optimizer, POSITION, ALONE, copied=copied)
     drawn, before = torch.rand(3), copy.deepcopy(optimizer.state_dict()["state"])
     if copied:
         optimizer.step()
@@ -103,7 +104,7 @@ def test_ranks_that_are_new_draw_numbers_of_their_own_and_the_same_ones_every_ti
     write_ranks(tmp_path, make_moments(model), 2)
 
     def draw(rank: int) -> float:
-        states = read_state(tmp_path, model, [], Ranks(rank, 5, 5, torch.device("cpu"))).random_states
+        states = read_state(tmp_path, model, Ranks(rank, 5, 5, torch.device("cpu"))).random_states
         return torch.rand(1, generator=torch.Generator().set_state(states["rng/cpu"])).item()
 
     drawn = [draw(rank) for rank in range(5)]
@@ -162,7 +163,7 @@ def test_files_that_are_damaged_or_of_two_saves_are_named(
 def check_refused(checkpoint: Path, message: str) -> None:
     model, before = make_model(), torch.get_rng_state()
     with pytest.raises(CheckpointError, match=message):
-        read_state(checkpoint, model, ["steps"], Ranks(1, 2, 2, torch.device("cpu")))
+        read_state(checkpoint, model, Ranks(1, 2, 2, torch.device("cpu")))
     assert torch.equal(torch.get_rng_state(), before)
 
 
