@@ -125,7 +125,7 @@ async def linearise_samples(
     """
     rows_per_sample = count_rows(config)
     scored = make_preference_batch(samples, rows_per_sample=rows_per_sample)
-    sums = sum_rows(await backend.forward(scored).result())
+    sums = sum_rows(await backend.forward(scored))
     ref = await _find_reference_sums(samples, config, reference)
     assert (samples[0].desirable is not None) == (config.loss == KTO), (
         "KTO trains on labelled samples, the other losses on pairs"

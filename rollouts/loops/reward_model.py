@@ -78,4 +78,4 @@ async def score_pairs(
 ) -> tuple[RolloutBatch, NDArray[np.float64]]:
     """(rows, their scores), of pairs [2P] chosen and rejected in turn."""
     rows = make_score_batch([row.token_ids for sample in samples for row in sample.rows])
-    return rows, read_scores(await backend.forward(rows).result(), rows).astype(np.float64)
+    return rows, read_scores(await backend.forward(rows), rows).astype(np.float64)

@@ -79,13 +79,13 @@ async def add_log_probs(
             )
         batch = dataclasses.replace(batch, ref_log_probs=await reference.score(batch))
     if config.recompute_old:
-        batch = dataclasses.replace(batch, old_log_probs=await backend.forward(batch).result())
+        batch = dataclasses.replace(batch, old_log_probs=await backend.forward(batch))
     if config.distillation:
         if teacher is None:
             raise ConfigError("rl.distillation needs its teacher; pass teacher=, or leave the table out")
         batch = dataclasses.replace(batch, teacher_log_probs=await teacher(batch))
     if critic is not None:
-        batch = dataclasses.replace(batch, old_values=await critic.forward(batch).result())
+        batch = dataclasses.replace(batch, old_values=await critic.forward(batch))
     return batch
 
 

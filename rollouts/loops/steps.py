@@ -89,7 +89,7 @@ class Steps:
         if self._saved == self.completed and await self.hooks.is_saved(self.completed):
             return
         for reset in [backend.reset() for backend in self.backends]:
-            await reset.result()
+            await reset
         if self._count_updates() == self._updates:
             await self._save()
             return

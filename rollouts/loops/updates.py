@@ -40,7 +40,7 @@ async def train(
 
     async def collect() -> None:
         for forward, optim in submitted[len(results) :]:
-            results.append((await forward.result(), await optim.result()))
+            results.append((await forward, await optim))
 
     try:
         await collect()
@@ -52,7 +52,7 @@ async def train(
             raise
     if version is not None:
         with trio.CancelScope(shield=True):  # the backend is idle
-            await backend.set_weight_version(version).result()
+            await backend.set_weight_version(version)
     return results
 
 

@@ -82,7 +82,7 @@ class _Update:
             return
         async with trio.open_nursery() as self.nursery:
             try:
-                await backend.stream_weights(self.take).result()
+                await backend.stream_weights(self.take)
                 await trio.to_thread.run_sync(self.take, [])  # what no bucket took along
                 self._guarded(self.names.check_complete)
                 if self.held is not None:

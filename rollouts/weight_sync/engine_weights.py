@@ -84,7 +84,7 @@ async def sync_as_saved(
         await sync_weights(backend, [engine], version)
         return False
     weights, served = held
-    await backend.load_weights(weights).result()
-    await backend.set_weight_version(served).result()
+    await backend.load_weights(weights)
+    await backend.set_weight_version(served)
     await sync_weights(backend, [engine], served)
     return True

@@ -49,7 +49,7 @@ def make_probe(vocab_size: int, *, tolerance: float) -> Probe:
 async def score_by_trainer(probe: Probe, backend: TrainingBackend) -> FloatArray:
     """[T] the trainer's log-probs of the probe, 0 for the first token. Raises BackendError."""
     mask = np.arange(len(probe.tokens)) > 0
-    (log_probs,) = await backend.forward(RolloutBatch(tokens=(probe.tokens,), loss_masks=(mask,))).result()
+    (log_probs,) = await backend.forward(RolloutBatch(tokens=(probe.tokens,), loss_masks=(mask,)))
     return log_probs
 
 

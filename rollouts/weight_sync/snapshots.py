@@ -16,7 +16,7 @@ import json
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +66,7 @@ class Snapshot:
 class WeightSource(Protocol):
     """A TrainingBackend, or a copy of its weights."""
 
-    def stream_weights(self, sink: WeightSink) -> Any: ...
+    def stream_weights(self, sink: WeightSink) -> Awaitable[None]: ...
 
 
 class DiskSnapshots:
@@ -145,17 +145,14 @@ class HeldWeights:
     model: PreTrainedModel | None  # for the names of weights in files; its own weights have changed
     buckets: list[list[tuple[str, Tensor]]]
 
-    def stream_weights(self, sink: WeightSink) -> _Streaming:
+    async def stream_weights(self, sink: WeightSink) -> None:
         """Hands the buckets to `sink`, in a thread."""
-        return _Streaming(lambda: [sink(bucket) for bucket in self.buckets])
 
+        def stream() -> None:
+            for bucket in self.buckets:
+                sink(bucket)
 
-@dataclass(frozen=True, slots=True)
-class _Streaming:
-    work: Callable[[], object]
-
-    async def result(self) -> None:
-        await trio.to_thread.run_sync(self.work, abandon_on_cancel=True)  # sinks ignore what comes later
+        await trio.to_thread.run_sync(stream, abandon_on_cancel=True)  # sinks ignore what comes later
 
 
 async def stream_guarded(source: WeightSource, take: Callable[[Sequence[tuple[str, Any]]], object]) -> None:
@@ -173,7 +170,7 @@ async def stream_guarded(source: WeightSource, take: Callable[[Sequence[tuple[st
                 failures.append(error)
 
     try:
-        await source.stream_weights(sink).result()
+        await source.stream_weights(sink)
     finally:
         awaited = False
     if failures:

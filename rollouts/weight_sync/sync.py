@@ -181,11 +181,10 @@ class WeightSync:
         for engine in engines:
             fleet = self._fleet if engine is self._fleet else None
             members += [engine] if fleet is None else fleet.members_for_update()
-        in_memory = any(engine.features.in_memory_update for engine in members)
-        loading = [one for one in members if not one.features.shares_weights]
+        in_memory = [one.features.in_memory_update for one in members if not one.features.shares_weights]
         target = step.target
-        if self._transport is None and any(not one.features.in_memory_update for one in loading):
-            if not in_memory:
+        if self._transport is None and not all(in_memory):
+            if not any(in_memory):
                 await self._release(step)
             target = await self._export(step)
         sizes: list[int] = []
@@ -218,9 +217,14 @@ class WeightSync:
     ) -> list[EngineUpdate]:
         """What became of each engine; `sizes` gets the bytes that each was given in memory."""
 
-        def note_publication() -> None:  # also where the update is cancelled after some have committed
+        transport = self._transport
+
+        def publish() -> None:  # also where the update is cancelled after some have committed
+            if self._fleet is not None:
+                self._fleet.publish(target.version)
             self.published = target
             self._failed_revivals.clear()
+            reach("sync.published")
 
         async def load(engine: InferenceEngine) -> None:
             if engine.features.in_memory_update:
@@ -228,18 +232,14 @@ class WeightSync:
             else:
                 await _load_snapshot(target, engine)
 
-        async def send(paused: Sequence[InferenceEngine]) -> Mapping[str, Exception | None]:
-            assert self._transport is not None
-            return await self._transport(step.backend, paused, target.version)
-
         plan = self._make_plan(
             version=target.version,
             expected=target.expected,
             load=load,
-            load_together=None if self._transport is None else send,
+            load_together=transport and (lambda paused: transport(step.backend, paused, target.version)),
             digest=target.digest,
         )
-        updates = await sync_weights_to_engines(engines, plan, on_publish=note_publication)
+        updates = await sync_weights_to_engines(engines, plan, publish=publish)
         failures = describe_failures(updates)
         if failures and self._fleet is None:
             raise WeightSyncError(
@@ -282,12 +282,12 @@ class WeightSync:
         plan = self._make_plan(
             version=published.version,
             expected=published.expected,
-            load=lambda engine: _load_snapshot(published, engine),
+            load=partial(_load_snapshot, published),
             digest=published.digest,
         )
         try:
             with trio.CancelScope() as self._reviving:
-                await sync_weights_to_engines([engine], plan, publish=False)
+                await sync_weights_to_engines([engine], plan)
                 del self._failed_revivals[name]
         except WeightSyncError as error:  # the fleet and `warn` were told
             self._failed_revivals[name] += 1

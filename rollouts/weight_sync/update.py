@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -88,17 +88,15 @@ async def sync_weights_to_engines(
     engines: Sequence[InferenceEngine],
     plan: UpdatePlan,
     *,
-    publish: bool = True,
-    on_publish: Callable[[], None] = lambda: None,
+    publish: Callable[[], None] = lambda: None,
 ) -> list[EngineUpdate]:
-    """What became of each engine, when all have decided. At least one has proven the version, which is
-    published.
+    """What became of each engine, when all have decided. At least one has proven the version, which
+    `publish` was called for.
 
-    An engine that reports the version and proved it before is only probed. `on_publish` is called right after
-    the fleet has published. Raises WeightSyncError that lists every failure when no engine could be verified:
-    nothing is published then. Raises BackendError at once when the trainer fails. Then, and when cancelled,
-    every paused engine is resumed (shielded, `limits.resume` at most) and those that had not committed are
-    out of service.
+    An engine that reports the version and proved it before is only probed. Raises WeightSyncError that lists
+    every failure when no engine could be verified. Raises BackendError at once when the trainer fails. Then,
+    and when cancelled, every paused engine is resumed (shielded, `limits.resume` at most) and those that had
+    not committed are out of service.
     """
     for name, count in Counter(engine.features.name for engine in engines).items():
         if count > 1:
@@ -108,11 +106,8 @@ async def sync_weights_to_engines(
     try:
         await run_all(*(update.run for update in updates))
     finally:
-        if publish and any(update.committed for update in updates):
-            if plan.fleet is not None:
-                plan.fleet.publish(plan.version)
-            on_publish()
-            reach("sync.published")
+        if any(update.committed for update in updates):
+            publish()
     if not any(update.committed for update in updates):
         listed = describe_failures(updates) or "  there is no engine that could be reached"
         raise WeightSyncError(
@@ -201,11 +196,12 @@ class EngineUpdate:
 
     async def run(self) -> None:
         """Commits or fails the engine. Raises BackendError when the trainer failed, and nothing else."""
-        plan, fleet, began_at = self.plan, self.plan.fleet, trio.current_time()
+        plan, fleet = self.plan, self.plan.fleet
         if fleet is not None:
             fleet.close_admission(self.engine)
         try:
-            await self._bring_to_version()
+            with self._measure(""):
+                await self._bring_to_version()
             self.phase = "commit"
             if fleet is not None and not fleet.commit(self.engine, plan.version):
                 raise WeightSyncError("the engine died, or left, while it was updated")
@@ -222,7 +218,6 @@ class EngineUpdate:
                 f" phase {self.phase}: {type(error).__name__}: {error}"
             )
         finally:
-            self._record("weight_sync", began_at)
             if self.together is not None:
                 self.together.leave(self.name)
             if not self.committed and fleet is not None:
@@ -241,7 +236,7 @@ class EngineUpdate:
             await self._replace_weights()
         if self.together is not None:
             self.together.leave(self.name)
-        with self._recording("probe"):
+        with self._measure("_probe"):
             scored = await self._watch("probe", lambda: score_by_engine(plan.probe, engine, plan.version))
             checksum = await self._read_checksum() if engine.features.checksum else None
         proof = Proof(plan.version, scored, plan.expected, checksum, plan.digest)
@@ -254,25 +249,25 @@ class EngineUpdate:
     async def _replace_weights(self) -> None:
         """The engine runs again when this returns or raises, unless it cannot be reached."""
         engine, paused_at, resumed = self.engine, trio.current_time(), False
-        try:
-            mode = "keep" if engine.features.keep_pause else "abort"
-            await self._watch("pause", lambda: engine.pause(mode))
-            reach("sync.before_load")
-            with self._recording("load"):
-                if self.together is not None:
-                    self.phase = "load"
-                    await self.together.load(engine)
-                else:
-                    await self._watch("load", lambda: self.plan.load(engine))
-            await self._check_version()
-            reach("sync.after_load")
-            await self._watch("resume", engine.resume)
-            resumed = True
-        finally:
-            if not resumed:
-                await self._resume_anyway()
-            self.pause_s = trio.current_time() - paused_at
-            self._record("weight_sync_pause", paused_at)
+        with self._measure("_pause"):
+            try:
+                mode = "keep" if engine.features.keep_pause else "abort"
+                await self._watch("pause", lambda: engine.pause(mode))
+                reach("sync.before_load")
+                with self._measure("_load"):
+                    if self.together is not None:
+                        self.phase = "load"
+                        await self.together.load(engine)
+                    else:
+                        await self._watch("load", lambda: self.plan.load(engine))
+                await self._check_version()
+                reach("sync.after_load")
+                await self._watch("resume", engine.resume)
+                resumed = True
+            finally:
+                if not resumed:
+                    await self._resume_anyway()
+                self.pause_s = trio.current_time() - paused_at
 
     async def _resume_anyway(self) -> None:
         """Attempts to resume whatever is being raised or cancelled; its own failure is a warning."""
@@ -324,23 +319,14 @@ class EngineUpdate:
             before, seen = seen, read_progress(self.engine)
             return seen != before
 
-        limit_s: float = getattr(self.plan.limits, phase)
         where = f"engine {self.name}: phase {phase}"
-        return await ask_watched(work, moved, silence_s=limit_s, where=where)
+        return await ask_watched(work, moved, silence_s=getattr(self.plan.limits, phase), where=where)
 
-    @contextmanager
-    def _recording(self, phase: str) -> Iterator[None]:
-        began_at = trio.current_time()
-        try:
-            yield
-        finally:
-            self._record(f"weight_sync_{phase}", began_at)
-
-    def _record(self, span: str, began_at: float) -> None:
-        """A span of the engine that ends now; of one that shares the trainer's weights, none."""
-        if self.plan.spans is not None and not self.engine.features.shares_weights:
-            seconds = trio.current_time() - began_at
-            self.plan.spans.add(span, self.name, seconds, seconds)
+    def _measure(self, part: str) -> AbstractContextManager[None]:
+        """Makes the block a span of the engine; of one that shares the trainer's weights, none."""
+        if self.plan.spans is None or self.engine.features.shares_weights:
+            return nullcontext()
+        return self.plan.spans.measure(f"weight_sync{part}", self.name)
 
 
 def read_progress(engine: InferenceEngine) -> Hashable:

@@ -28,11 +28,13 @@ def publish_before_verify(patch: pytest.MonkeyPatch) -> None:
     real = sync.sync_weights_to_engines
 
     async def sync_eagerly(
-        engines: Sequence[InferenceEngine], plan: update.UpdatePlan, *, publish: bool = True, **options: Any
+        engines: Sequence[InferenceEngine],
+        plan: update.UpdatePlan,
+        *,
+        publish: Callable[[], None] = lambda: None,
     ) -> list[update.EngineUpdate]:
-        if publish and plan.fleet is not None:
-            plan.fleet.publish(plan.version)
-        return await real(engines, plan, publish=publish, **options)
+        publish()
+        return await real(engines, plan, publish=publish)
 
     patch.setattr(sync, "sync_weights_to_engines", sync_eagerly)
 

@@ -142,12 +142,9 @@ KILLED = """
     from rollouts.weight_sync import snapshots
 
     class Backend:  # no model, so that transformers need not be imported
-        def stream_weights(self, sink):
+        async def stream_weights(self, sink):
             for number in range(5):
                 sink([(f"weight.{number}", torch.zeros(1000))])
-            return self
-
-        async def result(self):
             await trio.lowlevel.checkpoint()
 
     def die(*args):
@@ -197,16 +194,12 @@ async def test_a_shard_that_is_complete_after_the_export_was_cancelled_harms_nob
         finish(file)
 
     class Backend:
-        def stream_weights(self, sink):
-            self.sink = sink
-            return self
+        async def stream_weights(self, sink):
+            def work() -> None:  # one bucket of two shards
+                sink([(f"weight.{number}", torch.zeros(1000)) for number in range(2)])
+                trio.from_thread.run_sync(written.set, trio_token=token)
 
-        def work(self) -> None:  # one bucket of two shards
-            self.sink([(f"weight.{number}", torch.zeros(1000)) for number in range(2)])
-            trio.from_thread.run_sync(written.set, trio_token=token)
-
-        async def result(self):
-            await trio.to_thread.run_sync(self.work, abandon_on_cancel=True)
+            await trio.to_thread.run_sync(work, abandon_on_cancel=True)
 
     token = trio.lowlevel.current_trio_token()
     monkeypatch.setattr(TensorFile, "finish", finish_late)

@@ -127,17 +127,13 @@ class World:
 
     # the trainer
 
-    def forward(self, batch: RolloutBatch) -> Any:
+    async def forward(self, batch: RolloutBatch) -> Any:
         self.asked += 1
         scored = score(self.weights)
-
-        async def result() -> Any:
-            await trio.sleep(1)
-            if self.failure is not None:
-                raise self.failure
-            return (scored,)
-
-        return SimpleNamespace(result=result)
+        await trio.sleep(1)
+        if self.failure is not None:
+            raise self.failure
+        return (scored,)
 
     def train(self, weights: float) -> int:
         self.weights, self.weight_version = weights, self.weight_version + 1
