@@ -23,7 +23,7 @@ def check_reward_nonzero_std(group: SampleGroup, *, min_std: float = 1e-6) -> Fi
     The standard deviation is the population's, over the whole group. A group of one trajectory has none and
     is dropped.
     """
-    rewards = _rewards_of(group)
+    rewards = rewards_of(group)
     std = float(rewards.std())
     return _decide(
         std > min_std,
@@ -35,7 +35,7 @@ def check_reward_nonzero_std(group: SampleGroup, *, min_std: float = 1e-6) -> Fi
 
 def check_min_reward(group: SampleGroup, *, min_reward: float = 0.0) -> FilterDecision:
     """Drops a group whose mean reward is below `min_reward` ("low_reward")."""
-    rewards = _rewards_of(group)
+    rewards = rewards_of(group)
     mean = float(rewards.mean())
     detail = f"mean reward {mean:.4g} of {len(rewards)} samples is below {min_reward:.4g}"
     return _decide(mean >= min_reward, "low_reward", detail)
@@ -51,7 +51,7 @@ def check_mixed_accuracy(
     shaped reward (a length penalty) still varies in a group where every answer is right. Raises ValueError if
     a sample lacks the part, or has a value outside 0 to 1: of rewards of 1 and -1 the mean is no accuracy.
     """
-    values = _part_of(group, part, "check_mixed_accuracy") if part else _rewards_of(group)
+    values = _part_of(group, part, "check_mixed_accuracy") if part else rewards_of(group)
     outside = values[(values < -ROUNDING) | (values > 1 + ROUNDING)]
     if len(outside):
         raise ValueError(
@@ -94,7 +94,7 @@ def _part_of(group: SampleGroup, part: str, name: str) -> NDArray[np.float64]:
     return np.asarray([sample.rewards[part] for sample in group.ends], np.float64)
 
 
-def _rewards_of(group: SampleGroup) -> NDArray[np.float64]:
+def rewards_of(group: SampleGroup) -> NDArray[np.float64]:
     """One reward per trajectory: its segments share it, and none may count more for having more of them."""
     return replace(group, samples=group.ends).rewards.astype(np.float64)
 
@@ -169,7 +169,7 @@ FILTERS: Mapping[str, GroupFilter] = {
 
 def reward_std(group: SampleGroup) -> float:
     """The population's standard deviation of the group's rewards, one per trajectory."""
-    return float(_rewards_of(group).std())
+    return float(rewards_of(group).std())
 
 
 RANKERS: Mapping[str, Callable[[SampleGroup], float]] = {"reward_std": reward_std}

@@ -3,20 +3,20 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
+from rollouts.filters import rewards_of
 from rollouts.generation.group import Group, failure_class_of
-from rollouts.types import Max, Mean, Metric, Min, SampleGroup, Status, Total
+from rollouts.types import Max, Mean, Metric, Min, Status, Total
 
 FILTERED = "filtered:"  # begins the reason of a drop by a filter, which the filter's own follows
 
 
 def compute_batch_metrics(
-    groups: Sequence[SampleGroup],
+    groups: Sequence[Group],
     *,
-    outranked: Sequence[SampleGroup] = (),
+    outranked: Sequence[Group],
     decided: Sequence[Group],
     drawn: int,
     dropped: Mapping[str, int],
@@ -35,13 +35,13 @@ def compute_batch_metrics(
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     accepted = sum(group.decision is not None and group.decision.keep for group in decided)
     filtered = [
-        group.sample_group
+        group
         for group in decided
         if group.decision is not None and not group.decision.keep and group.failure_class is None
     ]
     members = [member for group in decided for member in group.members]
-    scored = [group for group in (*groups, *outranked, *filtered) if rewards]
-    spread = [replace(group, samples=group.ends).rewards.astype(np.float64) for group in scored]
+    scored = [*groups, *outranked, *filtered] if rewards else []
+    spread = [rewards_of(group.sample_group) for group in scored]
     failures = Counter(failure_class_of(sample) for group in decided for sample in group.failed)
     parts: dict[str, list[float]] = {}
     for sample in samples:

@@ -351,7 +351,11 @@ class Collector:
     def deliver(self) -> RolloutBatch:
         """The batch. What is undecided is surplus, or goes on."""
         self._check_budget()
-        chosen = self._choose()
+        if self._pace is not None:
+            chosen = self._pace.choose()
+        else:
+            best = sorted(self._kept, key=lambda index: (-self._kept[index].score, index))
+            chosen = sorted(best[: self._config.num_prompts])
         groups = [self._kept[index] for index in chosen]
         assert len(groups) == self._config.num_prompts, (len(groups), self._config.num_prompts)
         assert not any(self._is_stale(group.oldest_version) for group in groups), (
@@ -380,8 +384,8 @@ class Collector:
             self._drop(outranked, OUTRANKED, returned=False)
             self.put_back(SURPLUS)
         ledger.last_metrics = compute_batch_metrics(
-            [group.sample_group for group in groups],
-            outranked=[group.sample_group for group in outranked],
+            groups,
+            outranked=outranked,
             decided=self._decided,
             drawn=self._drawn,
             dropped=self._dropped,
@@ -412,13 +416,6 @@ class Collector:
         chosen = draws.permutation(len(fresh))[: self._config.replay]
         return [fresh[index] for index in sorted(chosen)]
 
-    def _choose(self) -> list[int]:
-        """The groups of the batch, in launch order."""
-        if self._pace is not None:
-            return self._pace.choose()
-        best = sorted(self._kept, key=lambda index: (-self._kept[index].score, index))
-        return sorted(best[: self._config.num_prompts])
-
     def _take_held(self) -> None:
         """Takes over held groups. Those that are too old go, and where nothing is carried over all of them: a
         manager with other settings has held them. Their prompts are returned.
@@ -441,7 +438,7 @@ class Collector:
 
     @property
     def num_open(self) -> int:
-        return len(self._kept) + len(self._failed_groups) + len(self._undecided)
+        return len(self.open_groups())
 
     def open_groups(self) -> list[Group]:
         """All groups that are neither trained nor dropped, in launch order."""

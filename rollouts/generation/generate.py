@@ -14,7 +14,16 @@ import numpy as np
 from rollouts.data.chat import NO_PARAMS, ChatTokenizer, TemplateParams, tokenize_prompt
 from rollouts.data.rows import parse_tools
 from rollouts.protocols import GenerateFn, InferenceEngine
-from rollouts.types import Completion, FinishReason, GenerateRequest, IntArray, Sample, SamplingParams, Status
+from rollouts.types import (
+    EMPTY,
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    IntArray,
+    Sample,
+    SamplingParams,
+    Status,
+)
 
 STATUS_OF: dict[FinishReason, Status] = {
     "stop": Status.COMPLETED,
@@ -86,19 +95,20 @@ def append_completion(
 
     The response is what was sampled, decoded without special tokens; the status says how it ended.
     """
-    prompt, count = len(tokens), len(completion.token_ids)
-    mask = sample.loss_mask if done else np.zeros(prompt, np.bool_)
-    log_probs = sample.rollout_log_probs if done else np.zeros(prompt, np.float32)
-    versions = sample.weight_versions if done else np.full(prompt, -1)
+    count = len(completion.token_ids)
+    if not done:
+        blank = dict.fromkeys(("loss_mask", "rollout_log_probs", "weight_versions"), EMPTY)
+        sample = replace(sample, tokens=tokens, **blank)
     all_tokens = np.concatenate([tokens, completion.token_ids])
-    all_mask = np.concatenate([mask, np.full(count, trains)])
+    all_mask = np.concatenate([sample.loss_mask, np.full(count, trains)])
     response = all_tokens[all_mask] if trains else completion.token_ids
+    log_probs = completion.log_probs if trains else np.zeros(count)
     return replace(
         sample,
         tokens=all_tokens,
         loss_mask=all_mask,
-        rollout_log_probs=np.concatenate([log_probs, completion.log_probs if trains else np.zeros(count)]),
-        weight_versions=np.concatenate([versions, completion.weight_versions]),
+        rollout_log_probs=np.concatenate([sample.rollout_log_probs, log_probs]),
+        weight_versions=np.concatenate([sample.weight_versions, completion.weight_versions]),
         response=str(tokenizer.decode(response.tolist(), skip_special_tokens=True)),
         status=STATUS_OF[completion.finish_reason],
     )

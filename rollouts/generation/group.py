@@ -138,8 +138,7 @@ class Group:
     @property
     def failure_class(self) -> str | None:
         """The commonest class of failure, if the group was dropped for its failed samples."""
-        left, size = len(self.members) - len(self.failed), len(self.members)
-        if self.decision is None or check_enough(left, size).keep:
+        if self.decision is None or _check_left(self.members).keep:
             return None
         return Counter(failure_class_of(sample) for sample in self.failed).most_common(1)[0][0]
 
@@ -236,11 +235,10 @@ async def generate_member(plan: GroupPlan, member: Member) -> Member:
     if plan.spans is not None:
         _record_generation(plan.spans, plan.engine, segments, answers, seconds)
     seconds += member.generate_s
-    if last.status in (Status.ABORTED, Status.PENDING):
-        partial = last if last.status is Status.ABORTED else None
-        return replace(member, partial=partial, generate_s=seconds)
+    partial = last if last.status is Status.ABORTED else None
+    finished = () if last.status in (Status.ABORTED, Status.PENDING) else segments
     failed = last.status is Status.FAILED
-    return replace(member, partial=None, segments=segments, scored=failed, generate_s=seconds)
+    return replace(member, partial=partial, segments=finished, scored=failed, generate_s=seconds)
 
 
 def _record_generation(
@@ -328,19 +326,22 @@ async def close_group(plan: GroupPlan, group: Group) -> None:
     """Gives the group its rewards, where it is scored together, its decision and its score. Raises
     UserFunctionError if a filter or the ranker does not answer, or not in time; the group is then as it was.
     """
-    members = group.members
-    decision = check_enough(sum(not member.failed for member in members), len(members))
+    members, decision = group.members, _check_left(group.members)
     if decision.keep and plan.group_reward is not None:
         members = await _score_together(plan, plan.group_reward, members)
-        decision = check_enough(sum(not member.failed for member in members), len(members))
+        decision = _check_left(members)
+    left = replace(group, members=members).sample_group
     for filter_ in plan.filters:
         if decision.keep:
-            left = replace(group, members=members).sample_group
             decision = await call_filter(filter_, left, timeout_s=plan.reward_timeout_s)
     if decision.keep and plan.ranker is not None:
-        left = replace(group, members=members).sample_group
         group.score = await call_ranker(plan.ranker, left, timeout_s=plan.reward_timeout_s)
     group.members, group.decision = members, decision
+
+
+def _check_left(members: Sequence[Member]) -> FilterDecision:
+    """Whether enough of the members have not failed."""
+    return check_enough(sum(not member.failed for member in members), len(members))
 
 
 async def _score_together(
@@ -349,23 +350,20 @@ async def _score_together(
     """The members with one reward per trajectory, given to its last segment and shared by the others; all of
     them failed if that fails.
     """
-    ends = [member.segments[-1] for member in members if not member.failed]
+    left = [member for member in members if not member.failed]
+    ends = [member.segments[-1] for member in left]
     try:
         reach("rollout.before_reward")
         results = await call_group_reward(group_reward, ends, timeout_s=plan.reward_timeout_s)
         reach("rollout.after_reward")
-        left = iter(results)
-
-        def score(member: Member) -> Member:
-            if member.failed:
-                return member
-            result = next(left)
-            return replace(member, segments=tuple(apply_reward(one, result) for one in member.segments))
-
-        return [score(member) for member in members]
+        scored = [
+            tuple(apply_reward(one, result) for one in member.segments)
+            for member, result in zip(left, results, strict=True)
+        ]
     except UserFunctionError as error:
-        failed = {end.id: (_fail_scoring(end, error, group_reward),) for end in ends}
-        return [replace(one, segments=failed.get(one.segments[-1].id, one.segments)) for one in members]
+        scored = [(_fail_scoring(end, error, group_reward),) for end in ends]
+    turns = iter(scored)
+    return [one if one.failed else replace(one, segments=next(turns)) for one in members]
 
 
 # --- failures -----------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ class Pace:
     def open(self, group_index: int, *, oldest: int | None = None) -> None:
         """Counts a group that runs; `oldest` is the oldest version of its tokens, None if there are none."""
         assert group_index not in self.deadlines, f"group {group_index} is open already"
-        deadline = self._deadline(oldest)
+        deadline = (self.engine_version if oldest is None else oldest) + self.max_staleness
         self.deadlines[group_index] = deadline
         self._open_by[deadline] += 1
 
@@ -107,6 +107,3 @@ class Pace:
         """The groups of the batch, by group index."""
         by_deadline = sorted((deadline, group_index) for group_index, deadline in self.finished.items())
         return sorted(group_index for _, group_index in by_deadline[: self.num_prompts])
-
-    def _deadline(self, oldest: int | None) -> int:
-        return (self.engine_version if oldest is None else oldest) + self.max_staleness

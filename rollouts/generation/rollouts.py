@@ -15,11 +15,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from rollouts.data.chat import NO_PARAMS, TemplateParams, tokenize_prompt
+from rollouts.data.chat import NO_PARAMS, TemplateParams
 from rollouts.data.data_buffer import PromptRow
-from rollouts.data.rows import parse_tools
 from rollouts.errors import ConfigError, NotEnoughSamples, PlugInError, RolloutsError, UserFunctionError
-from rollouts.generation.generate import GenerationTokenizer, append_completion
+from rollouts.generation.generate import GenerationTokenizer, append_completion, make_prompt_tokenizer
 from rollouts.generation.samples import (
     PromptSource,
     SampleFields,
@@ -44,7 +43,6 @@ from rollouts.types import (
     Completion,
     FilterDecision,
     GenerateRequest,
-    IntArray,
     RolloutBatch,
     Sample,
     SampleGroup,
@@ -273,10 +271,7 @@ def make_sync_chat_generate(
     raises DataError and ModelError like tokenize_prompt, what `complete` raises, and UserFunctionError if its
     completions are not those of the requests.
     """
-
-    def tokenize(sample: Sample) -> IntArray:
-        tools = parse_tools(sample.metadata.get("tools"), where=f"the tools of sample {sample.id}")
-        return tokenize_prompt(sample.prompt, tokenizer, params=params, tools=tools)
+    tokenize = make_prompt_tokenizer(tokenizer, params=params)
 
     def chat_generate(samples: list[Sample]) -> list[Sample]:
         requests = [

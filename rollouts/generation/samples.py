@@ -57,9 +57,7 @@ def check_enough(left: int, size: int) -> FilterDecision:
     """
     if left >= min(2, size):
         return FilterDecision(keep=True)
-    return FilterDecision(
-        keep=False, reason="failed_samples", detail=f"{size - left} of {size} samples failed"
-    )
+    return FilterDecision(False, "failed_samples", f"{size - left} of {size} samples failed")
 
 
 # --- samples as arrays --------------------------------------------------------------------------------------
