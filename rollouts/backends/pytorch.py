@@ -26,12 +26,9 @@ from torch import Tensor
 
 from rollouts.backends.captures import HeldCheckpoint
 from rollouts.backends.shares import (
-    Portion,
     Share,
     collect_token_arrays,
-    deal_portions,
     find_attention_cost,
-    make_portion,
     split_values,
 )
 from rollouts.backends.steps import (
@@ -227,26 +224,18 @@ class RankedTrainingBackend:
 
     # --- training
 
-    def _run_shares(
-        self, name: str, batch: RolloutBatch, spec: LossSpec | None
-    ) -> tuple[Any, PreparedBatch, list[list[Portion]]]:
-        """The command's result on all ranks, the prepared batch, and [rank][round] portions."""
+    def _run_shares(self, name: str, batch: RolloutBatch, spec: LossSpec | None) -> tuple[Any, PreparedBatch]:
+        """The command's result on all ranks, and the prepared batch."""
         embeddings: Any = self.model.get_input_embeddings()
-        packing, world, counts = self._packing, self.ranks.world_size, self._steps.counts
         prepared = prepare_batch(
             batch,
             spec,
             self._trainer.find_plan(),
-            packing,
+            self._packing,
             vocab_size=int(embeddings.num_embeddings),
-            ranks=world,
+            ranks=self.ranks.world_size,
         )
-        portions = deal_portions(
-            [make_portion(micro_batch, batch) for micro_batch in prepared.micro_batches],
-            world,
-            micro_batch_cost=packing.micro_batch_cost,
-            attention_cost=packing.attention_cost,
-        )
+        portions, counts = prepared.portions, self._steps.counts
         whole = spec, prepared.denominator, prepared.expected_count
         result = self._together(name, [Share(tuple(mine), batch.temperature, *whole) for mine in portions])
         counts[f"batches_as_{prepared.layout}"] += 1
@@ -254,13 +243,13 @@ class RankedTrainingBackend:
             computed = (portion.micro_batch.computed_tokens for mine in portions for portion in mine)
             counts["computed_tokens"] += sum(computed)
             counts["skipped_rows"] += prepared.skipped_rows
-        return result, prepared, portions
+        return result, prepared
 
     @queued
     def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> ForwardBackwardResult:
         """Adds the batch's gradient of sum / denominator to what has accumulated since the last step."""
         steps = self._steps
-        result, prepared, portions = self._run_shares("forward_backward", batch, loss)
+        result, prepared = self._run_shares("forward_backward", batch, loss)
         steps.pending_batches += 1
         if steps.poisoned is None and not math.isfinite(result.total):
             steps.poisoned = f"the loss is {result.total}"
@@ -274,11 +263,9 @@ class RankedTrainingBackend:
         metrics = result.metrics  # of the rows that were computed
         if prepared.skipped_rows:
             metrics = {**metrics, "advantage/skipped_rows": Total(float(prepared.skipped_rows))}
+        seen = collect_token_arrays(prepared.portions, result.traces, batch) if loss.per_token else None
         return ForwardBackwardResult(
-            loss=result.total / denominator,
-            denominator=denominator,
-            metrics=metrics,
-            per_token=collect_token_arrays(portions, result.traces, batch) if loss.per_token else None,
+            loss=result.total / denominator, denominator=denominator, metrics=metrics, per_token=seen
         )
 
     @queued
@@ -324,10 +311,10 @@ class RankedTrainingBackend:
         return list(self._forward(batch))
 
     def _forward(self, batch: RolloutBatch) -> Iterator[FloatRows]:
-        blocks, _, portions = self._run_shares("forward", batch, None)
+        blocks, prepared = self._run_shares("forward", batch, None)
         parts: list[MicroBatch] = []
         values: list[FloatArray] = []
-        for mine, block in zip(portions, blocks, strict=True):
+        for mine, block in zip(prepared.portions, blocks, strict=True):
             parts += [portion.micro_batch for portion in mine]
             values += split_values(block, [len(portion.micro_batch.targets) for portion in mine])
         for kind in range(2):

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollouts.backends.shares import Portion, TokenTrace
+from rollouts.backends.shares import Portion, TokenTrace, deal_portions, make_portion
 from rollouts.backends.state import Position
 from rollouts.config.tables import OptimConfig
-from rollouts.data.packing import ATTENTION_COST, MicroBatch, make_micro_batches
+from rollouts.data.packing import ATTENTION_COST, make_micro_batches
 from rollouts.errors import (
     BackendError,
     DenominatorMismatch,
@@ -82,13 +82,13 @@ class PackingOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedBatch:
-    """A batch that passed its checks, packed."""
+    """A batch that passed its checks, packed and dealt."""
 
     layout: Layout
     denominator: float  # of the loss's unit, over the whole batch
     expected_count: float  # what the counts of the micro-batches must add up to
     skipped_rows: int
-    micro_batches: list[MicroBatch]
+    portions: list[list[Portion]]  # [rank][round]
 
 
 def prepare_batch(
@@ -123,8 +123,14 @@ def prepare_batch(
         micro_batch_cost=options.micro_batch_cost,
         skip_rows=skip_rows,
     )
+    portions = deal_portions(
+        [make_portion(micro_batch, batch) for micro_batch in micro_batches],
+        ranks,
+        micro_batch_cost=options.micro_batch_cost,
+        attention_cost=options.attention_cost,
+    )
     skipped = 0 if skip_rows is None else int(skip_rows.sum())
-    return PreparedBatch(layout, denominator, expected_count, skipped, micro_batches)
+    return PreparedBatch(layout, denominator, expected_count, skipped, portions)
 
 
 def compute_denominator(batch: RolloutBatch, spec: LossSpec) -> tuple[float, float]:
@@ -172,10 +178,9 @@ def check_token_ids(batch: RolloutBatch, vocab_size: int) -> None:
     torch would abort the process.
     """
     for row, ids in enumerate(batch.tokens):
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-            worst = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
+        for wrong in ids[(ids < 0) | (ids >= vocab_size)]:
             raise BackendError(
-                f"batch.tokens[{row}] has the id {worst}; the model's ids are 0 to {vocab_size - 1}: use the"
+                f"batch.tokens[{row}] has the id {wrong}; the model's ids are 0 to {vocab_size - 1}: use the"
                 " model's own tokenizer"
             )
 

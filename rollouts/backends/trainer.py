@@ -106,7 +106,7 @@ class Trainer:
     # numbers; empty: no step began yet
     _random_states: Mapping[str, Tensor] = field(default_factory=dict)
     # copies of what trains and of the optimizer's state, from hold() to revert()
-    _held: tuple[Sequence[Tensor], Mapping[str, Any]] | None = None
+    _held: tuple[Mapping[torch.nn.Parameter, Tensor], Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         self.model.eval()  # dropout would make its log-probs another policy's
@@ -284,7 +284,8 @@ class Trainer:
         """
         reshard(self.model)
         self._held = None  # its memory is free for the next one
-        weights = [get_local(weight).clone() for weight in self.model.parameters() if weight.requires_grad]
+        trained = [weight for weight in self.model.parameters() if weight.requires_grad]
+        weights = {weight: get_local(weight).clone() for weight in trained}
         self._held = weights, copy.deepcopy(self.optimizer.state_dict())
 
     def revert(self, _: None) -> None:
@@ -294,10 +295,8 @@ class Trainer:
         if self._held is None:
             raise AgreedFailure(BackendError("revert() needs a hold() before it, and each its own"))
         self.discard()
-        reshard(self.model)
         (weights, state), self._held = self._held, None
-        trained = [weight for weight in self.model.parameters() if weight.requires_grad]
-        for weight, held in zip(trained, weights, strict=True):
+        for weight, held in weights.items():
             get_local(weight).copy_(held)
         self.optimizer.load_state_dict(dict(state))
 

@@ -149,19 +149,17 @@ def decode_loop_state(saved: Mapping[str, object]) -> LoopState:
 
 
 def find_advantages(config: RLTrainingConfig, given: Mapping[str, AdvantageFn]) -> dict[str, AdvantageFn]:
-    """The function of each advantage that a piece names: one of `given`, or of ADVANTAGES. Raises ConfigError
-    for a name that neither has.
+    """Advantages by name: those `given`, and ADVANTAGES. Raises ConfigError for a name in config that neither
+    has.
     """
-    found: dict[str, AdvantageFn] = {}
-    for name in dict.fromkeys(settings.advantage for settings in list_algorithms(config)):
-        function = given.get(name) or ADVANTAGES.get(name)
-        if function is None:
+    functions = {**ADVANTAGES, **given}
+    for name in (settings.advantage for settings in list_algorithms(config)):
+        if name not in functions:
             raise ConfigError(
                 f"rl.advantage={name!r} is not one of {', '.join(ADVANTAGES)}; pass a function of your own in"
                 " advantages="
             )
-        found[name] = function
-    return found
+    return functions
 
 
 def make_kl_stop(config: RLTrainingConfig) -> Callable[[ForwardBackwardResult], bool] | None:

@@ -98,11 +98,10 @@ async def evaluate_preferences(
     """
     if not held_out:
         return {}
-    samples = list(held_out)
-    sums, found = await linearise_samples(backend, samples, config, loss=loss, reference=reference)
+    sums, found = await linearise_samples(backend, held_out, config, loss=loss, reference=reference)
     metrics = metric_values(found.metrics)
     accuracy = {"accuracy": metrics.pop("rewards/accuracies")} if "rewards/accuracies" in metrics else {}
-    values = {"loss": found.loss, **accuracy, **metrics, **_compute_perplexities(samples, sums)}
+    values = {"loss": found.loss, **accuracy, **metrics, **_compute_perplexities(held_out, sums)}
     return {f"eval/{name}/{key}": value for key, value in values.items() if math.isfinite(value)}
 
 

@@ -184,12 +184,11 @@ def make_advantage_inputs(batch: RolloutBatch, config: RLTrainingConfig) -> Adva
     assert rewards is not None and batch.group_indices is not None and log_probs is not None
     reference, masks, trajectories = batch.ref_log_probs, batch.loss_masks, find_trajectories(batch)
     beta = config.kl_coef if config.kl_in == "reward" else 0.0
-    nothing = [np.zeros(len(mask)) for mask in masks]
-    both = (log_probs, reference) if beta > 0 and reference is not None else (nothing, nothing)
-    token_rewards = compute_token_rewards(rewards, *both, masks, beta)
-    if beta > 0:
-        assert reference is not None
-        rewards, _ = subtract_kl(rewards, log_probs, reference, masks, beta, trajectories=trajectories)
+    if beta == 0:
+        log_probs = reference = [np.zeros(len(mask)) for mask in masks]
+    assert reference is not None
+    token_rewards = compute_token_rewards(rewards, log_probs, reference, masks, beta)
+    rewards, _ = subtract_kl(rewards, log_probs, reference, masks, beta, trajectories=trajectories)
     return AdvantageInputs(
         rewards=rewards.astype(np.float64),
         group_indices=batch.group_indices,
