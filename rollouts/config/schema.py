@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -37,14 +37,6 @@ from rollouts.config.tables import (
 )
 from rollouts.errors import parse_call
 
-
-def refuse(rules: Mapping[str, Any]) -> None:
-    """Raises ValueError with the first message whose condition holds."""
-    for message, broken in rules.items():
-        if broken:
-            raise ValueError(message)
-
-
 # --- what stages share --------------------------------------------------------------------------------------
 
 
@@ -70,11 +62,9 @@ class StageConfig(Section):
         # a table without lr would otherwise fall back to OptimConfig's, which suits RL
         return {"lr": cls.model_fields["optim"].default.lr, **optim} if isinstance(optim, dict) else optim
 
-    @model_validator(mode="after")
-    def _has_one_length(self) -> StageConfig:
-        given = f"steps={self.steps} and epochs={self.epochs:g}"
-        refuse({f"{given}; set one of the two, and the other to 0": bool(self.steps) == bool(self.epochs)})
-        return self
+    def _list_rules(self) -> dict[str, Any]:
+        both = f"steps={self.steps} and epochs={self.epochs:g}; set one of the two, and the other to 0"
+        return {both: bool(self.steps) == bool(self.epochs)}
 
 
 class RowStageConfig(StageConfig):
@@ -266,26 +256,23 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
         gae = {} if settings.get("critic") is None else {"advantage": "gae"}
         return {"normalise_by": choose_unit(settings.get("loss")), **gae, **settings}
 
-    @model_validator(mode="after")
-    def _consistent(self) -> RLTrainingConfig:
-        refuse(self._list_rules())
-        last, control = 1, self.kl_control
+    def _list_rules(self) -> dict[str, Any]:
+        rules, last, control = super()._list_rules() | self._list_own_rules(), 1, self.kl_control
         for change, table in zip(self.changes, list_tables(self, self.changes)[1:], strict=True):
             where, given = f"changes with from_step={change.from_step}", change.model_fields_set
             piece = self.model_copy(update={**table, "changes": []})
-            rules = {
+            rules |= {
                 f"{where} comes after from_step={last}; write the changes in the order of their steps, one a"
                 " step": change.from_step <= last,
                 f"{where} changes nothing; name a setting, or leave it out": given == {"from_step"},
                 f"{where} has kl_ramp_steps; it needs kl_coef beside it and kl_control='fixed', not"
                 f" {control!r}": change.kl_ramp_steps and ("kl_coef" not in given or control != "fixed"),
             }
-            refuse(rules | {f"{where}: {rule}": broken for rule, broken in piece._list_rules().items()})
+            rules |= {f"{where}: {rule}": broken for rule, broken in piece._list_own_rules().items()}
             last = change.from_step
-        return self
+        return rules
 
-    def _list_rules(self) -> dict[str, Any]:
-        """What a combination of settings that cannot work is refused with: whether it is there."""
+    def _list_own_rules(self) -> dict[str, Any]:
         prompts, needed = self.rollout.num_prompts, self.sync_every - 1
         correction, cap = (self.loss_params.get(name) for name in ("correction", "importance_cap"))
         control, numbers = parse_call(self.kl_control)
@@ -435,11 +422,6 @@ class RunConfig(Section):
     def rollout(self) -> RolloutConfig:
         """[rl.rollout], or its defaults where there is no [rl]."""
         return self.rl.rollout if self.rl else RolloutConfig()
-
-    @model_validator(mode="after")
-    def _consistent(self) -> RunConfig:
-        refuse(self._list_rules())
-        return self
 
     def _list_rules(self) -> dict[str, Any]:
         where, engine, teacher = self.reference.where, self.engine, self.rl and self.rl.distillation

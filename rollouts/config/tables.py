@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -50,6 +50,17 @@ class Section(BaseModel):
         if NOT_PLAIN.search(repr(value)):
             raise ValueError("the text has a NUL character, or bytes that are not UTF-8; remove them")
         return value
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        for rule, broken in self._list_rules().items():
+            if broken:
+                raise ValueError(rule)
+        return self
+
+    def _list_rules(self) -> dict[str, Any]:
+        """What a combination of settings that cannot work is refused with: whether it is there."""
+        return {}
 
 
 # --- kinds of values ----------------------------------------------------------------------------------------
@@ -154,22 +165,22 @@ class AlertConfig(Section):
     webhook: str = ""
     """the environment variable with the URL that {"text": …} is posted to"""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> AlertConfig:
+    def _list_rules(self) -> dict[str, Any]:
         rule, numbers = parse_call(self.rule)
-        if " ".join([rule, *sorted(numbers)]) not in ALERT_RULES or numbers.get("steps", 1) < 1:
-            raise ValueError(
-                f"rule={self.rule!r}; write above(limit=…), below(limit=…), absent(steps=…), falls(by=…,"
-                " steps=…) or not_finite; steps are 1 or more"
-            )
-        if rule == "not_finite" and not self.metric.endswith(SKIPPED_STEPS):
-            raise ValueError(
-                f"rule='not_finite' of {self.metric}, but rows hold finite numbers only; {SKIPPED_STEPS} and"
-                f" critic/{SKIPPED_STEPS} count where a loss or gradient was not: use that metric"
-            )
-        if not re.fullmatch(r"\w*", self.webhook):  # a URL may be a secret, so it is not shown
-            raise ValueError("webhook is no name of an environment variable; put the URL in one and name it")
-        return self
+        return {
+            f"rule={self.rule!r}; write above(limit=…), below(limit=…), absent(steps=…), falls(by=…,"
+            " steps=…) or not_finite; steps are 1 or more": (
+                " ".join([rule, *sorted(numbers)]) not in ALERT_RULES or numbers.get("steps", 1) < 1
+            ),
+            f"rule='not_finite' of {self.metric}, but rows hold finite numbers only; {SKIPPED_STEPS} and"
+            f" critic/{SKIPPED_STEPS} count where a loss or gradient was not: use that metric": (
+                rule == "not_finite" and not self.metric.endswith(SKIPPED_STEPS)
+            ),
+            # a URL may be a secret, so it is not shown
+            "webhook is no name of an environment variable; put the URL in one and name it": (
+                not re.fullmatch(r"\w*", self.webhook)
+            ),
+        }
 
 
 class ModelConfig(Section):
@@ -199,10 +210,9 @@ NEEDS: dict[SourceKind, str] = {  # what a source of a kind cannot do without
     "jsonl": "path",
     "parquet": "path",
     "hf": "dataset",
-    "reasoning_gym": "dataset",
-    "python": "function",
+    "reasoning_gym": "dataset size",  # it could go on for ever
+    "python": "function size",
 }
-NEEDS_SIZE = ("reasoning_gym", "python")  # they could go on for ever
 
 
 class DataSourceConfig(Section):
@@ -239,13 +249,13 @@ class DataSourceConfig(Section):
     weight: PositiveFloat = 1.0
     """share of the draws in a mixture, relative to the other sources"""
 
-    @model_validator(mode="after")
-    def _complete(self) -> DataSourceConfig:
-        for needed in (NEEDS[self.kind], *(["size"] if self.kind in NEEDS_SIZE else [])):
-            if not getattr(self, needed):
-                about = " ".join(str(type(self).model_fields[needed].description).split())
-                raise ValueError(f"{needed} is missing; a source of kind {self.kind!r} needs it ({about})")
-        return self
+    def _list_rules(self) -> dict[str, Any]:
+        fields = type(self).model_fields
+        return {
+            f"{needed} is missing; a source of kind {self.kind!r} needs it"
+            f" ({' '.join(str(fields[needed].description).split())})": not getattr(self, needed)
+            for needed in NEEDS[self.kind].split()
+        }
 
 
 Sources = Annotated[list[DataSourceConfig], *Tables, Field(min_length=1)]
@@ -356,19 +366,17 @@ class ReferenceConfig(Section):
     every=1)" and "tr_dpo(policy_weight=0.6, every=1)": a mixture with it, in which the policy has this share
     """
 
-    @model_validator(mode="after")
-    def _consistent(self) -> ReferenceConfig:
+    def _list_rules(self) -> dict[str, Any]:
         elsewhere = self.where != "trainer"
-        if self.rule() and (elsewhere or self.dtype in ("8bit", "4bit")):
-            raise ValueError(
-                f"update={self.update!r} with where={self.where!r} and dtype={self.dtype!r}; a reference that"
-                " moves is in the trainer's process, in float32 or bfloat16"
-            )
-        if elsewhere and self.dtype != "float32":
-            raise ValueError(
-                f"dtype={self.dtype!r} with where={self.where!r}; a server has its own: leave dtype out"
-            )
-        return self
+        return {
+            f"update={self.update!r} with where={self.where!r} and dtype={self.dtype!r}; a reference that"
+            " moves is in the trainer's process, in float32 or bfloat16": (
+                self.rule() and (elsewhere or self.dtype in ("8bit", "4bit"))
+            ),
+            f"dtype={self.dtype!r} with where={self.where!r}; a server has its own: leave dtype out": (
+                elsewhere and self.dtype != "float32"
+            ),
+        }
 
     def rule(self) -> tuple[float, int] | None:
         """(policy's share, steps from one update to the next); None: frozen. Raises ValueError."""
@@ -411,18 +419,18 @@ class EngineConfig(Section):
     transport: Literal["disk", "memory"] = "disk"
     """how weights reach the servers"""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> EngineConfig:
+    def _list_rules(self) -> dict[str, Any]:
         started = {"python": self.python, "count": self.count > 1}
-        for name, value in {"urls": self.urls, "args": self.args, **started}.items():
-            if value and self.kind == "local":
-                raise ValueError(f"{name} is set, but kind='local' starts no server; set kind to a server's")
-            if value and self.urls and name in started:
-                raise ValueError(
-                    f"urls names servers that run already; {name} is for servers that this run starts: set"
-                    " one or the other"
-                )
-        return self
+        return {
+            f"{name} is set, but kind='local' starts no server; set kind to a server's": (
+                value and self.kind == "local"
+            )
+            for name, value in {"urls": self.urls, "args": self.args, **started}.items()
+        } | {
+            f"urls names servers that run already; {name} is for servers that this run starts: set"
+            " one or the other": value and self.urls
+            for name, value in started.items()
+        }
 
 
 class DistributedConfig(Section):

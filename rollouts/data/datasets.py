@@ -55,7 +55,7 @@ def read_source(source: DataSourceConfig, *, name: str, use: RowUse = "any") -> 
 
 
 def _describe(source: DataSourceConfig, name: str) -> str:
-    setting = NEEDS[source.kind]
+    setting, *_ = NEEDS[source.kind].split()
     params = f" with {name}.params={source.params}" if source.params else ""
     return f"{name}.{setting}={getattr(source, setting)!r}{params}"
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.advantages import ADVANTAGES, AdvantageFn, check_advantage_params
-from rollouts.config.plugins import Role, load_function
+from rollouts.config.plugins import load_function
 from rollouts.config.schema import RLTrainingConfig, RunConfig
+from rollouts.config.secrets import flatten
 from rollouts.config.tables import RolloutConfig
 from rollouts.data.rows import Row
 from rollouts.errors import ConfigError, PlugInError, RolloutsError, UserFunctionError
@@ -33,6 +34,16 @@ from rollouts.rewards.combine import apply_weights, check_weights
 from rollouts.rewards.workers import open_reward_workers
 from rollouts.types import RewardResult, Sample, SampleGroup, Status
 
+SETTINGS = {  # that name functions: field of Functions → key, which ends with the role
+    "generate": "rl.rollout.generate",
+    "reward": "rl.rollout.reward",
+    "group_reward": "rl.rollout.group_reward",
+    "eval_reward": "eval.reward",
+    "context": "rl.distillation.context",
+    "pairs": "rl.pairs",
+    "ranker": "rl.rollout.ranker",
+    "curriculum": "rl.curriculum",
+}
 REWARD_MEMORY = 4 << 30  # bytes of one process that runs sync rewards
 WRONG_ANSWER = "(a made-up response)"
 
@@ -65,7 +76,7 @@ def load_functions(
     if config.rl and config.rl.mask_truncated:
         filters.append(check_some_complete.__name__)
 
-    def load(key: str, name: str, role: Role) -> Any:
+    def load(key: str, role: Any, name: str | None) -> Any:
         with findings.reporting(key):
             if name:
                 known: Any = {"filter": FILTERS, "ranker": RANKERS}.get(role)
@@ -76,12 +87,10 @@ def load_functions(
                 return function
         return None
 
-    teacher = config.rl and config.rl.distillation
-    learns = rollout.is_scored or teacher
     for key, lacking, others in (
         (
             "rl.rollout.reward",
-            "rl" in stages and config.rl and not learns,
+            "rl" in stages and config.rl and not (rollout.is_scored or config.rl.distillation),
             "a group_reward or a reward_model, or [rl.distillation] with a teacher",
         ),
         (
@@ -97,21 +106,13 @@ def load_functions(
                     f" or {others}"
                 )
             check_weights(rollout.reward_weights)
-    functions = Functions(
-        generate=load("rl.rollout.generate", rollout.generate, "generate"),
-        reward=load("rl.rollout.reward", rollout.reward, "reward"),
-        group_reward=load("rl.rollout.group_reward", rollout.group_reward, "group_reward"),
-        eval_reward=load("eval.reward", config.eval.reward if config.eval else "", "reward"),
-        filters=tuple(load("rl.rollout.filters", name, "filter") for name in filters),
-        context=load("rl.distillation.context", teacher.context if teacher else "", "context"),
-        pairs=load("rl.pairs", config.rl.pairs if config.rl else "", "pairs"),
-        ranker=load("rl.rollout.ranker", rollout.ranker, "ranker"),
-        curriculum=load("rl.curriculum", config.rl.curriculum if config.rl else "", "curriculum"),
-    )
+    names = flatten(config.model_dump())
+    found = {name: load(key, key.rpartition(".")[2], names.get(key)) for name, key in SETTINGS.items()}
+    found["filters"] = tuple(load("rl.rollout.filters", "filter", name) for name in filters)
     with findings.reporting("rl.advantage"):
         if config.rl:
-            return replace(functions, advantages=load_advantages(config.rl, base_dir=base_dir))
-    return functions
+            found["advantages"] = load_advantages(config.rl, base_dir=base_dir)
+    return Functions(**found)
 
 
 def load_advantages(config: RLTrainingConfig, *, base_dir: Path) -> dict[str, AdvantageFn]:
