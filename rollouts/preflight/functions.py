@@ -215,7 +215,7 @@ async def _call_each(config: RunConfig, functions: Functions, rows: Rows, findin
     timeout_s = config.rollout.reward_timeout_s
     both = make_trial_samples(rows.list_rows("rl"))
     own = functions.eval_reward if config.eval and config.eval.reward else None
-    scored: tuple[Sample, ...] = ()
+    group: SampleGroup | None = None
     trials: list[tuple[str, Any, list[Sample]]] = [
         ("eval.reward", own, make_trial_samples(rows.list_rows("eval"))[:1]),
         ("rl.rollout.reward", functions.reward, both),
@@ -234,16 +234,19 @@ async def _call_each(config: RunConfig, functions: Functions, rows: Rows, findin
                 parts = "".join(f", {name} {value:g}" for name, value in result.parts.items())
                 texts.append(f"called with the response {sample.response[:40]!r}: {result.reward:g}{parts}")
             findings.note("ok", key, "\n".join(texts))
-            scored = tuple(map(apply_reward, samples, results)) if samples is both else ()
-    for filter_ in functions.filters if scored else ():
+            if samples is both:
+                group = SampleGroup(0, "row-0", tuple(map(apply_reward, samples, results)))
+    if group is None:
+        return
+    for filter_ in functions.filters:
         with findings.reporting("rl.rollout.filters"):
-            decision = await call_filter(filter_, SampleGroup(0, "row-0", scored), timeout_s=timeout_s)
+            decision = await call_filter(filter_, group, timeout_s=timeout_s)
             verdict = "keeps" if decision.keep else f"drops ({decision.reason})"
             text = f"{function_name(filter_)} {verdict} a group of these two"
             findings.note("ok", "rl.rollout.filters", text)
     with findings.reporting("rl.rollout.ranker"):
-        if functions.ranker and scored:
-            score = await call_ranker(functions.ranker, SampleGroup(0, "row-0", scored), timeout_s=timeout_s)
+        if functions.ranker:
+            score = await call_ranker(functions.ranker, group, timeout_s=timeout_s)
             name = function_name(functions.ranker)
             findings.note("ok", "rl.rollout.ranker", f"{name} gives {score:g} to a group of these two")
 
