@@ -77,13 +77,17 @@ class Run(PreparedRun):
 
     def choose_generate(self) -> GenerateFn:
         """The user's function, or one chat turn."""
-        params = self.config.model.template_params
-        return self.functions.generate or make_chat_generate(self.tokenizer, params=params)
+        return self.functions.generate or make_chat_generate(
+            self.tokenizer, params=self.config.model.template_params
+        )
 
     def choose_sampling(self, section: SamplingConfig) -> SamplingParams:
         """How a response is sampled by the settings of `section`."""
-        length, temperature = section.max_new_tokens, section.temperature
-        return SamplingParams(max_new_tokens=length, temperature=temperature, stop_token_ids=self.stop_ids)
+        return SamplingParams(
+            max_new_tokens=section.max_new_tokens,
+            temperature=section.temperature,
+            stop_token_ids=self.stop_ids,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +111,7 @@ async def open_stage(run: Run, stage: str, start: Path, newest: Path | None) -> 
     """A backend with the weights at `newest`, or `start`, and a fresh optimizer, and what generates with
     them: for RL as the config says.
     """
-    section, model_path, completed = stage_config(run.config, stage), newest or start, completed_steps(newest)
-    writing = {"keep": choose_keep(run.config), "warn": warn, "spans": run.spans}
+    model_path = newest or start
     async with (
         open_backend(run, stage, model_path) as backend,
         open_critic(run, stage, backend, model_path) as critic,
@@ -116,7 +119,6 @@ async def open_stage(run: Run, stage: str, start: Path, newest: Path | None) -> 
         saved = {"": backend} | ({CRITIC: critic} if critic else {})
         opening: Any = nullcontext((None, None))
         if stage in ("rl", EVALUATE) and run.config.engine.kind != "local":
-            paths = {"log_dir": run.run_dir.engine_logs, "snapshot_dir": run.run_dir.weights}
             opening = open_synced_fleet(
                 run.config.engine,
                 backend,
@@ -127,17 +129,35 @@ async def open_stage(run: Run, stage: str, start: Path, newest: Path | None) -> 
                 seed=run.config.seed,
                 warn=say,
                 spans=run.spans,
-                **paths,
+                log_dir=run.run_dir.engine_logs,
+                snapshot_dir=run.run_dir.weights,
             )
         elif stage != "reward_model":
             opening = open_embedded(run, stage, backend, model_path)
-        digest = training_digest(run.config)
         async with (
             opening as (engine, sync_weights),
-            open_checkpoint_writer(saved, run.run_dir, stage, config_hash=digest, **writing) as checkpoints,
+            open_checkpoint_writer(
+                saved,
+                run.run_dir,
+                stage,
+                config_hash=training_digest(run.config),
+                keep=choose_keep(run.config),
+                warn=warn,
+                spans=run.spans,
+            ) as checkpoints,
         ):
-            at = (stage, section, start, newest, completed)
-            yield Stage(*at, backend, critic, engine, sync_weights, checkpoints)
+            yield Stage(
+                stage,
+                stage_config(run.config, stage),
+                start,
+                newest,
+                completed_steps(newest),
+                backend,
+                critic,
+                engine,
+                sync_weights,
+                checkpoints,
+            )
 
 
 def open_backend(
@@ -164,8 +184,13 @@ def open_backend(
     }
     if run.ranks is None:
         return open_pytorch_backend(model_path, device=run.device, **options)
-    options |= {"channel": run.ranks.channel, "ranks": run.ranks.ranks}
-    return open_fsdp_backend(model_path, cpu_offload=config.distributed.cpu_offload, **options)
+    return open_fsdp_backend(
+        model_path,
+        channel=run.ranks.channel,
+        ranks=run.ranks.ranks,
+        cpu_offload=config.distributed.cpu_offload,
+        **options,
+    )
 
 
 @asynccontextmanager
@@ -175,7 +200,7 @@ async def open_critic(
     """The critic beside the policy that was opened at `model_path`, on its device thread: that of the
     checkpoint, or a new one; None without [rl.critic].
     """
-    config = run.config.rl.critic if run.config.rl and stage == "rl" else None
+    config = getattr(stage_config(run.config, stage), "critic", None)
     if config is None:
         yield None
         return
@@ -262,9 +287,12 @@ async def open_embedded(
     ) as engine:
         if engine.path not in ("compiled", "fast"):
             say(engine.describe())
-        probe = make_probe(engine.features.vocab_size, tolerance=choose_tolerance(exact=dtype is None))
-        keeper = DiskSnapshots(run.run_dir.weights, warn=say)
-        make_sync = partial(WeightSync, probe, keeper=keeper, warn=say)
+        make_sync = partial(
+            WeightSync,
+            make_probe(engine.features.vocab_size, tolerance=choose_tolerance(exact=dtype is None)),
+            keeper=DiskSnapshots(run.run_dir.weights, warn=say),
+            warn=say,
+        )
 
         async def sync_afresh(*arguments: Any, **options: Any) -> Mapping[str, float]:
             # SFT never names a new version, and a WeightSync loads what was proven once no second time
@@ -288,17 +316,18 @@ async def open_scorer(run: Run, opened: Stage, completed: Callable[[], int]) -> 
     """
     config, rule = run.config.reference, run.config.reference.rule()
     if rule is not None:
-        common = scorer_options(run, opened)
-        saved = (opened.newest or opened.start) / REFERENCE
-        common |= {"rule": UpdateRule(*rule), "dtype": getattr(torch, config.dtype)}
-        where = saved if opened.newest and saved.is_dir() else opened.start
-        async with open_moving_reference(where, **common) as moving:
+        saved = opened.newest and opened.newest / REFERENCE
+        async with open_moving_reference(
+            saved if saved and saved.is_dir() else opened.start,
+            rule=UpdateRule(*rule),
+            dtype=getattr(torch, config.dtype),
+            **scorer_options(run, opened),
+        ) as moving:
             moving.follow(opened.backend, completed)
             yield moving
         return
     path = opened.start if config.where == "trainer" else None
-    opening = choose_scorer(run, opened, path, "reference.where", config.where)
-    async with await opening as scorer:
+    async with await choose_scorer(run, opened, path, "reference.where", config.where) as scorer:
         yield scorer
 
 
@@ -310,8 +339,9 @@ async def open_scorers(run: Run, opened: Stage) -> AsyncIterator[tuple[LogProbSc
     score: Score | None = None
     async with AsyncExitStack() as stack:
         if needs_reference(opened.section):
-            following = open_scorer(run, opened, lambda: backend.weight_version)
-            reference = await stack.enter_async_context(following)
+            reference = await stack.enter_async_context(
+                open_scorer(run, opened, lambda: backend.weight_version)
+            )
         if config is not None:
             score = backend.forward if config.teacher == "self" else reference and reference.score
             if config.teacher not in OWN:
@@ -331,10 +361,13 @@ async def choose_scorer(
     find_server_kind.
     """
     if path is not None:
-        dtype = run.config.reference.dtype
-        return open_frozen_reference(path, dtype=dtype, say=say, **scorer_options(run, opened))
-    kind, size = await find_server_kind(setting, url), read_vocab_size(opened.backend)
-    return open_server_reference(url, kind=kind, vocab_size=size, api_key=read_api_key(kind))
+        return open_frozen_reference(
+            path, dtype=run.config.reference.dtype, say=say, **scorer_options(run, opened)
+        )
+    kind = await find_server_kind(setting, url)
+    return open_server_reference(
+        url, kind=kind, vocab_size=read_vocab_size(opened.backend), api_key=read_api_key(kind)
+    )
 
 
 def scorer_options(run: Run, opened: Stage) -> dict[str, Any]:
@@ -363,13 +396,13 @@ async def open_reward(run: Run, opened: Stage) -> AsyncIterator[RewardFn | None]
     """What scores the samples of RL: the user's function, a reward model, or both together. Raises
     ConfigError for a model with other tokens.
     """
-    assert run.config.rl is not None
-    config = run.config.rl.rollout
+    config = opened.section.rollout
     if not config.reward_model:
         yield run.functions.reward
         return
-    name = config.reward_model
-    path = await trio.to_thread.run_sync(find_scalar_model, run.config, run.run_dir, REWARD, name)
+    path = await trio.to_thread.run_sync(
+        find_scalar_model, run.config, run.run_dir, REWARD, config.reward_model
+    )
     await trio.to_thread.run_sync(check_tokens, path, REWARD, run.tokenizer)
     async with (
         open_frozen_reference(path, head="scalar", **scorer_options(run, opened)) as scorer,

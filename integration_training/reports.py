@@ -112,7 +112,6 @@ def write_summary(run: Run, stages: Sequence[str], wall_s: float) -> dict[str, A
     pairs = {row["stage"]: row[ranked] for row in evaluations if ranked in row}
     steps = newest_attempts(read_rows(run.run_dir.metrics))
     rewards = [row["reward/mean"] for row in steps if row["stage"] == "rl" and "reward/mean" in row]
-    packages = ("torch", "transformers", "trio", "numpy")
     summary = {
         "mode": "+".join(stages) or EVALUATE,
         "steps": sum(stage_config(run.config, stage).steps for stage in stages),
@@ -125,7 +124,10 @@ def write_summary(run: Run, stages: Sequence[str], wall_s: float) -> dict[str, A
         "peak_rss_gib": round(read_peak_rss_gib(), 3),
         "device": describe_device(run.device),
         "seed": run.config.seed,
-        "versions": {"rollouts-rl": __version__, **{name: version(name) for name in packages}},
+        "versions": {
+            "rollouts-rl": __version__,
+            **{name: version(name) for name in ("torch", "transformers", "trio", "numpy")},
+        },
     }
     write_atomically(run.run_dir.summary, json.dumps(summary, indent=1) + "\n")
     return summary

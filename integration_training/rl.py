@@ -1,6 +1,6 @@
 """The RL stage: prompts, rollouts, rewards and the reference around run_rl_training."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,6 @@ from rollouts.types import RolloutBatch
 async def train_rl(run: Run, opened: Stage) -> int:
     """How many steps were made. The model that the stage starts from stays the reference."""
     config, backend, newest = opened.section, opened.backend, opened.newest
-    thread = backend.device_thread
     assert opened.engine is not None and opened.sync_weights is not None
     async with open_reward(run, opened) as reward, open_scorers(run, opened) as (reference, teacher):
         buffer = DataBuffer(run.rows.training["rl"], seed=run.config.seed)
@@ -66,7 +65,9 @@ async def train_rl(run: Run, opened: Stage) -> int:
         pairs = run.functions.pairs and partial(
             train_on_pairs,
             select=run.functions.pairs,
-            find_loss=lambda spec: on_thread(thread.submit, make_pair_loss(spec.name, spec.params)),
+            find_loss=lambda spec: on_thread(
+                backend.device_thread.submit, make_pair_loss(spec.name, spec.params)
+            ),
             reference=reference,
         )
         history = await run_rl_training(
@@ -109,17 +110,20 @@ def make_manager(run: Run, opened: Stage, buffer: DataBuffer, reward: RewardFn |
     )
 
 
+@dataclass
 class CurriculumBatches:
     """The manager's batches, whose prompts are drawn by the weights of the curriculum, which learns from each
     batch. Of the samples that are logged, the spans are kept.
     """
 
-    def __init__(self, run: Run, opened: Stage, buffer: DataBuffer, manager: AsyncRolloutManager) -> None:
-        self._run = run
-        self._backend = opened.backend
-        self._buffer = buffer
-        self._manager = manager
-        self.statistics: Any = start_statistics(buffer.weights)
+    run: Run
+    opened: Stage
+    buffer: DataBuffer
+    manager: AsyncRolloutManager
+
+    def __post_init__(self) -> None:
+        manager = self.manager
+        self.statistics: Any = start_statistics(self.buffer.weights)
         self.generating = manager.generating
         self.overlaps = manager.overlaps
         self.engines_updated = manager.engines_updated
@@ -128,19 +132,18 @@ class CurriculumBatches:
 
     async def generate_batch(self) -> RolloutBatch:
         """The manager's next batch."""
-        run, buffer, step = self._run, self._buffer, self._backend.weight_version + 1
-        assert run.config.rl is not None
-        curriculum, name = run.functions.curriculum, run.config.rl.curriculum
-        if curriculum is not None:
+        run, buffer, step = self.run, self.buffer, self.opened.backend.weight_version + 1
+        if curriculum := run.functions.curriculum:
+            name = self.opened.section.curriculum
             buffer.set_weights(call_curriculum(curriculum, step, self.statistics, function=name))
-        batch = await self._manager.generate_batch()
+        batch = await self.manager.generate_batch()
         self.statistics = update_statistics(
             self.statistics,
             [sample for sample in batch.samples if REPLAYED not in sample.metadata],
             step=step,
             drawn=buffer.drawn_by_source(),
         )
-        for logged in (batch.samples, self._manager.failed_samples()):
+        for logged in (batch.samples, self.failed_samples()):
             chosen = select_evenly(len(logged), run.config.output.samples_per_step)
             run.spans.keep(logged[index].id for index in chosen)
         return batch

@@ -50,8 +50,9 @@ TOKEN_ARRAYS = 4 << 30  # bytes of per-token arrays that a run keeps of its newe
 
 def choose_run_device(config: RunConfig, launch: Launch) -> Literal["cpu", "cuda"]:
     """Where this process computes. Raises ConfigError where that is not to be had."""
-    wanted, deterministic = config.model.device, config.deterministic
-    return choose_device(wanted, deterministic=deterministic, local_ranks=launch.local_world_size)
+    return choose_device(
+        config.model.device, deterministic=config.deterministic, local_ranks=launch.local_world_size
+    )
 
 
 def join_ranks(launch: Launch, config: RunConfig) -> AbstractAsyncContextManager[OpenRanks]:
@@ -162,7 +163,6 @@ async def train_stages(
     config, run_dir, model_path = prepared.config, prepared.run_dir, prepared.base_model
     totals = {stage: stage_config(config, stage).steps for stage in stages}
     attempt = next_attempt(run_dir)  # before the others are met: from then on they take silence for an end
-    run, finished = None, False
     with open_progress(console, totals) as progress:
         async with (
             open_functions(config, prepared.functions, base_dir=Path.cwd(), warn=say) as functions,
@@ -183,8 +183,9 @@ async def train_stages(
                         device=device,
                         ranks=ranks,
                     )
-                    finished = await run_stages(run, stages, model_path)
-    return run if finished else None
+                    if await run_stages(run, stages, model_path):
+                        return run
+    return None
 
 
 @asynccontextmanager

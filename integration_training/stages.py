@@ -66,8 +66,9 @@ async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
     for index, stage in enumerate(stages):
         total = stage_config(run.config, stage).steps
         stage_dir = run.run_dir.stage_checkpoints(stage)
-        choose = partial(choose_checkpoint, stage_dir, config_hash=config_hash, report=warn)
-        newest = await trio.to_thread.run_sync(choose)
+        newest = await trio.to_thread.run_sync(
+            partial(choose_checkpoint, stage_dir, config_hash=config_hash, report=warn)
+        )
         later = [
             name for name in stages[index + 1 :] if list_checkpoints(run.run_dir.stage_checkpoints(name))
         ]
@@ -144,8 +145,7 @@ async def sync_at_start(opened: Stage) -> None:
 async def train_sft(run: Run, opened: Stage) -> int:
     """How many steps were made."""
     samples = run.prepared.samples["sft"].training
-    made = surround(run, opened)
-    return len(await run_sft_training(opened.backend, samples, opened.section, **made))
+    return len(await run_sft_training(opened.backend, samples, opened.section, **surround(run, opened)))
 
 
 # --- preferences --------------------------------------------------------------------------------------------
@@ -155,7 +155,6 @@ async def train_preference(run: Run, opened: Stage) -> int:
     """How many steps were made. The model that the stage starts from is the reference."""
     config, backend, reference = opened.section, opened.backend, None
     training, held_out = run.prepared.samples["preference"]
-    good, bad = count_labels(training.samples) if config.loss == "kto" else (0, 0)
     async with AsyncExitStack() as stack:
         if compares_with_reference(config.loss):
             scorer = open_scorer(run, opened, lambda: int(backend.statistics()["steps"]))
@@ -168,6 +167,7 @@ async def train_preference(run: Run, opened: Stage) -> int:
                         scored = await preference.score_samples(training.samples, config, frozen)
                         training = training.with_samples(scored)
         if config.loss == "kto":
+            good, bad = count_labels(training.samples)
             loss = make_kto_loss(config.loss_params, num_desirable=good, num_undesirable=bad)
         else:
             loss = make_pair_loss(config.loss, config.loss_params)
@@ -216,8 +216,7 @@ async def train_and_measure(
     due = completed == 0 or (config.eval_every > 0 and completed % config.eval_every == 0)
     if due and completed < config.steps:
         await evaluate_pairs_once(run, opened, completed, measure)
-    surroundings = surround(run, opened, evaluate=evaluate_step, reference=reference)
-    made = len(await train(**surroundings))
+    made = len(await train(**surround(run, opened, evaluate=evaluate_step, reference=reference)))
     if completed + made == config.steps:
         await evaluate_pairs_once(run, opened, config.steps, measure)
     return made

@@ -1,6 +1,7 @@
 """What every stage hands to its loop: the record, and hooks that save and evaluate."""
 
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,23 +54,25 @@ def surround(
     }
 
 
+@dataclass
 class StageLogger:
     """The run's record. The row of a step also has the metrics of saves and of a reference that moves, and
     the spans of what went on beside the loop.
     """
 
-    def __init__(self, run: Run, opened: Stage, reference: LogProbScorer | None) -> None:
-        self._run = run
-        self._opened = opened
-        self._reference = reference
-        self.log_samples = run.logger.log_samples
-        self.log_evaluation = run.logger.log_evaluation
-        self.log_spans = run.logger.log_spans
+    run: Run
+    opened: Stage
+    reference: LogProbScorer | None
+
+    def __post_init__(self) -> None:
+        self.log_samples = self.run.logger.log_samples
+        self.log_evaluation = self.run.logger.log_evaluation
+        self.log_spans = self.run.logger.log_spans
 
     async def log_step(
         self, stage: str, step: int, policy_version: int, metrics: Mapping[str, float], **more: Any
     ) -> None:
         """The run's log_step, with what is known beside the loop."""
-        beside = {**self._opened.checkpoints.take_metrics(), **getattr(self._reference, "metrics", {})}
-        more["spans"] = [*more.get("spans", ()), *self._run.spans.take()]
-        await self._run.logger.log_step(stage, step, policy_version, {**metrics, **beside}, **more)
+        beside = {**self.opened.checkpoints.take_metrics(), **getattr(self.reference, "metrics", {})}
+        more["spans"] = [*more.get("spans", ()), *self.run.spans.take()]
+        await self.run.logger.log_step(stage, step, policy_version, {**metrics, **beside}, **more)
