@@ -12,24 +12,12 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from rollouts.config.spelling import did_you_mean
 from rollouts.errors import PlugInError
 
-Role = Literal[
-    "reward",
-    "group_reward",
-    "generate",
-    "filter",
-    "ranker",
-    "curriculum",
-    "rows",
-    "advantage",
-    "pairs",
-    "context",
-]
-CALLED_WITH: dict[Role, str] = {
+CALLED_WITH = {  # by role
     "reward": "sample",
     "group_reward": "samples",
     "generate": "sample, engine, sampling",
@@ -41,11 +29,11 @@ CALLED_WITH: dict[Role, str] = {
     "pairs": "group",
     "context": "samples",
 }
-PLAIN: tuple[Role, ...] = ("curriculum", "advantage", "pairs")
+PLAIN = ("curriculum", "advantage", "pairs")
 
 
 def load_function(
-    name: str, *, role: Role, base_dir: Path, built_in: Mapping[str, Callable[..., Any]] | None = None
+    name: str, *, role: str, base_dir: Path, built_in: Mapping[str, Callable[..., Any]] | None = None
 ) -> Callable[..., Any]:
     """The function that `name` means, imported once: the same name, or another function of the same file,
     comes from the same module.
@@ -102,7 +90,7 @@ def _import_file(path: Path) -> ModuleType:
     return sys.modules[name]
 
 
-def _find_problem(function: Any, role: Role) -> str:
+def _find_problem(function: Any, role: str) -> str:
     """Why the role cannot have what was found; empty if it can."""
     if not callable(function):
         return f"it is of type {type(function).__name__}; it must be a function"

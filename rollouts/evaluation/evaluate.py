@@ -113,24 +113,21 @@ async def evaluate(
         seed=seed,
         reward_timeout_s=reward_timeout_s,
     )
-    pending = [
+    samples = [  # each is replaced by what becomes of it
         replace(sample, id=f"eval-{sample.id}")
         for index, row in enumerate(rows)
         for sample in make_samples(index, PromptRow(f"row-{index}", 0, row), samples_per_prompt)
     ]
-    done: dict[int, Sample] = {}
 
     async def run_one(index: int) -> None:
-        done[index] = (await make_trajectory(plan, pending[index])).segments[-1]
+        samples[index] = (await make_trajectory(plan, samples[index])).segments[-1]
 
-    await run_all(*(partial(run_one, index) for index in range(len(pending))))
-    samples = tuple(done[index] for index in range(len(pending)))
+    await run_all(*(partial(run_one, index) for index in range(len(samples))))
     failed = [sample for sample in samples if sample.status is Status.FAILED]
     if len(failed) > MAX_FAILED_FRACTION * len(samples):
         classes = sorted({failure_class_of(sample) for sample in failed})
-        example = failed[0].metadata["failure"]["message"]
         raise NotEnoughSamples(
             f"{len(failed)} of {len(samples)} held-out samples failed ({', '.join(classes)}); the first:"
-            f" {example}"
+            f" {failed[0].metadata['failure']['message']}"
         )
-    return EvaluationResult(samples, samples_per_prompt, len(rows))
+    return EvaluationResult(tuple(samples), samples_per_prompt, len(rows))

@@ -76,7 +76,7 @@ def load_functions(
     if config.rl and config.rl.mask_truncated:
         filters.append(check_some_complete.__name__)
 
-    def load(key: str, role: Any, name: str | None) -> Any:
+    def load(key: str, role: str, name: str | None) -> Any:
         with findings.reporting(key):
             if name:
                 known: Any = {"filter": FILTERS, "ranker": RANKERS}.get(role)
@@ -149,18 +149,20 @@ async def open_functions(
     cannot be started.
     """
     rollout = config.rollout
-    eval_reward = config.eval.reward if config.eval else ""
-    names = {"reward": rollout.reward, "group_reward": rollout.group_reward, "eval_reward": eval_reward}
-    running = {key: getattr(functions, key) for key in names}
+    running = {key: getattr(functions, key) for key in ("reward", "group_reward", "eval_reward")}
+    settings = flatten(config.model_dump())
     async with AsyncExitStack() as stack:
         stack.enter_context(watch_blocking(warn))
         if sync := [key for key, function in running.items() if function and not is_async(function)]:
-            timeout_s, count = rollout.reward_timeout_s, num_workers or len(os.sched_getaffinity(0))
-            opening = open_reward_workers(count=count, timeout_s=timeout_s, memory_bytes=REWARD_MEMORY)
+            opening = open_reward_workers(
+                count=num_workers or len(os.sched_getaffinity(0)),
+                timeout_s=rollout.reward_timeout_s,
+                memory_bytes=REWARD_MEMORY,
+            )
             workers = await stack.enter_async_context(opening)
             for key in sync:
                 put = workers.group_reward if key == "group_reward" else workers.reward
-                running[key] = put(names[key], base_dir)
+                running[key] = put(settings[SETTINGS[key]], base_dir)
         if not rollout.reward_model:
             running["reward"] = weigh(running["reward"], rollout)
         running["eval_reward"] = running["eval_reward"] or running["reward"]
@@ -242,8 +244,8 @@ async def _call_each(config: RunConfig, functions: Functions, rows: Rows, findin
         with findings.reporting("rl.rollout.filters"):
             decision = await call_filter(filter_, group, timeout_s=timeout_s)
             verdict = "keeps" if decision.keep else f"drops ({decision.reason})"
-            text = f"{function_name(filter_)} {verdict} a group of these two"
-            findings.note("ok", "rl.rollout.filters", text)
+            name = function_name(filter_)
+            findings.note("ok", "rl.rollout.filters", f"{name} {verdict} a group of these two")
     with findings.reporting("rl.rollout.ranker"):
         if functions.ranker:
             score = await call_ranker(functions.ranker, group, timeout_s=timeout_s)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.config.plugins import Role, load_function
+from rollouts.config.plugins import load_function
 from rollouts.errors import PlugInError
 from tests.support.text_tables import read_cells
 
@@ -25,7 +25,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     return write_file
 
 
-def message_of(name: str, base_dir: Path, role: Role = "reward") -> str:
+def message_of(name: str, base_dir: Path, role: str = "reward") -> str:
     with pytest.raises(PlugInError) as caught:
         load_function(name, role=role, base_dir=base_dir)
     assert str(caught.value).startswith(f"{role}={name!r}")
@@ -141,7 +141,7 @@ def test_a_function_must_take_what_its_role_passes(write, tmp_path: Path, role, 
 
 @pytest.mark.parametrize("role", ["reward", "group_reward", "filter", "curriculum"])
 @pytest.mark.parametrize("start", ["def", "async def"])
-def test_a_generator_function_is_refused_when_it_is_loaded(write, tmp_path: Path, role: Role, start: str):
+def test_a_generator_function_is_refused_when_it_is_loaded(write, tmp_path: Path, role: str, start: str):
     write(f"{start} score(*arguments):\n    yield 1.0\n")
     assert "it must return its answer" in message_of("r.py:score", tmp_path, role)
 
