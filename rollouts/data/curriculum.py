@@ -99,8 +99,10 @@ def call_curriculum(
     except (Exception, SystemExit, GeneratorExit) as error:  # or what it gave, when it was looked at
         raise UserFunctionError(f"{where} raised {type(error).__name__}: {error}") from error
     if values is None:
-        rule = f"it must give each of {', '.join(statistics)} a finite number, 0 or more, and one above 0"
-        raise UserFunctionError(f"{where} gave {shown}; {rule}")
+        raise UserFunctionError(
+            f"{where} gave {shown}; it must give each of {', '.join(statistics)} a finite number, 0 or more,"
+            " and one above 0"
+        )
     return dict(zip(statistics, values, strict=True))
 
 

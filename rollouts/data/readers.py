@@ -51,8 +51,9 @@ def read_jsonl(source: DataSourceConfig) -> FoundRows:
                 if len(text) > MAX_ROW_BYTES:
                     while line and not line.endswith(b"\n"):
                         line = file.readline(MAX_ROW_BYTES)
-                    rule = f"the line has more than {MAX_ROW_BYTES} bytes; shorten it or leave it out"
-                    value = DataError(rule)
+                    value = DataError(
+                        f"the line has more than {MAX_ROW_BYTES} bytes; shorten it or leave it out"
+                    )
                 elif text.strip():
                     value = _parse_line(line)
                 else:
@@ -104,8 +105,10 @@ def _decode_row(batch: Any, index: int) -> Any:
             row[name] = column[index].as_py()
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            way_out = f'leave the field out with columns.{name} = "", or convert it'
-            return DataError(f"{name} is of type {column.type} and cannot be read ({reason}); {way_out}")
+            return DataError(
+                f"{name} is of type {column.type} and cannot be read ({reason}); leave the field out with"
+                f' columns.{name} = "", or convert it'
+            )
     return row
 
 
@@ -113,9 +116,9 @@ def choose_columns(source: DataSourceConfig, names: list[str]) -> list[str]:
     """The columns to read: all but those that the source leaves out with "". Raises ValueError if two have
     one name.
     """
-    doubled = next((name for name in names if names.count(name) > 1), None)
-    if doubled is not None:
-        raise ValueError(f"two columns are called {doubled}; which one is meant? Rename one of them")
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two columns are called {name}; which one is meant? Rename one of them")
     columns = source.columns
     return [name for name in names if columns.get(name) != "" or name in columns.values()]
 
@@ -149,14 +152,18 @@ def _open_hf(source: DataSourceConfig) -> Any:
         saved: Any = datasets.load_from_disk(str(path))
         splits = saved if isinstance(saved, dict) else {str(saved.split or source.split): saved}
         if source.split not in splits:
-            hint = did_you_mean(source.split, splits)
-            raise ValueError(f"it has no split {source.split}; it has {', '.join(splits)}{hint}")
+            raise ValueError(
+                f"it has no split {source.split}; it has {', '.join(splits)}"
+                f"{did_you_mean(source.split, splits)}"
+            )
         return splits[source.split]
     if path.is_file():
         files = {source.split.partition("[")[0]: [str(path)]}
         if path.suffix not in FORMAT_OF_SUFFIX:
-            known = ", ".join(FORMAT_OF_SUFFIX)
-            raise ValueError(f"it is a file of an unknown kind; it can be one of {known}, or a directory")
+            raise ValueError(
+                f"it is a file of an unknown kind; it can be one of {', '.join(FORMAT_OF_SUFFIX)}, or a"
+                " directory"
+            )
         builder = datasets.load_dataset_builder(FORMAT_OF_SUFFIX[path.suffix], data_files=files)
     else:
         dataset, _, subset = source.dataset.partition(":")
@@ -194,9 +201,15 @@ def make_reasoning_gym_rows(source: DataSourceConfig) -> FoundRows:
         entry = dataset[number]
         text = json.dumps(entry.get("metadata", {}), default=lambda _: None, skipkeys=True)
         metadata = json.loads(text, parse_constant=lambda _: None)
-        row = {"prompt": entry["question"], "answer": entry["answer"], "metadata": metadata}
-        row["source_dataset"] = metadata.get("source_dataset", source.dataset)
-        yield f"reasoning_gym {source.dataset} row {number}", row
+        yield (
+            f"reasoning_gym {source.dataset} row {number}",
+            {
+                "prompt": entry["question"],
+                "answer": entry["answer"],
+                "metadata": metadata,
+                "source_dataset": metadata.get("source_dataset", source.dataset),
+            },
+        )
 
 
 def make_python_rows(source: DataSourceConfig) -> FoundRows:

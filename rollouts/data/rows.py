@@ -73,10 +73,8 @@ def parse_row(
     turns = {"prompt": read_prompt, "messages": partial(parse_messages, where="messages")}
     asked = {key: read(row[key]) for key, read in turns.items() if key in row}
     if not asked:
-        close = next((found for key in row if (found := nearest(key, turns))), None)
-        hint = f"; did you mean {close}?" if close else ""
-        rule = f"neither `prompt` nor `messages`; the row has {', '.join(row) or 'no fields'}{hint}"
-        raise DataError(rule)
+        hint = next(filter(None, (did_you_mean(key, turns) for key in row)), "")
+        raise DataError(f"neither `prompt` nor `messages`; the row has {', '.join(row) or 'no fields'}{hint}")
     parse_tools(row.get("tools"), where="tools")
     if use == "prompt" and "prompt" not in row:
         raise DataError("no `prompt`; RL and evaluation rows need one (`messages` alone is for SFT)")
@@ -111,15 +109,15 @@ def to_json(value: object, field: str = "", depth: int = 0) -> Any:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            problem = f"half a surrogate pair at character {error.start}, which is no text"
-            raise DataError(f"{field} has {problem}") from error
+            raise DataError(
+                f"{field} has half a surrogate pair at character {error.start}, which is no text"
+            ) from error
         return value
     if not isinstance(value, Mapping | list | tuple | np.ndarray):
         try:
             check_json(field, value)
         except ValueError as error:
-            rule = f'convert it, or leave the field out with columns.{top} = ""'
-            raise DataError(f"{error}; {rule}") from error
+            raise DataError(f'{error}; convert it, or leave the field out with columns.{top} = ""') from error
         return value
     if depth >= MAX_DEPTH:
         raise DataError(f"{top} has more than {MAX_DEPTH} lists and objects inside each other")
@@ -185,10 +183,8 @@ def parse_tools(tools: object, *, where: str) -> list[dict[str, Any]] | None:
         value: Any = parse_json(tools) if isinstance(tools, str) else tools
         check_json(where, value)
     except (ValueError, RecursionError) as error:
-        is_text = isinstance(tools, str)
-        raise DataError(
-            f"{where} is text but not JSON ({error}); {rule}" if is_text else str(error)
-        ) from error
+        problem = f"{where} is text but not JSON ({error}); {rule}"
+        raise DataError(problem if isinstance(tools, str) else str(error)) from error
     if not isinstance(value, list | tuple | None):
         raise DataError(f"{where} is of type {type(value).__name__}; {rule}")
     for index, tool in enumerate(value or ()):
@@ -227,12 +223,16 @@ def row_to_conversation(row: Mapping[str, Any]) -> list[ChatMessage]:
             raise DataError("messages has no assistant turn; SFT trains on assistant turns")
         return messages
     if "answer" not in row:
-        rule = "an SFT row has messages with an assistant turn, or a prompt and an answer"
-        raise DataError(f"no `messages` and no `answer`; {rule}")
-    if not isinstance(row["answer"], str) or not row["answer"].strip():
-        rule = "SFT trains on it, so it must be text that is not empty"
-        raise DataError(f"answer is {repr(row['answer'])[:80]}; {rule}")
-    return [*read_prompt(row["prompt"]), ChatMessage(role="assistant", content=row["answer"])]
+        raise DataError(
+            "no `messages` and no `answer`; an SFT row has messages with an assistant turn, or a prompt and"
+            " an answer"
+        )
+    answer = row["answer"]
+    if not isinstance(answer, str) or not answer.strip():
+        raise DataError(
+            f"answer is {repr(answer)[:80]}; SFT trains on it, so it must be text that is not empty"
+        )
+    return [*read_prompt(row["prompt"]), ChatMessage(role="assistant", content=answer)]
 
 
 # --- preferences --------------------------------------------------------------------------------------------
@@ -281,8 +281,10 @@ def _split_responses(row: Row, use: RowUse) -> Row:
     if first[:-1] != second[:-1]:
         pairs = zip_longest(first[:-1], second[:-1])
         same = next(at for at, (one, other) in enumerate(pairs) if one != other)
-        rule = "both must answer the same prompt with their last turn"
-        raise DataError(f"chosen and rejected differ in message {same} already; {rule}")
+        raise DataError(
+            f"chosen and rejected differ in message {same} already; both must answer the same prompt with"
+            " their last turn"
+        )
     if type(row.get(column)) not in types:
         raise DataError(f"{column} is {repr(row.get(column))[:80]}; it must be {what}")
     return {**row, "prompt": first[:-1], **{field: whole[-1:] for field, whole in turns.items()}}
@@ -296,23 +298,28 @@ def _join(row: Row, field: str) -> list[ChatMessage]:
     turns = parse_messages([value] if isinstance(value, Mapping) else value, where=field)
     last, first_role = turns[-1], turns[0]["role"]
     if last["role"] != "assistant":
-        rule = "its last turn is the assistant's response"
-        raise DataError(f"{field} ends with a turn of the role {last['role']}; {rule}")
+        raise DataError(
+            f"{field} ends with a turn of the role {last['role']}; its last turn is the assistant's response"
+        )
     if not says_something(last):
         raise DataError(f"{field} is empty, or its last turn says nothing; leave the row out")
     if row.get("prompt") is None:
         if first_role != "assistant":
             return turns
-        rule = f"then {field} must be a whole conversation as chat messages, which begins with a user's turn"
-        raise DataError(f"no `prompt`; {rule}")
+        raise DataError(
+            f"no `prompt`; then {field} must be a whole conversation as chat messages, which begins with a"
+            " user's turn"
+        )
     prompt = read_prompt(row["prompt"])
     if first_role == "assistant":
         return [*prompt, *turns]
     asked = {turn["content"].strip() for turn in turns[:-1]}
     if turns[: len(prompt)] == prompt or (isinstance(row["prompt"], str) and row["prompt"].strip() in asked):
         return turns
-    rule = "give the response alone, or a whole conversation that begins with the prompt"
-    raise DataError(f"{field} begins with a {first_role}'s turn, but not with the row's prompt; {rule}")
+    raise DataError(
+        f"{field} begins with a {first_role}'s turn, but not with the row's prompt; give the response alone,"
+        " or a whole conversation that begins with the prompt"
+    )
 
 
 def says_something(turn: ChatMessage) -> bool:

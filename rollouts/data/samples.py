@@ -95,8 +95,10 @@ def prepare_samples(
         sources.append(Source(source.name, source.weight, tuple(slots)))
         if not sources[-1].good:
             counts = ", ".join(f"{reason}: {count}" for reason, count in reasons.items()) or "there is none"
-            advice = f"raise {name.partition('.')[0]}.max_length={max_length}, or use other rows"
-            raise DataError(f"{key}: none of {reasons.total()} rows can train ({counts}); {advice}")
+            raise DataError(
+                f"{key}: none of {reasons.total()} rows can train ({counts}); raise"
+                f" {name.partition('.')[0]}.max_length={max_length}, or use other rows"
+            )
         dropped += reasons
     return Mixture(tuple(sources), truncated, dict(dropped))
 
@@ -111,7 +113,6 @@ def prepare_sft_mixture(
     max_length: int,
     train_on: TrainOn = "all",
     params: TemplateParams = NO_PARAMS,
-    name: str = "sft.data",
 ) -> Mixture[SFTSample]:
     """Every row as a sample of at most `max_length` tokens, in the rows' order. Tools are row["tools"].
 
@@ -124,7 +125,7 @@ def prepare_sft_mixture(
         sample = whole.cut(max_length)
         return (sample, int(len(whole.token_ids) > max_length)) if sample.loss_mask.any() else NO_TOKENS
 
-    return prepare_samples(mixture, prepare, max_length=max_length, name=name)
+    return prepare_samples(mixture, prepare, max_length=max_length, name="sft.data")
 
 
 def _tokenize_row(
