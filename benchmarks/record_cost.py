@@ -93,7 +93,7 @@ def add_traces(update: UpdateRecord) -> UpdateRecord:
     slopes = tuple(row * np.float32(1e-5) for row in log_probs)
     weights = tuple(mask.astype(np.float32) for mask in batch.loss_masks)
     traced = TokenArrays(log_probs=log_probs, slopes=slopes, weights=weights)
-    return dataclasses.replace(update, forward=dataclasses.replace(update.forward, per_token=traced))
+    return update._replace(forward=dataclasses.replace(update.forward, per_token=traced))
 
 
 class Run(NamedTuple):

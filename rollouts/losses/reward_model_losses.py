@@ -2,7 +2,7 @@
 Axes: P pairs.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,8 +51,7 @@ def bradley_terry_loss(
 NUM_BINS = 10  # of calibration, from 0.5 to 1
 
 
-@dataclass(frozen=True, slots=True)
-class PairCalibration:
+class PairCalibration(NamedTuple):
     """How well σ(s_c − s_r) predicts which response of a held-out pair is preferred."""
 
     num_pairs: int

@@ -9,7 +9,6 @@ Rows and lines are made where they are written, off the event loop.
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -20,8 +19,7 @@ from rollouts.metrics.record import Fields, encode_rows
 from rollouts.types import FloatArray, ForwardBackwardResult, IntArray, OptimStepResult, RolloutBatch, Sample
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class UpdateRecord:
+class UpdateRecord(NamedTuple):
     """One optimizer update, as the record is told of it."""
 
     update: int  # index within the step, from 0

@@ -14,8 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 PHASE_NAME = re.compile(r"[a-z][a-z0-9_]*")
 # tracks; the others are called as their engines
@@ -24,8 +23,7 @@ HELD_IDS = 1 << 16  # samples whose spans are held until their batch is known; t
 HELD_SPANS = 1 << 16  # other spans held until the next row is written
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One timed piece of work."""
 
     name: str  # lower_snake: generate, reward, train, …
@@ -39,7 +37,7 @@ class Span:
     def fields(self) -> dict[str, Any]:
         """What its row says after the head; times to the microsecond."""
         times = {"start_unix": round(self.start_unix, 6), "duration_s": round(self.duration_s, 6)}
-        return {name: value for name, value in {**asdict(self), **times}.items() if value is not None}
+        return {name: value for name, value in (self._asdict() | times).items() if value is not None}
 
 
 class PhaseTimer:
@@ -135,8 +133,7 @@ class SpanRecorder:
 # --- who answers a request ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(NamedTuple):
     """A request that an engine has answered."""
 
     engine: str

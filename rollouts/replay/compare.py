@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,8 +42,7 @@ DENOMINATOR_TOLERANCE = 1e-6
 ROUNDING = 2.0**-24  # of float32, in which the loss was computed: what terms that cancel leave of their size
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayedLoss:
+class ReplayedLoss(NamedTuple):
     """The loss of an update, or of the step, as it was logged and as it was computed again."""
 
     name: str  # the number of the update, or loss/total

@@ -17,10 +17,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollouts.errors import ConfigError, DataError, UserFunctionError
 from rollouts.processes.program import run_program
@@ -33,8 +32,7 @@ PYTHON = ("python", "python3", "py")
 LATE = "it took longer than"
 
 
-@dataclass(frozen=True, slots=True)
-class Isolation:
+class Isolation(NamedTuple):
     """What the code cannot reach or use up, each True where the host allowed it."""
 
     network: bool  # it has none
@@ -46,8 +44,7 @@ class Isolation:
     privileges: bool  # it has no capabilities and can gain none
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(NamedTuple):
     """What one test may use."""
 
     timeout_s: float = 10.0  # wall clock; each process may use a second more of CPU time
@@ -96,7 +93,7 @@ def make_code_reward(
     Raises ConfigError for a bad option or isolation that is not to be had.
     """
     _check_options(limits, require, import_paths)
-    isolation = asdict(describe_isolation(namespaces=namespaces)) if require else {}
+    isolation = describe_isolation(namespaces=namespaces)._asdict() if require else {}
     if missing := [name for name in require if not isolation[name]]:
         raise ConfigError(
             f"require={list(require)}: this host gives the code no isolation of {', '.join(missing)}; run as"
@@ -105,7 +102,7 @@ def make_code_reward(
         )
 
     def code_reward(sample: Sample) -> RewardResult:
-        tests, isolation = _read_tests(sample, key), asdict(describe_isolation(namespaces=namespaces))
+        tests, isolation = _read_tests(sample, key), describe_isolation(namespaces=namespaces)._asdict()
         request = {
             "code": extract_code(sample.response),
             "entry_point": _read_entry_point(sample),
@@ -194,10 +191,9 @@ def _read_entry_point(sample: Sample) -> str | None:
 
 
 def _check_options(limits: Limits, require: Sequence[str], import_paths: Sequence[str]) -> None:
-    names = [field.name for field in fields(Isolation)]
-    if isinstance(require, str) or not set(require) <= set(names):
-        raise ConfigError(f"require={require!r}; it is a list of {', '.join(names)}")
-    for name, value in asdict(limits).items():
+    if isinstance(require, str) or not set(require) <= set(Isolation._fields):
+        raise ConfigError(f"require={require!r}; it is a list of {', '.join(Isolation._fields)}")
+    for name, value in limits._asdict().items():
         if not 0 < value < math.inf:
             raise ConfigError(f"limits.{name}={value!r}; it must be a number above 0")
     for path in map(Path, import_paths):
@@ -217,7 +213,7 @@ def _run_child(
     is_source, nonce = isinstance(test, str), secrets.token_hex(16)
     message = {
         **request,
-        **{name: math.ceil(value) for name, value in asdict(limits).items()},
+        **{name: math.ceil(value) for name, value in limits._asdict().items()},
         "test": test if is_source else None,
         "nonce": nonce,
         "worker": os.getpid(),

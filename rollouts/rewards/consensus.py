@@ -11,9 +11,8 @@ first in launch order. Without a label every reward is 0: the filter `check_cons
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from rollouts.rewards.check import require
 from rollouts.types import RewardResult, Sample
@@ -22,8 +21,7 @@ TieRule = Literal["none", "first"]
 RatioOf = Literal["valid", "all"]
 
 
-@dataclass(frozen=True, slots=True)
-class Consensus:
+class Consensus(NamedTuple):
     """What a group of answers agrees on."""
 
     label: Hashable | None  # None: no consensus

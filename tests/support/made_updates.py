@@ -1,6 +1,5 @@
 """An update of two rows, for the tests of what is recorded of it."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,5 @@ def make_update(**changes: Any) -> UpdateRecord:
         loss=-0.0625, denominator=3.0, metrics={"kl/ref": Mean(0.3, 3.0)}, per_token=traced
     )
     optim = OptimStepResult(step=7, lr=3e-4, grad_norm=2.5, clipped=True)
-    return dataclasses.replace(
-        UpdateRecord(update=1, batch=batch, forward=forward, optim=optim, kl_coef=0.05, contributes=True),
-        **changes,
-    )
+    update = UpdateRecord(update=1, batch=batch, forward=forward, optim=optim, kl_coef=0.05, contributes=True)
+    return update._replace(**changes)

@@ -86,7 +86,7 @@ def test_lines_are_aligned_and_what_an_update_has_not_is_a_dash():
     forward = ForwardBackwardResult(loss=1.0, denominator=1.0, metrics={"advantage/skipped_rows": Total(1.0)})
     optim = OptimStepResult(step=1, lr=1e-5, grad_norm=0.1, clipped=False)
     bare = make_update(update=0, forward=forward, kl_coef=None, optim=optim)
-    critic = dataclasses.replace(update, part="critic", contributes=False)
+    critic = update._replace(part="critic", contributes=False)
     lines = [write_line(one) for one in (update, bare, critic)]
     for word in COLUMNS.split():
         assert len({line.index(f"{word} ") for line in lines}) == 1, word
@@ -110,7 +110,7 @@ def test_what_was_written_is_read_back_column_by_column(tmp_path: Path):
     update, more = make_update(), floats([0, -0.5, -0.25], [0, -4.0])
     names = ("old_log_probs", "ref_log_probs", "old_values", "returns")
     batch = dataclasses.replace(update.batch, **dict.fromkeys(names, more))
-    rows, traced = write(tmp_path, dataclasses.replace(update, batch=batch)), update.forward.per_token
+    rows, traced = write(tmp_path, update._replace(batch=batch)), update.forward.per_token
     assert traced is not None
     columns = {"tokens": batch.tokens, "mask": batch.loss_masks, "version": batch.weight_versions}
     columns |= {"mu": batch.rollout_log_probs, "log_prob": traced.log_probs, "slope": traced.slopes}
