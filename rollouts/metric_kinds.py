@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar, cast
+from operator import add
+from typing import Any, NamedTuple, TypeVar, cast
 
 KindT = TypeVar("KindT", "Mean", "Total", "EffectiveShare", "ExplainedVariance")
 
 
 def _add_sums(one: KindT, other: KindT) -> KindT:
-    return type(one)(*(getattr(one, sums.name) + getattr(other, sums.name) for sums in fields(one)))
+    return type(one)(*map(add, one, other))
 
 
-@dataclass(frozen=True, slots=True)
-class Mean:
+class Mean(NamedTuple):
     """A mean that carries its count, so that means of parts merge exactly."""
 
     total: float
-    count: float
+    count: float  # pyright: ignore[reportIncompatibleMethodOverride]
     merge = _add_sums
 
     @property
@@ -26,16 +25,14 @@ class Mean:
         return self.total / self.count if self.count else None
 
 
-@dataclass(frozen=True, slots=True)
-class Total:
+class Total(NamedTuple):
     """A sum over parts."""
 
     value: float
     merge = _add_sums
 
 
-@dataclass(frozen=True, slots=True)
-class Max:
+class Max(NamedTuple):
     """The largest of the parts."""
 
     value: float
@@ -44,8 +41,7 @@ class Max:
         return max(self, other, key=lambda one: one.value)
 
 
-@dataclass(frozen=True, slots=True)
-class Min:
+class Min(NamedTuple):
     """The smallest of the parts."""
 
     value: float
@@ -54,15 +50,15 @@ class Min:
         return min(self, other, key=lambda one: one.value)
 
 
-@dataclass(frozen=True, slots=True)
-class EffectiveShare:
+class EffectiveShare(NamedTuple):
     """Effective sample size of weights over their number, (Σw)² / (n Σw²): 1 when all are equal. Sums merge;
     the share of parts would not.
     """
 
     total: float  # Σw
     square: float  # Σw²
-    count: float  # n
+    # n
+    count: float  # pyright: ignore[reportIncompatibleMethodOverride]
     merge = _add_sums
 
     @property
@@ -70,13 +66,12 @@ class EffectiveShare:
         return self.total**2 / (self.count * self.square) if self.count * self.square > 0 else None
 
 
-@dataclass(frozen=True, slots=True)
-class ExplainedVariance:
+class ExplainedVariance(NamedTuple):
     """1 − Var(target − prediction) / Var(target), biased variances of both: 1 is perfect, 0 no better than
     the mean. None for constant targets.
     """
 
-    count: float
+    count: float  # pyright: ignore[reportIncompatibleMethodOverride]
     target: float  # Σ target
     target_square: float  # Σ target²
     error: float  # Σ (target − prediction)

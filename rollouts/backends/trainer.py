@@ -13,7 +13,6 @@ step and the job must end; and loss or gradients that are not finite, which all 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -176,7 +175,7 @@ class Trainer:
 
         def encode() -> bytes:
             mine = {
-                name: (type(metric).__name__, *map(float, dataclasses.astuple(metric)))
+                name: (type(metric).__name__, *map(float, metric))
                 for name, metric in merge_metrics(metrics).items()
             }
             arrays = [np.zeros((3, 0), np.float32), *(trace.cpu().numpy() for trace in traces)]
