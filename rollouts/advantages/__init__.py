@@ -121,8 +121,10 @@ def _check_answer(answer: Any, name: str, rows: int) -> FloatArray | FloatRows:
     per_token = rows > 0 and values[0].ndim == 1
     for index, row in enumerate(values):
         found = f"shape {row.shape}" if row.ndim else row
-        fits = row.ndim == per_token and (np.abs(row) <= LARGEST).all()
-        require(fits, f"{name} answered for row {index} with {found}; {rule}")
+        require(
+            row.ndim == per_token and (np.abs(row) <= LARGEST).all(),
+            f"{name} answered for row {index} with {found}; {rule}",
+        )
     return tuple(row.astype(np.float32) for row in values) if per_token else np.asarray(values, np.float32)
 
 
@@ -132,8 +134,10 @@ def broadcast_advantages(advantages: NDArray[Any] | Sequence[float] | Rows, loss
 
     Takes one number per row [B], or one array [T_i] per row, of which only the trained tokens are kept.
     """
-    counts = f"advantages have {len(advantages)} rows for {len(loss_masks)} loss masks; one per row"
-    require(len(advantages) == len(loss_masks), counts)
+    require(
+        len(advantages) == len(loss_masks),
+        f"advantages have {len(advantages)} rows for {len(loss_masks)} loss masks; one per row",
+    )
     rows = []
     for index, (value, mask) in enumerate(zip(advantages, loss_masks, strict=True)):
         values = np.asarray(value, np.float32)

@@ -34,13 +34,17 @@ def compute_distillation_advantages(
     Distillation". Raises ValueError unless coef > 0 and clip > 0, on lengths that differ, and naming the row
     and token that is not finite.
     """
-    rule = f"distillation: coef={coef}, clip={clip}; both must be above 0, or clip None: no clip"
-    require(coef > 0 and (clip is None or clip > 0), rule)
+    require(
+        coef > 0 and (clip is None or clip > 0),
+        f"distillation: coef={coef}, clip={clip}; both must be above 0, or clip None: no clip",
+    )
     students = take_trained("log_probs", log_probs, loss_masks)
     advantages: list[FloatArray] = []
     for row, (teacher, student, mask) in enumerate(zip(teacher_log_probs, students, loss_masks, strict=True)):
-        shapes = f"teacher_log_probs[{row}] has shape {teacher.shape} and its mask {mask.shape}"
-        require(teacher.shape == mask.shape, shapes)
+        require(
+            teacher.shape == mask.shape,
+            f"teacher_log_probs[{row}] has shape {teacher.shape} and its mask {mask.shape}",
+        )
         gap = coef * (np.float64(teacher[mask]) - student)
         advantages.append(scatter_trained(gap if clip is None else np.clip(gap, -clip, clip), mask))
     take_trained("advantages", advantages, loss_masks)  # an impossible token needs a clip
@@ -60,7 +64,8 @@ def align_rows(teacher_values: Sequence[FloatArray], teacher_masks: Masks, loss_
         zip(teacher_values, teacher_masks, loss_masks, strict=True)
     ):
         theirs, ours = int(teacher_mask.sum()), int(mask.sum())
-        counts = f"row {row}: the teacher's mask selects {theirs} tokens, the student's {ours}"
-        require(theirs == ours, counts)
+        require(
+            theirs == ours, f"row {row}: the teacher's mask selects {theirs} tokens, the student's {ours}"
+        )
         aligned.append(scatter_trained(values[teacher_mask], mask))
     return tuple(aligned)

@@ -64,8 +64,9 @@ def compute_gae(
     for name, numbers in {"gamma": gamma, "lam": lams, "critic_lam": critic_lam or 0.0}.items():
         for number in np.ravel(numbers):
             require(0 <= number <= 1, f"{name}={number}; it must be from 0 to 1")
-    finite = "bootstrap_values must be one finite number per row, 0 where it ended"
-    require(np.isfinite(bootstrap).all(), finite)
+    require(
+        np.isfinite(bootstrap).all(), "bootstrap_values must be one finite number per row, 0 where it ended"
+    )
     kept_rewards = _align_ends(take_trained("rewards", rewards, loss_masks))
     kept_values = _align_ends(take_trained("values", values, loss_masks))
     following = np.append(kept_values, bootstrap[:, None], axis=1)[:, 1:]
@@ -154,8 +155,7 @@ def compute_discounted_returns(rewards: Rows, loss_masks: Masks, *, gamma: float
 
     Raises what `compute_gae` raises.
     """
-    nothing = [np.zeros(len(mask)) for mask in loss_masks]
-    return compute_gae(rewards, nothing, loss_masks, gamma=gamma).returns
+    return compute_gae(rewards, [np.zeros(len(mask)) for mask in loss_masks], loss_masks, gamma=gamma).returns
 
 
 def compute_reinforce_pp_token_advantages(inputs: AdvantageInputs, *, ddof: int = 1) -> FloatRows:
@@ -165,8 +165,10 @@ def compute_reinforce_pp_token_advantages(inputs: AdvantageInputs, *, ddof: int 
     A trajectory's segments are episodes of their own, each of which ends with its reward. Raises ValueError
     without token_rewards.
     """
-    needed = "advantage 'reinforce_pp_token' needs token_rewards and loss_masks, which the RL loop gives it"
-    require(len(inputs.token_rewards) == len(inputs.rewards), needed)
+    require(
+        len(inputs.token_rewards) == len(inputs.rewards),
+        "advantage 'reinforce_pp_token' needs token_rewards and loss_masks, which the RL loop gives it",
+    )
     returns = compute_discounted_returns(inputs.token_rewards, inputs.loss_masks)
     return whiten_advantages(returns, inputs.loss_masks, ddof=ddof)
 

@@ -152,8 +152,7 @@ def compute_pass_at_k_advantages(
     divides by the group's std + std_epsilon. Paper: 2503.19595. Raises ValueError on k = 1, which is `rloo`,
     and below 0.
     """
-    rule = f"k={k}; it must be at least 2, or 0 for the whole group (for k = 1 use 'rloo')"
-    require(k == 0 or k > 1, rule)
+    require(k == 0 or k > 1, f"k={k}; it must be at least 2, or 0 for the whole group (for k = 1 use 'rloo')")
     size = len(rewards)
     chosen = min(k or size, size)
     order = np.argsort(rewards, kind="stable")

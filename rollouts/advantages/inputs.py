@@ -58,14 +58,19 @@ class AdvantageInputs:
         columns |= {f"named_rewards[{name!r}]": values for name, values in named.items()}
         count = self.rewards.size
         for name, values in columns.items():
-            shapes = f"{name} has shape {values.shape}; there must be one per row of {self.rewards.shape}"
-            require(values.shape == (count,), shapes)
+            require(
+                values.shape == (count,),
+                f"{name} has shape {values.shape}; there must be one per row of {self.rewards.shape}",
+            )
             check_finite(values, name)
         lengths = columns.pop("lengths", np.zeros(0))
-        fewest = f"lengths has {lengths.min(initial=0)}; a number of tokens is at least 0"
-        require((lengths >= 0).all(), fewest)
-        missing = f"samples has {len(self.samples)} rows for {count} rewards; there must be one per row"
-        require(len(self.samples) in (0, count), missing)
+        require(
+            (lengths >= 0).all(), f"lengths has {lengths.min(initial=0)}; a number of tokens is at least 0"
+        )
+        require(
+            len(self.samples) in (0, count),
+            f"samples has {len(self.samples)} rows for {count} rewards; there must be one per row",
+        )
         if self.trajectories is not None:
             _, first, places = np.unique(self.trajectories, return_index=True, return_inverse=True)
             for name, values in columns.items():
@@ -88,11 +93,10 @@ def merge_segments(inputs: AdvantageInputs) -> tuple[AdvantageInputs, NDArray[np
     numbers, places = np.unique(inputs.trajectories, return_inverse=True)
     last = np.zeros(len(numbers), np.intp)
     last[places] = np.arange(len(places))  # of equal places the last one stays
-    sums = None if inputs.lengths is None else np.bincount(places, inputs.lengths).astype(np.int64)
     merged = AdvantageInputs(
         rewards=inputs.rewards[last],
         group_indices=inputs.group_indices[last],
-        lengths=sums,
+        lengths=None if inputs.lengths is None else np.bincount(places, inputs.lengths).astype(np.int64),
         named_rewards={name: values[last] for name, values in inputs.named_rewards.items()},
         reward_weights=inputs.reward_weights,
         samples=tuple(inputs.samples[row] for row in last) if inputs.samples else (),
@@ -129,11 +133,14 @@ def take_trained(name: str, rows: Rows, masks: Masks) -> list[Floats]:
     taken: list[Floats] = []
     for row, (values, mask) in enumerate(zip(rows, masks, strict=True)):
         wide = np.asarray(values, np.float64)
-        shapes = f"{name}[{row}] has shape {wide.shape} and its loss mask {mask.shape}; one per token"
-        require(wide.shape == mask.shape, shapes)
+        require(
+            wide.shape == mask.shape,
+            f"{name}[{row}] has shape {wide.shape} and its loss mask {mask.shape}; one per token",
+        )
         for token in np.flatnonzero(mask & ~np.isfinite(wide)):
-            rule = "it must be finite where a token trains"
-            raise ValueError(f"{name}[{row}], token {token} is {wide[token]}; {rule}")
+            raise ValueError(
+                f"{name}[{row}], token {token} is {wide[token]}; it must be finite where a token trains"
+            )
         taken.append(wide[mask])
     return taken
 

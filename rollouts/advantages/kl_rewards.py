@@ -43,8 +43,10 @@ def subtract_kl(
     kl = np.asarray([row.sum() for row in kls], np.float64)
     if trajectories is not None:
         numbers = np.asarray(trajectories, np.int64)
-        shapes = f"trajectories have shape {numbers.shape} for {len(kl)} rows; one per row"
-        require(numbers.shape == kl.shape, shapes)
+        require(
+            numbers.shape == kl.shape,
+            f"trajectories have shape {numbers.shape} for {len(kl)} rows; one per row",
+        )
         _, places = np.unique(numbers, return_inverse=True)
         kl = np.bincount(places, weights=kl)[places]
     return (values - beta * kl).astype(np.float32), kl.astype(np.float32)
@@ -80,8 +82,10 @@ def _token_kl(
 ) -> tuple[Floats, list[Floats]]:
     """The rewards [B], and log_prob − ref_log_prob of the trained tokens of each row."""
     values = np.asarray(rewards, np.float64)
-    shapes = f"rewards have shape {values.shape} for {len(log_probs)} rows; there must be one per row"
-    require(values.shape == (len(log_probs),), shapes)
+    require(
+        values.shape == (len(log_probs),),
+        f"rewards have shape {values.shape} for {len(log_probs)} rows; there must be one per row",
+    )
     check_finite(values, "rewards")
     policy = take_trained("log_probs", log_probs, loss_masks)
     reference = take_trained("ref_log_probs", ref_log_probs, loss_masks)

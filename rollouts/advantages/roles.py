@@ -32,8 +32,10 @@ def compute_role_advantages(
     lengths that differ, a decay outside 0 to 1 (1 excluded), a reward or baseline not finite.
     """
     values = np.asarray(rewards, np.float64)
-    shapes = f"rewards have shape {values.shape} for {len(roles)} roles; there must be one per row"
-    require(values.shape == (len(roles),), shapes)
+    require(
+        values.shape == (len(roles),),
+        f"rewards have shape {values.shape} for {len(roles)} roles; there must be one per row",
+    )
     require(0 <= decay < 1, f"decay={decay}; it must be at least 0 and below 1, 0.95 is usual")
     check_finite(values, "rewards")
     means = {role: float(mean) for role, mean in baselines.items()}

@@ -88,26 +88,18 @@ class _Counters(msgspec.Struct, frozen=True):
     step: Annotated[int, msgspec.Meta(ge=0)] = 0  # completed steps at the last call of update()
 
 
+@dataclass(eq=False)
 class MovingReference:
     """A LogProbScorer whose model follows the policy. Made by open_moving_reference."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        averaged: PreTrainedModel,
-        counters: _Counters,
-        rule: UpdateRule,
-        device_thread: DeviceThread,
-        micro_batch_tokens: int,
-    ) -> None:
-        """In a job of the device thread. model: that scores; averaged: whose weights are the accumulators,
-        the same model where both have one dtype.
-        """
-        self._model, self._averaged, self._counters = model, averaged, counters
-        self._rule, self._device_thread = rule, device_thread
-        self._scorer = FrozenReference(model, device_thread, micro_batch_tokens)
-        self._is_whole = True  # False after an update that broke off in the middle
-        self._followed: tuple[TrainingBackend, Callable[[], int]] | None = None
+    _model: PreTrainedModel  # that scores
+    _averaged: PreTrainedModel  # whose weights are the accumulators; the same where both have one dtype
+    _scorer: FrozenReference  # of _model
+    _counters: _Counters
+    _rule: UpdateRule
+    _device_thread: DeviceThread
+    _is_whole: bool = True  # False after an update that broke off in the middle
+    _followed: tuple[TrainingBackend, Callable[[], int]] | None = None
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -244,8 +236,7 @@ async def open_moving_reference(
         }
         for model in models.values():
             model.requires_grad_(False).to(device)
-        return MovingReference(
-            models[dtype], models[torch.float32], counters, rule, device_thread, micro_batch_tokens
-        )
+        scorer = FrozenReference(models[dtype], device_thread, micro_batch_tokens)
+        return MovingReference(models[dtype], models[torch.float32], scorer, counters, rule, device_thread)
 
     yield await device_thread.submit(load)
