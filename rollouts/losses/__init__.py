@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from rollouts.errors import ConfigError, RolloutsError, check_keywords
-from rollouts.losses.corrections import CORRECTIONS, parse_correction
+from rollouts.losses.corrections import CORRECTIONS
 from rollouts.losses.inputs import LossFn, LossInputs, LossOutput
 from rollouts.losses.kl import KL_ESTIMATORS
 from rollouts.losses.plug_ins import find_function
@@ -25,7 +25,6 @@ __all__ = [
     "LossFn",
     "LossInputs",
     "LossOutput",
-    "check_loss_params",
     "find_own_unit",
     "resolve_loss",
     "try_loss",
@@ -57,22 +56,6 @@ def find_own_unit(name: str) -> str:
     return parameter.default if parameter and isinstance(parameter.default, str) else "tokens"
 
 
-def check_loss_params(name: str, params: Mapping[str, object]) -> None:
-    """Raises ConfigError if the loss cannot be called with these parameters, naming the nearest one and all
-    that it takes.
-    """
-    function = resolve_loss(name)
-    check_keywords(f"loss {name!r}", function, params, beside=("inputs", "unit"))
-    try:
-        inspect.signature(function).bind(None, unit="tokens", **params)
-    except TypeError as error:
-        raise ConfigError(
-            f"loss {name!r}: {error}; it is called as function(inputs, *, unit, …) with what params has"
-        ) from error
-    if name in LOSSES and params.get("correction"):
-        parse_correction(str(params["correction"]))
-
-
 def try_loss(
     name: str,
     params: Mapping[str, object],
@@ -85,10 +68,17 @@ def try_loss(
     what a batch will hold for them.
 
     It is called once, on one token of log-prob 0, with old log-probs if recompute_old and the reference's if
-    reference. A function of the user is not called: only what `check_loss_params` sees of it is looked at.
-    Raises what that raises.
+    reference. A function of the user is not called: only its signature is looked at. A parameter that is not
+    known is refused with the nearest one and all that there are. Raises like resolve_loss.
     """
-    check_loss_params(name, params)
+    function = resolve_loss(name)
+    check_keywords(f"loss {name!r}", function, params, beside=("inputs", "unit"))
+    try:
+        inspect.signature(function).bind(None, unit="tokens", **params)
+    except TypeError as error:
+        raise ConfigError(
+            f"loss {name!r}: {error}; it is called as function(inputs, *, unit, …) with what params has"
+        ) from error
     if name not in LOSSES:
         return
     zeros = torch.zeros(1, 1)
@@ -102,7 +92,7 @@ def try_loss(
         **dict.fromkeys(("rollout_log_probs", "returns", "old_values"), zeros),
     )
     try:
-        LOSSES[name](inputs, unit=unit, **params)
+        function(inputs, unit=unit, **params)
     except RolloutsError:
         raise
     except Exception as error:

@@ -50,18 +50,14 @@ PreferenceLoss = Callable[..., LossOutput]
 """Takes fields of PairLogProbs by their names, in any choice, and numbers by keyword."""
 
 
-class _PairLoss(NamedTuple):
-    """A row of the table below."""
-
-    # its arguments are what it takes of a pair, all [P] with gradient, and then its numbers:
-    #     good, bad              Δ_c and Δ_r of a loss with a reference, else π_c and π_r
-    #     good_mean, bad_mean    the same divided by the response's tokens
-    #     margin, mean_margin    the difference of the two
-    #     and fields of PairLogProbs
-    # answers the losses [P], or (these, more metrics [P])
-    formula: Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
-    reference: bool = True
-    of_means: bool = False  # the metrics are of means over tokens
+Formula = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
+"""Its arguments are what it takes of a pair, all [P] with gradient, and then its numbers:
+    good, bad              Δ_c and Δ_r of a loss with a reference, else π_c and π_r
+    good_mean, bad_mean    the same divided by the response's tokens
+    margin, mean_margin    the difference of the two
+    and fields of PairLogProbs
+It answers the losses [P], or (these, more metrics [P]).
+"""
 
 
 # --- the table ----------------------------------------------------------------------------------------------
@@ -104,85 +100,72 @@ def compute_log_odds(log_probs: Tensor) -> Tensor:
     return held - torch.log(-torch.expm1(held))
 
 
-TABLE = {
+TABLE: dict[str, Formula] = {
     # −(1 − ε)·log σ(βΔ) − ε·log σ(−βΔ), ε = label_smoothing, the share of labels believed wrong; ε > 0 is
     # conservative DPO. 2305.18290; Mitchell 2023 (cDPO)
-    "dpo": _PairLoss(
-        lambda margin, *, beta=0.1, label_smoothing=0.0: _smooth(beta * margin, label_smoothing)
-    ),
+    "dpo": lambda margin, *, beta=0.1, label_smoothing=0.0: _smooth(beta * margin, label_smoothing),
     # DPO's loss plus nll_weight times −π_c/|y_c|, which holds up the chosen one; `loss/nll` is the second
     # part. Iterative RPO, 2404.19733; TRL's rpo_alpha is nll_weight
-    "rpo": _PairLoss(
+    "rpo": (
         lambda margin, chosen, chosen_lengths, *, beta=0.1, label_smoothing=0.0, nll_weight=1.0: _compute_cpo(
             margin, chosen / chosen_lengths, beta=beta, label_smoothing=label_smoothing, nll_weight=nll_weight
         )
     ),
     # (−(1 − ε)·log σ(βΔ) + ε·log σ(−βΔ)) / (1 − 2ε): unbiased for DPO's loss when a share ε of the labels is
     # flipped; may be negative. 2403.00409
-    "robust_dpo": _PairLoss(
-        lambda margin, *, beta=0.1, label_smoothing=0.1: (
-            (label_smoothing * logsigmoid(-beta * margin) - (1 - label_smoothing) * logsigmoid(beta * margin))
-            / (1 - 2 * label_smoothing)
-        )
+    "robust_dpo": lambda margin, *, beta=0.1, label_smoothing=0.1: (
+        (label_smoothing * logsigmoid(-beta * margin) - (1 - label_smoothing) * logsigmoid(beta * margin))
+        / (1 - 2 * label_smoothing)
     ),
     # (Δ − 1/(2β))², of log-prob sums; β is the paper's τ. 2310.12036, eq. 17
-    "ipo": _PairLoss(lambda margin, *, beta=0.1: (margin - 0.5 / beta).square()),
+    "ipo": lambda margin, *, beta=0.1: (margin - 0.5 / beta).square(),
     # (Δ_c/|y_c| − Δ_r/|y_r| − 1/(2β))²: IPO on means over tokens, which does not grow with length; what TRL
     # calls `ipo`. The rewards in the metrics are of the sums, as in DPO
-    "averaged_ipo": _PairLoss(lambda mean_margin, *, beta=0.1: (mean_margin - 0.5 / beta).square()),
+    "averaged_ipo": lambda mean_margin, *, beta=0.1: (mean_margin - 0.5 / beta).square(),
     # max(0, 1 − βΔ): no gradient beyond a margin of 1. SLiC-HF, 2305.10425; 2309.06657
-    "hinge": _PairLoss(lambda margin, *, beta=0.1: torch.relu(1 - beta * margin)),
+    "hinge": lambda margin, *, beta=0.1: torch.relu(1 - beta * margin),
     # −log σ(β(Δ_c/|y_c| − Δ_r/|y_r|)). The means are small numbers: betas of 2 to 10 are usual. The rewards
     # in the metrics are of the sums, as in DPO. Tülu 3, 2411.15124
-    "length_normalised_dpo": _PairLoss(lambda mean_margin, *, beta=0.1: -logsigmoid(beta * mean_margin)),
+    "length_normalised_dpo": lambda mean_margin, *, beta=0.1: -logsigmoid(beta * mean_margin),
     # KL(q || p), q = (σ(βΔ), σ(−βΔ)), p = (1 − ε, ε): reverse KL to the labels where DPO has the forward one;
     # infinite for ε = 0. 2402.00856
-    "exo": _PairLoss(_compute_exo),
+    "exo": _compute_exo,
     # −log σ(βΔ_c) − ½·log σ(−βΔ_c) − ½·log σ(−βΔ_r): holds up the chosen log-prob itself. 2402.05369
-    "nca": _PairLoss(
-        lambda good, bad, *, beta=0.1: (
-            -logsigmoid(beta * good) - 0.5 * (logsigmoid(-beta * good) + logsigmoid(-beta * bad))
-        )
+    "nca": lambda good, bad, *, beta=0.1: (
+        -logsigmoid(beta * good) - 0.5 * (logsigmoid(-beta * good) + logsigmoid(-beta * bad))
     ),
     # (Δ_c − 1/(2β))² + (Δ_r + 1/(2β))²: self-play with a certain winner. 2405.00675
-    "sppo_hard": _PairLoss(
-        lambda good, bad, *, beta=0.1: (good - 0.5 / beta).square() + (bad + 0.5 / beta).square()
-    ),
+    "sppo_hard": lambda good, bad, *, beta=0.1: (good - 0.5 / beta).square() + (bad + 0.5 / beta).square(),
     # (1 − σ(βΔ_c)) + σ(βΔ_r): for chosen responses better than the policy's. 2408.06266, eq. 7
-    "apo_zero": _PairLoss(
-        lambda good, bad, *, beta=0.1: torch.sigmoid(-beta * good) + torch.sigmoid(beta * bad)
-    ),
+    "apo_zero": lambda good, bad, *, beta=0.1: torch.sigmoid(-beta * good) + torch.sigmoid(beta * bad),
     # σ(βΔ_c) + (1 − σ(βΔ)): for chosen responses worse than the policy's. 2408.06266, eq. 8
-    "apo_down": _PairLoss(
-        lambda good, margin, *, beta=0.1: torch.sigmoid(beta * good) + torch.sigmoid(-beta * margin)
-    ),
+    "apo_down": lambda good, margin, *, beta=0.1: torch.sigmoid(beta * good) + torch.sigmoid(-beta * margin),
     # −log σ(β·π_c/|y_c| − β·π_r/|y_r| − γ); γ is the margin to win by. 2405.14734
-    "simpo": _PairLoss(
-        lambda mean_margin, *, beta=2.0, gamma=1.0: -logsigmoid(beta * mean_margin - gamma),
-        reference=False,
-        of_means=True,
-    ),
+    "simpo": lambda mean_margin, *, beta=2.0, gamma=1.0: -logsigmoid(beta * mean_margin - gamma),
     # DPO's loss without a reference, of β(π_c − π_r), plus nll_weight times −π_c/|y_c|; `loss/nll` is the
     # second part. 2401.08417
-    "cpo": _PairLoss(_compute_cpo, reference=False),
+    "cpo": _compute_cpo,
     # −p_c − β·log σ(log odds(p_c) − log odds(p_r)), p = π/|y| the mean log-prob, odds = e^p/(1 − e^p):
     # likelihood and odds ratio. β is the paper's λ and may be 0. 1 − e^p is computed without cancellation; a
     # mean log-prob above −1e-6 counts as −1e-6 in the odds, with no gradient there. `loss/nll` is the first
     # part, `log_odds/mean` the log of the odds ratio. 2403.07691
-    "orpo": _PairLoss(_compute_orpo, reference=False, of_means=True),
+    "orpo": _compute_orpo,
 }
 
+WITHOUT_REFERENCE = ("simpo", "cpo", "orpo")
+OF_MEANS = ("simpo", "orpo")  # whose metrics are of means over tokens
 
-def _make_loss(name: str, row: _PairLoss) -> PreferenceLoss:
-    """The loss of a row: a function of the fields of PairLogProbs that its formula needs, and its numbers."""
-    taken = inspect.signature(row.formula).parameters
+
+def _make_loss(name: str, formula: Formula) -> PreferenceLoss:
+    """The loss of a formula: a function of the fields of PairLogProbs that it needs, and its numbers."""
+    taken = inspect.signature(formula).parameters
     numbers = [parameter for parameter in taken.values() if parameter.kind is parameter.KEYWORD_ONLY]
     lengths = [
         f"{side}_lengths"
         for side, mean in (("chosen", "good_mean"), ("rejected", "bad_mean"))
         if {mean, "mean_margin", f"{side}_lengths"} & taken.keys()
     ]
-    fields = [*PairLogProbs._fields[: 4 if row.reference else 2], *lengths]
+    fields = [*PairLogProbs._fields[: 2 if name in WITHOUT_REFERENCE else 4], *lengths]
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([*(inspect.Parameter(field, positional) for field in fields), *numbers])
 
@@ -190,15 +173,15 @@ def _make_loss(name: str, row: _PairLoss) -> PreferenceLoss:
         given = bind_numbers(name, signature, *values, **params)
         check_one_per_pair(name, **{field: given[field] for field in fields})
         chosen, rejected = good, bad = given["chosen"], given["rejected"]
-        if row.reference:
+        if name not in WITHOUT_REFERENCE:
             good, bad = good - given["ref_chosen"].detach(), bad - given["ref_rejected"].detach()
         good_mean = good / given.get("chosen_lengths", 1.0)
         bad_mean = bad / given.get("rejected_lengths", 1.0)
         given |= {"good": good, "bad": bad, "margin": good - bad}
         given |= {"good_mean": good_mean, "bad_mean": bad_mean, "mean_margin": good_mean - bad_mean}
-        found = row.formula(**{argument: given[argument] for argument in taken})
+        found = formula(**{argument: given[argument] for argument in taken})
         losses, more = (found, {}) if isinstance(found, Tensor) else found
-        if row.of_means:
+        if name in OF_MEANS:
             chosen, rejected = good, bad = good_mean, bad_mean
         good, bad = given["beta"] * good, given["beta"] * bad
         metrics = {
@@ -216,7 +199,9 @@ def _make_loss(name: str, row: _PairLoss) -> PreferenceLoss:
     return loss
 
 
-PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {name: _make_loss(name, row) for name, row in TABLE.items()}
+PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
+    name: _make_loss(name, formula) for name, formula in TABLE.items()
+}
 
 
 # --- by name ------------------------------------------------------------------------------------------------

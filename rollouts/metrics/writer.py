@@ -45,7 +45,6 @@ class JsonlLogger:
     attempt: int
     samples_per_step: int
     progress: Progress | None
-    time_unix: Callable[[], float]
     in_thread: bool
     shards: TokenShards | None
     files: Mapping[str, RecordFile] = field(default_factory=dict)  # by the stem of their name
@@ -114,7 +113,7 @@ class JsonlLogger:
         await self._append(lambda: self._append_spans(head, spans))
 
     def _head(self, stage: str, step: int, policy_version: int) -> dict[str, Any]:
-        return make_head(stage, step, policy_version, self.attempt, self.time_unix())
+        return make_head(stage, step, policy_version, self.attempt, time.time())
 
     async def _append(self, write: Callable[[], None]) -> None:
         await self.take_turn(write)
@@ -158,7 +157,6 @@ async def open_jsonl_logger(
     token_arrays_bytes: int = 0,
     progress: Progress | None = None,
     measure: Callable[[], Mapping[str, float]] = dict,
-    time_unix: Callable[[], float] = time.time,
     part_bytes: int = PART_BYTES,
     in_thread: bool = True,
 ) -> AsyncIterator[JsonlLogger]:
@@ -175,7 +173,6 @@ async def open_jsonl_logger(
         samples_per_step=samples_per_step,
         progress=progress,
         measure=measure,
-        time_unix=time_unix,
         in_thread=in_thread,
         shards=shards if token_arrays_bytes else None,
     )

@@ -19,8 +19,8 @@ from rollouts.losses import (
     LOSSES,
     LossInputs,
     LossOutput,
-    check_loss_params,
     resolve_loss,
+    try_loss,
     wants_entropy_gradient,
 )
 from rollouts.losses.corrections import parse_correction
@@ -272,9 +272,9 @@ def loss_with_entropy(
 
 def test_losses_resolve_by_key_and_by_module_and_name_the_nearest(monkeypatch):
     assert resolve_loss("rollouts.losses.token_losses:sft_loss") is sft_loss
-    check_loss_params(f"{__name__}:loss_with_entropy", {"anything": 1})
+    try_loss(f"{__name__}:loss_with_entropy", {"anything": 1})
     with pytest.raises(ConfigError, match=r"'unit'; it is called as function\(inputs"):
-        check_loss_params(f"{__name__}:row", {})
+        try_loss(f"{__name__}:row", {})
     with pytest.raises(ConfigError, match="did you mean 'ppo_clip'"):
         resolve_loss("ppo-clip")
     for name in ("no_such_module:f", "rollouts.losses.token_losses:no_such", ":f", "math:pi", "a/file.py:f"):

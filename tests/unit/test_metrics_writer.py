@@ -8,6 +8,7 @@ import os
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -49,8 +50,9 @@ def run_dir(tmp_path: Path) -> RunDir:
 open_logger = partial(open_jsonl_logger, attempt=1, samples_per_step=1)
 
 
-async def test_logged_rows_are_read_back(run_dir: RunDir):
-    async with open_logger(run_dir, attempt=2, time_unix=lambda: 5.0) as logger:
+async def test_logged_rows_are_read_back(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rollouts.metrics.writer.time", SimpleNamespace(time=lambda: 5.0))
+    async with open_logger(run_dir, attempt=2) as logger:
         await logger.log_step("sft", 1, 0, {"loss/total": 2.0})
         assert read_rows(run_dir.metrics)[0]["loss/total"] == 2.0, "on disk when log_step returns"
         await logger.log_step("sft", 2, 1, {})
