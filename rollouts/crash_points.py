@@ -25,9 +25,10 @@ VARIABLES = ("ROLLOUTS_CRASH_AT", "ROLLOUTS_RAISE_AT", "ROLLOUTS_HANG_AT")
 LIST_VARIABLE = "ROLLOUTS_LIST_POINTS"
 
 # by name, what holds there; the word before the dot is the point's class
-POINTS: Mapping[str, str] = {
-    line.partition(" ")[0]: line.partition(" ")[2].strip()
-    for line in """\
+POINTS: Mapping[str, str] = dict(
+    re.findall(
+        r"(\S+) +(.+)",
+        """\
 start.armed                   The command line is read; nothing is checked, loaded or written.
 start.checked                 Every check before a model loads has passed; nothing is written.
 start.directory_made          The run directory has its config.toml, and no row yet.
@@ -75,8 +76,9 @@ checkpoint.retention_hidden   A checkpoint that goes is renamed out of sight; it
 checkpoint.retention_done     Every checkpoint that goes is gone.
 end.before_summary            Training is over; there is no summary.
 end.summary_written           The summary is there; the report is not printed.
-""".splitlines()
-}
+""",
+    )
+)
 
 # by name of the point: the variable that names it, the time from 1 at which it happens, and a count of times
 # reached; next() of it is atomic, so threads do not miscount

@@ -30,10 +30,6 @@ class Server:
     health_path: str
     cold: bool = True  # it has generated nothing since it was opened or came back: all may take START_S
 
-    @property
-    def patience_s(self) -> float:
-        return max(self.silence_s, START_S) if self.cold else self.silence_s
-
     async def call(
         self, method: str, path: str, body: Any = None, *, silence_s: float | None = None
     ) -> bytes:
@@ -41,7 +37,8 @@ class Server:
         EngineUnreachable, EngineSilent, ReplyError.
         """
         sent = None if body is None else msgspec.json.encode(body)
-        reply = await self.client.request(method, path, body=sent, silence_s=silence_s or self.patience_s)
+        silence_s = silence_s or max(self.silence_s, self.cold * START_S)
+        reply = await self.client.request(method, path, body=sent, silence_s=silence_s)
         check_status(reply, where=f"{self.name}: {method} {path}")
         return reply.content
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 Bucket = Sequence[tuple[str, Tensor]]
 SHARD_BYTES = 2 * 2**30
 HEADER_BYTES = 64 * 1024  # enough for about 200 tensors
+PART = "model-of-rank-"  # and the rank: what the names of its files begin with
 
 
 def save_hf_model(
@@ -203,7 +204,7 @@ def open_part(path: Path, names: FileNames, rank: int) -> ShardWriter:
     Its files are synced where rank 0 will not do it: another machine's memory may hold the bytes back.
     """
     on_shard = fsync_path if rank else lambda _: None
-    return ShardWriter(path, names, prefix=_name_part(rank), on_shard=on_shard)
+    return ShardWriter(path, names, prefix=f"{PART}{rank}", on_shard=on_shard)
 
 
 def name_parts(path: Path, counts: Sequence[int]) -> None:
@@ -214,7 +215,7 @@ def name_parts(path: Path, counts: Sequence[int]) -> None:
     """
     shards: list[tuple[str, list[str]]] = []
     for rank, count in enumerate(counts):
-        for file in (name_shard(_name_part(rank), number) for number in range(1, count + 1)):
+        for file in (name_shard(f"{PART}{rank}", number) for number in range(1, count + 1)):
             try:
                 with safe_open(path / file, framework="pt") as opened:
                     shards.append((file, list(opened.keys())))
@@ -224,10 +225,6 @@ def name_parts(path: Path, counts: Sequence[int]) -> None:
                     " the filesystem of output.dir"
                 ) from error
     name_shards(path, shards)
-
-
-def _name_part(rank: int) -> str:
-    return f"model-of-rank-{rank}"
 
 
 # --- names --------------------------------------------------------------------------------------------------

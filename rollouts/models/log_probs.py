@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rollouts.data.packing import MicroBatch
 
 Layout = Literal["packed", "rows", "single"]
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 Head = Literal["linear", "own", "whole", "scalar"]
 OWN_TILE = 16 * 2**20  # logits that a model's own head computes at a time: 64 MiB
 

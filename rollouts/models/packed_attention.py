@@ -165,7 +165,7 @@ class _Pieces(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, log_sum = ctx.saved_tensors
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -177,7 +177,7 @@ class _Pieces(torch.autograd.Function):
             found = kernel(*inputs, 0.0, piece.causal, attn_mask=piece.mask, scale=ctx.scale)
             for total, part in zip(piece.cut(*sums), found, strict=True):
                 total += part
-        return sums[0].to(query.dtype), sums[1].to(query.dtype), sums[2].to(query.dtype), None, None
+        return (*(total.to(query.dtype) for total in sums), None, None)
 
 
 def make_block_mask(row: PackedRow, window: int | None, device: torch.device) -> Any:
@@ -224,13 +224,14 @@ def attend_packed(
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if device.type == "cpu":
-        if window not in row.made:
-            row.made[window] = find_pieces(row, window, query.dtype)
+    on_cpu = device.type == "cpu"
+    if window not in row.made:
+        row.made[window] = (
+            find_pieces(row, window, query.dtype) if on_cpu else make_block_mask(row, window, device)
+        )
+    if on_cpu:
         found: Any = _Pieces.apply(query, key, value, row.made[window], scale)
     else:  # pragma: gpu
-        if window not in row.made:
-            row.made[window] = make_block_mask(row, window, device)
         options = {"block_mask": row.made[window], "scale": scale, "enable_gqa": query.shape != key.shape}
         found = _compile_flex()(query, key, value, **options)
     return found.transpose(1, 2).contiguous()

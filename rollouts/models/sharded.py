@@ -115,25 +115,18 @@ def compute_local_slices(tensor: Tensor) -> tuple[slice, ...]:
     """What of a tensor this rank holds, one slice for each dimension; all of it where it is not sharded.
     Shards at the end may be empty.
 
-    torch cuts as torch.chunk does: every rank has ceil(n / ranks) rows but the last ones. Raises ModelError
-    for layouts that are not rows of a tensor (partial sums, interleaved shards).
+    Raises ModelError for layouts that are not rows of a tensor (partial sums, interleaved shards).
     """
-    bounds = [(0, size) for size in tensor.shape]
-    if isinstance(tensor, DTensor):
-        coordinates = tensor.device_mesh.get_coordinate()
-        assert coordinates is not None, "this rank is not of the mesh that the tensor is spread over"
-        for axis, placement in enumerate(tensor.placements):
-            if type(placement) is Shard:
-                start, stop = bounds[placement.dim]
-                chunk = -(-(stop - start) // tensor.device_mesh.size(axis))
-                first = min(start + coordinates[axis] * chunk, stop)
-                bounds[placement.dim] = (first, min(first + chunk, stop))
-            elif not isinstance(placement, Replicate):
-                raise ModelError(
-                    f"a weight of shape {tuple(tensor.shape)} is laid out as {placement}; shard along one"
-                    " dimension, or replicate"
-                )
-    return tuple(slice(start, stop) for start, stop in bounds)
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    for placement in tensor.placements:
+        if type(placement) not in (Shard, Replicate):
+            raise ModelError(
+                f"a weight of shape {tuple(tensor.shape)} is laid out as {placement}; shard along one"
+                " dimension, or replicate"
+            )
+    (chunk,) = tensor.__create_chunk_list__()
+    return tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
 
 
 def get_local(tensor: Tensor) -> Tensor:
