@@ -9,7 +9,7 @@ import pytest
 
 from integration_training.train import main
 from tests.e2e.conftest import TINY
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 
 Run = Callable[..., tuple[int, str]]
 
@@ -28,7 +28,8 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     return run_main
 
 
-SETTINGS = """
+@cases("""
+old                    | new                   | wanted
 samples_per_prompt = 8 | sample_per_prompt = 8 | rl.rollout.sample_per_prompt samples_per_prompt
 max_new_tokens = 4 | max_new_tokens = "many" | max_new_tokens many
 over_sampling = 1.25 | over_sampling = 0.5 | rl.rollout.over_sampling 0.5
@@ -41,10 +42,7 @@ arithmetic.py:close_answer | arithmetics.py:close_answer | arithmetics.py
 filters = ["check_reward_nonzero_std"] | filters = ["no_such_module_here:keep"] | no_such_module_here
 dataset = "basic_arithmetic" | dataset = "basic_aritmetic" | basic_aritmetic basic_arithmetic
 name = "tiny:byte" | name = "tiny:bite" | tiny:bite
-"""
-
-
-@pytest.mark.parametrize(("old", "new", "wanted"), read_cells(SETTINGS))
+""")
 def test_a_wrong_setting_is_named_with_the_way_out(run: Run, tmp_path: Path, old: str, new: str, wanted: str):
     text = TINY.read_text().replace("../tasks", str(TINY.parents[1] / "tasks"))
     assert old in text
@@ -67,7 +65,8 @@ def test_a_resume_without_its_mode_trains_no_stage_that_comes_before_one_that_ha
 
 
 # {tmp} has a file, another run's directory and a model directory without weights
-ARGUMENTS = """
+@cases("""
+settings                         | what                      | why
 --rl.rollout.max_new_tokens 4000 | rl.rollout.max_new_tokens | more than the context of
 --sft.optim.beta2 1.0 | sft.optim.beta2 = 1.0 | less than 1
 --seed 18446744073709551616 | seed | less than
@@ -78,10 +77,7 @@ ARGUMENTS = """
 --output.dir {tmp}/other | not empty | --resume
 --output.dir {tmp}/other --resume | {tmp}/other | config.toml
 --output.dir {tmp}/file/run | output.dir | {tmp}/file/run
-"""
-
-
-@pytest.mark.parametrize(("settings", "what", "why"), read_cells(ARGUMENTS))
+""")
 def test_what_does_not_fit_is_said_before_a_directory_is_made(
     run: Run, tmp_path: Path, settings: str, what: str, why: str
 ):
@@ -140,20 +136,20 @@ max_new_tokens = 3
 max_failed_fraction = 0.9
 reward = "functions.py:fine"
 """
+
+
 # the setting that names the function of that name | the exit code | what is said
-USERS_ERRORS = """
+@cases("""
+setting               | code | said
 --rl.rollout.reward   | 0 |
 --rl.rollout.filters  | 1 | UserFunctionError: filter filters on group 0
 --rl.curriculum       | 1 | functions.py:curriculum in step 1 raised SystemExit: 3
 --rl.advantage        | 1 | answered for row 0 with 1e+300; an advantage is one finite number
 --rl.rollout.generate | 1 | raised ExceptionGroup: two (2 sub-exceptions)
 --rl.data.function    | 2 | raised SystemExit after 0 rows: 3
-"""
-
-
-@pytest.mark.parametrize(("setting", "code", "said"), read_cells(USERS_ERRORS))
+""")
 def test_an_error_of_a_users_function_is_one_message_and_no_traceback(
-    run: Run, tmp_path: Path, setting: str, code: str, said: str
+    run: Run, tmp_path: Path, setting: str, code: int, said: str
 ):
     """A group of exceptions, which Python would print with its traceback, would leave main() as it is."""
     (tmp_path / "functions.py").write_text(FUNCTIONS)
@@ -161,7 +157,7 @@ def test_an_error_of_a_users_function_is_one_message_and_no_traceback(
     function = f"{tmp_path}/functions.py:{setting.rpartition('.')[2]}"
     value = f'["{function}"]' if setting.endswith("filters") else function
     found, message = run(f"{setting} {value}", config=tmp_path / "config.toml", mode="rl")
-    assert (found, said in message) == (int(code), True), message
+    assert (found, said in message) == (code, True), message
 
 
 def test_resuming_with_another_setting_or_with_fewer_steps_names_it(run: Run):

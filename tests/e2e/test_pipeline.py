@@ -15,7 +15,7 @@ from rollouts.checkpoints.load import find_newest_checkpoint
 from rollouts.metrics.jsonl import read_rows
 from tests.e2e.conftest import TINY, Train
 from tests.support.compare_runs import assert_same_run
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 
 pytestmark = pytest.mark.slow
 
@@ -176,15 +176,14 @@ def test_a_reward_model_of_scores_says_how_they_were_normalised(unbroken: dict[s
 
 # --- before a run -------------------------------------------------------------------------------------------
 
-WRONG = """
+
+@cases("""
+flags                                | expected
 --preference.loss dpoo               | 'dpoo' is not known; did you mean 'dpo'?
 --preference.loss_params.betta 0.1   | preference loss 'dpo' has no parameter 'betta'
 --rl.rollout.reward_model tiny:byte  | rl.rollout.reward_model='tiny:byte' is no reward model
 --rl.critic.model tiny:bite          | use one of 'tiny:byte'
-"""
-
-
-@pytest.mark.parametrize(("flags", "expected"), read_cells(WRONG))
+""")
 def test_what_is_wrong_with_a_stage_is_found_by_a_check_a_dry_run_and_a_run_before_it_trains(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, expected: str
 ):

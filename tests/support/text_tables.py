@@ -2,8 +2,11 @@
 
 import json
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 
 def read_cells(text: str) -> list[list[str]]:
@@ -14,6 +17,34 @@ def read_cells(text: str) -> list[list[str]]:
 def read_params(text: str) -> dict[str, Any]:
     """The settings of `key = value, …`, values as in TOML."""
     return tomllib.loads(f"params = {{ {text} }}")["params"]
+
+
+READERS: dict[Any, Callable[[str], Any]] = {
+    int: int,
+    float: float,
+    list[float]: lambda cell: [float(number) for number in cell.split()],
+    dict: read_params,
+    Any: json.loads,
+}
+
+
+def cases(text: str) -> Callable[[Any], Any]:
+    """Parametrises a test by a table whose first line names the parameters.
+
+    A cell is read as its parameter is annotated: int, float, list[float] (divided by spaces), dict (by
+    read_params()), Any (JSON); else it is text. What stands under a last name of … is a remark.
+    """
+    names, *rows = read_cells(text)
+    if names[-1] == "…":
+        names.pop()
+        rows = [row[: len(names)] for row in rows]
+
+    def parametrize(test: Any) -> Any:
+        readers = [READERS.get(test.__annotations__.get(name), str) for name in names]
+        values = [[read(cell) for read, cell in zip(readers, row, strict=True)] for row in rows]
+        return pytest.mark.parametrize(names, values, ids=map("-".join, rows))(test)
+
+    return parametrize
 
 
 def write_jsonl(path: Path, *rows: Any) -> Path:

@@ -22,11 +22,19 @@ from rollouts.advantages import (
 )
 from rollouts.errors import ConfigError
 from rollouts.types import Sample
-from tests.support.text_tables import read_cells, read_params
+from tests.support.text_tables import cases
 
 REWARDS = [1.0, 0.0, 0.0, 0.5]
 LENGTHS = [2, 3, 4, 1]
-GOLDEN = """
+GROUP_RELATIVE = ["grpo", "centred", "rloo", "maxrl", "opo", "pass_at_k"]
+
+
+def of_four(kind: str, **params) -> np.ndarray:
+    return compute_group_advantages(REWARDS, [7, 7, 7, 7], kind, lengths=LENGTHS, **params)
+
+
+@cases("""
+kind      | expected | …
 grpo      | 1.305579692 -0.783347815 -0.783347815 0.261115938
 centred   | 0.625 -0.375 -0.375 0.125
 lite_ppo  | 1.305579692 -0.783347815 -0.783347815 0.261115938 | as grpo, of a batch of one group
@@ -38,23 +46,11 @@ reinforce_pp_baseline | 1.765045167 -0.588348389 -0.588348389 0.588348389 | cent
 mean −.125, variance 1.625/9; (.625 + .125)/sqrt(.180556 + 1e-8)
 reinforce_pp | 1.765045167 -0.588348389 -0.588348389 0.588348389 | raw: mean .25, the same spread
 raw       | 1 0 0 .5
-"""
-GROUP_RELATIVE = ["grpo", "centred", "rloo", "maxrl", "opo", "pass_at_k"]
-
-
-def of_four(kind: str, **params) -> np.ndarray:
-    return compute_group_advantages(REWARDS, [7, 7, 7, 7], kind, lengths=LENGTHS, **params)
-
-
-def numbers(text: str) -> list[float]:
-    return [float(one) for one in text.split()]
-
-
-@pytest.mark.parametrize(("kind", "expected"), [cells[:2] for cells in read_cells(GOLDEN)])
-def test_one_group_matches_the_numbers_worked_by_hand(kind, expected):
+""")
+def test_one_group_matches_the_numbers_worked_by_hand(kind, expected: list[float]):
     advantages = of_four(kind)
     assert advantages.dtype == np.float32
-    np.testing.assert_allclose(advantages, numbers(expected), rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(advantages, expected, rtol=1e-6, atol=1e-9)
 
 
 def test_lite_ppo_divides_by_the_spread_of_the_whole_batch():
@@ -131,9 +127,8 @@ def test_gdpo_weighs_the_parts_and_leaves_details_out():
         of_four("gdpo")
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields", "wrong"),
-    read_cells("""
+@cases("""
+kind | fields | wrong
 gpro | | grpo, centred, lite_ppo, rloo
 grpo | group_indices = [0] | group_indices has shape (1,)
 opo  | lengths = [1] | lengths has shape
@@ -148,10 +143,9 @@ raw  | named_rewards = { a = [2.0, 3.0] }, rewards = [1, 1], trajectories = [0, 
 opo  | | advantage 'opo' needs lengths
 reinforce_pp | | advantage 'reinforce_pp' needs lengths
 reinforce_pp_baseline | | advantage 'reinforce_pp_baseline' needs lengths
-"""),
-)
-def test_what_does_not_fit_is_named(kind, fields, wrong):
-    given_fields = {"rewards": [0.0, 1.0], "group_indices": [0, 0]} | read_params(fields)
+""")
+def test_what_does_not_fit_is_named(kind, fields: dict, wrong):
+    given_fields = {"rewards": [0.0, 1.0], "group_indices": [0, 0]} | fields
     with pytest.raises(ValueError, match=re.escape(wrong)):
         compute_group_advantages(kind=kind, **given_fields)
 
@@ -163,8 +157,10 @@ def test_samples_are_one_a_reward():
 
 # --- trajectories of several segments -----------------------------------------------------------------------
 
+
 # rewards [1, 1, 0] where rows 0 and 1 are one trajectory: the numbers of the rewards [1, 0]
-SEGMENTED = """
+@cases("""
+kind      | expected | …
 grpo      | 0.7071058 0.7071058 -0.7071058
 centred   | 0.5 0.5 -0.5
 rloo      | 1 1 -1
@@ -176,15 +172,12 @@ reinforce_pp_baseline | 0.8432740 0.8432740 -1.0540926
 gdpo      | 0.7071058 0.7071058 -0.7071058
 remax     | 0.75 0.75 -0.25
 raw       | 1 1 0
-"""
-
-
-@pytest.mark.parametrize(("kind", "expected"), [cells[:2] for cells in read_cells(SEGMENTED)])
-def test_a_trajectory_counts_once_however_many_segments_it_has(kind, expected):
+""")
+def test_a_trajectory_counts_once_however_many_segments_it_has(kind, expected: list[float]):
     parts = {"right": [1.0, 1.0, 0.0]} if kind == "gdpo" else {"greedy_reward": [0.25] * 3}
     rows: dict = {"lengths": [2, 3, 4], "named_rewards": parts}
     found = compute_group_advantages([1.0, 1.0, 0.0], [7, 7, 7], kind, trajectories=[5, 5, 2], **rows)
-    np.testing.assert_allclose(found, numbers(expected), rtol=2e-6)
+    np.testing.assert_allclose(found, expected, rtol=2e-6)
 
 
 # --- functions of one's own ---------------------------------------------------------------------------------

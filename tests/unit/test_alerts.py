@@ -16,17 +16,8 @@ from rollouts.run_dir import RunDir
 from rollouts.trackers import sink_alerts
 from rollouts.trackers.launch import open_trackers
 from rollouts.trackers.sinks import ALERTS, RunInfo, TrackedRow
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 from tests.support.tracker_runs import append, make_row
-
-RULES = """
-reward/mean         | below(limit=0.3)       | 0.5 0.2 - 0.1 0.3       | step 2, step 5 over
-reward/mean         | above(limit=2)         | 3 2 2.5 -               | step 1, step 2 over, step 3
-reward/mean         | absent(steps=2)        | - 1 - - - 1             | step 4, step 6 over
-optim/skipped_steps | not_finite             | 0 1 2 0                 | step 2, step 4 over
-entropy/mean        | falls(by=0.5, steps=2) | 1 3 0.9 0.9 0.9 0.9 1.5 | step 3, step 7 over
-logps/chosen        | falls(by=0.5, steps=1) | -4 -5 -7 -11            | step 4
-"""
 
 
 def look(root: Path, settings: str, *rows: dict[str, object], mark: str = "null") -> tuple[list[str], str]:
@@ -38,7 +29,15 @@ def look(root: Path, settings: str, *rows: dict[str, object], mark: str = "null"
     return said, json.dumps(sink.send([TrackedRow("metrics", row) for row in rows]))
 
 
-@pytest.mark.parametrize(("metric", "rule", "values", "expected"), read_cells(RULES))
+@cases("""
+metric              | rule                   | values                  | expected
+reward/mean         | below(limit=0.3)       | 0.5 0.2 - 0.1 0.3       | step 2, step 5 over
+reward/mean         | above(limit=2)         | 3 2 2.5 -               | step 1, step 2 over, step 3
+reward/mean         | absent(steps=2)        | - 1 - - - 1             | step 4, step 6 over
+optim/skipped_steps | not_finite             | 0 1 2 0                 | step 2, step 4 over
+entropy/mean        | falls(by=0.5, steps=2) | 1 3 0.9 0.9 0.9 0.9 1.5 | step 3, step 7 over
+logps/chosen        | falls(by=0.5, steps=1) | -4 -5 -7 -11            | step 4
+""")
 def test_a_rule_is_said_once_when_it_begins_to_hold_and_once_when_it_is_over(
     tmp_path: Path, metric: str, rule: str, values: str, expected: str
 ):
@@ -91,14 +90,12 @@ async def test_a_run_tells_its_log_a_command_and_a_webhook_whose_address_is_a_se
     assert "planted" not in "".join(path.read_text() for path in root.rglob("*.*"))
 
 
-FAULTS = f"""
+@cases(f"""
+command                                     | problem
 false                                     | CalledProcessError
 /nowhere/program                          | FileNotFoundError
 {sys.executable} -c while(1):pass         | TimeoutExpired
-"""
-
-
-@pytest.mark.parametrize(("command", "problem"), read_cells(FAULTS))
+""")
 def test_a_command_that_fails_or_hangs_and_a_webhook_that_nobody_hears_cost_a_warning_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, problem: str
 ):
@@ -112,21 +109,14 @@ def test_a_command_that_fails_or_hangs_and_a_webhook_that_nobody_hears_cost_a_wa
     assert look(tmp_path, settings, make_row(2, **{"a/b": 2.0}), mark=mark)[0] == [], "it is not told again"
 
 
-WRONG = """
+@cases("""
+settings                                    | problem
 rule = "over(limit=1)"                      | rule='over(limit=1)'; write above
 rule = "above(limt=1)"                      | rule='above(limt=1)'; write above
 rule = "absent(steps=0)"                    | steps are 1 or more
 rule = "not_finite"                         | optim/skipped_steps and critic/optim/skipped_steps count
 rule = "absent(steps=1)"; webhook = "http:" | webhook is no name of an environment variable
-"""
-AT_START = """
-run = ["/nowhere"] | there is no program '/nowhere'; give its path
-webhook = "HOOK"   | HOOK is not set; export it with the URL
-                   | the metric 'reward/men' is none of ours; did you mean reward/mean?
-"""
-
-
-@pytest.mark.parametrize(("settings", "problem"), read_cells(WRONG))
+""")
 def test_a_rule_that_cannot_hold_is_refused(tmp_path: Path, settings: str, problem: str):
     (tmp_path / "c.toml").write_text(f'[alerts]\nmetric = "a/b"\n{settings.replace("; ", chr(10))}')
     with pytest.raises(ConfigError) as caught:
@@ -134,7 +124,12 @@ def test_a_rule_that_cannot_hold_is_refused(tmp_path: Path, settings: str, probl
     assert problem in str(caught.value) and "http:" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("settings", "problem"), read_cells(AT_START))
+@cases("""
+settings           | problem
+run = ["/nowhere"] | there is no program '/nowhere'; give its path
+webhook = "HOOK"   | HOOK is not set; export it with the URL
+                   | the metric 'reward/men' is none of ours; did you mean reward/mean?
+""")
 def test_what_an_alert_lacks_is_found_before_a_run_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: str, problem: str
 ):

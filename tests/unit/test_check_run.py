@@ -12,7 +12,7 @@ from rollouts.config.tables import EngineConfig
 from rollouts.preflight.checks import check_servers, check_written_run
 from rollouts.preflight.findings import Findings
 from rollouts.run_dir import RunDir
-from tests.support.text_tables import read_cells, write_jsonl
+from tests.support.text_tables import cases, write_jsonl
 
 
 @pytest.fixture
@@ -66,17 +66,15 @@ def test_the_command_exits_with_2_where_something_is_wrong(run: Path, capsys: py
 
 
 # address | answers with the key | answers without it | levels of the findings | what is said
-SERVERS = """
+@cases("""
+url         | with_key                     | without_key | levels | word
 127.0.0.1:1 | /health=200 /server_info=200 | | ok | sglang 0.5.23, healthy
 10.0.0.5:1 | /health=200 /server_info=200 | /server_info=401 | ok | healthy
 10.0.0.5:1 | /health=200 /server_info=200 | /health=200 /server_info=200 | ok warning | whoever reaches it
 127.0.0.1:1 | /health=503 | | error | 503 Service
 127.0.0.1:1 | /health=200 /server_info=401 | | error | SGLANG_API_KEY
 127.0.0.1:1 | | | error | ConnectError
-"""
-
-
-@pytest.mark.parametrize(("url", "with_key", "without_key", "levels", "word"), read_cells(SERVERS))
+""")
 def test_a_server_is_healthy_or_named_with_the_way_out(
     monkeypatch: pytest.MonkeyPatch, url: str, with_key: str, without_key: str, levels: str, word: str
 ):

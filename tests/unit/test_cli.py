@@ -17,7 +17,7 @@ from rollouts.preflight.rows import load_all_rows
 from rollouts.rewards.call import call_filter, call_reward
 from rollouts.rewards.check import apply_reward
 from rollouts.types import SampleGroup
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 
 
 @pytest.fixture
@@ -42,7 +42,8 @@ def test_explain_tells_where_a_value_comes_from(config: Path, capsys: pytest.Cap
         assert line in capsys.readouterr().out
 
 
-WRONG_NAMES = """
+@cases("""
+argv                                    | wanted
 explain rl.rolout                       | did you mean rl.rollout?
 explain num_generations                 | did you mean rl.rollout.samples_per_prompt
 explain CONFIG rl.stps                  | did you mean rl.steps
@@ -54,10 +55,7 @@ check gone.toml                         | No such file
 check EMPTY                             | there is nothing to train
 evaluate tiny:byte                      | name a TOML file with an [eval] table: --config FILE
 evaluate tiny:byte --config EMPTY       | there is no [eval] table
-"""
-
-
-@pytest.mark.parametrize(("argv", "wanted"), read_cells(WRONG_NAMES))
+""")
 def test_a_wrong_name_is_one_message_with_the_way_out(
     config: Path, argv: str, wanted: str, capsys: pytest.CaptureFixture[str]
 ):

@@ -24,7 +24,7 @@ from rollouts.config.plugins import load_function
 from rollouts.config.schema import RunConfig
 from rollouts.data.curriculum import SourceStatistics
 from rollouts.errors import ConfigError, RunDirError
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 
 RL = """
 [rl]
@@ -104,7 +104,8 @@ def test_every_alias_points_to_settings_that_exist():
     assert [name for name in ALIASES if name in config_keys()] == [], "a setting of ours is no foreign name"
 
 
-COMBINATIONS = """
+@cases("""
+line                               | rule
 kl_coef = 0.1; kl_estimator = "k3" | rl: kl_estimator='k3' with kl_in='reward'
 kl_coef = 0.1; kl_in = "loss"      | rl: kl_estimator='k1' with kl_in='loss'
 max_staleness = 1                  | engine.mode='shared' with rl.sync_every=1, rl.max_staleness=1
@@ -114,10 +115,7 @@ advantage = "gae"                  | rl: advantage='gae' without a critic
 kl_control = "fixed("              | rl: 'fixed(' is not of the form name
 epochs = 0.5                       | rl: steps=4 and epochs=0.5; set one of the two, and the other to 0
 changes = { from_step = 2 }        | rl: changes with from_step=2 changes nothing
-"""
-
-
-@pytest.mark.parametrize(("line", "rule"), read_cells(COMBINATIONS))
+""")
 def test_a_combination_that_cannot_work_is_refused(write, line, rule):
     (problem,) = problems_of(write(RL.replace("steps = 4", f"steps = 4\n{line.replace(';', chr(10))}")))
     assert problem.startswith(rule)
@@ -145,7 +143,11 @@ def test_groups_train_again_only_where_samples_may_be_old(write):
 
 # --- what is wrong ------------------------------------------------------------------------------------------
 
-FLAGS = """
+WORDS = {"LONG": "x" * 300, "DEEP": "x/" * 2048, "BYTES": "\udc80"}
+
+
+@cases("""
+flags                            | problems
 --seed "1\\nname = \'x\'"        | --seed: seed =
 --eval.temperature 0.5           | --eval.temperature: the file has no [eval] table
 --rl.optim.lr true               | --rl.optim.lr: rl.optim.lr = true
@@ -165,11 +167,7 @@ FLAGS = """
 --name \'"a\\u0000b"\'            | --name: name
 --rl.loss_params.x \'"a\\u0000b"\' | rl.loss_params: the text
 --name BYTES                     | --name: name
-"""
-WORDS = {"LONG": "x" * 300, "DEEP": "x/" * 2048, "BYTES": "\udc80"}
-
-
-@pytest.mark.parametrize(("flags", "problems"), read_cells(FLAGS))
+""")
 def test_a_wrong_flag_is_named_with_its_key(write, flags, problems):
     words = [re.sub("LONG|DEEP|BYTES", lambda found: WORDS[found[0]], word) for word in shlex.split(flags)]
     starts = problems.split(" / ")
@@ -213,7 +211,8 @@ def test_a_file_that_is_no_toml_is_named(tmp_path, content):
         load_config(path)
 
 
-NEAREST = """
+@cases("""
+wrong                       | right
 rl.rollout.group_size       | rl.rollout.samples_per_prompt
 rl.rollout.num-prompts      | rl.rollout.num_prompts
 rl.optim.learning_rate      | rl.optim.lr
@@ -228,10 +227,7 @@ algorithm.kl_ctrl.kl_coef   | rl.kl_coef
 NUM_GENERATIONS             | rl.rollout.samples_per_prompt
 trainer.save_freq           | output.checkpoint_every
 eval.zzzzzz                 | eval.data
-"""
-
-
-@pytest.mark.parametrize(("wrong", "right"), read_cells(NEAREST))
+""")
 def test_a_wrong_key_gets_the_right_one_suggested(wrong, right):
     assert right in describe_unknown_key(wrong).partition("did you mean ")[2].split("?")[0].split(" (")[
         0
@@ -313,7 +309,8 @@ def test_paths_in_the_file_are_relative_to_the_file(write, tmp_path, monkeypatch
     assert config.model.name == str(tmp_path / "model")
 
 
-NAMES = """
+@cases("""
+name                          | path
 bundled:smollm2-135m-instruct |
 tiny:byte                     |
 org/model                     |
@@ -321,10 +318,7 @@ org:x.gguf                    |
 models/x.gguf                 | models/x.gguf
 ./gone                        | gone
 saved                         | saved
-"""
-
-
-@pytest.mark.parametrize(("name", "path"), read_cells(NAMES))
+""")
 def test_a_name_is_a_path_if_it_says_so_or_is_there(write, tmp_path, name, path):
     (tmp_path / "saved").mkdir()
     expected = str(tmp_path / path) if path else name

@@ -9,10 +9,12 @@ from rollouts.filters import check_consensus, check_reward_nonzero_std
 from rollouts.rewards.check import apply_reward, check_group_rewards
 from rollouts.rewards.consensus import compute_consensus, make_consensus_reward
 from rollouts.types import Sample, SampleGroup
-from tests.support.text_tables import read_cells, read_params
+from tests.support.text_tables import cases
+
 
 # answers in launch order, - for none | rules | label | votes of valid answers
-VOTES = """
+@cases("""
+given      | rules                        | label | votes
 7 7 8 7 -  |                              | 7 | 3 of 4
 7 8        |                              | - | 1 of 2
 8 7 7 8    | ties = "first"               | 8 | 2 of 4
@@ -25,13 +27,10 @@ VOTES = """
 7 7 8 7 -  | min_ratio = 0.76             | - | 3 of 4
 7 7 8 7 -  | min_ratio = 0.6, of = "all"  | 7 | 3 of 4
 7 7 8 7 -  | min_ratio = 0.61, of = "all" | - | 3 of 4
-"""
-
-
-@pytest.mark.parametrize(("given", "rules", "label", "votes"), read_cells(VOTES))
-def test_votes_follow_their_rules(given: str, rules: str, label: str, votes: str):
+""")
+def test_votes_follow_their_rules(given: str, rules: dict, label: str, votes: str):
     answers = [None if answer == "-" else answer for answer in given.split()]
-    consensus = compute_consensus(answers, **read_params(rules))
+    consensus = compute_consensus(answers, **rules)
     assert (consensus.label or "-", f"{consensus.votes} of {consensus.num_valid}") == (label, votes)
     assert list(consensus.rewards) == [float(answer == label) for answer in answers]
 
@@ -73,14 +72,12 @@ def test_a_group_without_consensus_is_dropped_by_name():
         check_consensus(SampleGroup(0, "row-0", (Sample(id="s", prompt="q", response="7"),)))
 
 
-NO_SENSE = """
+@cases("""
+rules           | wrong
 min_ratio = 1.1 | min_ratio=1.1
 ties = "last"   | ties='last'; it must be one of none, first
 of = "some"     | of='some'
-"""
-
-
-@pytest.mark.parametrize(("rules", "wrong"), read_cells(NO_SENSE))
-def test_rules_that_make_no_sense_are_refused_when_made(rules: str, wrong: str):
+""")
+def test_rules_that_make_no_sense_are_refused_when_made(rules: dict, wrong: str):
     with pytest.raises(ConfigError, match=wrong):
-        make_consensus_reward(lambda sample: None, **read_params(rules))
+        make_consensus_reward(lambda sample: None, **rules)

@@ -23,7 +23,7 @@ from rollouts.metrics.token_shards import (
 from rollouts.run_dir import RunDir
 from rollouts.types import ForwardBackwardResult, OptimStepResult, Total
 from tests.support.made_updates import floats, make_update
-from tests.support.text_tables import read_cells, read_params
+from tests.support.text_tables import cases
 
 
 def read_back(update: UpdateRecord, places: Sequence[Place] = ()) -> list[dict[str, Any]]:
@@ -139,7 +139,8 @@ def test_a_bit_that_flipped_is_found_wherever_it_is(tmp_path: Path, at: int):
 
 
 # what another row says; "": nothing
-ELSEWHERE = r"""
+@cases(r"""
+changes | match
  | is damaged
 offset = 3 | is damaged
 offset = 1099511627776 | is damaged
@@ -149,16 +150,15 @@ shard = "" | has no per-token arrays
 shard = "../config.toml" | no name of one
 shard = "/etc/passwd" | no name of one
 shard = "rl-1-000000.bin/../../x" | no name of one
-"""
-
-
-@pytest.mark.parametrize(("changes", "match"), read_cells(ELSEWHERE))
-def test_a_row_whose_arrays_are_cut_removed_or_elsewhere_is_refused(tmp_path: Path, changes: str, match: str):
+""")
+def test_a_row_whose_arrays_are_cut_removed_or_elsewhere_is_refused(
+    tmp_path: Path, changes: dict, match: str
+):
     run_dir = RunDir(tmp_path)
     row = write(tmp_path, make_update())[1]
     path = run_dir.tokens / row["shard"]
     os.truncate(path, path.stat().st_size - 1)
-    changed = {key: value for key, value in (row | read_params(changes)).items() if value != ""}
+    changed = {key: value for key, value in (row | changes).items() if value != ""}
     with pytest.raises(RecordError, match=match):
         read_token_arrays(run_dir, changed)
 

@@ -11,7 +11,7 @@ import pytest
 
 from rollouts.crash_points import POINTS, arm_crash_points, reach
 from rollouts.errors import ConfigError, CrashPointReached
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 
 ROOT = Path(__file__).resolve().parents[2]
 POINT = "train.before_optim_step"
@@ -82,7 +82,8 @@ def test_what_is_reached_can_be_listed(tmp_path: Path):
     assert (tmp_path / "list").read_text().split() == [POINT, "sync.begin", POINT]
 
 
-WRONG = """
+@cases("""
+settings                                  | said
 ROLLOUTS_CRASH_AT=checkpoint.before_renam | 'checkpoint.before_renam'.*'checkpoint.before_rename'
 ROLLOUTS_HANG_AT=nonsense:1               | names no crash point
 ROLLOUTS_RAISE_AT=sync.begin:0            | nth from 1
@@ -91,10 +92,7 @@ ROLLOUTS_RAISE_AT=sync.begin:1:-1         | rank from 0
 ROLLOUTS_RAISE_AT=sync.begin:1:1:1        | name\\[:nth\\]
 ROLLOUTS_RAISE_AT=sync.begin ROLLOUTS_CRASH_AT=sync.begin | one action per point
 ROLLOUTS_LIST_POINTS=/nowhere/list        | cannot be written
-"""
-
-
-@pytest.mark.parametrize(("settings", "said"), read_cells(WRONG))
+""")
 def test_a_setting_that_means_nothing_is_refused(settings: str, said: str):
     with pytest.raises(ConfigError, match=said):
         arm_crash_points(dict(setting.split("=") for setting in settings.split()))

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.curves.__main__ import make_command
 from benchmarks.curves.bars import Bar, Job, compute_mean_and_error, judge, load_jobs
 from rollouts.config.load import load_config
-from tests.support.text_tables import read_cells, read_params
+from tests.support.text_tables import cases
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = load_jobs(ROOT / "benchmarks" / "curves" / "jobs.toml")
@@ -21,7 +21,8 @@ def test_the_standard_error_of_a_mean_divides_by_n_minus_1() -> None:
 
 # A rise is 3.54 standard errors. `near` and `beyond` look at the last third, whose mean is 2. Evaluations
 # (eval/) are compared one by one, steps by quarters.
-VERDICTS = """
+@cases("""
+bar                                             | values                | met
 kind = "rises", errors = 3.5                    | 0 2 0 0 0 0 5 7       | yes
 kind = "rises", errors = 3.6                    | 0 2 0 0 0 0 5 7       | no
 kind = "rises"                                  | 7 5 0 0 0 0 2 0       | no
@@ -37,12 +38,9 @@ kind = "falls"                                  | 4 2 9 9 9 9 1 1       | yes
 kind = "falls"                                  | 1 1 1 1 1 1 1 1       | no
 kind = "falls", metric = "eval/m"               | 3 5 2                 | yes
 kind = "gains", metric = "eval/m"               | 3 5 2                 | no
-"""
-
-
-@pytest.mark.parametrize(("bar", "values", "met"), read_cells(VERDICTS))
-def test_a_curve_meets_a_bar_or_not(bar: str, values: str, met: str) -> None:
-    verdict = judge(Bar(**{"metric": "m", **read_params(bar)}), [float(value) for value in values.split()])
+""")
+def test_a_curve_meets_a_bar_or_not(bar: dict, values: list[float], met: str) -> None:
+    verdict = judge(Bar(**{"metric": "m", **bar}), values)
     assert verdict.met == (met == "yes")
 
 

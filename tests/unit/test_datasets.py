@@ -24,7 +24,7 @@ from rollouts.data.datasets import (
 from rollouts.data.mixture import make_mixture
 from rollouts.data.rows import row_to_conversation
 from rollouts.errors import DataError
-from tests.support.text_tables import read_cells, write_jsonl
+from tests.support.text_tables import cases, write_jsonl
 
 QUESTIONS = [
     {"question": {"text": f"q {index}"}, "answers": [str(index), "other"], "id": index} for index in range(5)
@@ -67,15 +67,13 @@ def test_only_a_newline_ends_a_line_and_blank_lines_are_no_rows(tmp_path: Path):
     assert prompts(load(path=path)) == [separators, "b"]
 
 
-NO_FILES = """
+@cases("""
+path           | problem
 no.jsonl       | there is no such file (looked for
 .              | cannot be read: Is a directory
 cut.jsonl.gz   | cannot be read: Compressed file ended before
 plain.jsonl.gz | cannot be read: Not a gzipped file
-"""
-
-
-@pytest.mark.parametrize(("path", "problem"), read_cells(NO_FILES))
+""")
 def test_a_file_that_cannot_be_read_to_its_end_is_refused(tmp_path, monkeypatch, path, problem):
     monkeypatch.chdir(tmp_path)
     whole = gzip.compress(b"".join(b'{"prompt": "%d"}\n' % index**9 for index in range(500)))
@@ -105,15 +103,13 @@ def test_a_renamed_field_loses_its_old_name_and_an_empty_name_leaves_one_out(tmp
     assert load(path=path, columns=columns) == [{"prompt": "q", "answer": 1}]
 
 
-COLUMN = """
+@cases("""
+column          | problem
 qestion         | the row has question, answers, id; did you mean question?
 question.txt    | question of the row has text; did you mean text?
 question.text.x | question.text of the row is 'q 0'
 answers.2       | answers of the row is ['0', 'other']
-"""
-
-
-@pytest.mark.parametrize(("column", "problem"), read_cells(COLUMN))
+""")
 def test_a_missing_column_is_answered_with_what_there_is(tmp_path, column, problem):
     message = message_of(path=write_jsonl(tmp_path / "rows.jsonl", QUESTIONS[0]), columns={"prompt": column})
     assert message.endswith(f"rows.jsonl:1: there is no {column}: {problem}")
@@ -224,19 +220,17 @@ def test_reasoning_gym_rows_have_prompt_answer_and_plain_metadata():
         assert row["metadata"]["expression"] in row["prompt"] and int(row["answer"]) in range(-9, 19)
 
 
-WRONG = """
+@cases("""
+dataset                                              | problem
 {"name": "chain_sums"}                               | Dataset 'chain_sums' not registered
 {"weight": 1}                                        | missing 1 required positional argument: 'name'
 {"name": "chain_sum", "wieght": 1}                   | unexpected keyword argument 'wieght'
 {"name": "chain_sum", "config": {"min_term": 1}}     | unexpected keyword argument 'min_term'
 {"name": "chain_sum", "config": 3}                   | cannot be read
 "chain_sum"                                          | cannot be read
-"""
-
-
-@pytest.mark.parametrize(("dataset", "problem"), read_cells(WRONG))
-def test_what_is_wrong_in_composite_is_named(dataset, problem):
-    message = message_of(**gym(json.loads(dataset)))
+""")
+def test_what_is_wrong_in_composite_is_named(dataset: Any, problem):
+    message = message_of(**gym(dataset))
     assert message.startswith("rl.data.dataset='composite' with rl.data.params=") and problem in message
 
 
@@ -281,18 +275,16 @@ def test_a_function_may_give_a_generator_without_end_or_a_dataset(tmp_path: Path
 # --- what rows are used for ---------------------------------------------------------------------------------
 
 
-UNTAUGHT = """
+@cases("""
+row                                              | problem
 {"messages": [{"role": "user", "content": "q"}]} | messages has no assistant turn
 {"prompt": "q"}                                  | no `messages` and no `answer`
 {"prompt": "q", "answer": 7}                     | answer is 7; SFT trains on it, so it must be text
 {"prompt": "q", "answer": ""}                    | answer is ''
-"""
-
-
-@pytest.mark.parametrize(("row", "problem"), read_cells(UNTAUGHT))
-def test_an_sft_row_without_something_to_train_on_is_refused(row, problem):
+""")
+def test_an_sft_row_without_something_to_train_on_is_refused(row: Any, problem):
     with pytest.raises(DataError, match=f"^{problem}"):
-        row_to_conversation(json.loads(row))
+        row_to_conversation(row)
 
 
 def turns(*contents: str) -> list[dict[str, str]]:

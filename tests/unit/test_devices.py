@@ -18,7 +18,7 @@ from rollouts.errors import ConfigError
 from rollouts.models.devices import DeviceMemory, choose_device, look_at_device
 from rollouts.ranks.launch import Launch
 from rollouts.ranks.meet import connect
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 
 
 def have_gpus(patch: pytest.MonkeyPatch, count: int, *, free: tuple[int, ...] = ()) -> None:
@@ -32,7 +32,8 @@ def have_gpus(patch: pytest.MonkeyPatch, count: int, *, free: tuple[int, ...] = 
 
 
 # setting, whether deterministic, GPUs, CUDA of the build | what is chosen for three ranks, or the refusal
-CHOICES = r"""
+@cases(r"""
+wanted | deterministic | gpus | cuda | outcome
 auto | no  | 0 | 13.0 | cpu
 auto | no  | 3 | 13.0 | cuda
 auto | yes | 3 | 13.0 | cpu
@@ -42,14 +43,11 @@ cuda | no  | 0 |      | torch \S+ is a build for CPUs; .*set model\.device='auto
 cuda | no  | 0 | 13.0 | torch \S+ finds no GPU \(nvidia-smi, CUDA_VISIBLE_DEVICES\)
 cuda | no  | 2 | 13.0 | ranks=3 with model\.device=.*finds 2; use at most 2, .*model\.device='cpu'
 auto | no  | 2 | 13.0 | ranks=3 with model\.device=.*finds 2; use at most 2, .*model\.device='cpu'
-"""
-
-
-@pytest.mark.parametrize(("wanted", "deterministic", "gpus", "cuda", "outcome"), read_cells(CHOICES))
+""")
 def test_a_gpu_is_taken_where_there_is_one_or_refused_with_the_reason_and_the_way_out(
-    monkeypatch: pytest.MonkeyPatch, wanted: Any, deterministic: str, gpus: str, cuda: str, outcome: str
+    monkeypatch: pytest.MonkeyPatch, wanted: str, deterministic: str, gpus: int, cuda: str, outcome: str
 ):
-    have_gpus(monkeypatch, int(gpus))
+    have_gpus(monkeypatch, gpus)
     monkeypatch.setattr(torch.version, "cuda", cuda or None)
     if " " in outcome:
         with pytest.raises(ConfigError, match=outcome):

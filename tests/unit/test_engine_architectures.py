@@ -16,23 +16,13 @@ from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.testing import engine_contracts
 from rollouts.types import Completion
 from tests.support.plain_backend import load_tiny
-from tests.support.text_tables import read_cells, read_params
+from tests.support.text_tables import cases
 from tests.unit.test_local_engine import check_exact, generate_all, make_model, make_requests, open_engine
 
 TINY = {"llama": "fast", "qwen3": "fast", "moe": "fast", "gemma": "cached", "mamba": "cached"}
+
+
 # Families besides TINY that a cache of their own serves. GPT2: absolute positions; Bloom: only by the mask.
-CACHED = """
-Gemma3   | head_dim = 8, sliding_window = 20, layer_types = ["sliding_attention", "full_attention"], \
-query_pre_attn_scalar = 8
-Mamba2   | state_size = 8, num_heads = 8, head_dim = 8, n_groups = 2, chunk_size = 4
-FalconH1 | mamba_d_ssm = 32, mamba_n_heads = 4, mamba_d_head = 8, mamba_d_state = 8, mamba_chunk_size = 4
-Lfm2     | layer_types = ["conv", "full_attention"]
-GPT2     |
-Bloom    | n_layer = 2, n_head = 4
-GptOss   | head_dim = 8, num_local_experts = 4, sliding_window = 6
-"""
-
-
 def without_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves the last resort only."""
 
@@ -54,9 +44,19 @@ async def test_log_probs_are_the_models_own_on_each_tiny_family(kind: str):
         await check_exact(engine, model, make_requests(18))
 
 
-@pytest.mark.parametrize(("kind", "changes"), read_cells(CACHED))
-async def test_log_probs_are_the_models_own_with_its_cache(kind: str, changes: str):
-    model = make_model(kind, **read_params(changes)).train()  # its dropout is the trainer's affair
+@cases("""
+kind     | changes
+Gemma3   | head_dim = 8, sliding_window = 20, layer_types = ["sliding_attention", "full_attention"], \
+query_pre_attn_scalar = 8
+Mamba2   | state_size = 8, num_heads = 8, head_dim = 8, n_groups = 2, chunk_size = 4
+FalconH1 | mamba_d_ssm = 32, mamba_n_heads = 4, mamba_d_head = 8, mamba_d_state = 8, mamba_chunk_size = 4
+Lfm2     | layer_types = ["conv", "full_attention"]
+GPT2     |
+Bloom    | n_layer = 2, n_head = 4
+GptOss   | head_dim = 8, num_local_experts = 4, sliding_window = 6
+""")
+async def test_log_probs_are_the_models_own_with_its_cache(kind: str, changes: dict):
+    model = make_model(kind, **changes).train()  # its dropout is the trainer's affair
     async with open_engine(model, max_rows=5) as engine:
         assert (engine.path, model.training) == ("cached", True)
         await check_exact(engine, copy.deepcopy(model).eval(), make_requests(18))

@@ -23,7 +23,7 @@ from rollouts.engines.processes import (
 )
 from rollouts.errors import ConfigError, EngineSetupError
 from tests.support.processes import is_alive
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 
 FAKE = Path(__file__).with_name("fake_inference_server.py")
 Kind = Literal["vllm", "sglang"]
@@ -191,7 +191,8 @@ def test_a_server_gets_what_training_needs_and_then_the_users_flags(kind: Kind, 
     assert make_arguments(command, port=8101, key_file=Path("k.yaml")) == tuple(words.split())
 
 
-CONTRADICTIONS = """
+@cases("""
+kind | args                         | named
 vllm | --logprobs-mode raw_logprobs | but training needs `--logprobs-mode processed_logprobs`
 vllm | --logprobs_mode=raw_logprobs | `--logprobs-mode raw_logprobs`
 vllm | --no-enable-scale-out | --no-enable-scale-out
@@ -202,10 +203,7 @@ sglang | --admin-api-key x | chosen for each run
 sglang | --config x.yaml | --config x.yaml
 sglang | --model other | --model other
 sglang | --port 80 | --port 80
-"""
-
-
-@pytest.mark.parametrize(("kind", "args", "named"), read_cells(CONTRADICTIONS))
+""")
 def test_a_flag_that_contradicts_training_is_named(tmp_path: Path, kind: Kind, args: str, named: str):
     with pytest.raises(ConfigError, match=r"engine\.args") as raised:
         check_command(fake_command(tmp_path, kind, args))

@@ -2,7 +2,6 @@
 handshake, requests, pauses, updates, aborts, silence, faults.
 """
 
-import json
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from tests.support.fault_plan import (
     CutBody,
 )
 from tests.support.fault_server import Reply, open_fake_server
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 from tests.unit.server_engines import (
     BOTH,
     GENERATE,
@@ -97,8 +96,11 @@ async def test_a_cancelled_caller_frees_its_row(dialect, autojump_clock):
 SGLANG_ANSWER = """{"output_ids": [5], "meta_info": {"id": "ID", "finish_reason": {"type": "length"},
 "output_token_logprobs": [[-3.2, 5, null]],
 "weight_versions": [{"version": "default", "start": 0, "end": 1}]}}"""
+
+
 # the server, what it says, and what it has to be started with
-FALSE_SETTINGS = """
+@cases("""
+dialect | said                | named
 vllm | {"/v1/models": 401} | --api-key
 vllm | {"/v1/models": {"data": []}} | serves no model
 vllm | {"/server_info": 404} | VLLM_SERVER_DEV_MODE=1
@@ -117,13 +119,10 @@ sglang | {"version": "0.5.9"} | 0.5.20 or later
 sglang | {"enable_watermark": true} | --enable-watermark
 sglang | {"speculative_algorithm": "EAGLE", "speculative_accept_threshold_acc": 0.9} | threshold-acc 1.0
 sglang | {"/model_info": {"model_path": "m", "weight_version": "1", "is_generation": false}} | --is-embedding
-"""
-
-
-@pytest.mark.parametrize(("dialect", "said", "named"), read_cells(FALSE_SETTINGS))
-async def test_a_setting_that_would_falsify_training_is_refused_by_its_flag(dialect, said, named):
+""")
+async def test_a_setting_that_would_falsify_training_is_refused_by_its_flag(dialect, said: Any, named):
     """`said`: settings of the server, and by path its answers: bodies, text, or statuses."""
-    settings = json.loads(said)
+    settings = said
     async with open_fake_server(dialect, vocab_size=300, context_length=256, settings=settings) as server:
         for path, answer in settings.items():
             if path.startswith("/"):

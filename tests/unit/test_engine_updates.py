@@ -26,7 +26,7 @@ from tests.support.fault_plan import (
     WrongVersion,
 )
 from tests.support.fault_server import Reply
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 from tests.unit.server_engines import (
     BOTH,
     VLLM_MODEL,
@@ -64,13 +64,11 @@ async def test_a_phase_of_an_update_fails_and_the_next_update_works(
         assert await engine.weight_version() == 8
 
 
-SAFE = """
+@cases("""
+dialect | safe                                                                              | once
 vllm   | /is_paused /weight_info /pause /resume /update_weight_version /reset_prefix_cache | /collective_rpc
 sglang | /model_info /pause_generation /continue_generation | /update_weights_from_disk
-"""
-
-
-@pytest.mark.parametrize(("dialect", "safe", "once"), read_cells(SAFE))
+""")
 async def test_one_503_fails_no_update_if_the_call_is_safe_to_repeat(
     dialect, safe, once, tmp_path: Path, autojump_clock
 ):

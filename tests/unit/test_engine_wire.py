@@ -27,7 +27,7 @@ from rollouts.errors import (
 )
 from rollouts.testing.engine_contracts import make_request
 from rollouts.types import Completion, EngineFeatures, GenerateRequest
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 
 # vLLM 0.32.0, SmolLM2-135M, prompt 1 2 3, temperature 1
 VLLM = """{"request_id":"generate-tokens-abc","model":"policy","created":1795307680,"usage":{
@@ -121,7 +121,8 @@ async def test_a_log_prob_that_is_none_is_a_reply_error(kind: str, number: str):
 
 
 # a server, a part of its answer, what stands there instead, and the rule that this breaks
-IMPOSSIBLE = """
+@cases("""
+kind | part | instead | rule
 vllm | 6734 | 49152 | outside the vocabulary
 vllm | 2118 | -1 | outside the vocabulary
 vllm | [2118,30, | [2118,30.5, | Expected `int`
@@ -149,10 +150,7 @@ sglang | "type":"length" | "type":"stop" | the request has no stop token
 sglang | {"type":"length","length":3} | null | finish_reason
 sglang | 0123456789abcdef" | " | the answer is to
 sglang | "id" | "x" | missing required field `id`
-"""
-
-
-@pytest.mark.parametrize(("kind", "part", "instead", "rule"), read_cells(IMPOSSIBLE))
+""")
 async def test_an_impossible_answer_is_a_reply_error(kind: str, part: str, instead: str, rule: str):
     assert part in BODIES[kind]
     with pytest.raises(ReplyError, match=rule):

@@ -8,7 +8,7 @@ import pytest
 from rollouts.errors import ConfigError, PlugInError
 from rollouts.filters import FILTERS, RANKERS, make_filter
 from rollouts.types import FilterDecision, Sample, SampleGroup, Status
-from tests.support.text_tables import read_cells, read_params
+from tests.support.text_tables import cases
 
 KEPT = FilterDecision(keep=True)
 
@@ -32,7 +32,9 @@ def make_group(
     return SampleGroup(0, "row-0", tuple(samples))
 
 
-DECISIONS = """
+# ~ is white space; 1.0000001: a sum of parts may miss 1 by its rounding
+@cases("""
+name | rewards | responses | thresholds | reason | detail
 reward_nonzero_std | .1 .1 .1 | | | zero_variance | 3 rewards around 0.1
 reward_nonzero_std | 0 0 1 | | | |
 min_reward | 0 1 | | min_reward = 0.5 | |
@@ -50,16 +52,11 @@ quality_and_diversity | 0 1 | a,a | min_reward = 0.6 | low_reward |
 quality_and_diversity | 1 1 | a,a | | zero_variance |
 quality_and_diversity | 0 1 | a,a | min_unique_fraction = 0.6 | low_diversity |
 quality_and_diversity | 0 1 | | | |
-"""  # ~ is white space; 1.0000001: a sum of parts may miss 1 by its rounding
-
-
-@pytest.mark.parametrize(
-    ("name", "rewards", "responses", "thresholds", "reason", "detail"), read_cells(DECISIONS)
-)
-def test_what_is_dropped_and_why(name, rewards, responses, thresholds, reason, detail):
+""")
+def test_what_is_dropped_and_why(name, rewards: list[float], responses, thresholds: dict, reason, detail):
     texts = responses.replace("~", "\n ").split(",") if responses else "abcd"
-    group = make_group([float(reward) for reward in rewards.split()], texts, [1, 2, 9, 10])
-    decision = make_filter(f"check_{name}", **read_params(thresholds))(group)
+    group = make_group(rewards, texts, [1, 2, 9, 10])
+    decision = make_filter(f"check_{name}", **thresholds)(group)
     assert (decision.keep, decision.reason) == (not reason, reason)
     assert detail in decision.detail
 
@@ -92,20 +89,18 @@ def test_a_group_of_truncated_samples_alone_is_dropped():
     assert reasons == ["truncated", ""]
 
 
-UNJUDGED = """
+@cases("""
+name                 | thresholds | rewards | message
 check_mixed_accuracy |           | 1 -1 | the reward of a sample of group 0 is -1
 check_mixed_accuracy | part="acc"| 1    | needs the part 'acc'
 check_min_reward     |           |      | group 0 has samples
 check_min            |           | 1    | 'check_min' is not one of check_reward_nonzero_std
 check_min_reward     | min=1     | 1    | no parameter 'min'; it takes min_reward
 check_min_reward     | group=1   | 1    | no parameter 'group'
-"""
-
-
-@pytest.mark.parametrize(("name", "thresholds", "rewards", "message"), read_cells(UNJUDGED))
-def test_what_cannot_be_judged_is_named(name: str, thresholds: str, rewards: str, message: str):
-    group = make_group([float(reward) for reward in rewards.split()])
+""")
+def test_what_cannot_be_judged_is_named(name: str, thresholds: dict, rewards: list[float], message: str):
+    group = make_group(rewards)
     if not rewards:
         group = replace(group, samples=(Sample(id="s", prompt="q"),))
     with pytest.raises((ValueError, PlugInError, ConfigError), match=message):
-        make_filter(name, **read_params(thresholds))(group)
+        make_filter(name, **thresholds)(group)

@@ -17,7 +17,7 @@ from rollouts.advantages import (
     whiten_advantages,
 )
 from rollouts.types import FloatArray, Sample, Status
-from tests.support.text_tables import read_cells, read_params
+from tests.support.text_tables import cases
 
 ALL = np.array([True, True, True])
 NAN, INF = float("nan"), float("inf")
@@ -100,7 +100,8 @@ def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant(
     assert compute_explained_variance([[1.0]], [[2.0]], [ALL[:1]]) is None
 
 
-WRONG = r"""
+@cases(r"""
+change                            | wrong
 gamma = 1.01                      | gamma=1.01; it must be from 0 to 1
 lam = [-0.1]                      | lam=-0.1; it must be from 0 to 1
 lam = [0.1, 0.2]                  | one number, or one per row of 1
@@ -110,13 +111,10 @@ bootstrap_values = [nan]          | one finite number per row
 values = [[0.0, nan, 1.0]]        | values\[0\], token 1 is nan
 rewards = [[0.0, 1.0]]            | rewards\[0\] has shape \(2,\) and its loss mask \(3,\)
 rewards = []                      | 0 rows of rewards for 1 loss masks
-"""
-
-
-@pytest.mark.parametrize(("change", "wrong"), read_cells(WRONG))
-def test_gae_names_what_is_wrong(change, wrong):
+""")
+def test_gae_names_what_is_wrong(change: dict, wrong):
     with pytest.raises(ValueError, match=wrong):
-        compute_gae(**{"rewards": [[0, 0, 1]], "values": [VALUES], "loss_masks": [ALL]} | read_params(change))
+        compute_gae(**{"rewards": [[0, 0, 1]], "values": [VALUES], "loss_masks": [ALL]} | change)
 
 
 # --- the KL term in the reward ------------------------------------------------------------------------------
@@ -136,21 +134,19 @@ def test_kl_on_every_token_adds_up_to_kl_once_per_sample():
     np.testing.assert_allclose([row.sum() for row in tokens][::2], rewards[::2], rtol=1e-6)
 
 
-KL_WRONG = r"""
+@pytest.mark.parametrize("function", [subtract_kl, compute_token_rewards])
+@cases(r"""
+change                       | wrong
 ref_log_probs = [[-1.0]]     | ref_log_probs\[0\] has shape \(1,\)
 rewards = [1.0, 2.0]         | shape \(2,\) for 1 rows
 log_probs = [[nan, 0.0]]     | log_probs\[0\], token 0 is nan
 rewards = [nan]              | rewards\[0\] is nan
-"""
-
-
-@pytest.mark.parametrize("function", [subtract_kl, compute_token_rewards])
-@pytest.mark.parametrize(("change", "wrong"), read_cells(KL_WRONG))
-def test_kl_refuses_rows_that_do_not_fit_and_log_probs_that_are_not_finite(function, change, wrong):
+""")
+def test_kl_refuses_rows_that_do_not_fit_and_log_probs_that_are_not_finite(function, change: dict, wrong):
     row = [[-1.0, -2.0]]
     given = {"rewards": [1.0], "log_probs": row, "ref_log_probs": row, "loss_masks": [ALL[:2]], "beta": 0.1}
     with pytest.raises(ValueError, match=wrong):
-        function(**given | read_params(change))
+        function(**given | change)
 
 
 # --- by name, as a run with a critic asks -------------------------------------------------------------------

@@ -8,16 +8,15 @@ import trio
 
 from rollouts.metrics import gpus
 from rollouts.metrics.gpus import open_gpu_watch, read_gpus
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 
-SEEN = """
+
+@cases("""
+visible | expected
 none | 0/memory_gib=1 0/utilization=0.1 1/memory_gib=3 1/utilization=0.8
 1,0  | 0/memory_gib=3 0/utilization=0.8 1/memory_gib=1 1/utilization=0.1
      |
-"""
-
-
-@pytest.mark.parametrize(("visible", "expected"), read_cells(SEEN))
+""")
 def test_gpus_are_numbered_as_cuda_visible_devices_lists_them(
     monkeypatch: pytest.MonkeyPatch, visible: str, expected: str
 ):

@@ -15,7 +15,7 @@ from rollouts.inspect.chart import draw_chart
 from rollouts.inspect.commands import format_cell, run_sql
 from rollouts.inspect.record import Curve, open_record
 from rollouts.metrics.jsonl import newest_attempts, read_rows
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 from tests.unit.run_rows import write_rows, write_run
 
 DAMAGED = (
@@ -201,17 +201,15 @@ def test_plot_chooses_metrics_by_pattern_and_stacks_runs_without_colours(
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-NO_PLOT = """
+@cases("""
+words       | message
 reward/maen | near are reward/mean
 rewards/* | near are reward/mean
 reward/mean --stage sft | the stages are rl
 reward/mean --smooth 0 | at least 1
 / | name at least one metric
 reward/mean --png /nowhere/x.png | cannot be written
-"""
-
-
-@pytest.mark.parametrize(("words", "message"), read_cells(NO_PLOT))
+""")
 def test_plot_says_what_is_wrong(
     words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -251,7 +249,8 @@ def test_views_answer(queried: Path, sql: str, rows: list[tuple[object, ...]]):
         assert run_sql(record, sql)[1] == rows
 
 
-REFUSED = r"""
+@cases(r"""
+sql                               | message
 SELECT "reward/maen" FROM metrics | "reward/maen" not found in FROM clause! Candidate bindings: "reward/mean"
 SELECT reward/mean FROM metrics | stands in double quotes: "reward/mean"
 SELECT * FROM metrix | the views are metrics
@@ -266,10 +265,7 @@ INSTALL httpfs |
 ATTACH 'x.db' |
 SELECT 1; SELECT 2 | one statement that reads
  | one statement that reads
-"""
-
-
-@pytest.mark.parametrize(("sql", "message"), read_cells(REFUSED))
+""")
 def test_a_query_reads_the_rows_and_nothing_else(
     queried: Path, sql: str, message: str, monkeypatch: pytest.MonkeyPatch
 ):

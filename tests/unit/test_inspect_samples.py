@@ -16,7 +16,7 @@ from rollouts.errors import RunDirError
 from rollouts.inspect.record import open_record
 from rollouts.inspect.samples import find_samples, print_samples
 from rollouts.inspect.tokens import split_text
-from tests.support.text_tables import read_cells, read_params
+from tests.support.text_tables import cases
 from tests.unit.run_rows import HEAD, write_block, write_rows
 
 
@@ -45,7 +45,8 @@ def find_ids(root: Path, **query: Any) -> str:
         return " ".join(row["id"] for row in record.read_places("samples", places))
 
 
-QUERIES = """
+@cases("""
+query                              | expected
                                    | s0 s1 s4 s5 s6 s7 s8 s3
 limit = 3                          | s7 s8 s3
 limit = 3, reverse = true          | s3 s8 s7
@@ -60,12 +61,9 @@ grep = "IT IS 4"                   | s4
 grep = "sum"                       | s7
 grep = "user"                      |
 grep = "completed"                 |
-"""
-
-
-@pytest.mark.parametrize(("query", "expected"), read_cells(QUERIES))
-def test_samples_are_chosen_and_ordered(run: Path, query: str, expected: str):
-    assert find_ids(run, **read_params(query)) == expected
+""")
+def test_samples_are_chosen_and_ordered(run: Path, query: dict, expected: str):
+    assert find_ids(run, **query) == expected
 
 
 def test_a_step_or_stage_without_samples_says_what_there_is(run: Path):

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rollouts.kl_control import KL_CONTROLS, compute_adaptive_entropy_coef, exceeds_kl_limit
-from tests.support.text_tables import read_cells, read_params
+from tests.support.text_tables import cases
 
 USUAL = {
     "fixed": {},
@@ -15,7 +15,8 @@ USUAL = {
 
 
 # from 0.1, after 1,000 samples; the first error is .2 · 1000/10000, and it is clipped at .2
-MOVES = """
+@cases("""
+name         | settings       | kl   | coefficient
 fixed        |                | 100  | .1
 proportional |                | .12  | .102
 proportional |                | .11  | .101
@@ -29,27 +30,22 @@ two_sided    |                | 1.49 | .05
 two_sided    | highest = 0.15 | 9    | .15
 two_sided    | lowest = 0.08  | 0    | .08
 two_sided    | highest = 0.05 | inf  | .1
-"""
+""")
+def test_controllers_by_hand(name, settings: dict, kl: float, coefficient: float):
+    control = KL_CONTROLS[name](**USUAL[name] | settings)
+    assert control(0.1, kl, 1000) == pytest.approx(coefficient, abs=1e-12)
 
 
-@pytest.mark.parametrize(("name", "settings", "kl", "coefficient"), read_cells(MOVES))
-def test_controllers_by_hand(name, settings, kl, coefficient):
-    control = KL_CONTROLS[name](**USUAL[name] | read_params(settings))
-    assert control(0.1, float(kl), 1000) == pytest.approx(float(coefficient), abs=1e-12)
-
-
-NO_SENSE = """
+@cases("""
+name         | settings
 proportional | horizon = 0
 proportional | limit = 0.0
 two_sided    | factor = 1.0
 two_sided    | lowest = 0.2, highest = 0.1
-"""
-
-
-@pytest.mark.parametrize(("name", "settings"), read_cells(NO_SENSE))
-def test_settings_that_make_no_sense_are_refused_when_made(name, settings):
+""")
+def test_settings_that_make_no_sense_are_refused_when_made(name, settings: dict):
     with pytest.raises(ValueError, match=r"must be above 0|the rule is"):
-        KL_CONTROLS[name](**USUAL[name] | read_params(settings))
+        KL_CONTROLS[name](**USUAL[name] | settings)
 
 
 def test_updates_on_a_batch_end_beyond_the_limit():

@@ -18,7 +18,7 @@ from rollouts.testing import engine_contracts
 from rollouts.testing.engine_contracts import asked, make_request
 from rollouts.types import Completion, GenerateRequest, SamplingParams
 from tests.support.plain_backend import score_completion
-from tests.support.text_tables import read_cells, read_params
+from tests.support.text_tables import cases
 
 VOCAB = 101
 SHAPE = {
@@ -110,7 +110,9 @@ def after_steps(engine: LocalEngine, steps: int, action: Callable[[], Awaitable[
 
 # --- exactness ----------------------------------------------------------------------------------------------
 
-MODELS = """
+
+@cases("""
+kind    | changes
 Llama   |
 Llama   | num_key_value_heads = 4, tie_word_embeddings = true, head_dim = 16, \
 attention_bias = true, mlp_bias = true
@@ -118,12 +120,9 @@ Qwen2   |
 Qwen3   | head_dim = 8
 Mistral | sliding_window = 4096
 Llama   | rope_parameters = { rope_type = "linear", factor = 2.0, rope_theta = 1000.0 }
-"""
-
-
-@pytest.mark.parametrize(("kind", "changes"), read_cells(MODELS))
-async def test_log_probs_are_the_models_own_through_joins_and_compaction(kind: str, changes: str):
-    model = make_model(kind, **read_params(changes))
+""")
+async def test_log_probs_are_the_models_own_through_joins_and_compaction(kind: str, changes: dict):
+    model = make_model(kind, **changes)
     async with open_engine(model, max_rows=7) as engine:
         await check_exact(engine, model, make_requests(36))
 

@@ -15,7 +15,7 @@ from rollouts.engines.local import LocalEngine
 from rollouts.errors import EngineError, ModelError, RequestRefused
 from rollouts.testing.engine_contracts import check_bad_snapshots_change_nothing, make_request
 from tests.support.plain_backend import score_completion
-from tests.support.text_tables import read_cells, read_params
+from tests.support.text_tables import cases
 from tests.unit.test_local_engine import (
     after_steps,
     check_exact,
@@ -64,18 +64,16 @@ async def test_tied_weights_may_come_under_either_name():
     np.testing.assert_allclose(completion.log_probs, score_completion(other, request, completion), atol=1e-4)
 
 
-UNFIT = r"""
+@cases(r"""
+name              | size | message
 model.extra       | 2 | 'model.extra' of shape \[2\], which the engine's model does not have
 model.norm.weight | 3 | 'model.norm.weight' of shape \[3\], which the engine's model has of shape \[32\]
 model.norm.weight | 0 | lacks 1 of .* \['model.norm.weight'\]; nothing was changed
-"""
-
-
-@pytest.mark.parametrize(("name", "size", "message"), read_cells(UNFIT))
-async def test_an_update_that_does_not_fit_changes_nothing(name: str, size: str, message: str):
+""")
+async def test_an_update_that_does_not_fit_changes_nothing(name: str, size: int, message: str):
     model = make_model()
-    weights = {**make_model(seed=1).state_dict(), name: torch.zeros(int(size))}
-    if size == "0":
+    weights = {**make_model(seed=1).state_dict(), name: torch.zeros(size)}
+    if not size:
         del weights[name]
     async with open_engine(model, mode="copied") as engine:
         with pytest.raises(EngineError, match=message):
@@ -146,21 +144,19 @@ async def test_a_device_failure_reaches_every_caller_and_the_engine_goes_on():
     assert all(isinstance(failure.__cause__, RuntimeError) for failure in failures)
 
 
-REFUSED = r"""
+@cases(r"""
+changes                | message
 prompt = []            | prompt_ids has shape \(0,\)
 prompt = [1, 101]      | prompt_ids holds 101; the vocabulary is 0..100
 max_new_tokens = 158   | max_new_tokens=158 make 161; the context is 160
 temperature = nan      | temperature=nan
 top_p = 1.1            | top_p=1.1
 top_k = -1             | top_k=-1
-"""
-
-
-@pytest.mark.parametrize(("changes", "message"), read_cells(REFUSED))
-async def test_a_bad_request_is_refused_by_field_value_and_rule(changes: str, message: str):
+""")
+async def test_a_bad_request_is_refused_by_field_value_and_rule(changes: dict, message: str):
     async with open_engine() as engine:
         with pytest.raises(RequestRefused, match=message):
-            await engine.generate(make_request(**read_params(changes)))
+            await engine.generate(make_request(**changes))
 
 
 @pytest.mark.parametrize(
@@ -202,18 +198,16 @@ def sees_the_future(model: Any) -> None:
         layer.self_attn.forward = forward
 
 
-UNLIKE = """
+@cases("""
+kind    | changes                           | reason
 Mistral | sliding_window = 64               | sliding_window=64 is shorter than the context of 160
 Gemma2  | head_dim = 8                      | config has .'final_logit_softcapping'
 Llama   | final_logit_softcapping = 30.0    | config has .'final_logit_softcapping'
 Olmo2   |                                   | parts
 Llama   |                                   | differ from the model's own by
-"""
-
-
-@pytest.mark.parametrize(("kind", "changes", "reason"), read_cells(UNLIKE))
-async def test_a_model_that_is_not_llama_like_runs_by_its_own_forward(kind: str, changes: str, reason: str):
-    model = make_model(kind, **read_params(changes))
+""")
+async def test_a_model_that_is_not_llama_like_runs_by_its_own_forward(kind: str, changes: dict, reason: str):
+    model = make_model(kind, **changes)
     if reason.startswith("differ"):
         odd_forward(model)
     async with open_engine(model, max_rows=3) as engine:

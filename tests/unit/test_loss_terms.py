@@ -22,7 +22,7 @@ from rollouts.losses.kl import (
     make_weighted_kl,
 )
 from rollouts.types import merge_metrics, metric_values
-from tests.support.text_tables import read_cells, read_params
+from tests.support.text_tables import cases, read_cells, read_params
 from tests.unit.test_losses import (
     AGAINST_OLD,
     INFINITY,
@@ -166,31 +166,29 @@ def test_metrics_say_what_happened():
 # --- corrections --------------------------------------------------------------------------------------------
 
 
-WEIGHTS = """
-token_tis                                    | 1.221402758 0.904837418 1.349858808  e^(old − mu)
+@cases("""
+text                                         | expected | …
+token_tis                                    | 1.221402758 0.904837418 1.349858808 | e^(old − mu)
 token_tis(low=1, cap=1.3)                    | 1.221402758 1 1.3
-sequence_mask(low=0.5, high=1.4919)          | 1 1 1  e^.4 = 1.491824698
+sequence_mask(low=0.5, high=1.4919)          | 1 1 1 | e^.4 = 1.491824698
 sequence_mask(low=0.5, high=1.4918)          | 0 0 0
 icepop(low=1.0,high=2)                       | 1.221402758 0 1.349858808
-sequence_tis                                 | 1.491824698 1.491824698 1.491824698  e^.4
+sequence_tis                                 | 1.491824698 1.491824698 1.491824698 | e^.4
 sequence_tis(cap=1.25)                       | 1.25 1.25 1.25
 token_mask(low=0.95, high=1.3)               | 1 0 0
-geometric_mask(low=0.5, high=1.1426309)      | 1 1 1  e^(.4/3) = 1.142630812
+geometric_mask(low=0.5, high=1.1426309)      | 1 1 1 | e^(.4/3) = 1.142630812
 geometric_mask(low=0.5, high=1.1426308)      | 0 0 0
 veto(floor=0.9)                              | 1 1 1
 veto(floor=0.91)                             | 0 0 0
-sequence_k1_mask(limit=0.1334)               | 1 1 1  |−.133333|
+sequence_k1_mask(limit=0.1334)               | 1 1 1 | |−.133333|
 sequence_k1_mask(limit=0.1333)               | 0 0 0
-sequence_k3_mask(limit=0.02537)              | 1 1 1  .025366
+sequence_k3_mask(limit=0.02537)              | 1 1 1 | .025366
 sequence_k3_mask(limit=0.02536)              | 0 0 0
-opsm(delta=0.49)                             | 1 1 0  the mean of mu − lp is .5
+opsm(delta=0.49)                             | 1 1 0 | the mean of mu − lp is .5
 opsm(delta=0.51)                             | 1 1 1
 token_tis (cap = 1.3)*veto( floor=1e-4 )*sequence_k3_mask(limit=0.1) | 1.221402758 0.904837418 1.3
-"""
-
-
-@pytest.mark.parametrize(("text", "expected"), [cells[:2] for cells in read_cells(WEIGHTS)])
-def test_weights_by_hand_row_by_row(text, expected):
+""")
+def test_weights_by_hand_row_by_row(text, expected: list[float]):
     """The second row trains nothing, the third has a token that the trainer would hardly give."""
     log_probs, old, mu, advantages = (
         row(*values).repeat(3, 1) for values in ((-2.0, -0.9, -2.5), OLD, MU, (1.0, 0.0, -1.0))
@@ -201,7 +199,7 @@ def test_weights_by_hand_row_by_row(text, expected):
         mask=torch.tensor([[True], [False], [True]]).expand(3, 3),
     )  # fmt: skip
     found = parse_correction(text)(inputs)
-    assert found[0].tolist() == pytest.approx([float(one) for one in expected.split()[:3]], abs=1e-8)
+    assert found[0].tolist() == pytest.approx(expected, abs=1e-8)
     if text.startswith(("geo", "seq", "veto", "opsm")):
         assert found[1].tolist() == [1.0] * 3  # a row without trained tokens is kept
     if text.startswith("veto"):
@@ -237,20 +235,18 @@ def test_the_widest_bounds_that_are_taken_drop_a_token_that_the_trainer_cannot_g
         assert parse_correction(text)(replace(inputs, old_log_probs=impossible)).tolist() == [[0.0]], text
 
 
-DROPPED_WITH_NAN = """
+@cases("""
+field             | values         | params
 log_probs         | nan -0.9 -1.6  | correction = "geometric_mask"
 old_log_probs     | -8.0 nan -2.0  | correction = "veto(floor=0.5)"
 rollout_log_probs | nan -0.4 9.0   | correction = "veto"
 advantages        | nan 1 1        | correction = "token_mask(low=2, high=3)"
 log_probs         | nan -0.9 -1.6  | policy_entropy_fraction = 0.3
 ref_log_probs     | nan -0.6 -1.5  | correction = "geometric_mask", kl_coef = 0.1
-"""
-
-
-@pytest.mark.parametrize(("field", "values", "params"), read_cells(DROPPED_WITH_NAN))
-def test_a_nan_in_a_row_that_is_dropped_is_not_hidden(field, values, params):
-    inputs = make_inputs(**{field: row(*map(float, values.split()))})
-    assert LOSSES["ppo_clip"](inputs, **read_params(params)).sum.isnan()
+""")
+def test_a_nan_in_a_row_that_is_dropped_is_not_hidden(field, values: list[float], params: dict):
+    inputs = make_inputs(**{field: row(*values)})
+    assert LOSSES["ppo_clip"](inputs, **params).sum.isnan()
 
 
 @pytest.mark.parametrize("name", POLICY)
@@ -328,32 +324,29 @@ def test_exact_kl_by_hand():
     assert top.tolist() == pytest.approx([0.5 * math.log(0.5 / 0.4) + 0.3 * math.log(0.3 / 0.4)])
 
 
-WITHOUT_PROBABILITY = """
-0 0 -inf  | 0 0 0     | 0.405465108  Σ ½ log(½ / ⅓)
+@cases("""
+policy    | ref       | kl | …
+0 0 -inf  | 0 0 0     | 0.405465108 | Σ ½ log(½ / ⅓)
 0 0       | 0 -inf    | inf
 0 -inf    | 0 -inf    | 0
 0 nan     | 0 0       | nan
 0 0       | nan 0     | nan
-10 9 -200 | 10 9 -inf | inf  in float32 e^−210 is 0
-"""
-
-
-@pytest.mark.parametrize(("policy", "ref", "kl"), read_cells(WITHOUT_PROBABILITY))
-def test_tokens_without_probability(policy, ref, kl):
-    policy, ref = (torch.tensor([[float(one) for one in cell.split()]]) for cell in (policy, ref))
-    policy.requires_grad_()
-    kl = float(kl.split()[0])
-    found = compute_exact_kl(policy, ref)
+10 9 -200 | 10 9 -inf | inf | in float32 e^−210 is 0
+""")
+def test_tokens_without_probability(policy: list[float], ref: list[float], kl: float):
+    logits, ref_logits = torch.tensor([policy], requires_grad=True), torch.tensor([ref])
+    found = compute_exact_kl(logits, ref_logits)
     assert found.tolist() == [pytest.approx(kl, nan_ok=True)]
-    assert compute_divergence(policy, ref, beta=1.0).tolist() == [pytest.approx(kl, nan_ok=True)]
+    assert compute_divergence(logits, ref_logits, beta=1.0).tolist() == [pytest.approx(kl, nan_ok=True)]
     if math.isfinite(kl):
-        assert torch.autograd.grad(found.sum(), [policy])[0].isfinite().all()
+        assert torch.autograd.grad(found.sum(), [logits])[0].isfinite().all()
 
 
 # --- refusals -----------------------------------------------------------------------------------------------
 
 
-REFUSED = """
+@cases("""
+name        | params                                      | match
 ppo_clip    | clip_low = 0.0                              | clip_low=0.0
 ppo_clip    | clip_low = 1.5                              | clip_low=1.5
 gspo        | clip_high = -0.2                            | clip_high=-0.2
@@ -401,13 +394,10 @@ cispo       | ratio_low = 1e-9                            | ratio_low=1e-09 neve
 ppo_clip    | correction = "sequence_k1_mask(limit=20)"   | limit=20.0
 ppo_clip    | correction = "sequence_k3_mask(limit=5e8)"  | limit=500000000.0
 ppo_clip    | correction = "opsm(delta=20)"               | delta=20.0
-"""
-
-
-@pytest.mark.parametrize(("name", "params", "match"), read_cells(REFUSED))
-def test_parameters_that_cannot_work_are_refused_before_the_run(name, params, match):
+""")
+def test_parameters_that_cannot_work_are_refused_before_the_run(name, params: dict, match):
     with pytest.raises(ConfigError) as error:
-        try_loss(name, read_params(params), recompute_old=True, reference=True)
+        try_loss(name, params, recompute_old=True, reference=True)
     assert match in str(error.value)
 
 

@@ -28,7 +28,7 @@ from rollouts.losses.reductions import reduce_loss
 from rollouts.losses.rl_losses import compute_covariances
 from rollouts.losses.token_losses import sft_loss
 from rollouts.types import merge_metrics, metric_values
-from tests.support.text_tables import read_cells, read_params
+from tests.support.text_tables import cases
 
 OLD, LP, MU, REF = [-1.0, -0.5, -2.0], [-0.7, -0.9, -1.6], [-1.2, -0.4, -2.3], [-1.1, -0.6, -1.5]
 W = [exp(0.2), exp(-0.1), exp(0.3)]  # exp(old − mu)
@@ -81,7 +81,8 @@ S = exp(0.1)  # the geometric mean of R
 
 
 # r = e^(lp − old), m = e^(lp − mu), s = e^.1 the geometric mean of r; the losses of the tokens | the gradient
-BY_HAND = """
+@cases("""
+name       | params            | advantage | value      | grad                             | …
 sft        |                   |  1 | 3.2        | -1 -1 -1                         | −lp
 linear     |                   |  2 | 6.4        | -2 -2 -2                         | −A·lp
 value      |                   |  1 | 2.03       | -1.7 -0.9 -0.6                   | ½·(1.7² + .9² + .6²)
@@ -108,17 +109,14 @@ gspo       |                   | -1 | 3.31551275 | 1.10517092 1.10517092 1.10517
 gspo_token | unit = "sequences" | -1 | 1.10517092 | 0.368390306 0.368390306 0.368390306 | s
 gmpo       | unit = "sequences", clip_high = 0.35 |  1 | -1.08690405 | -0.36230135 -0.36230135 0 | −e^(.25/3)
 gmpo       | unit = "sequences", clip_low = 0.35  | -1 | 1.12374479  |                           | e^(.35/3)
-"""
-
-
-@pytest.mark.parametrize(("name", "params", "advantage", "value", "grad", "how"), read_cells(BY_HAND))
-def test_values_and_gradients_by_hand(name, params, advantage, value, grad, how):
+""")
+def test_values_and_gradients_by_hand(name, params: dict, advantage: float, value: float, grad: list[float]):
     """Without mu where the ratio is against old, so that no weight is taken."""
-    inputs = make_inputs(float(advantage), **({"rollout_log_probs": None} if name in AGAINST_OLD else {}))
-    found, found_grad = run(name, inputs, **read_params(params))
-    assert found == pytest.approx(float(value), abs=3e-6)
+    inputs = make_inputs(advantage, **({"rollout_log_probs": None} if name in AGAINST_OLD else {}))
+    found, found_grad = run(name, inputs, **params)
+    assert found == pytest.approx(value, abs=3e-6)
     if grad:
-        assert found_grad == pytest.approx([float(one) for one in grad.split()], abs=1e-8)
+        assert found_grad == pytest.approx(grad, abs=1e-8)
 
 
 def test_gspo_token_gives_each_token_its_own_advantage():

@@ -24,7 +24,7 @@ from rollouts.metrics.record import check_metric, encode_row, make_head
 from rollouts.metrics.sample_rows import encode_sample_rows, shorten_failure
 from rollouts.types import GenerateRequest, Sample, SamplingParams, Status
 from rollouts.weight_sync.open import make_metric_name
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases, read_cells
 from tests.unit.test_fleet import FakeEngine, update
 from tests.unit.test_mixture import make_mixture
 from tests.unit.test_weight_sync import World
@@ -170,7 +170,8 @@ def test_the_documentation_is_the_table():
     assert table in page, f"docs/run_directory.md, section Metrics, is not the table:\n{table}"
 
 
-NAMES = """
+@cases("""
+name      | line
 time/step | time/step
 time/generate | time/{phase}
 eval/heldout/avg@16 | eval/{name}/avg@{k}
@@ -179,10 +180,7 @@ eval/pairs/accuracy | eval/{name}/accuracy
 eval/pairs/rewards/margins | eval/{name}/{area}/{stat}
 engine/vllm_0/state | engine/{name}/state
 reward/part/exact/mean | reward/part/{name}/mean
-"""
-
-
-@pytest.mark.parametrize(("name", "line"), read_cells(NAMES))
+""")
 def test_a_name_is_found_in_the_table(name: str, line: str):
     found = find_metric(name)
     assert found is not None

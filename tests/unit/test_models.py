@@ -14,7 +14,7 @@ from rollouts.errors import ModelError
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model, stop_token_ids
 from rollouts.models.optim import compute_lr, create_adamw_optimizer
 from rollouts.models.tokenizers import make_byte_tokenizer
-from tests.support.text_tables import read_cells, read_params
+from tests.support.text_tables import cases, read_params
 
 torch.set_num_threads(1)
 
@@ -38,14 +38,12 @@ def edit_json(path: Path, **changes: object) -> None:
 # --- directories --------------------------------------------------------------------------------------------
 
 
-KEPT = """
+@cases("""
+family             | settings | kept
 Glm4MoeForCausalLM | n_routed_experts = 4, num_experts_per_tok = 2, moe_intermediate_size = 16, \
 first_k_dense_replace = 1, head_dim = 8 | mlp.gate.e_score_correction_bias
 Ernie4_5_MoeForCausalLM | moe_num_experts = 4, moe_k = 2, moe_intermediate_size = 16 | mlp.gate.weight
-"""
-
-
-@pytest.mark.parametrize(("family", "settings", "kept"), read_cells(KEPT))
+""")
 def test_what_transformers_keeps_in_float32_is_not_loaded_in_16_bits(tmp_path, family, settings, kept):
     model_class = getattr(transformers, family)
     sizes = "vocab_size = 64, hidden_size = 32, intermediate_size = 48, num_hidden_layers = 2, n_group = 1, \
@@ -122,7 +120,8 @@ def test_a_file_that_is_cut_is_a_model_error_with_its_cause(copied):
         load_hf_model(copied)
 
 
-UNTRAINABLE = """
+@cases("""
+model_type | architecture              | more | message
 vit | ViTForImageClassification | | not a causal language model that transformers has.*decoder-
 bert | BertForMaskedLM | | not trained to predict the next token
 llama | LlamaForSequenceClassification | | not trained to predict the next token
@@ -132,15 +131,12 @@ gemma3 | Gemma3ForConditionalGeneration | | images or sound as well; use its tex
 llama | LlamaForCausalLM | quantization_config = { quant_method = "gptq" } | packed by 'gptq'.*made from
 new | New | auto_map = { AutoModelForCausalLM = "code.New" } | needs code from its directory
 evil | Evil | auto_map = { AutoConfig = "evil.E", AutoModelForCausalLM = "evil.E" } | auto_map.*never run
-"""
-
-
-@pytest.mark.parametrize(("model_type", "architecture", "more", "message"), read_cells(UNTRAINABLE))
+""")
 def test_a_model_that_cannot_be_trained_is_refused_before_its_weights_are_read_or_its_code_is_run(
-    copied, monkeypatch, model_type, architecture, more, message
+    copied, monkeypatch, model_type, architecture, more: dict, message
 ):
     (copied / "evil.py").write_text("raise SystemExit('ran code from a model directory')\n")
-    config = {"model_type": model_type, "architectures": [architecture], **read_params(more)}
+    config = {"model_type": model_type, "architectures": [architecture], **more}
     edit_json(copied / "config.json", **config)
     monkeypatch.setattr("rollouts.models.load.load_sharded_weights", lambda *_, **__: pytest.fail("read it"))
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file: str(copied / file))
@@ -200,15 +196,13 @@ def test_a_model_without_trained_parameters_is_refused():
         create_adamw_optimizer(torch.nn.Linear(1, 1).requires_grad_(False), OptimConfig())
 
 
-SCHEDULES = """
+@cases("""
+schedule | expected | …
 constant | 0.5 1 1 1 1 1
 linear   | 0.5 1 0.75 0.5 0.25 0
-cosine   | 0.5 1 0.853553391 0.5 0.146446609 0
-"""  # cosine: (1 + cos(pi k/4))/2 for k = 1..4; cos(pi/4) = .7071068
-
-
-@pytest.mark.parametrize(("schedule", "expected"), read_cells(SCHEDULES))
-def test_the_learning_rate_rises_and_falls_as_worked_by_hand(schedule, expected):
+cosine   | 0.5 1 0.853553391 0.5 0.146446609 0 | (1 + cos(pi k/4))/2 for k = 1..4; cos(pi/4) = .7071068
+""")
+def test_the_learning_rate_rises_and_falls_as_worked_by_hand(schedule, expected: list[float]):
     config = OptimConfig(lr=2.0, schedule=schedule, warmup_steps=2)
     found = [compute_lr(step, 6, config) / 2.0 for step in (*range(6), 100)]
-    assert found == pytest.approx([float(rate) for rate in [*expected.split(), expected.split()[-1]]])
+    assert found == pytest.approx([*expected, expected[-1]])

@@ -13,7 +13,7 @@ from rollouts.errors import ConfigError
 from rollouts.models.load import load_tokenizer, resolve_model
 from rollouts.preflight.reward_models import CRITIC, check_reward_models, check_tokens
 from rollouts.run_dir import RunDir
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 
 ROWS = [{"kind": "python", "function": "page:make", "size": 4}]
 RL = {"data": ROWS, "steps": 1, "rollout": {"reward": "page:score"}}
@@ -24,28 +24,26 @@ def make_config(**tables: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate({"name": "run", "model": {"name": "tiny:byte"}, **tables})
 
 
-STAGES = """
+@cases("""
+mode                             | stages
 dpo                              | preference
 sft+reward_model+ppo             | sft reward_model rl
 sft+preference+reward_model+rl   | sft preference reward_model rl
 reward_model+preference          | reward_model preference
-"""
-REFUSED = """
+""")
+def test_a_mode_names_its_stages_in_the_order_in_which_they_run(mode: str, stages: str):
+    assert parse_mode(mode) == tuple(stages.split())
+
+
+@cases("""
+mode           | message
 preferences    | there is no stage 'preferences'; did you mean preference?; a stage is sft or
 ppo2           | there is no stage 'ppo2'; did you mean ppo?
 sft+           | --mode sft+: there is no stage ''
 ppo+rl         | --mode ppo+rl: a run has each stage once
 rl+sft         | sft as the first and rl (or ppo) as the last one; put them in this order
 preference+sft | sft as the first
-"""
-
-
-@pytest.mark.parametrize(("mode", "stages"), read_cells(STAGES))
-def test_a_mode_names_its_stages_in_the_order_in_which_they_run(mode: str, stages: str):
-    assert parse_mode(mode) == tuple(stages.split())
-
-
-@pytest.mark.parametrize(("mode", "message"), read_cells(REFUSED))
+""")
 def test_a_mode_that_is_none_is_refused_with_a_way_out(mode: str, message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         parse_mode(mode)

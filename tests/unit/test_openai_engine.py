@@ -18,7 +18,7 @@ from rollouts.errors import EngineError, EngineSetupError, ReplyError, RequestRe
 from rollouts.testing import engine_contracts
 from rollouts.testing.engine_contracts import asked, make_request
 from rollouts.types import EngineLoad
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 
 FOUR_TOKENS = '{"text": "abcd", "finish_reason": "length", "token_ids": [1, 2, 3, 4]}'
 
@@ -100,7 +100,8 @@ async def test_text_goes_out_and_comes_back_with_a_tokenizer():
     assert (completion.token_ids.tolist(), completion.finish_reason) == ([2, 1, 4], "stop")
 
 
-ANSWERS = """
+@cases("""
+choices | message
 | 0 choices
 {"text": "a", "finish_reason": "length"} | needs a tokenizer
 {"text": "a", "finish_reason": "length", "token_ids": [1, 27]} | outside the vocabulary of 27
@@ -109,10 +110,7 @@ ANSWERS = """
 {"text": null, "finish_reason": "length"} | Expected `str`
 {"text": "a", "finish_reason": "length", "token_ids": [1, 2, 3, 4, 5]} | 5 token_ids for max_new_tokens=4
 {"text": "", "finish_reason": "content_filter"} | content filter
-"""
-
-
-@pytest.mark.parametrize(("choices", "message"), read_cells(ANSWERS))
+""")
 async def test_answers_that_are_none_are_typed_errors(choices: str, message: str):
     kind = RequestRefused if "filter" in message else ReplyError
     async with open_engine(choices) as engine:

@@ -9,7 +9,7 @@ import pytest
 
 from rollouts.config.plugins import load_function
 from rollouts.errors import PlugInError
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 
 SCORE = "def score(sample):\n    return 1\n"
 
@@ -58,7 +58,8 @@ def test_the_same_file_is_executed_once_and_files_of_one_name_stay_apart(write, 
     assert counts == [2, 1]
 
 
-NO_FUNCTIONS = """
+@cases("""
+name                           | said
 score                          | write module:function or path/file.py:function
 r.py                           | write module:function or path/file.py:function
 :f                             | write module:function or path/file.py:function
@@ -72,10 +73,7 @@ r.py:scor                      | r.py has no scor; did you mean score?
 r.py:number                    | it is of type int; it must be a function
 neighbour.py:score             | install helper, put its directory on PYTHONPATH
 odd.py:score                   | RuntimeError: no score
-"""
-
-
-@pytest.mark.parametrize(("name", "said"), read_cells(NO_FUNCTIONS))
+""")
 def test_a_name_that_means_no_function_is_refused(write, tmp_path: Path, name: str, said: str):
     write(SCORE + "number = 3\n")
     write("import helper\n", "neighbour.py")
@@ -115,7 +113,8 @@ def test_whatever_an_import_raises_is_kept_as_the_cause_and_may_be_corrected(
     sys.modules.pop("raising_plugin", None)
 
 
-SIGNATURES = """
+@cases("""
+role     | parameters               | fits
 reward   | sample                   | fits
 reward   | sample, scale=2          | fits
 reward   | *samples                 | fits
@@ -127,10 +126,7 @@ generate | sample, engine           |
 filter   | group, batch             |
 rows     | size, seed, digits       | fits
 rows     | size                     |
-"""
-
-
-@pytest.mark.parametrize(("role", "parameters", "fits"), read_cells(SIGNATURES))
+""")
 def test_a_function_must_take_what_its_role_passes(write, tmp_path: Path, role, parameters, fits):
     write(f"def f({parameters}):\n    pass\n")
     if fits:

@@ -21,7 +21,7 @@ from rollouts.data.samples import (
     split_held_out,
 )
 from rollouts.errors import DataError
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 from tests.unit.chat_tokenizers import byte_tokenizer, family_tokenizer
 
 ASK, GOOD, BAD = (
@@ -69,7 +69,8 @@ def test_every_usual_shape_of_a_pair_means_the_same(row):
     assert parse_row(whole, "labelled") == whole | {"prompt": [ASK], "completion": [GOOD]}
 
 
-MALFORMED = """
+@cases("""
+form | row                             | said
 pair | {"chosen": "a", "rejectd": "b"} | rejectd? Then set columns.rejected = "rejectd"
 pair | {"chosen": "a", "rejected": "b"} | then chosen must be a whole conversation as chat
 pair | {"prompt": "q", "chosen": " ", "rejected": "c"} | chosen is empty
@@ -82,10 +83,7 @@ labelled | {"prompt": "q", "completion": "a"} | a KTO row has a prompt, a comple
 labelled | {"prompt": "q", "completion": "a", "label": 1} | label is 1; it must be true for a good
 labelled | {"prompt": "q", "completion": "", "label": true} | completion is empty
 labelled | {"completion": "a", "label": true} | then completion must be a whole conversation
-"""
-
-
-@pytest.mark.parametrize(("form", "row", "said"), read_cells(MALFORMED))
+""")
 def test_a_malformed_row_says_what_is_wrong_with_it(form, row, said):
     with pytest.raises(DataError) as caught:
         parse_row(read_row(row), form)

@@ -41,7 +41,7 @@ from rollouts.losses.row_losses import (
 from rollouts.pair_selection import select_best_worst
 from rollouts.types import LossSpec, Sample, Status, metric_values
 from tests.support import plain_backend
-from tests.support.text_tables import read_cells, read_params
+from tests.support.text_tables import cases
 from tests.unit.test_loops import MemoryLogger
 from tests.unit.test_pytorch_backend import make_model
 
@@ -368,7 +368,8 @@ async def test_a_loss_with_a_reference_needs_one():
         await train_pairs(config_of(), make_pairs(4))
 
 
-UNUSABLE = """
+@cases("""
+name              | params     | said
 sigmoid           |            | preference loss 'sigmoid' is not known; did you mean 'dpo'?
 apo_zero_unpaired |            | is 'kto' with loss_params = { reference_point = 0 }
 dop               |            | did you mean 'dpo'?
@@ -376,13 +377,10 @@ dpo               | betta = 0.1| no parameter 'betta'; did you mean 'beta'? It t
 dpo               | beta = -1.0 | dpo: beta=-1.0 is outside its range
 kto               | betta = 1.0 | unexpected keyword argument 'betta'
 kto               | beta = "x" | are not what the loss takes
-"""
-
-
-@pytest.mark.parametrize(("name", "params", "said"), read_cells(UNUSABLE))
-def test_a_loss_that_cannot_be_used_is_found_before_a_run(name: str, params: str, said: str):
+""")
+def test_a_loss_that_cannot_be_used_is_found_before_a_run(name: str, params: dict, said: str):
     with pytest.raises(ConfigError) as caught:
-        check_preference_loss(name, read_params(params))
+        check_preference_loss(name, params)
     assert said in str(caught.value)
 
 

@@ -29,7 +29,7 @@ from rollouts.losses.preference_losses import (
 )
 from rollouts.losses.reward_model_losses import bradley_terry_loss, compute_pair_calibration
 from rollouts.types import merge_metrics, metric_values
-from tests.support.text_tables import read_cells, read_params
+from tests.support.text_tables import cases, read_cells, read_params
 
 NAMES = list(PREFERENCE_LOSSES)
 WITHOUT_REFERENCE = ("simpo", "cpo", "orpo")
@@ -78,7 +78,8 @@ def slopes(name: str, pairs: PairLogProbs, **params: Any) -> tuple[list[float], 
 # --- values -------------------------------------------------------------------------------------------------
 
 
-BY_HAND = """
+@cases("""
+name         | params                                | expected    | …
 dpo          | beta = 0.1                            | 0.620957048 | −log σ(.15)
 dpo          | beta = 0.1, label_smoothing = 0.1     | 0.635957048
 robust_dpo   | beta = 0.1, label_smoothing = 0.1     | 0.602207048
@@ -102,16 +103,13 @@ kto | beta = 0.1 | 0.962521311 | 1 − σ(.1·(1 − .05)) + 1 − σ(.1·(.05 +
 kto          | desirable_weight = 2.0, undesirable_weight = 0.5 | 1.195662424
 reward       |                                       | 0.126928011 | −log σ(2)
 reward       | margins = [0.5], centring = 0.01      | 5.041413278 | −log σ(1.5) + .01·(−10 − 12)²
-"""
-
-
-@pytest.mark.parametrize(("name", "params", "expected"), [cells[:3] for cells in read_cells(BY_HAND)])
-def test_losses_match_the_numbers_worked_by_hand(name: str, params: str, expected: str):
-    given, pairs = read_params(params), make_pairs()
+""")
+def test_losses_match_the_numbers_worked_by_hand(name: str, params: dict, expected: float):
+    given, pairs = params, make_pairs()
     if "margins" in given:
         given["margins"] = tensor(*given["margins"])
     output = of_pairs(name, pairs, **given)(pairs.chosen, pairs.rejected)
-    assert float(output.sum) == pytest.approx(float(expected), abs=1e-8)
+    assert float(output.sum) == pytest.approx(expected, abs=1e-8)
     assert output.count == (2 if name == "kto" else 1)
 
 

@@ -24,7 +24,7 @@ from rollouts.preflight.findings import Findings
 from rollouts.preflight.functions import call_functions
 from rollouts.preflight.rows import PreparedRows
 from rollouts.run_dir import RunDir
-from tests.support.text_tables import read_cells, write_jsonl
+from tests.support.text_tables import cases, read_cells, write_jsonl
 from tests.unit.chat_tokenizers import byte_tokenizer
 
 RL = """
@@ -152,17 +152,6 @@ def test_everything_that_is_wrong_is_found_at_one_look(house, monkeypatch):
         assert line.startswith(f"{subject}: ") and message in line, line
 
 
-WRONG = """
-held | RL + EVAL | rl.data: rl.data has no row left: all of its prompts are held
-a;xxxxxxxxxxxx | RL | rl.rollout.max_new_tokens: the longest prompt has 31 tokens, with max_new_tokens=10
-3;3;p;p;p;p;p;p;p;p;p;p;p;p;p;p;p;p;p;p | RL, max_bad_fraction = 0.25 | rl.data: 2 malformed rows are skipped:
-q | RL, advantage = "opo", advantage_params = { k = 2 } | rl.advantage: advantage 'opo' has no parameter 'k'
-q | NO_REWARD | rl.rollout.reward is empty; name a function of one sample as
-q | NO_REWARD + EVAL | eval.reward: eval.reward is empty; name a function
-q | NO_REWARD + TEACHER + EVAL | file.py:function, or rl.rollout.reward, which [eval] takes too
-"""
-
-
 def make_text(name: str) -> str:
     """The config of a case: its tables, and what is added to them."""
     start, _, added = name.partition(", ")
@@ -172,7 +161,16 @@ def make_text(name: str) -> str:
     return text.replace("[rl.rollout]", added.replace(", ", "\n") + "\n[rl.rollout]")
 
 
-@pytest.mark.parametrize(("prompts", "text", "wrong"), read_cells(WRONG))
+@cases("""
+prompts | text      | wrong
+held | RL + EVAL | rl.data: rl.data has no row left: all of its prompts are held
+a;xxxxxxxxxxxx | RL | rl.rollout.max_new_tokens: the longest prompt has 31 tokens, with max_new_tokens=10
+3;3;p;p;p;p;p;p;p;p;p;p;p;p;p;p;p;p;p;p | RL, max_bad_fraction = 0.25 | rl.data: 2 malformed rows are skipped:
+q | RL, advantage = "opo", advantage_params = { k = 2 } | rl.advantage: advantage 'opo' has no parameter 'k'
+q | NO_REWARD | rl.rollout.reward is empty; name a function of one sample as
+q | NO_REWARD + EVAL | eval.reward: eval.reward is empty; name a function
+q | NO_REWARD + TEACHER + EVAL | file.py:function, or rl.rollout.reward, which [eval] takes too
+""")
 def test_what_is_wrong_with_rows_and_settings_of_rl_is_found(house, prompts: str, text: str, wrong: str):
     values = [int(prompt) if prompt.isdigit() else prompt for prompt in prompts.split(";")]
     write_jsonl(house / "rl.jsonl", *({"prompt": value} for value in values))
@@ -208,18 +206,17 @@ def test_the_sources_of_a_mixture_are_listed_with_their_shares(house):
 
 # --- epochs -------------------------------------------------------------------------------------------------
 
-EPOCHS = """
+
+@cases("""
+epochs | sizes | drawn | steps | …
 1    | 30  | 4  | 8 | each row once at least
 2    | 3   | 2  | 3 | and a batch may reach into the next epoch
 0.25 | 30  | 4  | 2 | 1.875
 1.1  | 10  | 11 | 1 | 11 rows and no more, as 1.1 is meant: in binary 1.1 * 10 is above 11
 2    | 3 5 | 4  | 4 | a mixture: as many draws as both have rows, whatever their weights
-"""
-
-
-@pytest.mark.parametrize(("epochs", "sizes", "drawn", "steps", "_"), read_cells(EPOCHS))
+""")
 def test_epochs_are_passes_over_the_rows_rounded_up_to_whole_steps(
-    house, epochs: str, sizes: str, drawn: str, steps: str, _: str
+    house, epochs: str, sizes: str, drawn: str, steps: str
 ):
     text = f"[sft]\nepochs = {epochs}\nbatch_size = {drawn}\n"
     for size in sizes.split():

@@ -15,7 +15,7 @@ import trio
 
 from rollouts.processes.process import Process, open_process
 from tests.support.processes import is_alive, wait_until
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 
 FAKE = Path(__file__).with_name("fake_inference_server.py")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process can adopt orphans")
@@ -136,15 +136,13 @@ async def test_leaving_a_process_that_lingers_does_not_wait_for_it(tmp_path: Pat
     os.waitpid(process.guard_pid, 0)  # noqa: ASYNC222
 
 
-ENDS = """
+@cases("""
+argv         | code | how
 sh -c exit~3 | 3 | ended with exit code 3
 sh -c kill~-9~$$ | -9 | was killed by SIGKILL
 sh -c kill~-40~$$ | -40 | was killed by signal 40
 /no/such/program | None | did not start: /no/such/program does not start:
-"""
-
-
-@pytest.mark.parametrize(("argv", "code", "how"), read_cells(ENDS))
+""")
 async def test_an_end_is_described(argv: str, code: str, how: str):
     async with open_process([word.replace("~", " ") for word in argv.split()]) as process:
         assert str(await process.wait_ended()) == code

@@ -26,7 +26,7 @@ from rollouts.testing.torch_contracts import SFT, make_batch
 from rollouts.types import LossSpec, Mean, OptimParams
 from tests.support import backend_checks, plain_backend
 from tests.support.plain_backend import assert_gradients_close, take_gradients
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 
 torch.set_num_threads(1)
 SEEN: list[LossInputs] = []
@@ -213,14 +213,12 @@ def odd_loss(inputs: LossInputs, *, unit: str, kind: str) -> Any:
     return {"none": None, "axes": LossOutput(inputs.log_probs, 1, {})}[kind]
 
 
-ODD = r"""
+@cases(r"""
+kind  | message
 wrong | raised KeyError: 'wrong' \(.*test_pytorch_backend.py, line \d+\)
 none  | answered with None; it must be a LossOutput
 axes  | answered with LossOutput.* a sum without axes
-"""
-
-
-@pytest.mark.parametrize(("kind", "message"), read_cells(ODD))
+""")
 async def test_a_users_loss_that_raises_or_gives_no_loss_is_a_users_error(kind: str, message: str):
     async with open_backend() as backend:
         with pytest.raises(UserFunctionError, match=f"odd_loss' {message}"):

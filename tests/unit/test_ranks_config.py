@@ -16,7 +16,7 @@ from rollouts.preflight.ranks import check_ranks, choose_relaunch
 from rollouts.ranks.channel import NoOtherRanks
 from rollouts.ranks.launch import Launch
 from tests.distributed.one_rank import open_one_rank
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 
 
 def config_of(**settings: Any) -> RunConfig:
@@ -39,7 +39,8 @@ def test_only_a_program_that_is_asked_for_ranks_starts_itself_under_torchrun_wit
 
 
 # settings | ranks that were started | what is said; nothing where it fits
-FITS = """
+@cases("""
+setting         | world_size | said
 ranks=4         | 2 | distributed.ranks=4, but the launcher has started 2 on this machine.*--nproc-per-node=4
 cpu_offload=1   | 1 | distributed.cpu_offload=true, but one process trains alone
 cpu_offload=1   | 2 |
@@ -47,15 +48,12 @@ shard_size=4    | 6 | distributed.shard_size=4 does not divide the 6 ranks .* us
 shard_size=12   | 6 | distributed.shard_size=12 does not divide the 6 ranks
 shard_size=0    | 6 |
 shard_size=3    | 6 |
-"""
-
-
-@pytest.mark.parametrize(("setting", "world_size", "said"), read_cells(FITS))
-def test_ranks_that_do_not_fit_are_refused_with_both_numbers(setting: str, world_size: str, said: str):
+""")
+def test_ranks_that_do_not_fit_are_refused_with_both_numbers(setting: str, world_size: int, said: str):
     name, _, number = setting.partition("=")
     value = True if name == "cpu_offload" else int(number)
     with pytest.raises(ConfigError, match=said) if said else nullcontext():
-        check_ranks(config_of(**{name: value}), launch_of(int(world_size)))
+        check_ranks(config_of(**{name: value}), launch_of(world_size))
     check_ranks(config_of(ranks=4, shard_size=2), launch_of(1), dry_run=True)
 
 

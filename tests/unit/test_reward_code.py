@@ -1,6 +1,5 @@
 """Model-written code: what its tests decide, what it cannot forge cheaply, and that nothing of it stays."""
 
-import json
 import os
 import re
 import socket
@@ -25,7 +24,7 @@ from rollouts.rewards.code import (
 )
 from rollouts.types import RewardResult, Sample
 from tests.support.processes import find_processes
-from tests.support.text_tables import read_cells, read_params
+from tests.support.text_tables import cases
 
 QUICK = Limits(timeout_s=2.0)
 
@@ -85,8 +84,15 @@ def open_to_all(directory: Path) -> None:
 
 CHECK = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 3"
 SUMS = [{"input": "3 4\n", "output": "7\n"}, {"input": "-1 1", "output": "0"}]
+
+
 # code | tests, divided by &, or what is to be printed | entry point | reward | what the note says
-CASES = r"""
+def printing(output: str) -> list[dict[str, str]]:
+    return [{"input": "", "output": output}]
+
+
+@cases(r"""
+code  | tests                        | entry_point | reward | note
 x = 1 | assert x == 1 & assert x < 2 | | 1 | ^2 of 2 tests passed; isolated:
 x = 3 | assert x & assert x == 1, x & assert x > 2 & x[0] | | 0.5 | ^2 of 4 .*; test 1: AssertionError: 3;
 def f(: | pass & pass | | 0 | test 0: SyntaxError
@@ -112,23 +118,16 @@ class E(Exception):\n    def __str__(self):\n        raise SystemExit\nraise E |
 import os | assert dict(os.environ) == {}, os.environ & assert os.getuid() != 0 | | 1 |
 import ctypes\nlibc = ctypes.CDLL(None) | assert libc.mount(b'none', b'/', None, 1 << 18, None) != 0 | | 1 |
 import ctypes\nlibc = ctypes.CDLL(None) | assert libc.sethostname(b'x', 1) != 0 | | 1 |
-"""
-
-
-def printing(output: str) -> list[dict[str, str]]:
-    return [{"input": "", "output": output}]
-
-
-@pytest.mark.parametrize(("code", "tests", "entry_point", "reward", "note"), read_cells(CASES))
+""")
 def test_the_share_of_passed_tests_is_the_reward_and_the_note_names_the_first_failure(
-    code: str, tests: str, entry_point: str, reward: str, note: str, namespaces: bool
+    code: str, tests: str, entry_point: str, reward: float, note: str, namespaces: bool
 ):
     known: Any = {"CHECK": CHECK, "SUMS": SUMS}.get(tests, tests.split(" & "))
     known = printing(tests.removeprefix("-> ")) if "->" in tests else known
     options = {"metadata": {"entry_point": entry_point or None}, "namespaces": namespaces}
     result = run(code.replace("\\n", "\n"), known, partial=True, limits=Limits(timeout_s=5.0), **options)
-    check(result, float(reward), note)
-    assert result.parts == {"passed": float(reward), "compiled": float(code != "def f(:")}
+    check(result, reward, note)
+    assert result.parts == {"passed": reward, "compiled": float(code != "def f(:")}
 
 
 def test_a_program_ends_as_programs_do_and_without_partial_all_tests_must_pass(namespaces: bool):
@@ -139,7 +138,8 @@ def test_a_program_ends_as_programs_do_and_without_partial_all_tests_must_pass(n
     check(run("print(7)", SUMS, namespaces=namespaces), 0.0, "^1 of 2")
 
 
-PROGRAMS = r"""
+@cases(r"""
+response | code
 x = 1 | x = 1
 First\n```python\na\n```\nthen\n```python\nb\n```\nand\n```\noutput\n``` | b\n
 Text\n```\na\n```\n | a\n
@@ -147,10 +147,7 @@ Text\n```\na\n```\n | a\n
 ```Python3\na\n``` | a\n
 ```json\n{}\n``` | ```json\n{}\n```
 ```python title='x'\na\n``` | a\n
-"""
-
-
-@pytest.mark.parametrize(("response", "code"), read_cells(PROGRAMS))
+""")
 def test_the_last_python_block_is_the_program(response: str, code: str):
     assert extract_code(response.replace("\\n", "\n")) == code.replace("\\n", "\n")
 
@@ -158,32 +155,30 @@ def test_the_last_python_block_is_the_program(response: str, code: str):
 # --- bad rows and options ---
 
 
-NO_TESTS = r"""
+@cases(r"""
+tests            | message
 null             | no metadata\['tests'\]
 []               | is empty; a program without tests passes nothing
 [1]              | metadata\['tests'\]\[0\] is '1'; a test is Python source
 " "              | a test is Python source
 [{"input": "1"}] | the texts 'input' and 'output'
 "assert ("       | is not Python
-"""
-NO_OPTIONS = """
+""")
+def test_a_row_without_sound_tests_is_an_error(tests: Any, message: str):
+    with pytest.raises(DataError, match=message):
+        run("x = 1", tests)
+
+
+@cases("""
+options                | message
 require = ["internet"] | it is a list of network, filesystem, processes, memory, user, privileges
 require = "network"    | it is a list of
 require = ["memory", "network"], namespaces = false | no isolation of network; run as root or allow
 limits = 0             | limits.timeout_s=0; it must be a number above 0
 import_paths = ["relative"] | the absolute path of a directory that exists
-"""
-
-
-@pytest.mark.parametrize(("tests", "message"), read_cells(NO_TESTS))
-def test_a_row_without_sound_tests_is_an_error(tests: str, message: str):
-    with pytest.raises(DataError, match=message):
-        run("x = 1", json.loads(tests))
-
-
-@pytest.mark.parametrize(("options", "message"), read_cells(NO_OPTIONS))
-def test_bad_options_are_refused(options: str, message: str):
-    given = read_params(options)
+""")
+def test_bad_options_are_refused(options: dict, message: str):
+    given = options
     if "limits" in given:
         given["limits"] = Limits(timeout_s=given["limits"])
     with pytest.raises(ConfigError, match=message):

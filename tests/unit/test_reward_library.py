@@ -1,6 +1,5 @@
 """The library of rewards: what each counts, by hand, and what it refuses."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +25,7 @@ from rollouts.rewards.length import make_length_cutoff, make_length_target, make
 from rollouts.rewards.math import make_numeric_reward, numeric_match
 from rollouts.rewards.normalise import RewardNormaliser
 from rollouts.types import RewardResult, Sample
-from tests.support.text_tables import read_cells, read_params
+from tests.support.text_tables import cases
 
 
 def sample_of(response: str, *, num_tokens: int = 0, **metadata: Any) -> Sample:
@@ -65,7 +64,8 @@ first, only = (make_extracted(exact_match, pick=pick) for pick in ("first", "onl
 
 
 # reward | response, answer, how much
-COUNTS = r"""
+@cases(r"""
+reward      | case
 exact_match | [" Paris\n", "Paris ", 1]
 exact_match | ["Paris.", "Paris", 0]
 exact_match | ["paris", "Paris", 0]
@@ -145,12 +145,9 @@ extracted | ["2", "2", 0]
 first | ["<answer>1</answer><answer>2</answer>", "1", 1]
 only | ["<answer>2</answer><answer>2</answer>", "2", 0]
 apples | ["3 pears, 2 apples, 9 plums", 2, 1]
-"""
-
-
-@pytest.mark.parametrize(("reward", "case"), read_cells(COUNTS))
-def test_what_a_reward_counts(reward: str, case: str):
-    response, answer, expected = json.loads(case)
+""")
+def test_what_a_reward_counts(reward: str, case: Any):
+    response, answer, expected = case
     result = find(reward)(sample_of(response, answer=answer))
     assert result.reward == pytest.approx(expected, abs=1e-11)
     named = {"exact", "similarity", "f1", "numeric", "format", "length"} & set(result.parts)
@@ -161,8 +158,9 @@ def test_json_that_is_too_deep_is_no_json():
     assert json_format(sample_of("[" * 100_000)).reward == 0.0
 
 
-# reward | response | row | parts, of which the first is the reward | note
-PARTS_AND_NOTES = r"""
+@cases(
+    r"""
+reward | response | row | parts | note
 numeric_match | x | answer = 1 | numeric = 0, has_number = 0 |
 keys | [] | | format = 0, json = 1 | JSON without the keys name, age
 only | 2 | | extracted = 0 | 0 matches of <answer>((?:(?!</?answer>).)*)</answer>
@@ -172,13 +170,12 @@ multiple_choice_match | answer: D | THIRD | choice = 0, chosen = 0 | no choice w
 multiple_choice_match | (B) | answer = "(b)" | choice = 1, chosen = 1 |
 multiple_choice_match | I pick A or B | THIRD | choice = 0, chosen = 0 | ambiguous: it chooses A and B at once
 multiple_choice_match | A. x\nB. y | THIRD | choice = 0, chosen = 0 | ambiguous: lines begin with A, B
-""".replace("THIRD", 'answer = 2, choices = ["x", "y", "z"]')  # of three choices
-
-
-@pytest.mark.parametrize(("reward", "response", "row", "parts", "note"), read_cells(PARTS_AND_NOTES))
-def test_parts_and_notes_say_why(reward: str, response: str, row: str, parts: str, note: str):
-    sample, numbers = sample_of(response.replace("\\n", "\n"), **read_params(row)), read_params(parts)
-    assert find(reward)(sample) == RewardResult(next(iter(numbers.values())), numbers, note or None)
+""".replace("THIRD", 'answer = 2, choices = ["x", "y", "z"]')
+)
+def test_parts_and_notes_say_why(reward: str, response: str, row: dict, parts: dict, note: str):
+    """The first part is the reward."""
+    sample = sample_of(response.replace("\\n", "\n"), **row)
+    assert find(reward)(sample) == RewardResult(next(iter(parts.values())), parts, note or None)
 
 
 def test_what_was_extracted_keeps_tokens_and_metadata():
@@ -205,7 +202,24 @@ def test_overlong_responses_are_punished_softly(num_tokens: int, punishment: flo
 # --- what each refuses ---
 
 
-NO_ROWS = r"""
+def extract_exact(**options: Any) -> Any:
+    return make_extracted(exact_match, **options)
+
+
+def weigh_a_and_b(**weights: float) -> RewardResult:
+    return apply_weights(RewardResult(0, {"a": 1.0, "b": 1.0}), weights)
+
+
+def weigh_nothing(**weights: float) -> RewardResult:
+    return apply_weights(RewardResult(0), weights)
+
+
+def weigh_exact(**weights: float) -> Any:
+    return combine_rewards({"a": exact_match}, weights=weights)
+
+
+@cases(r"""
+reward      | row            | message
 exact_match | solution = "1" | sample s has no metadata\['answer'\] .*; its row has solution
 numeric_match | | no metadata\['answer'\]
 numeric_match | answer = "x" | metadata\['answer'\] is 'x', which holds no number
@@ -225,8 +239,14 @@ math_match | answer = '\frac{' | which holds no formula that can be read
 math_match | answer = "0/0" | which holds no formula that can be read
 math_match | answer = '\frac{1}{0}' | which holds no formula that can be read
 math_match | answer = ["1", "???"] | which holds no formula that can be read
-"""
-NO_OPTIONS = r"""
+""")
+def test_a_row_that_cannot_be_judged_is_an_error_and_not_a_wrong_answer(reward: str, row: dict, message: str):
+    with pytest.raises(DataError, match=message):
+        find(reward)(sample_of("1", **row))
+
+
+@cases(r"""
+make                | options         | message
 make_numeric_reward | relative = -0.1 | not negative
 make_numeric_reward | relative = nan | not negative
 make_math_reward | timeout_s = 0 | a whole number of seconds
@@ -248,35 +268,10 @@ weigh_a_and_b | a = 1 | 'b' has no weight
 weigh_nothing | a = 1.0 | there are the parts \(none\)
 weigh_exact | b = 1.0 | 'b' is weighted but not there
 weigh_exact | a = nan | a weight is a finite number
-"""
-
-
-def extract_exact(**options: Any) -> Any:
-    return make_extracted(exact_match, **options)
-
-
-def weigh_a_and_b(**weights: float) -> RewardResult:
-    return apply_weights(RewardResult(0, {"a": 1.0, "b": 1.0}), weights)
-
-
-def weigh_nothing(**weights: float) -> RewardResult:
-    return apply_weights(RewardResult(0), weights)
-
-
-def weigh_exact(**weights: float) -> Any:
-    return combine_rewards({"a": exact_match}, weights=weights)
-
-
-@pytest.mark.parametrize(("reward", "row", "message"), read_cells(NO_ROWS))
-def test_a_row_that_cannot_be_judged_is_an_error_and_not_a_wrong_answer(reward: str, row: str, message: str):
-    with pytest.raises(DataError, match=message):
-        find(reward)(sample_of("1", **read_params(row)))
-
-
-@pytest.mark.parametrize(("make", "options", "message"), read_cells(NO_OPTIONS))
-def test_options_that_make_no_sense_are_refused(make: str, options: str, message: str):
+""")
+def test_options_that_make_no_sense_are_refused(make: str, options: dict, message: str):
     with pytest.raises(ConfigError, match=message):
-        find(make)(**read_params(options))
+        find(make)(**options)
 
 
 async def asynchronous(sample: Sample) -> float:

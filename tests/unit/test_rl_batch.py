@@ -29,7 +29,7 @@ from rollouts.types import (
     Sample,
     Status,
 )
-from tests.support.text_tables import read_cells, read_params
+from tests.support.text_tables import cases
 from tests.unit.test_loops import rl_config
 
 
@@ -220,7 +220,8 @@ def test_an_advantage_that_fails_is_named():
         add_advantages(batch_of([1.0], [7], [0]), rl_config(advantage="m:f"), lambda inputs: 1 / 0)
 
 
-NO_STEP = r"""
+@cases(r"""
+changes                                    | message
 loss_params = { correction = "token_tis" } | needs old log-probs: the ratio is against the engine already
 loss = "vespo", recompute_old = true, loss_params = { correction = "token_tis" } | does not read them\), or
 loss_params = { kl_coef = 0.1 } | needs ref_log_probs and the batch has none
@@ -230,12 +231,9 @@ loss_params = { entropy_fraction = 7 } | entropy_fraction=7 is outside its range
 loss_params = { dual_clip = 0.5 } | dual_clip=0\.5 is outside its range
 loss_params = { kl_importance = "false" } | kl_importance='false' must be a boolean
 loss = "gspo", loss_params = { clip_low = "wide" } | loss 'gspo' fails with .*'clip_low': 'wide'.*: TypeError
-"""
-
-
-@pytest.mark.parametrize(("changes", "message"), read_cells(NO_STEP))
-def test_a_loss_that_could_never_take_a_step_is_refused_before_the_run(changes: str, message: str):
-    config = rl_config(**read_params(changes))
+""")
+def test_a_loss_that_could_never_take_a_step_is_refused_before_the_run(changes: dict, message: str):
+    config = rl_config(**changes)
     with pytest.raises(ConfigError, match=message):
         check_loss(config)
 
@@ -247,24 +245,24 @@ async def test_a_kl_term_without_a_reference_is_refused():
 
 
 # settings | parameters of the loss; each also with the KL term in the loss
-NUMBERS = """
+KL = {"kl_coef": 0.02, "kl_estimator": "k3"}
+
+
+@cases("""
+settings         | params
 clip_high = 0.28 | clip_low = 0.2, clip_high = 0.28
 loss = "cispo", loss_params = { ratio_high = 4.0 } | ratio_high = 4.0
 loss = "clip_cov", clip_high = 0.28 | clip_low = 0.2, clip_high = 0.28
 loss = "gspo", loss_params = { kl_importance = true } | kl_importance = true
 loss = "gspo" |
-"""
-KL = {"kl_coef": 0.02, "kl_estimator": "k3"}
-
-
-@pytest.mark.parametrize(("settings", "params"), read_cells(NUMBERS))
+""")
 @pytest.mark.parametrize("kl", [{}, KL])
-def test_the_loss_is_named_with_the_numbers_of_the_config(settings: str, params: str, kl: dict[str, Any]):
-    changes = read_params(settings)
+def test_the_loss_is_named_with_the_numbers_of_the_config(settings: dict, params: dict, kl: dict[str, Any]):
+    changes = settings
     spec = make_loss_spec(
         rl_config(normalise_by="constant", **changes, **kl, **({"kl_in": "loss"} if kl else {}))
     )
-    assert (spec.name, spec.params) == (changes.get("loss", "ppo_clip"), read_params(params) | kl)
+    assert (spec.name, spec.params) == (changes.get("loss", "ppo_clip"), params | kl)
     assert (spec.unit, spec.constant) == ("constant", 2 * 2 * 8)
 
 

@@ -16,7 +16,7 @@ from integration_training.stages import sync_at_start
 from rollouts.errors import StorageError
 from rollouts.run_dir import RunDir
 from tests.support.recorded_writes import record_writes
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 
 
 def test_a_file_is_on_disk_before_it_has_its_name_and_the_name_before_the_call_returns(
@@ -52,17 +52,15 @@ def test_the_end_shows_failed_samples_and_needs_nobody_who_reads_it(tmp_path, mo
 
 
 # attempt of the evaluation of step 4 | attempt:step of the rows | whether it counts
-EVALUATED = """
+@cases("""
+attempt | trained | counts | …
 1 | 1:1 1:2 1:3 1:4 | yes
-1 | 1:4 2:5         | yes
-1 | 1:4 2:3 2:4     | no
-1 | 1:4 2:3         | no
+1 | 1:4 2:5         | yes    | attempt 2 went on
+1 | 1:4 2:3 2:4     | no     | step 4 was trained again
+1 | 1:4 2:3         | no     | its row was lost
 2 | 1:4 2:3 2:4     | yes
-3 | 1:4 2:3 2:4     | yes
-"""  # attempt 2 went on; step 4 was trained again; its row was lost; evaluated at the start of attempt 3
-
-
-@pytest.mark.parametrize(("attempt", "trained", "counts"), read_cells(EVALUATED))
+3 | 1:4 2:3 2:4     | yes    | evaluated at the start of attempt 3
+""")
 def test_an_evaluation_counts_unless_its_step_was_trained_again_since(
     tmp_path: Path, attempt: str, trained: str, counts: str
 ):

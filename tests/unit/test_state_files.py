@@ -18,7 +18,7 @@ from rollouts.backends.state import Position, hold_state, read_state
 from rollouts.errors import CheckpointError
 from rollouts.ranks.group import Ranks
 from tests.support.plain_backend import open_backend
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 
 NAME, KEY = "model.norm.weight", "exp_avg/model.norm.weight"
 SECOND = "optimizer-1-of-2.safetensors"
@@ -135,7 +135,8 @@ def test_a_file_that_says_something_else_is_named_before_anything_is_changed(
     check_refused(tmp_path, message)
 
 
-DAMAGES = f"""
+@cases(f"""
+name | content | message
 {SECOND} | x | {SECOND} cannot be read
 {SECOND} |   | {SECOND} is missing; 2 ranks saved
 backend.json | [1] | backend\\.json cannot be read
@@ -144,10 +145,7 @@ backend.json | {{"steps": "3"}} | backend\\.json cannot be read .*steps
 optimizer-0-of-3.safetensors | copy | optimizer-0-of-3\\.safetensors is of another save
 optimizer-7-of-2.safetensors | copy | optimizer-7-of-2\\.safetensors is of another save
 optimizer.safetensors        | copy | optimizer\\.safetensors is of another save
-"""
-
-
-@pytest.mark.parametrize(("name", "content", "message"), read_cells(DAMAGES))
+""")
 def test_files_that_are_damaged_or_of_two_saves_are_named(
     name: str, content: str, message: str, tmp_path: Path
 ):

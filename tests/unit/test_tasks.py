@@ -13,7 +13,7 @@ import pytest
 import integration_training.tasks
 from integration_training.tasks import arithmetic
 from rollouts.types import RewardResult, Sample, SampleGroup, Status
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 
 NAMES = sorted(module.name for module in pkgutil.iter_modules(integration_training.tasks.__path__))
 TASKS = [importlib.import_module(f"integration_training.tasks.{name}") for name in NAMES]
@@ -68,7 +68,8 @@ def test_filters_drop_groups_without_a_difference(task):
     assert not decision.keep and decision.reason and decision.detail
 
 
-ARITHMETIC = """
+@cases("""
+response    | exact | well_formed
 " 12\\n"    | 1 | 1
 "12"       | 1 | 1
 "1"        | 0 | 1
@@ -76,14 +77,11 @@ ARITHMETIC = """
 "12."      | 0 | 0
 ""         | 0 | 0
 "12 is it" | 0 | 0
-"""
-
-
-@pytest.mark.parametrize(("response", "exact", "well_formed"), read_cells(ARITHMETIC))
-def test_arithmetic_takes_the_answer_and_nothing_else(response: str, exact: str, well_formed: str):
-    parts = {"exact": float(exact), "well_formed": float(well_formed)}
-    found = arithmetic.exact_answer(answer({"answer": 12}, json.loads(response)))
-    assert found == RewardResult(float(exact), parts)
+""")
+def test_arithmetic_takes_the_answer_and_nothing_else(response: Any, exact: float, well_formed: float):
+    parts = {"exact": exact, "well_formed": well_formed}
+    found = arithmetic.exact_answer(answer({"answer": 12}, response))
+    assert found == RewardResult(exact, parts)
 
 
 def test_a_row_without_an_answer_fails_loudly():

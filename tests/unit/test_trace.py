@@ -9,7 +9,7 @@ import pytest
 from rollouts.cli import main
 from rollouts.inspect.record import open_record
 from rollouts.inspect.trace import export_trace
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 from tests.unit.run_rows import write_rows
 
 BEGAN = 1_800_000_000.0
@@ -83,19 +83,17 @@ def test_requests_in_flight_are_counters(run: Path):
     assert (counter["ts"], counter["args"]) == (2_000_000, {"vllm_0": 3.0, "queued": 5.0})
 
 
-SAID = """
+@cases("""
+words                     | code | message
 --steps 3..5              | 2 | no span of steps 3 to 5
 --steps 5..3              | 2 | --steps 5..3: give two whole numbers
 --output /nowhere/t.json  | 1 | t.json cannot be written
 --steps 1                 | 0 | 1 damaged line left out
-"""
-
-
-@pytest.mark.parametrize(("words", "code", "message"), read_cells(SAID))
+""")
 def test_the_command_says_what_is_wrong(
-    run: Path, words: str, code: str, message: str, capsys: pytest.CaptureFixture[str]
+    run: Path, words: str, code: int, message: str, capsys: pytest.CaptureFixture[str]
 ):
     with write_rows(run / "spans.jsonl", TRAIN).open("a") as file:
         file.write("no span\n")
-    assert main(["export-trace", str(run), *words.split()]) == int(code)
+    assert main(["export-trace", str(run), *words.split()]) == code
     assert message in capsys.readouterr().err

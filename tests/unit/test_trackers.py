@@ -28,7 +28,7 @@ from rollouts.trackers.position import (
     write_position,
 )
 from rollouts.trackers.sinks import ALERTS, SINKS, Mark, Place, SinkKind, TrackedRow, check_trackers
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 from tests.support.tracker_runs import BEGAN, append, make_row, make_run
 
 FILES = ("metrics", "evaluations")
@@ -136,13 +136,11 @@ def load(tmp_path: Path, trackers: str) -> RunConfig:
     return load_config(tmp_path / "c.toml")
 
 
-WRONG = r"""
+@cases(r"""
+trackers           | message
 ["wanbd"]          | output\.trackers.* = "wanbd": .*; did you mean .?wandb.?\?
 ["wandb", "wandb"] | named twice
-"""
-
-
-@pytest.mark.parametrize(("trackers", "message"), read_cells(WRONG))
+""")
 def test_a_tracker_that_is_none_is_refused_when_the_config_loads(tmp_path: Path, trackers: str, message: str):
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, trackers)
