@@ -88,8 +88,8 @@ def choose_algorithm(config: RLTrainingConfig, step: int, state: LoopState) -> A
     """What holds in `step`, counted from 1."""
     begins = (1, *(change.from_step for change in config.changes))
     change, piece = choose_at_step(dict(zip(begins, enumerate(list_algorithms(config)), strict=True)), step)
-    moved = [change for change in config.changes if "kl_coef" in change.model_fields_set]
-    named = [change for change in moved if change.from_step <= step]
+    begun = [change for change in config.changes if change.from_step <= step]
+    named = [change for change in begun if "kl_coef" in change.model_fields_set]
     kl_coef = state.kl_coef  # the controller's, unless a change names another to go on from at this very step
     if config.kl_control == "fixed" or (named and named[-1].from_step == step):
         kl_coef = schedule_kl_coef(config.kl_coef, named, step)

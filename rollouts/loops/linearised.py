@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rollouts.config.schema import StageConfig
 from rollouts.data.scores import spread_scores
-from rollouts.loops.steps import StepHooks, StepsConfig, surround_steps
+from rollouts.loops.steps import StepHooks, surround_steps
 from rollouts.loops.updates import UpdateResult, record_updates, step_metrics, train, work_metrics
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import MetricsLogger, TrainingBackend
@@ -74,9 +75,8 @@ async def run_batch_steps(
     backend: TrainingBackend,
     prepare: Callable[[int, PhaseTimer], Awaitable[PreparedStep]],
     metrics_logger: MetricsLogger,
-    *,
     stage: str,
-    config: StepsConfig,
+    config: StageConfig,
     completed_steps: int,
     hooks: StepHooks | None,
 ) -> list[dict[str, float]]:

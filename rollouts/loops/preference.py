@@ -64,18 +64,12 @@ async def run_preference_training(
     async def prepare(step: int, timer: PhaseTimer) -> PreparedStep:
         samples = select_samples(data, config.batch_size, step - 1, seed)
         with timer.phase("log_probs"):
-            _, found = await linearise_samples(backend, samples, config, loss=loss, reference=reference)
+            _, found = await linearise_samples(backend, samples, config, loss, reference)
         rows = make_preference_batch(samples, rows_per_sample=1 if config.loss == KTO else 2)
         return prepare_linear_step(rows, found)
 
     return await run_batch_steps(
-        backend,
-        prepare,
-        metrics_logger,
-        stage="preference",
-        config=config,
-        completed_steps=completed_steps,
-        hooks=hooks,
+        backend, prepare, metrics_logger, "preference", config, completed_steps, hooks
     )
 
 
@@ -98,7 +92,7 @@ async def evaluate_preferences(
     """
     if not held_out:
         return {}
-    sums, found = await linearise_samples(backend, held_out, config, loss=loss, reference=reference)
+    sums, found = await linearise_samples(backend, held_out, config, loss, reference)
     metrics = metric_values(found.metrics)
     accuracy = {"accuracy": metrics.pop("rewards/accuracies")} if "rewards/accuracies" in metrics else {}
     values = {"loss": found.loss, **accuracy, **metrics, **_compute_perplexities(held_out, sums)}
@@ -112,9 +106,8 @@ async def linearise_samples(
     backend: TrainingBackend,
     samples: Sequence[PreferenceSample],
     config: PreferenceTrainingConfig,
-    *,
     loss: AsyncRowLoss,
-    reference: LogProbScorer | None = None,
+    reference: LogProbScorer | None,
 ) -> tuple[Sums, LinearisedRows]:
     """(the policy's sums of all rows that config scores, the loss of these samples with a slope for every row
     that trains).

@@ -51,13 +51,7 @@ async def run_reward_model_training(
             return prepare_linear_step(rows, await loss(scores, margins=margins))
 
     return await run_batch_steps(
-        backend,
-        prepare,
-        metrics_logger,
-        stage="reward_model",
-        config=config,
-        completed_steps=completed_steps,
-        hooks=hooks,
+        backend, prepare, metrics_logger, "reward_model", config, completed_steps, hooks
     )
 
 

@@ -2,8 +2,8 @@
 minibatches.
 """
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,8 +53,7 @@ def check_staleness(lags: FloatArray, *, max_staleness: int) -> None:
     """Raises StalenessError if a row is older than allowed, or newer than the trainer. The manager promises
     neither happens.
     """
-    if len(lags) and (lags.max() > max_staleness or lags.min() < 0):
-        row = int(np.argmax(np.where(lags < 0, np.inf, lags)))
+    for row in np.flatnonzero((lags < 0) | (lags > max_staleness)):
         raise StalenessError(
             f"row {row} has lag {int(lags[row])}; rl.max_staleness={max_staleness} allows 0 to"
             f" {max_staleness} steps"
@@ -77,15 +76,15 @@ async def add_log_probs(
             raise ConfigError(
                 f"rl.kl_coef={config.kl_coef} needs a reference model; pass reference=, or set rl.kl_coef=0"
             )
-        batch = dataclasses.replace(batch, ref_log_probs=await reference.score(batch))
+        batch = replace(batch, ref_log_probs=await reference.score(batch))
     if config.recompute_old:
-        batch = dataclasses.replace(batch, old_log_probs=await backend.forward(batch))
+        batch = replace(batch, old_log_probs=await backend.forward(batch))
     if config.distillation:
         if teacher is None:
             raise ConfigError("rl.distillation needs its teacher; pass teacher=, or leave the table out")
-        batch = dataclasses.replace(batch, teacher_log_probs=await teacher(batch))
+        batch = replace(batch, teacher_log_probs=await teacher(batch))
     if critic is not None:
-        batch = dataclasses.replace(batch, old_values=await critic.forward(batch))
+        batch = replace(batch, old_values=await critic.forward(batch))
     return batch
 
 
@@ -136,7 +135,7 @@ def add_advantages(
     metrics["advantage/abs_mean"] = float(np.abs(advantages).mean())
     metrics |= {"advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std())}
     means = np.where(batch.response_lengths, means, np.float32(0.0))
-    return dataclasses.replace(batch, advantages=tokens, mean_advantages=means, returns=returns), metrics
+    return replace(batch, advantages=tokens, mean_advantages=means, returns=returns), metrics
 
 
 def leave_out_truncated(batch: RolloutBatch) -> RolloutBatch:
@@ -149,7 +148,7 @@ def leave_out_truncated(batch: RolloutBatch) -> RolloutBatch:
     masks = tuple(mask & keep for mask, keep in zip(batch.loss_masks, kept, strict=True))
     assert batch.mean_advantages is not None
     means = np.where(kept, batch.mean_advantages, np.float32(0.0))
-    return dataclasses.replace(batch, loss_masks=masks, mean_advantages=means)
+    return replace(batch, loss_masks=masks, mean_advantages=means)
 
 
 def compute_taught(batch: RolloutBatch, config: DistillationConfig) -> tuple[FloatRows, dict[str, float]]:
@@ -265,7 +264,7 @@ def plan_updates(
     """
     if config.mask_truncated:
         batch = leave_out_truncated(batch)
-    loss = dataclasses.replace(loss, per_token=True)
+    loss = replace(loss, per_token=True)
     if config.minibatches == 1:
         return [(batch, loss)] * config.updates_per_batch
     assert batch.group_indices is not None
@@ -276,17 +275,17 @@ def plan_updates(
         for part in np.array_split(order, min(config.minibatches, len(groups))):
             share = None if loss.constant is None else loss.constant * (len(part) / len(groups))
             rows = np.flatnonzero(np.isin(batch.group_indices, part))
-            updates.append((select_rows(batch, rows), dataclasses.replace(loss, constant=share)))
+            updates.append((select_rows(batch, rows), replace(loss, constant=share)))
     return updates
 
 
 def select_rows(batch: RolloutBatch, rows: IntArray) -> RolloutBatch:
     """The batch of those rows, in that order."""
     chosen: dict[str, object] = {}
-    for field in dataclasses.fields(batch):
+    for field in fields(batch):
         value = getattr(batch, field.name)
         if isinstance(value, np.ndarray):
             chosen[field.name] = value[rows]
         elif isinstance(value, tuple) and value:
             chosen[field.name] = tuple(value[row] for row in rows)
-    return dataclasses.replace(batch, **chosen)
+    return replace(batch, **chosen)

@@ -35,12 +35,4 @@ async def run_sft_training(
         samples = select_samples(mixture, config.batch_size, step - 1, seed)
         return PreparedStep(make_sft_batch(samples), LossSpec("sft"))
 
-    return await run_batch_steps(
-        backend,
-        prepare,
-        metrics_logger,
-        stage="sft",
-        config=config,
-        completed_steps=completed_steps,
-        hooks=hooks,
-    )
+    return await run_batch_steps(backend, prepare, metrics_logger, "sft", config, completed_steps, hooks)

@@ -11,10 +11,10 @@ a stop, or an error that training did not cause ──► the last complete step
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import trio
 
+from rollouts.config.schema import StageConfig
 from rollouts.errors import ConfigError, FleetDown, NotEnoughSamples, UserFunctionError, WeightSyncError
 from rollouts.loops.stopping import LAST_COUNTS, Stop
 from rollouts.protocols import TrainingBackend
@@ -41,19 +41,12 @@ class StepHooks:
     evaluate: Callable[[int], Awaitable[object]] = do_nothing  # not called after the last step
 
 
-class StepsConfig(Protocol):
-    @property
-    def steps(self) -> int: ...
-    @property
-    def eval_every(self) -> int: ...
-
-
 @dataclass(slots=True, eq=False)
 class Steps:
     """Made by surround_steps."""
 
     hooks: StepHooks
-    config: StepsConfig
+    config: StageConfig
     backends: tuple[TrainingBackend, ...]
     completed: int
     _saved: int = 0  # the newest step whose save was begun
@@ -113,7 +106,7 @@ class Steps:
 
 @asynccontextmanager
 async def surround_steps(
-    hooks: StepHooks, config: StepsConfig, *backends: TrainingBackend | None, completed: int
+    hooks: StepHooks, config: StageConfig, *backends: TrainingBackend | None, completed: int
 ) -> AsyncIterator[Steps]:
     """Steps `completed` + 1 to config.steps on the backends that are not None. A stop ends the block without
     an exception. Raises ConfigError for a config that has epochs instead.

@@ -172,8 +172,7 @@ class Broadcast:
     ) -> None:
         self._make_peer = make_peer
         self._options = (bucket_bytes, dtype, progress_s)
-        # by identity: an engine that was replaced is another
-        self._peers: dict[int, tuple[InferenceEngine, Peer]] = {}
+        self._peers: dict[InferenceEngine, Peer] = {}  # an engine that was replaced is another
         self._lock = trio.Lock()
 
     async def __call__(
@@ -186,10 +185,10 @@ class Broadcast:
             if not engines:
                 return {}
             for engine in engines:
-                if id(engine) not in self._peers:
-                    self._peers[id(engine)] = (engine, self._make_peer(engine))
+                if engine not in self._peers:
+                    self._peers[engine] = self._make_peer(engine)
             update = _Update(
-                [self._peers[id(engine)][1] for engine in engines],
+                [self._peers[engine] for engine in engines],
                 version,
                 await trio.to_thread.run_sync(FileNames, getattr(backend, "model", None)),
                 *self._options,
@@ -211,7 +210,7 @@ class Broadcast:
         with trio.move_on_after(CLEANUP_S, shield=True):
             async with trio.open_nursery() as nursery:
                 for engine in engines:
-                    nursery.start_soon(self._peers.pop(id(engine))[1].leave)
+                    nursery.start_soon(self._peers.pop(engine).leave)
 
     async def aclose(self) -> None:
-        await self._forget([engine for engine, _ in self._peers.values()])
+        await self._forget([*self._peers])

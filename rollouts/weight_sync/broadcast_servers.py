@@ -79,9 +79,9 @@ class SGLangPeer:
             )
         size = 1 + server.world_size
         store = host_store(HOST, self._timeout, size)
-        make = partial(make_group, store, name, size, self._timeout, wire=self._wire)
 
         async def meet() -> None:
+            make = partial(make_group, store, name, size, self._timeout, wire=self._wire)
             self._group = await run_on(self.device, make)
 
         ask = partial(

@@ -51,6 +51,11 @@ async def open_backend(*buckets: dict[str, Tensor]) -> AsyncIterator[Any]:
         yield ThreadBackend(thread, buckets)
 
 
+class FakeEngine:
+    def __init__(self, name: str) -> None:
+        self.features = SimpleNamespace(name=name)
+
+
 class FakePeer:
     """Takes what it is sent. `fails`: what happens in the step of that name; "hang" waits for ever."""
 
@@ -94,7 +99,7 @@ class Fleet:
     """Engines by name with the faults of each, and the peers that a transport made of them, newest last."""
 
     def __init__(self, **faults: dict[str, Any]) -> None:
-        self.engines: Any = [SimpleNamespace(features=SimpleNamespace(name=name)) for name in faults]
+        self.engines: Any = [FakeEngine(name) for name in faults]
         self.faults = faults
         self.peers: dict[str, list[FakePeer]] = {name: [] for name in faults}
 
