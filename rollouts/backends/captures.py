@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 import torch
 import trio
-from torch import Tensor
 
 from rollouts.backends.state import HeldState, Position, hold_state
 from rollouts.backends.weights import gather_parts
 from rollouts.errors import RunDirError
 from rollouts.models.export import (
+    Bucket,
     Deal,
     FileNames,
     ShardWriter,
@@ -104,7 +104,7 @@ class HeldPart:
     """One rank's copy of its part of a checkpoint."""
 
     state: HeldState
-    weights: Sequence[Sequence[tuple[str, Tensor]]]  # whole tensors, in the buckets in which they came
+    weights: Sequence[Bucket]  # whole tensors, in the buckets in which they came
     names: FileNames
     model: PreTrainedModel  # of which config and conversions are read, which training leaves alone
     tokenizer: PreTrainedTokenizerBase | None  # on rank 0
@@ -145,9 +145,9 @@ def hold_together(
     )
     if not room.all():
         return None
-    buckets: list[list[tuple[str, Tensor]]] = []
+    buckets: list[Bucket] = []
 
-    def keep(bucket: Sequence[tuple[str, Tensor]]) -> None:
+    def keep(bucket: Bucket) -> None:
         buckets.append([(name, one.to("cpu", copy=True)) for name, one in bucket])
 
     def hold() -> HeldState | None:

@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Required, TypedDict, TypeVar, Unpack
@@ -44,6 +44,7 @@ from rollouts.crash_points import reach
 from rollouts.data.packing import ATTENTION_COST, MICRO_BATCH_COST, MicroBatch, spread_to_rows
 from rollouts.device_thread import DeviceFuture, DeviceThread
 from rollouts.errors import BackendError, EarlierStepFailed
+from rollouts.models.export import Bucket
 from rollouts.models.log_probs import ForwardPlan
 from rollouts.protocols import WeightSink
 from rollouts.ranks.channel import NoOtherRanks, RankChannel
@@ -334,7 +335,7 @@ class RankedTrainingBackend:
         """Copies of all parameters on the CPU, by Hugging Face name. Tied weights come once."""
         weights: dict[str, Tensor] = {}
 
-        def keep(bucket: Sequence[tuple[str, Tensor]]) -> None:
+        def keep(bucket: Bucket) -> None:
             weights.update({name: tensor.to("cpu", copy=True) for name, tensor in bucket})
 
         self._together("stream_weights", keep)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from rollouts.errors import BackendError
+from rollouts.models.export import Bucket
 from rollouts.models.sharded import compute_local_slices, get_local
 from rollouts.ranks.group import Ranks
 from rollouts.weight_sync.flat_buckets import split_buckets
@@ -51,9 +52,7 @@ def _pad_shard(parameter: Tensor, num_shards: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros((count - len(rows), *rows.shape[1:]))]).flatten()
 
 
-def gather_bucket(
-    ranks: Ranks, bucket: Sequence[tuple[str, Tensor]], *, to: int = 0
-) -> list[tuple[str, Tensor]] | None:
+def gather_bucket(ranks: Ranks, bucket: Bucket, *, to: int = 0) -> Bucket | None:
     """On rank `to` the whole tensors of a bucket of one dtype, by one collective; None on the others.
 
     Every shard is padded to the first one's rows. Ranks of another replica than that of `to` give nothing.
@@ -77,8 +76,8 @@ def gather_bucket(
 
 def gather_parts(
     ranks: Ranks,
-    parts: Sequence[Sequence[tuple[str, Tensor]]],
-    take: Callable[[list[tuple[str, Tensor]]], object],
+    parts: Sequence[Bucket],
+    take: Callable[[Bucket], object],
 ) -> None:
     """Hands `take` on each rank the whole tensors of its own part of `parts` [W], bucket by bucket.
     Collective. What `take` raises is raised after the last turn, so that the ranks stay together.
@@ -88,7 +87,7 @@ def gather_parts(
     failure: Exception | None = None
     buckets = [split_buckets(part, RANK_BUCKET_BYTES) for part in parts]
     for turn in range(max(len(mine) for mine in buckets)):
-        own: list[tuple[str, Tensor]] | None = None
+        own: Bucket | None = None
         for rank, theirs in enumerate(buckets):
             if turn < len(theirs):
                 own = gather_bucket(ranks, theirs[turn], to=rank) or own

@@ -66,6 +66,7 @@ __all__ = [
 ]
 
 GenerateBatchFn = Callable[[list[Sample]], Sequence[Sample]]
+ScoreFn = Callable[[Sample], RewardValue]
 SampleTransform = Callable[[list[Sample]], Sequence[Sample]]
 CompleteFn = Callable[[list[GenerateRequest]], Sequence[Completion]]
 FINISHED = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED)
@@ -78,7 +79,7 @@ def generate_rollout_batches(
     *,
     num_prompts: int,
     samples_per_prompt: int,
-    reward_fn: Callable[[Sample], RewardValue] | None = None,
+    reward_fn: ScoreFn | None = None,
     filter_fn: Callable[[SampleGroup], bool | FilterDecision] | None = None,
     transforms: Sequence[SampleTransform] = (),
     temperature: float = 1.0,
@@ -134,7 +135,7 @@ def generate_rollout_batches(
 
 def _run_round(
     generate_fn: GenerateBatchFn,
-    reward_fn: Callable[[Sample], RewardValue] | None,
+    reward_fn: ScoreFn | None,
     filter_fn: Callable[[SampleGroup], bool | FilterDecision] | None,
     transforms: Sequence[SampleTransform],
     samples_per_prompt: int,
@@ -220,7 +221,7 @@ def generate_samples(generate_fn: GenerateBatchFn, samples: Sequence[Sample]) ->
     return [replace(by_id[sample.id], group_index=sample.group_index) for sample in samples]
 
 
-def score_sample(reward_fn: Callable[[Sample], RewardValue], sample: Sample) -> Sample:
+def score_sample(reward_fn: ScoreFn, sample: Sample) -> Sample:
     """The sample with its reward: a finite number, a mapping of named parts whose sum is the reward, or a
     RewardResult.
 
@@ -299,7 +300,7 @@ def _without_failed(samples: Iterable[Sample]) -> list[Sample]:
     return [sample for sample in samples if sample.status is not Status.FAILED]
 
 
-def _score(reward_fn: Callable[[Sample], RewardValue] | None, sample: Sample) -> Sample:
+def _score(reward_fn: ScoreFn | None, sample: Sample) -> Sample:
     if reward_fn is not None:
         return score_sample(reward_fn, sample)
     if sample.reward is None:

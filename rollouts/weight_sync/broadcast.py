@@ -21,10 +21,9 @@ from typing import Protocol
 
 import torch
 import trio
-from torch import Tensor
 
 from rollouts.errors import EngineError, EngineSilent, WeightSyncError
-from rollouts.models.export import FileNames
+from rollouts.models.export import Bucket, FileNames
 from rollouts.protocols import InferenceEngine, TrainingBackend
 from rollouts.weight_sync.flat_buckets import FlatBucket, flatten_tensors, split_buckets
 
@@ -97,7 +96,7 @@ class _Update:
             ) from self.failure
         await self._ask_each("ending the update", lambda peer: peer.end(self.version))
 
-    def take(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+    def take(self, bucket: Bucket) -> None:
         """A WeightSink."""
         self._guarded(lambda: self._pass_on(self.names.translate(bucket)))
 
@@ -109,7 +108,7 @@ class _Update:
         except Exception as error:  # raised where the update is awaited
             self.failure = error
 
-    def _pass_on(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    def _pass_on(self, tensors: Bucket) -> None:
         """Flattens the tensors and sends all buckets but the newest. In a thread."""
         plain = [(name, torch.as_tensor(tensor)) for name, tensor in tensors]
         for part in split_buckets(plain, self.bucket_bytes):

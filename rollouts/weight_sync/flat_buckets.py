@@ -1,10 +1,12 @@
 """Tensors in buckets of a given size, and a bucket as one flat tensor of bytes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from rollouts.models.export import Bucket
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 
@@ -13,7 +15,7 @@ class FlatBucket(NamedTuple):
     """Tensors one after the other as bytes."""
 
     flat: Tensor  # [bytes] uint8, a copy
-    tensors: list[tuple[str, Tensor]]  # views of it, wider elements first, so that each is aligned
+    tensors: Bucket  # views of it, wider elements first, so that each is aligned
 
     def describe(self) -> tuple[list[str], list[str], list[list[int]]]:
         """Names, dtypes and shapes of the tensors, as servers are told them."""
@@ -22,9 +24,7 @@ class FlatBucket(NamedTuple):
         return [*names], dtypes, [list(tensor.shape) for tensor in tensors]
 
 
-def flatten_tensors(
-    tensors: Sequence[tuple[str, Tensor]], *, dtype: torch.dtype | None, device: torch.device
-) -> FlatBucket:
+def flatten_tensors(tensors: Bucket, *, dtype: torch.dtype | None, device: torch.device) -> FlatBucket:
     """A copy of all `tensors`, of which there is one at least. `dtype`: of floating-point ones; None: as they
     are.
     """

@@ -16,23 +16,23 @@ import json
 import re
 import shutil
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import torch
 import trio
-from torch import Tensor
+from trio.to_thread import run_sync as run_in_thread
 
 from rollouts.checkpoints.manifest import FileRecord, record_file
 from rollouts.checkpoints.retention import remove_incomplete
 from rollouts.checkpoints.save import TEMPORARY_PREFIX, move_aside
 from rollouts.errors import SnapshotError, WeightSyncError
 from rollouts.models.directories import fsync_path
-from rollouts.models.export import SHARD_BYTES, FileNames, ShardWriter, name_shards, write_description
+from rollouts.models.export import SHARD_BYTES, Bucket, FileNames, ShardWriter, name_shards, write_description
 from rollouts.models.host_memory import read_free_memory
 from rollouts.protocols import TrainingBackend, WeightSink
 from rollouts.weight_sync.update import log_warning
@@ -103,11 +103,11 @@ class DiskSnapshots:
         snapshot is called v{version}-2 and so on. Raises SnapshotError.
         """
         if version in self._made:
-            await trio.to_thread.run_sync(check_snapshot, self._made[version])
+            await run_in_thread(check_snapshot, self._made[version])
             return self._made[version]
         if not self._cleared:
             try:
-                await trio.to_thread.run_sync(clear_after_restart, self._folder, version)
+                await run_in_thread(clear_after_restart, self._folder, version)
             except OSError as error:
                 raise SnapshotError(
                     f"what an earlier run left in {self._folder} cannot be removed ({error}); remove it"
@@ -129,7 +129,7 @@ class DiskSnapshots:
             if path == keep:
                 continue
             try:
-                await trio.to_thread.run_sync(remove_snapshot, path)
+                await run_in_thread(remove_snapshot, path)
             except OSError as error:
                 self._warn(f"the snapshot {path} could not be removed and takes up space: {error}")
         self._made = {version: made for version, made in self._made.items() if made.path == keep}
@@ -143,7 +143,7 @@ class HeldWeights:
     """A WeightSource: a trainer's weights of one version, in host memory."""
 
     model: PreTrainedModel | None  # for the names of weights in files; its own weights have changed
-    buckets: list[list[tuple[str, Tensor]]]
+    buckets: list[Bucket]
 
     async def stream_weights(self, sink: WeightSink) -> None:
         """Hands the buckets to `sink`, in a thread."""
@@ -152,17 +152,17 @@ class HeldWeights:
             for bucket in self.buckets:
                 sink(bucket)
 
-        await trio.to_thread.run_sync(stream, abandon_on_cancel=True)  # sinks ignore what comes later
+        await run_in_thread(stream, abandon_on_cancel=True)  # sinks ignore what comes later
 
 
-async def stream_guarded(source: WeightSource, take: Callable[[Sequence[tuple[str, Any]]], object]) -> None:
+async def stream_guarded(source: WeightSource, take: Callable[[Bucket], object]) -> None:
     """Hands all buckets to `take`. Raises what it raises, once the stream has ended: an error in a sink would
     fail the backend. After a cancellation buckets are let through unread.
     """
     failures: list[Exception] = []
     awaited = True
 
-    def sink(bucket: Sequence[tuple[str, Any]]) -> None:
+    def sink(bucket: Bucket) -> None:
         if awaited and not failures:
             try:
                 take(bucket)
@@ -183,7 +183,7 @@ async def hold_weights(backend: TrainingBackend, *, dtype: torch.dtype | None = 
     if free is not None and free < ROOM * count_bytes(held.model, dtype):
         return None
 
-    def copy(bucket: Sequence[tuple[str, Tensor]]) -> None:
+    def copy(bucket: Bucket) -> None:
         held.buckets.append(
             [
                 (name, tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True))
@@ -224,14 +224,14 @@ async def export_snapshot(
     model: PreTrainedModel | None = getattr(source, "model", None)
     shard_bytes = min(shard_bytes, max(LEAST_SHARD_BYTES, count_bytes(model, dtype) // SHARDS))
     try:
-        await trio.to_thread.run_sync(lambda: temporary.mkdir(parents=True))
-        names = await trio.to_thread.run_sync(FileNames, model)
+        await run_in_thread(lambda: temporary.mkdir(parents=True))
+        names = await run_in_thread(FileNames, model)
         shards = await _stream_shards(source, temporary, names, dtype, shard_bytes)
         if not shards:
             raise SnapshotError(f"snapshot {path} would hold no weights: the backend streamed none")
-        return await trio.to_thread.run_sync(_finish, temporary, path, shards, model, dtype, model_dir)
+        return await run_in_thread(_finish, temporary, path, shards, model, dtype, model_dir)
     except Exception as error:
-        await trio.to_thread.run_sync(lambda: shutil.rmtree(temporary, ignore_errors=True))
+        await run_in_thread(lambda: shutil.rmtree(temporary, ignore_errors=True))
         if isinstance(error, OSError):
             raise SnapshotError(
                 f"snapshot {path} cannot be written ({error}); free space there or choose another output.dir"
@@ -249,7 +249,7 @@ async def _stream_shards(
 
     async def follow(work: Callable[[Path], object], shard: Path) -> None:
         try:
-            await trio.to_thread.run_sync(work, shard)
+            await run_in_thread(work, shard)
         except OSError as error:
             failures.append(error)
 
@@ -272,7 +272,7 @@ async def _stream_shards(
     async with trio.open_nursery() as nursery:
         try:
             await stream_guarded(source, writer.take)
-            await trio.to_thread.run_sync(writer.close)
+            await run_in_thread(writer.close)
         except Exception as error:
             failures.append(error)
         finally:

@@ -15,13 +15,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import trio
 
 from rollouts.crash_points import reach
 from rollouts.errors import SnapshotError, WeightSyncError
+from rollouts.models.export import Bucket
 from rollouts.protocols import InferenceEngine, TrainingBackend
 from rollouts.types import FloatArray
 from rollouts.weight_sync.probe import Probe, score_by_trainer
@@ -311,7 +312,7 @@ async def stream_into(source: WeightSource, engine: InferenceEngine, version: in
     """
     sizes: list[int] = []
 
-    def receive(bucket: Sequence[tuple[str, Any]]) -> None:
+    def receive(bucket: Bucket) -> None:
         engine.receive_bucket(bucket)
         sizes.append(sum(tensor.nbytes for _, tensor in bucket))
 
