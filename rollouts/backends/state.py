@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,8 +73,7 @@ class Position(msgspec.Struct, frozen=True):
     weight_version: int
 
 
-@dataclass(frozen=True, slots=True)
-class HeldState:
+class HeldState(NamedTuple):
     """One rank's part of the training state between two steps."""
 
     tensors: Mapping[str, Tensor]  # this rank's rows of the moments, AdamW's steps, its random states
@@ -124,8 +122,7 @@ def hold_state(
 # --- loading ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedState:
+class LoadedState(NamedTuple):
     """One rank's training state as a checkpoint has it: read and checked, nothing changed yet."""
 
     position: Position

@@ -10,6 +10,7 @@ import math
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -69,8 +70,7 @@ COUNTS = ("skipped_steps", "trained_tokens", "computed_tokens", "skipped_rows")
 # --- batches ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackingOptions:
+class PackingOptions(NamedTuple):
     """How batches become micro-batches."""
 
     micro_batch_tokens: int  # computed tokens of one micro-batch at most, unless a row is longer
@@ -80,8 +80,7 @@ class PackingOptions:
     attention_cost: float = ATTENTION_COST  # of a (query, key) pair, in tokens; ranks are evened out by it
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PreparedBatch:
+class PreparedBatch(NamedTuple):
     """A batch that passed its checks, packed and dealt."""
 
     layout: Layout

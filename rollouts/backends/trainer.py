@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 import msgspec
 import numpy as np
@@ -76,8 +76,7 @@ Shares = Sequence[Share] | None
 """Rank 0's: one for each rank. None on the others."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShareResult:
+class ShareResult(NamedTuple):
     """What all ranks together made of a batch."""
 
     total: float  # sum of the loss over the whole batch; not finite: no gradient was kept

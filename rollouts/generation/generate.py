@@ -74,7 +74,18 @@ def make_chat_generate(tokenizer: GenerationTokenizer, *, params: TemplateParams
         tokens = sample.tokens if done else tokenize(sample)
         if done >= sampling.max_new_tokens:
             return replace(sample, status=Status.TRUNCATED)
-        completion = await engine.generate(_make_request(sample, tokens, done, sampling))
+        request_id = sample.id
+        if done:
+            # a new request begins its random stream anew: with the seed of the first, the second half would
+            # repeat its draws
+            request_id = f"{sample.id}@{done}"
+            seed = None if sampling.seed is None else compute_request_seed(sampling.seed, request_id)
+            sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - done, seed=seed)
+        # members share their prompt, and so a prefix cache
+        affinity = "" if sample.group_index is None else f"g{sample.group_index}"
+        completion = await engine.generate(
+            GenerateRequest(request_id=request_id, prompt_ids=tokens, sampling=sampling, affinity=affinity)
+        )
         trains = engine.features.log_probs
         return append_completion(sample, tokens, completion, tokenizer, done=done, trains=trains)
 
@@ -120,17 +131,3 @@ def compute_request_seed(run_seed: int, sample_id: str) -> int:
     """
     digest = hashlib.sha256(f"{run_seed}/{sample_id}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
-
-
-def _make_request(sample: Sample, tokens: IntArray, done: int, sampling: SamplingParams) -> GenerateRequest:
-    """What the engine is asked to do after `tokens`, the last `done` of them sampled."""
-    request_id = sample.id
-    if done:
-        # a new request begins its random stream anew: with the seed of the first, the second half would
-        # repeat its draws
-        request_id = f"{sample.id}@{done}"
-        seed = None if sampling.seed is None else compute_request_seed(sampling.seed, request_id)
-        sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - done, seed=seed)
-    # members share their prompt, and so a prefix cache
-    affinity = "" if sample.group_index is None else f"g{sample.group_index}"
-    return GenerateRequest(request_id=request_id, prompt_ids=tokens, sampling=sampling, affinity=affinity)

@@ -231,33 +231,19 @@ async def generate_member(plan: GroupPlan, member: Member) -> Member:
     except RolloutsError as error:
         segments = (fail_sample(member.pending, error, classify_generate_error(error), function),)
         answers = []
-    last, seconds = segments[-1], trio.current_time() - started
-    if plan.spans is not None:
-        _record_generation(plan.spans, plan.engine, segments, answers, seconds)
-    seconds += member.generate_s
+    last, now = segments[-1], trio.current_time()
+    if plan.spans is not None:  # one for each request that a fleet had answered, else one for all
+        tokens = sum(segment.response_length for segment in segments)
+        whole = Answered(plan.engine.features.name, started, now - started, tokens)
+        for one in answers or [whole]:
+            plan.spans.add(
+                "generate", one.engine, now - one.start, one.duration_s, id=last.id, tokens=one.tokens
+            )
+    seconds = member.generate_s + now - started
     partial = last if last.status is Status.ABORTED else None
     finished = () if last.status in (Status.ABORTED, Status.PENDING) else segments
     failed = last.status is Status.FAILED
     return replace(member, partial=partial, segments=finished, scored=failed, generate_s=seconds)
-
-
-def _record_generation(
-    spans: SpanRecorder,
-    engine: InferenceEngine,
-    segments: Sequence[Sample],
-    answers: Sequence[Answered],
-    seconds: float,
-) -> None:
-    """A span for each request that a fleet had answered, or one for all, of an engine that is no fleet; of
-    several segments, the last one's.
-    """
-    now = trio.current_time()
-    tokens = sum(segment.response_length for segment in segments)
-    whole = Answered(engine.features.name, now - seconds, seconds, tokens)
-    for one in answers or [whole]:
-        spans.add(
-            "generate", one.engine, now - one.start, one.duration_s, id=segments[-1].id, tokens=one.tokens
-        )
 
 
 async def _generate_segments(plan: GroupPlan, member: Member) -> tuple[Sample, ...]:

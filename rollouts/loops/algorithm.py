@@ -9,6 +9,7 @@ a controller has come to.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rollouts.advantages import ADVANTAGES, AdvantageFn
 from rollouts.config.schema import REFERENCE_FREE, AlgorithmChange, RLTrainingConfig, list_tables
@@ -26,8 +27,7 @@ class LoopState:
     kl_coef: float  # of the next step, where rl.kl_control is not fixed; before step 1 that of the config
 
 
-@dataclass(frozen=True, slots=True)
-class Algorithm:
+class Algorithm(NamedTuple):
     """What holds in one step."""
 
     change: int  # 0: [rl] as it stands; n: as the n-th of rl.changes left it

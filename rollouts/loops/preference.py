@@ -93,10 +93,11 @@ async def evaluate_preferences(
     if not held_out:
         return {}
     sums, found = await linearise_samples(backend, held_out, config, loss, reference)
-    metrics = metric_values(found.metrics)
-    accuracy = {"accuracy": metrics.pop("rewards/accuracies")} if "rewards/accuracies" in metrics else {}
-    values = {"loss": found.loss, **accuracy, **metrics, **_compute_perplexities(held_out, sums)}
-    return {f"eval/{name}/{key}": value for key, value in values.items() if math.isfinite(value)}
+    values = {"loss": found.loss, **metric_values(found.metrics), **_compute_perplexities(held_out, sums)}
+    called = {"rewards/accuracies": "accuracy"}
+    return {
+        f"eval/{name}/{called.get(key, key)}": value for key, value in values.items() if math.isfinite(value)
+    }
 
 
 # --- what a step does ---------------------------------------------------------------------------------------
@@ -117,8 +118,11 @@ async def linearise_samples(
     """
     rows_per_sample = count_rows(config)
     scored = make_preference_batch(samples, rows_per_sample=rows_per_sample)
-    sums = sum_rows(await backend.forward(scored))
-    ref = await _find_reference_sums(samples, config, reference)
+    sums, ref = sum_rows(await backend.forward(scored)), None
+    optional = config.loss in REFERENCE_FREE or ":" in config.loss
+    if reference is not None or not optional or all(sample.ref_log_probs for sample in samples):
+        known = await score_samples(samples, config, reference)
+        ref = np.asarray([one for sample in known for one in (sample.ref_log_probs or ())[:rows_per_sample]])
     assert (samples[0].desirable is not None) == (config.loss == KTO), (
         "KTO trains on labelled samples, the other losses on pairs"
     )
@@ -137,16 +141,6 @@ def count_rows(config: PreferenceTrainingConfig) -> int:
     ones.
     """
     return 1 if config.loss == KTO and "reference_point" in config.loss_params else 2
-
-
-async def _find_reference_sums(
-    samples: Sequence[PreferenceSample], config: PreferenceTrainingConfig, reference: LogProbScorer | None
-) -> Sums | None:
-    optional = config.loss in REFERENCE_FREE or ":" in config.loss
-    if reference is None and optional and any(sample.ref_log_probs is None for sample in samples):
-        return None
-    scored, count = await score_samples(samples, config, reference), count_rows(config)
-    return np.asarray([value for sample in scored for value in (sample.ref_log_probs or ())[:count]])
 
 
 async def score_samples(

@@ -6,6 +6,7 @@ the engine's log-probs ──► agree with the trainer's within the tolerance?
 
 import uuid
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +18,7 @@ PROBE_TOKENS = 16
 NOTICEABLE = 1e-5  # nats; an engine's rounding may hide a smaller change of the trainer's log-probs
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(NamedTuple):
     """What is scored, and how far engine and trainer may differ."""
 
     tokens: IntArray  # [T], at least 2

@@ -18,9 +18,8 @@ import shutil
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -53,8 +52,7 @@ LEAST_SHARD_BYTES = 64 * 2**20
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """Weights on disk."""
 
     path: Path
@@ -138,8 +136,7 @@ class DiskSnapshots:
 # --- a copy in memory ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HeldWeights:
+class HeldWeights(NamedTuple):
     """A WeightSource: a trainer's weights of one version, in host memory."""
 
     model: PreTrainedModel | None  # for the names of weights in files; its own weights have changed
