@@ -6,7 +6,6 @@ prepare_batch    denominator, expected count and packing of a batch
 compute_loss     from log-probs (of a scalar head: values) of a micro-batch to the loss's sum
 """
 
-import math
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,10 +18,9 @@ from torch import Tensor
 from rollouts.backends.shares import Portion, TokenTrace, deal_portions, make_portion
 from rollouts.backends.state import Position
 from rollouts.config.tables import OptimConfig
-from rollouts.data.packing import ATTENTION_COST, make_micro_batches
+from rollouts.data.packing import make_micro_batches
 from rollouts.errors import (
     BackendError,
-    DenominatorMismatch,
     NonFiniteSteps,
     RolloutsError,
     UserFunctionError,
@@ -77,7 +75,7 @@ class PackingOptions(NamedTuple):
     micro_batch_cost: int  # what a micro-batch costs beside its tokens, in tokens
     share_prefix: bool  # rows that begin alike share tokens, where that is exact for the model
     skip_zero_advantage: bool  # leave rows out whose advantages are all 0
-    attention_cost: float = ATTENTION_COST  # of a (query, key) pair, in tokens; ranks are evened out by it
+    attention_cost: float  # of a (query, key) pair, in tokens; ranks are evened out by it
 
 
 class PreparedBatch(NamedTuple):
@@ -261,15 +259,6 @@ def compute_loss(flat: TokenOutputs, portion: Portion, loss_fn: LossFn, spec: Lo
         metrics = {"entropy/mean": mean, **metrics}
     trace = TokenTrace(log_probs, weights[-1] if weights else None, place) if spec.per_token else None
     return ComputedLoss(output.sum, float(output.count), metrics, trace)
-
-
-def check_count(spec: LossSpec, count: float, expected: float) -> None:
-    """Raises DenominatorMismatch if the loss's counts over the whole batch are not what its unit says."""
-    if not math.isclose(count, expected, rel_tol=1e-6):
-        raise DenominatorMismatch(
-            f"loss {spec.name!r} counted {count:g} {spec.unit} where the batch has {expected:g}; its count"
-            " must be that of its unit"
-        )
 
 
 # --- optimizer steps ----------------------------------------------------------------------------------------

@@ -32,7 +32,6 @@ from rollouts.backends.state import Position, copy_random_states, read_state, se
 from rollouts.backends.steps import (
     CLIP_EPS,
     ComputedLoss,
-    check_count,
     collect_gradients,
     compute_loss,
 )
@@ -44,7 +43,7 @@ from rollouts.backends.weights import (
     scatter_weight,
 )
 from rollouts.crash_points import reach
-from rollouts.errors import BackendError, CheckpointError, ModelError, RolloutsError
+from rollouts.errors import BackendError, CheckpointError, DenominatorMismatch, ModelError
 from rollouts.losses import LossFn, resolve_loss, wants_entropy_gradient
 from rollouts.models.forward_plan import log_plan, plan_forward
 from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
@@ -167,10 +166,13 @@ class Trainer:
                 traces.append(computed.trace.read())
             del flat, computed  # what the graph holds is free before the next forward
         reshard(self.model)
-        try:  # the same on all ranks: it fails on all or on none
-            check_count(spec, count, share.expected_count)
-        except RolloutsError as error:
-            raise AgreedFailure(error) from error
+        expected = share.expected_count
+        if not math.isclose(count, expected, rel_tol=1e-6):  # on all ranks or on none
+            wrong = DenominatorMismatch(
+                f"loss {spec.name!r} counted {count:g} {spec.unit} where the batch has {expected:g}; its"
+                " count must be that of its unit"
+            )
+            raise AgreedFailure(wrong)
 
         def encode() -> bytes:
             mine = {

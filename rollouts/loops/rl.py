@@ -161,15 +161,16 @@ async def generate_and_log(
     """The next batch. Its samples and those that failed are on disk before anything is done with it, also
     when the failures stop the run. Raises StalenessError for a batch that is too old.
     """
-    failed: Sequence[Sample] | None = None
+    failed: Sequence[Sample] = ()
     try:
         with push.guarding():
-            batch = await rollout_manager.generate_batch()
-            failed = rollout_manager.failed_samples()  # now: later they may be those of the next batch
+            try:
+                batch = await rollout_manager.generate_batch()
+            finally:
+                failed = rollout_manager.failed_samples()  # now: later they may be those of the next batch
         reach("rollout.batch_ready")
         await metrics_logger.log_samples("rl", step, step - 1, batch.samples)
     finally:
-        failed = rollout_manager.failed_samples() if failed is None else failed
         if failed:
             with trio.CancelScope(shield=True):  # a write of a few kilobytes
                 await metrics_logger.log_samples("rl", step, step - 1, failed)

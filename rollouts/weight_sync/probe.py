@@ -5,7 +5,6 @@ the engine's log-probs ──► agree with the trainer's within the tolerance?
 """
 
 import uuid
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -25,8 +24,7 @@ class Probe(NamedTuple):
     tolerance: float  # nats, of the mean over the tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Proof:
+class Proof(NamedTuple):
     """What an engine said at a version that it has proven."""
 
     version: int

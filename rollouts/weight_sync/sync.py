@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import trio
@@ -51,8 +51,7 @@ Transport = Callable[
 """Sends the trainer's weights to paused engines in memory, as a version; errors by engine name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
+class Published(NamedTuple):
     """What the engines serve."""
 
     version: int
@@ -202,7 +201,8 @@ class WeightSync:
     async def _export(self, step: _Step) -> Published:
         if self._keeper is None:
             raise WeightSyncError("an engine loads weights only from disk; give WeightSync a keeper")
-        return replace(step.target, snapshot=await self._keeper.export(step.source, step.target.version))
+        snapshot = await self._keeper.export(step.source, step.target.version)
+        return step.target._replace(snapshot=snapshot)
 
     async def _release(self, step: _Step) -> None:
         """Lets the trainer go on, if there is room for a copy of its weights."""

@@ -14,8 +14,8 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import trio
 
@@ -39,8 +39,7 @@ LoadTogether = Callable[[Sequence[InferenceEngine]], Awaitable[Mapping[str, Exce
 KEPT_PROOFS = 4  # of each engine: its first version and the last ones
 
 
-@dataclass(frozen=True, slots=True)
-class SilenceLimits:
+class SilenceLimits(NamedTuple):
     """Seconds that an engine may spend in each phase without progress. The whole update has no limit."""
 
     pause: float = 120.0
@@ -67,21 +66,20 @@ class ProvenVersions:
         self.holds[name] = proof.version
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdatePlan:
+class UpdatePlan(NamedTuple):
     """What all engines of one update share."""
 
     version: int
     probe: Probe
     expected: FloatArray  # [T] the trainer's log-probs of the probe at `version`
     load: LoadWeights
+    digest: str | None  # of the snapshot that is loaded
+    proven: ProvenVersions
+    fleet: Fleet | None  # None: no answer can be held back and no engine taken out
+    limits: SilenceLimits
+    warn: Callable[[str], object]
+    spans: SpanRecorder | None
     load_together: LoadTogether | None = None  # used in place of `load`, once all engines are paused or out
-    digest: str | None = None  # of the snapshot that is loaded
-    proven: ProvenVersions = field(default_factory=ProvenVersions)
-    fleet: Fleet | None = None  # None: no answer can be held back and no engine taken out
-    limits: SilenceLimits = field(default_factory=SilenceLimits)
-    warn: Callable[[str], object] = log_warning
-    spans: SpanRecorder | None = None
 
 
 async def sync_weights_to_engines(
