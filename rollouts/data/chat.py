@@ -90,23 +90,13 @@ class Template:
 
 
 @dataclass(frozen=True, slots=True)
-class MessageSpan:
-    """What one assistant turn teaches: token_ids[start:end], from after the generation prompt to its end
-    token, both the turn's own.
-    """
-
-    role: str
-    index: int  # position of the turn in the conversation
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
 class TokenizedConversation:
     """A conversation as the chat template writes it."""
 
     token_ids: IntArray  # [T]
-    spans: tuple[MessageSpan, ...]  # of the assistant turns asked for, in order
+    # token_ids[span] is what an assistant turn teaches, of those asked for in order: from after the
+    # generation prompt to its end token, both the turn's own
+    spans: tuple[slice, ...]
 
 
 TrainOn = Literal["all", "last"]
@@ -172,8 +162,7 @@ def tokenize_conversation(
     turns = turns if train_on == "all" else turns[-1:]
     marks = [mark for turn in turns for mark in _find_turn(messages, turn, text, template)]
     token_ids, positions = _tokenize_with_marks(text, marks, tokenizer, turns)
-    ends = zip(turns, positions[::2], positions[1::2], strict=True)
-    spans = tuple(MessageSpan("assistant", turn, start, end) for turn, start, end in ends)
+    spans = tuple(map(slice, positions[::2], positions[1::2]))
     return TokenizedConversation(np.asarray(token_ids, np.int64), spans)
 
 
@@ -181,7 +170,7 @@ def compute_loss_mask(conversation: TokenizedConversation) -> BoolArray:
     """[T] 1 in the spans."""
     mask = np.zeros(len(conversation.token_ids), np.bool_)
     for span in conversation.spans:
-        mask[span.start : span.end] = True
+        mask[span] = True
     return mask
 
 
@@ -250,18 +239,15 @@ def _choose_form(messages: Sequence[ChatMessage], template: Template) -> Templat
         tried = replace(template, arguments_as_text=as_text, empty_content=empty_content)
         try:
             text = tried.render(marked)
-        except DataError as error:
-            problems.append(error)
-            continue
-        lacking = [index for mark, index in marks.items() if not _writes_call(text, mark)]
-        if not lacking:
-            return tried
-        problems.append(
-            DataError(
+            lacking = [index for mark, index in marks.items() if not _writes_call(text, mark)]
+            if not lacking:
+                return tried
+            raise DataError(
                 f"the chat template does not write every tool call of message {lacking[0]} (with its"
                 " arguments); set model.chat_template to one that does, or leave the row out"
             )
-        )
+        except DataError as error:
+            problems.append(error)
     # the template's own refusal comes after what it leaves out, and text where an object is wanted comes last
     causes = [problem.__cause__ for problem in problems]
     ranks = [(cause is not None) + isinstance(cause, TypeError) for cause in causes]

@@ -32,7 +32,7 @@ TWO_TURNS = [
 def taught(messages: list[ChatMessage], tokenizer, **options) -> list[str]:
     """The text of every span."""
     conversation = tokenize_conversation(messages, tokenizer, **options)
-    return [tokenizer.decode(conversation.token_ids[span.start : span.end]) for span in conversation.spans]
+    return [tokenizer.decode(conversation.token_ids[span]) for span in conversation.spans]
 
 
 # --- spans --------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def test_a_span_begins_after_the_header_and_ends_with_the_end_token():
     conversation = tokenize_conversation([turn("user", "q"), turn("assistant", "abc")], byte_tokenizer())
     # <|im_start|> "user\n" "q" <|im_end|> "\n" = 1 + 5 + 1 + 1 + 1, then <|im_start|> "assistant\n" = 1 + 10
     (span,) = conversation.spans
-    assert (span.role, span.index, span.start, span.end) == ("assistant", 1, 20, 24)  # a, b, c, <|im_end|>
+    assert span == slice(20, 24)  # a, b, c, <|im_end|>
     assert len(conversation.token_ids) == 25  # and the newline after it
     assert conversation.token_ids[23] == 2
     assert conversation.token_ids.dtype == np.int64

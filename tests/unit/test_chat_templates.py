@@ -133,7 +133,7 @@ def test_a_tokenizer_of_word_marks_trains_the_same_text(name):
     tokenizer = family_sentencepiece(name)
     conversation = tokenize_conversation(TALK, tokenizer)
     taught = [
-        "".join(tokenizer.convert_ids_to_tokens(conversation.token_ids[s.start : s.end].tolist()))
+        "".join(tokenizer.convert_ids_to_tokens(conversation.token_ids[s].tolist()))
         for s in conversation.spans
     ]
     end = TALKS[name].split("⟧")[0].rsplit("7.", 1)[1]

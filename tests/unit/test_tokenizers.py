@@ -49,7 +49,7 @@ def test_a_template_from_a_file_takes_the_place_of_the_own_one_or_of_none(tmp_pa
     tokenizer = load_tokenizer(folder, chat_template=TEMPLATES / "plain.jinja")
     conversation = tokenize_conversation([QUESTION, ANSWER], tokenizer)
     (span,) = conversation.spans
-    assert tokenizer.decode(conversation.token_ids[span.start : span.end]) == " It is 7.<|endoftext|>"
+    assert tokenizer.decode(conversation.token_ids[span]) == " It is 7.<|endoftext|>"
     assert stop_token_ids(tokenizer, folder) == (0,)
 
 
@@ -103,7 +103,7 @@ def test_generation_stops_where_sft_teaches_it_to(name, tmp_path):
     folder = save(family_tokenizer(name), tmp_path / "model")
     tokenizer = load_tokenizer(folder)
     conversation = tokenize_conversation([QUESTION, ANSWER], tokenizer)
-    last_taught = int(conversation.token_ids[conversation.spans[0].end - 1])
+    last_taught = int(conversation.token_ids[conversation.spans[0].stop - 1])
     assert last_taught != tokenizer.eos_token_id
     assert stop_token_ids(tokenizer, folder) == tuple(
         sorted((tokenizer.convert_tokens_to_ids(FAMILIES[name].eos), last_taught))
