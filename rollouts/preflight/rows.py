@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import groupby
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from rollouts.config.modes import list_stages, stage_config
 from rollouts.config.schema import RunConfig
@@ -24,7 +24,13 @@ LOOKED_AT = 20_000  # prompts of RL that are tokenized, those with the longest t
 SHOWN_BAD_ROWS = 5
 SHORTENED = reprlib.Repr()
 SHORTENED.maxstring = 600  # characters of a conversation whose trained parts are shown
-USES: Mapping[str, RowUse] = {"sft": "conversation", "preference": "pair", "reward_model": "pair"}
+USES: Mapping[str, RowUse] = {  # by stage, or stage and loss
+    "sft": "conversation",
+    "preference": "pair",
+    "preference kto": "labelled",
+    "reward_model": "pair",
+    "reward_model mse": "scored",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +102,8 @@ def choose_use(config: RunConfig, stage: str) -> RowUse:
     """What the rows of "eval" or a training stage must be: of preferences pairs, but labelled responses for
     KTO, and scored ones for a reward model with loss "mse".
     """
-    if stage == "preference" and config.preference and config.preference.loss == "kto":
-        return "labelled"
-    if stage == "reward_model" and config.reward_model and config.reward_model.loss == "mse":
-        return "scored"
-    return USES.get(stage, "prompt")
+    loss = getattr(getattr(config, stage), "loss", "")
+    return USES.get(f"{stage} {loss}", USES.get(stage, "prompt"))
 
 
 def count_epochs(
@@ -114,11 +117,12 @@ def count_epochs(
     """
     counted: dict[str, Any] = {}
     for stage in list_stages(config):
-        section, table = cast(Any, stage_config(config, stage)), getattr(saved, stage, None)
-        before, made = table.steps if table else 0, prepared.samples.get(stage)
+        section: Any = stage_config(config, stage)
+        before = getattr(getattr(saved, stage, None), "steps", 0)
         if stage == "rl":
             drawn, known = section.rollout.num_prompts, len(rows.list_rows(stage))
         else:
+            made = prepared.samples.get(stage)
             drawn, known = section.batch_size, len(made.training.samples) if made else 0
         # exact in decimals: 0.1 epochs of 30 rows are 3 rows and no more
         steps = math.ceil(Fraction(str(section.epochs)) * known / drawn) or before
@@ -126,11 +130,12 @@ def count_epochs(
             continue
         counted[stage] = section.model_copy(update={"steps": steps, "epochs": 0.0})
         if before not in (0, steps):
-            text = (
+            findings.note(
+                "warning",
+                f"{stage}.epochs",
                 f"{section.epochs:g} epochs of {known} rows, {drawn} a step, are {steps} steps; at the last"
-                f" start they were {before}: the rows or the setting have changed"
+                f" start they were {before}: the rows or the setting have changed",
             )
-            findings.note("warning", f"{stage}.epochs", text)
     return config.model_copy(update=counted)
 
 
@@ -145,7 +150,7 @@ def prepare_rows(
     Reports ConfigError for a length that does not fit the context, DataError and ModelError for rows that the
     chat template does not take, and for a source without a row to train on.
     """
-    prepared, params = PreparedRows(), config.model.template_params
+    prepared = PreparedRows()
 
     def check_fit(setting: str, tokens: int, what: str) -> None:
         with findings.reporting(setting):
@@ -157,10 +162,10 @@ def prepare_rows(
 
     def tokenize(row: Row) -> Sequence[int]:
         tools = parse_tools(row.get("tools"), where="tools")
+        params = config.model.template_params
         return tokenize_prompt(row["prompt"], tokenizer, params=params, tools=tools).tolist()
 
-    rollout = config.rl and config.rl.rollout
-    for stage, section, settings in (("rl", "rl.rollout", rollout), ("eval", "eval", config.eval)):
+    for stage, section, settings in (("rl", "rl.rollout", config.rollout), ("eval", "eval", config.eval)):
         name, found = f"{stage}.data", rows.list_rows(stage)
         with findings.reporting(name):
             if not settings or not found:
@@ -172,8 +177,11 @@ def prepare_rows(
                     longest = max(longest, len(tokenize(found[row_id])))
             prepared.longest_prompt = max(prepared.longest_prompt, longest)
             new_tokens = settings.max_new_tokens
-            what = f"the longest prompt has {longest} tokens, with max_new_tokens={new_tokens} that is"
-            check_fit(f"{section}.max_new_tokens", longest + new_tokens, what)
+            check_fit(
+                f"{section}.max_new_tokens",
+                longest + new_tokens,
+                f"the longest prompt has {longest} tokens, with max_new_tokens={new_tokens} that is",
+            )
     for stage, mixture in rows.training.items():
         with findings.reporting(f"{stage}.data"):
             if stage != "rl":
@@ -189,12 +197,11 @@ def prepare_samples(config: RunConfig, stage: str, mixture: Mixture[Row], tokeni
     prepare_sft_mixture, prepare_preference_mixture and split_held_out do.
     """
     section: Any = stage_config(config, stage)
-    params = config.model.template_params
-    how: dict[str, Any] = {"max_length": section.max_length, "params": params}
+    how: dict[str, Any] = {"max_length": section.max_length, "params": config.model.template_params}
     if stage == "sft":
         return StageSamples(prepare_sft_mixture(mixture, tokenizer, train_on=section.train_on, **how))
-    how |= {"use": choose_use(config, stage), "name": f"{stage}.data"}
-    samples = prepare_preference_mixture(mixture, tokenizer, **how)
+    use, name = choose_use(config, stage), f"{stage}.data"
+    samples = prepare_preference_mixture(mixture, tokenizer, use=use, name=name, **how)
     return StageSamples(*split_held_out(samples, section.held_out, name=stage))
 
 
