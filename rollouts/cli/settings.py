@@ -72,8 +72,7 @@ def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     config, here, findings = load_config(arguments.config, overrides), Path.cwd(), Findings()
     stages, run_dir = choose_stages(config, arguments.mode), choose_run_dir(config)
     check_output(config, run_dir, findings)
-    ranks = config.distributed.ranks
-    run = look_at_run(config, stages, run_dir, findings, base_dir=here, local_ranks=ranks)
+    run = look_at_run(config, stages, run_dir, findings, base_dir=here, local_ranks=config.distributed.ranks)
     if config.rl:
         check_servers(config.engine, findings)
     if arguments.call:
@@ -90,8 +89,7 @@ def run_engines(arguments: argparse.Namespace) -> int:
     from rollouts.engines.environments import install_cpu_environment
 
     kind = "vllm" if "vllm" in arguments.command else "sglang"
-    into = arguments.into or Path(f".venv-{kind}")
-    install_cpu_environment(kind, into, say=partial(print, flush=True))
+    install_cpu_environment(kind, arguments.into or Path(f".venv-{kind}"), say=partial(print, flush=True))
     return 0
 
 
@@ -122,9 +120,10 @@ def check_output(config: RunConfig, run_dir: RunDir, findings: Findings) -> None
 
     with findings.reporting("output.dir"):
         check_run_dir(run_dir, config, resume=True)
-        used = "holds a run with these settings, which needs --resume; or name another directory"
-        exists = run_dir.config.exists()
-        message = f"{run_dir.root} {used}" if exists else str(run_dir.root)
-        findings.note("warning" if exists else "ok", "output.dir", message)
+        if run_dir.config.exists():
+            used = "holds a run with these settings, which needs --resume; or name another directory"
+            findings.note("warning", "output.dir", f"{run_dir.root} {used}")
+        else:
+            findings.note("ok", "output.dir", str(run_dir.root))
     with findings.reporting("output.trackers"):
         check_trackers(config.output.trackers)

@@ -102,8 +102,9 @@ def look_at_run(
 
     run, device = prepare_run(config, stages, run_dir, findings, base_dir=base_dir), None
     with findings.reporting("model.device"):
-        wanted, deterministic = config.model.device, config.deterministic
-        device = look_at_device(wanted, deterministic=deterministic, local_ranks=local_ranks)
+        device = look_at_device(
+            config.model.device, deterministic=config.deterministic, local_ranks=local_ranks
+        )
         findings.note("ok", "model.device", "on the CPU" if device.kind == "cpu" else "on a GPU")
     present = [stage for stage in stages if getattr(config, stage)]
     with findings.reporting("memory"):
@@ -113,8 +114,11 @@ def look_at_run(
             for stage in present:
                 findings += estimate_memory(run.config, stage, run.prepared, size, device, teacher=teacher)
         elif run.tokenizer:
-            unknown = "not estimated: config.json or the weight files do not say how large the model is"
-            findings.note("ok", "memory", unknown)
+            findings.note(
+                "ok",
+                "memory",
+                "not estimated: config.json or the weight files do not say how large the model is",
+            )
     findings += estimate_work(run.config, present, run.rows)
     return run
 
@@ -148,8 +152,14 @@ def check_loss(config: RLTrainingConfig | PreferenceTrainingConfig) -> Collectio
             return
         if settings.loss in PREFERENCE_LOSSES:
             raise ConfigError(f"rl.loss={settings.loss!r} is of pairs; set rl.pairs")
-        spec, both = make_loss_spec(settings), {"recompute_old": settings.recompute_old}
-        try_loss(spec.name, spec.params, unit=spec.unit, reference=needs_reference(settings), **both)
+        spec = make_loss_spec(settings)
+        try_loss(
+            spec.name,
+            spec.params,
+            unit=spec.unit,
+            reference=needs_reference(settings),
+            recompute_old=settings.recompute_old,
+        )
         own = find_own_unit(spec.name)
         if spec.unit != own:
             warnings[f"{spec.unit!r}, where loss {spec.name!r} is defined by {own!r}"] = None
@@ -170,7 +180,7 @@ def check_alerts(alerts: Sequence[AlertConfig], findings: Findings) -> None:
             if alert.webhook and not os.environ.get(alert.webhook):
                 raise ConfigError(f"{key}.webhook: {alert.webhook} is not set; export it with the URL")
             if find_metric(alert.metric) is None:
-                close = did_you_mean(alert.metric, [metric.name for metric in METRICS])
+                close = did_you_mean(alert.metric, (metric.name for metric in METRICS))
                 findings.note("warning", key, f"the metric {alert.metric!r} is none of ours{close}")
 
 
@@ -197,13 +207,19 @@ def check_servers(
                 findings.note("ok", url, f"{config.kind} {named}, healthy")
                 is_local = re.match(r"localhost$|::1$|127\.", client.base_url.host)
                 if not is_local and client.get(control).is_success:
-                    problem = f"whoever reaches it controls it: {control} needs no key"
-                    way_out = "bind it to 127.0.0.1, or put it behind a firewall"
-                    findings.note("warning", url, f"{problem}; {way_out}")
+                    findings.note(
+                        "warning",
+                        url,
+                        f"whoever reaches it controls it: {control} needs no key; bind it to 127.0.0.1, or"
+                        " put it behind a firewall",
+                    )
         except httpx.HTTPError as error:
-            variable = f"{config.kind.upper()}_API_KEY"
-            way_out = f"start the server, export its key as {variable}, or take it out of engine.urls"
-            findings.note("error", url, f"{type(error).__name__}: {error}; {way_out}")
+            findings.note(
+                "error",
+                url,
+                f"{type(error).__name__}: {error}; start the server, export its key as"
+                f" {config.kind.upper()}_API_KEY, or take it out of engine.urls",
+            )
 
 
 # --- a written run ------------------------------------------------------------------------------------------
@@ -217,8 +233,7 @@ def check_written_run(run_dir: RunDir, *, deep: bool) -> Findings:
         with findings.reporting(path.name):
             count = sum(1 for _ in iterate_rows(path, report=torn.append))
             if torn and not running:
-                message = f"{count} rows; {torn[0]}; --resume repairs it"
-                findings.note("warning", path.name, message)
+                findings.note("warning", path.name, f"{count} rows; {torn[0]}; --resume repairs it")
             else:
                 findings.note("ok", path.name, f"{count} rows")
     for path in sorted(path for path in run_dir.checkpoints.glob("*/*") if path.is_dir()):

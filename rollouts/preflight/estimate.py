@@ -83,14 +83,14 @@ def estimate_memory(
     On a GPU it is the peak of rank 0's, which has the embedded engine, the reference and the teacher too;
     with distributed.cpu_offload another finding says what this machine holds. `device` None: on the CPU.
     """
-    ranks, on_gpu = config.distributed.ranks, device is not None and device.kind == "cuda"
+    ranks = config.distributed.ranks
     shards = config.distributed.shard_size or ranks
     parts = _other_parts(config, stage, lengths, size, shards)
     if teacher and stage == "rl":
         parts[f"a teacher's weights 4 x {teacher.parameters / 1e6:.4g}M"] = FLOAT_BYTES * teacher.parameters
     undoes = getattr(getattr(config, stage), "kl_limit", 0) > 0
     whole = _trained_parts(size, undoes=undoes)
-    if not on_gpu or device is None:
+    if device is None or device.kind != "cuda":
         return [_compare(f"{stage}: memory", whole | parts, read_free_memory())]
     subject = f"{stage}: memory of a GPU"
     if not config.distributed.cpu_offload:
@@ -107,9 +107,12 @@ def _trained_parts(size: ModelSize, shards: int = 1, *, undoes: bool = False) ->
     """
     weights = FLOAT_BYTES * size.parameters // shards
     share = f" / {shards} ranks" if shards > 1 else ""
-    named = f"weights 4 x {size.parameters / 1e6:.4g}M{share}"
-    parts = {named: weights, "gradients as much": weights, "AdamW twice that": 2 * weights}
-    return {**parts, "a copy of weights and moments for kl_limit": undoes * 3 * weights}
+    return {
+        f"weights 4 x {size.parameters / 1e6:.4g}M{share}": weights,
+        "gradients as much": weights,
+        "AdamW twice that": 2 * weights,
+        "a copy of weights and moments for kl_limit": undoes * 3 * weights,
+    }
 
 
 def _other_parts(
@@ -168,8 +171,8 @@ def _compare(subject: str, parts: Mapping[str, int], free: int | None) -> Findin
     text += "" if free is None else f"; {_mib(free)} are free"
     if free is None or total <= free:
         return Finding("ok", subject, text)
-    advice = "lower micro_batch_tokens or engine.max_rows, or set model.gradient_checkpointing"
-    return Finding("warning", subject, f"{text}: {advice}")
+    text += ": lower micro_batch_tokens or engine.max_rows, or set model.gradient_checkpointing"
+    return Finding("warning", subject, text)
 
 
 def _mib(count: int) -> str:
@@ -197,8 +200,11 @@ def estimate_work(config: RunConfig, stages: Sequence[str], rows: Rows) -> list[
         count = len(rows.list_rows(stage))
         epochs = f", {section.steps * drawn / count:.3g} times through the rows" if count else ""
         micro_batches = math.ceil(tokens / section.micro_batch_tokens)
-        text = f"at most {tokens} tokens a step, {micro_batches} or more micro-batches at that length"
-        findings.append(Finding("ok", f"{stage}: work", f"{section.steps} steps of {each}{epochs}; {text}"))
+        text = (
+            f"{section.steps} steps of {each}{epochs}; at most {tokens} tokens a step, {micro_batches} or"
+            " more micro-batches at that length"
+        )
+        findings.append(Finding("ok", f"{stage}: work", text))
     if config.eval and stages:
         prompts, samples = len(rows.held_out), config.eval.samples_per_prompt
         tokens = prompts * samples * config.eval.max_new_tokens
