@@ -45,11 +45,10 @@ class SFTSample:
 
     token_ids: IntArray  # [T]
     loss_mask: BoolArray  # [T] 1 where the token trains; at least one does, the first never
-    row_id: int  # position of its row in the dataset
 
     def cut(self, max_length: int) -> SFTSample:
         """Its first tokens."""
-        return SFTSample(self.token_ids[:max_length], self.loss_mask[:max_length], self.row_id)
+        return SFTSample(self.token_ids[:max_length], self.loss_mask[:max_length])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +58,6 @@ class PreferenceSample:
     # chosen and rejected; or the completion and, after the same prompt, that of another one. They are equal
     # up to the first token that trains in either. Of a scored response there is one
     rows: tuple[SFTSample, ...]
-    row_id: int  # position of its row in the dataset
     margin: float = 0.0  # how much better the chosen response is said to be, or the score; of reward models
     desirable: bool | None = None  # the mark of the completion; None: a pair
     # nats, of the rows that are scored under a frozen reference; None: not scored
@@ -67,9 +65,9 @@ class PreferenceSample:
 
 
 def prepare_samples(
-    mixture: Mixture[Row], prepare: Callable[[Row, int], tuple[S, int] | str], *, max_length: int, name: str
+    mixture: Mixture[Row], prepare: Callable[[Row], tuple[S, int] | str], *, max_length: int, name: str
 ) -> Mixture[S]:
-    """The samples of all rows. `prepare(row, row id)` gives a sample and how many of its token rows are cut,
+    """The samples of all rows. `prepare(row)` gives a sample and how many of its token rows are cut,
     or the reason for which it is dropped; then it takes no place.
 
     Raises DataError and ModelError naming the row, DataError naming max_length if a source has nothing left.
@@ -86,7 +84,7 @@ def prepare_samples(
                 slots.append(None)
                 continue
             with naming(f"{key}: row {row_id}"):
-                answer = prepare(row, row_id)
+                answer = prepare(row)
             if isinstance(answer, str):
                 reasons[answer] += 1
             else:
@@ -120,8 +118,8 @@ def prepare_sft_mixture(
     both are counted. Raises as prepare_samples.
     """
 
-    def prepare(row: Row, row_id: int) -> tuple[SFTSample, int] | str:
-        whole = _tokenize_row(row_to_conversation(row), row, row_id, tokenizer, train_on, params)
+    def prepare(row: Row) -> tuple[SFTSample, int] | str:
+        whole = _tokenize_row(row_to_conversation(row), row, tokenizer, train_on, params)
         sample = whole.cut(max_length)
         return (sample, int(len(whole.token_ids) > max_length)) if sample.loss_mask.any() else NO_TOKENS
 
@@ -131,7 +129,6 @@ def prepare_sft_mixture(
 def _tokenize_row(
     messages: Sequence[ChatMessage],
     row: Row,
-    row_id: int,
     tokenizer: ChatTokenizer,
     train_on: TrainOn,
     params: TemplateParams,
@@ -139,7 +136,7 @@ def _tokenize_row(
     """The messages, with the row's tools, as one sample, whole."""
     tools = parse_tools(row.get("tools"), where="tools")
     found = tokenize_conversation(messages, tokenizer, train_on=train_on, params=params, tools=tools)
-    sample = SFTSample(found.token_ids, compute_loss_mask(found), row_id)
+    sample = SFTSample(found.token_ids, compute_loss_mask(found))
     assert not sample.loss_mask[0], "the first token has nothing before it to be predicted from"
     return sample
 
@@ -186,14 +183,14 @@ def prepare_preference_mixture(
         ]
     left = iter(pairs)
 
-    def prepare(row: Row, row_id: int) -> tuple[PreferenceSample, int] | str:
+    def prepare(row: Row) -> tuple[PreferenceSample, int] | str:
         whole: list[SFTSample] = []
         for field, response in next(left).items():
             with naming(field):
-                sample = _tokenize_row([*row["prompt"], *response], row, row_id, tokenizer, "last", params)
+                sample = _tokenize_row([*row["prompt"], *response], row, tokenizer, "last", params)
             whole.append(sample.cut(int(np.flatnonzero(sample.loss_mask)[-1]) + 1))
         cut = tuple(response.cut(max_length) for response in whole)
-        assert len({response.token_ids[~response.loss_mask].tobytes() for response in whole}) == 1, row_id
+        assert len({response.token_ids[~response.loss_mask].tobytes() for response in whole}) == 1
         if not cut[0].loss_mask.any():
             return NO_TOKENS
         if use == "pair" and np.array_equal(cut[0].token_ids, cut[1].token_ids):
@@ -201,7 +198,7 @@ def prepare_preference_mixture(
         margin = float(row["score"] if use == "scored" else row.get("margin") or 0.0)
         desirable = row["label"] if use == "labelled" else None
         num_cut = sum(len(response.token_ids) > max_length for response in whole[: len(fields)])
-        return PreferenceSample(cut, row_id, margin, desirable), num_cut
+        return PreferenceSample(cut, margin, desirable), num_cut
 
     return prepare_samples(mixture, prepare, max_length=max_length, name=name)
 

@@ -86,7 +86,7 @@ class Diary:
 
 def sft_samples(count: int) -> list[SFTSample]:
     mask = np.asarray([False, True, True])
-    return [SFTSample(np.asarray([row, 1, 2]), mask, row) for row in range(count)]
+    return [SFTSample(np.asarray([row, 1, 2]), mask) for row in range(count)]
 
 
 async def test_sft_logs_every_step_and_trains_the_rows_of_its_step():

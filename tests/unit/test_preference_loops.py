@@ -51,24 +51,24 @@ DATA = [DataSourceConfig(kind="jsonl", path="unused.jsonl")]
 BETA = 0.3
 
 
-def make_row(rng: np.random.Generator, prompt: Sequence[int], row_id: int) -> SFTSample:
+def make_row(rng: np.random.Generator, prompt: Sequence[int]) -> SFTSample:
     response = rng.integers(3, 60, rng.integers(1, 9))
     tokens = np.concatenate([np.asarray(prompt, np.int64), response])
-    return SFTSample(tokens, np.arange(len(tokens)) >= len(prompt), row_id)
+    return SFTSample(tokens, np.arange(len(tokens)) >= len(prompt))
 
 
 def make_pairs(count: int, seed: int = 0) -> list[PreferenceSample]:
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(3, 60, rng.integers(2, 7)).tolist() for _ in range(count)]
     return [
-        PreferenceSample((make_row(rng, prompt, row), make_row(rng, prompt, row)), row, margin=float(row))
+        PreferenceSample((make_row(rng, prompt), make_row(rng, prompt)), margin=float(row))
         for row, prompt in enumerate(prompts)
     ]
 
 
 def make_labelled(count: int, seed: int = 0) -> list[PreferenceSample]:
     return [
-        PreferenceSample(pair.rows, index, desirable=index % 3 != 0)
+        PreferenceSample(pair.rows, desirable=index % 3 != 0)
         for index, pair in enumerate(make_pairs(count, seed))
     ]
 
