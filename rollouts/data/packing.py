@@ -92,23 +92,35 @@ def make_micro_batches(
     `share_prefix`; without it one row each, padded to the longest of the micro-batch. `micro_batch_cost`:
     what a micro-batch costs beside its tokens, in tokens; `attention_cost`: what a (query, key) pair costs,
     in tokens. With several `ranks` the micro-batches cost least when each rank computes one at a time and
-    waits for the slowest: their costs are even, and each rank has rows where there are enough. Deterministic,
-    O(n log n) in the rows. Raises ValueError if a row trains its first token, which nothing predicts.
+    waits for the slowest: their costs are even, and each rank has rows where there are enough. On one rank
+    they are as few as best fit finds. The largest comes first. Deterministic, O(n log n) in the rows. Raises
+    ValueError if a row trains its first token, which nothing predicts.
     """
     lengths = np.asarray([_needed_length(row, mask) for row, mask in enumerate(loss_masks)], np.int64)
     trained = np.flatnonzero(lengths > 0 if skip_rows is None else (lengths > 0) & ~skip_rows)
     if not len(trained):
         return []
     rows = sort_rows(tokens, trained, lengths[trained], share=share_prefix and padding_free)
-    plans = plan_rows(
-        rows,
-        micro_batch_tokens,
-        packed=padding_free,
-        ranks=ranks,
-        attention_cost=attention_cost,
-        micro_batch_cost=micro_batch_cost,
-    )
-    return [_make_micro_batch(rows, *plan, tokens, loss_masks, packed=padding_free) for plan in plans]
+    budget = micro_batch_tokens
+    best, least = place_rows(rows, np.zeros(len(trained), np.int64), packed=True), float("inf")
+    nodes, pairs = int(best.nodes[0]), float(best.pairs[0])
+    # no plan costs less
+    bound = (nodes + attention_cost * pairs) / ranks + micro_batch_cost * -(-nodes // (budget * ranks))
+    found = _find_packed_bins(rows, budget, ranks, attention_cost)
+    for labels in found if padding_free else _find_padded_bins(rows, budget, ranks):
+        placed = place_rows(rows, labels, packed=padding_free)
+        cost = compute_round_cost(placed.nodes + attention_cost * placed.pairs + micro_batch_cost, ranks)
+        if len(placed.starts) >= min(ranks, len(trained)) and cost < least:
+            best, least = placed, cost
+        if least <= GOOD * bound:
+            break
+    assert least < float("inf"), "single rows fit somewhere, and leave no rank without"
+    largest_first = np.lexsort((rows.numbers[best.order[best.starts]], -best.nodes)).tolist()
+    orders, commons = (np.split(one, best.starts[1:]) for one in (best.order, best.common))
+    return [
+        _make_micro_batch(rows, orders[one], commons[one], tokens, loss_masks, packed=padding_free)
+        for one in largest_first
+    ]
 
 
 def _needed_length(row: int, mask: BoolArray) -> int:
@@ -253,39 +265,6 @@ def sort_rows(tokens: Sequence[IntArray], numbers: IntArray, lengths: IntArray, 
         different = one[:length] != other[:length]
         common[place] = int(different.argmax()) if different.any() else length
     return SortedRows(numbers[order], lengths[order], common)
-
-
-def plan_rows(
-    rows: SortedRows,
-    budget: int,
-    *,
-    packed: bool,
-    ranks: int,
-    attention_cost: float,
-    micro_batch_cost: int,
-) -> list[tuple[IntArray, IntArray]]:
-    """(places in `rows` [b], tokens shared with the row before [b]) of each micro-batch, the largest first.
-
-    A micro-batch is one packed row of at most `budget` nodes, or rows padded to their longest of at most
-    `budget` tokens, or one longer row; on one rank as few as best fit finds, on several of even cost, with
-    rows for each rank where there are enough.
-    """
-    whole = place_rows(rows, np.zeros(len(rows.numbers), np.int64), packed=True)
-    bound = (float(whole.nodes[0]) + attention_cost * float(whole.pairs[0])) / ranks
-    bound += micro_batch_cost * -(-int(whole.nodes[0]) // (budget * ranks))
-    best, least = whole, float("inf")
-    found = _find_packed_bins(rows, budget, ranks, attention_cost)
-    for labels in found if packed else _find_padded_bins(rows, budget, ranks):
-        placed = place_rows(rows, labels, packed=packed)
-        cost = compute_round_cost(placed.nodes + attention_cost * placed.pairs + micro_batch_cost, ranks)
-        if len(placed.starts) >= min(ranks, len(rows.numbers)) and cost < least:
-            best, least = placed, cost
-        if least <= GOOD * bound:
-            break
-    assert least < float("inf"), "single rows fit somewhere, and leave no rank without"
-    largest_first = np.lexsort((rows.numbers[best.order[best.starts]], -best.nodes)).tolist()
-    orders, commons = (np.split(one, best.starts[1:]) for one in (best.order, best.common))
-    return [(orders[one], commons[one]) for one in largest_first]
 
 
 def place_rows(rows: SortedRows, labels: IntArray, *, packed: bool) -> Placed:
