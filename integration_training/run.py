@@ -108,11 +108,11 @@ async def run_training(command: argparse.Namespace, config: RunConfig, launch: L
     if command.dry_run:
         # a process that stays alone answers for all
         ranks = max(config.distributed.ranks, launch.local_world_size)
-        look_at_run(*what, findings, base_dir=Path.cwd(), local_ranks=ranks)
+        look_at_run(*what, findings, local_ranks=ranks)
         return print_findings(findings, console)
     # ranks choose when they meet, and hear of a refusal
     device = choose_run_device(config, launch) if launch.world_size == 1 else ""
-    prepared = prepare_run(*what, findings, base_dir=Path.cwd())
+    prepared = prepare_run(*what, findings)
     for level, subject, message in findings:
         if level == "warning" or "left out" in message:  # what does not train is always said
             say(f"{subject}: {message}", sys.stdout)
@@ -165,7 +165,7 @@ async def train_stages(
     attempt = next_attempt(run_dir)  # before the others are met: from then on they take silence for an end
     with open_progress(console, totals) as progress:
         async with (
-            open_functions(config, prepared.functions, base_dir=Path.cwd(), warn=say) as functions,
+            open_functions(config, prepared.functions, warn=say) as functions,
             open_other_ranks(launch, loaded, model_path, stop) as ranks,
         ):
             if ranks is not None:

@@ -69,14 +69,14 @@ def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from rollouts.preflight.functions import call_functions
     from rollouts.preflight.run_directory import choose_run_dir
 
-    config, here, findings = load_config(arguments.config, overrides), Path.cwd(), Findings()
+    config, findings = load_config(arguments.config, overrides), Findings()
     stages, run_dir = choose_stages(config, arguments.mode), choose_run_dir(config)
     check_output(config, run_dir, findings)
-    run = look_at_run(config, stages, run_dir, findings, base_dir=here, local_ranks=config.distributed.ranks)
+    run = look_at_run(config, stages, run_dir, findings, local_ranks=config.distributed.ranks)
     if config.rl:
         check_servers(config.engine, findings)
     if arguments.call:
-        trio.run(lambda: call_functions(config, run.functions, run.rows, findings, base_dir=here))
+        trio.run(lambda: call_functions(config, run.functions, run.rows, findings))
     return print_findings(findings, console)
 
 

@@ -33,7 +33,7 @@ PLAIN = ("curriculum", "advantage", "pairs")
 
 
 def load_function(
-    name: str, *, role: str, base_dir: Path, built_in: Mapping[str, Callable[..., Any]] | None = None
+    name: str, *, role: str, base_dir: Path = Path(), built_in: Mapping[str, Callable[..., Any]] | None = None
 ) -> Callable[..., Any]:
     """The function that `name` means, imported once: the same name, or another function of the same file,
     comes from the same module.

@@ -214,7 +214,7 @@ def make_reasoning_gym_rows(source: DataSourceConfig) -> FoundRows:
 
 def make_python_rows(source: DataSourceConfig) -> FoundRows:
     """What function(size=, seed=, **params) gives. Raises PlugInError if there is no such function."""
-    function = load_function(source.function, role="rows", base_dir=Path.cwd())
+    function = load_function(source.function, role="rows")
     for number, row in enumerate(function(size=source.size, seed=source.seed, **source.params)):
         yield f"{source.function} row {number}", row
 

@@ -51,16 +51,14 @@ class PreparedRun:
     prepared: PreparedRows = field(default_factory=PreparedRows)
 
 
-def prepare_run(
-    config: RunConfig, stages: Sequence[str], run_dir: RunDir, findings: Findings, *, base_dir: Path
-) -> PreparedRun:
+def prepare_run(config: RunConfig, stages: Sequence[str], run_dir: RunDir, findings: Findings) -> PreparedRun:
     """Rows, functions, losses, the model's directory, its chat template and lengths, read and checked; the
     run's config has steps in place of epochs.
     """
     from rollouts.models.load import load_tokenizer, resolve_model
 
     rows = load_all_rows(config, stages, findings)
-    functions = load_functions(config, stages, findings, base_dir=base_dir)
+    functions = load_functions(config, stages, findings)
     run = PreparedRun(config=config, run_dir=run_dir, rows=rows, functions=functions)
     check_losses(config, stages, findings)
     check_alerts(config.alerts, findings)
@@ -92,7 +90,6 @@ def look_at_run(
     run_dir: RunDir,
     findings: Findings,
     *,
-    base_dir: Path,
     local_ranks: int,
 ) -> PreparedRun:
     """What prepare_run reads; beside what is wrong with it, `findings` has device, memory and work.
@@ -100,7 +97,7 @@ def look_at_run(
     """
     from rollouts.models.devices import look_at_device
 
-    run, device = prepare_run(config, stages, run_dir, findings, base_dir=base_dir), None
+    run, device = prepare_run(config, stages, run_dir, findings), None
     with findings.reporting("model.device"):
         device = look_at_device(
             config.model.device, deterministic=config.deterministic, local_ranks=local_ranks

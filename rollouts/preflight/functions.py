@@ -66,9 +66,7 @@ class Functions:
     )  # by names in rl.advantage, rl.changes
 
 
-def load_functions(
-    config: RunConfig, stages: Sequence[str], findings: Findings, *, base_dir: Path
-) -> Functions:
+def load_functions(config: RunConfig, stages: Sequence[str], findings: Findings) -> Functions:
     """Every function as it is, in this process. Reports PlugInError for one that does not import or does not
     take what its role passes, ConfigError where a stage lacks one; the message names the setting.
     """
@@ -82,7 +80,7 @@ def load_functions(
                 known: Any = {"filter": FILTERS, "ranker": RANKERS}.get(role)
                 if role == "pairs" and ":" not in name:
                     known = {name: find_pair_selector(name)}
-                function = load_function(name, role=role, base_dir=base_dir, built_in=known)
+                function = load_function(name, role=role, built_in=known)
                 findings.note("ok", key, name)
                 return function
         return None
@@ -111,11 +109,11 @@ def load_functions(
     found["filters"] = tuple(load("rl.rollout.filters", "filter", name) for name in filters)
     with findings.reporting("rl.advantage"):
         if config.rl:
-            found["advantages"] = load_advantages(config.rl, base_dir=base_dir)
+            found["advantages"] = load_advantages(config.rl)
     return Functions(**found)
 
 
-def load_advantages(config: RLTrainingConfig, *, base_dir: Path) -> dict[str, AdvantageFn]:
+def load_advantages(config: RLTrainingConfig) -> dict[str, AdvantageFn]:
     """The functions that rl.advantage and rl.changes name, by name. Raises PlugInError if there is none,
     ConfigError if one does not take its parameters; the message names the change.
     """
@@ -124,7 +122,7 @@ def load_advantages(config: RLTrainingConfig, *, base_dir: Path) -> dict[str, Ad
     def load(settings: RLTrainingConfig) -> None:
         name = settings.advantage
         try:
-            found[name] = load_function(name, role="advantage", base_dir=base_dir, built_in=ADVANTAGES)
+            found[name] = load_function(name, role="advantage", built_in=ADVANTAGES)
         except PlugInError as error:
             raise PlugInError(f"rl.{error}") from error
         check_advantage_params(name, found[name], settings.advantage_params)
@@ -138,7 +136,6 @@ async def open_functions(
     config: RunConfig,
     functions: Functions,
     *,
-    base_dir: Path,
     warn: Callable[[str], None],
     num_workers: int | None = None,
 ) -> AsyncIterator[Functions]:
@@ -162,7 +159,7 @@ async def open_functions(
             workers = await stack.enter_async_context(opening)
             for key in sync:
                 put = workers.group_reward if key == "group_reward" else workers.reward
-                running[key] = put(settings[SETTINGS[key]], base_dir)
+                running[key] = put(settings[SETTINGS[key]], Path.cwd())
         if not rollout.reward_model:
             running["reward"] = weigh(running["reward"], rollout)
         running["eval_reward"] = running["eval_reward"] or running["reward"]
@@ -194,9 +191,7 @@ def weigh(reward: RewardFn | None, rollout: RolloutConfig) -> RewardFn | None:
 # --- a trial call -------------------------------------------------------------------------------------------
 
 
-async def call_functions(
-    config: RunConfig, functions: Functions, rows: Rows, findings: Findings, *, base_dir: Path
-) -> None:
+async def call_functions(config: RunConfig, functions: Functions, rows: Rows, findings: Findings) -> None:
     """Notes for each function what it made of a sample of the first row. Sync rewards run in a worker
     process, as in training.
 
@@ -206,7 +201,7 @@ async def call_functions(
     """
     warn = functools.partial(findings.note, "warning", "--call")
     try:
-        async with open_functions(config, functions, base_dir=base_dir, warn=warn, num_workers=1) as running:
+        async with open_functions(config, functions, warn=warn, num_workers=1) as running:
             await _call_each(config, running, rows, findings)
     except* RolloutsError as group:
         for error in group.exceptions:

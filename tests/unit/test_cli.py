@@ -90,7 +90,7 @@ async def test_what_init_writes_has_rows_and_functions_that_tell_right_from_wron
     config, findings = load_config(path), Findings(raises=True)
     assert config.rl is not None
     rows = load_all_rows(config, ("sft", "rl"), findings)
-    functions = load_functions(config, ("sft", "rl"), findings, base_dir=tmp_path)
+    functions = load_functions(config, ("sft", "rl"), findings)
     assert all(len(rows.list_rows(stage)) > 15 for stage in ("sft", "rl", "eval"))
     right, wrong = make_trial_samples(rows.list_rows("rl"))
     reward, is_right = functions.reward, functions.eval_reward

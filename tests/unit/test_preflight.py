@@ -90,7 +90,7 @@ def look_at(
     house: Path, text: str, stages: tuple[str, ...] = ("rl",), *options: str
 ) -> tuple[PreparedRun, Findings]:
     config, findings, place = load(house, text, *options), Findings(), RunDir(house / "run")
-    return look_at_run(config, stages, place, findings, base_dir=house, local_ranks=1), findings
+    return look_at_run(config, stages, place, findings, local_ranks=1), findings
 
 
 def look(house: Path, text: str, stages: tuple[str, ...] = ("rl",), *options: str) -> list[str]:
@@ -307,7 +307,7 @@ def test_functions_are_called_once_and_their_answers_shown(house, kind: str, sou
     text += 'ranker = "reward_std"\nover_sampling = 2.0\n' + CALLED
     text = text.replace("[rl.rollout]", "[rl.rollout]\nreward_timeout_s = 0.2")
     run, findings = look_at(house, text)[0], Findings()
-    trio.run(lambda: call_functions(run.config, run.functions, run.rows, findings, base_dir=house))
+    trio.run(lambda: call_functions(run.config, run.functions, run.rows, findings))
     lines = [f"{finding.level} {finding.subject}: {finding.message}" for finding in findings]
     said = [start for name, start in read_cells(ANSWERS) if name == kind]
     assert all(line.startswith(start) for line, start in zip(lines, said, strict=False)), lines

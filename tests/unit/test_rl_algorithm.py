@@ -143,7 +143,7 @@ def test_a_change_that_makes_no_sense_is_refused_at_the_start(changes, message):
         rl_config(*changes)
 
 
-def test_the_loss_and_the_advantage_of_every_piece_are_checked_and_the_change_is_named(tmp_path):
+def test_the_loss_and_the_advantage_of_every_piece_are_checked_and_the_change_is_named(tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"rl\.changes with from_step=60: loss 'gspo' has no parameter 'clip_hi'"
     ):
@@ -153,13 +153,14 @@ def test_the_loss_and_the_advantage_of_every_piece_are_checked_and_the_change_is
     with pytest.raises(
         PlugInError, match=r"rl\.changes with from_step=60: rl\.advantage='groo' does not name a function"
     ):
-        load_advantages(rl_config({"from_step": 60, "advantage": "groo"}), base_dir=tmp_path)
+        load_advantages(rl_config({"from_step": 60, "advantage": "groo"}))
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def scaled(inputs, *, by=1.0):\n    return inputs.rewards * by\n")
     change = {"from_step": 60, "advantage": "mine.py:scaled", "advantage_params": {"by": 2.0}}
-    found = load_advantages(rl_config(change), base_dir=tmp_path)
+    found = load_advantages(rl_config(change))
     assert sorted(found) == ["grpo", "mine.py:scaled"]
     with pytest.raises(ConfigError, match=r"rl\.changes with from_step=60: .*has no parameter 'to'"):
-        load_advantages(rl_config(change | {"advantage_params": {"to": 2.0}}), base_dir=tmp_path)
+        load_advantages(rl_config(change | {"advantage_params": {"to": 2.0}}))
 
 
 # --- controllers --------------------------------------------------------------------------------------------
