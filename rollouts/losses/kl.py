@@ -27,6 +27,8 @@ from rollouts.losses.reductions import compute_log_ratio, compute_token_ratio, r
 
 KlEstimator = Callable[[Tensor, Tensor], Tensor]
 """(policy log-probs, reference log-probs), both [B, T] in nats -> [B, T]."""
+WeighFn = Callable[[Tensor, Tensor], Tensor]
+"""(policy log-probs, reference log-probs) of one shape -> a weight for each."""
 
 
 def kl_k1(policy_log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
@@ -56,7 +58,7 @@ def make_truncated_kl(estimator: KlEstimator, cap: float) -> KlEstimator:
     return lambda policy_log_probs, ref_log_probs: estimator(policy_log_probs, ref_log_probs).clamp(max=cap)
 
 
-def make_weighted_kl(estimator: KlEstimator, weigh: Callable[[Tensor, Tensor], Tensor]) -> KlEstimator:
+def make_weighted_kl(estimator: KlEstimator, weigh: WeighFn) -> KlEstimator:
     """weigh(policy, ref) · estimator, the weights [B, T] without gradient: `lambda policy, ref: ref.exp()`
     trusts a confident reference more.
     """
@@ -119,7 +121,7 @@ def compute_exact_kl(
     ref_logits: Tensor,
     *,
     temperature: float = 1.0,
-    weigh: Callable[[Tensor, Tensor], Tensor] | None = None,
+    weigh: WeighFn | None = None,
 ) -> Tensor:
     """[N] Σ_v p_v·(log p_v − log q_v) over the vocabulary of softmax(logits / temperature), both logits [N,
     V]: exact, no sample needed.
@@ -134,9 +136,7 @@ def compute_exact_kl(
     return sum_kl_terms(log_p, log_q, weigh=weigh)
 
 
-def sum_kl_terms(
-    log_p: Tensor, log_q: Tensor, *, weigh: Callable[[Tensor, Tensor], Tensor] | None = None
-) -> Tensor:
+def sum_kl_terms(log_p: Tensor, log_q: Tensor, *, weigh: WeighFn | None = None) -> Tensor:
     """[N] Σ_v w_v·p_v·(log p_v − log q_v) of log-probs [N, V], with the rules and the weights of
     `compute_exact_kl`.
     """

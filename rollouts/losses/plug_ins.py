@@ -34,6 +34,7 @@ def find_function(
             " can import it, and put the directory of the module's file on PYTHONPATH"
         ) from error
     if not callable(function):
-        kind = type(function).__name__
-        raise PlugInError(f"{setting}={name!r} is a {kind}; it must be a function of {takes}")
+        raise PlugInError(
+            f"{setting}={name!r} is a {type(function).__name__}; it must be a function of {takes}"
+        )
     return function

@@ -50,7 +50,8 @@ PreferenceLoss = Callable[..., LossOutput]
 """Takes fields of PairLogProbs by their names, in any choice, and numbers by keyword."""
 
 
-Formula = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
+WithMetrics = tuple[Tensor, dict[str, Tensor]]
+Formula = Callable[..., Tensor | WithMetrics]
 """Its arguments are what it takes of a pair, all [P] with gradient, and then its numbers:
     good, bad              Δ_c and Δ_r of a loss with a reference, else π_c and π_r
     good_mean, bad_mean    the same divided by the response's tokens
@@ -81,14 +82,12 @@ def _compute_cpo(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
     nll_weight: float = 1.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> WithMetrics:
     losses = _smooth(beta * margin, label_smoothing) - nll_weight * good_mean
     return losses, {"loss/nll": -good_mean}
 
 
-def _compute_orpo(
-    good_mean: Tensor, bad_mean: Tensor, *, beta: float = 0.1
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _compute_orpo(good_mean: Tensor, bad_mean: Tensor, *, beta: float = 0.1) -> WithMetrics:
     log_odds = compute_log_odds(good_mean) - compute_log_odds(bad_mean)
     losses = -good_mean - beta * logsigmoid(log_odds)
     return losses, {"loss/nll": -good_mean, "log_odds/mean": log_odds}
@@ -246,8 +245,9 @@ def compute_preference_loss(pairs: PairLogProbs, loss: str | PreferenceLoss, **p
     names = inspect.signature(function).parameters
     fields = {name: value for name, value in pairs._asdict().items() if name in names}
     for name, value in fields.items():
-        rule = f"preference loss {loss!r} needs {name} and the pairs have none; score them"
-        require(value is not None, rule)
+        require(
+            value is not None, f"preference loss {loss!r} needs {name} and the pairs have none; score them"
+        )
     check_keywords(f"preference loss {loss!r}", function, params, beside=fields)
     return function(**fields, **params)
 
@@ -275,9 +275,8 @@ def compute_pair_log_probs(inputs: LossInputs) -> PairLogProbs:
 
 def make_pairs(sums: Tensor, ref: Tensor | None, lengths: Tensor) -> PairLogProbs:
     """The pairs of rows [2P], chosen and rejected in turn."""
-    rows = (sums, ref, lengths)
-    halves: list[Any] = [None if row is None else row[side::2] for row in rows for side in (0, 1)]
-    return PairLogProbs(*halves)
+    halves = [None if row is None else row[side::2] for row in (sums, ref, lengths) for side in (0, 1)]
+    return PairLogProbs(*halves)  # pyright: ignore[reportArgumentType]  (only ref may be None)
 
 
 class LinearisedLoss(NamedTuple):

@@ -169,8 +169,8 @@ def measure_calibration(scores: Values) -> dict[str, float]:
 
 def compares_with_reference(name: str) -> bool:
     """Whether the loss takes the log-probs of a reference model. Raises as check_preference_loss."""
-    taken = {"ref_chosen"} if name == KTO else inspect.signature(_resolve(name)).parameters.keys()
-    return bool({"ref_chosen", "ref_rejected"} & taken)
+    references = {"ref_chosen", "ref_rejected"}
+    return name == KTO or bool(references & inspect.signature(_resolve(name)).parameters.keys())
 
 
 def check_preference_loss(name: str, params: Params) -> None:

@@ -11,7 +11,7 @@ waits for another. A task that asks for a lease inside a lease breaks that rule:
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -35,6 +35,9 @@ class ModelSize(NamedTuple):
     loading: int  # at most, while it is loaded: at least `held`
 
 
+Measure = Callable[[str], Awaitable[ModelSize]]  # the size of a model by its name
+
+
 @dataclass(slots=True, eq=False)
 class _Loaded(Generic[T]):
     value: T
@@ -49,7 +52,7 @@ class ReferenceCache(Generic[T]):
     def __init__(
         self,
         budget_bytes: int,
-        measure: Callable[[str], Awaitable[ModelSize]],
+        measure: Measure,
         open_model: Callable[[str], AbstractAsyncContextManager[T]],
     ) -> None:
         self._budget = budget_bytes
@@ -148,7 +151,7 @@ def _add_up(sizes: Collection[ModelSize]) -> int:
 async def open_model_cache(
     *,
     budget_bytes: int,
-    measure: Callable[[str], Awaitable[ModelSize]],
+    measure: Measure,
     open_model: Callable[[str], AbstractAsyncContextManager[T]],
 ) -> AsyncIterator[ReferenceCache[T]]:
     """A cache of at most `budget_bytes` of models. Nothing is loaded before a lease asks for it.
@@ -156,12 +159,8 @@ async def open_model_cache(
     `measure` gives the size of a model before it is loaded; `open_model` loads it, and frees its memory when
     it is left. When it raises, Cancelled too, nothing of the model is left in memory.
     """
-    cache = ReferenceCache(budget_bytes, measure, open_model)
-    try:
+    async with aclosing(ReferenceCache(budget_bytes, measure, open_model)) as cache:
         yield cache
-    finally:
-        with trio.CancelScope(shield=True):
-            await cache.aclose()
 
 
 @asynccontextmanager

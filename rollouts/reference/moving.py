@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from rollouts.device_thread import DeviceThread
 from rollouts.errors import BackendError, CheckpointError, ConfigError
+from rollouts.metrics.jsonl import NonNegative
 from rollouts.models.export import save_hf_model
 from rollouts.models.load import load_hf_model
 from rollouts.protocols import TrainingBackend
@@ -84,8 +85,8 @@ class _Counters(msgspec.Struct, frozen=True):
     """What moving_reference.json holds."""
 
     format: Literal[1] = 1
-    updates: Annotated[int, msgspec.Meta(ge=0)] = 0
-    step: Annotated[int, msgspec.Meta(ge=0)] = 0  # completed steps at the last call of update()
+    updates: NonNegative = 0
+    step: NonNegative = 0  # completed steps at the last call of update()
 
 
 @dataclass(eq=False)

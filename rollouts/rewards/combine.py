@@ -27,8 +27,10 @@ def combine_rewards(
     """
     pairs = list(rewards.items() if isinstance(rewards, Mapping) else rewards)
     names = [name for name, _ in pairs]
-    once = f"combine_rewards has the components {names}; name at least one, and each once"
-    require(0 < len(set(names)) == len(names), once)
+    require(
+        0 < len(set(names)) == len(names),
+        f"combine_rewards has the components {names}; name at least one, and each once",
+    )
     for name, reward in pairs:
         require(
             name != "" and "." not in name and callable(reward) and not is_async(reward),
@@ -77,6 +79,7 @@ def check_weights(
     for name in weights:
         require(parts is None or name in parts, f"weights: {name!r} is weighted but not there; {known}")
     for name in needed:
-        rule = "give it one, 0 if it shall not count"
-        require(name in weights, f"weights: {name!r} has no weight; {known}; {rule}")
+        require(
+            name in weights, f"weights: {name!r} has no weight; {known}; give it one, 0 if it shall not count"
+        )
     return weights

@@ -76,16 +76,17 @@ def make_json_reward(required_keys: Sequence[str]) -> Callable[[Sample], RewardR
     `format`, the reward itself, and `json`, 1 if the response is JSON of any kind. The note says what is
     wrong. Raises ConfigError for a key that is no text, or a bare text of keys.
     """
-    texts = not isinstance(required_keys, str) and all(isinstance(key, str) for key in required_keys)
-    require(texts, f"required_keys={required_keys!r}; it must be a list of texts")
-    keys = tuple(required_keys)
+    require(
+        not isinstance(required_keys, str) and all(isinstance(key, str) for key in required_keys),
+        f"required_keys={required_keys!r}; it must be a list of texts",
+    )
 
     def json_format(sample: Sample) -> RewardResult:
         try:
             value = parse_json(sample.response)
         except (ValueError, RecursionError) as error:
             return RewardResult(0.0, {"format": 0.0, "json": 0.0}, f"not JSON: {error}")
-        missing = [key for key in keys if not isinstance(value, dict) or key not in value]
+        missing = [key for key in required_keys if not isinstance(value, dict) or key not in value]
         note = f"JSON without the keys {', '.join(missing)}" if missing else None
         return RewardResult(float(not missing), {"format": float(not missing), "json": 1.0}, note)
 

@@ -158,7 +158,7 @@ def describe_run(root: Path, position: Position) -> RunInfo:
     with contextlib.suppress(OSError, ValueError):
         config = remove_secrets("", tomllib.loads(RunDir(root).config.read_text(encoding="utf-8")))
     whole = root.resolve()
-    return RunInfo(position.id, whole.name, whole, config, os.environ, position.mark)
+    return RunInfo(position.id, whole.name, whole, config, os.environ, position.mark or {})
 
 
 async def follow_all(

@@ -28,7 +28,7 @@ class AlertSink:
 
     def __init__(self, run: RunInfo) -> None:
         self._run, self._alerts = run, load_recorded(RunDir(run.root).config).alerts
-        self._states: dict[str, dict[str, Any]] = (run.mark or {}).get("states", {})
+        self._states: dict[str, dict[str, Any]] = run.mark.get("states", {})
 
     def send(self, rows: Sequence[TrackedRow]) -> Mark:
         """Returns when all was told, or could not be, which is said."""

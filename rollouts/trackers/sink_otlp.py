@@ -39,7 +39,7 @@ class OtlpSink:
 
     def __init__(self, run: RunInfo) -> None:
         self._run = run
-        self._left_out = (run.mark or {}).get("left_out", 0)  # values that the collector left out
+        self._left_out = run.mark.get("left_out", 0)  # values that the collector left out
         self._answers: list[requests.Response] = []  # of the request under way
         session = requests.Session()
         session.hooks["response"].append(lambda answer, **_: self._answers.append(answer))
@@ -103,8 +103,9 @@ class OtlpSink:
         for tracked in rows:
             time_ns = round(tracked.row["time_unix"] * 1000) * 1_000_000
             for name, value in tracked.metrics("step", "policy_version").items():
-                point = sdk.NumberDataPoint(tracked.labels(), 0, time_ns, float(value))
-                points.setdefault(name, []).append(point)
+                points.setdefault(name, []).append(
+                    sdk.NumberDataPoint(tracked.labels(), 0, time_ns, float(value))
+                )
         metrics = [
             sdk.Metric(f"rollouts.{clean_name(name, '.')}", describe_metric(name), "", sdk.Gauge(held))
             for name, held in points.items()
@@ -119,16 +120,17 @@ class OtlpSink:
             row, run = tracked.row, self._run.id
             start_ns = round(row["start_unix"] * 1e6) * 1000
             trace = make_id(16, run, row["stage"], row["step"], row["attempt"])
-            span = ReadableSpan(
-                row["name"],
-                SpanContext(trace, make_id(8, run, "span", tracked.key), is_remote=False),
-                resource=self._resource,
-                attributes={name: row[name] for name in SPAN_FIELDS if name in row},
-                instrumentation_scope=SCOPE,
-                start_time=start_ns,
-                end_time=start_ns + round(row["duration_s"] * 1e6) * 1000,
+            spans.append(
+                ReadableSpan(
+                    row["name"],
+                    SpanContext(trace, make_id(8, run, "span", tracked.key), is_remote=False),
+                    resource=self._resource,
+                    attributes={name: row[name] for name in SPAN_FIELDS if name in row},
+                    instrumentation_scope=SCOPE,
+                    start_time=start_ns,
+                    end_time=start_ns + round(row["duration_s"] * 1e6) * 1000,
+                )
             )
-            spans.append(span)
         return spans
 
 

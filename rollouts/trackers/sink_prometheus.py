@@ -25,7 +25,7 @@ class PrometheusSink:
 
     def __init__(self, run: RunInfo) -> None:
         self._name = run.name
-        self._shown: dict[str, dict[str, float]] = (run.mark or {}).get("shown", {})  # by metric: by stage
+        self._shown: dict[str, dict[str, float]] = run.mark.get("shown", {})  # by metric: by stage
         registry, port = CollectorRegistry(), run.read_port(PORT, "9464")
         registry.register(self)
         try:

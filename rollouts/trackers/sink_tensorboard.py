@@ -30,10 +30,9 @@ class TensorBoardSink:
     """
 
     def __init__(self, run: RunInfo) -> None:
-        mark = run.mark or {}
         self._root, self._owner = run.root / "trackers" / "tensorboard", run.id[:8]
-        self._sizes: dict[str, int] = mark.get("sizes", {})  # by path below root
-        self._attempts: dict[str, int] = mark.get("attempts", {})  # the newest of each stage
+        self._sizes: dict[str, int] = run.mark.get("sizes", {})  # by path below root
+        self._attempts: dict[str, int] = run.mark.get("attempts", {})  # the newest of each stage
         self._files: dict[str, tuple[str, BinaryIO]] = {}  # by stage: path below root
         for path in self._root.glob(f"*/events.out.tfevents.*.{self._owner}.*"):
             size = self._sizes.get(path.relative_to(self._root).as_posix(), 0)

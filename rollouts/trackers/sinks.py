@@ -59,7 +59,7 @@ class RunInfo(NamedTuple):
     root: Path
     config: Mapping[str, Any]  # as resolved, without secrets
     environment: Mapping[str, str]  # where keys and addresses come from
-    mark: Mark | None = None  # what `send` returned last before the position was stored
+    mark: Mark = {}  # what `send` returned last before the position was stored
     say: Callable[[str], None] = print  # to whoever follows the run
 
     def read_port(self, variable: str, default: str) -> int:

@@ -20,7 +20,7 @@ from tests.support.text_tables import cases
 from tests.support.tracker_runs import append, make_row
 
 
-def look(root: Path, settings: str, *rows: dict[str, object], mark: str = "null") -> tuple[list[str], str]:
+def look(root: Path, settings: str, *rows: dict[str, object], mark: str = "{}") -> tuple[list[str], str]:
     """What is said of the rows, and the mark after them."""
     said: list[str] = []
     root.mkdir(exist_ok=True)

@@ -32,7 +32,7 @@ AT = 1_800_001_000  # time of a row of attempt 1 and step 0
 
 
 def open_named(name: str, root: Path = Path("/nowhere"), mark: Mark | None = None) -> Sink:
-    return open_sink(name, RunInfo(ID, "my run", root, {}, os.environ, mark))
+    return open_sink(name, RunInfo(ID, "my run", root, {}, os.environ, mark or {}))
 
 
 def make_rows(*steps: int, attempt: int = 1, stage: str = "rl") -> list[TrackedRow]:
