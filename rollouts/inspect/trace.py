@@ -55,8 +55,7 @@ def export_trace(record: Record, output: Path, *, steps: tuple[int, int] | None 
         raise RunDirError(
             f"{record.root}: spans.jsonl has no span{which}; name a run that has trained a step"
         )
-    counters = record.rows(COUNTERS, between)
-    events = chain(place_events(record.iterate_rows(EVENTS)), counters)
+    events = chain(place_events(record.iterate_rows(EVENTS)), record.rows(COUNTERS, between))
     encode, process = msgspec.json.encode, describe("process_name", 0, name=record.root.resolve().name)
     begin = b'{"traceEvents":[\n' + encode(process)
     chunks = chain([begin], (b",\n" + encode(event) for event in events), [b"\n]}\n"])

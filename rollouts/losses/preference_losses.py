@@ -83,8 +83,7 @@ def _compute_cpo(
     label_smoothing: float = 0.0,
     nll_weight: float = 1.0,
 ) -> WithMetrics:
-    losses = _smooth(beta * margin, label_smoothing) - nll_weight * good_mean
-    return losses, {"loss/nll": -good_mean}
+    return _smooth(beta * margin, label_smoothing) - nll_weight * good_mean, {"loss/nll": -good_mean}
 
 
 def _compute_orpo(good_mean: Tensor, bad_mean: Tensor, *, beta: float = 0.1) -> WithMetrics:

@@ -143,8 +143,7 @@ class ReferenceCache(Generic[T]):
 
 def _add_up(sizes: Collection[ModelSize]) -> int:
     """Bytes that several models need which are loaded one after the other."""
-    beside = max((size.loading - size.held for size in sizes), default=0)
-    return sum(size.held for size in sizes) + beside
+    return sum(size.held for size in sizes) + max((size.loading - size.held for size in sizes), default=0)
 
 
 @asynccontextmanager

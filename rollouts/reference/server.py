@@ -63,12 +63,15 @@ class ServerReference:
             )
         for row, (tokens, mask) in enumerate(zip(batch.tokens, batch.loss_masks, strict=True)):
             if mask[:1].any():
-                rule = "which nothing predicts: mask it out"
-                raise DataError(f"loss_masks[{row}] trains the first token, {rule}")
+                raise DataError(
+                    f"loss_masks[{row}] trains the first token, which nothing predicts: mask it out"
+                )
             outside = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
             if len(outside):
-                vocabulary = f"the reference's vocabulary of {self._vocab_size}"
-                raise DataError(f"tokens[{row}] has the id {outside[0]}, outside {vocabulary}")
+                raise DataError(
+                    f"tokens[{row}] has the id {outside[0]}, outside the reference's vocabulary of"
+                    f" {self._vocab_size}"
+                )
         rows = [np.zeros(len(tokens), np.float32) for tokens in batch.tokens]
 
         async def fill(row: int, count: int) -> None:

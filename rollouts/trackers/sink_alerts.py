@@ -18,42 +18,41 @@ from rollouts.config.load import load_recorded
 from rollouts.config.tables import AlertConfig
 from rollouts.errors import parse_call
 from rollouts.run_dir import RunDir
-from rollouts.trackers.sinks import Mark, RunInfo, TrackedRow
+from rollouts.trackers.sinks import Mark, RunInfo, Sink, TrackedRow
 
 TELL_S = 10.0
 
 
-class AlertSink:
+def open_sink(run: RunInfo) -> Sink:
     """Looks at rows and tells what is new. Raises ConfigError for a run whose config cannot be read."""
+    alerts = load_recorded(RunDir(run.root).config).alerts
+    states: dict[str, dict[str, Any]] = run.mark.get("states", {})
 
-    def __init__(self, run: RunInfo) -> None:
-        self._run, self._alerts = run, load_recorded(RunDir(run.root).config).alerts
-        self._states: dict[str, dict[str, Any]] = run.mark.get("states", {})
-
-    def send(self, rows: Sequence[TrackedRow]) -> Mark:
+    def send(rows: Sequence[TrackedRow]) -> Mark:
         """Returns when all was told, or could not be, which is said."""
         for row in (tracked.row for tracked in rows):
-            for alert in self._alerts:
-                state = self._states.setdefault(f"{row['stage']} {alert}", {"holds": False})
+            for alert in alerts:
+                state = states.setdefault(f"{row['stage']} {alert}", {"holds": False})
                 found = check_rule(alert, row, state) if is_about(alert, row) else None
                 if found not in (None, state["holds"]):
                     state["holds"] = found
                     what = f"{alert.metric} is {row.get(alert.metric, 'absent')}: {alert.rule}"
-                    place = f"{self._run.name}: {row['stage']} step {row['step']}"
-                    self._tell(alert, f"{place}: {what}{'' if found else ' is over'}")
-        return {"states": self._states}
+                    place = f"{run.name}: {row['stage']} step {row['step']}"
+                    tell_all(run, alert, f"{place}: {what}{'' if found else ' is over'}")
+        return {"states": states}
 
-    def close(self) -> None:
-        """Nothing is held."""
+    return Sink(send)
 
-    def _tell(self, alert: AlertConfig, text: str) -> None:
-        self._run.say(text)
-        for tell, to in ((run_command, alert.run), (post, [alert.webhook])):
-            try:
-                if any(to):
-                    tell(to, text)
-            except Exception as error:  # whatever it is; its own text may have the webhook's URL
-                self._run.say(f"warning: {to[0]} did not take an alert: {type(error).__name__}")
+
+def tell_all(run: RunInfo, alert: AlertConfig, text: str) -> None:
+    """Says it in the run's log, to the command and to the webhook, and of each of these that it failed."""
+    run.say(text)
+    for tell, to in ((run_command, alert.run), (post, [alert.webhook])):
+        try:
+            if any(to):
+                tell(to, text)
+        except Exception as error:  # whatever it is; its own text may have the webhook's URL
+            run.say(f"warning: {to[0]} did not take an alert: {type(error).__name__}")
 
 
 def is_about(alert: AlertConfig, row: Mapping[str, Any]) -> bool:
@@ -92,6 +91,3 @@ def run_command(words: Sequence[str], text: str) -> None:
 def post(variable: Sequence[str], text: str) -> None:
     """Raises HTTPError for an answer that is late, or no success."""
     httpx.post(os.environ[variable[0]], json={"text": text}, timeout=TELL_S).raise_for_status()
-
-
-open_sink = AlertSink

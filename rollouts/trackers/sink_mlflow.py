@@ -13,7 +13,7 @@ from typing import Any
 
 from rollouts.config.secrets import flatten_settings
 from rollouts.errors import RowsRefused, SinkRefused
-from rollouts.trackers.sinks import RunInfo, TrackedRow, clean_name
+from rollouts.trackers.sinks import RunInfo, Sink, TrackedRow, clean_name
 
 TAG = "rollouts.run_id"
 METRICS_PER_CALL, PARAM_CHARS = 1000, 500  # what every server takes
@@ -27,37 +27,21 @@ PATIENCE = {
 }
 
 
-class MlflowSink:
-    """One run of an MLflow experiment, made if it is not there. Raises SinkRefused, and what MLflow raises
-    where the server does not answer.
+def open_sink(run: RunInfo) -> Sink:
+    """One run of an MLflow experiment, made if it is not there; it stays as it is afterwards, for a resumed run
+    goes on with it. Raises SinkRefused, and what MLflow raises where the server does not answer.
     """
+    for name, value in PATIENCE.items():
+        os.environ.setdefault(name, value)
+    from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+    from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
-    def __init__(self, run: RunInfo) -> None:
-        for name, value in PATIENCE.items():
-            os.environ.setdefault(name, value)
-        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+    with translating():
+        client: Any = MlflowClient()
+        run_id = find_run(client, run)
 
-        with translating():
-            self._client: Any = MlflowClient()
-            self._run_id = self._find_run(run)
-
-    def _find_run(self, run: RunInfo) -> str:
-        """MLflow's id of the run; makes it, with the settings as parameters, if there is none."""
-        client, name = self._client, run.environment.get("MLFLOW_EXPERIMENT_NAME") or "rollouts"
-        found = client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else client.create_experiment(name)
-        if runs := client.search_runs([experiment], f"tags.`{TAG}` = '{run.id}'", max_results=1):
-            return runs[0].info.run_id
-        made = client.create_run(experiment, run_name=run.name).info.run_id
-        for key, value in flatten_settings(run.config).items():
-            client.log_param(made, clean_name(key, "/"), value[:PARAM_CHARS])
-        client.set_tag(made, TAG, run.id)  # last: a run without it is not found, and made again whole
-        return made
-
-    def send(self, rows: Sequence[TrackedRow]) -> None:
+    def send(rows: Sequence[TrackedRow]) -> None:
         """One call for each thousand metrics. Raises SinkRefused or RowsRefused."""
-        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
-
         metrics = [
             Metric(clean_name(name, "/"), float(value), round(row.row["time_unix"] * 1000), row.row["step"])
             for row in rows
@@ -67,19 +51,29 @@ class MlflowSink:
             try:
                 for start in range(0, len(metrics), METRICS_PER_CALL):
                     part = metrics[start : start + METRICS_PER_CALL]
-                    self._client.log_batch(self._run_id, metrics=part, synchronous=True)
+                    client.log_batch(run_id, metrics=part, synchronous=True)
             except Exception as error:
                 # A row for a run that was deleted is refused in the same way as a bad row.
-                active = self._client.get_run(self._run_id).info.lifecycle_stage == "active"
+                active = client.get_run(run_id).info.lifecycle_stage == "active"
                 if read_status(error) == 400 and active:
                     raise RowsRefused(" ".join(str(error).split())[:WORDS]) from error
                 raise
 
-    def close(self) -> None:
-        """The run stays as it is: a resumed run goes on with it."""
+    return Sink(send)
 
 
-open_sink = MlflowSink
+def find_run(client: Any, run: RunInfo) -> str:
+    """MLflow's id of the run; makes it, with the settings as parameters, if there is none."""
+    name = run.environment.get("MLFLOW_EXPERIMENT_NAME") or "rollouts"
+    found = client.get_experiment_by_name(name)
+    experiment = found.experiment_id if found else client.create_experiment(name)
+    if runs := client.search_runs([experiment], f"tags.`{TAG}` = '{run.id}'", max_results=1):
+        return runs[0].info.run_id
+    made = client.create_run(experiment, run_name=run.name).info.run_id
+    for key, value in flatten_settings(run.config).items():
+        client.log_param(made, clean_name(key, "/"), value[:PARAM_CHARS])
+    client.set_tag(made, TAG, run.id)  # last: a run without it is not found, and made again whole
+    return made
 
 
 def read_status(error: Exception) -> int:

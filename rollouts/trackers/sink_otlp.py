@@ -9,7 +9,6 @@ lands where it belongs, and what is sent twice is the same twice. All settings a
     others (401, 403, 404)  SinkRefused: a person must act
 """
 
-import contextlib
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -27,114 +26,115 @@ from opentelemetry.trace import SpanContext
 
 from rollouts import __version__
 from rollouts.errors import RowsRefused, SinkRefused, SinkUnavailable
-from rollouts.trackers.sinks import Mark, RunInfo, TrackedRow, clean_name, describe_metric
+from rollouts.trackers.sinks import Mark, RunInfo, Sink, TrackedRow, clean_name, describe_metric
 
 WORDS = 300  # characters of a collector's words that are worth a line
 SPAN_FIELDS = ("track", "stage", "step", "policy_version", "attempt", "id", "tokens")
 SCOPE = InstrumentationScope("rollouts", __version__)
 
 
-class OtlpSink:
+def open_sink(run: RunInfo) -> Sink:
     """Exports each batch as one request of metrics and one of spans."""
+    answers: list[requests.Response] = []  # of the request under way
+    session = requests.Session()
+    session.hooks["response"].append(lambda answer, **_: answers.append(answer))
+    session.max_redirects = 0
+    metrics, traces = OTLPMetricExporter(session=session), OTLPSpanExporter(session=session)
+    own = Resource({"service.instance.id": run.id, "rollouts.run": run.name})
+    given = OTELResourceDetector().detect()
+    resource = Resource({"service.name": "rollouts"}).merge(given).merge(own)
+    left_out = run.mark.get("left_out", 0)  # values that the collector left out
 
-    def __init__(self, run: RunInfo) -> None:
-        self._run = run
-        self._left_out = run.mark.get("left_out", 0)  # values that the collector left out
-        self._answers: list[requests.Response] = []  # of the request under way
-        session = requests.Session()
-        session.hooks["response"].append(lambda answer, **_: self._answers.append(answer))
-        session.max_redirects = 0
-        self._metrics, self._traces = OTLPMetricExporter(session=session), OTLPSpanExporter(session=session)
-        own = Resource({"service.instance.id": run.id, "rollouts.run": run.name})
-        given = OTELResourceDetector().detect()
-        self._resource = Resource({"service.name": "rollouts"}).merge(given).merge(own)
+    def post(signal: str, exporter: Any, message: Any) -> None:
+        nonlocal left_out
+        answers.clear()
+        exporter.export(message)
+        if not answers:
+            raise SinkUnavailable("the collector does not answer")
+        left_out += read_answer(answers[-1], signal)
 
-    def send(self, rows: Sequence[TrackedRow]) -> Mark | None:
-        """Returns when the collector has taken the batch."""
-        spans = [row for row in rows if row.file == "spans"]
-        self._send("metrics", self._metrics, self._make_metrics, [row for row in rows if row.file != "spans"])
-        self._send("traces", self._traces, self._make_spans, spans)
-        return {"left_out": self._left_out} if self._left_out else None
-
-    def close(self) -> None:
-        """Closes the connection."""
-        self._metrics.shutdown()
-        self._traces.shutdown()
-
-    def _send(self, signal: str, exporter: Any, make: Any, rows: Sequence[TrackedRow]) -> None:
+    def send_rows(signal: str, exporter: Any, make: Any, rows: Sequence[TrackedRow]) -> None:
         if not rows:
             return
         try:
-            message = make(rows)
+            message = make(resource, rows)
         except (KeyError, TypeError, ValueError, OverflowError) as error:  # another program wrote the row
             raise RowsRefused(f"it cannot be told as OTLP ({error!r})") from error
         try:
-            self._post(signal, exporter, message)
+            post(signal, exporter, message)
         except RowsRefused as error:
             try:
                 if len(rows) == 1:
-                    self._post(signal, exporter, make([]))
+                    post(signal, exporter, make(resource, []))
             except RowsRefused:
                 hint = "even without rows; check OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_RESOURCE_ATTRIBUTES"
                 raise SinkRefused(f"{error}, {hint}") from error
             raise
 
-    def _post(self, signal: str, exporter: Any, message: Any) -> None:
-        self._answers.clear()
-        exporter.export(message)
-        if not self._answers:
-            raise SinkUnavailable("the collector does not answer")
-        answer = self._answers[-1]
-        status = answer.status_code
-        told = f"the collector answered {status} to {signal}"
-        if status in (408, 429) or status >= 500:
-            raise SinkUnavailable(told)
-        if status in (400, 413, 422):
-            raise RowsRefused(f"{told}: {' '.join(answer.text.split())[:WORDS]}")
-        if status >= 300:
-            raise SinkRefused(f"{told}; check OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_EXPORTER_OTLP_HEADERS")
-        with contextlib.suppress(DecodeError):  # the answer to traces has its number in the same field
-            taken = ExportMetricsServiceResponse.FromString(answer.content)
-            self._left_out += taken.partial_success.rejected_data_points
+    def send(rows: Sequence[TrackedRow]) -> Mark | None:
+        """Returns when the collector has taken the batch."""
+        send_rows("metrics", metrics, make_metrics, [row for row in rows if row.file != "spans"])
+        send_rows("traces", traces, make_spans, [row for row in rows if row.file == "spans"])
+        return {"left_out": left_out} if left_out else None
 
-    def _make_metrics(self, rows: Sequence[TrackedRow]) -> sdk.MetricsData:
-        """A gauge per metric with a point per row, at the row's time."""
-        points: dict[str, list[sdk.NumberDataPoint]] = {}
-        for tracked in rows:
-            time_ns = round(tracked.row["time_unix"] * 1000) * 1_000_000
-            for name, value in tracked.metrics("step", "policy_version").items():
-                points.setdefault(name, []).append(
-                    sdk.NumberDataPoint(tracked.labels(), 0, time_ns, float(value))
-                )
-        metrics = [
-            sdk.Metric(f"rollouts.{clean_name(name, '.')}", describe_metric(name), "", sdk.Gauge(held))
-            for name, held in points.items()
-        ]
-        scopes = [sdk.ScopeMetrics(SCOPE, metrics, "")]
-        return sdk.MetricsData([sdk.ResourceMetrics(self._resource, scopes, "")] if metrics else [])
+    def close() -> None:
+        metrics.shutdown()
+        traces.shutdown()
 
-    def _make_spans(self, rows: Sequence[TrackedRow]) -> list[ReadableSpan]:
-        """The span of each row; those of one step of one attempt are a trace. Ids follow from run and row."""
-        spans: list[ReadableSpan] = []
-        for tracked in rows:
-            row, run = tracked.row, self._run.id
-            start_ns = round(row["start_unix"] * 1e6) * 1000
-            trace = make_id(16, run, row["stage"], row["step"], row["attempt"])
-            spans.append(
-                ReadableSpan(
-                    row["name"],
-                    SpanContext(trace, make_id(8, run, "span", tracked.key), is_remote=False),
-                    resource=self._resource,
-                    attributes={name: row[name] for name in SPAN_FIELDS if name in row},
-                    instrumentation_scope=SCOPE,
-                    start_time=start_ns,
-                    end_time=start_ns + round(row["duration_s"] * 1e6) * 1000,
-                )
-            )
-        return spans
+    return Sink(send, close)
 
 
-open_sink = OtlpSink
+def read_answer(answer: requests.Response, signal: str) -> int:
+    """How many values the collector left out. Raises for a status that is no success."""
+    status = answer.status_code
+    told = f"the collector answered {status} to {signal}"
+    if status in (408, 429) or status >= 500:
+        raise SinkUnavailable(told)
+    if status in (400, 413, 422):
+        raise RowsRefused(f"{told}: {' '.join(answer.text.split())[:WORDS]}")
+    if status >= 300:
+        raise SinkRefused(f"{told}; check OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_EXPORTER_OTLP_HEADERS")
+    try:  # the answer to traces has its number in the same field
+        taken = ExportMetricsServiceResponse.FromString(answer.content)
+    except DecodeError:
+        return 0
+    return taken.partial_success.rejected_data_points
+
+
+def make_metrics(resource: Resource, rows: Sequence[TrackedRow]) -> sdk.MetricsData:
+    """A gauge per metric with a point per row, at the row's time."""
+    points: dict[str, list[sdk.NumberDataPoint]] = {}
+    for tracked in rows:
+        time_ns = round(tracked.row["time_unix"] * 1000) * 1_000_000
+        for name, value in tracked.metrics("step", "policy_version").items():
+            point = sdk.NumberDataPoint(tracked.labels(), 0, time_ns, float(value))
+            points.setdefault(name, []).append(point)
+    metrics = [
+        sdk.Metric(f"rollouts.{clean_name(name, '.')}", describe_metric(name), "", sdk.Gauge(held))
+        for name, held in points.items()
+    ]
+    scopes = [sdk.ScopeMetrics(SCOPE, metrics, "")]
+    return sdk.MetricsData([sdk.ResourceMetrics(resource, scopes, "")] if metrics else [])
+
+
+def make_spans(resource: Resource, rows: Sequence[TrackedRow]) -> list[ReadableSpan]:
+    """The span of each row; those of one step of one attempt are a trace. Ids follow from run and row."""
+    spans: list[ReadableSpan] = []
+    for tracked in rows:
+        row, run = tracked.row, resource.attributes["service.instance.id"]
+        start_ns = round(row["start_unix"] * 1e6) * 1000
+        trace = make_id(16, run, row["stage"], row["step"], row["attempt"])
+        span = ReadableSpan(
+            row["name"],
+            SpanContext(trace, make_id(8, run, "span", tracked.key), is_remote=False),
+            resource=resource,
+            attributes={name: row[name] for name in SPAN_FIELDS if name in row},
+            instrumentation_scope=SCOPE,
+            start_time=start_ns,
+            end_time=start_ns + round(row["duration_s"] * 1e6) * 1000,
+        )
+        spans.append(span)
+    return spans
 
 
 def make_id(size: int, *parts: object) -> int:

@@ -11,52 +11,49 @@ from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from rollouts.errors import SinkRefused
-from rollouts.trackers.sinks import Mark, RunInfo, TrackedRow, clean_name, describe_metric
+from rollouts.trackers.sinks import Mark, RunInfo, Sink, TrackedRow, clean_name, describe_metric
 
 PORT = "OTEL_EXPORTER_PROMETHEUS_PORT"
 
 
-class PrometheusSink:
+def open_sink(run: RunInfo) -> Sink:
     """The endpoint of a run, with a gauge of each metric and its values by stage. Raises SinkRefused for a
     port that is none, or is taken.
     """
+    shown: dict[str, dict[str, float]] = run.mark.get("shown", {})  # by metric: by stage
 
-    def __init__(self, run: RunInfo) -> None:
-        self._name = run.name
-        self._shown: dict[str, dict[str, float]] = run.mark.get("shown", {})  # by metric: by stage
-        registry, port = CollectorRegistry(), run.read_port(PORT, "9464")
-        registry.register(self)
-        try:
-            self._server, self._thread = start_http_server(port, "127.0.0.1", registry)
-        except OSError as error:
-            raise SinkRefused(
-                f"port {port} of this machine cannot be had ({error}); set {PORT} to a free one"
-            ) from error
+    class Shown(Collector):
+        def collect(self) -> Iterator[GaugeMetricFamily]:
+            """What a scrape reads."""
+            for name, values in list(shown.items()):
+                exposed = f"rollouts_{clean_name(name, '_').replace('.', '_')}"
+                family = GaugeMetricFamily(exposed, describe_metric(name), labels=["run", "stage"])
+                for stage, value in list(values.items()):
+                    family.add_metric([run.name, stage], value)
+                yield family
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """What a scrape reads."""
-        for name, values in list(self._shown.items()):
-            exposed = f"rollouts_{clean_name(name, '_').replace('.', '_')}"
-            family = GaugeMetricFamily(exposed, describe_metric(name), labels=["run", "stage"])
-            for stage, value in list(values.items()):
-                family.add_metric([self._name, stage], value)
-            yield family
-
-    def send(self, rows: Sequence[TrackedRow]) -> Mark:
-        """Returns when the values are shown."""
+    def send(rows: Sequence[TrackedRow]) -> Mark:
         for tracked in rows:
             head = ("step", "attempt") if tracked.file == "metrics" else ()
             for name, value in tracked.metrics(*head).items():
-                self._shown.setdefault(name, {})[tracked.row["stage"]] = float(value)
-        return {"shown": {name: dict(values) for name, values in self._shown.items()}}
+                shown.setdefault(name, {})[tracked.row["stage"]] = float(value)
+        return {"shown": {name: dict(values) for name, values in shown.items()}}
 
-    def close(self) -> None:
-        """Ends the endpoint."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    registry, port = CollectorRegistry(), run.read_port(PORT, "9464")
+    registry.register(Shown())
+    try:
+        server, thread = start_http_server(port, "127.0.0.1", registry)
+    except OSError as error:
+        raise SinkRefused(
+            f"port {port} of this machine cannot be had ({error}); set {PORT} to a free one"
+        ) from error
 
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
-open_sink = PrometheusSink
+    return Sink(send, close)

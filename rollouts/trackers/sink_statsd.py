@@ -15,69 +15,64 @@ from collections.abc import Iterator, Sequence
 from datadog.dogstatsd.base import DogStatsd
 
 from rollouts.errors import SinkUnavailable
-from rollouts.trackers.sinks import RunInfo, TrackedRow, clean_name
+from rollouts.trackers.sinks import RunInfo, Sink, TrackedRow, clean_name
 
 DATADOG = ("DD_DOGSTATSD_URL", "DD_AGENT_HOST", "DD_DOGSTATSD_PORT")  # the client reads them itself
 VALUES_PER_FLUSH = 10
 
 
-class StatsdSink:
+def open_sink(run: RunInfo) -> Sink:
     """Sends gauges in datagrams of a few values. Raises SinkRefused for a port that is none."""
+    is_datadog = any(run.environment.get(name) for name in DATADOG)
+    host = run.environment.get("STATSD_HOST") or "localhost"
+    address = {} if is_datadog else {"host": host, "port": run.read_port("STATSD_PORT", "8125")}
+    client = DogStatsd(
+        **address,
+        disable_buffering=False,
+        flush_interval=0,
+        disable_telemetry=True,
+        origin_detection_enabled=False,
+        socket_timeout=5.0,
+    )
 
-    def __init__(self, run: RunInfo) -> None:
-        self._run = run
-        self._is_datadog = any(run.environment.get(name) for name in DATADOG)
-        host = run.environment.get("STATSD_HOST") or "localhost"
-        address = {} if self._is_datadog else {"host": host, "port": run.read_port("STATSD_PORT", "8125")}
-        self._client = DogStatsd(
-            **address,
-            disable_buffering=False,
-            flush_interval=0,
-            disable_telemetry=True,
-            origin_detection_enabled=False,
-            socket_timeout=5.0,
-        )
-
-    def send(self, rows: Sequence[TrackedRow]) -> None:
+    def send(rows: Sequence[TrackedRow]) -> None:
         """Returns when the system has taken the datagrams. Raises SinkUnavailable where nothing listens."""
-        sent = self._gauge_every if self._is_datadog else self._gauge_newest
-        for number, _ in enumerate(sent(rows), 1):
+        gauges = gauge_every(client, run, rows) if is_datadog else gauge_newest(client, run, rows)
+        for number, _ in enumerate(gauges, 1):
             if number % VALUES_PER_FLUSH == 0:
-                self._flush()
-        self._flush()
+                flush(client)
+        flush(client)
 
-    def close(self) -> None:
-        """Closes the socket."""
-        self._client.close_socket()
-
-    def _flush(self) -> None:
-        client = self._client
-        sent = client.flush_buffered_metrics()
-        if not sent or (client.socket and client.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
-            client.close_socket()
-            place = client.socket_path or f"{client.host}:{client.port}"
-            raise SinkUnavailable(f"nothing takes datagrams at {place}")
-
-    def _gauge_every(self, rows: Sequence[TrackedRow]) -> Iterator[None]:
-        for tracked in rows:
-            labels = {"run": self._run.name, **tracked.labels()}
-            tags, time_s = [f"{key}:{of}" for key, of in labels.items()], int(tracked.row["time_unix"])
-            for name, value in tracked.metrics("step").items():
-                yield self._client.gauge_with_timestamp(
-                    f"rollouts.{clean_name(name, '.')}", value, time_s, tags
-                )
-
-    def _gauge_newest(self, rows: Sequence[TrackedRow]) -> Iterator[None]:
-        newest = {
-            (tracked.row["stage"], name): value
-            for tracked in rows
-            for name, value in tracked.metrics("step").items()
-        }
-        for parts, value in newest.items():
-            metric = ".".join(clean_name(part, ".") for part in ("rollouts", self._run.name, *parts))
-            # a sign means a change of a gauge, so a negative value follows a zero
-            for number in (0, value) if value < 0 else (value,):
-                yield self._client.gauge(metric, number)
+    return Sink(send, client.close_socket)
 
 
-open_sink = StatsdSink
+def flush(client: DogStatsd) -> None:
+    """Raises SinkUnavailable where nothing listens."""
+    sent = client.flush_buffered_metrics()
+    if not sent or (client.socket and client.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
+        client.close_socket()
+        place = client.socket_path or f"{client.host}:{client.port}"
+        raise SinkUnavailable(f"nothing takes datagrams at {place}")
+
+
+def gauge_every(client: DogStatsd, run: RunInfo, rows: Sequence[TrackedRow]) -> Iterator[None]:
+    """Each value, with its time and tags."""
+    for tracked in rows:
+        labels = {"run": run.name, **tracked.labels()}
+        tags, time_s = [f"{key}:{of}" for key, of in labels.items()], int(tracked.row["time_unix"])
+        for name, value in tracked.metrics("step").items():
+            yield client.gauge_with_timestamp(f"rollouts.{clean_name(name, '.')}", value, time_s, tags)
+
+
+def gauge_newest(client: DogStatsd, run: RunInfo, rows: Sequence[TrackedRow]) -> Iterator[None]:
+    """The newest value of each metric."""
+    newest = {
+        (tracked.row["stage"], name): value
+        for tracked in rows
+        for name, value in tracked.metrics("step").items()
+    }
+    for parts, value in newest.items():
+        metric = ".".join(clean_name(part, ".") for part in ("rollouts", run.name, *parts))
+        # a sign means a change of a gauge, so a negative value follows a zero
+        for number in (0, value) if value < 0 else (value,):
+            yield client.gauge(metric, number)

@@ -17,65 +17,58 @@ from typing import Any, BinaryIO
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from rollouts.trackers.sinks import Mark, RunInfo, TrackedRow
+from rollouts.trackers.sinks import Mark, RunInfo, Sink, TrackedRow
 
 Event = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue]
 Summary = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
 START = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class TensorBoardSink:
+def open_sink(run: RunInfo) -> Sink:
     """Appends to an event file of each stage. Raises OSError for a disk that refuses; what it took is cut off
     again when the next sink opens.
     """
+    root, owner = run.root / "trackers" / "tensorboard", run.id[:8]
+    sizes: dict[str, int] = run.mark.get("sizes", {})  # by path below root
+    attempts: dict[str, int] = run.mark.get("attempts", {})  # the newest of each stage
+    files: dict[str, tuple[str, BinaryIO]] = {}  # by stage: path below root
+    for path in root.glob(f"*/events.out.tfevents.*.{owner}.*"):
+        size = sizes.get(path.relative_to(root).as_posix(), 0)
+        if not size:
+            path.unlink()
+        elif path.stat().st_size > size:
+            os.truncate(path, size)
 
-    def __init__(self, run: RunInfo) -> None:
-        self._root, self._owner = run.root / "trackers" / "tensorboard", run.id[:8]
-        self._sizes: dict[str, int] = run.mark.get("sizes", {})  # by path below root
-        self._attempts: dict[str, int] = run.mark.get("attempts", {})  # the newest of each stage
-        self._files: dict[str, tuple[str, BinaryIO]] = {}  # by stage: path below root
-        for path in self._root.glob(f"*/events.out.tfevents.*.{self._owner}.*"):
-            size = self._sizes.get(path.relative_to(self._root).as_posix(), 0)
-            if not size:
-                path.unlink()
-            elif path.stat().st_size > size:
-                os.truncate(path, size)
-
-    def send(self, rows: Sequence[TrackedRow]) -> Mark:
-        """Appends the rows."""
-        for tracked in rows:
-            self._write(tracked)
-        for name, file in self._files.values():
-            file.flush()
-            self._sizes[name] = file.tell()
-        return {"sizes": dict(self._sizes), "attempts": dict(self._attempts)}
-
-    def close(self) -> None:
-        """Closes the files."""
-        for _, file in self._files.values():
-            file.close()
-
-    def _write(self, tracked: TrackedRow) -> None:
+    def write(tracked: TrackedRow) -> None:
         row, stage = tracked.row, str(tracked.row["stage"])
         place = {"wall_time": row["time_unix"], "step": row["step"]}
         events: list[dict[str, Any]] = []
-        if stage not in self._files:
+        if stage not in files:
             events.append({"file_version": "brain.Event:2"})
             # TensorBoard reads the files of a stage in the order of their names
             folder = re.sub(r"[^A-Za-z0-9_.-]", "_", stage)
-            number = sum(name.startswith(f"{folder}/") for name in self._sizes)
-            name = f"{folder}/events.out.tfevents.{int(row['time_unix']):010d}.{self._owner}.{number}"
-            (self._root / folder).mkdir(parents=True, exist_ok=True)
-            self._files[stage] = name, (self._root / name).open("wb")
-        if tracked.file == "metrics":
-            newest = self._attempts.setdefault(stage, row["attempt"])
-            if row["attempt"] > newest:
-                events.append({"session_log": START})
-                self._attempts[stage] = row["attempt"]
+            number = sum(name.startswith(f"{folder}/") for name in sizes)
+            name = f"{folder}/events.out.tfevents.{int(row['time_unix']):010d}.{owner}.{number}"
+            (root / folder).mkdir(parents=True, exist_ok=True)
+            files[stage] = name, (root / name).open("wb")
+        if tracked.file == "metrics" and row["attempt"] > attempts.setdefault(stage, row["attempt"]):
+            events.append({"session_log": START})
+            attempts[stage] = row["attempt"]
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tracked.metrics().items()]
-        writer = RecordWriter(self._files[stage][1])
+        writer = RecordWriter(files[stage][1])
         for event in [*events, {"summary": Summary(value=values)}]:
             writer.write(Event(**place, **event).SerializeToString())
 
+    def send(rows: Sequence[TrackedRow]) -> Mark:
+        for tracked in rows:
+            write(tracked)
+        for name, file in files.values():
+            file.flush()
+            sizes[name] = file.tell()
+        return {"sizes": dict(sizes), "attempts": dict(attempts)}
 
-open_sink = TensorBoardSink
+    def close() -> None:
+        for _, file in files.values():
+            file.close()
+
+    return Sink(send, close)

@@ -10,40 +10,33 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from rollouts.errors import SinkRefused
-from rollouts.trackers.sinks import RunInfo, TrackedRow
+from rollouts.trackers.sinks import RunInfo, Sink, TrackedRow
 
 
-class TrackioSink:
-    """One run of a trackio project. Raises SinkRefused for a project name that trackio does not take, OSError
-    and sqlite3.Error for a database that cannot be written now.
+def open_sink(run: RunInfo) -> Sink:
+    """One run of a trackio project. Nothing is held open between rows. Raises SinkRefused for a project name
+    that trackio does not take, OSError and sqlite3.Error for a database that cannot be written now.
     """
+    from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
 
-    def __init__(self, run: RunInfo) -> None:
-        from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
+    project = run.environment.get("TRACKIO_PROJECT") or "rollouts"
+    try:
+        SQLiteStorage.validate_project_name(project)
+    except ValueError as error:
+        raise SinkRefused(f"TRACKIO_PROJECT={project}: {error}") from error
 
-        self._storage, self._run = SQLiteStorage, run
-        self._project = run.environment.get("TRACKIO_PROJECT") or "rollouts"
-        try:
-            SQLiteStorage.validate_project_name(self._project)
-        except ValueError as error:
-            raise SinkRefused(f"TRACKIO_PROJECT={self._project}: {error}") from error
-
-    def send(self, rows: Sequence[TrackedRow]) -> None:
+    def send(rows: Sequence[TrackedRow]) -> None:
         """One transaction."""
         times = [datetime.fromtimestamp(tracked.row["time_unix"], UTC) for tracked in rows]
-        self._storage.bulk_log(
-            project=self._project,
-            run=self._run.name,
-            run_id=self._run.id,
+        SQLiteStorage.bulk_log(
+            project=project,
+            run=run.name,
+            run_id=run.id,
             metrics_list=[tracked.staged_metrics() for tracked in rows],
             steps=[tracked.row["step"] for tracked in rows],
             timestamps=[time.isoformat() for time in times],
-            log_ids=[f"{self._run.id}-{tracked.key}" for tracked in rows],
-            config=dict(self._run.config) or None,
+            log_ids=[f"{run.id}-{tracked.key}" for tracked in rows],
+            config=dict(run.config) or None,
         )
 
-    def close(self) -> None:
-        """Nothing is held open between rows."""
-
-
-open_sink = TrackioSink
+    return Sink(send)

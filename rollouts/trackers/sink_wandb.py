@@ -9,51 +9,47 @@ steps that it has. Steps that a resumed run repeats are shown twice, with their 
 from collections.abc import Sequence
 
 from rollouts.errors import SinkRefused
-from rollouts.trackers.sinks import RunInfo, TrackedRow
+from rollouts.trackers.sinks import RunInfo, Sink, TrackedRow
 
 
-class WandbSink:
+def open_sink(run: RunInfo) -> Sink:
     """One run of a wandb project. Raises SinkRefused for a key that is missing or wrong, what wandb raises
     where the service does not answer.
     """
+    import wandb  # pyright: ignore[reportMissingImports]
 
-    def __init__(self, run: RunInfo) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
+    folder, environment = run.root / "trackers" / "wandb", run.environment
+    folder.mkdir(exist_ok=True)
+    quiet = ("silent", "x_disable_stats", "disable_git", "disable_code", "disable_job_creation")
+    try:
+        tracked_run = wandb.init(
+            project=environment.get("WANDB_PROJECT") or "rollouts",
+            id=run.id,
+            name=environment.get("WANDB_NAME") or run.name,
+            resume="allow",
+            dir=str(folder),
+            config=dict(run.config),
+            # nothing of this process is worth recording: it is not the one that trains
+            settings=wandb.Settings(console="off", **dict.fromkeys(quiet, True)),
+        )
+    except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
+        raise SinkRefused(f"{error}; set WANDB_API_KEY, or WANDB_MODE=offline") from error
+    axes: set[str] = set()  # whose axis is defined
 
-        folder, environment = run.root / "trackers" / "wandb", run.environment
-        folder.mkdir(exist_ok=True)
-        quiet = ("silent", "x_disable_stats", "disable_git", "disable_code", "disable_job_creation")
-        try:
-            self._run = wandb.init(
-                project=environment.get("WANDB_PROJECT") or "rollouts",
-                id=run.id,
-                name=environment.get("WANDB_NAME") or run.name,
-                resume="allow",
-                dir=str(folder),
-                config=dict(run.config),
-                # nothing of this process is worth recording: it is not the one that trains
-                settings=wandb.Settings(console="off", **dict.fromkeys(quiet, True)),
-            )
-        except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
-            raise SinkRefused(f"{error}; set WANDB_API_KEY, or WANDB_MODE=offline") from error
-        self._teardown = wandb.teardown
-        self._axes: set[str] = set()  # whose axis is defined
-
-    def send(self, rows: Sequence[TrackedRow]) -> None:
+    def send(rows: Sequence[TrackedRow]) -> None:
         """Hands the rows to wandb's own process."""
         for tracked in rows:
             axis = f"{tracked.row['stage']}/step"
-            if axis not in self._axes:
-                self._run.define_metric(f"{tracked.row['stage']}/*", step_metric=axis)
-                self._axes.add(axis)
-            self._run.log({**tracked.staged_metrics(), axis: tracked.row["step"]}, step=tracked.number)
+            if axis not in axes:
+                tracked_run.define_metric(f"{tracked.row['stage']}/*", step_metric=axis)
+                axes.add(axis)
+            tracked_run.log({**tracked.staged_metrics(), axis: tracked.row["step"]}, step=tracked.number)
 
-    def close(self) -> None:
+    def close() -> None:
         """Returns when the service has everything, or the file of a run that is offline."""
-        self._run.finish()
+        tracked_run.finish()
         # finish may return before wandb's own process has written the end of its file, and that is killed
         # after this one
-        self._teardown()
+        wandb.teardown()
 
-
-open_sink = WandbSink
+    return Sink(send, close)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rollouts.errors import ConfigError, SinkRefused
 from rollouts.metrics.jsonl import Place
@@ -70,22 +70,18 @@ class RunInfo(NamedTuple):
         return int(text)
 
 
-class Sink(Protocol):
+class Sink(NamedTuple):
     """Made by open_sink, used by one call at a time."""
 
-    def send(self, rows: Sequence[TrackedRow]) -> Mark | None:
-        """Returns when the service has the rows; a mark is stored with the position, for the next open_sink.
-
-        After a failure the sink is opened anew and the rows come again, in the order of each file. Under
-        `left_out` a mark may count values that the service did not take. Raises SinkUnavailable (tried again
-        later), SinkRefused (a person must act: tried rarely) or RowsRefused (these rows are at fault: they
-        come again in halves, and one that is refused alone is left out). Anything else counts as unavailable.
-        """
-        ...
-
-    def close(self) -> None:
-        """Gives back what the sink holds. Raises as send."""
-        ...
+    # Returns when the service has the rows; a mark is stored with the position, for the next open_sink. Under
+    # `left_out` it may count values that the service did not take.
+    #
+    # After a failure the sink is opened anew and the rows come again, in the order of each file. Raises
+    # SinkUnavailable (tried again later), SinkRefused (a person must act: tried rarely) or RowsRefused (these
+    # rows are at fault: they come again in halves, and one that is refused alone is left out). Anything else
+    # counts as unavailable.
+    send: Callable[[Sequence[TrackedRow]], Mark | None]
+    close: Callable[[], object] = lambda: None  # gives back what the sink holds; raises as send
 
 
 class SinkKind(NamedTuple):
