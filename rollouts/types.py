@@ -3,6 +3,8 @@
 Axes: P prompts, G samples per prompt, B = P*G rows, T tokens of one row (prompt and response).
 """
 
+# ruff: noqa: I001  (names that are exported again stand together)
+
 import functools
 import json
 import math
@@ -15,19 +17,24 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rollouts.messages import ChatMessage as ChatMessage
-from rollouts.messages import JSONValue, checked_messages
-from rollouts.messages import check_json as check_json
-from rollouts.metric_kinds import EffectiveShare as EffectiveShare
-from rollouts.metric_kinds import ExplainedVariance as ExplainedVariance
-from rollouts.metric_kinds import Max as Max
-from rollouts.metric_kinds import Mean as Mean
-from rollouts.metric_kinds import Metric as Metric
-from rollouts.metric_kinds import Metrics as Metrics
-from rollouts.metric_kinds import Min as Min
-from rollouts.metric_kinds import Total as Total
-from rollouts.metric_kinds import merge_metrics as merge_metrics
-from rollouts.metric_kinds import metric_values as metric_values
+from rollouts.messages import (
+    ChatMessage as ChatMessage,
+    JSONValue,
+    check_json as check_json,
+    checked_messages,
+)
+from rollouts.metric_kinds import (
+    EffectiveShare as EffectiveShare,
+    ExplainedVariance as ExplainedVariance,
+    Max as Max,
+    Mean as Mean,
+    Metric as Metric,
+    Metrics as Metrics,
+    Min as Min,
+    Total as Total,
+    merge_metrics as merge_metrics,
+    metric_values as metric_values,
+)
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]

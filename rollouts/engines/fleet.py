@@ -337,6 +337,7 @@ class Fleet:
         member = FleetMember(
             joining,
             self._max_concurrency,
+            self._max_concurrency,
             self._random,
             self._counts,
             tell=self._member_changed,

@@ -83,6 +83,7 @@ class FleetMember:
 
     member: Member
     max_concurrency: int
+    limit: float  # requests at once; max_concurrency at first
     random_: random.Random
     counts: Counter[str]  # the fleet's, of failures by class
     tell: Callable[[FleetMember, EngineCondition], None]  # gets the condition before
@@ -91,7 +92,6 @@ class FleetMember:
     version: int | None = None  # last committed; None: never
     updating: bool = False  # between close_admission and the verdict: no new requests, no delivery
     leaving: bool = False
-    limit: float = 0.0  # requests at once; max_concurrency at first
     calls: set[Call] = field(default_factory=set)  # those that have a seat
     sent: int = 0
     strikes: int = 0  # failures in a row, as the next two
@@ -108,9 +108,6 @@ class FleetMember:
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # around its tasks
     acting: trio.CancelScope = field(default_factory=trio.CancelScope)
     watching: trio.CancelScope = field(default_factory=trio.CancelScope)
-
-    def __post_init__(self) -> None:
-        self.limit = float(self.max_concurrency)
 
     @property
     def engine(self) -> InferenceEngine:

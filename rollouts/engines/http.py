@@ -164,16 +164,15 @@ async def open_http_client(
     cannot be used.
     """
     parts = split_url(url)
-    if api_key is not None and not (
-        api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""
-    ):
-        raise EngineSetupError(
-            f"the api_key for {url} is empty or holds a character that no header may carry (a line break?)"
-        )
     context = ssl.create_default_context() if parts.scheme == "https" else _NO_TLS
     limits = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=IDLE_S)
     headers = {"host": parts.netloc, "accept-encoding": "identity"}
     if api_key is not None:
+        if not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
+            raise EngineSetupError(
+                f"the api_key for {url} is empty or holds a character that no header may carry (a line"
+                " break?)"
+            )
         headers["authorization"] = f"Bearer {api_key}"
 
     def make() -> httpx.AsyncClient:

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import trio
 
@@ -64,8 +64,7 @@ NOT_INHERITED = re.compile(
 Flags = dict[str, str | None]  # names and values; None for a switch
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCommand:
+class EngineCommand(NamedTuple):
     """What to start, without what differs between servers: port, key, share of the machine."""
 
     kind: Literal["vllm", "sglang"]

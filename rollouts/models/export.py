@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -114,43 +115,39 @@ def write_description(
 # --- shards -------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class ShardWriter:
     """Writes safetensors files of at most `shard_bytes` of tensors (a larger tensor alone), called
     {prefix}-00001.safetensors and so on. `on_shard` is called with each file that is complete.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        names: FileNames,
-        *,
-        dtype: torch.dtype | None = None,
-        shard_bytes: int = SHARD_BYTES,
-        on_shard: Callable[[Path], object] = lambda _: None,
-        prefix: str = "model",
-    ) -> None:
-        self._folder, self._prefix, self._names = folder, prefix, names
-        self._dtype, self._shard_bytes, self._on_shard = dtype, shard_bytes, on_shard
-        # one of each dtype, so that every tensor is aligned to its elements
-        self._open: dict[torch.dtype, TensorFile] = {}
-        self.shards: list[tuple[str, list[str]]] = []  # complete: file name, names of its tensors
+    folder: Path
+    names: FileNames
+    dtype: torch.dtype | None = None
+    shard_bytes: int = SHARD_BYTES
+    on_shard: Callable[[Path], object] = lambda _: None
+    prefix: str = "model"
+    # complete: file name, names of its tensors
+    shards: list[tuple[str, list[str]]] = field(default_factory=list)
+    # one of each dtype, so that every tensor is aligned to its elements
+    _open: dict[torch.dtype, TensorFile] = field(default_factory=dict)
 
     def take(self, bucket: Bucket) -> None:
         """Writes the bucket. Raises OSError, ModelError."""
-        for name, tensor in self._names.translate(bucket):
-            dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        for name, tensor in self.names.translate(bucket):
+            dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
             own, shard = tensor.detach().to(device="cpu", dtype=dtype), self._open.get(dtype)
-            if shard and (shard.nbytes + own.nbytes > self._shard_bytes or not shard.has_room(name)):
+            if shard and (shard.nbytes + own.nbytes > self.shard_bytes or not shard.has_room(name)):
                 self._finish(dtype)
             if dtype not in self._open:
-                file = name_shard(self._prefix, len(self.shards) + len(self._open) + 1)
-                self._open[dtype] = TensorFile(self._folder / file, header_bytes=HEADER_BYTES)
+                file = name_shard(self.prefix, len(self.shards) + len(self._open) + 1)
+                self._open[dtype] = TensorFile(self.folder / file, header_bytes=HEADER_BYTES)
             self._open[dtype].append(name, own)
 
     def close(self) -> None:
         """Completes what is left. Raises OSError; ModelError naming a weight that never came."""
         self.take([])
-        self._names.check_complete()
+        self.names.check_complete()
         for dtype in list(self._open):
             self._finish(dtype)
 
@@ -158,7 +155,7 @@ class ShardWriter:
         shard = self._open.pop(dtype)
         shard.finish()
         self.shards.append((shard.path.name, shard.names))
-        self._on_shard(shard.path)
+        self.on_shard(shard.path)
 
 
 def name_shard(prefix: str, number: int) -> str:

@@ -63,36 +63,34 @@ def find_rotary_limit(config: Any) -> RotaryLimit | None:
 def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int) -> None:
     """Raises RequestRefused naming the field, its value and the rule."""
     ids, sampling = np.asarray(request.prompt_ids), request.sampling
-    count, new = ids.size, sampling.max_new_tokens
+    count, new, are_ids = ids.size, sampling.max_new_tokens, ids.dtype.kind in "iu"
+    outside = ids[(ids < 0) | (ids >= vocab_size)].tolist() if are_ids else []
+    stops = [token for token in sampling.stop_token_ids if not (_is_whole(token, 0) and token < vocab_size)]
+    needed = count + new if _is_whole(new, 1) else 0
     vocabulary = f"the vocabulary is 0..{vocab_size - 1}"
-
-    def refuse(what: str, rule: str) -> None:
-        raise RequestRefused(f"request {request.request_id!r}: {what}; {rule}")
-
-    if ids.ndim != 1 or not count:
-        refuse(f"prompt_ids has shape {ids.shape}", "it must be one-dimensional with at least one token")
-    if ids.dtype.kind not in "iu":
-        refuse(f"prompt_ids has dtype {ids.dtype}", "token ids are integers")
-    for token in (int(ids.min()), int(ids.max())):
-        if not 0 <= token < vocab_size:
-            refuse(f"prompt_ids holds {token}", f"{vocabulary}: is this the model's own tokenizer?")
-    if not _is_whole(new, 1):
-        refuse(f"sampling.max_new_tokens={new!r}", "it must be an integer of at least 1")
-    if not _is_whole(sampling.top_k, 0):
-        refuse(f"sampling.top_k={sampling.top_k!r}", "it must be an integer, 0 (all tokens) or more")
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        rule = "it must be finite, above 0, or 0 for greedy"
-        refuse(f"sampling.temperature={sampling.temperature}", rule)
-    if not 0 < sampling.top_p <= 1:
-        refuse(f"sampling.top_p={sampling.top_p}", "it must be above 0 and at most 1 (1: all tokens)")
-    for token in sampling.stop_token_ids:
-        if not (_is_whole(token, 0) and token < vocab_size):
-            refuse(f"sampling.stop_token_ids has {token!r}", vocabulary)
-    if count + new > max_context:
-        refuse(
-            f"{count} prompt tokens and max_new_tokens={new} make {count + new}",
-            f"the context is {max_context}: shorten the prompt or lower max_new_tokens",
-        )
+    rules = {
+        f"prompt_ids has shape {ids.shape}; it must be one-dimensional with at least one token": (
+            ids.ndim != 1 or not count
+        ),
+        f"prompt_ids has dtype {ids.dtype}; token ids are integers": not are_ids,
+        f"prompt_ids holds {outside[:3]}; {vocabulary}: is this the model's own tokenizer?": outside,
+        f"sampling.max_new_tokens={new!r}; it must be an integer of at least 1": not needed,
+        f"sampling.top_k={sampling.top_k!r}; it must be an integer, 0 (all tokens) or more": (
+            not _is_whole(sampling.top_k, 0)
+        ),
+        f"sampling.temperature={sampling.temperature}; it must be finite, above 0, or 0 for greedy": (
+            not 0 <= sampling.temperature < math.inf
+        ),
+        f"sampling.top_p={sampling.top_p}; it must be above 0 and at most 1 (1: all tokens)": (
+            not 0 < sampling.top_p <= 1
+        ),
+        f"sampling.stop_token_ids has {stops[:3]}; {vocabulary}": stops,
+        f"{count} prompt tokens and max_new_tokens={new} make {needed}; the context is {max_context}: shorten"
+        " the prompt or lower max_new_tokens": needed > max_context,
+    }
+    for rule, broken in rules.items():
+        if broken:
+            raise RequestRefused(f"request {request.request_id!r}: {rule}")
 
 
 def _is_whole(value: object, least: int) -> bool:

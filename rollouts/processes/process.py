@@ -24,6 +24,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,29 +39,22 @@ TAIL_BYTES = 64 * 1024  # of what a process printed, as much as can be read back
 READ_BYTES = 1 << 16
 
 
+@dataclass(eq=False)
 class Process:
     """A child process below its guard. Made by open_process."""
 
-    def __init__(
-        self,
-        control: trio.socket.SocketType,
-        channel: trio.SocketStream | None,
-        log: tuple[Path, int] | None,
-        output: int,
-        output_bytes: int,
-    ) -> None:
-        self.channel = channel  # the other end is the child's stdin
-        self.printed = 0  # bytes of output since forget_output
-        self.has_ended = False  # and nothing of it is left
-        self.guard_pid = 0
-        self._control = control
-        self._turn = trio.Lock()  # of who reads the control socket
-        self._said: dict = {}  # by the guard: started, failed, ended
-        self._rest = b""
-        self._log = log  # the file, and how long it was before
-        self._output = output  # the reading end of a pipe; below 0: there is none
-        self._output_bytes = output_bytes
-        self._tail = b""
+    guard_pid: int
+    _control: trio.socket.SocketType
+    channel: trio.SocketStream | None  # the other end is the child's stdin
+    _log: tuple[Path, int] | None  # the file, and how long it was before
+    _output: int  # the reading end of a pipe; below 0: there is none
+    _output_bytes: int
+    printed: int = 0  # bytes of output since forget_output
+    has_ended: bool = False  # and nothing of it is left
+    _turn: trio.Lock = field(default_factory=trio.Lock)  # of who reads the control socket
+    _said: dict = field(default_factory=dict)  # by the guard: started, failed, ended
+    _rest: bytes = b""
+    _tail: bytes = b""
 
     @property
     def pid(self) -> int:
@@ -206,8 +200,8 @@ async def open_process(
                 output, (stdout, start) = -1, open_log(log, f"{headline}: {shlex.join(words)}")
                 log_start = (log, start)
             theirs.callback(os.close, stdout)
-            process = Process(control, channel, log_start, output, output_bytes)
-            process.guard_pid = start_guard(settings, env, [stdin, stdout, stdout, its_control.fileno()])
+            guard_pid = start_guard(settings, env, [stdin, stdout, stdout, its_control.fileno()])
+            process = Process(guard_pid, control, channel, log_start, output, output_bytes)
         try:
             yield process
         finally:

@@ -14,7 +14,6 @@ import datetime as dt
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -32,8 +31,7 @@ COLLECTIVE_S = 1800.0  # one collective may take so long, the waiting for a slow
 ERROR_CHARS = 600  # of an error that another rank reports
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Ranks:
+class Ranks(NamedTuple):
     """This process among the W of its job, after they are connected."""
 
     rank: int

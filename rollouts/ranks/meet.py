@@ -16,10 +16,9 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 from torch.distributed import (
@@ -43,8 +42,7 @@ FOREVER = dt.timedelta(days=24)  # as long as a socket can wait
 DEVICE = "model.device"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OpenRanks:
+class OpenRanks(NamedTuple):
     """What connects this process with the other ranks."""
 
     ranks: Ranks

@@ -10,10 +10,10 @@ import hashlib
 import json
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import trio
@@ -53,8 +53,7 @@ NAT, ZERO = np.float32(-1), np.float32(0)  # log-probs of what trains and of wha
 # --- engine -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptedReply:
+class ScriptedReply(NamedTuple):
     """What the engine does with one request."""
 
     # its bytes are the sampled ids, followed by the first stop token if finish is "stop" and there is one
@@ -299,7 +298,7 @@ async def open_fake_backend(
     """A backend whose pieces of work take `step_s` each; the i-th piece submitted (from 0) fails with
     failures[i]. An interrupt is felt `micro_batch_s` later. Leaving raises the first failure nobody awaited.
     """
-    backend = FakeBackend(step_s=step_s, micro_batch_s=micro_batch_s, failures=failures or {})
+    backend = FakeBackend(step_s, micro_batch_s, failures or {})
     yield backend
     backend._closed = True
     await trio.lowlevel.checkpoint()
@@ -308,22 +307,22 @@ async def open_fake_backend(
             raise future.failure
 
 
+@dataclass(eq=False)
 class FakeBackend:
     """A TrainingBackend whose weights are the number of optimizer steps done and not undone. Made by
     open_fake_backend.
     """
 
-    def __init__(
-        self, *, step_s: float, failures: Mapping[int, RolloutsError], micro_batch_s: float = 0.0
-    ) -> None:
-        self._step_s, self._micro_batch_s, self._failures = step_s, micro_batch_s, failures
-        self._futures: list[FakeFuture[Any]] = []
-        self._free_at = 0.0  # when the last piece of work is done
-        self._failed: RolloutsError | None = None
-        self._closed = False
-        self._state = {"version": 0, "steps": 0, "weight": 0}
-        self.batches: list[RolloutBatch] = []  # of every forward_backward that did not fail
-        self.losses: list[LossSpec] = []
+    _step_s: float
+    _micro_batch_s: float
+    _failures: Mapping[int, RolloutsError]
+    batches: list[RolloutBatch] = field(default_factory=list)  # of every forward_backward that did not fail
+    losses: list[LossSpec] = field(default_factory=list)
+    _futures: list[FakeFuture[Any]] = field(default_factory=list)
+    _free_at: float = 0.0  # when the last piece of work is done
+    _failed: RolloutsError | None = None
+    _closed: bool = False
+    _state: dict[str, int] = field(default_factory=lambda: {"version": 0, "steps": 0, "weight": 0})
 
     @property
     def weight_version(self) -> int:

@@ -147,7 +147,7 @@ async def test_a_device_failure_reaches_every_caller_and_the_engine_goes_on():
 @cases(r"""
 changes                | message
 prompt = []            | prompt_ids has shape \(0,\)
-prompt = [1, 101]      | prompt_ids holds 101; the vocabulary is 0..100
+prompt = [1, 101]      | prompt_ids holds \[101\]; the vocabulary is 0..100
 max_new_tokens = 158   | max_new_tokens=158 make 161; the context is 160
 temperature = nan      | temperature=nan
 top_p = 1.1            | top_p=1.1

@@ -89,7 +89,7 @@ def test_requests_that_cannot_be_answered_are_refused():
     assert sample_completions(model, []) == []
     for requests, says in (
         (make_requests([1] * 60), "60 prompt tokens and max_new_tokens=6 make 66; the context is 64"),
-        (make_requests([259]), r"holds 259; the vocabulary is 0\.\.258"),
+        (make_requests([259]), r"holds \[259\]; the vocabulary is 0\.\.258"),
         (make_requests([1]) * 2, "request 'r0' is there twice"),
     ):
         with pytest.raises(RequestRefused, match=says):
