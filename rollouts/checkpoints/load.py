@@ -135,19 +135,6 @@ def _walk_complete(stage_dir: Path, *, hashes: bool, report: Report) -> Iterator
         yield step, path
 
 
-def check_config_hash(path: Path, config_hash: str) -> None:
-    """Raises CheckpointError when the checkpoint says that it was made with settings that train something
-    else.
-    """
-    made_with = read_manifest(path).config_hash
-    if made_with not in (None, config_hash):
-        raise CheckpointError(
-            f"{path} was made with other settings than config.toml has (config_hash {made_with[:12]}, here"
-            f" {config_hash[:12]}): it is another run's; remove it, or name another directory with"
-            " --output.dir DIR"
-        )
-
-
 def load_trainer_state(path: Path) -> dict[str, JSONValue]:
     """The mapping that `save_checkpoint` was given as `state`. Raises CheckpointError if it cannot be
     read.

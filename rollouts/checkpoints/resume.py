@@ -4,7 +4,8 @@ import os
 import uuid
 from pathlib import Path
 
-from rollouts.checkpoints.load import Report, check_config_hash, find_newest_checkpoint, list_named
+from rollouts.checkpoints.load import Report, find_newest_checkpoint, list_named
+from rollouts.checkpoints.manifest import read_manifest
 from rollouts.checkpoints.retention import remove_incomplete
 from rollouts.crash_points import reach
 from rollouts.errors import CheckpointError
@@ -40,8 +41,12 @@ def choose_checkpoint(stage_dir: Path, *, config_hash: str | None, report: Repor
                 f" itself; restore one of {', '.join(lost)} from a copy, or remove all of them to train this"
                 f" stage from its beginning:\n{lines}"
             )
-    elif config_hash is not None:
-        check_config_hash(newest, config_hash)
+    elif config_hash and (made_with := read_manifest(newest).config_hash) not in (None, config_hash):
+        raise CheckpointError(
+            f"{newest} was made with other settings than config.toml has (config_hash {made_with:.12}, here"
+            f" {config_hash:.12}): it is another run's; remove it, or name another directory with"
+            " --output.dir DIR"
+        )
     remove_incomplete(stage_dir)
     if newest is not None:
         reach("resume.found")

@@ -281,10 +281,14 @@ class FleetMember:
         spent = self.member.restart is not None and self.tries >= MAX_RESTARTS
         self._set("dead", due=math.inf if spent else self._after(self.tries + 1), error=error)
 
+    def _go_stale(self, error: str = "") -> None:
+        """Announced at once."""
+        self._set("stale", due=trio.current_time(), error=error)
+
     def _come_back(self) -> None:
         self.strikes = self.overloads = 0
         self.limit = float(self.max_concurrency)
-        self._set("stale", due=trio.current_time())
+        self._go_stale()
 
     # --- weight updates
 
@@ -295,8 +299,7 @@ class FleetMember:
     def commit(self, version: int, published: int) -> bool:
         """Verified at `version`: healthy. Not so where the engine died since its admission was closed."""
         if self.updating and version < published:  # overtaken by the others
-            late = f"committed at {version}, published is {published}"
-            self._set("stale", due=trio.current_time(), error=late)
+            self._go_stale(f"committed at {version}, published is {published}")
         elif self.updating:
             self.version = version
             self.strikes = 0
@@ -319,8 +322,7 @@ class FleetMember:
         if self.updating or self.leaving or self.is_down:
             return
         if self.condition != "stale" and (self.version is None or self.version < version):
-            why = f"it serves version {self.version}, published is {version}"
-            self._set("stale", due=trio.current_time(), error=why)
+            self._go_stale(f"it serves version {self.version}, published is {version}")
         elif self.condition == "stale" and self.due == math.inf:
             self.due = trio.current_time()
             self.changed.unpark_all()
@@ -371,8 +373,7 @@ class FleetMember:
         elif version == self.version:
             self._set("healthy")
         elif version is not None:
-            why = f"it reports weight version {version}, committed was {self.version}"
-            self._set("stale", due=trio.current_time(), error=why)
+            self._go_stale(f"it reports weight version {version}, committed was {self.version}")
         elif not self._strike(error):
             self.last_error, self.due = error, self._after(self.strikes)
 

@@ -157,8 +157,13 @@ class SGLangServer(Dialect):
         }
         if sampling.seed is not None:
             params["sampling_seed"] = sampling.seed & SEED_MASK
-        body = {"rid": server_id, "input_ids": prompt, "sampling_params": params}
-        body |= {"return_logprob": True, "extra_key": self._salt}
+        body = {
+            "rid": server_id,
+            "input_ids": prompt,
+            "sampling_params": params,
+            "return_logprob": True,
+            "extra_key": self._salt,
+        }
         if request.score_prompt:
             body["logprob_start_len"] = 0
         try:
@@ -208,8 +213,13 @@ class SGLangServer(Dialect):
     async def load_weights(self, path: Path, version: int) -> None:
         """The server calls its model by that path from then on."""
         await self._check_info_again()
-        body = {"model_path": str(path), "weight_version": str(version), "flush_cache": True}
-        await self._update("/update_weights_from_disk", body | {"torch_empty_cache": False})
+        body = {
+            "model_path": str(path),
+            "weight_version": str(version),
+            "flush_cache": True,
+            "torch_empty_cache": False,
+        }
+        await self._update("/update_weights_from_disk", body)
         self._set_salt()
 
     async def _check_info_again(self) -> None:
@@ -236,9 +246,15 @@ class SGLangServer(Dialect):
         """Returns when the server has joined the trainer's process group: ranks 1 to world_size, the trainer
         being 0.
         """
-        where = {"master_address": address, "master_port": port, "group_name": group_name, "backend": backend}
-        ranks = {"rank_offset": 1, "world_size": 1 + self.world_size}
-        await self._update("/init_weights_update_group", where | ranks)
+        body = {
+            "master_address": address,
+            "master_port": port,
+            "group_name": group_name,
+            "backend": backend,
+            "rank_offset": 1,
+            "world_size": 1 + self.world_size,
+        }
+        await self._update("/init_weights_update_group", body)
 
     async def leave_group(self, group_name: str) -> None:
         await self._update("/destroy_weights_update_group", {"group_name": group_name})
@@ -276,10 +292,17 @@ class SGLangServer(Dialect):
         """Returns when the server has taken one flattened bucket out of the group and loaded it. The last one
         names the version.
         """
-        body: dict[str, Any] = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group_name}
-        body |= {"load_format": "flattened_bucket", "flush_cache": last}
-        named = {"weight_version": str(version)} if last else {}
-        await self._update("/update_weights_from_distributed", body | named)
+        body = {
+            "names": names,
+            "dtypes": dtypes,
+            "shapes": shapes,
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": last,
+        }
+        if last:
+            body["weight_version"] = str(version)
+        await self._update("/update_weights_from_distributed", body)
         if last:
             self._set_salt()
 

@@ -115,14 +115,11 @@ def compute_model_digests(path: Path) -> dict[str, str]:
 
 def _hash_file(path: Path) -> str:
     digest, size = hashlib.sha256(), path.stat().st_size
-    starts, length = [0], WHOLE_BYTES
-    if size > WHOLE_BYTES:
-        starts = [(size - BLOCK_BYTES) * number // (BLOCKS - 1) for number in range(BLOCKS)]
-        length = BLOCK_BYTES
+    starts = [(size - BLOCK_BYTES) * number // (BLOCKS - 1) for number in range(BLOCKS)]
     with path.open("rb") as file:
-        for start in starts:
+        for start in [0] if size <= WHOLE_BYTES else starts:
             file.seek(start)
-            digest.update(file.read(length))
+            digest.update(file.read(WHOLE_BYTES if size <= WHOLE_BYTES else BLOCK_BYTES))
     return f"{size}:{digest.hexdigest()}"
 
 

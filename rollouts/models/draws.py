@@ -16,11 +16,11 @@ from rollouts.types import FloatArray, GenerateRequest, IntArray
 # How each row samples, one record per row. `drawn` is t: the number of tokens the row has drawn so far.
 DRAW_DTYPE = np.dtype(
     [
-        ("key", np.uint64, 2),
-        ("drawn", np.uint64),
-        ("temperature", np.float32),
-        ("top_p", np.float32),
-        ("top_k", np.int64),
+        ("key", "u8", 2),
+        ("drawn", "u8"),
+        ("temperature", "f4"),
+        ("top_p", "f4"),
+        ("top_k", "i8"),
     ]
 )
 

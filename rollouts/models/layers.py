@@ -106,11 +106,12 @@ def checkpoint_layers(model: PreTrainedModel) -> int:
         )
     for layer in layers:
         # which a copy of the model binds to its own layer, as it would not a closure
-        layer.forward = partial(_run_twice, layer.forward)
+        layer.forward = partial(run_twice, layer.forward)
     return len(layers)
 
 
-def _run_twice(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+def run_twice(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """What `forward` gives. For the gradient it is computed again, in place of what it would keep."""
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
     # in evaluation mode nothing is drawn

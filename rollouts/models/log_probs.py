@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from rollouts.errors import ModelError
 from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs
 from rollouts.models.devices import find_device
+from rollouts.models.layers import run_twice
 from rollouts.models.limits import RotaryLimit, find_rotary_limit
 from rollouts.models.packed_attention import ARGUMENT, TILE, PackedRow, register_packed_attention
 from rollouts.models.scalar_head import get_scalar_weight, has_scalar_head, project_states
@@ -197,9 +197,7 @@ def _score_by_own_head(
         return score_logits(logits, wanted, temperature, entropy_gradient=entropy_gradient)
 
     parts: list[Any] = [
-        checkpoint(score, states, wanted, use_reentrant=False, preserve_rng_state=False)
-        if torch.is_grad_enabled()
-        else score(states, wanted)
+        run_twice(score, states, wanted)
         for states, wanted in zip(hidden.split(tile), targets.split(tile), strict=True)
     ]
     log_probs, entropy = zip(*parts, strict=True)
