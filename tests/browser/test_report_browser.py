@@ -14,6 +14,7 @@ import trio
 from rollouts.inspect.report.page import write_report
 from tests.browser.chromium import Page, open_page
 from tests.browser.written_run import write_run
+from tests.support.text_tables import cases
 
 pytestmark = [pytest.mark.browser]
 
@@ -235,14 +236,14 @@ CONTRAST = """(() => {
 })()"""  # WCAG 2's ratio of luminances
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@cases("scheme: light dark")
 async def test_text_is_readable_on_what_is_behind_it(page: Page, scheme: str) -> None:
     await page.prefer(scheme)
     await choose(page, "Status", "failed")
     assert await page.evaluate(CONTRAST) == []
 
 
-@pytest.mark.parametrize("width", [360, 768, 2000])
+@cases("width: 360 768 2000")
 async def test_nothing_is_wider_than_the_window(page: Page, width: int) -> None:
     await page.resize(width, 800)
     assert await page.evaluate("document.documentElement.scrollWidth") <= width

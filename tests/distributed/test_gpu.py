@@ -17,6 +17,7 @@ from rollouts.ranks.channel import NoOtherRanks
 from rollouts.testing.torch_contracts import make_batch
 from tests.distributed.one_rank import GRPO, Trained, open_one_rank, train
 from tests.support.plain_backend import compute_difference
+from tests.support.text_tables import cases
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,7 +78,7 @@ async def test_a_rank_on_a_gpu_trains_as_one_process_there(case: str, path: Path
     assert places == {"cpu" if options.get("cpu_offload") else "cuda"}
 
 
-@pytest.mark.parametrize("cpu_offload", [False, True])
+@cases("cpu_offload: no yes")
 async def test_what_is_saved_on_a_gpu_goes_on_with_the_same_weights_and_moments(
     cpu_offload: bool, path: Path, tmp_path: Path
 ):

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.text_tables import cases
+
 ROOT = Path(__file__).resolve().parents[2]
 SOON_S = 120.0  # for a busy machine; a collective would wait for half an hour
 
@@ -57,7 +59,7 @@ def test_commands_are_answered_and_leaving_ends_all():
         assert said[0][0] == "{1: '[2, 4]', 2: '[2, 4]'}\n"
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@cases("lost: 0 1")
 @pytest.mark.parametrize(
     ("how", "reason"),
     [

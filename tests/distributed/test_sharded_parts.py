@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from rollouts.models.load import resolve_model
 from tests.distributed.job import start_ranks
+from tests.support.text_tables import cases
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +43,7 @@ def read_found(folder: Path, ranks: int) -> list[dict[str, Any]]:
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("name", ["saved", "beside"])
+@cases("name: saved beside")
 def test_what_ranks_wrote_loads_with_transformers_as_the_trained_weights(case: tuple[Path, int], name: str):
     folder, ranks = case
     trained, before = (

@@ -8,6 +8,7 @@ import torch
 
 from rollouts.metrics.jsonl import read_rows
 from tests.e2e.conftest import Train
+from tests.support.text_tables import cases
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,7 +16,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("mode", ["shared", "copied"])
+@cases("mode: shared copied")
 def test_sft_and_rl_run_on_a_gpu_with_engine_and_reference_and_go_on_there(
     train: Train, tmp_path: Path, mode: str
 ):

@@ -7,6 +7,7 @@ import pytest
 from integration_training.train import main
 from rollouts.metrics.jsonl import read_rows
 from tests.e2e.conftest import TINY
+from tests.support.text_tables import cases
 
 COMMON = (
     "--rl.steps 4 --rl.rollout.num_prompts 2 --rl.rollout.filters [] --rl.eval_every 0 --eval.data.size 4"
@@ -44,7 +45,7 @@ def test_kl_in_the_loss_with_recomputed_old_log_probs(tmp_path: Path):
     assert "kl/ref" in rows[0]
 
 
-@pytest.mark.parametrize("loss", ["reinforce", "importance_sampling", "cispo", "gspo"])
+@cases("loss: reinforce importance_sampling cispo gspo")
 def test_every_loss_trains(tmp_path: Path, loss: str):
     rows = run(tmp_path / "run", f"--rl.loss {loss} --rl.steps 2")
     assert [row["step"] for row in rows] == [1, 2]

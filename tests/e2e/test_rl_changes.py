@@ -12,6 +12,7 @@ from rollouts.advantages import AdvantageInputs
 from rollouts.types import Sample
 from tests.e2e.conftest import TINY, Train
 from tests.support.compare_runs import assert_same_run
+from tests.support.text_tables import cases
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +42,7 @@ def halve(inputs: AdvantageInputs) -> Any:
     return (inputs.rewards - inputs.rewards.mean()) / 2
 
 
-@pytest.mark.parametrize("stop_after", [3, 4])
+@cases("stop_after: 3 4")
 def test_a_run_stopped_beside_a_change_and_resumed_is_the_run_that_never_stopped(
     train: Train, tmp_path: Path, stop_after: int
 ):

@@ -22,6 +22,7 @@ from tests.e2e.conftest import REPOSITORY, TINY, Train
 from tests.e2e.held_train import RELEASED
 from tests.support.compare_runs import assert_same_run, find_differences, read_comparable
 from tests.support.processes import find_processes, wait_until
+from tests.support.text_tables import cases
 
 pytestmark = pytest.mark.slow
 
@@ -179,7 +180,7 @@ def whole(train: Train, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 @pytest.mark.parametrize("step", [1, 3, 5], ids=["early", "between-checkpoints", "before-the-last"])
-@pytest.mark.parametrize("stage", ["sft", "rl"])
+@cases("stage: sft rl")
 def test_a_run_stopped_after_a_step_and_resumed_is_the_run_that_never_stopped(
     train: Train, whole: dict[str, Path], tmp_path: Path, stage: str, step: int
 ):

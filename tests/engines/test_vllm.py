@@ -12,6 +12,7 @@ import trio
 from rollouts.engines.openai import open_openai_engine
 from rollouts.errors import EngineError, EngineSetupError
 from rollouts.testing.engine_contracts import LONG, at_work, make_request
+from tests.support.text_tables import cases
 
 from .conftest import CONTEXT_LENGTH, VOCAB_SIZE, RunningServer, Snapshots, open_engine, run_server
 from .model_checks import load
@@ -68,7 +69,7 @@ async def test_top_p_log_probs_are_those_of_the_tokens_kept(vllm_server: Running
     np.testing.assert_allclose(completion.log_probs, 0.0, atol=1e-5)  # one token is kept, and it is certain
 
 
-@pytest.mark.parametrize("speaks", ["ids", "text"])
+@cases("speaks: ids text")
 async def test_openai_engine_evaluates_on_the_same_server(
     speaks: str, vllm_server: RunningServer, snapshots: Snapshots
 ):

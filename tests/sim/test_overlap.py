@@ -7,6 +7,7 @@ import math
 import pytest
 
 from tests.sim.overlap_simulator import OverlapSetting, run_overlap
+from tests.support.text_tables import cases
 
 GENERATE_S = 8.0  # of a batch on a full engine: 400 tokens of 0.02 s
 
@@ -18,7 +19,7 @@ def make_setting(ratio: float, max_staleness: int, **options: float) -> OverlapS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
+@cases("ratio: 0.5 1.0 2.0")
 def test_a_step_takes_as_long_as_the_slower_of_generation_and_training(ratio: float):
     longest_s = 106.0  # of the lengths that this seed draws, asserted below
     staleness = math.ceil(longest_s / max(GENERATE_S, GENERATE_S / ratio)) + 1
@@ -40,7 +41,7 @@ def test_without_staleness_the_loop_waits_for_the_longest_response_and_then_trai
     assert report.step_s > 4 * max(report.generate_limit_s, report.train_limit_s)
 
 
-@pytest.mark.parametrize("staleness", [1, 2, 5])
+@cases("staleness: 1 2 5")
 def test_a_small_bound_is_kept_and_costs_time_instead_of_samples(staleness: int):
     report = run_overlap(make_setting(1.0, staleness))
     assert report.lag_max <= staleness

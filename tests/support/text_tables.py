@@ -1,5 +1,6 @@
 """Cases of a parametrised test, written as a table; and rows written as a file."""
 
+import inspect
 import json
 import tomllib
 from collections.abc import Callable
@@ -22,6 +23,7 @@ def read_params(text: str) -> dict[str, Any]:
 READERS: dict[Any, Callable[[str], Any]] = {
     int: int,
     float: float,
+    bool: lambda cell: cell == "yes",
     list[float]: lambda cell: [float(number) for number in cell.split()],
     dict: read_params,
     Any: json.loads,
@@ -29,18 +31,22 @@ READERS: dict[Any, Callable[[str], Any]] = {
 
 
 def cases(text: str) -> Callable[[Any], Any]:
-    """Parametrises a test by a table whose first line names the parameters.
+    """Parametrises a test by a table whose first line names the parameters, or by `name: case case …`.
 
-    A cell is read as its parameter is annotated: int, float, list[float] (divided by spaces), dict (by
-    read_params()), Any (JSON); else it is text. What stands under a last name of … is a remark.
+    A cell is read as its parameter is annotated: int, float, bool (yes), list[float] (divided by spaces),
+    dict (by read_params()), Any (JSON); else it is text. What stands under a last name of … is a remark.
     """
     names, *rows = read_cells(text)
+    if not rows:
+        name, _, words = text.partition(":")
+        names, rows = [name], [[word] for word in words.split()]
     if names[-1] == "…":
         names.pop()
         rows = [row[: len(names)] for row in rows]
 
     def parametrize(test: Any) -> Any:
-        readers = [READERS.get(test.__annotations__.get(name), str) for name in names]
+        kinds = inspect.get_annotations(test, eval_str=True)
+        readers = [READERS.get(kinds.get(name), str) for name in names]
         values = [[read(cell) for read, cell in zip(readers, row, strict=True)] for row in rows]
         return pytest.mark.parametrize(names, values, ids=map("-".join, rows))(test)
 

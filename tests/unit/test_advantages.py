@@ -82,8 +82,8 @@ def test_a_lone_sample_and_a_group_of_equal_rewards_get_exactly_zero(kind):
     assert advantages.tolist() == [0.0, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("k", [2, 3, 4, 5, 0])
-def test_pass_at_k_is_what_a_row_adds_to_the_best_of_every_subset(k):
+@cases("k: 2 3 4 5 0")
+def test_pass_at_k_is_what_a_row_adds_to_the_best_of_every_subset(k: int):
     rewards = [0.3, 1.0, 0.3, -0.5, 0.8]
     size = 5 if k == 0 else k
     expected = []
@@ -236,7 +236,7 @@ def test_a_parameter_that_the_function_does_not_take_is_named_with_the_nearest()
         check_advantage_params("grpo", ADVANTAGES["grpo"], {"rewards": 1})
 
 
-@pytest.mark.parametrize("kind", ["grpo", "lite_ppo"])
+@cases("kind: grpo lite_ppo")
 def test_an_epsilon_that_would_turn_the_sign_of_advantages_is_refused(kind):
     with pytest.raises(ValueError, match="std_epsilon=-1; it must be 0 or above"):
         of_four(kind, std_epsilon=-1)

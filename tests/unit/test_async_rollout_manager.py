@@ -29,7 +29,7 @@ from rollouts.generation.generate import compute_request_seed
 from rollouts.generation.group import MAX_STARTS
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup, Status, encode_json
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases, read_cells
 from tests.unit.manager_runs import (
     SAMPLING,
     STREAM,
@@ -187,7 +187,7 @@ COMPETITIONS = """
 
 
 @pytest.mark.parametrize("row", read_cells(COMPETITIONS), ids=" ".join)
-@pytest.mark.parametrize("deterministic", [False, True])
+@cases("deterministic: no yes")
 async def test_with_a_ranker_the_best_of_all_that_are_kept_train_in_launch_order(
     row: list[str], deterministic: bool, autojump_clock
 ):
@@ -379,7 +379,7 @@ async def test_too_many_failures_end_the_batch_and_show_the_first():
     assert len(run.manager.failed_samples()) == 2
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@cases("max_staleness: 0 1")
 async def test_what_the_infrastructure_did_costs_a_prompt_nothing(max_staleness: int):
     """One of two samples cannot be generated: its group does not train, its prompt comes back, and no share
     of failures ends the run.

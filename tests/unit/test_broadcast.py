@@ -30,6 +30,7 @@ from rollouts.ranks.meet import host_store
 from rollouts.weight_sync.broadcast import Broadcast
 from rollouts.weight_sync.broadcast_servers import SGLangPeer, make_group, open_broadcast
 from rollouts.weight_sync.flat_buckets import FlatBucket, flatten_tensors, split_buckets
+from tests.support.text_tables import cases
 
 CPU = torch.device("cpu")
 WEIGHTS = {f"w{index}": torch.arange(4, dtype=torch.float32) + index for index in range(6)}  # 16 bytes each
@@ -155,7 +156,7 @@ async def test_every_engine_gets_every_weight_and_the_version_with_the_last():
 
 
 @pytest.mark.parametrize("fault", [EngineUnreachable("b is gone"), RuntimeError("connection closed"), "hang"])
-@pytest.mark.parametrize("step", ["begin", "send", "end"])
+@cases("step: begin send end")
 async def test_an_engine_that_fails_or_hangs_is_reported_and_the_others_go_on(step: str, fault: Any):
     fleet, hangs = Fleet(a={}, b={step: fault}, c={}), fault == "hang"
     async with open_backend(WEIGHTS) as backend:
@@ -185,7 +186,7 @@ async def test_a_failure_on_the_trainers_side_is_a_weight_sync_error_and_the_bac
         assert await transport(backend, fleet.engines, 3) == {"a": None}
 
 
-@pytest.mark.parametrize("bucket_bytes", [32, 10_000])  # cut in a bucket that others follow, and in the last
+@cases("bucket_bytes: 32 10000")  # cut in a bucket that others follow, and in the last
 async def test_a_cancelled_update_lets_the_trainers_thread_go_and_leaves_no_group(bucket_bytes: int):
     fleet = Fleet(a={"send": "hang"})
     async with open_backend(WEIGHTS) as backend:

@@ -13,7 +13,7 @@ from rollouts.data.chat import render_prompt, tokenize_conversation
 from rollouts.data.rows import parse_messages, parse_tools
 from rollouts.errors import DataError, ModelError
 from rollouts.types import ChatMessage, Sample
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases
 from tests.unit.chat_tokenizers import CHATML, byte_tokenizer
 
 
@@ -120,7 +120,11 @@ def test_a_message_of_another_form_becomes_one_of_ours():
 
 
 CALLS = '{ "role": "assistant", "tool_calls": [{ "function": '
-WRONG_MESSAGES = r"""
+
+
+@cases(
+    r"""
+message | error
 "hi" | m[0] is of type str; a chat message is an object with a role and a content
 {"role": "user"} | m[0] has no content; a chat message is an object with a role and a content
 {"role": "user", "content": null} | m[0].content is of type NoneType; it must be text
@@ -136,15 +140,9 @@ CALLS {"name": "f", "arguments": "{\"a\": NaN}"}}]} | NaN is not a JSON number
 {"role": "assistant", "content": "c", "function_call": {}} | m[0].function_call is the old way to call a tool
 {"role": "assistant", "content": "c", "weight": 0} | m[0].weight is 0, which is not read
 {"role": "user", "content": "q", "score": Infinity} | m[0].score is inf; JSON has no such number
-"""
-
-
-WRONG = WRONG_MESSAGES.replace("CALLS", CALLS).replace("ONE", json.dumps(CALL))
-
-
-@pytest.mark.parametrize(("text", "error"), read_cells(WRONG))
-def test_a_message_that_cannot_be_read_is_named_with_its_key(text, error):
-    message = json.loads(text)
+""".replace("CALLS", CALLS).replace("ONE", json.dumps(CALL))
+)
+def test_a_message_that_cannot_be_read_is_named_with_its_key(message: Any, error):
     with pytest.raises(DataError) as caught:
         parse_messages([message], where="m")
     assert error in str(caught.value)
@@ -152,16 +150,14 @@ def test_a_message_that_cannot_be_read_is_named_with_its_key(text, error):
         Sample(id="s", prompt=(message,))
 
 
-@pytest.mark.parametrize(
-    ("tools", "error"),
-    [
-        ("{", "t is text but not JSON"),
-        ('[{"name": "f", "name": "g"}]', "t is text but not JSON .*'name' stands twice"),
-        ({"name": "f"}, "t is of type dict; it must be a list of tools"),
-        ([{}], r"t\[0\] is {}; a tool is an object"),
-        ([{"name": float("nan")}], r"t\[0\]\.name is nan"),
-    ],
-)
-def test_tools_that_cannot_be_read_are_named(tools, error):
+@cases(r"""
+tools                              | error
+"{"                                | t is text but not JSON
+"[{\"name\": \"f\", \"name\": \"g\"}]" | t is text but not JSON .*'name' stands twice
+{"name": "f"}                      | t is of type dict; it must be a list of tools
+[{}]                               | t\[0\] is {}; a tool is an object
+[{"name": NaN}]                    | t\[0\]\.name is nan
+""")
+def test_tools_that_cannot_be_read_are_named(tools: Any, error):
     with pytest.raises(DataError, match=error):
         parse_tools(tools, where="t")

@@ -16,6 +16,7 @@ from rollouts.data.chat import (
     tokenize_prompt,
 )
 from rollouts.errors import DataError, ModelError
+from tests.support.text_tables import cases
 from tests.unit.chat_tokenizers import (
     CHATML,
     byte_tokenizer,
@@ -126,9 +127,7 @@ def test_the_answer_follows_exactly_the_tokens_that_generation_begins_with(name)
         assert conversation.token_ids[: span.start].tolist() == tokenize_prompt(TALK[:3], tokenizer).tolist()
 
 
-@pytest.mark.parametrize(
-    "name", ["chatml", "llama3_1", "gemma3", "mistral_v2v3", "mistral_v3_tekken", "phi3", "plain"]
-)
+@cases("name: chatml llama3_1 gemma3 mistral_v2v3 mistral_v3_tekken phi3 plain")
 def test_a_tokenizer_of_word_marks_trains_the_same_text(name):
     tokenizer = family_sentencepiece(name)
     conversation = tokenize_conversation(TALK, tokenizer)
@@ -233,7 +232,7 @@ def test_what_generation_is_given_does_not_train():
         )
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_6"])
+@cases("name: qwen3 qwen3_6")
 def test_a_template_that_forgets_earlier_thinking_lets_only_the_last_answer_train(name):
     tokenizer = family_tokenizer(name)
     said = r"rewrites messages up to 1 when later turns follow \(at character 54: '<think>\\nthree, four.*'"

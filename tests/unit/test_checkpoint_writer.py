@@ -19,6 +19,7 @@ from rollouts.checkpoints.manifest import read_manifest
 from rollouts.checkpoints.writer import CheckpointWriter, Keep, open_checkpoint_writer
 from rollouts.errors import StorageError
 from rollouts.run_dir import RunDir
+from tests.support.text_tables import cases
 
 
 class SlowBackend:
@@ -118,8 +119,8 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_its_o
     assert backend.calls == ["capture", "write", "drop"]
 
 
-@pytest.mark.parametrize("room", [True, False])
-async def test_what_is_written_besides_belongs_to_the_checkpoint_and_can_fail_it(tmp_path, room):
+@cases("room: yes no")
+async def test_what_is_written_besides_belongs_to_the_checkpoint_and_can_fail_it(tmp_path, room: bool):
     backend, warnings, refuse = SlowBackend(room=room), [], False
     backend.go.set()
 
@@ -164,8 +165,8 @@ async def test_without_room_for_a_copy_training_waits(tmp_path):
     assert backend.calls == ["capture", "save"]
 
 
-@pytest.mark.parametrize("room", [True, False])
-async def test_a_critic_is_saved_beside_the_policy_and_a_copy_of_one_alone_is_freed(tmp_path, room):
+@cases("room: yes no")
+async def test_a_critic_is_saved_beside_the_policy_and_a_copy_of_one_alone_is_freed(tmp_path, room: bool):
     policy, critic = SlowBackend(), SlowBackend(room=room)
     policy.go.set()
     critic.go.set()
@@ -187,8 +188,8 @@ async def test_a_save_that_fails_while_training_waits_leaves_the_backend_usable(
     assert [step for step, _ in list_checkpoints(RunDir(tmp_path).stage_checkpoints("rl"))] == [2]
 
 
-@pytest.mark.parametrize("failures", [1, 2])
-async def test_the_last_save_is_tried_twice(tmp_path, failures):
+@cases("failures: 1 2")
+async def test_the_last_save_is_tried_twice(tmp_path, failures: int):
     backend, warnings = SlowBackend(), []
     backend.go.set()
     backend.failures = failures

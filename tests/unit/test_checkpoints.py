@@ -40,7 +40,7 @@ from rollouts.checkpoints.save import find_os_error, save_checkpoint
 from rollouts.errors import CheckpointError, RunDirError, StorageError
 from rollouts.run_dir import RunDir, check_links, checkpoint_manifest
 from tests.support.recorded_writes import record_writes
-from tests.support.text_tables import write_jsonl
+from tests.support.text_tables import cases, write_jsonl
 
 STATE = {"cursor": 7, "returned": ["a", "b"], "nested": {"x": 0.5, "none": None}}
 
@@ -315,7 +315,7 @@ def names_in(stage_dir: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE])
-@pytest.mark.parametrize("operation", ["hash", "stat", "manifest"])
+@cases("operation: hash stat manifest")
 async def test_a_newest_checkpoint_that_cannot_be_read_stops_the_resume_and_keeps_its_name(
     stage_dir, monkeypatch, number, operation
 ):
@@ -383,7 +383,7 @@ async def test_a_checkpoint_of_other_settings_is_refused_by_name(stage_dir):
 # --- names --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["weights", "checkpoints", "engines", "config.toml", "metrics.jsonl"])
+@cases("name: weights checkpoints engines config.toml metrics.jsonl")
 def test_nothing_of_a_run_may_be_a_link_that_leads_out_of_it(tmp_path, name):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")

@@ -23,6 +23,7 @@ from rollouts.models.load import resolve_model
 from rollouts.testing.torch_contracts import SFT, make_batch
 from rollouts.types import GenerateRequest, SamplingParams
 from tests.support.plain_backend import assert_gradients_close, load_tiny, take_gradients
+from tests.support.text_tables import cases
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -106,7 +107,7 @@ def test_batches_of_changing_lengths_need_no_more_programs():
     assert 2 <= made[1] == made[-1] <= 4
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma"])
+@cases("kind: llama gemma")
 async def test_the_embedded_engine_shares_a_compiled_model_without_its_programs(kind: str):
     """By the fast path and by the model's own cache: the tokens are those of the model as it is written."""
     plain, compiled = (load_tiny(kind) for _ in range(2))

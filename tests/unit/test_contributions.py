@@ -126,7 +126,7 @@ def test_what_was_written_is_read_back_column_by_column(tmp_path: Path):
             np.testing.assert_array_equal(values, columns[name][index], err_msg=name)
 
 
-@pytest.mark.parametrize("at", [0, 13, 40, -1])
+@cases("at: 0 13 40 -1")
 def test_a_bit_that_flipped_is_found_wherever_it_is(tmp_path: Path, at: int):
     run_dir = RunDir(tmp_path)
     row = write(tmp_path, make_update())[1]

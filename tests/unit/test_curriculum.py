@@ -18,6 +18,7 @@ from rollouts.data.curriculum import (
 )
 from rollouts.errors import UserFunctionError
 from rollouts.types import Sample
+from tests.support.text_tables import cases
 
 
 def sample(source: str, reward: float) -> Sample:
@@ -34,16 +35,18 @@ def test_statistics_count_samples_and_rewards_of_every_source():
     assert (second["a"].mean_reward, second["b"].mean_reward, first["b"].mean_reward) == (0.625, 1.0, None)
 
 
-@pytest.mark.parametrize(
-    "weights",
-    [
-        [1, 2],
-        {"easy": 1.0, "herd": 1.0},
-        {"easy": 1.0, "hard": 1.0, "more": 1.0},
-        *({"easy": wrong, "hard": 1} for wrong in (-0.5, float("nan"), float("inf"), True, "1")),
-        {"easy": 0, "hard": 0.0},
-    ],
-)
+@cases("""
+weights
+[1, 2]
+{"easy": 1.0, "herd": 1.0}
+{"easy": 1.0, "hard": 1.0, "more": 1.0}
+{"easy": -0.5, "hard": 1}
+{"easy": NaN, "hard": 1}
+{"easy": Infinity, "hard": 1}
+{"easy": true, "hard": 1}
+{"easy": "1", "hard": 1}
+{"easy": 0, "hard": 0.0}
+""")
 def test_weights_that_break_a_rule_name_function_step_and_value(weights: Any):
     with pytest.raises(UserFunctionError) as caught:
         call_curriculum(lambda *_: weights, 7, start_statistics(["easy", "hard"]), function="mine.py:plan")

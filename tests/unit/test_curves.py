@@ -39,9 +39,9 @@ kind = "falls"                                  | 1 1 1 1 1 1 1 1       | no
 kind = "falls", metric = "eval/m"               | 3 5 2                 | yes
 kind = "gains", metric = "eval/m"               | 3 5 2                 | no
 """)
-def test_a_curve_meets_a_bar_or_not(bar: dict, values: list[float], met: str) -> None:
+def test_a_curve_meets_a_bar_or_not(bar: dict, values: list[float], met: bool) -> None:
     verdict = judge(Bar(**{"metric": "m", **bar}), values)
-    assert verdict.met == (met == "yes")
+    assert verdict.met == met
 
 
 def test_a_curve_is_like_others_if_each_quarter_lies_in_their_range_widened_by_two_errors():

@@ -1,9 +1,12 @@
 """DataBuffer: a seeded endless stream, prompts given back, exact resume."""
 
+from typing import Any
+
 import pytest
 
 from rollouts.data.data_buffer import DataBuffer, PromptRow
 from rollouts.errors import DataError
+from tests.support.text_tables import cases
 
 
 def make_rows(count: int) -> list[dict[str, str]]:
@@ -45,16 +48,14 @@ def test_only_prompts_that_are_out_can_be_returned():
     assert buffer.statistics()["returned"] == 1
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([], "has no rows"),
-        ([{"prompt": "a"}, {"prompt": " "}], "row 1: prompt is empty"),
-        ([{"prompt": "a"}, {"question": "b"}], "row 1: neither `prompt` nor `messages`"),
-        ([{"messages": [{"role": "user", "content": "a"}]}], "row 0: no `prompt`"),
-        ([{"prompt": "a", "score": float("nan")}], "row 0: score is nan"),
-    ],
-)
-def test_rows_that_cannot_be_asked_are_refused_at_the_start(rows, message: str):
+@cases("""
+rows                                               | message
+[]                                                 | has no rows
+[{"prompt": "a"}, {"prompt": " "}]                 | row 1: prompt is empty
+[{"prompt": "a"}, {"question": "b"}]               | row 1: neither `prompt` nor `messages`
+[{"messages": [{"role": "user", "content": "a"}]}] | row 0: no `prompt`
+[{"prompt": "a", "score": NaN}]                    | row 0: score is nan
+""")
+def test_rows_that_cannot_be_asked_are_refused_at_the_start(rows: Any, message: str):
     with pytest.raises(DataError, match=message):
         DataBuffer(rows, seed=0)

@@ -45,7 +45,7 @@ cuda | no  | 2 | 13.0 | ranks=3 with model\.device=.*finds 2; use at most 2, .*m
 auto | no  | 2 | 13.0 | ranks=3 with model\.device=.*finds 2; use at most 2, .*model\.device='cpu'
 """)
 def test_a_gpu_is_taken_where_there_is_one_or_refused_with_the_reason_and_the_way_out(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, deterministic: str, gpus: int, cuda: str, outcome: str
+    monkeypatch: pytest.MonkeyPatch, wanted: str, deterministic: bool, gpus: int, cuda: str, outcome: str
 ):
     have_gpus(monkeypatch, gpus)
     monkeypatch.setattr(torch.version, "cuda", cuda or None)
@@ -53,7 +53,7 @@ def test_a_gpu_is_taken_where_there_is_one_or_refused_with_the_reason_and_the_wa
         with pytest.raises(ConfigError, match=outcome):
             choose_device(wanted, local_ranks=3)
     else:
-        assert choose_device(wanted, deterministic=deterministic == "yes", local_ranks=3) == outcome
+        assert choose_device(wanted, deterministic=deterministic, local_ranks=3) == outcome
 
 
 def test_equal_bits_on_a_gpu_are_not_promised():

@@ -2,8 +2,6 @@
 (teacher).
 """
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -17,6 +15,7 @@ from rollouts.losses.distillation import (
     gkd_loss,
 )
 from rollouts.types import metric_values
+from tests.support.text_tables import cases
 
 P, Q = [0.5, 0.3, 0.2], [0.4, 0.4, 0.2]
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
@@ -48,12 +47,17 @@ def slow_divergence(student: Tensor, teacher: Tensor, beta: float) -> np.ndarray
 # --- divergences --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("beta", "expected"), [(1.0, 0.025267154), (0.0, 0.025815), (0.5, 0.006367)])
+@cases("""
+beta | expected
+1.0  | 0.025267154
+0.0  | 0.025815
+0.5  | 0.006367
+""")
 def test_divergences_match_the_numbers_worked_by_hand(beta: float, expected: float):
     assert float(compute_divergence(logs(P), logs(Q), beta=beta)) == pytest.approx(expected, abs=5e-7)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+@cases("temperature: 0.5 1.0 3.0")
 @pytest.mark.parametrize("beta", BETAS)
 def test_random_logits_match_the_slow_version(beta: float, temperature: float):
     student, teacher = 3 * draw(5, 7), 3 * draw(5, 7, seed=1)
@@ -62,11 +66,15 @@ def test_random_logits_match_the_slow_version(beta: float, temperature: float):
     np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("beta", "expected"),  # for 0.5: ½·(½·log ⅔ + ½·log 2) + ½·log 4/3
-    [(0.0, INF), (1.0, math.log(2)), (0.5, 0.25 * math.log(4 / 3) + 0.5 * math.log(4 / 3))],
-)
-def test_a_token_that_only_one_gives_probability_zero_makes_one_direction_infinite(beta, expected):
+@cases("""
+beta | expected | …
+0    | inf
+1    | 0.693147181 | log 2
+0.5  | 0.215761558 | ½·(½·log ⅔ + ½·log 2) + ½·log 4/3
+""")
+def test_a_token_that_only_one_gives_probability_zero_makes_one_direction_infinite(
+    beta: float, expected: float
+):
     student, teacher = torch.tensor([[0.0, -INF]]), torch.tensor([[0.0, 0.0]])
     assert float(compute_divergence(student, teacher, beta=beta)) == pytest.approx(expected)
 
@@ -129,10 +137,12 @@ def array(*values: float) -> np.ndarray:
     return np.asarray(values, np.float32)
 
 
-@pytest.mark.parametrize(
-    ("options", "wanted"), [({}, [0.2, -0.6, 0.4]), ({"coef": 0.5, "clip": 0.25}, [0.1, -0.25, 0.2])]
-)
-def test_advantages_are_how_much_likelier_the_teacher_finds_each_token(options, wanted):
+@cases("""
+options                 | wanted
+                        | 0.2 -0.6 0.4
+coef = 0.5, clip = 0.25 | 0.1 -0.25 0.2
+""")
+def test_advantages_are_how_much_likelier_the_teacher_finds_each_token(options: dict, wanted: list[float]):
     teacher, student = [array(-0.5, -1.5, -1.2)], [array(-0.7, -0.9, -1.6)]
     (found,) = compute_distillation_advantages(teacher, student, [np.ones(3, bool)], **options)
     assert found.tolist() == pytest.approx(wanted, abs=1e-6)

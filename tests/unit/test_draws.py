@@ -8,6 +8,7 @@ import torch
 
 from rollouts.models.draws import DRAW_DTYPE, compute_uniforms, make_draw, sample_tokens
 from rollouts.types import GenerateRequest, SamplingParams
+from tests.support.text_tables import cases
 
 MASK = 2**64 - 1
 
@@ -52,7 +53,7 @@ def test_uniforms_are_a_function_of_key_and_count():
     assert compute_uniforms(keys, drawn).tolist() == expected
 
 
-@pytest.mark.parametrize("vocab", [2, 97, 49152])
+@cases("vocab: 2 97 49152")
 def test_the_token_is_the_one_whose_share_of_the_running_sum_holds_the_uniform(vocab: int):
     logits = torch.randn(40, vocab, generator=torch.Generator().manual_seed(vocab)) * 2
     draws = make_draws(40)
@@ -67,10 +68,15 @@ def test_the_token_is_the_one_whose_share_of_the_running_sum_holds_the_uniform(v
     assert sampled.log_probs.dtype == np.float32
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(0.7, 0, 1.0), (1.3, 5, 1.0), (0.8, 12, 0.7), (1.0, 1, 1.0), (1.0, 0, 1e-6), (1.0, 500, 0.9)],
-)
+@cases("""
+temperature | top_k | top_p
+0.7         | 0     | 1.0
+1.3         | 5     | 1.0
+0.8         | 12    | 0.7
+1.0         | 1     | 1.0
+1.0         | 0     | 1e-6
+1.0         | 500   | 0.9
+""")
 def test_log_probs_are_of_the_renormalised_distribution(temperature: float, top_k: int, top_p: float):
     logits = torch.randn(50, 211, generator=torch.Generator().manual_seed(1)) * 3
     sampled = sample_tokens(logits, make_draws(50, temperature=temperature, top_k=top_k, top_p=top_p))

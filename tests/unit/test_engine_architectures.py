@@ -62,7 +62,7 @@ async def test_log_probs_are_the_models_own_with_its_cache(kind: str, changes: d
         await check_exact(engine, copy.deepcopy(model).eval(), make_requests(18))
 
 
-@pytest.mark.parametrize("kind", ["gemma", "mamba", "moe"])
+@cases("kind: gemma mamba moe")
 async def test_log_probs_are_the_models_own_when_everything_is_recomputed(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -76,7 +76,7 @@ async def test_log_probs_are_the_models_own_when_everything_is_recomputed(
 # --- rows ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["gemma", "mamba", "moe"])
+@cases("kind: gemma mamba moe")
 async def test_deterministic_runs_give_the_same_bits_and_neighbours_change_no_token(kind: str):
     results: list[dict[str, Completion]] = []
     for order, max_rows in ((1, 4), (-1, 4), (1, 1)):

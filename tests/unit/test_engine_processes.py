@@ -54,7 +54,7 @@ def assert_nothing_left(folder: Path) -> None:
     assert not any(map(is_alive, map(int, (folder / "pids").read_text().split())))
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@cases("kind: vllm sglang")
 async def test_servers_are_waited_for_and_have_a_port_a_log_and_a_secret_key_each(tmp_path: Path, kind: Kind):
     command = fake_command(tmp_path, kind, not_ready=2)
     async with open_engine_processes(command, count=2, log_dir=tmp_path / "logs") as processes:

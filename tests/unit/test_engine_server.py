@@ -297,7 +297,7 @@ async def test_pause_wait_lets_requests_finish_before_the_server_is_paused(diale
 
 
 @BOTH
-@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+@cases("mode: abort wait keep")
 async def test_a_pause_or_resume_that_fails_or_is_cancelled_holds_nobody_up(dialect, mode, autojump_clock):
     pause, resume = CONTROL[dialect]
     async with open_both(dialect) as (server, engine):

@@ -192,16 +192,14 @@ def test_a_version_is_a_decimal_number_as_we_write_it(name: str):
     assert [parse_version(number) for number in ("0", "7", "9" * 18)] == [0, 7, 10**18 - 1]
 
 
-@pytest.mark.parametrize(
-    ("scores", "expected"),
-    [
-        ([None, {"2": {"logprob": -0.5}}, {"3": {"logprob": -0.25}}], [0.0, -0.5, -0.25]),
-        ([None, {"2": {"logprob": -0.5}}], None),
-        ([None, {"9": {"logprob": -1.0}}, None], None),
-    ],
-)
-async def test_prompts_are_scored_token_by_token(scores: list[Any], expected: list[float] | None):
-    body = VLLM.replace('"prompt_logprobs":null', f'"prompt_logprobs":{json.dumps(scores)}')
+@cases("""
+scores                                                  | expected
+[null, {"2": {"logprob": -0.5}}, {"3": {"logprob": -0.25}}] | [0.0, -0.5, -0.25]
+[null, {"2": {"logprob": -0.5}}]                        | null
+[null, {"9": {"logprob": -1.0}}, null]                  | null
+""")
+async def test_prompts_are_scored_token_by_token(scores: str, expected: Any):
+    body = VLLM.replace('"prompt_logprobs":null', f'"prompt_logprobs":{scores}')
     with (
         nullcontext() if expected else pytest.raises(ReplyError, match=r"3 tokens are scored|log-probs \[nan")
     ):

@@ -27,6 +27,7 @@ from rollouts.models.sharded import plan_weights
 from rollouts.models.tiny import TINY_KINDS
 from rollouts.testing.torch_contracts import assert_weights_equal
 from tests.support.plain_backend import load_tiny
+from tests.support.text_tables import cases
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -60,7 +61,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("ranks", [0, 1, 3])
+@cases("ranks: 0 1 3")
 @pytest.mark.parametrize("kind", TINY_KINDS)
 def test_what_is_written_is_what_transformers_writes_and_loads(kind: str, ranks: int, tmp_path: Path):
     """0 ranks: a stream in small shards."""

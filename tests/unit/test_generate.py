@@ -9,6 +9,7 @@ from rollouts.generation.generate import make_chat_generate
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply, fake_log_prob
 from rollouts.types import Sample, SamplingParams, Status
 from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
+from tests.support.text_tables import cases
 from tests.unit.chat_tokenizers import family_tokenizer
 
 SAMPLING = SamplingParams(max_new_tokens=4, stop_token_ids=(FAKE_END,), seed=5)
@@ -33,18 +34,16 @@ async def test_a_sample_has_the_prompt_and_the_sampled_tokens_with_one_value_eac
     assert (sample.id, sample.group_index, sample.metadata) == (PENDING.id, 0, {"answer": "x"})
 
 
-@pytest.mark.parametrize(
-    ("reply", "status", "length"),
-    [
-        (ScriptedReply("abc"), Status.COMPLETED, 4),
-        (ScriptedReply("abcd"), Status.TRUNCATED, 4),
-        (ScriptedReply("abc", finish="length"), Status.TRUNCATED, 3),
-        (ScriptedReply("ab", finish="abort"), Status.ABORTED, 2),
-        (ScriptedReply("", finish="abort"), Status.ABORTED, 0),
-    ],
-)
-async def test_the_status_says_why_it_ended(reply: ScriptedReply, status: Status, length: int):
-    sample = await generate(ScriptedEngine(lambda request: reply))
+@cases("""
+text | finish | status    | length
+abc  | stop   | completed | 4
+abcd | stop   | truncated | 4
+abc  | length | truncated | 3
+ab   | abort  | aborted   | 2
+     | abort  | aborted   | 0
+""")
+async def test_the_status_says_why_it_ended(text: str, finish: str, status: str, length: int):
+    sample = await generate(ScriptedEngine(lambda request: ScriptedReply(text, finish=finish)))
     assert (sample.status, sample.response_length) == (status, length)
 
 

@@ -15,7 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from rollouts.errors import ModelError
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model, stop_token_ids
 from rollouts.models.tokenizers import CHAT_TEMPLATE
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases, read_cells
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -97,7 +97,7 @@ def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@cases("tied: yes no")
 def test_a_gguf_file_becomes_a_directory_with_the_same_weights_and_tokenizer(
     tied: bool, tmp_path: Path, capfd
 ):

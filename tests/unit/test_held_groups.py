@@ -10,6 +10,7 @@ import trio
 from rollouts.generation.collector import STOP_S
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
 from rollouts.types import GenerateRequest, Sample
+from tests.support.text_tables import cases
 from tests.unit.manager_runs import (
     STREAM,
     Run,
@@ -167,7 +168,7 @@ async def test_a_restarted_manager_continues_bit_for_bit(
 # --- deterministic mode ---
 
 
-@pytest.mark.parametrize("by_engine", [False, True])
+@cases("by_engine: no yes")
 async def test_in_deterministic_mode_replacements_are_launched_together(by_engine: bool, autojump_clock):
     arrivals: dict[int, float] = {}
 

@@ -24,6 +24,7 @@ from rollouts.engines import http
 from rollouts.engines.http import HttpClient, open_http_client
 from rollouts.errors import EngineSetupError, EngineSilent, EngineUnreachable, ReplyError
 from tests.support.processes import wait_until
+from tests.support.text_tables import cases
 
 BODY = b'{"tokens": [1, 2, 3]}'
 KEY = "sk-very-secret"
@@ -147,7 +148,7 @@ async def test_a_request_names_host_key_type_and_length():
 # --- failures ---
 
 
-@pytest.mark.parametrize("end", ["close", "reset"])
+@cases("end: close reset")
 @pytest.mark.parametrize("raw", [REPLY, CHUNKED])
 async def test_an_answer_cut_at_any_byte_is_an_error(raw: bytes, end: str):
     cut = 0
@@ -288,7 +289,7 @@ async def test_a_cancelled_request_closes_its_own_connection_only():
     assert [number for number, _ in server.log] == [0, 1, 1]
 
 
-@pytest.mark.parametrize("end", ["close", "reset"])
+@cases("end: close reset")
 async def test_a_kept_connection_closed_under_the_request_is_replaced_once(end: str):
     async def handle(peer: Peer) -> None:
         if end == "reset":

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,7 +134,7 @@ def test_inspect_prints_every_part_and_ends_with_the_picture(
     assert f"{root / 'curves.png'} is up to date" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("width", [40, 80, 200])
+@cases("width: 40 80 200")
 def test_inspect_fits_the_terminal(
     width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -234,19 +235,17 @@ def queried(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
-    ("sql", "rows"),
-    [
-        ('SELECT step, "reward/mean" FROM metrics ORDER BY step', [(1, 0.25), (2, 0.75)]),
-        ("SELECT count(*) FROM metrics_all", [(3,)]),
-        ("SELECT response, metadata->>'$.k[0]' FROM samples", [("2026-01-02", "1")]),
-        ("SELECT name FROM evaluations ORDER BY name", [("one",), ("two",)]),
-        ("SELECT count(*), count(track) FROM spans", [(0, 0)]),
-    ],
-)
-def test_views_answer(queried: Path, sql: str, rows: list[tuple[object, ...]]):
+@cases("""
+sql                                                    | rows
+SELECT step, "reward/mean" FROM metrics ORDER BY step  | [[1, 0.25], [2, 0.75]]
+SELECT count(*) FROM metrics_all                       | [[3]]
+SELECT response, metadata->>'$.k[0]' FROM samples      | [["2026-01-02", "1"]]
+SELECT name FROM evaluations ORDER BY name             | [["one"], ["two"]]
+SELECT count(*), count(track) FROM spans               | [[0, 0]]
+""")
+def test_views_answer(queried: Path, sql: str, rows: Any):
     with open_record(queried) as record:
-        assert run_sql(record, sql)[1] == rows
+        assert [*map(list, run_sql(record, sql)[1])] == rows
 
 
 @cases(r"""

@@ -12,6 +12,7 @@ from rollouts.metrics import record_files
 from rollouts.metrics.jsonl import iterate_rows, newest_attempts, next_attempt, parse_row, read_rows
 from rollouts.metrics.record_files import RecordFile
 from rollouts.run_dir import RunDir, check_links, list_parts, part_path
+from tests.support.text_tables import cases
 
 refuse = Mock(side_effect=OSError(28, "No space left on device"))
 
@@ -42,7 +43,7 @@ def test_parts_are_listed_in_the_order_of_their_numbers(tmp_path: Path):
     assert list_parts(tmp_path / "gone" / "metrics.jsonl") == []
 
 
-@pytest.mark.parametrize("name", ["spans.3.jsonl", "tokens", "trackers"])
+@cases("name: spans.3.jsonl tokens trackers")
 def test_what_leads_out_of_the_run_is_refused(tmp_path: Path, name: str):
     run_dir = RunDir(tmp_path / "run")
     run_dir.root.mkdir()
@@ -93,7 +94,7 @@ def test_a_torn_last_line_is_left_out_reported_and_repaired_by_the_next_attempt(
 
 
 @pytest.mark.parametrize("damage", [b"{broken", b"[1]", b"", b"\xff\xfe"])
-@pytest.mark.parametrize("part", [0, 2])
+@cases("part: 0 2")
 def test_damage_before_the_last_line_is_named(path: Path, damage: bytes, part: int):
     for number in range(part):
         part_path(path, number).write_bytes(b'{"a":0}\n')
@@ -120,7 +121,7 @@ def test_readers_take_the_highest_attempt_of_each_step():
     assert newest_attempts(rows) == [rows[0], rows[2], rows[3], rows[4]]
 
 
-@pytest.mark.parametrize("name", ["samples", "contributions", "spans"])
+@cases("name: samples contributions spans")
 def test_an_attempt_that_left_only_such_rows_has_its_number_to_itself(tmp_path: Path, name: str):
     """An attempt killed between a step's samples and its row: readers saw its samples and those of the next
     attempt as one.

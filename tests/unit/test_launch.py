@@ -9,6 +9,7 @@ import pytest
 
 from rollouts.errors import ConfigError
 from rollouts.ranks.launch import Launch, read_launch, torchrun_command
+from tests.support.text_tables import cases
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = {
@@ -40,23 +41,26 @@ def test_a_process_that_nobody_launched_is_alone():
     assert read_launch({"RANK": "0", "WORLD_SIZE": "1"}) == alone
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        *(
-            ({"RANK": text}, rf"RANK='{text}' must be a number from 0 to 7; .*torchrun")
-            for text in ("", "one")
-        ),
-        *(({"RANK": text}, "RANK=") for text in ("-1", "1.0", "1_0", "²", "8", "9" * 5000)),
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE='' must be a number"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' must be a number from 1 to"),
-        ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE='9' must be a number from 1 to 8"),
-        ({"LOCAL_RANK": "4"}, "LOCAL_RANK='4' must be a number from 0 to 3"),
-        ({"MASTER_ADDR": " "}, "MASTER_ADDR is not set, but WORLD_SIZE=8"),
-        ({"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT='x' must be a number"),
-    ],
+@cases(
+    """
+changes                          | message
+RANK = ""                        | RANK='' must be a number from 0 to 7; .*torchrun
+RANK = "one"                     | RANK='one' must be a number from 0 to 7; .*torchrun
+RANK = "-1"                      | RANK=
+RANK = "1.0"                     | RANK=
+RANK = "1_0"                     | RANK=
+RANK = "²"                       | RANK=
+RANK = "8"                       | RANK=
+RANK = "LONG"                    | RANK=
+WORLD_SIZE = ""                  | WORLD_SIZE='' must be a number
+WORLD_SIZE = "0"                 | WORLD_SIZE='0' must be a number from 1 to
+LOCAL_WORLD_SIZE = "9"           | LOCAL_WORLD_SIZE='9' must be a number from 1 to 8
+LOCAL_RANK = "4"                 | LOCAL_RANK='4' must be a number from 0 to 3
+MASTER_ADDR = " "                | MASTER_ADDR is not set, but WORLD_SIZE=8
+TORCHELASTIC_RESTART_COUNT = "x" | TORCHELASTIC_RESTART_COUNT='x' must be a number
+""".replace("LONG", "9" * 5000)
 )
-def test_a_variable_that_is_wrong_is_named(changes: dict[str, str], message: str):
+def test_a_variable_that_is_wrong_is_named(changes: dict, message: str):
     with pytest.raises(ConfigError, match=f"^{message}"):
         read_launch({**TORCHRUN, **changes})
 

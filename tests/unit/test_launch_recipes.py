@@ -4,12 +4,12 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
+from tests.support.text_tables import cases
 
 LAUNCH = Path(__file__).resolve().parents[2] / "integration_training" / "launch"
 
 
-@pytest.mark.parametrize("name", ["one_node.sh", "two_nodes.sh", "slurm.sbatch"])
+@cases("name: one_node.sh two_nodes.sh slurm.sbatch")
 def test_bash_can_read_it(name: str):
     done = subprocess.run(["bash", "-n", str(LAUNCH / name)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

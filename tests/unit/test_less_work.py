@@ -15,6 +15,7 @@ from rollouts.models.forward_plan import plan_forward
 from rollouts.models.log_probs import ForwardPlan
 from rollouts.types import LossSpec, RolloutBatch
 from tests.support.plain_backend import compute_plain_loss, load_tiny, open_backend, take_gradients
+from tests.support.text_tables import cases
 
 TOLERANCE = 1e-4  # ‖a − b‖ / ‖b‖ of each parameter's gradient
 WINDOW = 24  # tokens, shorter than the rows
@@ -98,12 +99,12 @@ async def check_gradients(kind: str, loss: str, *on: str) -> None:
 
 
 @pytest.mark.parametrize("loss", SPECS)
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "windowed"])
+@cases("kind: llama qwen3 windowed")
 async def test_all_switches_together_give_the_plain_gradient(kind: str, loss: str):
     await check_gradients(kind, loss, *SWITCHES)
 
 
 @pytest.mark.parametrize("switch", [*SWITCHES, None])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "windowed"])
+@cases("kind: llama qwen3 windowed")
 async def test_each_switch_alone_gives_the_plain_gradient(kind: str, switch: str | None):
     await check_gradients(kind, "clip", *([switch] if switch else []))

@@ -270,7 +270,7 @@ async def test_engines_keep_the_contract(check: Callable[[Any], Awaitable[None]]
     await check(opener)
 
 
-@pytest.mark.parametrize("mode", ["shared", "copied"])
+@cases("mode: shared copied")
 @pytest.mark.parametrize("check", engine_contracts.MODEL_CHECKS)
 async def test_embedded_engines_keep_the_contract_of_engines_with_a_model(
     check: Callable[[Any], Awaitable[None]], mode: str

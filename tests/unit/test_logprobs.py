@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rollouts.losses import logprobs
 from rollouts.losses.logprobs import linear_logprobs
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases, read_cells
 
 torch.set_num_threads(1)
 
@@ -38,8 +38,8 @@ CASES = """
 """
 
 
-@pytest.mark.parametrize("entropy_gradient", [False, True])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@cases("entropy_gradient: no yes")
+@cases("temperature: 1.0 0.7")
 @pytest.mark.parametrize("case", read_cells(CASES))
 def test_log_probs_entropy_and_gradients_equal_those_of_all_logits(
     case: list[str], temperature: float, entropy_gradient: bool, monkeypatch: pytest.MonkeyPatch

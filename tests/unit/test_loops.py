@@ -21,6 +21,7 @@ from rollouts.loops.stopping import Stop, end_overdue
 from rollouts.loops.weight_push import open_weight_push
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply, open_fake_backend
 from rollouts.types import GenerateRequest, Sample
+from tests.support.text_tables import cases
 from tests.unit.manager_runs import SAMPLING, chat_generate
 
 DATA = DataSourceConfig(kind="jsonl", path="unused.jsonl")
@@ -235,10 +236,10 @@ async def test_a_run_whose_rewards_keep_failing_stops_with_its_complete_steps_sa
     run.check_saved(*saved)
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@cases("staleness: 0 1")
 @pytest.mark.parametrize("error", [WeightSyncError("a keeps the old weights"), FleetDown("nobody serves")])
 async def test_a_step_whose_weights_reach_no_engine_is_logged_and_saved_before_the_run_stops(
-    autojump_clock, error, staleness
+    autojump_clock, error, staleness: int
 ):
     async def sync(version: int) -> dict[str, float]:
         if version == 2:
@@ -255,29 +256,27 @@ async def test_a_step_whose_weights_reach_no_engine_is_logged_and_saved_before_t
 # --- stopping -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("at_s", "changes", "diary", "steps", "entries"),
-    [
-        (10, {}, Diary(), 0, []),  # the first step is cut: there is nothing to save
-        (70, {}, Diary(), 1, [("save", 1)]),  # the second step is cut
-        (70, {}, Diary(checkpoint_every=1), 1, [("save", 1)]),  # and the first is saved already
-        (70, {}, Diary(checkpoint_every=1, refused={1}), 1, [("save", 1), ("save", 1)]),
-        (100, {}, Diary(), 2, [("save", 2)]),  # in its optimizer step, which leaves nothing to compute
-        (70, {"eval_every": 1}, Diary(evaluate_s=50), 1, [("save", 1)]),  # the evaluation is cut
-        (500, {"steps": 2}, Diary(), 2, [("save", 2)]),
-    ],
-)
+@cases("""
+at_s | changes        | diary                               | steps | entries | …
+10   |                |                                     | 0    | [] | there is nothing to save
+70   |                |                                     | 1    | [["save", 1]] | the second is cut
+70   |                | checkpoint_every = 1                | 1    | [["save", 1]] | saved already
+70   |                | checkpoint_every = 1, refused = [1] | 1    | [["save", 1], ["save", 1]]
+100  |                |                                     | 2    | [["save", 2]] | in its optimizer step
+70   | eval_every = 1 | evaluate_s = 50                     | 1    | [["save", 1]] | and that is cut
+500  | steps = 2      |                                     | 2    | [["save", 2]]
+""")
 async def test_a_stop_cuts_what_is_under_way_and_saves_the_last_complete_step(
-    autojump_clock, at_s, changes, diary, steps, entries
+    autojump_clock, at_s: int, changes: dict, diary: dict, steps: int, entries: Any
 ):
-    """forward_backward and optim_step take 30 s each."""
+    """forward_backward and optim_step take 30 s each; the first step ends at 60 s, the second at 120 s."""
     config = SFTTrainingConfig.model_validate({"data": DATA, "steps": 9, "batch_size": 2, **changes})
-    began = trio.current_time()
+    began, kept = trio.current_time(), Diary(**diary)
     async with open_fake_backend(step_s=30, micro_batch_s=3) as backend, trio.open_nursery() as nursery:
-        nursery.start_soon(diary.request_at, began + at_s)
-        history = await run_sft_training(backend, sft_samples(6), config, MemoryLogger(), hooks=diary.hooks)
+        nursery.start_soon(kept.request_at, began + at_s)
+        history = await run_sft_training(backend, sft_samples(6), config, MemoryLogger(), hooks=kept.hooks)
         nursery.cancel_scope.cancel()
-    assert (len(history), diary.entries) == (steps, entries)
+    assert (len(history), [*map(list, kept.entries)]) == (steps, entries)
     if at_s == 70:
         assert trio.current_time() - began <= 73.2, "a micro-batch and a save after the signal"
 

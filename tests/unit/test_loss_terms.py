@@ -207,8 +207,8 @@ def test_weights_by_hand_row_by_row(text, expected: list[float]):
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_a_nan_is_never_hidden_by_a_correction(name, advantage):
+@cases("advantage: 1.0 -1.0")
+def test_a_nan_is_never_hidden_by_a_correction(name, advantage: float):
     """The ratio is against old, so mu counts in the correction only."""
     inputs = make_inputs(advantage, rollout_log_probs=row(NAN, *MU[1:]))
     assert LOSSES["ppo_clip"](inputs, correction=name).sum.isnan()

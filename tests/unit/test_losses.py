@@ -176,7 +176,7 @@ def all_terms(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("unit", ["tokens", "sequences", "sequence_sums", "constant"])
+@cases("unit: tokens sequences sequence_sums constant")
 def test_micro_batches_add_up_whatever_the_padding_and_masked_tokens_leave_no_trace(name, unit):
     """Padding, and what lies outside the mask, is NaN or infinite."""
     fields, params = draw(1, rows=5), all_terms(name)
@@ -214,9 +214,9 @@ def test_micro_batches_add_up_whatever_the_padding_and_masked_tokens_leave_no_tr
     assert not any(grad.any() for grad in grads(empty.sum))
 
 
-@pytest.mark.parametrize("terms", [False, True])
+@cases("terms: no yes")
 @pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("cispo", "gspo_token", "vespo")])
-def test_gradients_agree_with_finite_differences(name, terms):
+def test_gradients_agree_with_finite_differences(name, terms: bool):
     """Those three hold part of lp constant. A correction and a rank by lp itself are constants as well."""
     params = all_terms(name) if terms else whole(name)
     if name in (*AGAINST_MU, "reinforce", "dro"):

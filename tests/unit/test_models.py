@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -157,12 +158,16 @@ def test_any_text_survives_the_byte_tokenizer(tiny):
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
-@pytest.mark.parametrize(
-    ("eos", "expected"), [(258, (258,)), ([2, 258, 1], (1, 2, 258)), (None, (258,)), (7, (7, 258))]
-)
-def test_stop_ids_are_those_of_the_tokenizer_and_of_the_generation_config(copied, eos, expected):
+@cases("""
+eos         | expected
+258         | [258]
+[2, 258, 1] | [1, 2, 258]
+null        | [258]
+7           | [7, 258]
+""")
+def test_stop_ids_are_those_of_the_tokenizer_and_of_the_generation_config(copied, eos: Any, expected: Any):
     edit_json(copied / "generation_config.json", eos_token_id=eos)
-    assert stop_token_ids(load_tokenizer(copied), copied) == expected
+    assert stop_token_ids(load_tokenizer(copied), copied) == tuple(expected)
 
 
 # --- optimizer ----------------------------------------------------------------------------------------------

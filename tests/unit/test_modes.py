@@ -87,10 +87,11 @@ def test_a_reward_model_that_a_stage_before_will_train_needs_not_be_there(tmp_pa
     check_reward_models(name_models("stage", "stage"), stages, RunDir(tmp_path), make_words())
 
 
-@pytest.mark.parametrize(
-    ("reward", "critic", "setting"),
-    [("stage", "", "rl.rollout.reward_model"), ("", "stage", "rl.critic.model")],
-)
+@cases("""
+reward | critic | setting
+stage  |        | rl.rollout.reward_model
+       | stage  | rl.critic.model
+""")
 def test_a_reward_model_that_nobody_trains_is_missed(tmp_path: Path, reward: str, critic: str, setting: str):
     wanted = (
         f'{setting}="stage", but {tmp_path} has no reward model of 3 steps; add the stage: --mode …+reward'

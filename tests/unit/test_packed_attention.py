@@ -23,6 +23,7 @@ from rollouts.models.packed_attention import (
 )
 from rollouts.types import IntArray
 from tests.support.plain_backend import load_tiny
+from tests.support.text_tables import cases
 
 
 def make_tree(rng: np.random.Generator, levels: int, longest: int) -> tuple[IntArray, IntArray]:
@@ -146,7 +147,7 @@ def test_the_kernel_of_an_accelerator_is_the_dense_mask(
 # --- in a model ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share_prefix", [True, False])
+@cases("share_prefix: yes no")
 def test_another_sequence_changes_no_bit(share_prefix: bool):
     model = load_tiny("llama")
     plan, rng = plan_forward(model), np.random.default_rng(0)

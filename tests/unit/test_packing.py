@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.data.packing import MicroBatch, compute_round_cost, make_micro_batches, spread_to_rows
+from tests.support.text_tables import cases
 
 
 def row(*ids: int) -> np.ndarray:
@@ -135,7 +136,7 @@ def test_a_chain_of_many_branches_stays_shared():
     assert sum(micro.computed_tokens for micro in micros) < 12_000
 
 
-@pytest.mark.parametrize("group", [1, 8])
+@cases("group: 1 8")
 def test_ranks_get_micro_batches_of_even_cost(group: int):
     rng = np.random.default_rng(0)
     tokens = []

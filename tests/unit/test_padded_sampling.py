@@ -25,6 +25,7 @@ from tests.support.plain_backend import (
     score_plainly,
     take_gradients,
 )
+from tests.support.text_tables import cases
 from tests.unit.test_sync_tier import next_batch
 
 SHAPE = json.loads("""{"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -58,7 +59,7 @@ def make_requests(*prompts: list[int], **sampling: Any) -> list[GenerateRequest]
 RAGGED = ([65], [1, 2, 3, 4, 5, 6, 7], [200, 100, 50])
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "openai-gpt", "mamba"])
+@cases("kind: llama gpt2 openai-gpt mamba")
 def test_log_probs_are_those_of_the_distribution_drawn_from_whatever_the_neighbours_and_the_cache(kind: str):
     model, requests = make_model(kind), make_requests(*RAGGED, RAGGED[0], temperature=0.8)
     together = sample_completions(model, requests, seed=3, weight_version=5)

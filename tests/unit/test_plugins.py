@@ -135,7 +135,7 @@ def test_a_function_must_take_what_its_role_passes(write, tmp_path: Path, role, 
         assert f"but takes ({parameters})" in message_of("r.py:f", tmp_path, role)
 
 
-@pytest.mark.parametrize("role", ["reward", "group_reward", "filter", "curriculum"])
+@cases("role: reward group_reward filter curriculum")
 @pytest.mark.parametrize("start", ["def", "async def"])
 def test_a_generator_function_is_refused_when_it_is_loaded(write, tmp_path: Path, role: str, start: str):
     write(f"{start} score(*arguments):\n    yield 1.0\n")

@@ -212,7 +212,7 @@ async def train_pairs(
 # --- a step is the plain one --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo", "orpo"])
+@cases("loss: dpo ipo simpo orpo")
 async def test_three_steps_are_those_of_plain_autograd(loss):
     samples, config = (
         make_pairs(6),

@@ -81,7 +81,7 @@ def watching_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
     return LossOutput(total, count, {"rows": Mean(float(len(inputs.mask)), 1.0)})
 
 
-@pytest.mark.parametrize("share", [False, True])
+@cases("share: no yes")
 async def test_a_loss_sees_right_padded_rows_whatever_the_packing(share: bool):
     SEEN.clear()
     batch = make_batch()

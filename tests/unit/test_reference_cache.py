@@ -21,6 +21,7 @@ from rollouts.reference.cache import ModelSize, ReferenceCache, open_model_cache
 from rollouts.reference.quantize import count_bytes_by_headers
 from rollouts.reference.score import score_batch
 from rollouts.testing.torch_contracts import make_batch
+from tests.support.text_tables import cases
 
 BATCH = make_batch()
 
@@ -191,8 +192,8 @@ async def test_real_models_score_as_they_do_alone_within_the_budget():
             await reference.score(BATCH)
 
 
-@pytest.mark.parametrize("kind", ["byte", "llama", "qwen3", "gemma", "mamba", "moe"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@cases("kind: byte llama qwen3 gemma mamba moe")
+@cases("dtype: float32 bfloat16")
 def test_headers_say_how_large_a_model_will_be(kind: str, dtype: str):
     import torch
 

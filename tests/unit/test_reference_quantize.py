@@ -30,6 +30,7 @@ from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import RolloutBatch
 from tests.support.made_updates import floats
 from tests.support.plain_backend import load_tiny
+from tests.support.text_tables import cases
 
 BATCH = make_batch()
 
@@ -115,7 +116,7 @@ async def test_a_quantised_reference_is_small_and_its_error_is_told(
     assert dtype in said[0]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma", "mamba", "moe"])
+@cases("kind: llama qwen3 gemma mamba moe")
 def test_every_architecture_runs_and_tied_weights_are_stored_once(kind: str, torchao: None):
     model = load_tiny(kind)
     batch = torch.arange(12).view(2, 6)

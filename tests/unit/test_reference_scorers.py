@@ -27,6 +27,7 @@ from rollouts.reference.server import open_server_reference
 from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import RolloutBatch
 from tests.support.plain_backend import score_plainly
+from tests.support.text_tables import cases
 
 KEY = "key of the reference"
 BATCH = make_batch(groups=2, size=2)
@@ -96,7 +97,7 @@ async def open_scorer(place: Any, path: Path) -> AsyncIterator[LogProbScorer]:
             yield scorer
 
 
-@pytest.mark.parametrize("place", ["trainer", "vllm", "sglang"])
+@cases("place: trainer vllm sglang")
 async def test_every_place_gives_the_models_own_log_probs(place: str, path: Path, server: ReferenceServer):
     """0.0 outside the masks; many calls at once; rows and batches that train nothing; any temperature in the
     trainer, 1 on a server.

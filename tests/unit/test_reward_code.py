@@ -280,7 +280,7 @@ def test_the_worker_cannot_be_killed(namespaces: bool):
     check(run("x = 1", "assert x", namespaces=namespaces), 1.0, "")
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+@cases("address: 127.0.0.1 0.0.0.0")
 def test_there_is_no_network(address: str):
     if not describe_isolation().network:
         pytest.skip("this host gives no network of its own")

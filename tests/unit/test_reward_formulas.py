@@ -12,70 +12,9 @@ from rollouts.rewards.fuzzy import fuzzy_match
 from rollouts.rewards.math import find_final_number, make_math_reward, math_match
 from rollouts.rewards.multiple_choice import find_choice
 from rollouts.types import RewardResult
+from tests.support.text_tables import cases
 from tests.unit.test_reward_library import sample_of
 
-# what is found | in which text; "-": nothing
-NUMBERS = r"""
-42 | 42
-2469/2 | The answer is 1,234.50.
-7 | so 3 + 4 = 7
-3 | 5-3
--3 | x = -3
--3 | it is −3
-1/2 | 1/2 of it
-1/2 | .5
-3 | 1, 2 and 3
-2 | 1,2
-8 | first 9 #### 8 apples
--2 | 9 or \boxed{1} or \boxed{ -2 } or 7
-- | none
-- | 5 \boxed{x}
-- | 5 ####
-- | 1/0
-"""
-CHOICES = r"""
-B | The answer is (B)
-B | The answer is B.
-B | B.
-B | B
-C | (C)
-B | **B**
-B | **B.** Paris
-B | B) Paris
-B | B. Paris
-B | So \boxed{B}
-B | \boxed{\text{(b)}}
-D | \boxed{\textbf{D}}.
-C | \boxed{A} no, \boxed{C}
-B | The answer is A, that is \boxed{B}
-B | Answer: b
-D | answer: **d**
-C | **Answer:** C
-C | **Answer: C**
-A | Final answer: A
-D | the correct answer is option D because it is
-B | Therefore the correct option is B.
-C | I would choose C
-B | Option B is correct.
-A | A is the right answer
-B | The answer is A. Wait, the answer is B.
-C | The answer is:\n\nC
-D | The answer is $D$.
-C | Let me think.\nA would be wrong.\n\nC
-B | A: wrong\nthe answer is B
-- | <answer>B</answer>
-- | The answer is a pity
-- | The answer is A good thing
-- | I think so
-- | The answer is Z
-- | The answer is Banana
-- | A cat sat
-- | \boxed{AB}
-- | The answer is A or B
-- | The answer is (A) and (C).
-- | Answer: A/B
-- | A. Paris\nB. London
-"""
 # the answer == a response that is right, or wrong
 EQUAL = r"""
 1/2 == \boxed{\frac{1}{2}}
@@ -146,7 +85,26 @@ def read_pairs(table: str, sign: str) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("number", "text"), read_pairs(NUMBERS, "|"))
+# "-": nothing
+@cases(r"""
+number | text
+42 | 42
+2469/2 | The answer is 1,234.50.
+7 | so 3 + 4 = 7
+3 | 5-3
+-3 | x = -3
+-3 | it is −3
+1/2 | 1/2 of it
+1/2 | .5
+3 | 1, 2 and 3
+2 | 1,2
+8 | first 9 #### 8 apples
+-2 | 9 or \boxed{1} or \boxed{ -2 } or 7
+- | none
+- | 5 \boxed{x}
+- | 5 ####
+- | 1/0
+""")
 def test_the_final_number_of_a_text(number: str, text: str):
     assert find_final_number(text) == (None if number == "-" else Fraction(number))
 
@@ -155,7 +113,51 @@ def test_a_number_of_too_many_digits_is_none():
     assert find_final_number("9" * 5000) is None
 
 
-@pytest.mark.parametrize(("letter", "text"), [*read_pairs(CHOICES, "|"), ("-", "")])
+@cases(r"""
+letter | text
+B | The answer is (B)
+B | The answer is B.
+B | B.
+B | B
+C | (C)
+B | **B**
+B | **B.** Paris
+B | B) Paris
+B | B. Paris
+B | So \boxed{B}
+B | \boxed{\text{(b)}}
+D | \boxed{\textbf{D}}.
+C | \boxed{A} no, \boxed{C}
+B | The answer is A, that is \boxed{B}
+B | Answer: b
+D | answer: **d**
+C | **Answer:** C
+C | **Answer: C**
+A | Final answer: A
+D | the correct answer is option D because it is
+B | Therefore the correct option is B.
+C | I would choose C
+B | Option B is correct.
+A | A is the right answer
+B | The answer is A. Wait, the answer is B.
+C | The answer is:\n\nC
+D | The answer is $D$.
+C | Let me think.\nA would be wrong.\n\nC
+B | A: wrong\nthe answer is B
+- | <answer>B</answer>
+- | The answer is a pity
+- | The answer is A good thing
+- | I think so
+- | The answer is Z
+- | The answer is Banana
+- | A cat sat
+- | \boxed{AB}
+- | The answer is A or B
+- | The answer is (A) and (C).
+- | Answer: A/B
+- | A. Paris\nB. London
+- |
+""")
 def test_a_choice_is_found_or_not(letter: str, text: str):
     choice = find_choice(text.replace("\\n", "\n"))
     assert (choice.letter or "-") == letter, choice

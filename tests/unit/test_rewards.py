@@ -22,7 +22,7 @@ from rollouts.rewards.call import call_filter, call_generate, call_group_reward,
 from rollouts.rewards.check import apply_reward, check_group_rewards, check_reward
 from rollouts.testing.fakes import ScriptedEngine
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup, SamplingParams, Status
-from tests.support.text_tables import read_cells
+from tests.support.text_tables import cases, read_cells
 
 SAMPLE = Sample(id="g0-s0", prompt="1+1?", response="2", metadata={"answer": "2"}, status=Status.COMPLETED)
 GROUP = SampleGroup(3, "row-7", (SAMPLE,))
@@ -201,19 +201,20 @@ async def test_segments_carry_the_id_of_their_sample():
 
 
 TRAINED = {"tokens": [5, 6, 7], "loss_mask": [0, 0, 1], "weight_versions": [-1, -1, 3]}
-UNFIT = r"""
+
+
+@cases(r"""
+changed                              | message
+{}                                   |
 {"loss_mask": [1, 0, 1]}             | loss_mask trains the first token; nothing comes before it
 {"tokens": [5, 258, 7]}              | tokens hold the id 258; the model's are 0 to 257
 {"rollout_log_probs": [0, 0, 0.5]}   | rollout_log_probs hold \[0.5\] for a token that trains
 {"rollout_log_probs": [0, 0, -1e30]} | rollout_log_probs hold .* at least -9000
 {"weight_versions": [-1, -1, -1]}    | weight_versions hold \[-1\] .* and the trainer is at 3
 {"weight_versions": [-1, -1, 4]}     | weight_versions hold \[4\] .* and the trainer is at 3
-"""
-
-
-@pytest.mark.parametrize(("changed", "message"), [("{}", ""), *read_cells(UNFIT)])
-async def test_a_generated_sample_that_cannot_train_is_an_error_of_its_function(changed: str, message: str):
-    fields = TRAINED | json.loads(changed)
+""")
+async def test_a_generated_sample_that_cannot_train_is_an_error_of_its_function(changed: Any, message: str):
+    fields = TRAINED | changed
     answer = answering([SAMPLE, Sample(id="a", prompt="x", status=Status.COMPLETED, **fields)])
     expected = pytest.raises(UserFunctionError, match=f"^generate function user on sample g0-s0 .*{message}")
     with expected if message else contextlib.nullcontext():

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from rollouts.loops.algorithm import (
 from rollouts.loops.rl_batch import add_advantages, measure_kl
 from rollouts.preflight.checks import check_loss
 from rollouts.preflight.functions import load_advantages
+from tests.support.text_tables import cases
 from tests.unit.test_rl_batch import batch_of, segmented
 
 DATA = DataSourceConfig(kind="jsonl", path="unused.jsonl")
@@ -110,35 +112,18 @@ def test_the_kl_coefficient_ramps_in_a_straight_line_from_where_it_was():
     assert coefs(falling, 21, 22) == [0.0, 0.0], "exactly"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            [{"from_step": 60, "loss": "gspo", "clip_high": 0.28}],
-            r"changes with from_step=60: clip_high=0\.28 with loss='gspo'",
-        ),
-        (
-            [{"from_step": 60, "kl_coef": 0.1, "kl_in": "loss"}],
-            r"changes with from_step=60: kl_estimator='k1' with kl_in='loss'",
-        ),
-        (
-            [{"from_step": 9, "loss": "gspo"}, {"from_step": 9, "loss": "cispo"}],
-            "from_step=9 comes after from_step=9",
-        ),
-        (
-            [{"from_step": 9, "loss": "gspo"}, {"from_step": 4, "loss": "cispo"}],
-            "from_step=4 comes after from_step=9",
-        ),
-        ([{"from_step": 9}], "from_step=9 changes nothing"),
-        (
-            [{"from_step": 9, "loss": "gspo", "kl_ramp_steps": 3}],
-            "from_step=9 has kl_ramp_steps; it needs kl_coef beside it",
-        ),
-        ([{"from_step": 1, "loss": "gspo"}], "from_step"),
-        ([{"from_step": 9, "steps": 3}], "steps"),
-    ],
-)
-def test_a_change_that_makes_no_sense_is_refused_at_the_start(changes, message):
+@cases(r"""
+changes | message
+[{"from_step":60,"loss":"gspo","clip_high":0.28}] | changes with from_step=60: clip_high=0.28 with loss='gspo'
+[{"from_step":60,"kl_coef":1,"kl_in":"loss"}] | changes with from_step=60: kl_estimator='k1' with kl_in='loss'
+[{"from_step": 9, "loss": "gspo"}, {"from_step": 9, "loss": "cispo"}] | from_step=9 comes after from_step=9
+[{"from_step": 9, "loss": "gspo"}, {"from_step": 4, "loss": "cispo"}] | from_step=4 comes after from_step=9
+[{"from_step": 9}]                | from_step=9 changes nothing
+[{"from_step":9,"loss":"gspo","kl_ramp_steps":3}] | from_step=9 has kl_ramp_steps; it needs kl_coef beside it
+[{"from_step": 1, "loss": "gspo"}] | from_step
+[{"from_step": 9, "steps": 3}]     | steps
+""")
+def test_a_change_that_makes_no_sense_is_refused_at_the_start(changes: Any, message):
     with pytest.raises(ValueError, match=message):
         rl_config(*changes)
 
@@ -180,14 +165,12 @@ def test_a_controller_moves_the_coefficient_of_the_next_step():
     assert state.kl_coef == pytest.approx(seen[-1]), "what was not measured moves nothing"
 
 
-@pytest.mark.parametrize(
-    ("control", "message"),
-    [
-        ("two_sided(target=1)", r"rl.kl_control='two_sided\(target=1\)': .*tolerance"),
-        ("two_sided(target=0, tolerance=0.1)", "the rule is target > 0"),
-        ("two_sided(target=1, tolerance=0.1, horizon=5)", "horizon"),
-    ],
-)
+@cases(r"""
+control                                       | message
+two_sided(target=1)                           | rl.kl_control='two_sided\(target=1\)': .*tolerance
+two_sided(target=0, tolerance=0.1)            | the rule is target > 0
+two_sided(target=1, tolerance=0.1, horizon=5) | horizon
+""")
 def test_a_controller_that_cannot_be_made_is_refused_before_the_run(control, message):
     config = rl_config(kl_coef=0.1, kl_control=control)
     with pytest.raises(ConfigError, match=message):

@@ -62,7 +62,7 @@ attempt | trained | counts | …
 3 | 1:4 2:3 2:4     | yes    | evaluated at the start of attempt 3
 """)
 def test_an_evaluation_counts_unless_its_step_was_trained_again_since(
-    tmp_path: Path, attempt: str, trained: str, counts: str
+    tmp_path: Path, attempt: str, trained: str, counts: bool
 ):
     run_dir = RunDir(tmp_path)
     run: Any = SimpleNamespace(run_dir=run_dir, rows=SimpleNamespace(held_out=["a prompt"]))
@@ -74,7 +74,7 @@ def test_an_evaluation_counts_unless_its_step_was_trained_again_since(
     run_dir.metrics.write_text("".join(lines))
     row = f'{{"stage": "rl", "attempt": {attempt}, "step": 4, "name": "heldout"}}\n'
     run_dir.evaluations.write_text(row)
-    assert is_evaluated(run, "rl", 4) == (counts == "yes")
+    assert is_evaluated(run, "rl", 4) == counts
     assert not is_evaluated(run, "rl", 3)
     run.rows.held_out = []
     assert is_evaluated(run, "rl", 3), "there is nothing to evaluate on"

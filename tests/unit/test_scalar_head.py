@@ -27,6 +27,7 @@ from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import LossSpec, RolloutBatch
 from tests.support import backend_checks, plain_backend
 from tests.support.plain_backend import assert_gradients_close, save_scalar, take_gradients
+from tests.support.text_tables import cases
 from tests.unit.test_architectures import FORMS
 
 torch.set_num_threads(1)
@@ -175,7 +176,7 @@ async def test_every_split_has_the_gradient_of_a_plain_forward_of_each_row(
 # --- how the model is run -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "moe", "gemma"])
+@cases("kind: llama qwen3 moe gemma")
 def test_a_scalar_model_runs_as_its_causal_model_does(kind: str, causal: dict[str, Path]):
     """A head of exactly 0 proves nothing by itself: the layouts are those that hold for the hidden states."""
     plan = plan_forward(load_hf_model(causal[kind], head="scalar"))

@@ -3,6 +3,7 @@
 import pytest
 
 from rollouts.schedules import choose_at_step, interpolate_cosine, interpolate_linear
+from tests.support.text_tables import cases
 
 SPAN = {"first": 1.0, "last": 0.2, "begin": 12, "end": 20}
 
@@ -16,11 +17,15 @@ def test_each_piece_holds_from_its_step_on_and_all_steps_have_one():
             choose_at_step(wrong, step)
 
 
-@pytest.mark.parametrize(
-    ("step", "linear", "cosine"),
-    [(1, 1.0, 1.0), (12, 1.0, 1.0), (14, 0.8, 0.2 + 0.8 * (1 + 2**-0.5) / 2), (16, 0.6, 0.6), (99, 0.2, 0.2)],
-)
-def test_interpolation_by_hand(step, linear, cosine):
+@cases("""
+step | linear | cosine      | …
+1    | 1.0    | 1.0
+12   | 1.0    | 1.0
+14   | 0.8    | 0.882842712 | 0.2 + 0.8·(1 + √½)/2
+16   | 0.6    | 0.6
+99   | 0.2    | 0.2
+""")
+def test_interpolation_by_hand(step: int, linear: float, cosine: float):
     assert interpolate_linear(step, **SPAN) == pytest.approx(linear)
     assert interpolate_cosine(step, **SPAN) == pytest.approx(cosine)
     with pytest.raises(ValueError, match="1 <= begin < end"):

@@ -1,7 +1,6 @@
 """How a batch is divided among ranks, and how its results come back to their rows."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from rollouts.backends.shares import (
 from rollouts.data.packing import MicroBatch, make_micro_batches
 from rollouts.testing.torch_contracts import make_batch as make_groups
 from rollouts.types import FloatArray, LossSpec, RolloutBatch, TokenArrays
+from tests.support.text_tables import cases
 
 
 def make_batch(lengths: list[int], *, prompt: int = 2, seed: int = 0) -> RolloutBatch:
@@ -140,8 +140,8 @@ def assert_named(arrays: TokenArrays, masks: tuple[np.ndarray, ...]) -> None:
             )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-@pytest.mark.parametrize("share_prefix", [False, True])
+@cases("ranks: 1 2 5")
+@cases("share_prefix: no yes")
 def test_each_token_comes_to_its_row_over_ranks_of_which_some_have_nothing(ranks: int, share_prefix: bool):
     batch = make_groups(groups=2)
     micro_batches = make_micro_batches(

@@ -38,6 +38,7 @@ from rollouts.weight_sync.snapshots import (
     list_snapshots,
 )
 from rollouts.weight_sync.sync import WeightSync
+from tests.support.text_tables import cases
 
 OPTIM = OptimConfig(lr=1e-2)
 BATCH = RolloutBatch(tokens=(np.arange(1, 9),), loss_masks=(np.arange(8) >= 4,))
@@ -56,7 +57,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("kind", ["llama", "moe"])  # tied embeddings; experts that files have one by one
+@cases("kind: llama moe")  # tied embeddings; experts that files have one by one
 async def test_a_snapshot_has_the_names_and_bits_that_saving_the_model_writes(kind: str, tmp_path: Path):
     """Also one that is written from a copy, after the trainer has changed its weights."""
     path = tmp_path / "v1"
@@ -226,7 +227,7 @@ async def test_a_shared_engine_has_nothing_to_load_and_must_report_the_version()
             await sync(backend, [engine], 4)
 
 
-@pytest.mark.parametrize("kind", ["byte", "gemma", "moe"])
+@cases("kind: byte gemma moe")
 async def test_an_embedded_engine_proves_new_weights_and_never_old_ones(kind: str):
     async with (
         open_backend(resolve_model(f"tiny:{kind}")) as backend,

@@ -70,7 +70,7 @@ def load(checkpoint: Path, model: PreTrainedModel) -> torch.optim.AdamW:
     return optimizer
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 16])
+@cases("ranks: 1 2 3 5 16")
 def test_what_ranks_saved_is_put_together(ranks: int, tmp_path: Path):
     model = make_model()
     moments = make_moments(model)
@@ -83,7 +83,7 @@ def test_what_ranks_saved_is_put_together(ranks: int, tmp_path: Path):
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(0).get_state())
 
 
-@pytest.mark.parametrize("copied", [False, True])
+@cases("copied: no yes")
 def test_what_is_held_is_loaded_and_a_copy_stays_when_training_goes_on(copied: bool, tmp_path: Path):
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -20,6 +20,7 @@ from rollouts.generation.rollouts import (
 )
 from rollouts.models.tokenizers import END_ID, make_byte_tokenizer
 from rollouts.types import Completion, FilterDecision, Sample, SampleGroup, Status
+from tests.support.text_tables import cases
 
 ROWS = [{"prompt": text, "answer": index} for index, text in enumerate("abcde")]
 
@@ -228,7 +229,7 @@ def test_a_function_that_breaks_its_rule_is_named(function: str, broken: Any, me
         next_batch(**{function: [broken] if function == "transforms" else broken})
 
 
-@pytest.mark.parametrize("name", ["generate_fn", "reward_fn", "filter_fn", "transforms"])
+@cases("name: generate_fn reward_fn filter_fn transforms")
 def test_async_functions_are_refused_before_anything_is_drawn(name: str):
     async def waits(argument: Any) -> Any:
         return argument

@@ -13,6 +13,7 @@ from rollouts.errors import ModelError
 from rollouts.models.load import load_tokenizer, stop_token_ids
 from rollouts.models.tokenizers import check_tokenizer_fits, find_turn_end_ids
 from rollouts.types import ChatMessage
+from tests.support.text_tables import cases
 from tests.unit.chat_tokenizers import (
     CHATML,
     FAMILIES,
@@ -98,7 +99,7 @@ def test_the_tokens_that_end_a_turn_are_found_by_writing_one(line):
         assert sorted(map(str, found)) == ends.split()
 
 
-@pytest.mark.parametrize("name", ["gemma", "phi3"])
+@cases("name: gemma phi3")
 def test_generation_stops_where_sft_teaches_it_to(name, tmp_path):
     folder = save(family_tokenizer(name), tmp_path / "model")
     tokenizer = load_tokenizer(folder)

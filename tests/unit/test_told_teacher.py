@@ -9,6 +9,7 @@ from rollouts.errors import UserFunctionError
 from rollouts.generation.samples import convert_to_batch
 from rollouts.loops.groups import score_told
 from rollouts.types import RolloutBatch, Sample, Status
+from tests.support.text_tables import cases
 from tests.unit.test_rl_batch import FixedReference
 
 
@@ -40,16 +41,14 @@ async def test_a_response_is_scored_after_the_other_prompt_and_each_token_gets_i
     assert [row.tolist() for row in found] == [[0, 0, -12, 0, -14], [0, -1, -1]], "or the policy's own"
 
 
-@pytest.mark.parametrize(
-    ("answers", "second", "said"),
-    [
-        (None, "b", "TypeError"),
-        (["x"], "b", "ValueError: zip"),
-        (["x", 5], "b", "ValueError: Sample.prompt"),
-        (["x", "long prompt"], "b", "ValueError: prompt and response have 12 tokens, the context 9"),
-        ([None, None], "a.1", "ValueError: a trajectory has several segments"),
-    ],
-)
+@cases("""
+answers              | second | said
+null                 | b      | TypeError
+["x"]                | b      | ValueError: zip
+["x", 5]             | b      | ValueError: Sample.prompt
+["x", "long prompt"] | b      | ValueError: prompt and response have 12 tokens, the context 9
+[null, null]         | a.1    | ValueError: a trajectory has several segments
+""")
 async def test_what_a_context_function_does_wrong_is_named(answers: Any, second: str, said: str):
     with pytest.raises(UserFunctionError, match=rf"rl\.distillation\.context, .* failed on group 0: {said}"):
         await tell(lambda samples: answers, answer("a", [0, 1]), answer(second, [0, 1]))

@@ -245,7 +245,7 @@ def test_a_refusal_ends_the_follower_when_the_run_is_over(run_follower: Run):
 @pytest.mark.parametrize(
     ("bad", "most", "refused"), [({3}, 99, 1), ({1, 2, 3}, 99, 3), (set(), 2, 0), ({2, 8}, 1, 2)]
 )
-@pytest.mark.parametrize("confirms_at_close", [False, True])
+@cases("confirms_at_close: no yes")
 def test_rows_refused_for_good_are_named_counted_and_left_out_and_the_others_arrive_once(
     root: Path, run_follower: Run, bad: set[int], most: int, refused: int, confirms_at_close: bool
 ):

@@ -18,6 +18,7 @@ from rollouts.types import (
     Mean,
     RolloutBatch,
 )
+from tests.support.text_tables import cases
 from tests.unit.test_loops import rl_config
 from tests.unit.test_rl_batch import batch_of
 
@@ -120,18 +121,18 @@ async def train_times(times: int, backend: FakeBackend, **limits: float) -> Any:
     return results
 
 
-@pytest.mark.parametrize(
-    ("kls", "made"),
-    [
-        ((0.0, 0.01, 0.02, 0.03), 4),  # at the limit is not beyond it
-        ((0.0, 0.021, 0.0, 0.0), 2),
-        ((0.5, 0.0, 0.0, 0.0), 1),
-        ((0.0, float("inf"), 0.0, 0.0), 2),
-        ((0.0, float("nan"), 0.0, 0.0), 2),
-        ((0.0, None, 0.01, 0.5), 4),  # one that changed nothing ends nothing
-    ],
-)
-async def test_no_update_is_made_after_one_that_measured_more_than_the_limit(kls, made, autojump_clock):
+@cases("""
+kls                  | made | …
+[0, 0.01, 0.02, 0.03] | 4 | at the limit is not beyond it
+[0, 0.021, 0, 0]      | 2
+[0.5, 0, 0, 0]        | 1
+[0, Infinity, 0, 0]   | 2
+[0, NaN, 0, 0]        | 2
+[0, null, 0.01, 0.5]  | 4 | one that changed nothing ends nothing
+""")
+async def test_no_update_is_made_after_one_that_measured_more_than_the_limit(
+    kls: Any, made: int, autojump_clock
+):
     backend = MeasuringBackend(*kls)
     results = await train_times(4, backend)
     assert len(results) == len(backend.batches) == made
@@ -148,9 +149,14 @@ async def test_a_loss_that_does_not_measure_the_kl_is_refused(autojump_clock):
             await train_times(2, backend)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "made", "steps"), [(5, 0, 0), (15, 0, 1), (25, 0, 1), (35, 2, 2), (45, 2, 2)]
-)
+@cases("""
+seconds | made | steps
+5       | 0    | 0
+15      | 0    | 1
+25      | 0    | 1
+35      | 2    | 2
+45      | 2    | 2
+""")
 async def test_a_cancelled_step_is_whole_only_if_nothing_was_left_to_compute(
     seconds: float, made: int, steps: int, autojump_clock
 ):
@@ -176,11 +182,17 @@ def test_the_kl_of_an_update_is_k3_over_the_trained_tokens():
 
 
 # k3 after n updates of 0.1 nats, e^-r - 1 + r with r = 0.1 n: 0.0048, 0.0187, 0.0408, 0.0703
-@pytest.mark.parametrize(
-    ("nats", "limit", "made", "kept"),
-    [(0.1, 0.1, 4, 4), (0.1, 0.02, 3, 2), (0.1, 0.004, 1, 0), (-1e4, 0.1, 1, 0), (np.nan, 0.1, 1, 0)],
-)
-async def test_the_update_beyond_the_limit_is_undone_and_is_the_last(nats, limit, made, kept, autojump_clock):
+@cases("""
+nats | limit | made | kept
+0.1  | 0.1   | 4    | 4
+0.1  | 0.02  | 3    | 2
+0.1  | 0.004 | 1    | 0
+-1e4 | 0.1   | 1    | 0
+nan  | 0.1   | 1    | 0
+""")
+async def test_the_update_beyond_the_limit_is_undone_and_is_the_last(
+    nats: float, limit: float, made: int, kept: int, autojump_clock
+):
     backend = MeasuringBackend(0, 0, 0, 0, nats=nats)
     results = await train_times(4, backend, kl_limit=limit)
     assert (len(results), backend._state["weight"], backend.weight_version) == (made, kept, 7)

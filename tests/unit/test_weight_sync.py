@@ -19,6 +19,7 @@ from rollouts.weight_sync.probe import make_probe
 from rollouts.weight_sync.snapshots import Snapshot
 from rollouts.weight_sync.sync import WeightSync
 from rollouts.weight_sync.update import SilenceLimits
+from tests.support.text_tables import cases
 
 PROBE = make_probe(50, tolerance=1e-2)
 LIMITS = SilenceLimits(pause=10, load=100, set_version=5, resume=5, probe=20)
@@ -41,7 +42,7 @@ class Server:
     load_s, read = 1.0, 0.0  # of a load; what statistics say of it
     noise = 0.0  # in nats
     answered_version: int | None = None
-    deaf = False  # answers 200 and keeps the old weights
+    takes, deaf = True, False  # deaf: it answers 200, says the new version and keeps the old weights
     scores = True
 
     def __init__(self, name: str, checksum: bool = False) -> None:
@@ -76,7 +77,8 @@ class Server:
         self.take(float(path.name.removeprefix("w")), version)
 
     def take(self, weights: float, version: int) -> None:
-        self.weights, self.version = self.weights if self.deaf else weights, version
+        if self.takes:
+            self.weights, self.version = self.weights if self.deaf else weights, version
 
     async def weight_version(self) -> int:
         await self.phase("set_version")
@@ -247,7 +249,7 @@ async def test_every_engine_goes_through_all_phases_and_then_the_version_is_publ
     assert world.servers[2].calls == ["set_version", *PHASES]
 
 
-@pytest.mark.parametrize("fault", ["fail", "hang"])
+@cases("fault: fail hang")
 @pytest.mark.parametrize("phase", PHASES)
 async def test_an_engine_that_fails_in_any_phase_leaves_alone(autojump_clock, phase: str, fault: str):
     world = World()
@@ -280,7 +282,7 @@ async def test_when_nobody_is_verified_nothing_is_published_and_each_failure_is_
         assert world.those("publish") == [] and world.serving == set()
 
 
-@pytest.mark.parametrize("phase", ["pause", "load", "probe"])
+@cases("phase: pause load probe")
 async def test_a_cancelled_update_leaves_nobody_paused_and_nobody_half_admitted(autojump_clock, phase: str):
     world = World()
     for server in world.servers:
@@ -304,21 +306,19 @@ async def test_a_load_that_makes_progress_may_take_any_time_and_a_silent_one_may
     assert str(world.errors["b"]) == "engine b: phase load: no answer and no progress for 100 s"
 
 
-@pytest.mark.parametrize(
-    ("checksum", "change", "says"),
-    [
-        (False, {"deaf": True}, "scores the probe exactly as before, as at version 1"),
-        (True, {"deaf": True, "noise": 1e-4}, "still has the checksum sum of 3.0"),
-        (True, {"faults": {"checksum": ["fail"]}}, "gave no checksum of its weights"),
-        (False, {"noise": 0.05}, r"differs from the trainer by 0.05 nats .* tolerance is 0.01"),
-        (False, {"noise": math.nan}, "differs from the trainer by nan nats"),
-        (False, {"answered_version": 1}, "scored the probe with version 1 instead of 2"),
-        (False, {"scores": False}, "did not score the probe"),
-        (False, {"take": lambda weights, version: None}, "reports weight version 1 after"),
-    ],
-)
+@cases("""
+checksum | change                              | says
+no       | deaf = true                         | scores the probe exactly as before, as at version 1
+yes      | deaf = true, noise = 1e-4           | still has the checksum sum of 3.0
+yes      | faults = { checksum = ["fail"] }    | gave no checksum of its weights
+no       | noise = 0.05                        | differs from the trainer by 0.05 nats .* tolerance is 0.01
+no       | noise = nan                         | differs from the trainer by nan nats
+no       | answered_version = 1                | scored the probe with version 1 instead of 2
+no       | scores = false                      | did not score the probe
+no       | takes = false                       | reports weight version 1 after
+""")
 async def test_an_engine_that_does_not_prove_the_new_weights_leaves(
-    autojump_clock, checksum: bool, change: dict[str, Any], says: str
+    autojump_clock, checksum: bool, change: dict, says: str
 ):
     """The update moves log-probs by 0.0005 nats, which the tolerance of 0.01 hides."""
     world = World(checksum=checksum)
