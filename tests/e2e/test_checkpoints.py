@@ -13,6 +13,7 @@ from rollouts.preflight.run_directory import lock_run_dir
 from rollouts.run_dir import RunDir
 from tests.e2e.conftest import Train
 from tests.support.compare_runs import assert_same_run, weights_digest
+from tests.support.text_tables import cases
 
 
 def flip_a_bit(file: Path) -> None:
@@ -22,9 +23,11 @@ def flip_a_bit(file: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("file", "named"), [("state/optimizer.safetensors", "has not the SHA-256"), ("manifest.json", "")]
-)
+@cases("""
+file                        | named
+state/optimizer.safetensors | has not the SHA-256
+manifest.json               |
+""")
 def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_exactly_from_the_one_before(
     file: str, named: str, train: Train, finished_run: Path, tmp_path: Path
 ):

@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.conftest import TINY, Train
 from tests.support.compare_runs import assert_same_run
+from tests.support.text_tables import cases
 
 pytestmark = pytest.mark.slow
 
@@ -18,19 +19,17 @@ SETTINGS = shlex.split("""
 """)
 
 
-@pytest.mark.parametrize(
-    ("update", "moved"),
-    [
-        (("ema(policy_weight=0.5)",), [0, 1, 2, 3, 4, 5]),
-        (("tr_dpo(every=2)",), [0, 0, 1, 1, 2, 2]),
-        (("reset(every=3)",), [0, 0, 0, 1, 1, 1]),
-    ],
-)
+@cases("""
+update                 | moved
+ema(policy_weight=0.5) | 0 1 2 3 4 5
+tr_dpo(every=2)        | 0 0 1 1 2 2
+reset(every=3)         | 0 0 0 1 1 1
+""")
 def test_a_reference_that_moves_goes_on_where_it_was(
-    train: Train, tmp_path: Path, update: tuple[str, ...], moved: list[int]
+    train: Train, tmp_path: Path, update: str, moved: list[float]
 ):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    argv = ["--config", str(TINY), "--mode", "rl", *SETTINGS, "--reference.update", *update]
+    argv = ["--config", str(TINY), "--mode", "rl", *SETTINGS, "--reference.update", update]
     train.fork([*argv, "--output.dir", str(whole)], whole)
     rows = train.stop_and_resume([*argv, "--output.dir", str(parts)], parts, "rl:3")
     assert [row["reference/updates"] for row in rows] == moved, "when the batch of each step was scored"

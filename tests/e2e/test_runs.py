@@ -20,6 +20,7 @@ import integration_training.train
 from rollouts.metrics.jsonl import read_rows
 from tests.e2e.conftest import SHORT, TINY, Train
 from tests.support.compare_runs import assert_same_run, weights_digest
+from tests.support.text_tables import cases
 
 PATIENCE_S = 120.0
 
@@ -90,7 +91,11 @@ async def test_ctrl_c_twice_exits_now(train: Train, tmp_path: Path):
     assert process.returncode in (130, 143)
 
 
-@pytest.mark.parametrize(("flags", "steps"), [("", 20), ("--sft.steps 0 --sft.epochs 0.2", 3)])
+@cases("""
+flags                          | steps
+                               | 20
+--sft.steps 0 --sft.epochs 0.2 | 3
+""")
 def test_resume_without_a_run_starts_one_and_a_finished_run_stays_finished(
     train: Train, tmp_path: Path, flags: str, steps: int
 ):

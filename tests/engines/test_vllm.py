@@ -97,13 +97,12 @@ async def test_openai_engine_evaluates_on_the_same_server(
         assert await engine.health()
 
 
-@pytest.mark.parametrize(
-    ("flags", "dev_mode", "named"),
-    [
-        ("--logprobs-mode raw_logprobs", "1", "--logprobs-mode processed_logprobs"),
-        ("--enforce-eager", "0", "VLLM_SERVER_DEV_MODE=1"),
-    ],
-)  # the other settings are tried in unit tests, without a server of their own
+# the other settings are tried in unit tests, without a server of their own
+@cases("""
+flags                        | dev_mode | named
+--logprobs-mode raw_logprobs | 1        | --logprobs-mode processed_logprobs
+--enforce-eager              | 0        | VLLM_SERVER_DEV_MODE=1
+""")
 async def test_server_without_a_setting_is_refused_by_the_name_of_its_flag(
     flags: str,
     dev_mode: str,

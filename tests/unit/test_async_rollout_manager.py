@@ -3,7 +3,6 @@ goes wrong.
 """
 
 import dataclasses
-import json
 import math
 from typing import Any
 
@@ -73,7 +72,11 @@ async def test_a_batch_has_all_rows_in_launch_order_with_everything_a_loss_needs
     assert run.upcoming(1) == STREAM[2:3]
 
 
-@pytest.mark.parametrize(("slowdown", "extra_s", "seconds"), [(-20, 0, 300), (0, 50, 303)])
+@cases("""
+slowdown | extra_s | seconds
+-20      | 0       | 300
+0        | 50      | 303
+""")
 async def test_at_no_staleness_the_first_by_launch_win_and_surplus_prompts_come_again(
     autojump_clock, slowdown: float, extra_s: float, seconds: float
 ):
@@ -255,21 +258,20 @@ async def test_a_sample_that_fails_leaves_its_group_and_says_why(
     assert run.metrics()[f"fail/{failure_class}"] == 1
 
 
-SPOILED = """
+@cases("""
+spoiled | message
 {"tokens": [1], "loss_mask": [1], "rollout_log_probs": [-1], "weight_versions": [0]} | trains the first token
 {"reward": 1e39}         | returned 1e+39 as its reward
 {"reward": null}         | returned None as its reward
 {"rewards": {"a": 1e39}} | returned 1e+39 as its part 'a'
-"""
-
-
-@pytest.mark.parametrize(("spoiled", "message"), [*read_cells(SPOILED), ("", "metadata.junk is a object")])
-async def test_what_a_function_returns_costs_its_sample_and_not_the_run(spoiled: str, message: str):
+{} | metadata.junk is a object
+""")
+async def test_what_a_function_returns_costs_its_sample_and_not_the_run(spoiled: Any, message: str):
     """The second sample of each group has these fields, or its reward function leaves no JSON in it."""
 
     async def generate(sample: Sample, engine: Any, sampling: Any) -> Sample:
         done = dataclasses.replace(await chat_generate(sample, engine, sampling), reward=1.0)
-        fields = json.loads(spoiled or "{}") if member_of(sample.id) == 1 else {}
+        fields = spoiled if member_of(sample.id) == 1 else {}
         return dataclasses.replace(done, **fields)
 
     async def reward(sample: Any) -> float:

@@ -48,15 +48,14 @@ def test_a_span_begins_after_the_header_and_ends_with_the_end_token():
     assert conversation.token_ids.dtype == np.int64
 
 
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([turn("user", "q")], "no assistant turn to train on"),
-        ([], "no messages"),
-        *(([turn("user", "q"), turn("assistant", text)], "turn that says nothing") for text in ("", " \n")),
-    ],
-)
-def test_a_conversation_that_teaches_nothing_is_refused(messages, message):
+@cases(r"""
+messages                                                                    | message
+[{"role": "user", "content": "q"}]                                          | no assistant turn to train on
+[]                                                                          | no messages
+[{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]    | turn that says nothing
+[{"role": "user", "content": "q"}, {"role": "assistant", "content": " \n"}] | turn that says nothing
+""")
+def test_a_conversation_that_teaches_nothing_is_refused(messages: Any, message):
     with pytest.raises(DataError, match=message):
         tokenize_conversation(messages, byte_tokenizer())
 

@@ -284,15 +284,13 @@ def test_a_parameter_that_the_template_does_not_read_is_refused_with_the_nearest
         render_prompt("q", family_tokenizer("qwen3"), params=params)
 
 
-@pytest.mark.parametrize(
-    "attack",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
-        "{{ messages.append(1) }}",
-        "{% include '/etc/passwd' %}",
-    ],
-)
+@cases("""
+attack
+{{ ''.__class__.__mro__[1].__subclasses__() }}
+{{ cycler.__init__.__globals__.os.popen('id').read() }}
+{{ messages.append(1) }}
+{% include '/etc/passwd' %}
+""")
 def test_a_template_cannot_reach_out_of_its_sandbox(attack):
     with pytest.raises(DataError, match="the chat template refuses messages"):
         render_prompt("q", byte_tokenizer(attack + CHATML))

@@ -86,7 +86,11 @@ async def train(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "checkpointing"), [("llama", False), ("gemma", True)])
+@cases("""
+kind  | checkpointing
+llama | no
+gemma | yes
+""")
 async def test_compiled_layers_give_the_losses_and_gradients_of_plain_ones(kind: str, checkpointing: bool):
     path = resolve_model(f"tiny:{kind}")
     found = await train(path, compile_backend="aot_eager", gradient_checkpointing=checkpointing)

@@ -121,10 +121,11 @@ def test_a_combination_that_cannot_work_is_refused(write, line, rule):
     assert problem.startswith(rule)
 
 
-@pytest.mark.parametrize(
-    ("over_sampling", "staleness", "rule"),
-    [(1.0, 0, "rollout.over_sampling=1, which leaves"), (2.0, 1, "max_staleness=1; the groups of a batch")],
-)
+@cases("""
+over_sampling | staleness | rule
+1.0           | 0         | rollout.over_sampling=1, which leaves
+2.0           | 1         | max_staleness=1; the groups of a batch
+""")
 def test_a_ranker_needs_groups_that_compete(write, over_sampling: float, staleness: int, rule: str):
     text = RL.replace("steps = 4", f"steps = 4\nmax_staleness = {staleness}")
     problems = problems_of(write(f'{text}ranker = "reward_std"\nover_sampling = {over_sampling}\n'))

@@ -109,7 +109,11 @@ def test_a_cache_that_is_wrong_beyond_the_window_only_is_not_used(monkeypatch: p
     assert open_decoder(model, max_context=40).path == "fast"  # no row leaves the window
 
 
-@pytest.mark.parametrize(("kind", "limit"), [("dynamic", 160), ("longrope", 80)])
+@cases("""
+kind     | limit
+dynamic  | 160
+longrope | 80
+""")
 def test_frequencies_that_change_within_the_context_are_refused_with_the_length_that_the_model_goes_by(
     kind: str, limit: int
 ):

@@ -75,20 +75,15 @@ async def test_servers_are_waited_for_and_have_a_port_a_log_and_a_secret_key_eac
                 )
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "message"),
-    [
-        # 20 lines of its log: 19 of the 40 that it counted, and the error
-        (
-            "die",
-            r"(?s)vllm-0 \(pid \d+\) ended with exit code 3; .*vllm-0\.log(?!.*line 20\n).*line 21\n.*memory",
-        ),
-        ("open", "another server answers"),
-    ],
-)
+@cases(r"""
+behaviour | message
+die | (?s)vllm-0 \(pid \d+\) ended with exit code 3; .*vllm-0\.log(?!.*line 20\n).*line 21\n.*memory
+open | another server answers
+""")
 async def test_a_server_that_does_not_start_is_an_error_that_says_why_and_leaves_nothing(
     tmp_path: Path, behaviour: str, message: str
 ):
+    """Of its log 20 lines are shown: 19 of the 40 that it counted, and the error."""
     command = fake_command(tmp_path, **{behaviour: 3})
     with pytest.raises(EngineSetupError, match=message):
         async with open_engine_processes(command, count=1, log_dir=tmp_path):

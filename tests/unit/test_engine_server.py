@@ -184,16 +184,14 @@ async def test_a_key_is_asked_for_sent_and_never_shown(dialect):
         assert "secret" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("dialect", "settings", "seeds", "gap"),
-    [
-        ("vllm", {"scheduler_config": {}}, False, "--no-enable-chunked-prefill"),
-        ("vllm", {"device_config": {"device": "cuda"}}, True, "--enable-sleep-mode"),
-        ("sglang", {}, False, "--enable-deterministic-inference"),
-        ("sglang", {"enable_deterministic_inference": True}, True, "--enable-memory-saver"),
-    ],
-)
-async def test_features_say_what_the_server_can(dialect, settings, seeds, gap):
+@cases("""
+dialect | settings                              | seeds | gap
+vllm    | scheduler_config = {}                 | no    | --no-enable-chunked-prefill
+vllm    | device_config = { device = "cuda" }   | yes   | --enable-sleep-mode
+sglang  |                                       | no    | --enable-deterministic-inference
+sglang  | enable_deterministic_inference = true | yes   | --enable-memory-saver
+""")
+async def test_features_say_what_the_server_can(dialect, settings: dict, seeds: bool, gap):
     async with open_both(dialect, settings=settings) as (server, engine):
         features = engine.features
         assert (features.seeds, features.context_length, features.checksum) == (seeds, 256, True)

@@ -110,10 +110,7 @@ async def test_an_answer_cut_at_any_byte_is_a_reply_error(kind: str):
 
 
 @BOTH
-@pytest.mark.parametrize(
-    "number",
-    ["NaN", "-Infinity", "null", "1e999", '"-1.3"', "0.5", "-9999.0", "true", "-1e5", "-3.4e38"],
-)
+@cases('number: NaN -Infinity null 1e999 "-1.3" 0.5 -9999.0 true -1e5 -3.4e38')
 async def test_a_log_prob_that_is_none_is_a_reply_error(kind: str, number: str):
     value = "-1.3260724544525146" if kind == "vllm" else "-5.23003625869751"
     with pytest.raises(ReplyError):

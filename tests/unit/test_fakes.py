@@ -15,6 +15,7 @@ from rollouts.testing.engine_contracts import make_request
 from rollouts.testing.fakes import FakeBackend, ScriptedEngine, ScriptedReply, open_fake_backend
 from rollouts.types import LossSpec, RolloutBatch
 from tests.support.fake_tokenizer import FAKE_END, FAKE_START, FakeTokenizer
+from tests.support.text_tables import cases
 
 BATCH = RolloutBatch(
     tokens=(np.arange(4), np.arange(3)),
@@ -45,10 +46,13 @@ async def test_the_engine_keeps_the_contract(check, autojump_clock):
     await check(open_engine)
 
 
-@pytest.mark.parametrize(
-    ("mode", "tokens", "ended_at"), [("abort", b"a", 2), ("wait", b"abc", 3), ("keep", b"abc", 13.5)]
-)
-async def test_a_pause_falls_between_two_tokens(mode, tokens, ended_at, autojump_clock):
+@cases("""
+mode  | tokens | ended_at
+abort | a      | 2
+wait  | abc    | 3
+keep  | abc    | 13.5
+""")
+async def test_a_pause_falls_between_two_tokens(mode, tokens, ended_at: float, autojump_clock):
     async with open_engine() as engine:
         async with engine_contracts.asked(engine, make_request()) as answers:
             await trio.sleep(1.5)
@@ -57,7 +61,7 @@ async def test_a_pause_falls_between_two_tokens(mode, tokens, ended_at, autojump
             assert ("a" in answers) == (ended_at < 12)
             engine.set_version(5)
             await engine.resume()
-        assert answers["a"].token_ids.tolist() == [*tokens]
+        assert answers["a"].token_ids.tolist() == [*map(ord, tokens)]
         assert answers["a"].weight_versions.tolist() == ([0, 5, 5] if mode == "keep" else [0] * len(tokens))
         assert trio.current_time() == pytest.approx(max(ended_at, 12), abs=0.5)
 
@@ -80,15 +84,14 @@ async def test_weights_arrive_in_buckets_or_from_disk(tmp_path: Path):
 # --- backend ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("loss", "denominator"),
-    [
-        (LossSpec("sft"), 4.0),
-        (LossSpec("sft", unit="sequences"), 2.0),
-        (LossSpec("sft", unit="constant", constant=9.0), 9.0),
-    ],
-)
-async def test_the_backend_counts_the_unit_of_the_loss(loss: LossSpec, denominator: float):
+@cases("""
+settings                         | denominator
+                                 | 4
+unit = "sequences"               | 2
+unit = "constant", constant = 9.0 | 9
+""")
+async def test_the_backend_counts_the_unit_of_the_loss(settings: dict, denominator: float):
+    loss = LossSpec("sft", **settings)
     async with open_fake_backend() as backend:
         result = await backend.forward_backward(BATCH, loss)
         assert result.denominator == denominator and backend.losses == [loss] and backend.batches == [BATCH]

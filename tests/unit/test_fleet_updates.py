@@ -1,5 +1,7 @@
 """Weight updates of a fleet, and members that come and go."""
 
+from typing import Any
+
 import pytest
 import trio
 import trio.testing
@@ -8,6 +10,7 @@ from rollouts.engines.fleet import open_fleet
 from rollouts.engines.fleet_members import Member
 from rollouts.errors import EngineError, EngineSetupError
 from rollouts.types import Completion
+from tests.support.text_tables import cases
 from tests.unit.fleet_engines import (
     UNREACHABLE,
     FakeEngine,
@@ -146,16 +149,14 @@ async def test_the_fleet_is_as_weak_as_its_weakest():
     assert not any((features.seeds, features.keep_pause, features.in_memory_update, features.checksum))
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"vocab_size": 99}, "vocabulary of 99"),
-        ({"shares_weights": True}, "own parameters"),
-        ({"name": "a"}, "'a'"),
-        (None, "at least one"),
-    ],
-)
-async def test_engines_that_do_not_fit_together_are_refused(change, says):
+@cases("""
+change                   | says
+{"vocab_size": 99}       | vocabulary of 99
+{"shares_weights": true} | own parameters
+{"name": "a"}            | 'a'
+null                     | at least one
+""")
+async def test_engines_that_do_not_fit_together_are_refused(change: Any, says):
     engines = [] if change is None else [FakeEngine("a"), FakeEngine(**{"name": "b"} | change)]
     with pytest.raises(EngineSetupError, match=says):
         async with open_fleet([*map(Member, engines)], warn=print):

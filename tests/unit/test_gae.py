@@ -89,11 +89,15 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_trained_tokens
     assert not whiten_advantages([[2.0] * 3], [ALL])[0].any() and whiten_advantages([], []) == ()
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),  # R − V = 1, 1, −2 has variance 2; R has (4 + 1 + 9)/3
-    [([1.0, NAN, 2.0, 6.0], 1.0), ([3.0] * 4, 0.0), ([0.0, 0.0, 1.0, 8.0], 1 - 2 / (14 / 3))],
-)
-def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant(values, expected):
+@cases("""
+values    | expected    | …
+1 nan 2 6 | 1
+3 3 3 3   | 0
+0 0 1 8   | 0.571428571 | R − V = 1, 1, −2 has variance 2; R has (4 + 1 + 9)/3
+""")
+def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant(
+    values: list[float], expected: float
+):
     masks, returns = [np.array([True, False, True]), ALL[:1]], [[1.0, NAN, 2.0], [6.0]]
     found = compute_explained_variance([values[:3], values[3:]], returns, masks)
     assert found == pytest.approx(expected)

@@ -12,6 +12,7 @@ from rollouts.errors import EngineClosed, FleetDown, UserFunctionError
 from rollouts.generation.group import MAX_STARTS
 from rollouts.testing.fakes import ScriptedReply
 from rollouts.types import GenerateRequest, SampleGroup
+from tests.support.text_tables import cases
 from tests.unit.manager_runs import (
     SAMPLING,
     STREAM,
@@ -162,7 +163,11 @@ async def test_metrics_and_failed_samples_are_those_of_one_batch(autojump_clock)
     assert of_first <= first.keys() and not of_first & run.metrics().keys()
 
 
-@pytest.mark.parametrize(("every_s", "least"), [(1.5, 19), (2.5, 9)])
+@cases("""
+every_s | least
+1.5     | 19
+2.5     | 9
+""")
 async def test_an_answer_that_is_aborted_again_and_again_is_finished_if_each_time_there_is_more_of_it(
     autojump_clock, every_s: float, least: int
 ):

@@ -137,7 +137,12 @@ async def test_a_generate_function_that_does_not_stop_is_cancelled_and_starts_ag
     assert [await next_version(run) for _ in range(2)] == [[2], [0]]
 
 
-@pytest.mark.parametrize(("token_s", "max_staleness", "finished"), [(0, 0, 0), (0, 2, 2), (1, 2, 0)])
+@cases("""
+token_s | max_staleness | finished
+0       | 0             | 0
+0       | 2             | 2
+1       | 2             | 0
+""")
 async def test_a_restarted_manager_continues_bit_for_bit(
     autojump_clock, token_s: int, max_staleness: int, finished: int
 ):

@@ -14,6 +14,7 @@ from rollouts.models.decoding.whole_model import WholeModel
 from rollouts.models.draws import make_draw
 from rollouts.testing.engine_contracts import make_request
 from tests.support.plain_backend import score_completion
+from tests.support.text_tables import cases
 from tests.unit.test_local_engine import generate_all, make_model, make_requests, open_engine
 
 
@@ -34,9 +35,12 @@ async def test_compiled_steps_answer_as_the_model_does_and_see_updates():  # pra
             model.cuda()
 
 
-@pytest.mark.parametrize(
-    ("others_wait", "seconds", "steps"), [(True, 1e9, 4), (False, 1e9, 32), (True, 0.0, 1)]
-)
+@cases("""
+others_wait | seconds | steps
+yes         | 1e9     | 4
+no          | 1e9     | 32
+yes         | 0       | 1
+""")
 def test_a_job_is_shorter_while_others_wait_and_makes_a_step_in_any_case(
     others_wait: bool, seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
 ):

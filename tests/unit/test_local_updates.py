@@ -159,15 +159,13 @@ async def test_a_bad_request_is_refused_by_field_value_and_rule(changes: dict, m
             await engine.generate(make_request(**changes))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"trainer_version": None}, "needs trainer_version"),
-        ({"max_rows": 0}, "max_rows=0"),
-        ({"max_context": 161}, "max_context=161"),
-    ],
-)
-async def test_settings_that_do_not_fit_are_refused(options: dict[str, Any], message: str):
+@cases("""
+options                   | message
+{"trainer_version": null} | needs trainer_version
+{"max_rows": 0}           | max_rows=0
+{"max_context": 161}      | max_context=161
+""")
+async def test_settings_that_do_not_fit_are_refused(options: Any, message: str):
     with pytest.raises(EngineError, match=message):
         async with open_engine(**options):
             pass

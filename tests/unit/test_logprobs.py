@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rollouts.losses import logprobs
 from rollouts.losses.logprobs import linear_logprobs
-from tests.support.text_tables import cases, read_cells
+from tests.support.text_tables import cases
 
 torch.set_num_threads(1)
 
@@ -26,26 +26,28 @@ def slow(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) ->
     return log_probs.gather(-1, targets[:, None]).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)
 
 
-# rows, tokens of a chunk, scale of the hidden states, dtype, tolerance: logits of about 600 neither overflow
-# nor lose the small ones, and bfloat16 is not rounded after the product
-CASES = """
+@cases("entropy_gradient: no yes")
+@cases("temperature: 1.0 0.7")
+@cases("""
+rows | chunk | scale | precision | tolerance | …
 5    | 1    | 1   | float32  | 1e-5
 5    | 7    | 1   | float32  | 1e-5
 1024 | 1000 | 1   | float32  | 1e-5
 5    | 7    | 1   | float64  | 1e-12
-5    | 9    | 200 | float32  | 1e-3
-31   | 20   | 3   | bfloat16 | 1e-4
-"""
-
-
-@cases("entropy_gradient: no yes")
-@cases("temperature: 1.0 0.7")
-@pytest.mark.parametrize("case", read_cells(CASES))
+5    | 9    | 200 | float32  | 1e-3 | logits of about 600 neither overflow nor lose the small ones
+31   | 20   | 3   | bfloat16 | 1e-4 | is not rounded after the product
+""")
 def test_log_probs_entropy_and_gradients_equal_those_of_all_logits(
-    case: list[str], temperature: float, entropy_gradient: bool, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    chunk: int,
+    scale: int,
+    precision: str,
+    tolerance: float,
+    temperature: float,
+    entropy_gradient: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    rows, chunk, scale = map(int, case[:3])
-    dtype, tolerance = getattr(torch, case[3]), float(case[4])
+    dtype = getattr(torch, precision)
     monkeypatch.setattr(logprobs, "CPU_ROWS", rows)
     hidden, weight, targets = make(23, 16, 97, scale=scale, dtype=dtype)
     result = linear_logprobs(

@@ -218,9 +218,13 @@ async def test_truncated_samples_count_in_the_mean_of_their_group_and_train_noth
     assert row["loss/tokens"] == batch.response_lengths.sum() > 0
 
 
-@pytest.mark.parametrize(("checkpoint_every", "saved"), [(0, [2]), (1, [1, 2])])
+@cases("""
+checkpoint_every | saved
+0                | [2]
+1                | [1, 2]
+""")
 async def test_a_run_whose_rewards_keep_failing_stops_with_its_complete_steps_saved(
-    autojump_clock, checkpoint_every, saved
+    autojump_clock, checkpoint_every: int, saved: Any
 ):
     asked = iter(range(10**6))
 

@@ -180,14 +180,12 @@ def test_a_model_attends_as_before_where_no_packed_row_is_given():
         torch.testing.assert_close(found, model(input_ids=ids, use_cache=False).logits, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("count", "option", "message"),
-    [
-        (6, "softcap", "packed rows knows no softcap"),
-        (6, "dropout", "packed rows knows no dropout"),
-        (5, "scaling", "not those of one packed row of 6 nodes"),
-    ],
-)
+@cases("""
+count | option  | message
+6     | softcap | packed rows knows no softcap
+6     | dropout | packed rows knows no dropout
+5     | scaling | not those of one packed row of 6 nodes
+""")
 def test_a_layer_that_wants_what_packed_rows_have_not_is_refused(count: int, option: str, message: str):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

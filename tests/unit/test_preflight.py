@@ -178,13 +178,11 @@ def test_what_is_wrong_with_rows_and_settings_of_rl_is_found(house, prompts: str
     assert any(wrong in line for line in found), found
 
 
-@pytest.mark.parametrize(
-    ("limit", "wrong"),
-    [
-        (40, "sft.data: 1 responses are cut at max_length=40"),
-        (60, "sft.max_length: the longest row, in tokens: 60, more than the"),
-    ],
-)
+@cases("""
+limit | wrong
+40    | sft.data: 1 responses are cut at max_length=40
+60    | sft.max_length: the longest row, in tokens: 60, more than the
+""")
 def test_conversations_that_are_too_long_are_found(house, limit: int, wrong: str):
     write_jsonl(house / "sft.jsonl", {"prompt": "q", "answer": "x" * 50})
     found = look(house, SFT.replace("= 40", f"= {limit}"), ("sft",))

@@ -116,7 +116,11 @@ async def test_nothing_survives_a_trainer_that_is_killed(tmp_path: Path, first: 
 
 
 @linux_only
-@pytest.mark.parametrize(("work", "done"), [("pass", True), ("time.sleep(1e6)", False)])
+@cases("""
+work            | done
+pass            | yes
+time.sleep(1e6) | no
+""")
 async def test_a_process_that_lingers_finishes_its_work_after_a_killed_trainer(
     tmp_path: Path, work: str, done: bool
 ):

@@ -92,7 +92,11 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_refused(torchao: None):
 # --- a model ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [("8bit", 0.35), ("4bit", 0.25)])
+@cases("""
+dtype | limit
+8bit  | 0.35
+4bit  | 0.25
+""")
 async def test_a_quantised_reference_is_small_and_its_error_is_told(
     dtype, limit: float, path: Path, torchao: None
 ):

@@ -187,9 +187,15 @@ def test_what_was_extracted_keeps_tokens_and_metadata():
     assert (seen[0].response, seen[0].response_length, seen[0].metadata) == ("x", 3, {"answer": "x"})
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "punishment"), [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (200, -1.0)]
-)
+@cases("""
+num_tokens | punishment
+0          | 0.0
+80         | 0.0
+81         | -0.05
+90         | -0.5
+100        | -1.0
+200        | -1.0
+""")
 def test_overlong_responses_are_punished_softly(num_tokens: int, punishment: float):
     sample = sample_of("", num_tokens=num_tokens)
     result = make_soft_overlong_punishment(max_tokens=100, buffer_tokens=20)(sample)
@@ -327,9 +333,11 @@ def test_rewards_are_normalised_by_all_that_were_seen():
 PARTS = RewardResult(9.0, {"a": 1.0, "b": -0.5, "a.x": 0.5, "a.x.y": 0.25}, "note")
 
 
-@pytest.mark.parametrize(
-    ("weights", "reward"),
-    [({"a": 2, "b": 1}, 1.5), ({"a": 1, "b": 0}, 1.0), ({"a": 1, "b": 0, "a.x": 2}, 2.0)],
-)
-def test_weights_make_the_reward_anew_and_details_need_none(weights: dict[str, float], reward: float):
+@cases("""
+weights                    | reward
+{"a": 2, "b": 1}           | 1.5
+{"a": 1, "b": 0}           | 1.0
+{"a": 1, "b": 0, "a.x": 2} | 2.0
+""")
+def test_weights_make_the_reward_anew_and_details_need_none(weights: Any, reward: float):
     assert apply_weights(PARTS, weights) == replace(PARTS, reward=reward)

@@ -314,7 +314,11 @@ async def test_ctrl_c_is_nobodys_failure():
 # --- time ---
 
 
-@pytest.mark.parametrize(("kind", "value"), [("reward", 1.0), ("filter", True)])
+@cases("""
+kind   | value
+reward | 1.0
+filter | true
+""")
 async def test_a_function_that_takes_too_long_has_not_answered(autojump_clock, kind: str, value: Any):
     ask, where = CALLS[kind]
     slow = answering(value, takes_s=31)

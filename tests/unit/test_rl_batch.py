@@ -51,7 +51,11 @@ def test_the_lag_of_a_row_is_that_of_its_oldest_trained_token():
     np.testing.assert_array_equal(compute_lags(batch, 6), [3, 1])
 
 
-@pytest.mark.parametrize(("lags", "allowed"), [([0, 2], 1), ([-1, 0], 1)])
+@cases("""
+lags | allowed
+0 2  | 1
+-1 0 | 1
+""")
 def test_a_row_outside_the_staleness_window_stops_the_loop(lags: list[float], allowed: int):
     with pytest.raises(StalenessError, match=f"max_staleness={allowed}"):
         check_staleness(np.asarray(lags, np.float32), max_staleness=allowed)
@@ -310,10 +314,13 @@ def test_without_a_reward_the_teacher_is_all_there_is_and_what_it_rules_out_need
     assert "kl/teacher" not in metrics, "an infinite one is absent"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"critic": {}}, {"advantage": "rloo"}, {"kl_coef": 0.1}, {"rollout": {"filters": ["check_min_reward"]}}],
-)
-def test_without_a_reward_what_is_about_one_is_refused(settings: Mapping[str, Any]):
+@cases("""
+settings
+critic = {}
+advantage = "rloo"
+kl_coef = 0.1
+rollout = { filters = ["check_min_reward"] }
+""")
+def test_without_a_reward_what_is_about_one_is_refused(settings: dict):
     with pytest.raises(ValueError, match="without a reward, which it is about"):
         rl_config(distillation=TEACHER, **settings)

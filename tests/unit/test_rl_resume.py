@@ -31,6 +31,7 @@ from rollouts.reference.score import open_frozen_reference
 from rollouts.testing.fakes import open_fake_backend
 from rollouts.types import Sample, SamplingParams
 from tests.support.fake_tokenizer import FakeTokenizer
+from tests.support.text_tables import cases
 
 CONFIG = RLTrainingConfig(
     data=[DataSourceConfig(kind="jsonl", path="unused.jsonl")],
@@ -154,7 +155,11 @@ def bits(weights: Mapping[str, np.ndarray]) -> dict[str, bytes]:
     return {name: value.tobytes() for name, value in weights.items()}
 
 
-@pytest.mark.parametrize(("lr", "limit", "trained_lr"), [(10.0, 0.1, 0.0), (1e-2, 9.0, 1e-2)])
+@cases("""
+lr   | limit | trained_lr
+10.0 | 0.1   | 0.0
+0.01 | 9.0   | 0.01
+""")
 async def test_updates_beyond_the_kl_limit_change_no_weight_and_the_run_goes_on(
     tmp_path: Path, lr: float, limit: float, trained_lr: float
 ):

@@ -17,6 +17,7 @@ from rollouts.config.load import load_config
 from rollouts.errors import RunDirError
 from rollouts.preflight.run_directory import check_run_dir, check_unlocked, lock_run_dir
 from rollouts.run_dir import RunDir, describe_activity, find_activity, is_locked
+from tests.support.text_tables import cases
 
 HOLD = """
 import sys
@@ -180,7 +181,12 @@ def test_a_lock_of_another_machine_that_is_not_seen_proves_nothing_until_there_i
     assert find_activity(run_dir) == ("finished", "node3", False)
 
 
-@pytest.mark.parametrize(("holder", "elsewhere"), [("", False), ("[]", False), ('{"host": "node3"}', True)])
+@cases("""
+holder            | elsewhere
+                  | no
+[]                | no
+{"host": "node3"} | yes
+""")
 def test_without_locks_a_run_may_be_at_work_until_it_has_a_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str, elsewhere: bool
 ):

@@ -80,12 +80,14 @@ def test_an_evaluation_counts_unless_its_step_was_trained_again_since(
     assert is_evaluated(run, "rl", 3), "there is nothing to evaluate on"
 
 
-@pytest.mark.parametrize(
-    ("newest", "trains", "served"),
-    [("step_5", False, "trainer's 5"), ("step_5", True, "saved 5"), (None, True, "trainer's 0")],
-)
+@cases("""
+newest   | trains | served
+"step_5" | no     | trainer's 5
+"step_5" | yes    | saved 5
+null     | yes    | trainer's 0
+""")
 async def test_the_engine_is_only_as_old_as_it_was_saved_where_steps_follow(
-    newest, trains, served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    newest: Any, trains: bool, served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A run that was cut between two updates may be resumed with the steps it has: they are evaluated."""
     synced: list[str] = []

@@ -208,9 +208,13 @@ async def test_a_step_whose_last_update_was_undone_is_not_said_to_have_changed_n
     assert message.startswith("rl step 7: update 2 changed nothing: undone: 0.0408 nats per token")
 
 
-@pytest.mark.parametrize(("seconds", "steps", "version"), [(45, 1, 0), (105, 2, 7)])
+@cases("""
+seconds | steps | version
+45      | 1     | 0
+105     | 2     | 7
+""")
 async def test_a_step_that_is_cut_before_an_update_is_decided_has_no_version(
-    seconds, steps, version, autojump_clock
+    seconds: int, steps: int, version: int, autojump_clock
 ):
     """Everything takes 10 s: an update is measured from 40 s to 50 s, the next one is undone by 100 s."""
     backend = MeasuringBackend(0, 0, step_s=10.0, nats=0.1)
