@@ -43,7 +43,6 @@ def open_processes(
     ]
     try:
         for rank in ranks:
-            assert rank.stdout is not None
             assert rank.stdout.readline() == "ready\n", rank.communicate()
         yield ranks
     finally:

@@ -341,7 +341,6 @@ class _Simulation(Checks):
         released: trio.Event | None = None,
     ) -> Mapping[str, float]:
         trainer = self.trainer
-        assert trainer is not None
         trainer.syncing = version
         metrics = await trainer.sync(backend, engines, version, released=released)
         self.report.syncs += 1

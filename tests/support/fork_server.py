@@ -97,7 +97,6 @@ class ForkServer:
             "output": str(output),
             "errors": str(errors or output),
         }
-        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return self._read_reply()["pids"]
@@ -108,7 +107,6 @@ class ForkServer:
         return ended._replace(returncodes=tuple(ended.returncodes), leftover=tuple(ended.leftover))
 
     def _read_reply(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
         reply = self._process.stdout.readline()
         if not reply:
             raise RuntimeError(f"the fork server ended with {self._process.wait()}; what it said is above")

@@ -142,7 +142,6 @@ def make_run(
 
 
 def groups_of(batch: RolloutBatch) -> list[int]:
-    assert batch.group_indices is not None
     return list(dict.fromkeys(batch.group_indices.tolist()))
 
 

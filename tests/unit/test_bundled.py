@@ -84,7 +84,6 @@ def test_processes_at_once_make_a_directory_once_and_all_see_it_whole(tmp_path):
             for _ in range(3)
         ]
         for process in processes:
-            assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
         assert not path.exists()
     made = [process.communicate()[0] for process in processes]

@@ -41,7 +41,6 @@ class Trained:
 
     def write(self, path: Path) -> int:
         held = hold_together(self.model, self.optimizer, ALONE, Position(1, 0, 0), make_byte_tokenizer())
-        assert held is not None
         return held.write(path)
 
 

@@ -30,7 +30,6 @@ def launch_of(world_size: int) -> Launch:
 def test_only_a_program_that_is_asked_for_ranks_starts_itself_under_torchrun_with_the_same_arguments():
     argv = ["train.py", "--config", "a b.toml", "--distributed.ranks", "2"]
     command = choose_relaunch(config_of(ranks=2), {}, argv)
-    assert command is not None
     assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
     assert {"--nproc-per-node=2", "--max-restarts=0"} <= set(command)
     assert command[-len(argv) :] == argv

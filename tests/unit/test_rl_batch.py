@@ -33,21 +33,22 @@ from tests.support.text_tables import cases
 from tests.unit.test_loops import rl_config
 
 
-def batch_of(rewards: list[float], groups: list[int], versions: list[int]) -> RolloutBatch:
+def batch_of(rewards: list[float], *, groups: Any = None, versions: Any = None) -> RolloutBatch:
+    """Of the group 7 and of version 0, unless told otherwise."""
     count = len(rewards)
     mask = np.asarray([False, True, True])
     return RolloutBatch(
         tokens=tuple(np.asarray([1, 2, 3]) for _ in range(count)),
         loss_masks=(mask,) * count,
         rewards=np.asarray(rewards, np.float32),
-        group_indices=np.asarray(groups),
+        group_indices=np.asarray(groups or [7] * count),
         rollout_log_probs=tuple(np.asarray([0.0, -1.0, -2.0], np.float32) for _ in range(count)),
-        weight_versions=tuple(np.asarray([-1, version, version + 1]) for version in versions),
+        weight_versions=tuple(np.asarray([-1, version, version + 1]) for version in versions or [0] * count),
     )
 
 
 def test_the_lag_of_a_row_is_that_of_its_oldest_trained_token():
-    batch = batch_of([0, 0], [0, 0], [3, 5])
+    batch = batch_of([0, 0], versions=[3, 5])
     np.testing.assert_array_equal(compute_lags(batch, 6), [3, 1])
 
 
@@ -71,35 +72,31 @@ class FixedReference:
 async def test_kl_in_the_reward_is_taken_off_before_the_group_statistics():
     config = rl_config(kl_coef=0.1, advantage="centred")
     async with open_fake_backend() as backend:
-        batch = await add_log_probs(
-            batch_of([1.0, 0.0], [7, 7], [0, 0]), backend, FixedReference(), None, config
-        )
+        batch = await add_log_probs(batch_of([1.0, 0.0]), backend, FixedReference(), None, config)
     batch, metrics = add_advantages(batch, config)
     # Σ (mu − ref) = (−1 + 1.5) + (−2 + 1.5) = 0, so the rewards stay 1 and 0 and the centred advantages are
     # ±½
     assert metrics["kl/ref_per_sample"] == pytest.approx(0.0, abs=1e-6)
-    assert batch.advantages is not None
     np.testing.assert_allclose(batch.advantages[0], [0, 0.5, 0.5])
     np.testing.assert_allclose(batch.advantages[1], [0, -0.5, -0.5])
 
 
-def segmented(batch: RolloutBatch, *ids: str) -> RolloutBatch:
-    return dataclasses.replace(
-        batch, samples=tuple(Sample(id=id_, prompt="p", reward=0.0, group_index=7) for id_ in ids)
-    )
+def segmented() -> RolloutBatch:
+    """Two trajectories with the rewards 1 and 0, the first of two segments."""
+    ids = ("g7-s0", "g7-s0.1", "g7-s1")
+    samples = tuple(Sample(id=id_, prompt="p", reward=0.0, group_index=7) for id_ in ids)
+    return dataclasses.replace(batch_of([1.0, 1.0, 0.0]), samples=samples)
 
 
 def test_segments_of_one_trajectory_count_once_in_the_advantages_of_a_batch():
-    rows = segmented(batch_of([1.0, 1.0, 0.0], [7, 7, 7], [0, 0, 0]), "g7-s0", "g7-s0.1", "g7-s1")
+    rows = segmented()
     batch, _ = add_advantages(rows, rl_config(advantage="rloo"))
-    assert batch.advantages is not None
     assert [row.tolist() for row in batch.advantages] == [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0], [0.0, -1.0, -1.0]]
-    assert batch.mean_advantages is not None
     assert batch.mean_advantages.tolist() == [1.0, 1.0, -1.0]
 
 
 def test_all_segments_of_a_truncated_trajectory_are_left_out_of_the_loss():
-    rows = segmented(batch_of([1.0, 1.0, 0.0], [7, 7, 7], [0, 0, 0]), "g7-s0", "g7-s0.1", "g7-s1")
+    rows = segmented()
     batch, _ = add_advantages(rows, rl_config(advantage="centred"))
     object.__setattr__(batch.samples[1], "status", Status.TRUNCATED)
     left = leave_out_truncated(batch)
@@ -111,11 +108,10 @@ def test_the_kl_that_is_taken_off_is_that_of_the_whole_trajectory():
     reference = tuple(
         np.asarray([0.0, -1.0 - kl, -2.0], np.float32) for kl in (1.0, 2.0, 5.0)
     )  # KL of each row in nats
-    rows = segmented(batch_of([1.0, 1.0, 0.0], [7, 7, 7], [0, 0, 0]), "g7-s0", "g7-s0.1", "g7-s1")
+    rows = segmented()
     batch, metrics = add_advantages(
         dataclasses.replace(rows, ref_log_probs=reference), rl_config(advantage="raw", kl_coef=0.1)
     )
-    assert batch.advantages is not None
     np.testing.assert_allclose(
         [row[1] for row in batch.advantages], [0.7, 0.7, -0.5], rtol=1e-6
     )  # 1 − .1·(1 + 2), 0 − .1·5
@@ -131,13 +127,12 @@ def with_parts(batch: RolloutBatch, *parts: Mapping[str, float]) -> RolloutBatch
 
 def test_every_advantage_of_the_table_works_by_its_name():
     parts = [{"right": right, "greedy_reward": 0.25} for right in (1.0, 0.0, 1.0)]
-    rows = with_parts(batch_of([1.0, 0.0, 0.5], [7, 7, 7], [0, 0, 0]), *parts)
+    rows = with_parts(batch_of([1.0, 0.0, 0.5]), *parts)
     for name in ADVANTAGES.keys() - {"gae"}:  # which needs a critic: below
         batch, metrics = add_advantages(rows, rl_config(advantage=name))
         assert batch.advantages is not None and len(batch.advantages) == 3
         assert metrics["advantage/abs_mean"] > 0
     remax, _ = add_advantages(rows, rl_config(advantage="remax"))
-    assert remax.advantages is not None
     np.testing.assert_allclose(remax.advantages[0], [0, 0.75, 0.75])
 
 
@@ -148,7 +143,7 @@ def test_with_a_critic_the_batch_gets_returns_and_the_kl_term_goes_on_each_token
         return (np.asarray(values, np.float32),)
 
     batch = dataclasses.replace(
-        batch_of([1.0], [0], [0]),
+        batch_of([1.0]),
         rollout_log_probs=row(0, -1, -2),
         ref_log_probs=row(0, -1.5, -3),
         old_values=row(9, 0.5, 0.25),
@@ -161,7 +156,6 @@ def test_with_a_critic_the_batch_gets_returns_and_the_kl_term_goes_on_each_token
         ),
     )
     # δ = (−.05 + .25 − .5, .9 − .25) = (−.3, .65); A = (−.3 + .5·.65, .65); returns A + V
-    assert found.advantages is not None and found.returns is not None
     np.testing.assert_allclose(found.advantages[0], [0.0, 0.025, 0.65], rtol=1e-5)
     np.testing.assert_allclose(found.returns[0], [0.0, 0.525, 0.9], rtol=1e-5)
     assert found.mean_advantages is not None
@@ -171,14 +165,13 @@ def test_with_a_critic_the_batch_gets_returns_and_the_kl_term_goes_on_each_token
     free, _ = add_advantages(
         batch, rl_config(critic=critic, advantage="gae", advantage_params={"lam": 0.5, "whiten": False})
     )
-    assert free.returns is not None
     np.testing.assert_allclose(free.returns[0], [0.0, 0.5 + (-0.25 + 0.5 * 0.75), 1.0], rtol=1e-5)
 
 
 def test_reinforce_pp_by_token_answers_for_the_kl_of_a_token_and_of_those_after_it():
     """KL .5 and 1 in the first row, none in the second; without a KL term it is reinforce_pp."""
     references = tuple(np.asarray(row, np.float32) for row in ([0, -1.5, -3], [0, -1, -2]))
-    batch = dataclasses.replace(batch_of([1.0, 0.0], [0, 0], [0, 0]), ref_log_probs=references)
+    batch = dataclasses.replace(batch_of([1.0, 0.0]), ref_log_probs=references)
     found, plain, whole = (
         np.asarray(add_advantages(batch, rl_config(advantage=name, kl_coef=beta))[0].advantages)
         for name, beta in (("reinforce_pp_token", 0.1), ("reinforce_pp_token", 0.0), ("reinforce_pp", 0.0))
@@ -193,8 +186,7 @@ def test_an_advantage_of_ones_own_may_answer_per_token_and_takes_its_parameters(
         return [np.asarray([9.0, scale, 2 * scale]) * reward for reward in inputs.rewards]
 
     config = rl_config(advantage="m:by_token", advantage_params={"scale": 0.5})
-    batch, metrics = add_advantages(batch_of([1.0, -1.0], [7, 7], [0, 0]), config, by_token)
-    assert batch.advantages is not None
+    batch, metrics = add_advantages(batch_of([1.0, -1.0]), config, by_token)
     assert [row.tolist() for row in batch.advantages] == [[0.0, 0.5, 1.0], [0.0, -0.5, -1.0]]
     expected = {"advantage/abs_mean": 0.75, "advantage/mean": 0.0, "advantage/std": 0.625**0.5}
     assert metrics == pytest.approx(expected)
@@ -203,7 +195,7 @@ def test_an_advantage_of_ones_own_may_answer_per_token_and_takes_its_parameters(
 
 
 def test_rewards_as_large_as_float32_holds_are_advantages_with_finite_metrics():
-    _, metrics = add_advantages(batch_of([3e38, 3e38], [7, 7], [0, 0]), rl_config(advantage="raw"))
+    _, metrics = add_advantages(batch_of([3e38, 3e38]), rl_config(advantage="raw"))
     expected = {"advantage/abs_mean": 3e38, "advantage/mean": 3e38, "advantage/std": 0.0}
     assert metrics == pytest.approx(expected)
 
@@ -219,9 +211,9 @@ def test_an_advantage_that_fails_is_named():
         UserFunctionError,
         match=r"rl\.advantage='gdpo' failed: ValueError: advantage 'gdpo' needs named rewards",
     ):
-        add_advantages(batch_of([1.0, 0.0], [7, 7], [0, 0]), rl_config(advantage="gdpo"))
+        add_advantages(batch_of([1.0, 0.0]), rl_config(advantage="gdpo"))
     with pytest.raises(UserFunctionError, match=r"rl\.advantage='m:f' failed: ZeroDivisionError"):
-        add_advantages(batch_of([1.0], [7], [0]), rl_config(advantage="m:f"), lambda inputs: 1 / 0)
+        add_advantages(batch_of([1.0]), rl_config(advantage="m:f"), lambda inputs: 1 / 0)
 
 
 @cases(r"""
@@ -245,7 +237,7 @@ def test_a_loss_that_could_never_take_a_step_is_refused_before_the_run(changes: 
 async def test_a_kl_term_without_a_reference_is_refused():
     async with open_fake_backend() as backend:
         with pytest.raises(ConfigError, match=r"kl_coef=0\.1"):
-            await add_log_probs(batch_of([1.0], [0], [0]), backend, None, None, rl_config(kl_coef=0.1))
+            await add_log_probs(batch_of([1.0]), backend, None, None, rl_config(kl_coef=0.1))
 
 
 # settings | parameters of the loss; each also with the KL term in the loss
@@ -288,13 +280,12 @@ TEACHER = {"teacher": "unused", "coef": 0.5}
 
 
 async def test_a_teachers_advantages_are_added_to_the_tasks_token_by_token():
-    config, rows = rl_config(advantage="centred"), batch_of([1.0, 0.0], [7, 7], [0, 0])
+    config, rows = rl_config(advantage="centred"), batch_of([1.0, 0.0])
     config = config.model_copy(update={"distillation": DistillationConfig(teacher="unused", coef=0.5)})
     async with open_fake_backend() as backend:
         batch = await add_log_probs(rows, backend, None, None, config, FixedReference().score)
     batch, metrics = add_advantages(batch, config)
     # the policy's log-probs are −1 and −2, the teacher's −1.5: half of −0.5 and of +0.5
-    assert batch.advantages is not None
     assert [row.tolist() for row in batch.advantages] == [[0.0, 0.25, 0.75], [0.0, -0.75, -0.25]]
     assert metrics["kl/teacher"] == 0.0
 
@@ -302,14 +293,13 @@ async def test_a_teachers_advantages_are_added_to_the_tasks_token_by_token():
 def test_without_a_reward_the_teacher_is_all_there_is_and_what_it_rules_out_needs_a_clip():
     teacher = [[5.0, -1.5, -np.inf], [0.0, -1.0, -2.0]]  # of the second row it says nothing
     rows = dataclasses.replace(
-        batch_of([0, 0], [7, 7], [0, 0]),
+        batch_of([0, 0]),
         rewards=None,
         teacher_log_probs=tuple(np.asarray(row, np.float32) for row in teacher),
     )
     with pytest.raises(ModelError, match=r"advantages\[0\], token 2 is -inf.*rl\.distillation\.clip"):
         add_advantages(rows, rl_config(distillation=TEACHER))
     batch, metrics = add_advantages(rows, rl_config(distillation=TEACHER | {"clip": 0.5}))
-    assert batch.advantages is not None
     assert [row.tolist() for row in batch.advantages] == [[0.0, -0.25, -0.5], [0.0, 0.0, 0.0]]
     assert "kl/teacher" not in metrics, "an infinite one is absent"
 

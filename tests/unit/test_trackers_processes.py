@@ -124,7 +124,6 @@ def test_a_second_follower_waits_and_with_once_ends(root: Path):
     expected = "tensorboard: 0 rows sent; another process follows the run for it already\n"
     assert (once.returncode, out) == (3, expected)
     waiting = start_track(root)
-    assert waiting.stderr is not None
     assert "waiting for it to end" in waiting.stderr.readline()
     os.close(held)
     out, _ = waiting.communicate(timeout=60)

@@ -206,7 +206,6 @@ def test_the_command_leaves_out_what_is_refused_and_sends_all_else_once(
     assert "otlp: 36 rows sent (4 refused for good and left out, the last: row" in done.stdout
     assert done.returncode == 0, done.stderr
     position = read_position(position_path(root, "otlp"))
-    assert position is not None
     assert (position.number, position.left_out.rows) == (40, 4)
     assert len([line for line in lines if line.startswith("rollouts.step")]) == 20
     written = b"".join(path.read_bytes() for path in root.rglob("*") if path.is_file())

@@ -31,11 +31,10 @@ def rollout(prompts: int) -> dict[str, int]:
 
 def batch_of_groups(groups: Sequence[int]) -> RolloutBatch:
     """Row i has reward i, so that rows can be told apart."""
-    return batch_of([float(row) for row in range(len(groups))], list(groups), [0] * len(groups))
+    return batch_of([float(row) for row in range(len(groups))], groups=groups)
 
 
 def rows_of(batch: RolloutBatch) -> list[int]:
-    assert batch.rewards is not None
     return [int(reward) for reward in batch.rewards]
 
 
