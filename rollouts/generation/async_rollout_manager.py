@@ -32,7 +32,6 @@ every log-prob, does not depend on how long a reward takes. Nothing is held.
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Protocol
 
 import trio
@@ -153,7 +152,7 @@ class AsyncRolloutManager:
                 "reward_fn= inside generating(), where samples are scored before their batch is asked for;"
                 " give it to the manager"
             )
-        plan = replace(self._plan, reward=reward_fn or self._plan.reward)
+        plan = self._plan._replace(reward=reward_fn or self._plan.reward)
         if plan.reward is not None and plan.group_reward is not None:
             raise ConfigError(
                 "both reward and group_reward are given; score samples one by one or by group: pass one of"

@@ -99,8 +99,7 @@ class Collector:
         # groups; 10 * 1.1 is a little more than 11
         self._at_once = math.ceil(config.num_prompts * config.over_sampling - 1e-9)
         self._policy_version = policy_version
-        self._plan = replace(
-            plan,
+        self._plan = plan._replace(
             policy_version=policy_version,
             may_continue=lambda sample: not self._is_stale(sample.oldest_version),
             is_stopping=lambda: self._is_stopping,

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -67,19 +67,18 @@ MAX_STARTS = 8  # in vain, of one sample whose engine keeps aborting it; after t
 INFRASTRUCTURE = "infrastructure"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPlan:
+class GroupPlan(NamedTuple):
     """Everything that is the same for all groups of a batch."""
 
     engine: InferenceEngine
     generate: GenerateFn
     reward: RewardFn | None
-    group_reward: GroupRewardFn | None = None
-    filters: Sequence[FilterFn] = ()
-    ranker: RankerFn | None = None
     sampling: SamplingParams
     seed: int  # of the run
     reward_timeout_s: float
+    group_reward: GroupRewardFn | None = None
+    filters: Sequence[FilterFn] = ()
+    ranker: RankerFn | None = None
     needs_reward: bool = True  # False: where nothing scores samples they train without
     # the trainer's version, which no token is newer than; None where nothing trains
     policy_version: Callable[[], int] | None = None
@@ -90,8 +89,7 @@ class GroupPlan:
     spans: SpanRecorder | None = None  # is told when each sample was generated and scored
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class Member(NamedTuple):
     """How far one sample of a group has come: pending → partial → generated → scored."""
 
     pending: Sample  # as it was before anything was generated
@@ -205,12 +203,12 @@ async def make_trajectory(plan: GroupPlan, sample: Sample) -> Member:
 
 async def _advance_member(plan: GroupPlan, group: Group, index: int) -> None:
     """Moves one member on until it is scored, or as far as a plan that is stopping allows."""
-    if not group.members[index].segments:
+    member = group.members[index]
+    if not member.segments:
         try:
-            group.members[index] = await generate_member(plan, group.members[index])
+            member = group.members[index] = await generate_member(plan, member)
         finally:
             plan.on_generated()
-    member = group.members[index]
     if member.segments and not member.scored:
         group.members[index] = await score_member(plan, member)
 
@@ -243,7 +241,7 @@ async def generate_member(plan: GroupPlan, member: Member) -> Member:
     partial = last if last.status is Status.ABORTED else None
     finished = () if last.status in (Status.ABORTED, Status.PENDING) else segments
     failed = last.status is Status.FAILED
-    return replace(member, partial=partial, segments=finished, scored=failed, generate_s=seconds)
+    return member._replace(partial=partial, segments=finished, scored=failed, generate_s=seconds)
 
 
 async def _generate_segments(plan: GroupPlan, member: Member) -> tuple[Sample, ...]:
@@ -291,7 +289,7 @@ async def score_member(plan: GroupPlan, member: Member) -> Member:
         seconds = trio.current_time() - started
         if plan.spans is not None:
             plan.spans.add("reward", REWARDS, seconds, seconds, id=last.id)
-        return replace(member, segments=segments, scored=True, reward_s=seconds)
+        return member._replace(segments=segments, scored=True, reward_s=seconds)
     segments = member.segments
     if plan.group_reward is None and (plan.needs_reward or last.reward is not None):
         name = function_name(plan.generate)
@@ -302,7 +300,7 @@ async def score_member(plan: GroupPlan, member: Member) -> Member:
             segments = tuple(apply_reward(one, result) for one in segments)
         except UserFunctionError as error:
             segments = (fail_sample(last, error, "generate", name),)
-    return replace(member, segments=segments, scored=True)
+    return member._replace(segments=segments, scored=True)
 
 
 # --- the group ----------------------------------------------------------------------------------------------
@@ -349,7 +347,7 @@ async def _score_together(
     except UserFunctionError as error:
         scored = [(_fail_scoring(end, error, group_reward),) for end in ends]
     turns = iter(scored)
-    return [one if one.failed else replace(one, segments=next(turns)) for one in members]
+    return [one if one.failed else one._replace(segments=next(turns)) for one in members]
 
 
 # --- failures -----------------------------------------------------------------------------------------------
@@ -424,7 +422,7 @@ def encode_group(group: Group) -> dict[str, JSONValue]:
     """A held group as JSON, exactly: every float32 is a float64. Pending samples are made of the prompt
     again, so they are left out.
     """
-    kept = [one.name for one in fields(Member) if one.name != "pending"]
+    kept = [name for name in Member._fields if name != "pending"]
     return {
         "group_index": group.index,
         "prompt_id": group.prompt.prompt_id,
@@ -445,5 +443,5 @@ def decode_group(record: Mapping[str, JSONValue], prompt: PromptRow) -> Group:
         partial = None if saved["partial"] is None else Sample(**saved["partial"])
         segments = tuple(Sample(**sample) for sample in saved["segments"])
         made = {**saved, "partial": partial, "segments": segments}
-        group.members[index] = replace(group.members[index], **made)
+        group.members[index] = group.members[index]._replace(**made)
     return group

@@ -252,20 +252,19 @@ def training_metrics(
     """What the step trained with, the backends' metrics of the last pass over the batch, and how old the
     batch was. The KL coefficient is there where the reference was asked.
     """
-    lags, trained = compute_lags(batch, step - 1), {}
+    lags, metrics = compute_lags(batch, step - 1), critic_metrics(critic_results, config.minibatches)
+    metrics |= {"off_policy/mean": float(lags.mean()), "off_policy/max": float(lags.max())}
     if results:
-        trained = last_pass_metrics(results, config.minibatches) | work_metrics([*critic_results, *results])
+        metrics |= last_pass_metrics(results, config.minibatches) | work_metrics([*critic_results, *results])
     elif batch.group_indices is not None:  # without a pair no update is made
-        trained["groups/unpaired"] = float(len(set(batch.group_indices.tolist())))
-    return {
-        **({} if batch.ref_log_probs is None else {"kl/coef": algorithm.settings.kl_coef}),
-        **({"algorithm/change": float(algorithm.change)} if config.changes else {}),
-        **trained,
-        **({"optim/updates": float(len(results))} if count_updates(config) > 1 else {}),
-        **critic_metrics(critic_results, config.minibatches),
-        "off_policy/mean": float(lags.mean()),
-        "off_policy/max": float(lags.max()),
-    }
+        metrics["groups/unpaired"] = float(len(set(batch.group_indices.tolist())))
+    if batch.ref_log_probs is not None:
+        metrics["kl/coef"] = algorithm.settings.kl_coef
+    if config.changes:
+        metrics["algorithm/change"] = float(algorithm.change)
+    if count_updates(config) > 1:
+        metrics["optim/updates"] = float(len(results))
+    return metrics
 
 
 def throughput(

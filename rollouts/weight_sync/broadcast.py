@@ -181,8 +181,6 @@ class Broadcast:
         WeightSyncError if the trainer's half fails.
         """
         async with self._lock:
-            if not engines:
-                return {}
             for engine in engines:
                 if engine not in self._peers:
                     self._peers[engine] = self._make_peer(engine)
@@ -193,16 +191,13 @@ class Broadcast:
                 *self._options,
             )
             update.outcomes = dict.fromkeys((peer.name for peer in update.live), None)
-            finished = False
+            failed = engines
             try:
                 await update.run(backend)
-                finished = True
+                failed = [one for one in engines if update.outcomes[one.features.name] is not None]
             finally:
-                outcomes = update.outcomes
-                await self._forget(
-                    [one for one in engines if not finished or outcomes[one.features.name] is not None]
-                )
-            return outcomes
+                await self._forget(failed)
+            return update.outcomes
 
     async def _forget(self, engines: Sequence[InferenceEngine]) -> None:
         """Tears down the groups of `engines`, with a deadline of its own."""
