@@ -87,8 +87,8 @@ def plan_sharded_forward(model: PreTrainedModel, ranks: Ranks) -> ForwardPlan:
         raise AgreedFailure(error) from error
     finally:
         discard_iteration(model)
-    divided = isinstance(model, FSDPModule)
-    return dataclasses.replace(plan, head="whole") if divided and plan.head == "own" else plan
+    own = plan.head == "own" and isinstance(model, FSDPModule)
+    return dataclasses.replace(plan, head="whole") if own else plan
 
 
 def discard_iteration(model: torch.nn.Module) -> None:

@@ -77,8 +77,9 @@ def find_attention_cost(model: PreTrainedModel) -> float:
     layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
     if not layers or not width:
         return ATTENTION_COST
-    parameters = model.num_parameters(exclude_embeddings=True)
-    return estimate_attention_cost(layers=layers, attention_width=width, parameters=parameters)
+    return estimate_attention_cost(
+        layers=layers, attention_width=width, parameters=model.num_parameters(exclude_embeddings=True)
+    )
 
 
 def compute_cost(micro_batch: MicroBatch, *, micro_batch_cost: float, attention_cost: float) -> float:

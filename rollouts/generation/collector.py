@@ -228,10 +228,9 @@ class Collector:
         room = min(self._find_room(), self._draw_limit - self._drawn)
         if self._is_stopping or room <= 0:
             return
-        prompts = self._data_buffer.get_prompts(room)
         opened = [
             start_group(index, prompt, self._config.samples_per_prompt)
-            for index, prompt in enumerate(prompts, start=self._ledger.drawn)
+            for index, prompt in enumerate(self._data_buffer.get_prompts(room), self._ledger.drawn)
         ]
         for group in opened:
             self._undecided[group.index] = group
@@ -249,8 +248,11 @@ class Collector:
 
     def _find_room(self) -> int:
         if self._pace is None:
-            is_round = self._in_rounds and len(self._undecided) > 0
-            return 0 if is_round else self._at_once - len(self._kept) - len(self._undecided)
+            return (
+                0
+                if self._in_rounds and self._undecided
+                else self._at_once - len(self._kept) - len(self._undecided)
+            )
         if self._goes_on and len(self._pace.finished) >= READY_BATCHES * self._config.num_prompts:
             return 0
         size = self._config.samples_per_prompt
@@ -259,7 +261,7 @@ class Collector:
     def _is_full(self) -> bool:
         if self._pace is not None:
             return self._pace.is_full()
-        more_come = len(self._undecided) > 0 or self._drawn < self._draw_limit
+        more_come = self._undecided or self._drawn < self._draw_limit
         competing = self._plan.ranker is not None and more_come
         return len(self._kept) >= (self._at_once if competing else self._config.num_prompts)
 
@@ -317,11 +319,11 @@ class Collector:
         """Raises NotEnoughSamples when so many samples failed, or so many groups were drawn, that the batch
         is given up.
         """
-        config, failed = self._config, self._failed
+        config = self._config
         # else the first failure would be a share of 1
         seen = max(len(self._decided), config.num_prompts) * config.samples_per_prompt
-        if len(failed) > config.max_failed_fraction * seen:  # max_attempts alone bounds those of engines
-            failed = [sample for sample in failed if failure_class_of(sample) != INFRASTRUCTURE]
+        # max_attempts alone bounds those of engines
+        failed = [sample for sample in self._failed if failure_class_of(sample) != INFRASTRUCTURE]
         if len(failed) > config.max_failed_fraction * seen:
             raise NotEnoughSamples(
                 f"{len(failed)} of {seen} samples failed ({_count_text(map(failure_class_of, failed))}), more"

@@ -225,7 +225,8 @@ async def generate_member(plan: GroupPlan, member: Member) -> Member:
         with listing_answers() as answers:
             segments = await _generate_segments(plan, member)
         if segments[-1].status is Status.FAILED:
-            segments = (_complete_failure(segments[-1], function),)
+            said = segments[-1].metadata.get("failure") or "the generate function returned it as failed"
+            segments = (_fail(segments[-1], "generate", function, str(said), ""),)
     except RolloutsError as error:
         segments = (fail_sample(member.pending, error, classify_generate_error(error), function),)
         answers = []
@@ -397,12 +398,6 @@ def fail_sample(sample: Sample, error: RolloutsError, failure_class: str, functi
     trace = show_traceback(cause, cause.__traceback__) if cause else ""
     text = str(cause) if isinstance(cause, RaisedInWorker) else trace
     return _fail(sample, failure_class, function, str(error), text)
-
-
-def _complete_failure(sample: Sample, function: str) -> Sample:
-    """A sample that the generate function itself gave up, in the form of the others."""
-    message = str(sample.metadata.get("failure") or "the generate function returned it as failed")
-    return _fail(sample, "generate", function, message, "")
 
 
 def _fail(sample: Sample, failure_class: str, function: str, message: str, trace: str) -> Sample:

@@ -54,19 +54,14 @@ class Pace:
     _finished_by: Counter[int] = field(default_factory=Counter)
 
     @property
-    def window(self) -> int:
-        """W. At least P, even if the engines are too far behind for anything to train: that is then found
-        out, unless it is waited for.
-        """
-        least = 0 if self.waits_for_engines else 1
-        return self.num_prompts * max(
-            least, self.engine_version + self.max_staleness - self.policy_version + 1
-        )
-
-    @property
     def room(self) -> int:
-        """How many more groups may be launched now; 0 or less: none."""
-        return self.window - len(self.deadlines)
+        """How many more groups may be launched now; 0 or less: none.
+
+        The window W is at least P, even if the engines are too far behind for anything to train: that is then
+        found out, unless it is waited for.
+        """
+        batches = self.engine_version + self.max_staleness - self.policy_version + 1
+        return self.num_prompts * max(0 if self.waits_for_engines else 1, batches) - len(self.deadlines)
 
     def open(self, group_index: int, *, oldest: int | None = None) -> None:
         """Counts a group that runs; `oldest` is the oldest version of its tokens, None if there are none."""

@@ -187,10 +187,9 @@ def make_kl_stop(config: RLTrainingConfig) -> Callable[[ForwardBackwardResult], 
 def describe_algorithm(algorithm: Algorithm) -> str:
     """One line for the log: what a user would look for first."""
     settings = algorithm.settings
-    params = {**settings.advantage_params}, {**algorithm.loss.params}
+    named = (settings.advantage, settings.advantage_params), (settings.loss, algorithm.loss.params)
     advantage, loss = (
-        f"{name}({', '.join(f'{key}={value}' for key, value in given.items())})"
-        for name, given in zip((settings.advantage, settings.loss), params, strict=True)
+        f"{name}({', '.join(f'{key}={value}' for key, value in params.items())})" for name, params in named
     )
     return (
         f"advantage {advantage}, loss {loss} by {settings.normalise_by}, kl_coef {settings.kl_coef:g} in the"

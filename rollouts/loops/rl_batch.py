@@ -2,11 +2,9 @@
 minibatches.
 """
 
-from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rollouts.advantages import (
     ADVANTAGES,
@@ -31,7 +29,6 @@ from rollouts.types import (
     IntArray,
     LossSpec,
     RolloutBatch,
-    Sample,
     Status,
     number_trajectories,
 )
@@ -188,11 +185,16 @@ def make_advantage_inputs(batch: RolloutBatch, config: RLTrainingConfig) -> Adva
     assert reference is not None
     token_rewards = compute_token_rewards(rewards, log_probs, reference, masks, beta)
     rewards, _ = subtract_kl(rewards, log_probs, reference, masks, beta, trajectories=trajectories)
+    parts = batch.samples[0].rewards if batch.samples else ()
+    shared = [name for name in parts if all(name in sample.rewards for sample in batch.samples)]
     return AdvantageInputs(
         rewards=rewards.astype(np.float64),
         group_indices=batch.group_indices,
         lengths=batch.response_lengths.copy(),  # the batch keeps its own, whatever a function does with this
-        named_rewards=collect_named_rewards(batch.samples),
+        named_rewards={
+            name: np.asarray([sample.rewards[name] for sample in batch.samples], np.float64)
+            for name in shared
+        },
         reward_weights=config.rollout.reward_weights,
         samples=batch.samples,
         trajectories=trajectories,
@@ -224,13 +226,6 @@ def measure_kl(batch: RolloutBatch, trajectories: IntArray) -> dict[str, float]:
     except ValueError:  # a row's is not finite
         return {}
     return {"kl/ref_per_sample": float(kl.sum(dtype=np.float64)) / len(np.unique(trajectories))}
-
-
-def collect_named_rewards(samples: Sequence[Sample]) -> dict[str, NDArray[np.float64]]:
-    """Each part of the reward that all samples have, [B]."""
-    first = samples[0].rewards if samples else ()
-    names = [name for name in first if all(name in sample.rewards for sample in samples)]
-    return {name: np.asarray([sample.rewards[name] for sample in samples], np.float64) for name in names}
 
 
 def make_loss_spec(config: RLTrainingConfig) -> LossSpec:
