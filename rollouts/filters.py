@@ -91,7 +91,7 @@ def _part_of(group: SampleGroup, part: str, name: str) -> NDArray[np.float64]:
             f"{name} needs the part {part!r} of the reward, which a sample of group {group.group_index} has"
             " not; report it there"
         )
-    return np.asarray([sample.rewards[part] for sample in group.ends], np.float64)
+    return np.asarray([sample.rewards[part] for sample in group.ends])
 
 
 def rewards_of(group: SampleGroup) -> NDArray[np.float64]:

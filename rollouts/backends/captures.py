@@ -137,10 +137,11 @@ def hold_together(
     Collective, on the device thread. `position` and `tokenizer` are rank 0's.
     """
     margin = MEMORY_MARGIN * ranks.local_world_size  # its neighbours hold about as much
+    free = read_free_memory()  # None: this machine does not tell
     deal, room = run_agreed(
         ranks,
         lambda: deal_weights(model, ranks.rank, ranks.world_size),
-        lambda deal: [has_room(margin * compute_held_bytes(model, ranks, deal))],
+        lambda deal: [free is None or free >= margin * compute_held_bytes(model, ranks, deal)],
         count=1,
     )
     if not room.all():
@@ -169,12 +170,6 @@ def compute_held_bytes(model: PreTrainedModel, ranks: Ranks, deal: Deal) -> int:
     """
     moments = 2 * sum(get_local(weight).nbytes for weight in model.parameters()) if ranks.first_replica else 0
     return deal.nbytes + moments
-
-
-def has_room(num_bytes: float) -> bool:
-    """Whether this machine has so much free memory, or does not tell."""
-    free = read_free_memory()
-    return free is None or free >= num_bytes
 
 
 @dataclass(slots=True, eq=False)

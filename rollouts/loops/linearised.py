@@ -106,4 +106,4 @@ def sum_rows(values: Sequence[FloatArray]) -> NDArray[np.float64]:
     """[B] float64 sums of values [T_i] that are 0 where the loss mask is 0: log-probs of whole responses, in
     nats.
     """
-    return np.asarray([row.sum(dtype=np.float64) for row in values], np.float64)
+    return np.asarray([row.sum(dtype=np.float64) for row in values])

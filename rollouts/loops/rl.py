@@ -112,8 +112,7 @@ async def run_rl_training(
                 batch = await generate_and_log(rollout_manager, push, metrics_logger, config, step)
             with timer.phase("log_probs"):
                 batch = await add_log_probs(batch, backend, reference, critic, algorithm.settings, teacher)
-            advantage = functions[algorithm.settings.advantage]
-            batch, measured = add_advantages(batch, algorithm.settings, advantage)
+            batch, measured = add_advantages(batch, algorithm.settings, functions)
             with timer.phase("train"):
                 updates = plan_updates(batch, algorithm.loss, config, seed=seed, step=step)
                 critic_results = await train_critic(critic, updates)
@@ -213,8 +212,7 @@ async def train_policy(
                 await backend.revert()
                 why = f"undone: {kl:.3g} nats per token are above rl.kl_limit={limit:g}"
                 optim = replace(optim, skipped=why)
-            metrics = {**forward.metrics, **measured, "optim/undone": Total(undone)}
-            forward = replace(forward, metrics=metrics)
+            forward = replace(forward, metrics={**forward.metrics, **measured, "optim/undone": Total(undone)})
         results.append((forward, optim))
         if undone or (ends_after and ends_after(forward)):
             break

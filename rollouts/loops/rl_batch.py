@@ -2,6 +2,7 @@
 minibatches.
 """
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 
 import numpy as np
@@ -86,7 +87,7 @@ async def add_log_probs(
 
 
 def add_advantages(
-    batch: RolloutBatch, config: RLTrainingConfig, advantage: AdvantageFn | None = None
+    batch: RolloutBatch, config: RLTrainingConfig, functions: Mapping[str, AdvantageFn] = ADVANTAGES
 ) -> tuple[RolloutBatch, dict[str, float]]:
     """The batch with an advantage on every trained token, and metrics: of the KL too, where there are
     log-probs of the reference.
@@ -107,7 +108,7 @@ def add_advantages(
         if batch.rewards is not None:
             advantages = compute_advantages(
                 make_advantage_inputs(batch, config),
-                advantage or ADVANTAGES[config.advantage],
+                functions[config.advantage],
                 **config.advantage_params,
             )
         if isinstance(advantages, GAEResult):
@@ -192,8 +193,7 @@ def make_advantage_inputs(batch: RolloutBatch, config: RLTrainingConfig) -> Adva
         group_indices=batch.group_indices,
         lengths=batch.response_lengths.copy(),  # the batch keeps its own, whatever a function does with this
         named_rewards={
-            name: np.asarray([sample.rewards[name] for sample in batch.samples], np.float64)
-            for name in shared
+            name: np.asarray([sample.rewards[name] for sample in batch.samples]) for name in shared
         },
         reward_weights=config.rollout.reward_weights,
         samples=batch.samples,

@@ -186,7 +186,7 @@ def test_an_advantage_of_ones_own_may_answer_per_token_and_takes_its_parameters(
         return [np.asarray([9.0, scale, 2 * scale]) * reward for reward in inputs.rewards]
 
     config = rl_config(advantage="m:by_token", advantage_params={"scale": 0.5})
-    batch, metrics = add_advantages(batch_of([1.0, -1.0]), config, by_token)
+    batch, metrics = add_advantages(batch_of([1.0, -1.0]), config, {"m:by_token": by_token})
     assert [row.tolist() for row in batch.advantages] == [[0.0, 0.5, 1.0], [0.0, -0.5, -1.0]]
     expected = {"advantage/abs_mean": 0.75, "advantage/mean": 0.0, "advantage/std": 0.625**0.5}
     assert metrics == pytest.approx(expected)
@@ -213,7 +213,7 @@ def test_an_advantage_that_fails_is_named():
     ):
         add_advantages(batch_of([1.0, 0.0]), rl_config(advantage="gdpo"))
     with pytest.raises(UserFunctionError, match=r"rl\.advantage='m:f' failed: ZeroDivisionError"):
-        add_advantages(batch_of([1.0]), rl_config(advantage="m:f"), lambda inputs: 1 / 0)
+        add_advantages(batch_of([1.0]), rl_config(advantage="m:f"), {"m:f": lambda inputs: 1 / 0})
 
 
 @cases(r"""
