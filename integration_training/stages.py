@@ -107,7 +107,12 @@ async def run_stage(
     the stage and step whose weights are at `start`. The `last` stage that generates is evaluated when it is
     complete; every other one where the next begins.
     """
-    trainers = {"sft": train_sft, "preference": train_preference, "reward_model": train_reward_model}
+    trainers = {
+        "sft": train_sft,
+        "preference": train_preference,
+        "reward_model": train_reward_model,
+        "rl": train_rl,
+    }
     async with open_stage(run, stage, start, newest) as opened:
         reach("stage.opened")
         completed, steps, eval_every = opened.completed, opened.section.steps, opened.section.eval_every
@@ -124,7 +129,7 @@ async def run_stage(
         elif completed < steps and eval_every and completed % eval_every == 0:
             await evaluate_once(run, opened, stage, completed)
         if completed < steps or run.prepared.list_held_out(stage):  # which may be left
-            completed += await (trainers | {"rl": train_rl})[stage](run, opened)
+            completed += await trainers[stage](run, opened)
         if completed == steps and last:
             await evaluate_once(run, opened, stage, completed)
         return completed

@@ -17,7 +17,7 @@ Without reasoning-gym: kind = "python", function = "integration_training.tasks.a
 import random
 import re
 
-from integration_training.tasks import Row, keep_mixed, make_task
+from integration_training.tasks import Row, keep_mixed
 from rollouts.types import RewardResult, Sample
 
 __all__ = ["keep_mixed"]  # the filter of this task
@@ -25,13 +25,14 @@ __all__ = ["keep_mixed"]  # the filter of this task
 NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 
 
-def _make_row(draw: random.Random, *, largest: int = 99) -> Row:
-    """A sum of two whole numbers from 0 to `largest`."""
+def make_rows(*, size: int, seed: int, largest: int = 99) -> list[Row]:
+    """`size` sums of two whole numbers from 0 to `largest`. Row i depends on (seed, i) alone."""
+    return [_make_row(random.Random(f"arithmetic/{seed}/{index}"), largest) for index in range(size)]
+
+
+def _make_row(draw: random.Random, largest: int) -> Row:
     first, second = draw.randint(0, largest), draw.randint(0, largest)
     return {"prompt": f"{first} + {second} =", "answer": str(first + second)}
-
-
-make_rows = make_task("arithmetic", _make_row)
 
 
 def exact_answer(sample: Sample) -> RewardResult:

@@ -48,8 +48,11 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     """The command line with this command, or with all where it is none; each sets `run`, which imports what
     it needs.
     """
-    what = "Reinforcement learning of language models: runs and settings."
-    parser = argparse.ArgumentParser(prog="rollouts", description=what, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="rollouts",
+        description="Reinforcement learning of language models: runs and settings.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--version", action="version", version=f"rollouts {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in [command] if command in COMMANDS else COMMANDS:
@@ -60,9 +63,12 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
 def add_parser(commands: Any, name: str) -> None:
     """Adds the command `name`, which the function run_NAME of its module does."""
     known = COMMANDS[name]
-    description, epilog = known["help"] + known.get("more", ""), known.get("epilog")
     parser = commands.add_parser(
-        name, help=known["help"], description=description, epilog=epilog, allow_abbrev=False
+        name,
+        help=known["help"],
+        description=known["help"] + known.get("more", ""),
+        epilog=known.get("epilog"),
+        allow_abbrev=False,
     )
     for kind in (int, float, Path):
         parser.register("type", kind.__name__, kind)

@@ -67,7 +67,11 @@ def parse_row(
     if not isinstance(value, Mapping):
         kind = "null" if value is None else f"of type {type(value).__name__}"
         raise DataError(f"the row is {kind}; it must be an object with `prompt` or `messages`")
-    row = to_json(_take_columns(value, columns or {}))
+    columns = columns or {}
+    taken = {ours: _look_up(value, theirs) for ours, theirs in columns.items() if theirs}
+    # a field that got another name loses its own; a name of "" leaves a field out
+    moved = {*columns, *columns.values()}
+    row = to_json({**taken, **{key: inner for key, inner in value.items() if key not in moved}})
     if use in RESPONSES:
         row = _split_responses(row, use)
     turns = {"prompt": read_prompt, "messages": partial(parse_messages, where="messages")}
@@ -128,15 +132,6 @@ def to_json(value: object, field: str = "", depth: int = 0) -> Any:
             raise DataError(f"{field or 'the row'} has the key {key!r}; keys must be text")
     inside = f"{field}." if field else ""
     return {to_json(key, field): to_json(inner, f"{inside}{key}", depth + 1) for key, inner in value.items()}
-
-
-def _take_columns(row: Mapping[str, Any], columns: Mapping[str, str]) -> Row:
-    """The row under our names. A field that got another name loses its own; a name of "" leaves a field out.
-    Raises DataError.
-    """
-    taken = {ours: _look_up(row, theirs) for ours, theirs in columns.items() if theirs}
-    moved = {*columns, *columns.values()}
-    return {**taken, **{key: value for key, value in row.items() if key not in moved}}
 
 
 def _look_up(row: Mapping[str, Any], path: str) -> JSONValue:

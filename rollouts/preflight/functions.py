@@ -172,12 +172,11 @@ def weigh(reward: RewardFn | None, rollout: RolloutConfig) -> RewardFn | None:
     """
     if reward is None or not rollout.reward_weights:
         return reward
-    scored_by = reward
 
     @functools.wraps(reward)
     async def weighed_reward(sample: Sample) -> RewardResult:
-        result = await call_reward(scored_by, sample, timeout_s=rollout.reward_timeout_s)
-        where = f"reward function {function_name(scored_by)} on sample {sample.id}"
+        result = await call_reward(reward, sample, timeout_s=rollout.reward_timeout_s)
+        where = f"reward function {function_name(reward)} on sample {sample.id}"
         try:
             return apply_weights(result, rollout.reward_weights)
         except (ConfigError, UserFunctionError) as error:

@@ -118,12 +118,12 @@ def take_lock(descriptor: int) -> None:
 
 def write_holder(descriptor: int, launch: Mapping[str, Any] | None) -> None:
     """Who holds the lock, and what started it (rollouts.preflight.restarts), in the file of the lock."""
-    holder: dict[str, Any] = {
+    holder = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "launch": launch,
     }
-    holder |= {} if launch is None else {"launch": launch}
     with suppress(OSError):  # a full disk, say: the lock holds without it, and who is refused is told less
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)
