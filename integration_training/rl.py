@@ -9,10 +9,10 @@ from integration_training.surroundings import surround
 from rollouts.checkpoints.load import load_trainer_state
 from rollouts.crash_points import reach
 from rollouts.data.curriculum import (
+    SourceStatistics,
     call_curriculum,
     decode_statistics,
     encode_statistics,
-    start_statistics,
     update_statistics,
 )
 from rollouts.data.data_buffer import DataBuffer
@@ -123,7 +123,7 @@ class CurriculumBatches:
 
     def __post_init__(self) -> None:
         manager = self.manager
-        self.statistics: Any = start_statistics(self.buffer.weights)
+        self.statistics: Any = {name: SourceStatistics() for name in self.buffer.weights}
         self.generating = manager.generating
         self.overlaps = manager.overlaps
         self.engines_updated = manager.engines_updated

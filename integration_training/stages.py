@@ -31,7 +31,7 @@ from rollouts.checkpoints.writer import retain
 from rollouts.config.load import training_digest
 from rollouts.config.modes import EVALUATE, stage_config
 from rollouts.crash_points import reach
-from rollouts.data.samples import count_labels, measure_scores
+from rollouts.data.samples import measure_scores
 from rollouts.errors import ConfigError
 from rollouts.loops import preference, reward_model
 from rollouts.loops.linearised import on_thread
@@ -172,7 +172,8 @@ async def train_preference(run: Run, opened: Stage) -> int:
                         scored = await preference.score_samples(training.samples, config, frozen)
                         training = training.with_samples(scored)
         if config.loss == "kto":
-            good, bad = count_labels(training.samples)
+            good = sum(bool(sample.desirable) for sample in training.samples)
+            bad = len(training.samples) - good
             loss = make_kto_loss(config.loss_params, num_desirable=good, num_undesirable=bad)
         else:
             loss = make_pair_loss(config.loss, config.loss_params)

@@ -2,20 +2,12 @@
 to start, `engines` installs inference servers.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rollouts.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rollouts.config.schema import RunConfig
-    from rollouts.preflight.findings import Findings
-    from rollouts.run_dir import RunDir
 
 
 def run_init(arguments: argparse.Namespace) -> int:
@@ -59,7 +51,20 @@ def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     if arguments.config.is_dir():
-        findings = check_run(arguments.config, deep=arguments.deep)
+        from rollouts.preflight.checks import check_written_run
+        from rollouts.run_dir import open_run_dir
+        from rollouts.trackers.launch import read_state
+        from rollouts.trackers.position import position_path
+        from rollouts.trackers.sinks import SINKS
+
+        root = arguments.config
+        findings = check_written_run(open_run_dir(root), deep=arguments.deep)
+        for name in SINKS:
+            if position_path(root, name).exists():
+                with findings.reporting(f"tracker {name}"):
+                    left_out, behind = read_state(root, name)
+                    state = left_out or ("it does not have all rows yet" if behind else "it has all rows")
+                    findings.note("warning" if left_out or behind else "ok", f"tracker {name}", state)
         return print_findings(findings, console, good="this run is whole", bad="wrong with this run", end="")
     import trio
 
@@ -67,11 +72,20 @@ def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from rollouts.config.modes import choose_stages
     from rollouts.preflight.checks import check_servers, look_at_run
     from rollouts.preflight.functions import call_functions
-    from rollouts.preflight.run_directory import choose_run_dir
+    from rollouts.preflight.run_directory import check_run_dir, choose_run_dir
+    from rollouts.trackers.sinks import check_trackers
 
     config, findings = load_config(arguments.config, overrides), Findings()
     stages, run_dir = choose_stages(config, arguments.mode), choose_run_dir(config)
-    check_output(config, run_dir, findings)
+    with findings.reporting("output.dir"):
+        check_run_dir(run_dir, config, resume=True)
+        if run_dir.config.exists():
+            used = "holds a run with these settings, which needs --resume; or name another directory"
+            findings.note("warning", "output.dir", f"{run_dir.root} {used}")
+        else:
+            findings.note("ok", "output.dir", str(run_dir.root))
+    with findings.reporting("output.trackers"):
+        check_trackers(config.output.trackers)
     run = look_at_run(config, stages, run_dir, findings, local_ranks=config.distributed.ranks)
     if config.rl:
         check_servers(config.engine, findings)
@@ -91,39 +105,3 @@ def run_engines(arguments: argparse.Namespace) -> int:
     kind = "vllm" if "vllm" in arguments.command else "sglang"
     install_cpu_environment(kind, arguments.into or Path(f".venv-{kind}"), say=partial(print, flush=True))
     return 0
-
-
-def check_run(root: Path, *, deep: bool) -> Findings:
-    """What is to be said of a run's files, checkpoints and trackers."""
-    from rollouts.preflight.checks import check_written_run
-    from rollouts.run_dir import open_run_dir
-    from rollouts.trackers.launch import read_state
-    from rollouts.trackers.position import position_path
-    from rollouts.trackers.sinks import SINKS
-
-    findings = check_written_run(open_run_dir(root), deep=deep)
-    for name in SINKS:
-        if position_path(root, name).exists():
-            with findings.reporting(f"tracker {name}"):
-                left_out, behind = read_state(root, name)
-                state = left_out or ("it does not have all rows yet" if behind else "it has all rows")
-                findings.note("warning" if left_out or behind else "ok", f"tracker {name}", state)
-    return findings
-
-
-def check_output(config: RunConfig, run_dir: RunDir, findings: Findings) -> None:
-    """Notes whether a run may write into its directory, and its trackers can be fed; a run that could go on
-    there is a warning.
-    """
-    from rollouts.preflight.run_directory import check_run_dir
-    from rollouts.trackers.sinks import check_trackers
-
-    with findings.reporting("output.dir"):
-        check_run_dir(run_dir, config, resume=True)
-        if run_dir.config.exists():
-            used = "holds a run with these settings, which needs --resume; or name another directory"
-            findings.note("warning", "output.dir", f"{run_dir.root} {used}")
-        else:
-            findings.note("ok", "output.dir", str(run_dir.root))
-    with findings.reporting("output.trackers"):
-        check_trackers(config.output.trackers)

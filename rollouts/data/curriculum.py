@@ -5,7 +5,7 @@ curriculum(step, statistics) ─► call_curriculum checks the weights ─► Da
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollouts.data.mixture import SOURCE_FIELD, parse_weights
@@ -34,11 +34,6 @@ Curriculum = Callable[[int, Mapping[str, SourceStatistics]], Mapping[str, float]
 """From the step about to run (from 1) and every source's statistics to the weights of all sources; 0
 pauses a source. A pure function.
 """
-
-
-def start_statistics(names: Iterable[str]) -> dict[str, SourceStatistics]:
-    """What a stage begins with."""
-    return {name: SourceStatistics() for name in names}
 
 
 def update_statistics(

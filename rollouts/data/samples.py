@@ -226,12 +226,6 @@ def prompt_of(sample: PreferenceSample) -> bytes:
     return sample.rows[0].token_ids[~sample.rows[0].loss_mask].tobytes()
 
 
-def count_labels(samples: Sequence[PreferenceSample]) -> tuple[int, int]:
-    """(desirable, undesirable) samples."""
-    desirable = sum(bool(sample.desirable) for sample in samples)
-    return desirable, len(samples) - desirable
-
-
 def measure_scores(samples: Sequence[PreferenceSample]) -> tuple[float, float]:
     """(mean, standard deviation) of the scores. Raises DataError unless they differ and are of one size."""
     scores = np.asarray([sample.margin for sample in samples])

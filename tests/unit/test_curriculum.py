@@ -13,7 +13,6 @@ from rollouts.data.curriculum import (
     encode_statistics,
     favour_medium,
     linear_shift,
-    start_statistics,
     update_statistics,
 )
 from rollouts.errors import UserFunctionError
@@ -27,7 +26,9 @@ def sample(source: str, reward: float) -> Sample:
 
 def test_statistics_count_samples_and_rewards_of_every_source():
     samples = [sample("a", reward) for reward in (1.0, 0.0, 0.5)]
-    first = update_statistics(start_statistics("ab"), samples, step=1, drawn={"a": 2, "b": 1})
+    first = update_statistics(
+        dict.fromkeys("ab", SourceStatistics()), samples, step=1, drawn={"a": 2, "b": 1}
+    )
     # drawn, batches, samples, sum of rewards, reward of the last batch, its step
     assert first == {"a": SourceStatistics(2, 1, 3, 1.5, 0.5, 1), "b": SourceStatistics(drawn=1)}
     second = update_statistics(first, [sample("b", 1.0), sample("a", 1.0)], step=2, drawn={"a": 3, "b": 2})
@@ -49,7 +50,12 @@ weights
 """)
 def test_weights_that_break_a_rule_name_function_step_and_value(weights: Any):
     with pytest.raises(UserFunctionError) as caught:
-        call_curriculum(lambda *_: weights, 7, start_statistics(["easy", "hard"]), function="mine.py:plan")
+        call_curriculum(
+            lambda *_: weights,
+            7,
+            dict.fromkeys(["easy", "hard"], SourceStatistics()),
+            function="mine.py:plan",
+        )
     assert str(caught.value).startswith(f"curriculum mine.py:plan in step 7 gave {weights!r}; it must give")
 
 
@@ -61,7 +67,7 @@ def test_a_curriculum_that_cannot_be_read_or_exits_has_failed(weights: Any):
         return weights
 
     with pytest.raises(UserFunctionError, match=r"plan in step 1 raised (SystemExit|OverflowError)"):
-        call_curriculum(plan, 1, start_statistics(["easy"]), function="plan")
+        call_curriculum(plan, 1, {"easy": SourceStatistics()}, function="plan")
 
 
 def test_the_only_source_may_have_another_name_after_a_resume():

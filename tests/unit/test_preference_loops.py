@@ -20,7 +20,6 @@ from rollouts.data.mixture import make_mixture, select_samples
 from rollouts.data.samples import (
     PreferenceSample,
     SFTSample,
-    count_labels,
 )
 from rollouts.errors import ConfigError, PlugInError, UserFunctionError
 from rollouts.generation.samples import convert_to_batch
@@ -191,7 +190,8 @@ async def train_pairs(
         if load is not None:
             await backend.load(load).result()
         if config.loss == "kto":
-            good, bad = count_labels(samples)
+            good = sum(bool(sample.desirable) for sample in samples)
+            bad = len(samples) - good
             made = make_kto_loss(config.loss_params, num_desirable=good, num_undesirable=bad)
         else:
             made = make_pair_loss(config.loss, config.loss_params)
