@@ -150,8 +150,10 @@ def print_report(run: Run, summary: dict[str, Any]) -> None:
     known = {LABELS[stage]: share for stage, share in summary["accuracy"].items() if share is not None}
     width = max([11, *(len(label) + 1 for label in known)])
     for label, accuracy in known.items():
-        problems = f"({len(run.rows.held_out)} problems)"
-        lines.append(f"held-out accuracy, {label:<{width}}{100 * accuracy:5.1f} %   {problems}")
+        lines.append(
+            f"held-out accuracy, {label:<{width}}{100 * accuracy:5.1f} %  "
+            f" ({len(run.rows.held_out)} problems)"
+        )
     evaluated = read_rows(run.run_dir.evaluations)[-1:] if summary["mode"] == EVALUATE else []
     lines += [f"{name} {value}" for row in evaluated for name, value in row.items() if "/" in name]
     last_stage = f"eval-{summary['mode'].split('+')[-1]}"

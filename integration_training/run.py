@@ -161,9 +161,8 @@ async def train_stages(
     as the other ranks have it, before epochs were counted.
     """
     config, run_dir, model_path = prepared.config, prepared.run_dir, prepared.base_model
-    totals = {stage: stage_config(config, stage).steps for stage in stages}
     attempt = next_attempt(run_dir)  # before the others are met: from then on they take silence for an end
-    with open_progress(console, totals) as progress:
+    with open_progress(console, {stage: stage_config(config, stage).steps for stage in stages}) as progress:
         async with (
             open_functions(config, prepared.functions, warn=say) as functions,
             open_other_ranks(launch, loaded, model_path, stop) as ranks,

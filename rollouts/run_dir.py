@@ -141,8 +141,9 @@ def open_run_dir(root: Path) -> RunDir:
     run_dir = RunDir(root)
     known = (run_dir.config, run_dir.metrics, run_dir.evaluations, run_dir.summary)
     if not any(path.exists() for path in known):
-        names = ", ".join(path.name for path in known)
-        raise RunDirError(f"{root} is not a run directory: it has none of {names}")
+        raise RunDirError(
+            f"{root} is not a run directory: it has none of {', '.join(path.name for path in known)}"
+        )
     return run_dir
 
 

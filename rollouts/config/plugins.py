@@ -67,8 +67,7 @@ def load_function(
             said = f"{path or where} has no {function_name}{did_you_mean(function_name, vars(module))}"
         elif isinstance(error, ModuleNotFoundError):
             said += f"; install {error.name}, put its directory on PYTHONPATH, or write path/file.py:function"
-        raised = traceback.format_exception_only(error)[-1].strip()
-        raise PlugInError(f"{what}: {said} ({raised})") from error
+        raise PlugInError(f"{what}: {said} ({traceback.format_exception_only(error)[-1].strip()})") from error
     if problem := _find_problem(function, role):
         raise PlugInError(f"{what}: {problem}")
     return function

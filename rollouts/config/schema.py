@@ -352,16 +352,13 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
         default, filters = AlgorithmConfig.model_fields["advantage"].default, self.rollout.filters
         unused = {"[rl.critic]": self.critic, f"advantage={self.advantage!r}": self.advantage != default}
         if self.pairs:
-            names, why = (
-                "distillation kl_coef kl_stop kl_limit recompute_old",
-                "with pairs, which do not read it",
-            )
+            why = "with pairs, which do not read it"
+            names = "distillation kl_coef kl_stop kl_limit recompute_old"
             unused |= {name: getattr(self, name) for name in names.split()}
         elif self.distillation and not self.rollout.is_scored:
             why = "without a reward, which it is about"
             unused["kl_in='reward' with a kl_coef"] = kl_in_reward
-            readers = set(filters) - set(READ_NO_REWARD)
-            unused[f"filters={filters}"] = any(":" not in name for name in readers)
+            unused[f"filters={filters}"] = any(":" not in name for name in {*filters} - {*READ_NO_REWARD})
         else:
             return {}
         return {f"{setting} {why}; leave one of the two out": is_set for setting, is_set in unused.items()}

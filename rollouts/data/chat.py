@@ -70,9 +70,9 @@ class Template:
         try:
             return apply([self._in_form(message) for message in messages], tokenize=False, **params)
         except Exception as error:  # a template raises what its author chose, and jinja adds its own
-            roles = ", ".join(message["role"] for message in messages)
             raise DataError(
-                f"the chat template refuses messages with the roles {roles}: {type(error).__name__}: {error}"
+                "the chat template refuses messages with the roles"
+                f" {', '.join(message['role'] for message in messages)}: {type(error).__name__}: {error}"
             ) from error
 
     def _in_form(self, message: ChatMessage) -> ChatMessage:

@@ -125,9 +125,9 @@ async def evaluate(
     await run_all(*(partial(run_one, index) for index in range(len(samples))))
     failed = [sample for sample in samples if sample.status is Status.FAILED]
     if len(failed) > MAX_FAILED_FRACTION * len(samples):
-        classes = sorted({failure_class_of(sample) for sample in failed})
         raise NotEnoughSamples(
-            f"{len(failed)} of {len(samples)} held-out samples failed ({', '.join(classes)}); the first:"
+            f"{len(failed)} of {len(samples)} held-out samples failed"
+            f" ({', '.join(sorted(set(map(failure_class_of, failed))))}); the first:"
             f" {failed[0].metadata['failure']['message']}"
         )
     return EvaluationResult(tuple(samples), samples_per_prompt, len(rows))

@@ -200,7 +200,7 @@ def check_servers(
                 client.get("/health", headers=headers).raise_for_status()
                 answer = client.get(version_path, headers=headers).raise_for_status()
                 version = re.search(r'"version": *"([ !#-~]{1,40})', answer.text)
-                named = version.group(1) if version else "of unknown version"
+                named = version[1] if version else "of unknown version"
                 findings.note("ok", url, f"{config.kind} {named}, healthy")
                 is_local = re.match(r"localhost$|::1$|127\.", client.base_url.host)
                 if not is_local and client.get(control).is_success:

@@ -97,8 +97,10 @@ def estimate_memory(
         parts = _trained_parts(size, shards, undoes=undoes) | parts
         return [_compare(subject, parts, device.free_bytes)]
     held = {f"{ranks // shards} x {what}": ranks // shards * n for what, n in whole.items()}
-    host = _compare(f"{stage}: host memory", held, read_free_memory())
-    return [_compare(subject, parts, device.free_bytes), host]
+    return [
+        _compare(subject, parts, device.free_bytes),
+        _compare(f"{stage}: host memory", held, read_free_memory()),
+    ]
 
 
 def _trained_parts(size: ModelSize, shards: int = 1, *, undoes: bool = False) -> dict[str, int]:
@@ -199,10 +201,9 @@ def estimate_work(config: RunConfig, stages: Sequence[str], rows: Rows) -> list[
             each, tokens = f"{drawn} samples", _rows_of_step(stage, section) * section.max_length
         count = len(rows.list_rows(stage))
         epochs = f", {section.steps * drawn / count:.3g} times through the rows" if count else ""
-        micro_batches = math.ceil(tokens / section.micro_batch_tokens)
         text = (
-            f"{section.steps} steps of {each}{epochs}; at most {tokens} tokens a step, {micro_batches} or"
-            " more micro-batches at that length"
+            f"{section.steps} steps of {each}{epochs}; at most {tokens} tokens a step,"
+            f" {math.ceil(tokens / section.micro_batch_tokens)} or more micro-batches at that length"
         )
         findings.append(Finding("ok", f"{stage}: work", text))
     if config.eval and stages:

@@ -176,11 +176,13 @@ def weigh(reward: RewardFn | None, rollout: RolloutConfig) -> RewardFn | None:
     @functools.wraps(reward)
     async def weighed_reward(sample: Sample) -> RewardResult:
         result = await call_reward(reward, sample, timeout_s=rollout.reward_timeout_s)
-        where = f"reward function {function_name(reward)} on sample {sample.id}"
         try:
             return apply_weights(result, rollout.reward_weights)
         except (ConfigError, UserFunctionError) as error:
-            raise UserFunctionError(f"{where} does not fit rl.rollout.reward_weights: {error}") from error
+            raise UserFunctionError(
+                f"reward function {function_name(reward)} on sample {sample.id} does not fit"
+                f" rl.rollout.reward_weights: {error}"
+            ) from error
 
     # the call within has the deadline
     weighed_reward.keeps_own_time = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -238,13 +240,13 @@ async def _call_each(config: RunConfig, functions: Functions, rows: Rows, findin
         with findings.reporting("rl.rollout.filters"):
             decision = await call_filter(filter_, group, timeout_s=timeout_s)
             verdict = "keeps" if decision.keep else f"drops ({decision.reason})"
-            name = function_name(filter_)
-            findings.note("ok", "rl.rollout.filters", f"{name} {verdict} a group of these two")
+            text = f"{function_name(filter_)} {verdict} a group of these two"
+            findings.note("ok", "rl.rollout.filters", text)
     with findings.reporting("rl.rollout.ranker"):
         if functions.ranker:
             score = await call_ranker(functions.ranker, group, timeout_s=timeout_s)
-            name = function_name(functions.ranker)
-            findings.note("ok", "rl.rollout.ranker", f"{name} gives {score:g} to a group of these two")
+            text = f"{function_name(functions.ranker)} gives {score:g} to a group of these two"
+            findings.note("ok", "rl.rollout.ranker", text)
 
 
 def make_trial_samples(rows: Sequence[Row]) -> list[Sample]:
