@@ -48,9 +48,10 @@ class AdvantageInputs:
 
     def __post_init__(self) -> None:
         kinds = {"rewards": np.float64, "group_indices": None, "lengths": np.int64, "trajectories": np.int64}
-        given = {name: getattr(self, name) for name in kinds}
         columns: dict[str, NDArray[Any]] = {
-            name: np.asarray(values, kinds[name]) for name, values in given.items() if values is not None
+            name: np.asarray(getattr(self, name), kind)
+            for name, kind in kinds.items()
+            if getattr(self, name) is not None
         }
         named = {name: np.asarray(values, np.float64) for name, values in self.named_rewards.items()}
         for name, values in {**columns, "named_rewards": named}.items():

@@ -163,7 +163,7 @@ def describe_state(record: Record) -> str:
     found = (f"checkpoint {stage}/step_{step}" for stage, step in find_checkpoints(record.run_dir))
     *_, newest = ("no checkpoint", *found)
     state = "finished" if record.summary else "not finished"
-    return ", ".join([state, count_of(record.attempts, "attempt"), newest])
+    return f"{state}, {count_of(record.attempts, 'attempt')}, {newest}"
 
 
 # --- several runs -------------------------------------------------------------------------------------------

@@ -133,8 +133,10 @@ def gkd_loss(
             f" {tuple(mask.shape)}"
         )
     rows = mask.flatten().nonzero().squeeze(-1)
-    chosen = [logits.flatten(0, 1).index_select(0, rows) for logits in (student_logits, teacher_logits)]
-    values = compute_tiled_divergence(chosen[0], chosen[1], beta=beta, temperature=temperature, tile=tile)
+    student, teacher = (
+        logits.flatten(0, 1).index_select(0, rows) for logits in (student_logits, teacher_logits)
+    )
+    values = compute_tiled_divergence(student, teacher, beta=beta, temperature=temperature, tile=tile)
     token_losses = values.new_zeros(mask.shape).masked_scatter(mask, values)
     metrics = collect_token_metrics({"divergence/mean": token_losses}, mask)
     return LossOutput(*reduce_loss(token_losses, mask, unit), metrics)

@@ -34,8 +34,7 @@ def kto_loss(
     Raises ConfigError unless beta > 0 and the weights are not negative and not both 0; ValueError on shapes
     that differ.
     """
-    numbers = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
-    check_numbers("kto", beta=beta, **numbers)
+    check_numbers("kto", beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     require(
         desirable_weight + undesirable_weight > 0,
         "kto: both weights are 0; set desirable_weight above 0",

@@ -73,8 +73,13 @@ def encode_contributions(
         "reward": repeat(None) if batch.rewards is None else _list_rewards(batch.rewards, batch.samples),
         **dict(zip(Place._fields, zip(*places, strict=True), strict=False)),
     }
-    shared = {"update": update.update, "loss": forward.loss, "denominator": forward.denominator}
-    shared = {**head, **shared, "skipped": skipped}
+    shared = {
+        **head,
+        "update": update.update,
+        "loss": forward.loss,
+        "denominator": forward.denominator,
+        "skipped": skipped,
+    }
     rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=False))
     return encode_rows(
         [{name: value for name, value in (shared | row).items() if value is not None} for row in rows]

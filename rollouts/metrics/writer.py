@@ -197,5 +197,7 @@ def open_files(run_dir: RunDir, part_bytes: int = PART_BYTES) -> dict[str, Recor
     run_dir.root.mkdir(parents=True, exist_ok=True)
     for path in run_dir.row_files[:3]:
         path.touch()
-    paths = (*run_dir.row_files, run_dir.updates_log)
-    return {path.stem: RecordFile(path, part_bytes=part_bytes) for path in paths}
+    return {
+        path.stem: RecordFile(path, part_bytes=part_bytes)
+        for path in (*run_dir.row_files, run_dir.updates_log)
+    }

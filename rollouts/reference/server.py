@@ -10,8 +10,9 @@ SGLang 0.5.23.
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -40,14 +41,16 @@ IN_FLIGHT = 32  # requests at once
 SILENCE_S = 600.0  # without a byte, after which an answer is given up
 
 
+@dataclass(eq=False)
 class ServerReference:
     """A LogProbScorer on a server. Made by open_server_reference."""
 
-    metrics: Mapping[str, float] = {}
-
-    def __init__(self, server: Server, kind: ServerKind, model: str, vocab_size: int) -> None:
-        self._server, self._kind, self._model, self._vocab_size = server, kind, model, vocab_size
-        self._limit = trio.CapacityLimiter(IN_FLIGHT)
+    metrics: ClassVar[Mapping[str, float]] = {}
+    _server: Server
+    _kind: ServerKind
+    _model: str
+    _vocab_size: int
+    _limit: trio.CapacityLimiter  # of requests at once
 
     async def score(self, batch: RolloutBatch) -> FloatRows:
         """[T_i] per row; 0.0 where the loss mask is 0. Rows that train nothing are not sent.
@@ -141,4 +144,5 @@ async def open_server_reference(
             raise EngineSetupError(
                 f"the server at {client.url} serves {len(served)} models; a reference's server serves one"
             )
-        yield ServerReference(server, kind, str(served[0].get("id")), vocab_size)
+        limit = trio.CapacityLimiter(IN_FLIGHT)
+        yield ServerReference(server, kind, str(served[0].get("id")), vocab_size, limit)

@@ -147,8 +147,7 @@ def extract_code(response: str) -> str:
     """
     blocks = [(language.lower(), code) for language, code in FENCED.findall(response)]
     python = [code for language, code in blocks if language in PYTHON]
-    bare = [code for language, code in blocks if not language]
-    return (python or bare or [response])[-1]
+    return (python or [code for language, code in blocks if not language] or [response])[-1]
 
 
 def _lines(text: str) -> list[str]:

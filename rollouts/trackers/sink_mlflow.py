@@ -28,8 +28,8 @@ PATIENCE = {
 
 
 def open_sink(run: RunInfo) -> Sink:
-    """One run of an MLflow experiment, made if it is not there; it stays as it is afterwards, for a resumed run
-    goes on with it. Raises SinkRefused, and what MLflow raises where the server does not answer.
+    """One run of an MLflow experiment, made if it is not there. It stays as it is when the sink is closed: a
+    resumed run goes on with it. Raises SinkRefused, and what MLflow raises where the server does not answer.
     """
     for name, value in PATIENCE.items():
         os.environ.setdefault(name, value)

@@ -109,8 +109,7 @@ def gather_run(record: Record, name: str = "", *, share: float = 1.0) -> tuple[d
     record.connection.execute(PLACED.format(points=points))
     tables = {table: record.rows(sql) for table, sql in TABLES.items()}
     activity = find_activity(record.run_dir)
-    examples = [row["place"] for row in tables["messages"]]
-    samples = gather_samples(record, int(share * SAMPLE_BYTES), examples)
+    samples = gather_samples(record, int(share * SAMPLE_BYTES), [row["place"] for row in tables["messages"]])
     facts = tables | {
         "name": name,
         "directory": str(record.root),

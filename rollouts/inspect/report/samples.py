@@ -45,8 +45,7 @@ def gather_samples(record: Record, limit_bytes: int, examples: Sequence[int]) ->
     """
     record.add_views("contributions")
     for_tokens = SHARE * limit_bytes * bool(record.rows("FROM contributions LIMIT 1"))
-    found = record.rows(CHOSEN, [list(examples), int(limit_bytes - for_tokens)])
-    chosen = [row["place"] for row in found]
+    chosen = [row["place"] for row in record.rows(CHOSEN, [list(examples), int(limit_bytes - for_tokens)])]
     rows = record.read_places("samples", chosen)
     updates = find_updates(record, rows)
     tokenizer = find_tokenizer(record) if updates else None
