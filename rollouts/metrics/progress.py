@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.live import Live
@@ -19,49 +18,8 @@ SHOWN = (  # label, metrics of which the first present is shown, format
 )
 
 
-@dataclass(slots=True)
-class Progress:
-    """Shows each step it is told about. Made by open_progress."""
-
-    console: Console
-    live: Live | None  # None: plain lines
-    total_steps: Mapping[str, int]
-    every_s: float
-    clock: Callable[[], float]
-    last_line_s: float = -math.inf
-    began: dict[str, tuple[int, float]] = field(default_factory=dict)  # by stage: first step, when it ended
-    shown: dict[str, dict[str, str]] = field(default_factory=dict)  # by stage: text by label
-
-    def update(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a completed step. On a terminal always; in a log at most every `every_s` seconds, and the
-        first and last of a stage.
-        """
-        now, total = self.clock(), self.total_steps.get(stage)
-        is_first = stage not in self.began
-        first_step, first_time = self.began.setdefault(stage, (step, now))
-        # the pace since the first step was reported, or of this step if it is the first
-        pace_s = (now - first_time) / (step - first_step) if step > first_step else metrics.get("time/step")
-        texts = self.shown[stage] = {
-            "stage": stage,
-            "step": str(step) if total is None else f"{step}/{total}",
-        }
-        for label, names, form in SHOWN:
-            texts[label] = next((form.format(metrics[name]) for name in names if name in metrics), "")
-        texts["eta"] = "" if total is None or pace_s is None else format_duration((total - step) * pace_s)
-        # a terminal that is gone or a full disk under a log ends no run; rich answers a broken pipe by
-        # SystemExit
-        with suppress(OSError, ValueError, SystemExit):
-            if self.live is not None:
-                table = Table.grid(padding=(0, 2))
-                table.add_row(*texts, style="dim")
-                for row in self.shown.values():
-                    table.add_row(*row.values())
-                self.live.update(table, refresh=True)
-            elif is_first or step == total or now - self.last_line_s >= self.every_s:
-                self.last_line_s = now
-                words = [f"{label} {text}" for label, text in list(texts.items())[2:] if text]
-                line = "  ".join([f"{stage} {texts['step']}", *words])
-                self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+Progress = Callable[[str, int, Mapping[str, float]], None]
+"""Shows a completed step: its stage, number and metrics."""
 
 
 @contextmanager
@@ -72,15 +30,46 @@ def open_progress(
     every_s: float = 5.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Progress]:
-    """A Progress on `console` (stderr if None): a live table if that is a terminal, else plain lines at most
-    every `every_s` seconds.
+    """Shows steps on `console` (stderr if None): in a live table if that is a terminal, else in plain lines,
+    at most every `every_s` seconds, and the first and last step of a stage.
 
     `total_steps` per stage is what it counts towards; a stage without one has no end in sight. It draws when
     it is told something, and owns no thread and no task.
     """
-    console = console or Console(stderr=True)
-    with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
-        yield Progress(console, live, total_steps or {}, every_s, clock)
+    console, totals = console or Console(stderr=True), total_steps or {}
+    live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+    began: dict[str, tuple[int, float]] = {}  # by stage: first step, when it ended
+    shown: dict[str, dict[str, str]] = {}  # by stage: text by label
+    last_line_s = -math.inf
+
+    def show(stage: str, step: int, metrics: Mapping[str, float]) -> None:
+        nonlocal last_line_s
+        now, total = clock(), totals.get(stage)
+        is_first = stage not in began
+        first_step, first_time = began.setdefault(stage, (step, now))
+        # the pace since the first step was reported, or of this step if it is the first
+        pace_s = (now - first_time) / (step - first_step) if step > first_step else metrics.get("time/step")
+        texts = shown[stage] = {"stage": stage, "step": str(step) if total is None else f"{step}/{total}"}
+        for label, names, form in SHOWN:
+            texts[label] = next((form.format(metrics[name]) for name in names if name in metrics), "")
+        texts["eta"] = "" if total is None or pace_s is None else format_duration((total - step) * pace_s)
+        # a terminal that is gone or a full disk under a log ends no run; rich answers a broken pipe by
+        # SystemExit
+        with suppress(OSError, ValueError, SystemExit):
+            if live is not None:
+                table = Table.grid(padding=(0, 2))
+                table.add_row(*texts, style="dim")
+                for row in shown.values():
+                    table.add_row(*row.values())
+                live.update(table, refresh=True)
+            elif is_first or step == total or now - last_line_s >= every_s:
+                last_line_s = now
+                words = [f"{label} {text}" for label, text in list(texts.items())[2:] if text]
+                line = "  ".join([f"{stage} {texts['step']}", *words])
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    with live or nullcontext():
+        yield show
 
 
 def format_duration(seconds: float) -> str:

@@ -38,7 +38,7 @@ from rollouts.types import Sample
 
 @dataclass(slots=True, kw_only=True)
 class JsonlLogger:
-    """A MetricsLogger that writes a run's files and, when given one, tells a Progress about each step. Made
+    """A MetricsLogger that writes a run's files and, when given one, tells a Progress of each step. Made
     by open_jsonl_logger.
     """
 
@@ -84,7 +84,7 @@ class JsonlLogger:
         await self._append(write)
         reach("metrics.after_row")
         if self.progress is not None:
-            self.progress.update(stage, step, metrics)
+            self.progress(stage, step, metrics)
 
     async def log_samples(
         self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]

@@ -84,7 +84,7 @@ def test_a_log_gets_the_first_and_last_step_and_one_line_in_between_per_interval
     ) as progress:
         for step in range(1, 7):
             time.now = 4.0 * (step - 1)  # lines at 0 s, 12 s and, as the last step, 20 s
-            progress.update("sft", step, metrics)
+            progress("sft", step, metrics)
     assert text.getvalue().splitlines() == [
         f"sft {step}/6  loss 1.5  grad 0.123  tok/s 1234  s/step 4.00  eta {eta}s"
         for step, eta in ((1, 20), (4, 8), (6, 0))
@@ -95,10 +95,10 @@ def test_a_terminal_shows_the_newest_state_of_every_stage():
     text, time = io.StringIO(), SimpleNamespace(now=0.0)
     console = Console(file=text, force_terminal=True, width=100, color_system=None, legacy_windows=False)
     with open_progress(console, {"sft": 2, "rl": 40}, clock=lambda: time.now) as progress:
-        progress.update("sft", 2, {"loss/total": 0.5})
-        progress.update("rl", 1, {"reward/mean": 0.25, "time/step": 2.0})
+        progress("sft", 2, {"loss/total": 0.5})
+        progress("rl", 1, {"reward/mean": 0.25, "time/step": 2.0})
         time.now = 30.0
-        progress.update("rl", 11, {"reward/mean": 0.75, "time/step": 3.0})
+        progress("rl", 11, {"reward/mean": 0.75, "time/step": 3.0})
     shown = text.getvalue()
     last = shown[shown.rindex("stage") :].splitlines()
     # 29 steps at 3 s are left
