@@ -13,7 +13,7 @@ from rollouts.types import (
     EngineFeatures,
     EngineLoad,
     FilterDecision,
-    FloatArray,
+    FloatRows,
     ForwardBackwardResult,
     GenerateRequest,
     LossSpec,
@@ -49,8 +49,9 @@ class TrainFuture(Protocol[CoResultT]):
     def done(self) -> bool: ...
 
 
-WeightSink = Callable[[Sequence[tuple[str, "torch.Tensor"]]], None]
-"""Takes one bucket of (Hugging Face parameter name, tensor); called on the backend's device thread,
+Bucket = Sequence[tuple[str, "torch.Tensor"]]  # weights by Hugging Face parameter name
+WeightSink = Callable[[Bucket], None]
+"""Takes one bucket; called on the backend's device thread,
 tensors valid during the call only.
 """
 
@@ -83,7 +84,7 @@ class TrainingBackend(Protocol):
         """
         ...
 
-    def forward(self, batch: RolloutBatch) -> TrainFuture[tuple[FloatArray, ...]]:
+    def forward(self, batch: RolloutBatch) -> TrainFuture[FloatRows]:
         """Log-probs [T_i] of every row's tokens at batch.temperature, of a model with a scalar head its
         values before them; 0.0 where the loss mask is 0.
         """
@@ -159,7 +160,7 @@ class InferenceEngine(Protocol):
     async def release_memory(self) -> None: ...
     async def restore_memory(self) -> None: ...
     async def begin_update(self) -> None: ...
-    def receive_bucket(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def receive_bucket(self, bucket: Bucket) -> None:
         """A WeightSink: copies one bucket. Raises EngineError on an unknown name or a wrong shape, before
         anything is copied.
         """
@@ -253,6 +254,6 @@ class MetricsLogger(Protocol):
 class LogProbScorer(Protocol):
     """Log-probs of given tokens under a model that this step does not train (a reference, a teacher)."""
 
-    async def score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
+    async def score(self, batch: RolloutBatch) -> FloatRows:
         """[T_i] per row at batch.temperature; 0.0 where the loss mask is 0."""
         ...

@@ -384,12 +384,9 @@ class TokenArrays:
     """
 
     log_probs: FloatRows  # nats: the trainer's own at this update; of a scalar head its values
-    slopes: tuple[
-        FloatArray, ...
-    ]  # d(sum / denominator) / d(log-prob): the part of the loss's derivative that goes through the token
-    weights: tuple[
-        FloatArray, ...
-    ]  # the correction's weight that multiplied the token's loss; 1 where the loss had none
+    # d(sum / denominator) / d(log-prob): the part of the loss's derivative that goes through the token
+    slopes: FloatRows
+    weights: FloatRows  # the correction's weight that multiplied the token's loss; 1 where the loss had none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import trio
 
-from rollouts.checkpoints.load import is_complete
+from rollouts.checkpoints.load import Report, is_complete
 from rollouts.checkpoints.retention import apply_retention, read_scores
 from rollouts.checkpoints.save import WriteModel, format_bytes, save_checkpoint
 from rollouts.errors import RolloutsError, StorageError
@@ -67,7 +67,7 @@ class Keep:
     best_by: str | None = None  # a metric in evaluations.jsonl; the one with the highest stays too
 
 
-def retain(run_dir: RunDir, stage: str, keep: Keep, warn: Callable[[str], object]) -> None:
+def retain(run_dir: RunDir, stage: str, keep: Keep, warn: Report) -> None:
     """Removes the checkpoints of a stage that need not stay. After every save, and at a resume: a run may
     have been killed between the two.
 
@@ -94,7 +94,7 @@ class CheckpointWriter:
     stage: str
     config_hash: str | None
     keep: Keep
-    warn: Callable[[str], object]
+    warn: Report
     spans: SpanRecorder
     _written: trio.Event | None = None  # of the newest save beside training
     _failed: int = 0  # saves, since the last row
@@ -255,7 +255,7 @@ async def open_checkpoint_writer(
     *,
     config_hash: str | None = None,
     keep: Keep = Keep(),
-    warn: Callable[[str], object],
+    warn: Report,
     spans: SpanRecorder | None = None,
 ) -> AsyncIterator[CheckpointWriter]:
     """Saves of `stage` for as long as the context is open, one at a time; the backends must stay open for

@@ -26,11 +26,11 @@ from rollouts.models.directories import WEIGHT_INDEX, WHOLE_FILE, fsync_path
 from rollouts.models.quiet import quiet_transformers
 from rollouts.models.safetensors_file import TensorFile
 from rollouts.models.sharded import list_weights
+from rollouts.protocols import Bucket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Bucket = Sequence[tuple[str, Tensor]]
 SHARD_BYTES = 2 * 2**30
 HEADER_BYTES = 64 * 1024  # enough for about 200 tensors
 PART = "model-of-rank-"  # and the rank: what the names of its files begin with
@@ -170,7 +170,7 @@ class Deal(NamedTuple):
     """Who writes which of a model's weights, and what one of the ranks needs for its part."""
 
     # of each rank, as the model holds them: sharded or whole
-    parameters: Sequence[Sequence[tuple[str, Tensor]]]
+    parameters: Sequence[Bucket]
     names: FileNames  # of the one rank's part
     nbytes: int  # of the one rank's part, whole
 

@@ -91,6 +91,8 @@ def identify_process(pid: int) -> str:
 
 def has_ended(identity: str) -> bool:
     """Whether the process that identify_process described was on this machine and runs no more."""
-    host, _, pid = identity.rpartition("/")[0].rpartition("/")
-    here = identify_process(os.getpid()).rpartition("/")[0].rpartition("/")[0]
-    return bool(identity) and host == here and identify_process(int(pid)) != identity
+    if not identity:
+        return False
+    host, pid, _ = identity.rsplit("/", 2)
+    here = identify_process(os.getpid()).rsplit("/", 2)[0]
+    return host == here and identify_process(int(pid)) != identity

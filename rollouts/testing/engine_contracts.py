@@ -29,6 +29,7 @@ from rollouts.errors import EngineClosed, EngineError, RequestRefused, WeightVer
 from rollouts.protocols import InferenceEngine, PauseMode
 from rollouts.types import Completion, GenerateRequest, SamplingParams
 
+Answers = dict[str, Completion]  # by request_id
 OpenEngine = Callable[[], AbstractAsyncContextManager[InferenceEngine]]
 LONG = 800  # tokens of a request that is still at work when a short one is done
 TRIES = 20
@@ -55,9 +56,9 @@ def refused(kind: type[Exception], named: str = "") -> Iterator[None]:
 
 
 @asynccontextmanager
-async def asked(engine: InferenceEngine, *requests: GenerateRequest) -> AsyncIterator[dict[str, Completion]]:
+async def asked(engine: InferenceEngine, *requests: GenerateRequest) -> AsyncIterator[Answers]:
     """In the block, the requests wait for the engine; after it their answers are there, by request_id."""
-    answers: dict[str, Completion] = {}
+    answers: Answers = {}
 
     async def ask(request: GenerateRequest) -> None:
         answers[request.request_id] = await engine.generate(request)
@@ -70,7 +71,7 @@ async def asked(engine: InferenceEngine, *requests: GenerateRequest) -> AsyncIte
 
 
 @asynccontextmanager
-async def at_work(engine: InferenceEngine) -> AsyncIterator[dict[str, Completion]]:
+async def at_work(engine: InferenceEngine) -> AsyncIterator[Answers]:
     """In the block, a request "long" is in the middle of its work; its completion is there at the latest when
     the block has ended.
 
@@ -84,9 +85,7 @@ async def at_work(engine: InferenceEngine) -> AsyncIterator[dict[str, Completion
         yield answers
 
 
-async def disturb(
-    engine: InferenceEngine, act: Callable[[dict[str, Completion]], Awaitable[None]]
-) -> Completion:
+async def disturb(engine: InferenceEngine, act: Callable[[Answers], Awaitable[None]]) -> Completion:
     """What a request of LONG tokens, in the middle of whose work `act` is done, is answered with: cut short,
     or of two versions.
 
@@ -251,7 +250,7 @@ async def check_work_in_flight_is_ended(open_engine: OpenEngine) -> None:
     """
     async with open_engine() as engine:
 
-        async def end(answers: dict[str, Completion]) -> None:
+        async def end(answers: Answers) -> None:
             if mode is None:
                 await engine.abort_all()
                 return
@@ -329,7 +328,7 @@ async def check_keep_pause_spans_two_versions(open_engine: OpenEngine, second: P
         assert versions[0] >= before
 
 
-async def update_frozen(engine: InferenceEngine, path: Path, answers: dict[str, Completion]) -> None:
+async def update_frozen(engine: InferenceEngine, path: Path, answers: Answers) -> None:
     """What is in flight stands still while the engine is brought to the weights in `path`, as its next
     version, and goes on with them.
     """

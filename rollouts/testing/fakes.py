@@ -36,7 +36,7 @@ from rollouts.types import (
     EngineFeatures,
     EngineLoad,
     FinishReason,
-    FloatArray,
+    FloatRows,
     ForwardBackwardResult,
     GenerateRequest,
     LossSpec,
@@ -362,7 +362,7 @@ class FakeBackend:
 
         return self._submit(run)
 
-    def forward(self, batch: RolloutBatch) -> FakeFuture[tuple[FloatArray, ...]]:
+    def forward(self, batch: RolloutBatch) -> FakeFuture[FloatRows]:
         rows = tuple(np.where(mask, NAT, ZERO) for mask in batch.loss_masks)
         return self._submit(lambda: rows, has_pieces=True)
 

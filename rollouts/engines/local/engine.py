@@ -11,7 +11,7 @@ While a job runs, the active rows belong to the device thread; between jobs they
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from rollouts.models.decoding.opening import DEFAULT_CONTEXT, ForwardPath, Opene
 from rollouts.models.draws import make_draw
 from rollouts.models.limits import check_request, find_context_limit
 from rollouts.processes.nurseries import open_plain_nursery
-from rollouts.protocols import PauseMode
+from rollouts.protocols import Bucket, PauseMode
 from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ class LocalEngine:
             self._resume_after_update = True
         weights.begin()
 
-    def receive_bucket(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+    def receive_bucket(self, bucket: Bucket) -> None:
         """A WeightSink, called on the device thread: copies one bucket aside."""
         self._updatable().add(bucket)
 

@@ -4,7 +4,7 @@ not at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rollouts.errors import EngineError, ModelError
 from rollouts.models.sharded import convert_group, plan_weights, read_tensors
+from rollouts.protocols import Bucket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +43,7 @@ class StagedWeights:
         self._staged = {}
         self.is_open = False
 
-    def add(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+    def add(self, bucket: Bucket) -> None:
         """Copies the tensors. Raises EngineError outside an update, for an unknown name and a wrong shape."""
         if not self.is_open:
             raise EngineError("receive_bucket outside an update; await begin_update() first")
@@ -79,7 +80,7 @@ class StagedWeights:
         self.is_open = False
 
 
-def read_checkpoint(path: Path, model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]:
+def read_checkpoint(path: Path, model: PreTrainedModel) -> Iterator[Bucket]:
     """The weights of `model` in a Hugging Face directory of safetensors, a few at a time. Where the files
     hold them otherwise (experts one by one), transformers converts them.
 
