@@ -337,7 +337,7 @@ class Fleet:
         member = FleetMember(
             joining,
             self._max_concurrency,
-            self._max_concurrency,
+            self._max_concurrency,  # its limit at first
             self._random,
             self._counts,
             tell=self._member_changed,

@@ -42,8 +42,9 @@ def find_class(path: Path, head: ModelHead) -> tuple[str, dict[str, Any]]:
     causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "")
     scalar = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind, "")
     found = causal if head == "tokens" else scalar
-    other = bool(written) and all(name.endswith(OTHER_HEADS) for name in written)
-    other = other or bool(written and config.get("is_encoder_decoder"))
+    other = written and (
+        config.get("is_encoder_decoder") or all(name.endswith(OTHER_HEADS) for name in written)
+    )
     # 2 where nothing is written, as for transformers
     labels = len(config.get("id2label") or ()) or config.get("num_labels", 2)
     method = packed.get("quant_method") if isinstance(packed, dict) else packed

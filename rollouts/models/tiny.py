@@ -24,16 +24,18 @@ BYTE_STD = 0.02
 HEADS: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
 }  # fmt: skip
-SIZES: dict[str, Any] = {**HEADS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SIZES: dict[str, Any] = {
+    **HEADS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "tie_word_embeddings": True,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # family of transformers, its settings
-    "byte": ("Llama", {**SIZES, "intermediate_size": 128, "tie_word_embeddings": True}),
-    "llama": ("Llama", {**SIZES, "num_hidden_layers": 3, "tie_word_embeddings": True}),
+    "byte": ("Llama", {**SIZES, "intermediate_size": 128}),
+    "llama": ("Llama", {**SIZES, "num_hidden_layers": 3}),
     "qwen3": ("Qwen3", {**SIZES, "tie_word_embeddings": False}),
     "gemma": (
         "Gemma2",
         {
             **SIZES, "sliding_window": 8, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 4.0, "tie_word_embeddings": True,
+            "final_logit_softcapping": 4.0,
         },
     ),
     "mamba": (
