@@ -15,6 +15,11 @@ CHATML = (
     " endif %}"
 )
 
+
+def turn(role: str, content: Any = "", **more: Any) -> Any:
+    return {"role": role, "content": content, **more}
+
+
 # --- the templates of tests/data/chat_templates -------------------------------------------------------------
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"

@@ -14,12 +14,7 @@ from rollouts.data.rows import parse_messages, parse_tools
 from rollouts.errors import DataError, ModelError
 from rollouts.types import ChatMessage, Sample
 from tests.support.text_tables import cases
-from tests.unit.chat_tokenizers import CHATML, byte_tokenizer
-
-
-def turn(role: str, content: Any, **more: Any) -> Any:
-    return {"role": role, "content": content, **more}
-
+from tests.unit.chat_tokenizers import CHATML, byte_tokenizer, turn
 
 TWO_TURNS = [
     turn("user", "3+4?"),

@@ -22,11 +22,8 @@ from tests.unit.chat_tokenizers import (
     byte_tokenizer,
     family_sentencepiece,
     family_tokenizer,
+    turn,
 )
-
-
-def turn(role: str, content: str = "", **more: Any) -> Any:
-    return {"role": role, "content": content, **more}
 
 
 def call(name: str, arguments: Any, number: int = 1) -> dict[str, Any]:

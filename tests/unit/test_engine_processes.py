@@ -54,6 +54,17 @@ def assert_nothing_left(folder: Path) -> None:
     assert not any(map(is_alive, map(int, (folder / "pids").read_text().split())))
 
 
+async def start_in_vain(command: EngineCommand, count: int = 1) -> None:
+    async with open_engine_processes(command, count=count, log_dir=command.python.parent):
+        pytest.fail("one is not ready")
+
+
+async def check_not_started(command: EngineCommand, message: str, count: int = 1) -> None:
+    with pytest.raises(EngineSetupError, match=message):
+        await start_in_vain(command, count)
+    assert_nothing_left(command.python.parent)
+
+
 @cases("kind: vllm sglang")
 async def test_servers_are_waited_for_and_have_a_port_a_log_and_a_secret_key_each(tmp_path: Path, kind: Kind):
     command = fake_command(tmp_path, kind, not_ready=2)
@@ -85,10 +96,7 @@ async def test_a_server_that_does_not_start_is_an_error_that_says_why_and_leaves
 ):
     """Of its log 20 lines are shown: 19 of the 40 that it counted, and the error."""
     command = fake_command(tmp_path, **{behaviour: 3})
-    with pytest.raises(EngineSetupError, match=message):
-        async with open_engine_processes(command, count=1, log_dir=tmp_path):
-            pytest.fail("it is not ready")
-    assert_nothing_left(tmp_path)
+    await check_not_started(command, message)
 
 
 async def test_a_server_that_is_never_ready_is_an_error_after_start_s(
@@ -101,10 +109,7 @@ async def test_a_server_that_is_never_ready_is_an_error_after_start_s(
     monkeypatch.setattr("rollouts.engines.processes.ask_ready", ask_once_it_runs)
     monkeypatch.setattr("rollouts.engines.processes.START_S", 0.1)
     command = fake_command(tmp_path, never=True)
-    with pytest.raises(EngineSetupError, match=r"(?s)not ready after 0\.1 s.*fake server says hello"):
-        async with open_engine_processes(command, count=1, log_dir=tmp_path):
-            pytest.fail("it is not ready")
-    assert_nothing_left(tmp_path)
+    await check_not_started(command, r"(?s)not ready after 0\.1 s.*fake server says hello")
 
 
 async def test_a_failing_server_stops_the_others(tmp_path: Path):
@@ -115,28 +120,20 @@ async def test_a_failing_server_stops_the_others(tmp_path: Path):
     command.python.write_text(
         script.replace("exec", f'mkdir "{tmp_path}/first" 2>/dev/null || {{ {second}; }}\nexec', 1)
     )
-    with pytest.raises(EngineSetupError, match="exit code 7"):
-        async with open_engine_processes(command, count=2, log_dir=tmp_path):
-            pytest.fail("one is not ready")
-    assert_nothing_left(tmp_path)
+    await check_not_started(command, "exit code 7", 2)
 
 
 async def test_a_program_that_cannot_be_run_is_named(tmp_path: Path):
     command = fake_command(tmp_path)
     command.python.write_text("#!/no/such/interpreter\n")
     with pytest.raises(EngineSetupError, match=r"did not start: .*python does not start"):
-        async with open_engine_processes(command, count=1, log_dir=tmp_path):
-            pytest.fail("it is not ready")
+        await start_in_vain(command)
 
 
 async def test_a_cancelled_start_leaves_nothing(tmp_path: Path):
-    async def start() -> None:
-        async with open_engine_processes(command, count=1, log_dir=tmp_path):
-            pytest.fail("it is not ready")
-
     command = fake_command(tmp_path, never=True)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(start)
+        nursery.start_soon(start_in_vain, command)
         await wait_said_hello(tmp_path)
         nursery.cancel_scope.cancel()
     assert_nothing_left(tmp_path)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -226,11 +227,18 @@ def receive_lines(server: socket.socket) -> list[str]:
             return [line for line in lines if line]
 
 
-def test_plain_statsd_gets_the_newest_value_of_each_metric(monkeypatch: pytest.MonkeyPatch):
+@contextmanager
+def open_agent(monkeypatch: pytest.MonkeyPatch, host: str, port: str) -> Iterator[socket.socket]:
+    """A socket that takes datagrams; the variables of these names say where."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
         server.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("STATSD_HOST", "127.0.0.1")
-        monkeypatch.setenv("STATSD_PORT", str(server.getsockname()[1]))
+        monkeypatch.setenv(host, "127.0.0.1")
+        monkeypatch.setenv(port, str(server.getsockname()[1]))
+        yield server
+
+
+def test_plain_statsd_gets_the_newest_value_of_each_metric(monkeypatch: pytest.MonkeyPatch):
+    with open_agent(monkeypatch, "STATSD_HOST", "STATSD_PORT") as server:
         sink = open_named("statsd")
         sink.send(make_rows(3, 4))
         sink.close()
@@ -260,10 +268,7 @@ def test_dogstatsd_gets_every_row_with_its_time_and_tags(tmp_path: Path, monkeyp
 
 def test_every_metric_has_the_name_in_datadog_that_the_documentation_says(monkeypatch: pytest.MonkeyPatch):
     names = {re.sub(r"\{\w+\}", "4", metric.name) for metric in METRICS}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
-        server.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("DD_AGENT_HOST", "127.0.0.1")
-        monkeypatch.setenv("DD_DOGSTATSD_PORT", str(server.getsockname()[1]))
+    with open_agent(monkeypatch, "DD_AGENT_HOST", "DD_DOGSTATSD_PORT") as server:
         sink = open_named("statsd")
         sink.send([TrackedRow("metrics", make_row(1, **dict.fromkeys(names, 1.0)))])
         sink.close()
