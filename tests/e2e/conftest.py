@@ -71,9 +71,9 @@ class Train:
         return rows
 
     def run_fresh(
-        self, out: Path, *arguments: str, mode: str = "sft+rl", torchrun: bool = False
+        self, out: Path, *arguments: str, torchrun: bool = False
     ) -> subprocess.CompletedProcess[str]:
-        return self.execute(self.command(out, *arguments, mode=mode, torchrun=torchrun))
+        return self.execute(self.command(out, *arguments, torchrun=torchrun))
 
     def execute(self, command: list[str]) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(

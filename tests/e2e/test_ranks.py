@@ -54,10 +54,10 @@ def rows_of(out: Path, stage: str) -> list[dict[str, Any]]:
     return [row for row in newest_attempts(read_rows(out / "metrics.jsonl")) if row["stage"] == stage]
 
 
-def assert_same_sft(one: Path, several: Path, *, steps: int = STEPS) -> None:
+def assert_same_sft(one: Path, several: Path) -> None:
     """Equal up to the order of sums."""
-    expected, found = rows_of(one, "sft")[:steps], rows_of(several, "sft")[:steps]
-    assert [row["step"] for row in found] == [row["step"] for row in expected] == list(range(1, steps + 1))
+    expected, found = rows_of(one, "sft")[:STEPS], rows_of(several, "sft")[:STEPS]
+    assert [row["step"] for row in found] == [row["step"] for row in expected] == list(range(1, STEPS + 1))
     for name in ("loss/total", "optim/grad_norm", "entropy/mean"):
         assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], rel=1e-4), name
 

@@ -183,8 +183,8 @@ class KillHarness:
                 plan[f"{point}-1"] = [saved, Cut(f"{point}:1")]
         return plan
 
-    def draw_cuts(self, seed: int, *, most: int = 2, fresh: bool = False) -> list[Cut]:
-        """One to `most` random instants of the unbroken run's duration, made of the seed. `fresh`: one
+    def draw_cuts(self, seed: int, *, fresh: bool = False) -> list[Cut]:
+        """One or two random instants of the unbroken run's duration, made of the seed. `fresh`: one
         instant of a start that imports anew.
         """
         draw = random.Random(f"{self.job.name}/{seed}")
@@ -193,7 +193,7 @@ class KillHarness:
             return [Cut(after_s=draw.uniform(0, 4 * self.wall_s), fresh=True)]
         return [
             Cut(after_s=draw.uniform(0, self.wall_s), rank=draw.randrange(self.job.ranks))
-            for _ in range(draw.randint(1, most))
+            for _ in range(draw.randint(1, 2))
         ]
 
     @property

@@ -15,7 +15,7 @@ FOLLOWER = """
 import os, signal, sys, time
 from pathlib import Path
 from rollouts.errors import SinkRefused, SinkUnavailable
-from rollouts.trackers import follower, sink_{tracker}, sinks  # imported here, for its deadline is short
+from rollouts.trackers import follower, sink_tensorboard, sinks  # imported here, for its deadline is short
 
 FAULT = Path({fault!r})
 
@@ -46,11 +46,11 @@ class Faulty:
 
 def open_named(name, run):
     sink = sinks.open_sink(name, run)
-    return Faulty(sink) if name == {tracker!r} else sink
+    return Faulty(sink) if name == 'tensorboard' else sink
 
 follower.LOOK_S = 0.05
 follower.SINKS = {{
-    name: kind._replace(deadline_s={deadline_s}, batch_rows=7) for name, kind in sinks.SINKS.items()
+    name: kind._replace(deadline_s=4.0, batch_rows=7) for name, kind in sinks.SINKS.items()
 }}
 follower.open_sink = open_named
 follower.main(sys.argv[1:])
@@ -84,12 +84,10 @@ def append(root: Path, *rows: dict[str, object], file: str = "metrics", part: in
         opened.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_follower(
-    folder: Path, tracker: str = "tensorboard", *, deadline_s: float = 4.0
-) -> tuple[list[str], Path]:
+def write_follower(folder: Path) -> tuple[list[str], Path]:
     """(the command of a follower whose tracker has faults, the file that says which)."""
     fault, script = folder / "fault", folder / "follower.py"
-    script.write_text(FOLLOWER.format(fault=str(fault), tracker=tracker, deadline_s=deadline_s))
+    script.write_text(FOLLOWER.format(fault=str(fault)))
     return [sys.executable, str(script)], fault
 
 

@@ -55,8 +55,8 @@ def write_snapshot(path: Path, value: float = 1.0) -> Path:
     return path
 
 
-async def update(engine: ServerEngine, path: Path, version: int, mode: Any = "abort") -> None:
-    await engine.pause(mode)
+async def update(engine: ServerEngine, path: Path, version: int) -> None:
+    await engine.pause("abort")
     try:
         await engine.update_weights_from_checkpoint(path, version)
     finally:

@@ -39,7 +39,7 @@ RESULT = """
 """
 
 
-def test_a_benchmark_ends_with_one_line_of_json_and_a_target_is_met_at_its_bound(capsys) -> None:
+def test_a_benchmark_ends_with_one_line_of_json_and_a_target_is_met_at_its_bound(capsys):
     metrics = {"speedup": 1.99, "memory": 0.6, "missing": None}
     targets = {"speedup": ">= 2.0", "memory": "<= 0.6", "missing": "<= 1", "absent": "<= 1"}
     status = finish("example", peer="trl", metrics=metrics, targets=targets, unmeasured={"missing": "no GPU"})
@@ -53,15 +53,13 @@ def test_a_benchmark_ends_with_one_line_of_json_and_a_target_is_met_at_its_bound
         assert parse_result(broken) is None
 
 
-def test_a_benchmark_that_breaks_leaves_a_log_and_no_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_benchmark_that_breaks_leaves_a_log_and_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("benchmarks.bench.RUNS", tmp_path)
     assert run_benchmark("no_such_benchmark", []) is None
     assert "no_such_benchmark" in (tmp_path / "no_such_benchmark.log").read_text(encoding="utf-8")
 
 
-def test_the_page_has_every_target_with_its_verdict_and_what_did_not_run() -> None:
+def test_the_page_has_every_target_with_its_verdict_and_what_did_not_run():
     results = {"packing": json.loads(RESULT)}
     text = format_page(results, cpu_set=("packing", "train_step"), others=("ranks", "h200"), notes={})
     wanted = """
@@ -84,14 +82,14 @@ def run_module(name: str, *arguments: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
-def test_a_benchmark_says_what_it_measures_and_has_a_short_form(name: str) -> None:
+def test_a_benchmark_says_what_it_measures_and_has_a_short_form(name: str):
     about, command = read_about(name)
     assert len(about) > 30 and command
     assert ("--tiny" if name == "h200" else "--quick") in run_module(name, "--help")
 
 
 @pytest.mark.slow
-def test_every_part_of_the_gpu_suite_runs_at_a_tiny_size() -> None:
+def test_every_part_of_the_gpu_suite_runs_at_a_tiny_size():
     out = run_module("h200", "--tiny")
     found = parse_result(out)
     assert found is not None and "failures" not in found
@@ -107,7 +105,7 @@ def test_every_part_of_the_gpu_suite_runs_at_a_tiny_size() -> None:
 
 async def test_a_part_that_fails_is_reported_and_its_numbers_have_a_reason(
     capsys: pytest.CaptureFixture[str],
-) -> None:
+):
 
     async def fail(place: Place, report: Report) -> None:
         report.add("first", 1.0)
@@ -122,7 +120,7 @@ async def test_a_part_that_fails_is_reported_and_its_numbers_have_a_reason(
     assert (last["part"], last["failure"], last["metrics"]) == ("broken", failure, report.metrics)
 
 
-def test_flops_of_a_step_are_those_of_its_matrices_and_its_causal_attention() -> None:
+def test_flops_of_a_step_are_those_of_its_matrices_and_its_causal_attention():
 
     shape = Shape(
         "hand", "qwen2", hidden=4, layers=2, feed_forward=8, vocab=10, heads=2, kv_heads=1, head_dim=3
@@ -137,7 +135,7 @@ def test_flops_of_a_step_are_those_of_its_matrices_and_its_causal_attention() ->
     assert QWEN_1_5B.kv_bytes(2) == 28 * 1024
 
 
-def test_the_peer_gets_rows_in_the_order_in_which_our_run_draws_them(tmp_path: Path) -> None:
+def test_the_peer_gets_rows_in_the_order_in_which_our_run_draws_them(tmp_path: Path):
     setting = Setting("digits", "tiny:byte", steps=14, lr=1e-5, seed=1, threads=1, micro_batch_rows=64)
     path, config_path = tmp_path / "rows.jsonl", tmp_path / "run.toml"
     path.write_text("".join(json.dumps(row) + "\n" for row in make_rows("digits", count=96, seed=1)))
@@ -148,7 +146,7 @@ def test_the_peer_gets_rows_in_the_order_in_which_our_run_draws_them(tmp_path: P
     assert [row.row["prompt"] for row in drawn] == [row["prompt"] for row in order_rows(setting)]
 
 
-def test_gradient_error_is_relative_and_after_clipping(tmp_path: Path) -> None:
+def test_gradient_error_is_relative_and_after_clipping(tmp_path: Path):
     ours, trl = tmp_path / "ours", tmp_path / "trl"
     save_file({"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}, ours)  # norm 5
     save_file({"a": torch.tensor([0.6, 0.0]), "b": torch.tensor([0.8])}, trl)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 JOBS = load_jobs(ROOT / "benchmarks" / "curves" / "jobs.toml")
 
 
-def test_the_standard_error_of_a_mean_divides_by_n_minus_1() -> None:
+def test_the_standard_error_of_a_mean_divides_by_n_minus_1():
     mean, error = compute_mean_and_error([1.0, 3.0, 5.0, 7.0])  # squares 9 + 1 + 1 + 9 = 20, s² = 20/3
     assert (mean, error) == (4.0, pytest.approx(math.sqrt(20 / 3 / 4), rel=1e-15))
 
@@ -39,7 +39,7 @@ kind = "falls"                                  | 1 1 1 1 1 1 1 1       | no
 kind = "falls", metric = "eval/m"               | 3 5 2                 | yes
 kind = "gains", metric = "eval/m"               | 3 5 2                 | no
 """)
-def test_a_curve_meets_a_bar_or_not(bar: dict, values: list[float], met: bool) -> None:
+def test_a_curve_meets_a_bar_or_not(bar: dict, values: list[float], met: bool):
     verdict = judge(Bar(**{"metric": "m", **bar}), values)
     assert verdict.met == met
 
@@ -57,7 +57,7 @@ def test_a_curve_is_like_others_if_each_quarter_lies_in_their_range_widened_by_t
 
 
 @pytest.mark.parametrize("job", JOBS.values(), ids=lambda job: job.name)
-def test_every_job_has_a_config_that_is_valid(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_job_has_a_config_that_is_valid(job: Job, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     command = make_command(job, job.run_names()[0], None)
     load_config(command[2], command[5:])

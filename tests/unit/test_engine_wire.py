@@ -72,8 +72,8 @@ class Answering(Server):
         return self.answer
 
 
-def make_dialect(kind: str, server: Server, *, ends_at: int | None = None, seeds: bool = True) -> Dialect:
-    features = EngineFeatures(49152, 1024, seeds=seeds)
+def make_dialect(kind: str, server: Server, *, ends_at: int | None = None) -> Dialect:
+    features = EngineFeatures(49152, 1024)
     if kind == "vllm":
         return VLLMServer(server, features, "policy")
     return SGLangServer(server, features, ServerInfo("0.5.23"), ends_at=ends_at)

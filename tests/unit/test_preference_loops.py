@@ -65,10 +65,10 @@ def make_pairs(count: int, seed: int = 0) -> list[PreferenceSample]:
     ]
 
 
-def make_labelled(count: int, seed: int = 0) -> list[PreferenceSample]:
+def make_labelled(count: int) -> list[PreferenceSample]:
     return [
         PreferenceSample(pair.rows, desirable=index % 3 != 0)
-        for index, pair in enumerate(make_pairs(count, seed))
+        for index, pair in enumerate(make_pairs(count))
     ]
 
 
@@ -109,8 +109,8 @@ def response_log_prob(model: Any, row: SFTSample) -> Tensor:
     return token_log_probs(model, row.token_ids)[torch.from_numpy(row.loss_mask[1:])].sum()
 
 
-def reference_model(dtype: torch.dtype = torch.float32) -> Any:
-    return make_model(seed=1).to(dtype)
+def reference_model() -> Any:
+    return make_model(seed=1)
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:

@@ -48,8 +48,8 @@ def make_pairs(**fields: Tensor | None) -> PairLogProbs:
     return PairLogProbs(**given | fields)
 
 
-def draw_pairs(count: int, seed: int = 0) -> PairLogProbs:
-    generator = torch.Generator().manual_seed(seed)
+def draw_pairs(count: int) -> PairLogProbs:
+    generator = torch.Generator().manual_seed(0)
     sums = [-20 * torch.rand(count, generator=generator, dtype=torch.float64) - 0.5 for _ in range(4)]
     lengths = [torch.randint(1, 30, (count,), generator=generator).double() for _ in range(2)]
     return PairLogProbs(*sums, *lengths)

@@ -52,8 +52,8 @@ def gather(root: Path, *, share: float = 1.0) -> tuple[dict[str, Any], list[str]
         return gather_run(record, share=share)
 
 
-def of_stage(rows: list[dict[str, Any]], stage: str = "rl") -> dict[str, Any]:
-    (row,) = (row for row in rows if row["stage"] == stage)
+def of_rl(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    (row,) = (row for row in rows if row["stage"] == "rl")
     return row
 
 
@@ -77,7 +77,7 @@ def facts(page: Page) -> dict[str, Any]:
 # --- the file -----------------------------------------------------------------------------------------------
 
 
-def test_texts_of_a_run_stay_texts(page: Page) -> None:
+def test_texts_of_a_run_stay_texts(page: Page):
     sample = page.data("sample-data")[0][0]
     assert sample["prompt"][1]["content"] == f"What is 1 + 0? {NASTY}"
     assert sample["metadata"]["note"] == NASTY
@@ -85,7 +85,7 @@ def test_texts_of_a_run_stay_texts(page: Page) -> None:
     assert "\u2028" not in page.source
 
 
-def test_the_page_loads_nothing(page: Page) -> None:
+def test_the_page_loads_nothing(page: Page):
     assert page.source.startswith("<!doctype html>")
     for tag, attributes, _ in page.elements:
         for name in {"src", "href", "action", "data", "srcset", "style"} & attributes.keys():
@@ -96,7 +96,7 @@ def test_the_page_loads_nothing(page: Page) -> None:
     assert not re.search(unwanted, "".join(page.code().values()))
 
 
-def test_the_policy_allows_the_styles_and_scripts_of_the_page_and_nothing_else(page: Page) -> None:
+def test_the_policy_allows_the_styles_and_scripts_of_the_page_and_nothing_else(page: Page):
     (policy,) = (of["content"] for _, of, _ in page.elements if "http-equiv" in of)
     rules = dict(rule.strip().split(" ", 1) for rule in str(policy).split(";"))
     assert page.code().keys() == {"style", "script"}
@@ -107,7 +107,7 @@ def test_the_policy_allows_the_styles_and_scripts_of_the_page_and_nothing_else(p
     assert rules == dict.fromkeys(("default-src", "base-uri", "form-action"), "'none'")
 
 
-def test_a_run_is_told_in_numbers(facts: dict[str, Any]) -> None:
+def test_a_run_is_told_in_numbers(facts: dict[str, Any]):
     assert (facts["name"], facts["state"]) == ("written", "finished")
     assert facts["outcomes"][1] == {
         "stage": "rl", ">steps": 20, ">minutes": "0.7", ">reward first → last": "0.01 → 0.2",
@@ -118,8 +118,8 @@ def test_a_run_is_told_in_numbers(facts: dict[str, Any]) -> None:
     assert [row["eval/heldout/avg@1"] for row in facts["evaluations"]] == [0.02, 0.4]
 
 
-def test_phases_failures_and_messages_are_counted(facts: dict[str, Any]) -> None:
-    phases = of_stage(facts["phases"])
+def test_phases_failures_and_messages_are_counted(facts: dict[str, Any]):
+    phases = of_rl(facts["phases"])
     assert (phases["time/generate"], phases["time/step"]) == ([1.25] * 20, [2] * 20)
     (found,) = facts["failed"]
     assert (found["name"], found["total"], found["first"], found["last"]) == ("reward", 4, 5, 20)
@@ -130,7 +130,7 @@ def test_phases_failures_and_messages_are_counted(facts: dict[str, Any]) -> None
     assert facts["messages"] == [json.loads(text)]
 
 
-def test_secrets_of_the_settings_are_hidden(page: Page, facts: dict[str, Any]) -> None:
+def test_secrets_of_the_settings_are_hidden(page: Page, facts: dict[str, Any]):
     assert not re.search("hunter2|user:pass", page.source)
     settings = dict(facts["config"])
     assert settings["engine.password"] == "***"
@@ -138,7 +138,7 @@ def test_secrets_of_the_settings_are_hidden(page: Page, facts: dict[str, Any]) -
     assert settings["rl.changes.1.at"] == "9"
 
 
-def test_several_runs_are_compared_and_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_several_runs_are_compared_and_a_path_that_cannot_be_written_is_named(tmp_path: Path):
     runs = [write_run(tmp_path / str(lr) / "written", steps=2, lr=lr) for lr in (1e-3, 5e-3)]
     write_report(runs, tmp_path / "both.html")
     report = Page(tmp_path / "both.html").data("report-data")
@@ -147,7 +147,7 @@ def test_several_runs_are_compared_and_a_path_that_cannot_be_written_is_named(tm
         write_report(runs[:1], tmp_path / "missing" / "report.html")
 
 
-def test_a_run_that_has_begun_only_has_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_has_begun_only_has_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "config.toml").write_text('name = "begun"\n')
     facts = gather(tmp_path)[0]
     assert facts["state"] == "stopped"
@@ -161,17 +161,17 @@ def test_a_run_that_has_begun_only_has_a_report(tmp_path: Path, capsys: pytest.C
     assert str(tmp_path / "report.html") in capsys.readouterr().out
 
 
-def test_rows_of_an_earlier_attempt_are_left_out(run: Path) -> None:
+def test_rows_of_an_earlier_attempt_are_left_out(run: Path):
     write_rows(run / "metrics.1.jsonl", head("rl", 20, attempt=2) | {"reward/mean": 0.9})
     facts = gather(run)[0]
-    assert of_stage(facts["means"])["reward/mean"][-2:] == [0.19, 0.9]
-    assert of_stage(facts["axes"])["resumed"] == [19]
+    assert of_rl(facts["means"])["reward/mean"][-2:] == [0.19, 0.9]
+    assert of_rl(facts["axes"])["resumed"] == [19]
 
 
 # --- samples ------------------------------------------------------------------------------------------------
 
 
-def test_a_report_stays_within_its_bytes_and_says_how_many_samples_it_shows(tmp_path: Path) -> None:
+def test_a_report_stays_within_its_bytes_and_says_how_many_samples_it_shows(tmp_path: Path):
     root = write_run(tmp_path / "many", steps=150, per_step=8)
     facts, samples = gather(root, share=1 / 60)
     assert sum(len(text.encode()) for text in samples) <= 200_000
@@ -180,7 +180,7 @@ def test_a_report_stays_within_its_bytes_and_says_how_many_samples_it_shows(tmp_
     assert any(json.loads(text)["id"] == facts["messages"][0]["sample"] for text in samples)
 
 
-def test_samples_that_trained_have_their_advantage_share_and_tokens(run: Path) -> None:
+def test_samples_that_trained_have_their_advantage_share_and_tokens(run: Path):
     arrays = {"tokens": [72, 105, 33], "mask": [0, 1, 1], "mu": [0, -1.0, -0.5], "log_prob": [0, -0.5, -0.5]}
     row = head("rl", 20) | {"update": 0, "id": "s20-1", "row": 1, "advantage": -0.5, "share": 0.25}
     here, gone = write_block(run, "s20-1", **arrays), {"shard": "rl-1-000007.bin", "offset": 0}
@@ -196,7 +196,7 @@ def test_samples_that_trained_have_their_advantage_share_and_tokens(run: Path) -
     assert re.search(said, " ".join(facts["notes"]))
 
 
-def test_values_are_counted_by_step_range_and_bin(tmp_path: Path) -> None:
+def test_values_are_counted_by_step_range_and_bin(tmp_path: Path):
     names = ("step", "response_length", "policy_version")
     values = [(1, 0.0, 0), (1, 2.0, 2), (2, 2.0, 1), (9, None, 20)]
     rows = [{"id": "x", "weight_version_min": 0, **dict(zip(names, row, strict=True))} for row in values]
@@ -213,11 +213,11 @@ def test_values_are_counted_by_step_range_and_bin(tmp_path: Path) -> None:
     assert length["edges"] == [-0.5, 0.5, 1.5, 2.5]
 
 
-def test_a_curve_of_many_steps_has_few_points_and_an_envelope(tmp_path: Path) -> None:
+def test_a_curve_of_many_steps_has_few_points_and_an_envelope(tmp_path: Path):
     facts, _ = gather(write_run(tmp_path / "long", steps=1000), share=1e-6)
-    steps = of_stage(facts["axes"])["step"]
+    steps = of_rl(facts["axes"])["step"]
     assert (len(steps), steps[:2]) == (100, [1, 11])
-    first = [of_stage(facts[name])["reward/mean"][0] for name in ("means", "lows", "highs")]
+    first = [of_rl(facts[name])["reward/mean"][0] for name in ("means", "lows", "highs")]
     assert first == [0.055, 0.01, 0.1]
     (lengths,) = (row for row in facts["spreads"] if row["name"] == "length")
     assert (len(lengths["counts"]), np.sum(lengths["counts"]), lengths["edges"][-1]) == (24, 4000, 7.5)

@@ -51,9 +51,9 @@ def open_backend(path: Path, **options: Any) -> Any:
     return plain_backend.open_backend(load_hf_model(path, head="scalar"), **options)
 
 
-def make_critic_batch(seed: int = 0) -> RolloutBatch:
+def make_critic_batch() -> RolloutBatch:
     """make_batch with random returns and old values."""
-    batch, rng = make_batch(seed), np.random.default_rng(seed + 100)
+    batch, rng = make_batch(), np.random.default_rng(100)
     returns, old = (
         tuple(rng.normal(size=len(row)).astype(np.float32) for row in batch.tokens) for _ in range(2)
     )

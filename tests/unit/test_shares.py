@@ -19,12 +19,12 @@ from rollouts.types import FloatArray, LossSpec, RolloutBatch, TokenArrays
 from tests.support.text_tables import cases
 
 
-def make_batch(lengths: list[int], *, prompt: int = 2, seed: int = 0) -> RolloutBatch:
-    """Rows of random tokens: a prompt, and an answer of the given length that trains."""
-    rng = np.random.default_rng(seed)
-    masks = tuple(np.arange(prompt + length) >= prompt for length in lengths)
+def make_batch(lengths: list[int]) -> RolloutBatch:
+    """Rows of random tokens: two of a prompt, and an answer of the given length that trains."""
+    rng = np.random.default_rng(0)
+    masks = tuple(np.arange(2 + length) >= 2 for length in lengths)
     return RolloutBatch(
-        tokens=tuple(rng.integers(0, 1000, prompt + length) for length in lengths),
+        tokens=tuple(rng.integers(0, 1000, 2 + length) for length in lengths),
         loss_masks=masks,
         advantages=tuple(rng.normal(size=len(mask)).astype(np.float32) for mask in masks),
     )
@@ -35,7 +35,6 @@ def pack(
     ranks: int,
     *,
     budget: int,
-    cost: int = 8,
     share_prefix: bool = False,
     padding_free: bool = False,
 ) -> list[MicroBatch]:
@@ -46,7 +45,7 @@ def pack(
         share_prefix=share_prefix,
         padding_free=padding_free,
         ranks=ranks,
-        micro_batch_cost=cost,
+        micro_batch_cost=8,
     )
 
 

@@ -61,8 +61,8 @@ def next_batch(generate: Any = None, reward: Any = reward_length, **options: Any
     return next(batches_of_two(make_buffer(), generate or each(), reward_fn=reward, **options))
 
 
-def prompts_after(buffer: DataBuffer, count: int = 12) -> list[tuple[int, str]]:
-    return [prompt.key for prompt in buffer.get_prompts(count)]
+def prompts_after(buffer: DataBuffer) -> list[tuple[int, str]]:
+    return [prompt.key for prompt in buffer.get_prompts(12)]
 
 
 # --- batches ------------------------------------------------------------------------------------------------

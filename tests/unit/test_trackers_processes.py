@@ -35,8 +35,8 @@ def root(tmp_path: Path) -> Path:
     return make_run(tmp_path / "run")
 
 
-def count_rows(root: Path, name: str = "tensorboard") -> int:
-    position = read_position(position_path(root, name))
+def count_rows(root: Path) -> int:
+    position = read_position(position_path(root, "tensorboard"))
     return 0 if position is None else position.number
 
 
