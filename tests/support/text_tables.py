@@ -23,7 +23,7 @@ def read_params(text: str) -> dict[str, Any]:
 READERS: dict[Any, Callable[[str], Any]] = {
     int: int,
     float: float,
-    bool: lambda cell: cell == "yes",
+    bool: {"yes": True, "no": False}.__getitem__,
     list[float]: lambda cell: [float(number) for number in cell.split()],
     dict: read_params,
     Any: json.loads,
@@ -33,8 +33,9 @@ READERS: dict[Any, Callable[[str], Any]] = {
 def cases(text: str) -> Callable[[Any], Any]:
     """Parametrises a test by a table whose first line names the parameters, or by `name: case case …`.
 
-    A cell is read as its parameter is annotated: int, float, bool (yes), list[float] (divided by spaces),
-    dict (by read_params()), Any (JSON); else it is text. What stands under a last name of … is a remark.
+    A cell is read as its parameter is annotated: int, float, bool (yes or no), list[float] (divided by
+    spaces), dict (by read_params()), Any (JSON); else it is text. What stands under a last name of … is a
+    remark.
     """
     names, *rows = read_cells(text)
     if not rows:
