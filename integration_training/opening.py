@@ -21,8 +21,7 @@ from rollouts.backends.fsdp import FSDPTrainingBackend, open_fsdp_backend
 from rollouts.backends.open import choose_autocast_dtype, open_pytorch_backend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.checkpoints.writer import CheckpointWriter, Keep, open_checkpoint_writer
-from rollouts.config.load import training_digest
-from rollouts.config.modes import EVALUATE, stage_config
+from rollouts.config.load import EVALUATE, stage_config, training_digest
 from rollouts.config.schema import RunConfig
 from rollouts.config.tables import SamplingConfig
 from rollouts.engines.local import open_local_engine
@@ -31,14 +30,13 @@ from rollouts.errors import ConfigError
 from rollouts.generation.generate import make_chat_generate, make_prompt_tokenizer
 from rollouts.inspect.terminal import make_safe
 from rollouts.loops.algorithm import count_updates, needs_reference
-from rollouts.loops.groups import Score, score_told
+from rollouts.loops.rl_batch import Score, score_told
 from rollouts.loops.stopping import Stop
 from rollouts.metrics.spans import SpanRecorder
 from rollouts.models.load import load_hf_model
-from rollouts.preflight.checks import PreparedRun
+from rollouts.preflight.checks import CRITIC as CRITIC_MODEL
+from rollouts.preflight.checks import OWN, REWARD, TEACHER, PreparedRun, check_tokens, find_scalar_model
 from rollouts.preflight.functions import weigh
-from rollouts.preflight.reward_models import CRITIC as CRITIC_MODEL
-from rollouts.preflight.reward_models import OWN, REWARD, TEACHER, check_tokens, find_scalar_model
 from rollouts.protocols import (
     GenerateFn,
     InferenceEngine,
@@ -54,10 +52,9 @@ from rollouts.reference.server import open_server_reference
 from rollouts.rewards.reward_model import add_model_reward, open_model_reward
 from rollouts.run_dir import parse_step
 from rollouts.types import SamplingParams
-from rollouts.weight_sync.open import choose_tolerance, open_synced_fleet
 from rollouts.weight_sync.probe import make_probe
 from rollouts.weight_sync.snapshots import DiskSnapshots
-from rollouts.weight_sync.sync import WeightSync
+from rollouts.weight_sync.sync import WeightSync, choose_tolerance, open_synced_fleet
 
 Backend = PyTorchTrainingBackend | FSDPTrainingBackend
 HELD_OUT = "heldout"

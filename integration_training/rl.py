@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from integration_training.opening import Run, Stage, open_reward, open_scorers
-from integration_training.surroundings import surround
+from integration_training.reports import surround
 from rollouts.checkpoints.load import load_trainer_state
 from rollouts.crash_points import reach
 from rollouts.data.curriculum import (
@@ -20,10 +20,9 @@ from rollouts.errors import CheckpointError
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.collector import REPLAYED
 from rollouts.loops.algorithm import LoopState, decode_loop_state
-from rollouts.loops.linearised import on_thread
 from rollouts.loops.pairs import train_on_pairs
 from rollouts.loops.rl import run_rl_training
-from rollouts.loops.steps import EncodeState
+from rollouts.loops.steps import EncodeState, on_thread
 from rollouts.losses.row_losses import make_pair_loss
 from rollouts.metrics.sample_rows import select_evenly
 from rollouts.protocols import RewardFn

@@ -19,8 +19,7 @@ from integration_training.opening import Run, say
 from integration_training.reports import print_report, write_atomically, write_summary
 from integration_training.stages import run_stages
 from rollouts.backends.fsdp import send_config, serve_rank
-from rollouts.config.load import dump_config
-from rollouts.config.modes import stage_config
+from rollouts.config.load import dump_config, stage_config
 from rollouts.config.schema import RunConfig
 from rollouts.crash_points import arm_crash_points, reach
 from rollouts.errors import RunDirError, StorageError

@@ -22,20 +22,18 @@ from integration_training.opening import (
     open_stage,
     warn,
 )
-from integration_training.reports import PAIRS, evaluate_once, evaluate_pairs_once, is_evaluated
+from integration_training.reports import PAIRS, evaluate_once, evaluate_pairs_once, is_evaluated, surround
 from integration_training.rl import train_rl
-from integration_training.surroundings import surround
 from rollouts.checkpoints.load import list_checkpoints
-from rollouts.checkpoints.resume import choose_checkpoint
+from rollouts.checkpoints.retention import choose_checkpoint
 from rollouts.checkpoints.writer import retain
-from rollouts.config.load import training_digest
-from rollouts.config.modes import EVALUATE, stage_config
+from rollouts.config.load import EVALUATE, stage_config, training_digest
 from rollouts.crash_points import reach
 from rollouts.data.samples import measure_scores
 from rollouts.errors import ConfigError
 from rollouts.loops import preference, reward_model
-from rollouts.loops.linearised import on_thread
 from rollouts.loops.sft import run_sft_training
+from rollouts.loops.steps import on_thread
 from rollouts.losses.row_losses import (
     compares_with_reference,
     make_kto_loss,

@@ -22,8 +22,7 @@ from pathlib import Path
 
 import trio
 
-from rollouts.config.load import load_config
-from rollouts.config.modes import STAGES, choose_stages
+from rollouts.config.load import STAGES, choose_stages, load_config
 from rollouts.errors import RolloutsError
 from rollouts.preflight.ranks import check_ranks, choose_relaunch
 from rollouts.ranks.launch import read_launch

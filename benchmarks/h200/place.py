@@ -17,10 +17,10 @@ from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.models.devices import use_device
+from rollouts.models.directories import quiet_transformers
 from rollouts.models.forward_plan import describe_plan, plan_forward
 from rollouts.models.layers import checkpoint_layers
 from rollouts.models.optim import create_adamw_optimizer
-from rollouts.models.quiet import quiet_transformers
 from rollouts.types import IntArray, LossSpec, RolloutBatch
 
 SHEET_FLOPS = 989e12  # dense bf16 of an H100 or H200 (SXM), by the datasheet

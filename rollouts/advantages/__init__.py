@@ -27,12 +27,13 @@ from rollouts.advantages.inputs import (
     AdvantageInputs,
     FloatRows,
     Masks,
+    RoleAdvantages,
     Rows,
+    compute_role_advantages,
     merge_segments,
     require,
 )
 from rollouts.advantages.kl_rewards import compute_token_rewards, subtract_kl
-from rollouts.advantages.roles import RoleAdvantages, compute_role_advantages
 from rollouts.errors import check_keywords
 from rollouts.types import FloatArray
 

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 import trio
 
-from rollouts.backends.state import HeldState, Position, hold_state
-from rollouts.backends.weights import gather_parts
+from rollouts.backends.state import HeldState, Position, gather_parts, hold_state
 from rollouts.errors import RunDirError
 from rollouts.models.export import (
     Bucket,
@@ -36,7 +35,7 @@ from rollouts.models.export import (
 from rollouts.models.host_memory import read_free_memory
 from rollouts.models.sharded import get_local
 from rollouts.ranks.channel import RankChannel
-from rollouts.ranks.group import Ranks, decode_error, run_agreed
+from rollouts.ranks.meet import Ranks, decode_error, run_agreed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

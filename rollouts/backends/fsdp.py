@@ -33,8 +33,7 @@ from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import DeviceFuture, DeviceThread, open_device_thread
 from rollouts.errors import ConfigError, RunDirError
 from rollouts.ranks.channel import Channel, Command, RankChannel
-from rollouts.ranks.group import AgreedFailure, Ranks, encode_error
-from rollouts.ranks.meet import OpenRanks
+from rollouts.ranks.meet import AgreedFailure, OpenRanks, Ranks, encode_error
 
 WAITING = "waiting for rank 0"
 FindPath = Callable[[str], Path]

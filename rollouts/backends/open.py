@@ -19,28 +19,33 @@ from torch import Tensor
 
 from rollouts.backends.compiled import compile_and_prove
 from rollouts.backends.pytorch import BackendSettings, PyTorchTrainingBackend
-from rollouts.backends.sharding import (
+from rollouts.backends.trainer import (
     COMPILE_MEET_S,
+    Trainer,
     discard_iteration,
     plan_sharded_forward,
     run_unsharded,
     shard_model,
 )
-from rollouts.backends.trainer import Trainer
 from rollouts.config.tables import OptimConfig
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.errors import ConfigError, ModelError
-from rollouts.models.classes import ModelHead
 from rollouts.models.devices import use_device
-from rollouts.models.directories import compute_model_digests
+from rollouts.models.directories import ModelHead, compute_model_digests
 from rollouts.models.forward_plan import log_plan
 from rollouts.models.layers import checkpoint_layers
 from rollouts.models.optim import create_adamw_optimizer
 from rollouts.models.scalar_head import set_padding_token
 from rollouts.models.sharded import load_sharded_weights, make_meta_model
 from rollouts.ranks.channel import NoOtherRanks, RankChannel
-from rollouts.ranks.group import AgreedFailure, Ranks, all_gather_bytes, meet_all, run_agreed
-from rollouts.ranks.meet import describe_difference
+from rollouts.ranks.meet import (
+    AgreedFailure,
+    Ranks,
+    all_gather_bytes,
+    describe_difference,
+    meet_all,
+    run_agreed,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -48,7 +48,7 @@ from rollouts.models.export import Bucket
 from rollouts.models.log_probs import ForwardPlan
 from rollouts.protocols import WeightSink
 from rollouts.ranks.channel import NoOtherRanks, RankChannel
-from rollouts.ranks.group import AgreedFailure, Ranks
+from rollouts.ranks.meet import AgreedFailure, Ranks
 from rollouts.types import (
     FloatArray,
     FloatRows,

@@ -9,12 +9,12 @@ import trio
 
 from rollouts.backends.state import Position, hold_state, read_state
 from rollouts.checkpoints.load import load_trainer_state
-from rollouts.checkpoints.resume import choose_checkpoint
+from rollouts.checkpoints.retention import choose_checkpoint
 from rollouts.checkpoints.save import save_checkpoint
 from rollouts.models.devices import find_device
 from rollouts.models.export import save_hf_model
 from rollouts.models.sharded import load_sharded_weights
-from rollouts.ranks.group import Ranks
+from rollouts.ranks.meet import Ranks
 from rollouts.run_dir import RunDir
 from rollouts.types import JSONValue
 

@@ -20,13 +20,14 @@ from pathlib import Path
 
 import trio
 
-from rollouts.checkpoints.load import is_complete, trainer_state_path
-from rollouts.checkpoints.manifest import (
+from rollouts.checkpoints.load import (
     Manifest,
     compute_manifest,
     drop_from_cache,
     encode_manifest,
+    is_complete,
     record_file,
+    trainer_state_path,
     write_manifest,
 )
 from rollouts.crash_points import reach

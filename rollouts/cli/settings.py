@@ -53,8 +53,8 @@ def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.config.is_dir():
         from rollouts.preflight.checks import check_written_run
         from rollouts.run_dir import open_run_dir
+        from rollouts.trackers.follower import position_path
         from rollouts.trackers.launch import read_state
-        from rollouts.trackers.position import position_path
         from rollouts.trackers.sinks import SINKS
 
         root = arguments.config
@@ -68,8 +68,7 @@ def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         return print_findings(findings, console, good="this run is whole", bad="wrong with this run", end="")
     import trio
 
-    from rollouts.config.load import load_config
-    from rollouts.config.modes import choose_stages
+    from rollouts.config.load import choose_stages, load_config
     from rollouts.preflight.checks import check_servers, look_at_run
     from rollouts.preflight.functions import call_functions
     from rollouts.preflight.run_directory import check_run_dir, choose_run_dir

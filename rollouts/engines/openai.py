@@ -16,7 +16,6 @@ from typing import Any, Literal, Protocol, Unpack
 import msgspec
 import numpy as np
 
-from rollouts.engines.calls import Server
 from rollouts.engines.server import (
     Dialect,
     ServerEngine,
@@ -25,7 +24,7 @@ from rollouts.engines.server import (
     refuse_settings,
     setup_errors,
 )
-from rollouts.engines.wire import UNKNOWN_VERSION, ServedModel, decode_reply
+from rollouts.engines.wire import UNKNOWN_VERSION, ServedModel, Server, decode_reply
 from rollouts.errors import ReplyError, RequestRefused
 from rollouts.types import Completion, EngineFeatures, GenerateRequest
 

@@ -23,8 +23,8 @@ from typing import Literal, NamedTuple
 
 import trio
 
-from rollouts.engines.calls import START_S
 from rollouts.engines.http import open_http_client
+from rollouts.engines.wire import START_S
 from rollouts.errors import ConfigError, EngineSetupError, InfrastructureError
 from rollouts.processes.nurseries import run_all
 from rollouts.processes.process import Process, open_process

@@ -18,7 +18,6 @@ from typing import Any, Literal, Unpack
 import trio
 from msgspec import Struct
 
-from rollouts.engines.calls import Server
 from rollouts.engines.server import (
     LOADING,
     NEVER_NAMED,
@@ -31,7 +30,7 @@ from rollouts.engines.server import (
     setup_errors,
 )
 from rollouts.engines.snapshot import TensorShapes, find_tensor_shapes
-from rollouts.engines.wire import VersionSpan, decode_reply, make_completion
+from rollouts.engines.wire import Server, VersionSpan, decode_reply, make_completion
 from rollouts.errors import EngineError, EngineOverloaded, InfrastructureError, ReplyError
 from rollouts.types import Completion, EngineFeatures, GenerateRequest
 

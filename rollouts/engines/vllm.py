@@ -23,7 +23,6 @@ import msgspec
 import trio
 from msgspec import Struct
 
-from rollouts.engines.calls import Server
 from rollouts.engines.server import (
     LOADING,
     NEVER_NAMED,
@@ -36,7 +35,14 @@ from rollouts.engines.server import (
     setup_errors,
 )
 from rollouts.engines.snapshot import TensorShapes, find_tensor_shapes
-from rollouts.engines.wire import ServedModel, VersionSpan, decode_reply, make_completion, parse_version
+from rollouts.engines.wire import (
+    ServedModel,
+    Server,
+    VersionSpan,
+    decode_reply,
+    make_completion,
+    parse_version,
+)
 from rollouts.errors import EngineError, EngineSetupError, ReplyError, WeightVersionError
 from rollouts.types import Completion, EngineFeatures, GenerateRequest
 

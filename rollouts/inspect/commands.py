@@ -13,9 +13,8 @@ from rich.console import Console
 
 from rollouts.errors import ConfigError, RunDirError
 from rollouts.inspect.chart import collect_panels, draw_chart, save_png
-from rollouts.inspect.facts import ACCURACY, count_of
 from rollouts.inspect.overview import print_comparison, print_run
-from rollouts.inspect.record import KINDS, Record, find_parts, open_record, open_records
+from rollouts.inspect.record import ACCURACY, KINDS, Record, count_of, find_parts, open_record, open_records
 from rollouts.inspect.samples import find_samples, print_samples
 from rollouts.inspect.terminal import make_console, make_safe, make_table, write_lines
 from rollouts.inspect.trace import export_trace

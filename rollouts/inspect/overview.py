@@ -8,16 +8,17 @@ from rich.table import Table
 
 from rollouts.config.secrets import flatten
 from rollouts.inspect.chart import draw_chart
-from rollouts.inspect.facts import (
+from rollouts.inspect.record import (
     ACCURACY,
     DROPPED,
     OUTCOMES,
     TROUBLE,
+    Record,
     count_of,
+    find_checkpoints,
     load_facts,
     read_settings,
 )
-from rollouts.inspect.record import Record, find_checkpoints
 from rollouts.inspect.terminal import format_number, tabulate
 
 MEASURES = "low|high|margins|failed|perplexity|entropy|kl|self_bleu"

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rollouts.errors import ConfigError, RecordError, RunDirError
-from rollouts.inspect.facts import count_of
-from rollouts.inspect.record import Record
+from rollouts.inspect.record import Record, count_of
 from rollouts.inspect.terminal import make_safe
 from rollouts.inspect.tokens import SampleTokens, find_tokenizer, find_updates, read_tokens
 

@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from rollouts.inspect.facts import DESCRIBING, read_settings
-from rollouts.inspect.record import SHOWING
+from rollouts.inspect.record import DESCRIBING, SHOWING, read_settings
 from rollouts.inspect.terminal import make_safe
 from rollouts.metrics.jsonl import Place, read_lines
 from rollouts.run_dir import RunDir, describe_activity, find_activity, list_parts, open_run_dir

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rollouts.loops.groups import ask_groups
-from rollouts.loops.linearised import AsyncRowLoss, prepare_linear_step, sum_rows, train_prepared
-from rollouts.loops.rl_batch import select_rows
+from rollouts.loops.rl_batch import ask_groups, select_rows
+from rollouts.loops.steps import AsyncRowLoss, prepare_linear_step, sum_rows, train_prepared
 from rollouts.loops.updates import Update, UpdateResult, train
 from rollouts.pair_selection import PairSelector
 from rollouts.protocols import LogProbScorer, TrainingBackend

@@ -19,14 +19,14 @@ from rollouts.config.schema import REFERENCE_FREE, PreferenceTrainingConfig
 from rollouts.data.mixture import Mixture, select_samples
 from rollouts.data.samples import PreferenceSample, make_preference_batch
 from rollouts.errors import ConfigError
-from rollouts.loops.linearised import (
+from rollouts.loops.steps import (
     AsyncRowLoss,
     PreparedStep,
+    StepHooks,
     prepare_linear_step,
     run_batch_steps,
     sum_rows,
 )
-from rollouts.loops.steps import StepHooks
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import LogProbScorer, MetricsLogger, TrainingBackend
 from rollouts.types import metric_values

@@ -14,8 +14,7 @@ from rollouts.config.schema import RewardModelTrainingConfig
 from rollouts.data.mixture import Mixture, select_samples
 from rollouts.data.samples import PreferenceSample
 from rollouts.data.scores import make_score_batch, read_scores
-from rollouts.loops.linearised import AsyncRowLoss, PreparedStep, prepare_linear_step, run_batch_steps
-from rollouts.loops.steps import StepHooks
+from rollouts.loops.steps import AsyncRowLoss, PreparedStep, StepHooks, prepare_linear_step, run_batch_steps
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import MetricsLogger, TrainingBackend
 from rollouts.types import RolloutBatch

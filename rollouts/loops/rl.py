@@ -15,6 +15,11 @@ Each of `updates_per_batch` passes uses the whole batch, in `minibatches` optimi
 advance the weight version once, also when kl_stop left some of them out or kl_limit undid one. A step whose
 loss or gradient is not finite, or that is undone, changes nothing and still consumes its batch; a critic
 keeps its updates then.
+
+What a critic adds to a step of RL: values before it, updates of its own within it. PPO is the RL loop with
+a critic and advantage "gae".
+
+batch ──► critic: V of every trained token ──► gae: advantages, returns ──► critic's updates, policy's updates
 """
 
 from __future__ import annotations
@@ -42,9 +47,8 @@ from rollouts.loops.algorithm import (
     make_kl_stop,
     update_loop_state,
 )
-from rollouts.loops.groups import Score
-from rollouts.loops.ppo import critic_metrics, train_critic
 from rollouts.loops.rl_batch import (
+    Score,
     add_advantages,
     add_log_probs,
     check_staleness,
@@ -69,6 +73,32 @@ from rollouts.types import Max, RolloutBatch, Sample, Total, metric_values
 
 if TYPE_CHECKING:
     from rollouts.data.data_buffer import DataBuffer
+
+from rollouts.types import LossSpec
+
+VALUE_CLIP = 0.2  # updates of a step that move a value further gain nothing by it, in the reward's unit
+# of metrics that only a critic has; the others get the prefix "critic/"
+OWN_NAMES = ("value/", "return/", "loss/value")
+
+
+async def train_critic(critic: TrainingBackend | None, updates: Sequence[Update]) -> list[UpdateResult]:
+    """The results of the critic's optimizer steps, on the same parts of the batch as the policy's and in the
+    same order; empty without a critic.
+    """
+    if critic is None:
+        return []
+    loss = LossSpec("value", {"clip": VALUE_CLIP})  # a mean over the trained tokens of an update's rows
+    return await train(critic, [(batch, loss) for batch, _ in updates])
+
+
+def critic_metrics(results: Sequence[UpdateResult], minibatches: int) -> dict[str, float]:
+    """The critic's metrics of the last pass over the batch; empty without a critic. value/explained_variance
+    is of the values before each part's update.
+    """
+    metrics = last_pass_metrics(results, minibatches) if results else {}
+    return {
+        name if name.startswith(OWN_NAMES) else f"critic/{name}": value for name, value in metrics.items()
+    }
 
 
 async def run_rl_training(

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from rollouts.config.schema import SFTTrainingConfig
 from rollouts.data.mixture import Mixture, make_mixture, select_samples
 from rollouts.data.samples import SFTSample, make_sft_batch
-from rollouts.loops.linearised import PreparedStep, run_batch_steps
-from rollouts.loops.steps import StepHooks
+from rollouts.loops.steps import PreparedStep, StepHooks, run_batch_steps
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import MetricsLogger, TrainingBackend
 from rollouts.types import LossSpec

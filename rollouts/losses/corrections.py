@@ -37,14 +37,16 @@ import torch
 from torch import Tensor
 
 from rollouts.errors import ConfigError, check_keywords, parse_call
-from rollouts.losses.inputs import LossInputs, bind_numbers, require
-from rollouts.losses.plug_ins import find_function
-from rollouts.losses.reductions import (
+from rollouts.losses.inputs import (
+    LossInputs,
+    bind_numbers,
     compute_log_ratio,
     compute_row_mean,
     compute_row_sum,
     compute_token_ratio,
+    require,
 )
+from rollouts.losses.plug_ins import find_function
 
 Correction = Callable[[LossInputs], Tensor]
 """Inputs that are 0 outside the mask -> weights [B, T], not negative, without gradient."""

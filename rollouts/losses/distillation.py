@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rollouts.losses.inputs import LossOutput, check_numbers
+from rollouts.losses.inputs import LossOutput, check_numbers, collect_token_metrics, reduce_loss
 from rollouts.losses.kl import sum_kl_terms
-from rollouts.losses.reductions import collect_token_metrics, reduce_loss
 from rollouts.types import LossUnit
 
 DIVERGENCE_TILE = 16 * 2**20  # logits of one model that are held at a time: 64 MiB in float32

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rollouts.losses.inputs import LossOutput, check_numbers
+from rollouts.losses.inputs import LossOutput, check_numbers, sum_rows
 from rollouts.losses.preference_losses import check_one_per_pair
-from rollouts.losses.reductions import sum_rows
 
 
 def bradley_terry_loss(

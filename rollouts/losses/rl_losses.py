@@ -13,8 +13,8 @@ losses in lp itself are infinite there, and the step is skipped.
 import torch
 from torch import Tensor
 
-from rollouts.losses.inputs import LossInputs
-from rollouts.losses.reductions import (
+from rollouts.losses.inputs import (
+    LossInputs,
     compute_log_ratio,
     compute_row_sum,
     compute_sequence_ratio,

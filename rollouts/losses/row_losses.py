@@ -20,11 +20,13 @@ from torch import Tensor
 
 from rollouts.errors import ConfigError, ModelError
 from rollouts.losses.inputs import require
-from rollouts.losses.kto_loss import compute_kto_reference_point, compute_kto_weights, kto_loss
 from rollouts.losses.preference_losses import (
     PREFERENCE_LOSSES,
     LinearisedLoss,
     PreferenceLoss,
+    compute_kto_reference_point,
+    compute_kto_weights,
+    kto_loss,
     linearise_preference_loss,
     linearise_row_loss,
     make_pairs,

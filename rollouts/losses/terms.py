@@ -37,15 +37,20 @@ import torch
 from torch import Tensor
 
 from rollouts.losses.corrections import Correction, parse_correction
-from rollouts.losses.inputs import LossFn, LossInputs, LossOutput, bind_numbers, clear_masked, require
-from rollouts.losses.kl import KlEstimator, compute_kl_penalty
-from rollouts.losses.reductions import (
+from rollouts.losses.inputs import (
+    LossFn,
+    LossInputs,
+    LossOutput,
+    bind_numbers,
+    clear_masked,
     collect_token_metrics,
     compute_log_ratio,
     compute_token_ratio,
     reduce_loss,
+    require,
     select_top_fraction,
 )
+from rollouts.losses.kl import KlEstimator, compute_kl_penalty
 from rollouts.types import LossUnit
 
 RatioAgainst = Literal["old", "mu", "none"]

@@ -1,7 +1,6 @@
 """The two losses of one log-prob: supervised, and the loss whose gradient is known beforehand."""
 
-from rollouts.losses.inputs import LossInputs, LossOutput, clear_masked
-from rollouts.losses.reductions import collect_token_metrics, reduce_loss
+from rollouts.losses.inputs import LossInputs, LossOutput, clear_masked, collect_token_metrics, reduce_loss
 from rollouts.types import LossUnit
 
 

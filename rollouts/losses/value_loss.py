@@ -3,8 +3,14 @@
 import torch
 from torch import Tensor
 
-from rollouts.losses.inputs import LossInputs, LossOutput, check_numbers, clear_masked
-from rollouts.losses.reductions import collect_token_metrics, reduce_loss
+from rollouts.losses.inputs import (
+    LossInputs,
+    LossOutput,
+    check_numbers,
+    clear_masked,
+    collect_token_metrics,
+    reduce_loss,
+)
 from rollouts.types import ExplainedVariance, LossUnit
 
 

@@ -1,21 +1,75 @@
 """Model directories as files: what a usable one holds, what tells two apart, and how one is made so that
 nobody ever sees half of it. No torch.
+
+Transformers without its warnings and progress bars, which would draw over ours; its errors in one line.
+
+Which class of transformers a model directory is for, by its config.json alone: a causal language model, or
+one with a scalar head. What cannot be trained is refused here.
 """
 
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from rollouts.errors import ModelError
-from rollouts.models.quiet import naming_errors
+
+# of each call of transformers: nothing from a hub, no code from a directory
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+# what transformers and the hub raise on directories and names that they cannot use
+LOAD_ERRORS = (
+    OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError, SafetensorError,
+)  # fmt: skip
+
+for _name in (
+    "torchao",
+    "torch.utils._pytree",
+):  # transformers imports torchao where it is there, which says at length what it does without
+    logging.getLogger(_name).setLevel(logging.ERROR)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Inside, transformers logs errors only and draws no progress bars; afterwards both are as they were.
+    Process-wide.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def naming_errors(what: str, way_out: str = "copy the model directory again") -> Iterator[None]:
+    """Inside, what transformers, a hub or a file raises is a ModelError: `what`, its own words, the way
+    out.
+    """
+    try:
+        yield
+    except LOAD_ERRORS as error:
+        raise ModelError(f"{what} ({describe_error(error)}); {way_out}") from error
+
+
+def describe_error(error: BaseException) -> str:
+    """The error's type and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).strip().split(chr(10), 1)[0][:300] or 'no message'}"
+
 
 WEIGHT_INDEX = "model.safetensors.index.json"
 WHOLE_FILE = "model.safetensors"
@@ -168,3 +222,68 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+ModelHead = Literal["tokens", "scalar"]
+"""What a model says at each position: log-probs of the next token, or one number. See
+rollouts.models.scalar_head.
+"""
+
+# ends of names of what is not a causal model
+OTHER_HEADS = ("Model", "ForMaskedLM", "ForPreTraining", "Classification", "ForQuestionAnswering")
+
+
+def has_own_scalar_head(path: Path) -> bool:
+    """Whether the files in a directory that a scalar model can be made of hold the scalar head; else it is a
+    causal model's, and the head is new.
+    """
+    found, config = find_class(path, "scalar")
+    return found in config["architectures"]
+
+
+def find_class(path: Path, head: ModelHead) -> tuple[str, dict[str, Any]]:
+    """Name of transformers' class for the model in a directory with that head, and its config.json, with a
+    list of architectures: all that is read.
+
+    The directory holds a causal language model, or one with a scalar head itself. Raises ModelError, with the
+    way out, for what cannot be trained: another kind of model or head, code in the directory, packed weights.
+    """
+    from transformers.models.auto import modeling_auto
+
+    with naming_errors(f"{path / 'config.json'} cannot be read"):
+        config = json.loads((path / "config.json").read_text("utf-8"))
+        written = config["architectures"] = [str(name) for name in config.get("architectures") or []]
+    kind, packed = str(config.get("model_type")), config.get("quantization_config")
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "")
+    scalar = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind, "")
+    found = causal if head == "tokens" else scalar
+    other = written and (
+        config.get("is_encoder_decoder") or all(name.endswith(OTHER_HEADS) for name in written)
+    )
+    # 2 where nothing is written, as for transformers
+    labels = len(config.get("id2label") or ()) or config.get("num_labels", 2)
+    method = packed.get("quant_method") if isinstance(packed, dict) else packed
+    problems = {
+        "needs code from its directory (auto_map), which is never run; use a model that transformers itself"
+        " implements": not causal and config.get("auto_map"),
+        "is not a causal language model that transformers has; use a decoder-only model, one named"
+        " …ForCausalLM": not causal,
+        "reads images or sound as well; use its text-only model, one named …ForCausalLM": causal.endswith(
+            "ForConditionalGeneration"
+        ),
+        f"has weights packed by {method!r} (quantization_config), which cannot train; use the model it was"
+        " made from": packed,
+        "cannot have a scalar head: transformers has no …ForSequenceClassification for it; use a Llama, Qwen"
+        " or Gemma": not found,
+        "was not trained to predict the next token; use a model named …ForCausalLM": head == "tokens"
+        and other
+        and causal not in written,
+        "has neither the head of a causal language model nor a scalar one; use a model named"
+        f" {causal} or {scalar}": head == "scalar" and other and not {causal, scalar} & set(written),
+        f"has {labels} labels, and a scalar head has one; use a reward model with num_labels=1, or the model"
+        f" named {causal}": head == "scalar" and scalar in written and labels != 1,
+    }
+    for problem, holds in problems.items():
+        if holds:
+            raise ModelError(f"the model in {path} (model_type={kind!r}, architectures={written}) {problem}")
+    return found, config

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rollouts.data.packing import make_micro_batches
 from rollouts.errors import ModelError
+from rollouts.models.directories import describe_error, quiet_transformers
 from rollouts.models.layers import evaluation_mode
 from rollouts.models.limits import find_rotary_limit
 from rollouts.models.log_probs import (
@@ -34,7 +35,6 @@ from rollouts.models.log_probs import (
     widen,
 )
 from rollouts.models.packed_attention import SMALL_TILE
-from rollouts.models.quiet import describe_error, quiet_transformers
 from rollouts.models.scalar_head import HEAD, has_scalar_head, make_probing_directions
 from rollouts.types import IntArray
 

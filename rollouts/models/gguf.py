@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.errors import ModelError
-from rollouts.models.directories import build_directory_once
-from rollouts.models.quiet import describe_error, naming_errors, quiet_transformers
+from rollouts.models.directories import (
+    build_directory_once,
+    describe_error,
+    naming_errors,
+    quiet_transformers,
+)
 
 MAGIC = b"GGUF"
 GGUF_FORMAT = 1  # in the directory's name; raise it when what convert_gguf writes changes

@@ -11,10 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rollouts.errors import ModelError
-from rollouts.models.classes import ModelHead, find_class
-from rollouts.models.directories import check_model_directory, choose_model_cache
+from rollouts.models.directories import (
+    LOCAL,
+    ModelHead,
+    check_model_directory,
+    choose_model_cache,
+    find_class,
+    naming_errors,
+    quiet_transformers,
+)
 from rollouts.models.gguf import find_bundled_file, make_gguf_model
-from rollouts.models.quiet import LOCAL, naming_errors, quiet_transformers
 from rollouts.models.sharded import load_sharded_weights, make_meta_model
 from rollouts.models.tiny import make_tiny
 from rollouts.models.tokenizers import (

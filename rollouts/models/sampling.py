@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollouts.errors import RequestRefused
-from rollouts.models.decoding.batch import DecodeBatch, Row
-from rollouts.models.decoding.opening import open_decoder
+from rollouts.models.decoding.batch import DecodeBatch, Row, open_decoder
 from rollouts.models.draws import make_draw
 from rollouts.models.limits import check_request, find_context_limit, find_rotary_limit
 from rollouts.types import Completion, GenerateRequest
@@ -37,7 +36,7 @@ def sample_completions(
     meanwhile and no gradient is kept.
 
     Each call finds the fastest way to run the model that agrees with its own forward, by decoding a few
-    tokens (rollouts.models.decoding.opening). Raises RequestRefused for an empty or too long prompt, an id
+    tokens (rollouts.models.decoding.batch). Raises RequestRefused for an empty or too long prompt, an id
     outside the vocabulary, two requests of one id, wrong settings, and for a row that may outgrow the length
     up to which the model's rotary frequencies are fixed; ModelError for a model that cannot be run exactly,
     such as one whose logits are not finite.

@@ -28,9 +28,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollouts.errors import ModelError
-from rollouts.models.classes import ModelHead, find_class, has_own_scalar_head
-from rollouts.models.directories import FileTensor, check_model_directory, list_tensors
-from rollouts.models.quiet import LOCAL, describe_error, naming_errors, quiet_transformers
+from rollouts.models.directories import (
+    LOCAL,
+    FileTensor,
+    ModelHead,
+    check_model_directory,
+    describe_error,
+    find_class,
+    has_own_scalar_head,
+    list_tensors,
+    naming_errors,
+    quiet_transformers,
+)
 from rollouts.models.scalar_head import HEAD_WEIGHT, get_scalar_weight, has_scalar_head
 
 if TYPE_CHECKING:

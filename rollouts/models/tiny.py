@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.errors import ModelError
-from rollouts.models.directories import build_directory_once
-from rollouts.models.quiet import quiet_transformers
+from rollouts.models.directories import build_directory_once, quiet_transformers
 from rollouts.models.tokenizers import END_ID, PAD_ID, START_ID, make_byte_tokenizer
 
 TINY_FORMAT = 1  # in the directory's name; raise it when what is written changes

@@ -15,7 +15,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from rollouts.data.chat import NO_PARAMS, find_end, make_template
 from rollouts.errors import DataError, ModelError
-from rollouts.models.quiet import naming_errors
+from rollouts.models.directories import naming_errors
 from rollouts.types import ChatMessage
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from fractions import Fraction
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from rollouts.config.modes import list_stages, stage_config
+from rollouts.config.load import list_stages, stage_config
 from rollouts.config.schema import RunConfig
 from rollouts.data.chat import tokenize_prompt
 from rollouts.data.datasets import exclude_prompts, load_sources, unique_prompts

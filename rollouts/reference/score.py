@@ -14,7 +14,7 @@ import trio
 from rollouts.data.packing import make_micro_batches, spread_to_rows
 from rollouts.device_thread import DeviceThread
 from rollouts.errors import BackendClosed
-from rollouts.models.classes import ModelHead
+from rollouts.models.directories import ModelHead
 from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model
 from rollouts.models.log_probs import (

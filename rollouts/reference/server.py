@@ -18,9 +18,8 @@ import msgspec
 import numpy as np
 import trio
 
-from rollouts.engines.calls import Server
 from rollouts.engines.http import open_http_client
-from rollouts.engines.wire import show
+from rollouts.engines.wire import Server, show
 from rollouts.errors import (
     ConfigError,
     DataError,

@@ -26,7 +26,7 @@ from rollouts.errors import (
     UserFunctionError,
 )
 from rollouts.losses import LossInputs, LossOutput
-from rollouts.losses.reductions import reduce_loss
+from rollouts.losses.inputs import reduce_loss
 from rollouts.protocols import TrainingBackend
 from rollouts.types import LossSpec, OptimParams, RolloutBatch
 

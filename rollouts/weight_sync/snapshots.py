@@ -26,7 +26,7 @@ import torch
 import trio
 from trio.to_thread import run_sync as run_in_thread
 
-from rollouts.checkpoints.manifest import FileRecord, record_file
+from rollouts.checkpoints.load import FileRecord, record_file
 from rollouts.checkpoints.retention import remove_incomplete
 from rollouts.checkpoints.save import TEMPORARY_PREFIX, move_aside
 from rollouts.errors import SnapshotError, WeightSyncError

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import trio
 
 from rollouts.crash_points import reach
-from rollouts.engines.calls import START_S, ask_watched
+from rollouts.engines.wire import START_S, ask_watched
 from rollouts.errors import BackendError, EngineError, WeightSyncError
 from rollouts.processes.nurseries import run_all
 from rollouts.protocols import InferenceEngine

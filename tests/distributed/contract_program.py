@@ -29,7 +29,7 @@ from rollouts.checkpoints.writer import open_checkpoint_writer
 from rollouts.config.tables import OptimConfig
 from rollouts.errors import RunDirError, StorageError
 from rollouts.losses import LossInputs, LossOutput
-from rollouts.losses.reductions import reduce_loss
+from rollouts.losses.inputs import reduce_loss
 from rollouts.models.load import resolve_model
 from rollouts.run_dir import RunDir
 from rollouts.testing import torch_contracts as contract

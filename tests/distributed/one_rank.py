@@ -11,8 +11,8 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from rollouts.device_thread import open_device_thread
 from rollouts.models.sharded import get_local
-from rollouts.ranks.group import Ranks, close_group, init_group
 from rollouts.ranks.launch import Launch
+from rollouts.ranks.meet import Ranks, close_group, init_group
 from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import LossSpec
 

@@ -13,18 +13,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rollouts.backends import weights as sharded_weights
+from rollouts.backends import state
 from rollouts.backends.captures import compute_held_bytes
 from rollouts.backends.open import open_trainer
 from rollouts.backends.trainer import Trainer
 from rollouts.config.tables import OptimConfig
 from rollouts.models.export import deal_weights, name_parts
 from rollouts.models.sharded import get_local
-from rollouts.ranks.group import Ranks, all_gather_floats, close_group
 from rollouts.ranks.launch import read_launch
-from rollouts.ranks.meet import connect
+from rollouts.ranks.meet import Ranks, all_gather_floats, close_group, connect
 
-sharded_weights.RANK_BUCKET_BYTES = 40_000  # several turns, and weights that are larger
+state.RANK_BUCKET_BYTES = 40_000  # several turns, and weights that are larger
 
 
 def step(trainer: Trainer) -> None:

@@ -15,9 +15,8 @@ import trio
 from rollouts.device_thread import open_device_thread
 from rollouts.errors import ModelError
 from rollouts.ranks import channel as ranks_channel
-from rollouts.ranks.group import all_gather_floats
 from rollouts.ranks.launch import read_launch
-from rollouts.ranks.meet import OpenRanks, open_ranks
+from rollouts.ranks.meet import OpenRanks, all_gather_floats, open_ranks
 
 ranks_channel.SILENT_BEATS = int(os.environ.get("SILENT_BEATS", "20"))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import rollouts.engines.open
-from rollouts.engines.calls import Server
+from rollouts.engines.wire import Server
 
 post = Server.control
 

@@ -9,11 +9,11 @@ import httpx
 import trio
 
 from rollouts.data.data_buffer import DataBuffer, PromptRow
-from rollouts.engines.calls import Server
 from rollouts.engines.http import HttpClient
 from rollouts.engines.server import ServerEngine
 from rollouts.engines.sglang import ServerInfo, SGLangServer
 from rollouts.engines.vllm import VLLMServer
+from rollouts.engines.wire import Server
 from rollouts.protocols import PauseMode, TrainingBackend, WeightSink
 from rollouts.testing.fakes import FakeBackend, FakeFuture
 from rollouts.types import EngineFeatures, FloatArray, ForwardBackwardResult, LossSpec, RolloutBatch, Sample

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.checkpoints.load import list_checkpoints
-from rollouts.config.modes import STAGES
+from rollouts.config.load import STAGES
 from rollouts.metrics.jsonl import newest_attempts, read_rows
 from rollouts.run_dir import RunDir, checkpoint_manifest
 

@@ -42,7 +42,7 @@ IMPORTS = (
     "transformers.models.llama.modeling_llama",
     "rollouts.engines.local",
     "rollouts.backends.open",
-    "rollouts.weight_sync.open",
+    "rollouts.weight_sync.sync",
 )
 RANK_IMPORTS = ("rollouts.ranks.meet", "rollouts.backends.fsdp", "torch.distributed.rendezvous")
 OTHERS_S = 10.0  # for the other ranks to end after one was killed

@@ -21,11 +21,12 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from rollouts.data.samples import mismatch_completions
 from rollouts.losses.distillation import gkd_loss
 from rollouts.losses.inputs import LossInputs, LossOutput
-from rollouts.losses.kto_loss import compute_kto_reference_point, kto_loss
 from rollouts.losses.preference_losses import (
     TRL_LOSS_TYPES,
+    compute_kto_reference_point,
     compute_pair_log_probs,
     compute_preference_loss,
+    kto_loss,
 )
 from rollouts.losses.reward_model_losses import bradley_terry_loss
 from rollouts.losses.token_losses import sft_loss

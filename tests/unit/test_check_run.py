@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollouts.checkpoints.manifest import compute_manifest, write_manifest
+from rollouts.checkpoints.load import compute_manifest, write_manifest
 from rollouts.cli import main
 from rollouts.config.tables import EngineConfig
 from rollouts.preflight.checks import check_servers, check_written_run

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from rollouts.checkpoints.load import list_checkpoints, load_trainer_state
-from rollouts.checkpoints.manifest import read_manifest
+from rollouts.checkpoints.load import list_checkpoints, load_trainer_state, read_manifest
 from rollouts.checkpoints.writer import CheckpointWriter, Keep, open_checkpoint_writer
 from rollouts.errors import StorageError
 from rollouts.run_dir import RunDir

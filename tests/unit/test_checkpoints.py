@@ -17,22 +17,20 @@ from safetensors import SafetensorError
 import rollouts.checkpoints.load as load_module
 import rollouts.checkpoints.save as save_module
 from rollouts.checkpoints.load import (
+    MANIFEST_SCHEMA,
+    FileRecord,
+    Manifest,
     check_checkpoint,
+    encode_manifest,
     find_newest_checkpoint,
     is_complete,
     list_checkpoints,
     load_trainer_state,
-)
-from rollouts.checkpoints.manifest import (
-    MANIFEST_SCHEMA,
-    FileRecord,
-    Manifest,
-    encode_manifest,
     read_manifest,
 )
-from rollouts.checkpoints.resume import choose_checkpoint
 from rollouts.checkpoints.retention import (
     apply_retention,
+    choose_checkpoint,
     read_scores,
     remove_incomplete,
 )

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rollouts.errors import EngineError, ModelError
-from rollouts.models.decoding import whole_model
-from rollouts.models.decoding.opening import DEFAULT_CONTEXT, open_decoder
+from rollouts.models.decoding import decoder
+from rollouts.models.decoding.batch import DEFAULT_CONTEXT, open_decoder
 from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.testing import engine_contracts
 from rollouts.types import Completion
@@ -29,8 +29,8 @@ def without_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise ModelError("refused by the test")
 
-    monkeypatch.setattr("rollouts.models.decoding.opening.CachedDecoder", refuse)
-    monkeypatch.setattr("rollouts.models.decoding.opening.FastDecoder", refuse)
+    monkeypatch.setattr("rollouts.models.decoding.batch.CachedDecoder", refuse)
+    monkeypatch.setattr("rollouts.models.decoding.batch.FastDecoder", refuse)
 
 
 # --- exactness ----------------------------------------------------------------------------------------------
@@ -95,14 +95,14 @@ async def test_deterministic_runs_give_the_same_bits_and_neighbours_change_no_to
 def test_a_cache_that_is_wrong_beyond_the_window_only_is_not_used(monkeypatch: pytest.MonkeyPatch):
     model = make_model("Mistral", sliding_window=40)
     assert open_decoder(model, max_context=160).path == "cached"
-    plain = whole_model._set_width
+    plain = decoder._set_width
 
     def forget_one(cache: Any, width: int) -> None:
         plain(cache, width)
         for layer in cache.layers if width > 40 else ():
             layer.keys[..., 0, :] = layer.keys[..., -1, :]
 
-    monkeypatch.setattr(whole_model, "_set_width", forget_one)
+    monkeypatch.setattr(decoder, "_set_width", forget_one)
     opened = open_decoder(model, max_context=160)
     assert opened.path == "recompute"
     assert "cached" in opened.refused

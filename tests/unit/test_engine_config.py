@@ -10,7 +10,7 @@ import pytest
 from rollouts.config.tables import EngineConfig
 from rollouts.engines.open import check_engine_config, find_server_python
 from rollouts.errors import ConfigError
-from rollouts.weight_sync.open import choose_tolerance, find_served_dtype, make_metric_name
+from rollouts.weight_sync.sync import choose_tolerance, find_served_dtype, make_metric_name
 from tests.support.text_tables import cases
 
 

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from rollouts.engines.calls import Server, check_status
 from rollouts.engines.server import Dialect
 from rollouts.engines.sglang import ServerInfo, SGLangServer
 from rollouts.engines.snapshot import check_same_model, read_tensor_shapes
 from rollouts.engines.vllm import VLLMServer
-from rollouts.engines.wire import parse_version
+from rollouts.engines.wire import Server, check_status, parse_version
 from rollouts.errors import (
     EngineError,
     EngineOverloaded,

@@ -10,7 +10,7 @@ from rollouts.engines.local import open_local_engine
 from rollouts.engines.local.weights import StagedWeights
 from rollouts.models.decoding import decoder
 from rollouts.models.decoding.batch import DecodeBatch, Row
-from rollouts.models.decoding.whole_model import WholeModel
+from rollouts.models.decoding.decoder import WholeModel
 from rollouts.models.draws import make_draw
 from rollouts.testing.engine_contracts import make_request
 from tests.support.plain_backend import score_completion

@@ -24,7 +24,7 @@ from rollouts.losses import (
     wants_entropy_gradient,
 )
 from rollouts.losses.corrections import parse_correction
-from rollouts.losses.reductions import reduce_loss
+from rollouts.losses.inputs import reduce_loss
 from rollouts.losses.rl_losses import compute_covariances
 from rollouts.losses.token_losses import sft_loss
 from rollouts.types import merge_metrics, metric_values

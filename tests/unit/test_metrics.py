@@ -23,7 +23,7 @@ from rollouts.metrics.progress import open_progress
 from rollouts.metrics.record import check_metric, encode_row, make_head
 from rollouts.metrics.sample_rows import encode_sample_rows, shorten_failure
 from rollouts.types import GenerateRequest, Sample, SamplingParams, Status
-from rollouts.weight_sync.open import make_metric_name
+from rollouts.weight_sync.sync import make_metric_name
 from tests.support.text_tables import cases, read_cells
 from tests.unit.test_fleet import FakeEngine, update
 from tests.unit.test_mixture import make_mixture

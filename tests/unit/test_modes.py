@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rollouts.config.modes import choose_stages, parse_mode, stage_config
+from rollouts.config.load import choose_stages, parse_mode, stage_config
 from rollouts.config.schema import PreferenceTrainingConfig, RunConfig
 from rollouts.errors import ConfigError
 from rollouts.models.load import load_tokenizer, resolve_model
-from rollouts.preflight.reward_models import CRITIC, check_reward_models, check_tokens
+from rollouts.preflight.checks import CRITIC, check_reward_models, check_tokens
 from rollouts.run_dir import RunDir
 from tests.support.text_tables import cases
 

@@ -23,13 +23,13 @@ from rollouts.data.samples import (
 )
 from rollouts.errors import ConfigError, PlugInError, UserFunctionError
 from rollouts.generation.samples import convert_to_batch
-from rollouts.loops.linearised import on_thread
 from rollouts.loops.pairs import train_on_pairs
 from rollouts.loops.preference import (
     evaluate_preferences,
     run_preference_training,
     score_samples,
 )
+from rollouts.loops.steps import on_thread
 from rollouts.losses.inputs import LossOutput
 from rollouts.losses.row_losses import (
     check_preference_loss,
@@ -67,8 +67,7 @@ def make_pairs(count: int, seed: int = 0) -> list[PreferenceSample]:
 
 def make_labelled(count: int) -> list[PreferenceSample]:
     return [
-        PreferenceSample(pair.rows, desirable=index % 3 != 0)
-        for index, pair in enumerate(make_pairs(count))
+        PreferenceSample(pair.rows, desirable=index % 3 != 0) for index, pair in enumerate(make_pairs(count))
     ]
 
 

@@ -16,14 +16,16 @@ from torch import Tensor
 
 from rollouts.errors import ConfigError
 from rollouts.losses import LOSSES, LossInputs, LossOutput
-from rollouts.losses.kto_loss import compute_kto_reference_point, compute_kto_weights, kto_loss
 from rollouts.losses.preference_losses import (
     PREFERENCE_LOSSES,
     TRL_LOSS_TYPES,
     PairLogProbs,
+    compute_kto_reference_point,
+    compute_kto_weights,
     compute_log_odds,
     compute_pair_log_probs,
     compute_preference_loss,
+    kto_loss,
     linearise_preference_loss,
     linearise_row_loss,
 )

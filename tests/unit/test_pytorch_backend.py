@@ -20,7 +20,7 @@ from rollouts.config.tables import OptimConfig
 from rollouts.errors import BackendError, UserFunctionError
 from rollouts.loops.updates import work_metrics
 from rollouts.losses import LossInputs, LossOutput
-from rollouts.losses.reductions import reduce_loss
+from rollouts.losses.inputs import reduce_loss
 from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import SFT, make_batch
 from rollouts.types import LossSpec, Mean, OptimParams

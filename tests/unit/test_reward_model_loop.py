@@ -19,8 +19,8 @@ from rollouts.config.schema import RewardModelTrainingConfig
 from rollouts.data.mixture import make_mixture, select_samples
 from rollouts.data.samples import PreferenceSample, measure_scores
 from rollouts.errors import DataError, ModelError
-from rollouts.loops.linearised import on_thread
 from rollouts.loops.reward_model import run_reward_model_training
+from rollouts.loops.steps import on_thread
 from rollouts.losses.row_losses import (
     make_regression_loss,
     make_score_loss,

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from rollouts.backends.scripts import save_training
 from rollouts.backends.state import Position, hold_state, read_state
 from rollouts.errors import CheckpointError
-from rollouts.ranks.group import Ranks
+from rollouts.ranks.meet import Ranks
 from tests.support.plain_backend import open_backend
 from tests.support.text_tables import cases
 

@@ -7,7 +7,7 @@ import pytest
 
 from rollouts.errors import UserFunctionError
 from rollouts.generation.samples import convert_to_batch
-from rollouts.loops.groups import score_told
+from rollouts.loops.rl_batch import score_told
 from rollouts.types import RolloutBatch, Sample, Status
 from tests.support.text_tables import cases
 from tests.unit.test_rl_batch import FixedReference

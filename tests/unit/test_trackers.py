@@ -17,16 +17,17 @@ from rollouts.config.secrets import find_secrets, hide_secrets, remove_secrets
 from rollouts.config.tables import TRACKERS
 from rollouts.errors import ConfigError, RowsRefused, RunDirError, SinkRefused, SinkUnavailable
 from rollouts.trackers import follower, sinks
-from rollouts.trackers.follower import Follower, describe_run
-from rollouts.trackers.launch import describe_catching_up
-from rollouts.trackers.position import (
+from rollouts.trackers.follower import (
+    Follower,
     LeftOut,
     Position,
+    describe_run,
     position_path,
     read_batch,
     read_position,
     write_position,
 )
+from rollouts.trackers.launch import describe_catching_up
 from rollouts.trackers.sinks import ALERTS, SINKS, Mark, Place, SinkKind, TrackedRow, check_trackers
 from tests.support.text_tables import cases
 from tests.support.tracker_runs import BEGAN, append, make_row, make_run

@@ -14,8 +14,8 @@ import pytest
 import trio
 
 from rollouts.run_dir import RunDir
+from rollouts.trackers.follower import position_path, read_position
 from rollouts.trackers.launch import open_trackers
-from rollouts.trackers.position import position_path, read_position
 from tests.support.processes import find_processes, wait_until
 from tests.support.tracker_runs import append, make_row, make_run, read_events, write_follower
 

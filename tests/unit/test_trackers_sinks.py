@@ -15,7 +15,7 @@ import pytest
 
 from rollouts.errors import RowsRefused, SinkRefused, SinkUnavailable
 from rollouts.metrics.names import METRICS
-from rollouts.trackers.position import position_path, read_position
+from rollouts.trackers.follower import position_path, read_position
 from rollouts.trackers.sinks import Mark, Place, RunInfo, Sink, TrackedRow, open_sink
 from tests.support.otlp_collector import (
     Collector,

@@ -24,8 +24,14 @@ from torch import Tensor
 
 from rollouts.engines.local.weights import StagedWeights, read_checkpoint
 from rollouts.errors import EngineClosed, EngineError, RequestRefused, WeightVersionError
-from rollouts.models.decoding.batch import DecodeBatch, Row
-from rollouts.models.decoding.opening import DEFAULT_CONTEXT, ForwardPath, OpenedDecoder, open_decoder
+from rollouts.models.decoding.batch import (
+    DEFAULT_CONTEXT,
+    DecodeBatch,
+    ForwardPath,
+    OpenedDecoder,
+    Row,
+    open_decoder,
+)
 from rollouts.models.draws import make_draw
 from rollouts.models.limits import check_request, find_context_limit
 from rollouts.processes.nurseries import open_plain_nursery

@@ -2,8 +2,15 @@
 
 from typing import Any
 
-from rollouts.inspect.facts import DROPPED, OUTCOMES, TROUBLE, load_facts, read_settings
-from rollouts.inspect.record import Record, find_checkpoints
+from rollouts.inspect.record import (
+    DROPPED,
+    OUTCOMES,
+    TROUBLE,
+    Record,
+    find_checkpoints,
+    load_facts,
+    read_settings,
+)
 from rollouts.inspect.report.samples import gather_samples
 from rollouts.run_dir import RunDir, describe_activity, find_activity
 
