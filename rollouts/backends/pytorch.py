@@ -298,7 +298,7 @@ class RankedTrainingBackend:
         self._steps.discard_pending()
 
     @queued
-    def forward(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
+    def forward(self, batch: RolloutBatch) -> FloatRows:
         """Log-probs [T_i] of every row's trained tokens at batch.temperature; of a scalar head its values
         before them. 0.0 elsewhere.
         """

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from rollouts.data.packing import ATTENTION_COST, MicroBatch, estimate_attention_cost, spread_tokens_to_rows
 from rollouts.errors import BackendError
+from rollouts.models.padded import TOKEN_FIELDS
 from rollouts.types import FloatArray, LossSpec, RolloutBatch, TokenArrays
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-TOKEN_FIELDS = ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs", "returns", "old_values")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

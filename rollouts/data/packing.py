@@ -39,7 +39,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollouts.types import BoolArray, FloatArray, IntArray
+from rollouts.types import BoolArray, FloatArray, FloatRows, IntArray
 
 # tokens; on a CPU mostly the head's and the embedding's gradients, which are as large as the vocabulary
 MICRO_BATCH_COST = 128
@@ -183,7 +183,7 @@ def _make_micro_batch(
 
 def spread_to_rows(
     micro_batches: Sequence[MicroBatch], values: Sequence[FloatArray], tokens: Sequence[IntArray]
-) -> tuple[FloatArray, ...]:
+) -> FloatRows:
     """[T_i] per row of the batch: the value of each trained token's pair, 0.0 elsewhere. `values` holds one
     array [N] per micro-batch.
     """
@@ -194,7 +194,7 @@ def spread_to_rows(
 
 def spread_tokens_to_rows(
     micro_batches: Sequence[MicroBatch], values: Sequence[FloatArray], tokens: Sequence[IntArray]
-) -> tuple[FloatArray, ...]:
+) -> FloatRows:
     """As spread_to_rows, of one array [M] per micro-batch: a value of each trained token, in the order of
     `token_rows`.
     """

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollouts.errors import DataError
-from rollouts.types import FloatArray, IntArray, RolloutBatch
+from rollouts.types import FloatArray, FloatRows, IntArray, RolloutBatch
 
 
 def make_score_batch(sequences: Sequence[IntArray]) -> RolloutBatch:
@@ -47,7 +47,7 @@ def read_scores(values: Sequence[FloatArray], batch: RolloutBatch) -> FloatArray
     return np.concatenate([np.zeros(0, np.float32), *kept]).astype(np.float32, copy=False)
 
 
-def spread_scores(scores: NDArray[Any], batch: RolloutBatch) -> tuple[FloatArray, ...]:
+def spread_scores(scores: NDArray[Any], batch: RolloutBatch) -> FloatRows:
     """[T_i] of each row: scores [B] of any kind at the row's trained tokens, 0.0 elsewhere; the way back from
     read_scores.
 

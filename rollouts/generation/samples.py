@@ -12,6 +12,7 @@ from rollouts.types import (
     BoolArray,
     FilterDecision,
     FloatArray,
+    FloatRows,
     IntArray,
     JSONValue,
     RolloutBatch,
@@ -69,7 +70,7 @@ class SampleFields(NamedTuple):
     tokens: tuple[IntArray, ...]
     loss_masks: tuple[BoolArray, ...]
     rewards: FloatArray | None  # [B]; None if no sample has one
-    rollout_log_probs: tuple[FloatArray, ...]  # nats; 0 where the mask is 0
+    rollout_log_probs: FloatRows  # nats; 0 where the mask is 0
     weight_versions: tuple[IntArray, ...]  # -1 where the mask is 0
     group_indices: IntArray | None  # [B]; None if no sample has one
 

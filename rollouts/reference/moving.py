@@ -13,7 +13,7 @@ stands still when a step is below 6e-8 of a weight.) A float32 scoring model's w
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from rollouts.errors import BackendError, CheckpointError, ConfigError
 from rollouts.metrics.jsonl import NonNegative
 from rollouts.models.export import save_hf_model
 from rollouts.models.load import load_hf_model
-from rollouts.protocols import TrainingBackend
+from rollouts.protocols import Bucket, TrainingBackend
 from rollouts.reference.score import FrozenReference
 from rollouts.types import FloatRows, RolloutBatch
 
@@ -151,7 +151,7 @@ class MovingReference:
         held = dict(self._averaged.named_parameters())
         waiting, wrong = set(held), list[str]()
 
-        def take(bucket: Sequence[tuple[str, Tensor]]) -> None:
+        def take(bucket: Bucket) -> None:
             for name, policy in bucket:  # nothing is raised: other ranks would wait in a collective
                 if name not in waiting or held[name].shape != policy.shape:
                     wrong.append(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,7 @@ from rollouts.errors import (
     StepInterrupted,
     WeightVersionError,
 )
-from rollouts.protocols import PauseMode, WeightSink
+from rollouts.protocols import Bucket, PauseMode, WeightSink
 from rollouts.types import (
     Completion,
     EngineFeatures,
@@ -220,7 +220,7 @@ class ScriptedEngine:
             raise EngineError("an engine that shares the trainer's weights takes no update")
         self._updating, self.received = True, []
 
-    def receive_bucket(self, bucket: Sequence[tuple[str, Any]]) -> None:
+    def receive_bucket(self, bucket: Bucket) -> None:
         if not self._updating:
             raise EngineError("receive_bucket outside an update; await begin_update() first")
         self.received += [name for name, _ in bucket]
