@@ -58,9 +58,9 @@ from rollouts.engines.vllm import open_vllm_engine
 from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.protocols import InferenceEngine
 from rollouts.types import Completion, GenerateRequest, LossSpec, OptimParams, RolloutBatch, SamplingParams
-from rollouts.weight_sync.probe import make_probe
 from rollouts.weight_sync.snapshots import DiskSnapshots, export_snapshot, remove_snapshot
 from rollouts.weight_sync.sync import WeightSync, stream_into
+from rollouts.weight_sync.update import make_probe
 
 MODEL = "bundled:smollm2-135m-instruct"
 CHUNK_BYTES = 16 * 2**20

@@ -52,9 +52,9 @@ from rollouts.reference.server import open_server_reference
 from rollouts.rewards.reward_model import add_model_reward, open_model_reward
 from rollouts.run_dir import parse_step
 from rollouts.types import SamplingParams
-from rollouts.weight_sync.probe import make_probe
 from rollouts.weight_sync.snapshots import DiskSnapshots
 from rollouts.weight_sync.sync import WeightSync, choose_tolerance, open_synced_fleet
+from rollouts.weight_sync.update import make_probe
 
 Backend = PyTorchTrainingBackend | FSDPTrainingBackend
 HELD_OUT = "heldout"

@@ -33,8 +33,14 @@ from rollouts.models.load import resolve_model, stop_token_ids
 from rollouts.preflight.checks import PreparedRun, check_losses, look_at_run, prepare_run
 from rollouts.preflight.findings import Findings, print_findings
 from rollouts.preflight.functions import open_functions
-from rollouts.preflight.restarts import choose_resume, record_launch
-from rollouts.preflight.run_directory import check_run_dir, choose_run_dir, lock_run_dir, write_holder
+from rollouts.preflight.run_directory import (
+    check_run_dir,
+    choose_resume,
+    choose_run_dir,
+    lock_run_dir,
+    record_launch,
+    write_holder,
+)
 from rollouts.protocols import MetricsLogger
 from rollouts.ranks.launch import Launch
 from rollouts.ranks.meet import OpenRanks, open_ranks

@@ -92,7 +92,7 @@ async def serve_rank(opened: OpenRanks, config: RunConfig, *, find_model: FindPa
     begin = await opened.channel.receive()
     if begin is None:  # rank 0 had nothing to do
         return
-    check_same_config(config, begin["config"], whose="rank 0")
+    check_same_config(config, begin["config"])
     find_path = partial(
         find_directory, base_model=begin["model_path"], name=config.model.name, find_model=find_model
     )

@@ -1,8 +1,7 @@
-"""Which checkpoints are complete, and what they hold. Only reads.
+"""Which checkpoints are complete, and what they hold.
 
-The file that makes a checkpoint complete: every other file with its size and hash, and a hash of itself.
-
-It knows nothing of what the files are: whatever lies in the directory when it is made belongs to the
+The manifest makes a checkpoint complete: every other file with its size and hash, and a hash of itself. It
+knows nothing of what the files are: whatever lies in the directory when it is made belongs to the
 checkpoint.
 """
 

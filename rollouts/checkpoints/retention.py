@@ -1,6 +1,5 @@
-"""Which checkpoints go, and the removal of what was never finished. Blocking: run it in a thread.
-
-Which checkpoint a run goes on from, after whatever ended it. Blocking: run it in a thread.
+"""Which checkpoints go, the removal of what was never finished, and which checkpoint a run goes on from after
+whatever ended it. Blocking: run it in a thread.
 """
 
 import math

@@ -208,12 +208,12 @@ def check_same_run(saved: RunConfig, now: RunConfig) -> None:
         )
 
 
-def check_same_config(config: RunConfig, dumped: str, *, whose: str) -> None:
+def check_same_config(config: RunConfig, dumped: str) -> None:
     """Raises ConfigError, naming the first setting, where `config` differs from the one that dump_config
     wrote as `dumped`.
     """
     other = RunConfig.model_validate(tomllib.loads(dumped))
-    for line in _find_differences(config, other, "here", f"on {whose}").values():
+    for line in _find_differences(config, other, "here", "on rank 0").values():
         raise ConfigError(f"{line}; start all ranks with the same config file and flags")
 
 

@@ -24,8 +24,16 @@ import numpy as np
 import trio
 
 from rollouts.engines.http import Transport, open_http_client, split_url
-from rollouts.engines.snapshot import TensorShapes, check_same_model, read_tensor_shapes
-from rollouts.engines.wire import START_S, Server, ask_watched, make_empty_completion, parse_version
+from rollouts.engines.wire import (
+    START_S,
+    Server,
+    TensorShapes,
+    ask_watched,
+    check_same_model,
+    make_empty_completion,
+    parse_version,
+    read_tensor_shapes,
+)
 from rollouts.errors import (
     EngineClosed,
     EngineError,

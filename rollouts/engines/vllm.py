@@ -34,12 +34,13 @@ from rollouts.engines.server import (
     refuse_settings,
     setup_errors,
 )
-from rollouts.engines.snapshot import TensorShapes, find_tensor_shapes
 from rollouts.engines.wire import (
     ServedModel,
     Server,
+    TensorShapes,
     VersionSpan,
     decode_reply,
+    find_tensor_shapes,
     make_completion,
     parse_version,
 )

@@ -1,13 +1,17 @@
 """What every server's answer must be before it becomes a Completion: decoded into typed records, never
 repaired. The records of a server are with its engine; fields that they do not name are ignored.
 
-Calls to one server: what a status means, and how long an answer is awaited.
+Calls to a server: what a status means, and how long an answer is awaited.
+
+What lies in a directory of safetensors, read without torch: enough to refuse it before a server is told to
+load it. A server that fails in the middle of a load has its weights in pieces, and dies at the next request.
 """
 
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -21,9 +25,11 @@ from rollouts.errors import (
     EngineOverloaded,
     EngineSilent,
     InfrastructureError,
+    ModelError,
     ReplyError,
     RequestRefused,
 )
+from rollouts.models.directories import list_tensors
 from rollouts.processes.nurseries import run_all
 from rollouts.types import Completion, FinishReason, GenerateRequest, IntArray
 
@@ -291,3 +297,35 @@ def check_status(reply: httpx.Response, *, where: str) -> None:
     if status in (401, 403, 404) or status < 400:
         raise EngineError(text)
     raise RequestRefused(text)
+
+
+TensorShapes = Mapping[str, tuple[int, ...]]
+
+
+def read_tensor_shapes(path: Path) -> TensorShapes:
+    """Name → shape of every tensor in a model directory. Raises ModelError as list_tensors."""
+    return {tensor.name: tensor.shape for tensor in list_tensors(path)}
+
+
+def find_tensor_shapes(path: Path) -> TensorShapes | None:
+    """Those of the model that a server was started with; None if it lies on another machine or in another
+    format.
+    """
+    try:
+        return read_tensor_shapes(path)
+    except ModelError:
+        return None
+
+
+def check_same_model(shapes: TensorShapes, expected: TensorShapes, *, path: Path) -> None:
+    """Raises ModelError unless `shapes` are those of the model `expected`. A tied output layer may be
+    missing, and so may rotary frequencies, which old checkpoints carry and nobody loads.
+    """
+    for name, _ in sorted(shapes.items() ^ expected.items()):
+        here, there = shapes.get(name), expected.get(name)
+        may_lack = name == "lm_head.weight" or name.endswith(".inv_freq")
+        if not (may_lack and None in (here, there)):
+            raise ModelError(
+                f"{path}: the tensor {name} has the shape {here}; the model that the server was started with"
+                f" has {there} (None: it is not there)"
+            )

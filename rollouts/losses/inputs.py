@@ -1,6 +1,6 @@
 """What every loss takes and returns. Axes: B rows of a micro-batch, T positions, right-padded.
 
-Ratios from log-probs; from per-token values to a sum with its count, and to metrics that merge.
+Also ratios from log-probs; and from per-token values to a sum with its count, and to metrics that merge.
 """
 
 import inspect

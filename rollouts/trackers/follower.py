@@ -6,7 +6,7 @@ rows refused    ──► sent in halves, down to the row at fault, which is nam
 a sink that hangs ──► the process ends and is started again: nothing else ends a blocked call
 stdin ends      ──► the run is over: what is left is sent
 
-How far a tracker has followed a run, in RUN/trackers/NAME.json, and the rows after that place.
+The position, in RUN/trackers/NAME.json, is how far a tracker has followed a run.
 """
 
 import contextlib

@@ -8,8 +8,8 @@ One lock orders both; the loop's update cancels a revival under way.
 It remembers the published version with its snapshot and the trainer's log-probs of the probe, and what each
 engine proved.
 
-A fleet of servers with weight sync as a config describes them, for a run: servers, engines, fleet, probe,
-transport, revival.
+A run opens it with its fleet as the config describes them: servers, engines, fleet, probe, transport,
+revival.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from rollouts.errors import SnapshotError, WeightSyncError
 from rollouts.models.export import Bucket
 from rollouts.protocols import InferenceEngine, TrainingBackend
 from rollouts.types import FloatArray
-from rollouts.weight_sync.probe import Probe, score_by_trainer
 from rollouts.weight_sync.snapshots import DiskSnapshots, Snapshot, WeightSource, stream_guarded
 from rollouts.weight_sync.update import (
     EngineUpdate,
+    Probe,
     ProvenVersions,
     SilenceLimits,
     UpdatePlan,
     compute_sync_metrics,
     describe_failures,
     log_warning,
+    score_by_trainer,
     sync_weights_to_engines,
 )
 
@@ -61,7 +62,7 @@ from rollouts.metrics.spans import SpanRecorder
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.protocols import SyncWeights
 from rollouts.weight_sync.broadcast_servers import open_broadcast
-from rollouts.weight_sync.probe import make_probe
+from rollouts.weight_sync.update import make_probe
 
 MAX_REVIVALS = 6  # failures in a row after which an engine waits for the next update
 RETRY_BASE_S, RETRY_CAP_S = 1.0, 60.0  # between two tries of an update that reached no engine

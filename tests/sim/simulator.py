@@ -43,9 +43,8 @@ from rollouts.loops.steps import EncodeState, StepHooks
 from rollouts.protocols import TrainingBackend
 from rollouts.testing.fakes import fake_uniform
 from rollouts.types import GenerateRequest, Sample, SampleGroup, SamplingParams
-from rollouts.weight_sync.probe import make_probe
 from rollouts.weight_sync.sync import WeightSync
-from rollouts.weight_sync.update import SilenceLimits
+from rollouts.weight_sync.update import SilenceLimits, make_probe
 from tests.sim.fakes import NoLog, RecordingBuffer, SimulatedBackend, SimulatedEngine, SimulatedSnapshots
 from tests.sim.invariants import BrokenInvariant, Checkpoint, Checks, FleetReport, Trainer
 from tests.sim.schedule import LEAST_FAULTS, LEAST_REQUESTS, LEAST_SYNCS, FleetSchedule, SimulatedServer

@@ -23,8 +23,8 @@ from rollouts.weight_sync.engine_weights import (
     read_engine_weights,
     sync_as_saved,
 )
-from rollouts.weight_sync.probe import make_probe
 from rollouts.weight_sync.sync import WeightSync
+from rollouts.weight_sync.update import make_probe
 from tests.unit.test_pytorch_backend import open_backend
 
 

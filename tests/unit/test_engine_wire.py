@@ -13,9 +13,8 @@ import safetensors.numpy
 
 from rollouts.engines.server import Dialect
 from rollouts.engines.sglang import ServerInfo, SGLangServer
-from rollouts.engines.snapshot import check_same_model, read_tensor_shapes
 from rollouts.engines.vllm import VLLMServer
-from rollouts.engines.wire import Server, check_status, parse_version
+from rollouts.engines.wire import Server, check_same_model, check_status, parse_version, read_tensor_shapes
 from rollouts.errors import (
     EngineError,
     EngineOverloaded,

@@ -81,4 +81,4 @@ def test_a_rank_with_another_config_is_refused_naming_the_setting_and_both_value
     ours = RunConfig(model=ModelConfig(threads=2)) if "model" in theirs else RunConfig()
     dumped = dump_config(load_config(tmp_path / "run.toml"))
     with pytest.raises(ConfigError, match=f"{said}.* rank 0; start all ranks with the same config"):
-        check_same_config(ours, dumped, whose="rank 0")
+        check_same_config(ours, dumped)

@@ -16,8 +16,7 @@ import pytest
 from rollouts.cli import main
 from rollouts.errors import StorageError
 from rollouts.inspect.record import open_record
-from rollouts.inspect.report.gather import gather_run
-from rollouts.inspect.report.page import write_report
+from rollouts.inspect.report.page import gather_run, write_report
 from tests.browser.written_run import NASTY, head, write_run
 from tests.unit.run_rows import write_block, write_rows
 

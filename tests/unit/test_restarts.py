@@ -11,13 +11,15 @@ import pytest
 
 from rollouts.config.schema import RunConfig
 from rollouts.errors import RunDirError
-from rollouts.preflight.restarts import (
+from rollouts.preflight.run_directory import (
+    check_run_dir,
     choose_resume,
     find_restart,
+    lock_run_dir,
     read_agents,
     record_launch,
+    write_holder,
 )
-from rollouts.preflight.run_directory import check_run_dir, lock_run_dir, write_holder
 from rollouts.ranks.launch import Launch, read_launch
 from rollouts.run_dir import RunDir
 

@@ -29,7 +29,6 @@ from rollouts.models.safetensors_file import TensorFile
 from rollouts.testing.fakes import ScriptedEngine, open_fake_backend
 from rollouts.testing.torch_contracts import assert_weights_equal
 from rollouts.types import LossSpec, RolloutBatch
-from rollouts.weight_sync.probe import make_probe
 from rollouts.weight_sync.snapshots import (
     DiskSnapshots,
     clear_after_restart,
@@ -38,6 +37,7 @@ from rollouts.weight_sync.snapshots import (
     list_snapshots,
 )
 from rollouts.weight_sync.sync import WeightSync
+from rollouts.weight_sync.update import make_probe
 from tests.support.text_tables import cases
 
 OPTIM = OptimConfig(lr=1e-2)

@@ -15,10 +15,9 @@ import trio
 
 from rollouts.errors import BackendError, EngineSilent, EngineUnreachable, WeightSyncError
 from rollouts.types import Completion, EngineFeatures, GenerateRequest, RolloutBatch
-from rollouts.weight_sync.probe import make_probe
 from rollouts.weight_sync.snapshots import Snapshot
 from rollouts.weight_sync.sync import WeightSync
-from rollouts.weight_sync.update import SilenceLimits
+from rollouts.weight_sync.update import SilenceLimits, make_probe
 from tests.support.text_tables import cases
 
 PROBE = make_probe(50, tolerance=1e-2)

@@ -4,7 +4,7 @@ It calls the model's own submodules and never changes the model, so that a train
 What it leaves out of the model's own forward (masks, caches, output records) costs more than the arithmetic
 on small models. `open_decoder` proves on a probe that both forwards agree.
 
-A causal language model of transformers and its own forward pass, and two decoders made of it.
+Where that is not possible, two decoders made of the model's own forward pass:
 
 CachedDecoder      one token per row and step, with the model's own cache
 RecomputeDecoder   the whole sequence of every row at every step, for every causal model
