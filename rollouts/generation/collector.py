@@ -18,6 +18,7 @@ import trio
 from rollouts.config.tables import RolloutConfig
 from rollouts.crash_points import reach
 from rollouts.errors import EngineError, InfrastructureError, NotEnoughSamples, RolloutsError
+from rollouts.generation.batch import FILTERED, compute_batch_metrics
 from rollouts.generation.group import (
     INFRASTRUCTURE,
     Group,
@@ -27,7 +28,7 @@ from rollouts.generation.group import (
     start_group,
 )
 from rollouts.generation.pacing import Pace
-from rollouts.generation.samples import FILTERED, PromptSource, compute_batch_metrics, convert_to_batch
+from rollouts.generation.samples import PromptSource, convert_to_batch
 from rollouts.types import Metric, RolloutBatch, Sample, Total
 
 # reasons for which a group is dropped; a filter's own reason follows FILTERED

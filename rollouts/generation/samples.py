@@ -1,19 +1,13 @@
 """What the manager and the synchronous tier share: a prompt's samples, when a group trains, samples as a
 batch. Loads neither trio nor torch.
-
-What the groups of a batch look like and what they cost, as metrics.
 """
 
-import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from rollouts.data.data_buffer import PromptRow
-from rollouts.filters import rewards_of
-from rollouts.generation.group import Group, failure_class_of
 from rollouts.types import (
     BoolArray,
     FilterDecision,
@@ -21,84 +15,10 @@ from rollouts.types import (
     FloatRows,
     IntArray,
     JSONValue,
-    Max,
-    Mean,
-    Metric,
-    Min,
     RolloutBatch,
     Sample,
     Status,
-    Total,
 )
-
-FILTERED = "filtered:"  # begins the reason of a drop by a filter, which the filter's own follows
-
-
-def compute_batch_metrics(
-    groups: Sequence[Group],
-    *,
-    outranked: Sequence[Group],
-    decided: Sequence[Group],
-    drawn: int,
-    dropped: Mapping[str, int],
-) -> dict[str, Metric]:
-    """What the groups of a batch look like and what they cost; `decided` are those that this call closed, in
-    or out of the batch.
-
-    reward/…, response_length/… and truncated/… are of the rows that train. groups/zero_std_frac and
-    groups/reward_std are of every group that was scored, filtered and outranked ones included: what chooses
-    would hide what it looks for. Spreads are the population's; those of groups count a trajectory of several
-    segments once. groups/accepted_frac is the share of the groups decided in this call that the filters kept;
-    a group that failed or was not needed counts neither way. Samples without a reward have no metric of one.
-    """
-    samples = [sample for group in groups for sample in group.samples]
-    lengths = [sample.response_length for sample in samples]
-    rewards = [sample.reward for sample in samples if sample.reward is not None]
-    accepted = sum(group.decision is not None and group.decision.keep for group in decided)
-    filtered = [
-        group
-        for group in decided
-        if group.decision is not None and not group.decision.keep and group.failure_class is None
-    ]
-    members = [member for group in decided for member in group.members]
-    scored = [*groups, *outranked, *filtered] if rewards else []
-    spread = [rewards_of(group.sample_group) for group in scored]
-    failures = Counter(failure_class_of(sample) for group in decided for sample in group.failed)
-    parts: dict[str, list[float]] = {}
-    for sample in samples:
-        for name, value in sample.rewards.items():
-            parts.setdefault(metric_segment(name), []).append(value)
-    drops: Counter[str] = Counter()
-    for reason, count in dropped.items():
-        drops[metric_segment(reason.removeprefix(FILTERED))] += count
-    return {
-        "groups/drawn": Total(drawn),
-        "groups/kept": Total(len(groups)),
-        **{f"groups/dropped/{name}": Total(count) for name, count in sorted(drops.items())},
-        **{f"fail/{name}": Total(count) for name, count in sorted(failures.items())},
-        "response_length/mean": _mean(lengths),
-        "response_length/min": Min(min(lengths)),
-        "response_length/max": Max(max(lengths)),
-        "truncated/frac": _mean(sample.status is Status.TRUNCATED for sample in samples),
-        **({"reward/mean": _mean(rewards), "reward/std": Mean(float(np.std(rewards)), 1)} if rewards else {}),
-        **{f"reward/part/{name}/mean": _mean(values) for name, values in parts.items()},
-        # by min and max: rounding can leave equal rewards a tiny deviation
-        "groups/zero_std_frac": _mean(values.min() == values.max() for values in spread),
-        "groups/reward_std/mean": _mean(values.std() for values in spread),
-        "groups/accepted_frac": Mean(accepted, accepted + len(filtered)),
-        "perf/generate_s/mean": _mean(member.generate_s for member in members),
-        "perf/reward_s/mean": _mean(one.reward_s for one in members if one.reward_s is not None),
-    }
-
-
-def metric_segment(name: str) -> str:
-    """A user's name as part of a metric's name: lower case, anything but letters, digits and _ becomes _."""
-    return re.sub(r"[^a-z0-9_]+", "_", name.lower()) or "unnamed"
-
-
-def _mean(values: Iterable[float]) -> Mean:
-    numbers = [float(value) for value in values]
-    return Mean(float(np.sum(numbers)), len(numbers))
 
 
 class PromptSource(Protocol):
