@@ -70,7 +70,7 @@ class SimulatedBackend(FakeBackend):
         name_next: Callable[[list[str]], str],
         check_batch: Callable[[RolloutBatch], None],
     ) -> None:
-        super().__init__(step_s=step_s, failures={})
+        super().__init__(step_s, 0.0, {})
         self._state["version"] = len(lineage) - 1
         self._name_next = name_next
         self._check_batch = check_batch

@@ -152,7 +152,7 @@ class SlowBackend(FakeBackend):
     """A FakeBackend of which only forward_backward takes time."""
 
     def __init__(self, train_s: float) -> None:
-        super().__init__(step_s=0.0, failures={})
+        super().__init__(0.0, 0.0, {})
         self._train_s = train_s
 
     def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> FakeFuture[ForwardBackwardResult]:

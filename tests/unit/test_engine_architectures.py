@@ -26,11 +26,12 @@ TINY = {"llama": "fast", "qwen3": "fast", "moe": "fast", "gemma": "cached", "mam
 def without_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves the last resort only."""
 
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise ModelError("refused by the test")
+    class Refused:
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            raise ModelError("refused by the test")
 
-    monkeypatch.setattr("rollouts.models.decoding.batch.CachedDecoder", refuse)
-    monkeypatch.setattr("rollouts.models.decoding.batch.FastDecoder", refuse)
+    monkeypatch.setattr("rollouts.models.decoding.batch.CachedDecoder", Refused)
+    monkeypatch.setattr("rollouts.models.decoding.batch.FastDecoder", Refused)
 
 
 # --- exactness ----------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ class MeasuringBackend(FakeBackend):
     """
 
     def __init__(self, *kls: float | None, step_s: float = 0.0, nats: float = 0.0) -> None:
-        super().__init__(step_s=step_s, failures={})
+        super().__init__(step_s, 0.0, {})
         self._kls, self._nats = list(kls), nats
 
     def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> Any:
