@@ -181,14 +181,8 @@ async def open_process(
     Raises OSError if the guard cannot be started, InfrastructureError if something is left after END_S.
     """
     words = [str(word) for word in argv]
-    settings = {
-        "argv": words,
-        "parent_pid": os.getpid(),
-        "memory_bytes": memory_bytes,
-        "subreaper": subreaper,
-        "grace_s": grace_s,
-        "linger_s": linger_s,
-    }
+    limits = {"memory_bytes": memory_bytes, "subreaper": subreaper, "grace_s": grace_s, "linger_s": linger_s}
+    settings = {"argv": words, "parent_pid": os.getpid(), **limits}
     with ExitStack() as ours:
         with ExitStack() as theirs:
             control, its_control = open_socket_pair(ours, theirs)
