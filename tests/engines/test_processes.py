@@ -3,7 +3,6 @@
 import os
 import signal
 import uuid
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,7 +48,7 @@ async def test_a_real_server_starts_answers_comes_back_and_leaves_nothing(
 
 
 async def test_a_real_server_that_cannot_start_says_why(command: EngineCommand, kind: Kind, tmp_path: Path):
-    wrong = replace(command, model=tmp_path / "no-model")
+    wrong = command._replace(model=tmp_path / "no-model")
     with pytest.raises(EngineSetupError, match=f"{kind}-0.*before it was ready") as raised:
         async with open_engine_processes(wrong, count=1, log_dir=tmp_path):
             pytest.fail("it has no model")
