@@ -1,5 +1,5 @@
 """Who may import whom: a file imports from its own folder or a lower floor, and only the listed modules load
-torch or wait on trio.
+torch or wait on trio. How long a file and a function may be.
 """
 
 import ast
@@ -158,3 +158,17 @@ for name in {light!r}:
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_no_function_is_longer_than_60_lines_and_no_file_than_500():
+    long: dict[str, float] = {}
+    for folder in ("rollouts", "integration_training", "tests", "benchmarks"):
+        for file in (ROOT / folder).rglob("*.py"):
+            text = file.read_text("utf-8")
+            sizes = {str(file): len(text.splitlines()) / 500}
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    assert node.end_lineno is not None
+                    sizes[f"{file}:{node.lineno}"] = (node.end_lineno - node.lineno + 1) / 60
+            long |= {place: size for place, size in sizes.items() if size > 1}
+    assert long == {}
