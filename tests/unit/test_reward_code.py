@@ -1,5 +1,6 @@
 """Model-written code: what its tests decide, what it cannot forge cheaply, and that nothing of it stays."""
 
+import contextlib
 import os
 import re
 import socket
@@ -58,7 +59,12 @@ def code_processes() -> list[psutil.Process]:
     """Every process of this machine whose session was opened for a child of ours, by the descriptors and
     script in its command line.
     """
-    return [one for one in find_processes("code_child.py") if one.ppid() in (os.getpid(), 1)]
+    found: list[psutil.Process] = []
+    for one in find_processes("code_child.py"):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if one.ppid() in (os.getpid(), 1):
+                found.append(one)
+    return found
 
 
 def run(code: str, tests: Any = "pass", *, metadata: Any = None, **options: Any) -> RewardResult:
