@@ -8,9 +8,10 @@ model, reinforcement learning.
 --mode joins stages by +: sft, preference (or dpo), reward_model, rl (or ppo, which is RL with a critic);
 without it, all that the config has tables for. This is the one place where all parts meet: here the command
 line; run.py has the start and the ranks, opening.py what a stage has open, stages.py and rl.py the stages,
-reports.py evaluations and the summary. Nothing that loads torch is imported before the config is known to be
-good. Exit codes: 0 done, or stopped on request after a checkpoint; 1 the run failed; 2 a setting, file or
-plug-in is wrong; 75 another rank was lost; 130 interrupted before training began.
+reports.py evaluations, the hooks around steps and the summary. Nothing that loads torch is imported before
+the config is known to be good. Exit codes: 0 done, or stopped on request after a checkpoint; 1 the run
+failed; 2 a setting, file or plug-in is wrong; 75 another rank was lost; 130 interrupted before training
+began.
 """
 
 import argparse

@@ -157,6 +157,9 @@ def scatter_trained(trained: ArrayLike, mask: BoolArray) -> FloatArray:
     return row
 
 
+# --- self-play ----------------------------------------------------------------------------------------------
+
+
 class RoleAdvantages(NamedTuple):
     """Advantages and what to pass as `baselines` next time."""
 

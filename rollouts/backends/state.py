@@ -16,38 +16,32 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from rollouts.errors import CheckpointError
+from rollouts.errors import BackendError, CheckpointError
 from rollouts.models.devices import find_device
 from rollouts.models.directories import fsync_path
+from rollouts.models.export import Bucket
 from rollouts.models.safetensors_file import write_safetensors
 from rollouts.models.sharded import compute_local_slices, get_local, reshard
 from rollouts.ranks.meet import Ranks
 from rollouts.run_dir import checkpoint_state_dir
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-import torch.distributed as dist
-from torch.distributed.tensor import Shard
-
-from rollouts.errors import BackendError
-from rollouts.models.export import Bucket
 from rollouts.weight_sync.flat_buckets import split_buckets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+# --- whole weights and shards -------------------------------------------------------------------------------
 
 
 BUCKET_BYTES = 256 * 2**20
@@ -136,6 +130,9 @@ def scatter_weight(ranks: Ranks, parameter: Tensor, weight: Tensor | None) -> No
     if ranks.mesh is not None:  # whole for a moment, as in a forward pass
         dist.broadcast(whole, src=0)
     local.copy_(whole[compute_local_slices(parameter)])
+
+
+# --- the training state -------------------------------------------------------------------------------------
 
 
 BACKEND_FILE = "backend.json"

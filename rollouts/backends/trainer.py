@@ -16,19 +16,28 @@ order after a failure. A model that is not divided runs as it is.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast, get_args
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from rollouts.backends.captures import HeldPart, hold_together, save_together
+from rollouts.backends.sharded_compat import list_groups, reduce_unused, reset_iteration
 from rollouts.backends.shares import Portion, Share, decode_share, encode_share
 from rollouts.backends.state import (
     BUCKET_BYTES,
@@ -51,6 +60,7 @@ from rollouts.crash_points import reach
 from rollouts.errors import BackendError, CheckpointError, DenominatorMismatch, ModelError
 from rollouts.losses import LossFn, resolve_loss, wants_entropy_gradient
 from rollouts.models.forward_plan import log_plan, plan_forward
+from rollouts.models.layers import find_layers
 from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
 from rollouts.models.sharded import get_local, load_sharded_weights, reshard
 from rollouts.protocols import WeightSink
@@ -59,6 +69,7 @@ from rollouts.ranks.meet import (
     Ranks,
     all_gather_bytes,
     all_gather_floats,
+    meet_all,
     run_agreed,
     scatter_bytes,
 )
@@ -67,23 +78,9 @@ from rollouts.weight_sync.flat_buckets import split_buckets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-import dataclasses
-import types
-from typing import TYPE_CHECKING, TypeVar
 
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 
-from rollouts.backends.sharded_compat import list_groups, reduce_unused, reset_iteration
-from rollouts.models.layers import find_layers
-from rollouts.ranks.meet import meet_all
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+# --- a divided model ----------------------------------------------------------------------------------------
 
 
 T = TypeVar("T")
@@ -161,6 +158,9 @@ def discard_iteration(model: torch.nn.Module) -> None:
             parameter.unsharded_accumulated_grad = None  # reset_iter_state leaves these
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
+
+
+# --- the trainer --------------------------------------------------------------------------------------------
 
 
 METRIC_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Metric)}

@@ -17,6 +17,9 @@ from rollouts.errors import CheckpointDamaged, CheckpointError
 from rollouts.run_dir import checkpoint_manifest, checkpoint_state_dir, parse_step
 from rollouts.types import JSONValue
 
+# --- the manifest -------------------------------------------------------------------------------------------
+
+
 MANIFEST_SCHEMA = 2
 
 
@@ -141,6 +144,9 @@ def describe_unreadable(path: Path, error: OSError) -> CheckpointError:
         f"{path} cannot be read now ({error.strerror or error}), which says nothing about what it holds, so"
         " nothing was changed; see that the disk, the mount and the permissions are in order, and try again"
     )
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------
 
 
 TRAINER_STATE = "trainer.json"

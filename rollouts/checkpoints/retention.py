@@ -80,6 +80,9 @@ def remove_incomplete(stage_dir: Path) -> list[Path]:
     return leftovers
 
 
+# --- where a run goes on ------------------------------------------------------------------------------------
+
+
 DAMAGED_PREFIX = "damaged-"
 
 

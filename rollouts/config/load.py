@@ -306,6 +306,9 @@ def _locate(loc: Sequence[Any], settings: Any) -> str:
     return ".".join(parts)
 
 
+# --- stages and modes ---------------------------------------------------------------------------------------
+
+
 STAGES = ("sft", "preference", "reward_model", "rl")
 STAGE_ALIASES = {"dpo": "preference", "ppo": "rl"}  # ppo: RL that must have a critic
 EVALUATE = "evaluate"  # the mode that trains nothing

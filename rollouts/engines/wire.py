@@ -161,6 +161,9 @@ def show(body: bytes) -> str:
     return repr(text) + (f"... ({len(body)} bytes)" if len(body) > SHOWN_BYTES else "")
 
 
+# --- calls --------------------------------------------------------------------------------------------------
+
+
 START_S = 600.0  # for a server to be ready, and for its first answer, for which it may have to compile
 REPEAT_S = 1.0  # before a control call is sent for the third time
 HEALTH_S = 10.0  # for the answer to whether a server is well; less where silence_s is
@@ -300,6 +303,9 @@ def check_status(reply: httpx.Response, *, where: str) -> None:
 
 
 TensorShapes = Mapping[str, tuple[int, ...]]
+
+
+# --- what a directory holds ---------------------------------------------------------------------------------
 
 
 def read_tensor_shapes(path: Path) -> TensorShapes:

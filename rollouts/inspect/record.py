@@ -299,6 +299,9 @@ def quote_name(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
+# --- what the viewers share ---------------------------------------------------------------------------------
+
+
 ACCURACY = r"^eval/.+/((avg|maj|pass)@\d+|accuracy)$"  # metrics that are shares
 # `telling()`: metrics that are shown first, in order; `troubles`: what went wrong in a step, by metric;
 # `step_facts`: what a step says of itself, by metric, with its heading (of two with one heading the later

@@ -69,36 +69,10 @@ from rollouts.loops.weight_push import BatchSource, WeightPush, open_weight_push
 from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, SyncWeights, TrainingBackend
-from rollouts.types import Max, RolloutBatch, Sample, Total, metric_values
+from rollouts.types import LossSpec, Max, RolloutBatch, Sample, Total, metric_values
 
 if TYPE_CHECKING:
     from rollouts.data.data_buffer import DataBuffer
-
-from rollouts.types import LossSpec
-
-VALUE_CLIP = 0.2  # updates of a step that move a value further gain nothing by it, in the reward's unit
-# of metrics that only a critic has; the others get the prefix "critic/"
-OWN_NAMES = ("value/", "return/", "loss/value")
-
-
-async def train_critic(critic: TrainingBackend | None, updates: Sequence[Update]) -> list[UpdateResult]:
-    """The results of the critic's optimizer steps, on the same parts of the batch as the policy's and in the
-    same order; empty without a critic.
-    """
-    if critic is None:
-        return []
-    loss = LossSpec("value", {"clip": VALUE_CLIP})  # a mean over the trained tokens of an update's rows
-    return await train(critic, [(batch, loss) for batch, _ in updates])
-
-
-def critic_metrics(results: Sequence[UpdateResult], minibatches: int) -> dict[str, float]:
-    """The critic's metrics of the last pass over the batch; empty without a critic. value/explained_variance
-    is of the values before each part's update.
-    """
-    metrics = last_pass_metrics(results, minibatches) if results else {}
-    return {
-        name if name.startswith(OWN_NAMES) else f"critic/{name}": value for name, value in metrics.items()
-    }
 
 
 async def run_rl_training(
@@ -312,4 +286,32 @@ def throughput(
             float(part.response_lengths.sum()) for part, _ in updates[: config.minibatches]
         )
         / timer.seconds("train"),
+    }
+
+
+# --- the critic ---------------------------------------------------------------------------------------------
+
+
+VALUE_CLIP = 0.2  # updates of a step that move a value further gain nothing by it, in the reward's unit
+# of metrics that only a critic has; the others get the prefix "critic/"
+OWN_NAMES = ("value/", "return/", "loss/value")
+
+
+async def train_critic(critic: TrainingBackend | None, updates: Sequence[Update]) -> list[UpdateResult]:
+    """The results of the critic's optimizer steps, on the same parts of the batch as the policy's and in the
+    same order; empty without a critic.
+    """
+    if critic is None:
+        return []
+    loss = LossSpec("value", {"clip": VALUE_CLIP})  # a mean over the trained tokens of an update's rows
+    return await train(critic, [(batch, loss) for batch, _ in updates])
+
+
+def critic_metrics(results: Sequence[UpdateResult], minibatches: int) -> dict[str, float]:
+    """The critic's metrics of the last pass over the batch; empty without a critic. value/explained_variance
+    is of the values before each part's update.
+    """
+    metrics = last_pass_metrics(results, minibatches) if results else {}
+    return {
+        name if name.startswith(OWN_NAMES) else f"critic/{name}": value for name, value in metrics.items()
     }

@@ -43,6 +43,9 @@ Score = Callable[[RolloutBatch], Awaitable[FloatRows]]
 """LogProbScorer.score, or a backend's forward."""
 
 
+# --- what functions of the user say of groups ---------------------------------------------------------------
+
+
 def ask_groups(samples: Sequence[Sample], ask: Callable[[SampleGroup], Any], setting: str) -> list[Any]:
     """What `ask` makes of each group. Raises UserFunctionError, with the setting and the group, for what it
     raises, and for a trajectory of several segments, which is no single answer to a prompt.
@@ -95,6 +98,9 @@ async def score_told(
         for row, values in zip(rows, aligned, strict=True):
             found[row] = values
     return tuple(found)
+
+
+# --- the batch ----------------------------------------------------------------------------------------------
 
 
 MINIBATCH_STREAM = 0x6D696E69  # keeps the draws apart from others with the same seed

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from rollouts.losses.row_losses import LinearisedRows
 
 
+# --- batches of a dataset -----------------------------------------------------------------------------------
+
+
 P = ParamSpec("P")
 T = TypeVar("T")
 AsyncRowLoss = Callable[..., Awaitable["LinearisedRows"]]
@@ -125,6 +128,9 @@ def sum_rows(values: Sequence[FloatArray]) -> NDArray[np.float64]:
 
 EncodeState = Callable[[], Mapping[str, JSONValue]]
 """Turns a held state into JSON; called only if it is saved."""
+
+
+# --- around the steps ---------------------------------------------------------------------------------------
 
 
 async def do_nothing(*of_a_step: object) -> bool:

@@ -135,6 +135,9 @@ def clear_masked(inputs: LossInputs) -> LossInputs:
     return replace(inputs, **cleared)
 
 
+# --- ratios and sums ----------------------------------------------------------------------------------------
+
+
 MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8 is far outside every clip, and its square is finite in float32
 
 

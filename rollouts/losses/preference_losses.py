@@ -343,6 +343,9 @@ def spoil_losses(losses: Tensor, *values: Tensor) -> Tensor:
     return losses
 
 
+# --- KTO ----------------------------------------------------------------------------------------------------
+
+
 LOSS_AVERSION = (1.0, 4 / 3)  # range of λ_D·n_D / (λ_U·n_U) that the paper recommends
 
 

@@ -23,6 +23,9 @@ from safetensors import SafetensorError, safe_open
 
 from rollouts.errors import ModelError
 
+# --- transformers without its noise -------------------------------------------------------------------------
+
+
 # of each call of transformers: nothing from a hub, no code from a directory
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 # what transformers and the hub raise on directories and names that they cannot use
@@ -69,6 +72,9 @@ def naming_errors(what: str, way_out: str = "copy the model directory again") ->
 def describe_error(error: BaseException) -> str:
     """The error's type and the first line of what it says."""
     return f"{type(error).__name__}: {str(error).strip().split(chr(10), 1)[0][:300] or 'no message'}"
+
+
+# --- directories --------------------------------------------------------------------------------------------
 
 
 WEIGHT_INDEX = "model.safetensors.index.json"
@@ -228,6 +234,9 @@ ModelHead = Literal["tokens", "scalar"]
 """What a model says at each position: log-probs of the next token, or one number. See
 rollouts.models.scalar_head.
 """
+
+# --- the class ----------------------------------------------------------------------------------------------
+
 
 # ends of names of what is not a causal model
 OTHER_HEADS = ("Model", "ForMaskedLM", "ForPreTraining", "Classification", "ForQuestionAnswering")

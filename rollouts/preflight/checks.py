@@ -251,6 +251,9 @@ def check_written_run(run_dir: RunDir, *, deep: bool) -> Findings:
     return findings
 
 
+# --- models beside the policy -------------------------------------------------------------------------------
+
+
 STAGE = "stage"  # the name of this run's own reward model
 OWN = ("self", "reference")  # teachers that a run has anyway
 REWARD, CRITIC, TEACHER = "rl.rollout.reward_model", "rl.critic.model", "rl.distillation.teacher"

@@ -173,6 +173,9 @@ def describe_holder(run_dir: RunDir) -> str:
     )
 
 
+# --- restarts -----------------------------------------------------------------------------------------------
+
+
 Restart = Literal["yes", "no", "if another rank says so"]
 NO_IDS = frozenset({"", "none"})  # what torchrun calls a run that was given no id
 

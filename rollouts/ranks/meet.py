@@ -52,6 +52,9 @@ from rollouts.ranks.channel import BEAT_S, Channel, exit_on_lost
 from rollouts.ranks.launch import LOOPBACK, Launch, identify_process
 from rollouts.types import FloatArray
 
+# --- the group ----------------------------------------------------------------------------------------------
+
+
 T = TypeVar("T")
 COLLECTIVE_S = 1800.0  # one collective may take so long, the waiting for a slower rank included
 ERROR_CHARS = 600  # of an error that another rank reports
@@ -246,6 +249,9 @@ def decode_error(rank: int, report: bytes) -> Exception:
     text, number = json.loads(report)
     said = f"rank {rank} failed: {text}"
     return BackendError(said) if number is None else OSError(number, said)
+
+
+# --- meeting ------------------------------------------------------------------------------------------------
 
 
 COME_S = 300.0  # rank 0, which comes last, waits so long for the others

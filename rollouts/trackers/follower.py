@@ -34,6 +34,8 @@ from rollouts.metrics.jsonl import NonNegative, Place, read_lines
 from rollouts.run_dir import RunDir, replace_file
 from rollouts.trackers.sinks import ALERTS, SINKS, RunInfo, Sink, TrackedRow, open_sink
 
+# --- the position -------------------------------------------------------------------------------------------
+
 
 class LeftOut(msgspec.Struct, frozen=True):
     """Rows that the tracker's service refused for good."""
@@ -134,6 +136,9 @@ def parse_lines(
         except (ValueError, RecursionError):
             say(f"{file}.jsonl: no row ends at byte {end.offset} ({line[:40]!r}…): passed over")
             yield -math.inf, file, None, end
+
+
+# --- the follower -------------------------------------------------------------------------------------------
 
 
 LOOK_S = 0.5  # between two looks at the files

@@ -129,6 +129,9 @@ def describe_catching_up(root: Path, names: Sequence[str]) -> str:
     return f"to send the rest: python -m rollouts track {shlex.quote(str(root))} {to} --once"
 
 
+# --- from a terminal ----------------------------------------------------------------------------------------
+
+
 LOOK_S = 0.5  # between two looks whether the run is over
 OUTCOMES = {"sent": "", "behind": ", not all", "held": "; another process follows the run for it already"}
 

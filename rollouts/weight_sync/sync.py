@@ -14,20 +14,32 @@ revival.
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 import trio
 
+from rollouts.config.tables import EngineConfig
 from rollouts.crash_points import reach
+from rollouts.engines.fleet import Fleet
+from rollouts.engines.open import DOWN_LIMIT_S, open_server_fleet
+from rollouts.engines.processes import split_flags
 from rollouts.errors import SnapshotError, WeightSyncError
+from rollouts.metrics.spans import SpanRecorder
 from rollouts.models.export import Bucket
-from rollouts.protocols import InferenceEngine, TrainingBackend
+from rollouts.processes.nurseries import open_plain_nursery
+from rollouts.protocols import InferenceEngine, SyncWeights, TrainingBackend
 from rollouts.types import FloatArray
+from rollouts.weight_sync.broadcast_servers import open_broadcast
 from rollouts.weight_sync.snapshots import DiskSnapshots, Snapshot, WeightSource, stream_guarded
 from rollouts.weight_sync.update import (
     EngineUpdate,
@@ -38,6 +50,7 @@ from rollouts.weight_sync.update import (
     compute_sync_metrics,
     describe_failures,
     log_warning,
+    make_probe,
     score_by_trainer,
     sync_weights_to_engines,
 )
@@ -45,24 +58,6 @@ from rollouts.weight_sync.update import (
 if TYPE_CHECKING:
     from rollouts.engines.fleet import Fleet
     from rollouts.metrics.spans import SpanRecorder
-import json
-import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
-from pathlib import Path
-from typing import Any, Literal
-
-import torch
-
-from rollouts.config.tables import EngineConfig
-from rollouts.engines.fleet import Fleet
-from rollouts.engines.open import DOWN_LIMIT_S, open_server_fleet
-from rollouts.engines.processes import split_flags
-from rollouts.metrics.spans import SpanRecorder
-from rollouts.processes.nurseries import open_plain_nursery
-from rollouts.protocols import SyncWeights
-from rollouts.weight_sync.broadcast_servers import open_broadcast
-from rollouts.weight_sync.update import make_probe
 
 MAX_REVIVALS = 6  # failures in a row after which an engine waits for the next update
 RETRY_BASE_S, RETRY_CAP_S = 1.0, 60.0  # between two tries of an update that reached no engine
@@ -342,6 +337,9 @@ async def stream_into(source: WeightSource, engine: InferenceEngine, version: in
     await stream_guarded(source, receive)
     await engine.finish_update(version)
     return sum(sizes)
+
+
+# --- opened for a run ---------------------------------------------------------------------------------------
 
 
 EXACT_TOLERANCE = 1e-3  # nats between engine and trainer on the probe, both in float32

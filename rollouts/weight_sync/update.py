@@ -16,30 +16,29 @@ the engine's log-probs ──► agree with the trainer's within the tolerance?
 from __future__ import annotations
 
 import logging
+import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import numpy as np
 import trio
 
 from rollouts.crash_points import reach
 from rollouts.engines.wire import START_S, ask_watched
 from rollouts.errors import BackendError, EngineError, WeightSyncError
 from rollouts.processes.nurseries import run_all
-from rollouts.protocols import InferenceEngine
-from rollouts.types import FloatArray
+from rollouts.protocols import InferenceEngine, TrainingBackend
+from rollouts.types import FloatArray, GenerateRequest, IntArray, RolloutBatch, SamplingParams
 
 if TYPE_CHECKING:
     from rollouts.engines.fleet import Fleet
     from rollouts.metrics.spans import SpanRecorder
-import uuid
 
-import numpy as np
+# --- the probe ----------------------------------------------------------------------------------------------
 
-from rollouts.protocols import TrainingBackend
-from rollouts.types import GenerateRequest, IntArray, RolloutBatch, SamplingParams
 
 PROBE_TOKENS = 16
 NOTICEABLE = 1e-5  # nats; an engine's rounding may hide a smaller change of the trainer's log-probs
@@ -129,6 +128,9 @@ def check_change(previous: Proof, now: Proof) -> None:
             f"the engine reports version {now.version} but {how}, as at version {previous.version}, although"
             " the trainer's weights differ: it still serves the old weights"
         )
+
+
+# --- one update ---------------------------------------------------------------------------------------------
 
 
 T = TypeVar("T")

@@ -60,7 +60,7 @@ async def open_local_engine(
     deterministic: bool = False,
     seed: int = 0,
 ) -> AsyncIterator[LocalEngine]:
-    """An engine on a causal language model, run the fastest way that agrees with the model (see opening.py).
+    """An engine on a causal language model, run the fastest way that agrees with the model (models/decoding).
 
     Requests wait in memory without limit; `max_rows` are decoded at once. mode "shared" generates with
     `model` itself, which is never changed; its version is `trainer_version()`, read when a job is queued on
@@ -124,7 +124,7 @@ class LocalEngine:
         seed: int,
     ) -> None:
         self.features = features
-        self.path: ForwardPath = opened.path  # how the model is run; see opening.py
+        self.path: ForwardPath = opened.path  # how the model is run; see models/decoding
         self.describe = opened.describe
         self._batch = DecodeBatch(opened.whole, opened.decoder)
         self._device_thread = device_thread

@@ -34,6 +34,9 @@ from rollouts.inspect.record import (
 from rollouts.inspect.tokens import find_tokenizer, find_updates, read_tokens
 from rollouts.run_dir import RunDir, describe_activity, find_activity, replace_file
 
+# --- samples ------------------------------------------------------------------------------------------------
+
+
 TEXT_CHARS = 20_000  # of a prompt's message, a response or another text; a longer one is cut
 # The places of samples that together have no more than so many bytes, the most wanted first. A sample's place
 # in each order is the bytes before it over the order's share of the room; the least of these counts. Examples
@@ -121,6 +124,9 @@ def round_numbers(values: np.ndarray) -> list[float]:
     """Plain numbers of three digits, whole ones without a point."""
     short = (float(f"{value:.3g}") for value in values.tolist())
     return [int(number) if number.is_integer() else number for number in short]
+
+
+# --- rows ---------------------------------------------------------------------------------------------------
 
 
 POINTS = 2000  # of a curve, at most
@@ -248,6 +254,9 @@ def read_updates(run_dir: RunDir) -> dict[str, Any]:
     *lines, torn = text.split("\n")
     shown = [line[:LINE_CHARS] for line in lines[-NEWEST_LINES:]]
     return {"lines": shown, "total": len(lines), "torn": bool(torn)}
+
+
+# --- the page -----------------------------------------------------------------------------------------------
 
 
 SCRIPTS = (

@@ -211,6 +211,9 @@ def _key(row: Row) -> bytes:
     return np.asarray(row.request.prompt_ids, np.int64).tobytes()
 
 
+# --- the way a model is run ---------------------------------------------------------------------------------
+
+
 ForwardPath = Literal["compiled", "fast", "cached", "recompute"]
 PATHS: tuple[ForwardPath, ...] = get_args(ForwardPath)
 # Unlike, so that padding and positions are tried; more than a CPU's way with many rows needs; and equal ones,

@@ -253,6 +253,9 @@ def _children(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_children()}
 
 
+# --- the model's own forward --------------------------------------------------------------------------------
+
+
 CACHE_NAMES = ("past_key_values", "cache_params")  # what models call their cache
 
 
