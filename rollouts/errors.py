@@ -152,6 +152,21 @@ class RewardCrashed(UserFunctionError):
     """
 
 
+class EnvironmentFailed(UserFunctionError):
+    """An environment, not the policy, is at fault. Its trajectory has failed; it is not a reward of 0."""
+
+
+class ToolError(RolloutsError):
+    """A tool call that did not give what was asked for; its text is what the model reads.
+
+    `kind` is what it is counted by: unreadable, unknown, arguments, failed, timeout, crashed, too_long.
+    """
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
 class BackendError(RolloutsError):
     """A training backend could not do what was asked."""
 

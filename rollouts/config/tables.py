@@ -307,7 +307,37 @@ class RolloutConfig(SamplingConfig):
     long as rl.max_staleness allows; docs/async.md
     """
     generate: FunctionText = ""
-    """module:function or file.py:function; empty: one chat turn"""
+    """module:function or file.py:function, or a factory of one (a parameter is called tokenizer); empty: one
+    chat turn, or what environment, tools or agent say
+    """
+    environment: FunctionText = ""
+    """module:function or file.py:function, called with a row: the world of a trajectory; docs/agents.md"""
+    tools: list[FunctionText] = []
+    """plain typed functions that the model may call, module:function or file.py:function"""
+    agent: str = ""
+    """instead of environment: a command, or module:function or file.py:function of a child process, which
+    talks to the model through OPENAI_BASE_URL
+    """
+    response_template: str = ""
+    """how tool calls and thinking are read: a JSON file in transformers' format, or module:function or
+    file.py:function from text to message; empty: the tokenizer's own
+    """
+    history: Literal["template", "extend"] = "template"
+    """where the chat template rewrites earlier turns: as it would, in a new segment; or kept as sampled"""
+    max_turns: PositiveInt = 16
+    """of the model in a trajectory"""
+    max_tool_calls: PositiveInt = 64
+    """of a trajectory"""
+    max_trajectory_tokens: PositiveInt = 8192
+    """prompt, answers and results of a trajectory; max_new_tokens stays the limit of one answer"""
+    trajectory_timeout_s: PositiveFloat = 600.0
+    """seconds from the opening of a trajectory's environment to its last turn"""
+    tool_timeout_s: PositiveFloat = 30.0
+    """seconds that one tool call, or one call of an environment, may take"""
+    at_limit: dict[Literal["turns", "tool_calls", "tokens", "time"], Literal["train", "reward", "drop"]] = {}
+    """what becomes of a trajectory that a limit ended: trains (the default), counts in its group with its
+    reward but does not train, or is left out
+    """
     group_reward: FunctionText = ""
     """module:function or file.py:function, of all samples of a group; instead of reward"""
     reward_model: str = ""

@@ -1,0 +1,1 @@
+"""Trajectories of many turns: environments, tools, and programs behind an OpenAI endpoint."""
