@@ -156,6 +156,10 @@ class EnvironmentFailed(UserFunctionError):
     """An environment, not the policy, is at fault. Its trajectory has failed; it is not a reward of 0."""
 
 
+class TrajectoryLeftOut(RolloutsError):
+    """A limit ended a trajectory, and rl.rollout.at_limit says that such are left out."""
+
+
 class ToolError(RolloutsError):
     """A tool call that did not give what was asked for; its text is what the model reads.
 

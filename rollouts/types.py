@@ -90,6 +90,7 @@ class Sample:
     loss_mask: BoolArray = EMPTY  # [T] 1 where the token trains
     rollout_log_probs: FloatArray = EMPTY  # [T] nats, of the distribution sampled from
     weight_versions: IntArray = EMPTY  # [T] version that produced the token
+    turn_rewards: FloatArray = EMPTY  # [T] of the turn whose last sampled token it is; 0.0 elsewhere
     reward: float | None = None  # None until scored
     rewards: Mapping[str, float] = field(default_factory=dict)  # named parts of the reward
     group_index: int | None = None  # which draw of a prompt this belongs to; None outside a manager
@@ -114,6 +115,7 @@ class Sample:
             ("loss_mask", np.bool_, 0),
             ("rollout_log_probs", np.float32, 0.0),
             ("weight_versions", np.int64, -1),
+            ("turn_rewards", np.float32, 0.0),
         ):
             value = getattr(self, name)
             filled = np.full(count, blank, dtype) if len(value) == 0 else value

@@ -27,7 +27,7 @@ class Observation:
     """What an environment answers to a turn."""
 
     messages: str | Sequence[ChatMessage] = ()  # what the model reads next; text is one user turn
-    reward: RewardValue = 0.0  # of the turn before it; named parts are added up
+    reward: RewardValue | None = None  # of the turn before it; named parts are added up; None: it has none
     done: bool = False  # the trajectory is over; without it there must be a message
     metadata: Mapping[str, JSONValue] = field(default_factory=dict)  # for the record of this turn
 

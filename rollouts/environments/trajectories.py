@@ -1,0 +1,444 @@
+"""A conversation as the tokens that an engine took in and gave out. Ids are only ever appended.
+
+    begin ──► prompt ──► read ──► answer ──► extend ──► prompt ──► read ──► answer …
+                                               └─ the template rewrites what is held: another segment begins
+
+What follows an answer is cut out of a rendering of the real conversation, in which a mark stands for each
+part of an assistant turn: so what a tokenizer, or a parser and a template, would write otherwise than it was
+sampled changes nothing that is held.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol, cast
+
+import numpy as np
+
+from rollouts.data.chat import NO_PARAMS, Template, TemplateParams, Tools, make_template
+from rollouts.environments.protocol import Turn
+from rollouts.errors import DataError
+from rollouts.generation.generate import GenerationTokenizer
+from rollouts.messages import checked_message
+from rollouts.types import (
+    ChatMessage,
+    Completion,
+    FloatArray,
+    IntArray,
+    JSONValue,
+    Sample,
+)
+
+
+class AgentTokenizer(GenerationTokenizer, Protocol):
+    """A tokenizer that reads a turn back."""
+
+    def parse_response(
+        self, response: Any, schema: Any = ..., *, prefix: Any = ..., tools: Any = ...
+    ) -> Any: ...
+
+
+ReadTurn = Callable[[str], Mapping[str, Any]]
+"""From the text of a turn, special tokens and all, to a message. Raises ValueError for what does not read."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """A point of a conversation, and the tokens between it and the point before."""
+
+    parent: Node | None
+    messages: tuple[ChatMessage, ...]  # the conversation so far
+    token_ids: IntArray  # [n] added here
+    log_probs: FloatArray  # [n] nats; 0 where nothing was sampled
+    versions: IntArray  # [n] weights that sampled the token; -1 where nothing was sampled
+    text: str = ""  # of a prompt: all of it, as rendered with marks
+    fresh: bool = False  # the tokens are a whole prompt: a segment begins
+    sampled: bool = False  # an answer, which trains
+    ended: bool = True  # False: an answer that a limit of tokens cut
+
+    def path(self) -> list[Node]:
+        """The nodes of the segment up to this one."""
+        nodes: list[Node] = [self]
+        while not nodes[-1].fresh:
+            assert nodes[-1].parent is not None, "a segment begins with a whole prompt"
+            nodes.append(nodes[-1].parent)
+        return nodes[::-1]
+
+    @property
+    def tokens(self) -> IntArray:
+        """[T] all of the segment up to here: what an engine is given."""
+        return np.concatenate([node.token_ids for node in self.path()])
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a conversation is written in a chat template, and read back. Made by make_chat_format."""
+
+    template: Template
+    tools: Tools  # what a turn may call
+    read_turn: ReadTurn | Mapping[str, Any] | None  # a response template; None: a turn is its text
+    history: Literal["template", "extend"]
+    writes_calls: bool  # else a turn that calls is its text in the history, and results are the user's turns
+
+    # --- writing ---
+
+    def begin(self, messages: Sequence[ChatMessage]) -> Node:
+        """The prompt of a conversation. Raises DataError if the template refuses it, or neither writes the
+        tools nor finds them described in a message.
+        """
+        said = "\n".join(message["content"] for message in messages)
+        for tool in self.tools if self.template.tools is None else ():
+            if (name := tool["function"]["name"]) not in said:
+                raise DataError(
+                    f"the chat template does not write the tools, and no message of the prompt names {name};"
+                    " describe it in the system prompt, or set model.chat_template to one that writes tools"
+                )
+        return self._start(None, tuple(messages))
+
+    def extend(self, node: Node, messages: Sequence[ChatMessage]) -> Node:
+        """The prompt after an answer and what follows it.
+
+        With history "template" another segment begins where the template would write what is held otherwise:
+        drops thinking, moves the tools, writes another end. With "extend" only where it leaves the answer
+        out. Raises DataError if the template refuses the messages.
+        """
+        assert node.sampled and node.parent is not None, "only an answer is extended"
+        if not self.writes_calls:
+            messages = [
+                ChatMessage(role="user", content=one["content"]) if one["role"] == "tool" else one
+                for one in messages
+            ]
+        index, prompt, together = len(node.messages) - 1, node.parent.text, (*node.messages, *messages)
+        marked = _mark(together)
+        text = self._render(marked, add_generation_prompt=True)
+        begin = _find_turn(text, index)
+        end = self._find_end(text[begin:], node) if begin >= 0 else None
+        if end is None:
+            return self._start(node, together)
+        last = self._decode(node.token_ids[-1:]) if node.ended else ""
+        has_end = bool(self._special.fullmatch(last))
+        if self.history == "template":
+            written = _unmark(text[len(prompt) : begin + end.end()], node.messages[index], index)
+            sampled = self._decode(node.token_ids) + ("" if has_end else end[0])
+            # no way of writing the parts of a turn changes its added tokens
+            same = self._added.findall(written) == self._added.findall(sampled)
+            if not (same and text.startswith(prompt)):
+                return self._start(node, together)
+        token_ids = self._encode(text, begin + end.start(), marked, range(index + 1, len(together)))
+        # encoding began with the end token, so that what follows it is not the beginning of a text
+        return _prompt(node, together, token_ids[has_end:], text)
+
+    def _start(self, parent: Node | None, messages: tuple[ChatMessage, ...]) -> Node:
+        text = self._render(messages, add_generation_prompt=True)
+        token_ids = self._encode(text, 0, messages, range(len(messages)))
+        return _prompt(parent, messages, token_ids, self.render_marked(messages), fresh=True)
+
+    def render_marked(self, messages: Sequence[ChatMessage]) -> str:
+        """The prompt of a conversation, with marks in place of what assistant turns say."""
+        return self._render(_mark(messages), add_generation_prompt=True)
+
+    def _find_end(self, rest: str, node: Node) -> re.Match[str] | None:
+        """The end token in what a rendering has after the last mark of the answer."""
+        index = len(node.messages) - 1
+        alone = self._render(_mark(node.messages))
+        tail = alone[max(0, _find_turn(alone, index)) :]
+        ends = list(self._special.finditer(tail))
+        stop = self._decode(node.token_ids[-1:]) if node.ended else ""
+        meant = next((end for end in ends if end[0] == stop), ends[-1] if ends else None)
+        if meant is not None and rest.startswith(tail[: meant.end()]):
+            return meant
+        return self._special.search(rest)
+
+    def _render(self, messages: Sequence[ChatMessage], **options: bool) -> str:
+        return self.template.render(messages, **options)
+
+    def _encode(self, text: str, first: int, messages: Sequence[ChatMessage], own: range) -> IntArray:
+        """Token ids of text[first:], which the template wrote of `messages`. A content of the messages `own`
+        that holds the text of a special token is encoded by itself, so that it becomes none.
+        """
+        encode: Any = self.template.tokenizer.encode
+        token_ids: list[int] = []
+        for index in own:
+            content = messages[index]["content"]
+            if not self._special.search(content):
+                continue
+            lead, trail = (content[: -len(content.lstrip())], content[len(content.rstrip()) :])
+            marked = [*messages]
+            marked[index] = cast(
+                ChatMessage, {**messages[index], "content": f"{lead}{_name(index, 's')}{trail}"}
+            )
+            whole = self._render(marked, add_generation_prompt=True)
+            before, found, after = whole.partition(_name(index, "s"))
+            begin, end = len(before), len(text) - len(after)
+            if not found:
+                continue  # the template does not write it
+            if begin < first or text[:begin] != before or text[end:] != after:
+                raise DataError(
+                    f"message {index} holds the text of a special token ({content[:60]!r}), and the chat"
+                    " template does not write it in one place; take that text out of it"
+                )
+            token_ids += encode(text[first:begin], add_special_tokens=False)
+            token_ids += encode(text[begin:end], add_special_tokens=False, split_special_tokens=True)
+            first = end
+        return np.asarray([*token_ids, *encode(text[first:], add_special_tokens=False)], np.int64)
+
+    def _decode(self, token_ids: IntArray, *, skip: bool = False) -> str:
+        tokenizer = cast(AgentTokenizer, self.template.tokenizer)
+        return str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=skip))
+
+    # --- what the tokenizer has beside text ---
+
+    @functools.cached_property
+    def _special(self) -> re.Pattern[str]:
+        added = self.template.tokenizer.added_tokens_decoder.values()
+        return _match_any({token.content for token in added if token.special})
+
+    @functools.cached_property
+    def _added(self) -> re.Pattern[str]:
+        return _match_any({token.content for token in self.template.tokenizer.added_tokens_decoder.values()})
+
+    # --- reading ---
+
+    def read(self, node: Node, completion: Completion) -> tuple[Node, Turn]:
+        """What was sampled after a prompt, appended and read back."""
+        ended = completion.finish_reason == "stop"
+        raw, text = self._decode(completion.token_ids), self._decode(completion.token_ids, skip=True)
+        message, unreadable = ChatMessage(role="assistant", content=text), ""
+        if self.read_turn is not None and ended:
+            try:
+                parsed = self._parse(raw, node)
+                if self.writes_calls and parsed.get("tool_calls"):
+                    self._render(_mark((*node.messages, parsed)))  # some templates write one call at most
+                message = parsed
+            except (ValueError, DataError) as error:
+                unreadable = str(error)
+        as_text = ChatMessage(role="assistant", content=text)
+        answer = Node(
+            node,
+            (*node.messages, as_text if message.get("tool_calls") and not self.writes_calls else message),
+            completion.token_ids,
+            completion.log_probs,
+            completion.weight_versions,
+            sampled=True,
+            ended=ended,
+        )
+        return answer, Turn(message=message, text=text, complete=ended, unreadable=unreadable)
+
+    def _parse(self, text: str, node: Node) -> ChatMessage:
+        """The message that a text means, its calls with ids of ours. Raises ValueError."""
+        index = len(node.messages)
+        if callable(self.read_turn):
+            parsed = self.read_turn(text)
+        else:
+            before = self._render(_mark(node.messages))
+            header = node.text.removeprefix(before)
+            tokenizer = cast(AgentTokenizer, self.template.tokenizer)
+            tools = list(self.tools)
+            try:
+                parsed = tokenizer.parse_response(text, self.read_turn, prefix=header, tools=tools)
+            except Exception as error:  # a response template takes what it reads apart as it comes
+                raise ValueError(str(error)) from error
+        message = checked_message({"content": "", **parsed, "role": "assistant"})
+        if calls := message.get("tool_calls"):
+            # nine letters and digits, which is the form that Mistral's templates want
+            named = [{**call, "id": f"c{index:04d}{place:04d}"} for place, call in enumerate(calls)]
+            message["tool_calls"] = named
+        return message
+
+
+def make_chat_format(
+    tokenizer: AgentTokenizer,
+    *,
+    params: TemplateParams = NO_PARAMS,
+    tools: Tools = (),
+    read_turn: ReadTurn | Mapping[str, Any] | None = None,
+    history: Literal["template", "extend"] = "template",
+) -> ChatFormat:
+    """The format of conversations with these tools. `read_turn`: a function, or a response template in
+    transformers' format; None: the tokenizer's own, where it has one, else a turn is its text.
+
+    Where the template does not write tools, prompts must describe them; where it does not write calls and
+    their results, these are texts. Raises ModelError if there is no chat template or it does not read a
+    parameter.
+    """
+    question = ChatMessage(role="user", content="?")
+    own = read_turn if read_turn is not None else getattr(tokenizer, "response_template", None)
+    make = functools.partial(ChatFormat, tools=tools, read_turn=own, history=history)
+    if tools:
+        name, call_id = tools[0]["function"]["name"], "c00010000"
+        call = {"type": "function", "id": call_id, "function": {"name": name, "arguments": {}}}
+        asks = ChatMessage(role="assistant", content="", tool_calls=[call])
+        answers = ChatMessage(role="tool", content="zq1tqz", tool_call_id=call_id, name=name)
+        for written in (tools, None):
+            with suppress(DataError):
+                template = make_template([question, asks, answers], tokenizer, params, written)
+                if "zq1tqz" in template.render([question, asks, answers]):
+                    return make(template, writes_calls=True)
+        with suppress(DataError):
+            return make(make_template([question], tokenizer, params, tools), writes_calls=False)
+    return make(make_template([question], tokenizer, params, None), writes_calls=False)
+
+
+def _prompt(
+    parent: Node | None,
+    messages: tuple[ChatMessage, ...],
+    token_ids: IntArray,
+    text: str,
+    *,
+    fresh: bool = False,
+) -> Node:
+    count = len(token_ids)
+    log_probs, versions = np.zeros(count, np.float32), np.full(count, -1)
+    return Node(parent, messages, token_ids, log_probs, versions, text, fresh)
+
+
+# --- marks --------------------------------------------------------------------------------------------------
+
+
+def _name(index: int, part: str) -> str:
+    return f"zq{index}{part}qz"
+
+
+def _mark(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The messages with a mark in place of each part of an assistant turn: its thinking, its content, and the
+    arguments of its calls.
+    """
+    marked: list[ChatMessage] = []
+    for index, message in enumerate(messages):
+        turn: dict[str, Any] = dict(message)
+        if message["role"] == "assistant":
+            calls = turn.get("tool_calls", ())
+            if turn.get("reasoning_content"):
+                turn["reasoning_content"] = _name(index, "r")
+            if turn["content"].strip() or not calls:
+                turn["content"] = _name(index, "c")
+            if calls:
+                turn["tool_calls"] = [
+                    {**call, "function": {**call["function"], "arguments": {"q": _name(index, f"a{place}")}}}
+                    for place, call in enumerate(calls)
+                ]
+        marked.append(cast(ChatMessage, turn))
+    return marked
+
+
+def _find_turn(text: str, index: int) -> int:
+    """Where the last mark of a turn ends; -1 if it has none."""
+    return max((found.end() for found in re.finditer(_name(index, r"(?:r|c|a\d+)"), text)), default=-1)
+
+
+def _unmark(text: str, message: ChatMessage, index: int) -> str:
+    """What a template wrote of a turn, its thinking and content in the places of their marks."""
+    thinking = message.get("reasoning_content", "")
+    return text.replace(_name(index, "r"), thinking).replace(_name(index, "c"), message["content"])
+
+
+def _match_any(texts: set[str]) -> re.Pattern[str]:
+    longest = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest)) or "(?!)")
+
+
+# --- as samples ---------------------------------------------------------------------------------------------
+
+
+class TurnRecord(NamedTuple):
+    """A turn of the model, and what came of it."""
+
+    answer: Node
+    text: str = ""  # special tokens left out
+    reward: float | None = None  # None: nothing rewarded it
+    rewards: Mapping[str, float] = {}  # its named parts
+    calls: Sequence[Mapping[str, JSONValue]] = ()  # name, outcome and seconds of each
+    metadata: Mapping[str, JSONValue] = {}
+
+
+def collect_segments(turns: Sequence[TurnRecord], sample: Sample) -> tuple[Sample, ...]:
+    """One sample for each segment of a trajectory, in the order of their ends. A sampled token trains in the
+    first that has it. Ids, status and response are those of `sample`.
+    """
+    inner = {node for turn in turns for node in turn.answer.path()[:-1]}
+    rewards = {turn.answer: turn.reward or 0.0 for turn in turns}
+    trained: set[Node] = set()
+    segments: list[Sample] = []
+    for leaf in [turn.answer for turn in turns if turn.answer not in inner]:
+        path = leaf.path()
+        counts = [len(node.token_ids) for node in path]
+        new = [node.sampled and node not in trained for node in path]
+        mask = np.repeat(new, counts)
+        turn_rewards = np.zeros(len(mask), np.float32)
+        for end, node, trains in zip(np.cumsum(counts), path, new, strict=True):
+            if trains and len(node.token_ids):
+                turn_rewards[end - 1] = rewards.get(node, 0.0)
+        trained.update(path)
+        arrays = {
+            "rollout_log_probs": np.concatenate([node.log_probs for node in path]) * mask,
+            "weight_versions": np.where(mask, np.concatenate([node.versions for node in path]), -1),
+            "turn_rewards": turn_rewards,
+        }
+        segments.append(replace(sample, tokens=leaf.tokens, loss_mask=mask, **arrays))
+    return tuple(segments)
+
+
+def pack_trajectory(
+    node: Node, turns: Sequence[TurnRecord], rest: Completion | None, sample: Sample
+) -> tuple[Sample, dict[str, JSONValue]]:
+    """The sample with every token up to `node`, all segments one after the other, and of the turn that was
+    cut; and where they belong, as JSON for unpack_trajectory.
+    """
+    chain: list[Node] = [node]
+    while chain[-1].parent is not None:
+        chain.append(chain[-1].parent)
+    chain.reverse()
+    arrays = {
+        "tokens": [one.token_ids for one in chain],
+        "loss_mask": [np.full(len(one.token_ids), one.sampled) for one in chain],
+        "rollout_log_probs": [one.log_probs for one in chain],
+        "weight_versions": [one.versions for one in chain],
+    }
+    if rest is not None:
+        cut = rest.token_ids, np.ones(len(rest.token_ids), np.bool_), rest.log_probs, rest.weight_versions
+        for parts, part in zip(arrays.values(), cut, strict=True):
+            parts.append(part)
+    places = {one: index for index, one in enumerate(chain)}
+    layout = {
+        "nodes": [
+            [n, len(one.messages), one.fresh, one.sampled, one.ended]
+            for n, one in zip(counts, chain, strict=True)
+        ],
+        "held_messages": [dict(message) for message in node.messages],
+        "held_turns": [[places[turn.answer], *turn[1:]] for turn in turns],
+    }
+    return replace(sample, **{name: np.concatenate(parts) for name, parts in arrays.items()}), layout
+
+
+def unpack_trajectory(
+    form: ChatFormat, sample: Sample, layout: Mapping[str, JSONValue]
+) -> tuple[Node, list[TurnRecord], Completion | None]:
+    """The inverse of pack_trajectory."""
+    chain: list[Node] = []
+    messages, first = tuple(layout["held_messages"]), 0
+    for count, said, fresh, sampled, ended in layout["nodes"]:
+        span = slice(first, first := first + count)
+        chain.append(
+            Node(
+                chain[-1] if chain else None,
+                messages[:said],
+                sample.tokens[span],
+                sample.rollout_log_probs[span],
+                sample.weight_versions[span],
+                text="" if sampled else form.render_marked(messages[:said]),
+                fresh=fresh,
+                sampled=sampled,
+                ended=ended,
+            )
+        )
+    turns = [TurnRecord(chain[place], *rest) for place, *rest in layout["held_turns"]]
+    if first == len(sample.tokens):
+        return chain[-1], turns, None
+    left = sample.tokens[first:], sample.rollout_log_probs[first:], sample.weight_versions[first:]
+    names = ("token_ids", "log_probs", "weight_versions")
+    cut: Any = dict(zip(names, left, strict=True))
+    return chain[-1], turns, Completion(request_id=sample.id, **cut, finish_reason="abort")
