@@ -1,0 +1,100 @@
+"""Guess a number: ten numbers are possible, four guesses are allowed, and after each the game says whether
+the number is higher or lower.
+
+    [rl.data]
+    kind = "python"
+    function = "integration_training.tasks.guess:make_rows"
+    size = 2000
+
+    [rl.rollout]
+    environment = "integration_training.tasks.guess:Guess"
+    max_turns = 4
+
+Who bisects always finds it; four different guesses that do not heed the feedback find it in 4 of 10 games.
+`make_examples` are games for [sft]: in every second one the guesses heed the feedback, in the others they are
+drawn from all ten.
+"""
+
+import random
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from integration_training.tasks import Row
+from rollouts.environments.protocol import Observation, Turn
+
+COUNT, GUESSES = 10, 4
+
+
+class Guess:
+    """One game. The reward is 1 for the number, once. With `feedback` False in the row it only says "wrong"."""
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self.secret, self.feedback = int(row["secret"]), bool(row.get("feedback", True))
+        self.guesses = 0
+
+    async def step(self, turn: Turn) -> Observation:
+        """What the game says to a guess: the first whole number of the turn."""
+        self.guesses += 1
+        found = re.search(r"-?\d{1,9}", turn.text)
+        guess = int(found[0]) if found else None
+        if guess == self.secret:
+            return Observation(reward=1.0, done=True, metadata={"guesses": self.guesses})
+        said = answer_guess(guess, self.secret, feedback=self.feedback)
+        return Observation(messages=said, reward=0.0, done=self.guesses == GUESSES)
+
+    def state_dict(self) -> int:
+        """The guesses so far."""
+        return self.guesses
+
+    def load_state_dict(self, state: int) -> None:
+        """Goes on after so many guesses."""
+        self.guesses = state
+
+
+def answer_guess(guess: int | None, secret: int, *, feedback: bool = True) -> str:
+    """What the game says to a guess that is wrong."""
+    if guess is None:
+        return "Say a number."
+    return ("higher" if secret > guess else "lower") if feedback else "wrong"
+
+
+def make_rows(*, size: int, seed: int, feedback: bool = True) -> list[Row]:
+    """`size` games. Row i depends on (seed, i) alone."""
+    return [_make_row(random.Random(f"guess/{seed}/{index}"), feedback=feedback) for index in range(size)]
+
+
+def _make_row(draw: random.Random, *, feedback: bool) -> Row:
+    first = draw.randint(1, 90)
+    prompt = f"Guess my number from {first} to {first + COUNT - 1}."
+    return {
+        "prompt": prompt,
+        "first": first,
+        "secret": draw.randrange(first, first + COUNT),
+        "feedback": feedback,
+    }
+
+
+def make_examples(*, size: int, seed: int, feedback: bool = True) -> list[Row]:
+    """Games for [sft], each with guesses until the number is found or none is left."""
+    rows = make_rows(size=size, seed=seed, feedback=feedback)
+    return [
+        {"messages": _play(row, random.Random(f"play/{seed}/{index}"), heeds=index % 2 == 0)}
+        for index, row in enumerate(rows)
+    ]
+
+
+def _play(row: Row, draw: random.Random, *, heeds: bool) -> list[Row]:
+    low, high = row["first"], row["first"] + COUNT - 1
+    messages: list[Row] = [{"role": "user", "content": row["prompt"]}]
+    for _ in range(GUESSES):
+        guess = draw.randint(low, high)
+        messages.append({"role": "assistant", "content": str(guess)})
+        if guess == row["secret"]:
+            break
+        messages.append(
+            {"role": "user", "content": answer_guess(guess, row["secret"], feedback=row["feedback"])}
+        )
+        if heeds and row["feedback"]:
+            low, high = (guess + 1, high) if row["secret"] > guess else (low, guess - 1)
+    return messages if messages[-1]["role"] == "assistant" else messages[:-1]

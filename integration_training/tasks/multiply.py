@@ -1,0 +1,65 @@
+"""Products of two numbers of two digits, which a small model cannot find in its head, and a tool that can.
+
+    [rl.data]
+    kind = "python"
+    function = "integration_training.tasks.multiply:make_rows"
+    size = 2000
+
+    [rl.rollout]
+    tools = ["integration_training.tasks.multiply:multiply"]
+    response_template = "hermes"
+    reward = "integration_training.tasks.arithmetic:exact_answer"
+
+RL cannot find the form of a call by itself: `make_examples` are rows for [sft] in which every second problem
+is answered with a call and the others with a guess, so that the policy has both to choose from.
+"""
+
+import json
+import random
+
+from integration_training.tasks import Row
+
+SYSTEM = (
+    "Answer with the product alone. The tool multiply(a, b) can be called so:"
+    ' <tool_call>{"name": "multiply", "arguments": {"a": 2, "b": 3}}</tool_call>'
+)
+
+
+def multiply(a: int, b: int) -> int:
+    """The product of two whole numbers."""
+    return a * b
+
+
+def make_rows(*, size: int, seed: int, tool: bool = True) -> list[Row]:
+    """`size` problems with their answers; without `tool` the prompt does not speak of one. Row i depends on
+    (seed, i) alone.
+    """
+    return [_make_row(random.Random(f"multiply/{seed}/{index}"), tool=tool) for index in range(size)]
+
+
+def _make_row(draw: random.Random, *, tool: bool) -> Row:
+    first, second = draw.randint(10, 99), draw.randint(10, 99)
+    system = [{"role": "system", "content": SYSTEM if tool else SYSTEM.partition(".")[0] + "."}]
+    question = {"role": "user", "content": f"{first} * {second}"}
+    return {"prompt": [*system, question], "answer": str(first * second), "factors": [first, second]}
+
+
+def make_examples(*, size: int, seed: int, tool: bool = True) -> list[Row]:
+    """Conversations for [sft]: by turns one with a call and its result, and one that guesses."""
+    return [
+        {"messages": [*row["prompt"], *_make_turns(row, random.Random(index), calls=tool and index % 2 == 0)]}
+        for index, row in enumerate(make_rows(size=size, seed=seed, tool=tool))
+    ]
+
+
+def _make_turns(row: Row, draw: random.Random, *, calls: bool) -> list[Row]:
+    first, second = row["factors"]
+    if not calls:
+        near = max(100, first * second + draw.randint(-200, 200))
+        return [{"role": "assistant", "content": str(near)}]
+    call = json.dumps({"name": "multiply", "arguments": {"a": first, "b": second}})
+    return [
+        {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"},
+        {"role": "user", "content": row["answer"]},
+        {"role": "assistant", "content": row["answer"]},
+    ]
