@@ -74,8 +74,8 @@ class StubEngine(IdleEngine):
         self._aborts: set[trio.CancelScope] = set()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        _, _, done = request.request_id.partition("@")
-        left = max(1, self._answers.length(request.request_id) - int(done or 0))
+        _, *done = request.request_id.split("@")
+        left = max(1, self._answers.length(request.request_id) - sum(map(int, done)))
         began = trio.current_time()
         with trio.CancelScope() as scope:
             self._aborts.add(scope)

@@ -139,8 +139,8 @@ class SlotEngine(IdleEngine):
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self.requests += 1
-        sample_id, _, done = request.request_id.partition("@")
-        left = self._lengths.of_sample(sample_id) - int(done or 0)
+        sample_id, *done = request.request_id.split("@")
+        left = self._lengths.of_sample(sample_id) - sum(map(int, done))
         is_broken = fake_uniform("fault", self.features.name, self.requests) < self._fault_rate
         running = _Running()
         self._running.add(running)

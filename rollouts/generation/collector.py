@@ -101,7 +101,7 @@ class Collector:
         self._policy_version = policy_version
         self._plan = plan._replace(
             policy_version=policy_version,
-            may_continue=lambda sample: not self._is_stale(sample.oldest_version),
+            may_continue=lambda oldest: not self._is_stale(oldest),
             is_stopping=lambda: self._is_stopping,
             on_generated=self._note_generated,
         )
@@ -158,10 +158,13 @@ class Collector:
             await self._ended.wait()
 
     async def stop(self) -> None:
-        """Ends every request with what it has, and the collector. Members that still generate after STOP_S
-        are cancelled.
+        """Ends every request with what it has, and the collector. Members that wait for something else are
+        cancelled at once where they have noted progress, the others if they still generate after STOP_S.
         """
         self._is_stopping = True
+        for group in self._undecided.values():
+            for call in group.calls:
+                call.end_if_idle()
         self._changed.unpark_all()
         with trio.move_on_after(STOP_S):
             if self.generating:

@@ -62,10 +62,11 @@ def make_chat_generate(tokenizer: GenerationTokenizer, *, params: TemplateParams
     """A generate function that answers a prompt (text is one user turn) in the chat template with one
     completion.
 
-    The tools of a prompt are its sample's metadata["tools"]. Given a sample that was aborted, it goes on
-    after the tokens there are, with what is left of max_new_tokens; whether those tokens are fresh enough is
-    the caller's business. A prompt is tokenized once however many samples it has. The function raises
-    DataError and ModelError like tokenize_prompt, RequestRefused and EngineError like the engine.
+    The tools of a prompt are its sample's metadata["tools"]. Given a sample that was aborted when a run
+    stopped, it goes on after the tokens there are, with what is left of max_new_tokens; whether those tokens
+    are fresh enough is the caller's business. A prompt is tokenized once however many samples it has. The
+    function raises DataError and ModelError like tokenize_prompt, RequestRefused and EngineError like the
+    engine.
     """
     tokenize = make_prompt_tokenizer(tokenizer, params=params)
 
@@ -74,18 +75,14 @@ def make_chat_generate(tokenizer: GenerationTokenizer, *, params: TemplateParams
         tokens = sample.tokens if done else tokenize(sample)
         if done >= sampling.max_new_tokens:
             return replace(sample, status=Status.TRUNCATED)
-        request_id = sample.id
-        if done:
-            # a new request begins its random stream anew: with the seed of the first, the second half would
-            # repeat its draws
-            request_id = f"{sample.id}@{done}"
-            seed = None if sampling.seed is None else compute_request_seed(sampling.seed, request_id)
-            sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - done, seed=seed)
         # members share their prompt, and so a prefix cache
         affinity = "" if sample.group_index is None else f"g{sample.group_index}"
-        completion = await engine.generate(
-            GenerateRequest(request_id=request_id, prompt_ids=tokens, sampling=sampling, affinity=affinity)
+        request = GenerateRequest(
+            request_id=sample.id, prompt_ids=tokens, sampling=sampling, affinity=affinity
         )
+        if done:
+            request = ask_for_rest(replace(request, prompt_ids=tokens[:-done]), tokens[-done:])
+        completion = await engine.generate(request)
         trains = engine.features.log_probs
         return append_completion(sample, tokens, completion, tokenizer, done=done, trains=trains)
 
@@ -122,6 +119,20 @@ def append_completion(
         weight_versions=np.concatenate([sample.weight_versions, completion.weight_versions]),
         response=str(tokenizer.decode(response.tolist(), skip_special_tokens=True)),
         status=STATUS_OF[completion.finish_reason],
+    )
+
+
+def ask_for_rest(request: GenerateRequest, token_ids: IntArray) -> GenerateRequest:
+    """A request for what comes after `token_ids`, with which `request` was answered."""
+    # it begins its random stream anew: with the seed of the first, the second half would repeat its draws
+    request_id, sampling = f"{request.request_id}@{len(token_ids)}", request.sampling
+    seed = None if sampling.seed is None else compute_request_seed(sampling.seed, request_id)
+    left = sampling.max_new_tokens - len(token_ids)
+    return replace(
+        request,
+        request_id=request_id,
+        prompt_ids=np.concatenate([request.prompt_ids, token_ids]),
+        sampling=replace(sampling, max_new_tokens=left, seed=seed),
     )
 
 

@@ -5,7 +5,8 @@ when the last of them is done.
                generate, then reward        fewer than 2: failed_samples
 
 How far each member has come is in the Group, also while it runs: whoever stops the group can go on from there
-later. Told to stop, a member whose engine aborts it ends with the tokens it has.
+later. Told to stop, a member whose engine aborts it ends with the tokens it has, and one that waits for
+something else with what it has noted of its progress; otherwise aborts are continued (continuing.py).
 
 What users, data and engines do wrong ends in the record of a sample or of the group; only cancellation and
 our own bugs leave as exceptions.
@@ -16,8 +17,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -39,6 +40,7 @@ from rollouts.errors import (
     UserFunctionError,
     WeightVersionError,
 )
+from rollouts.generation.continuing import ContinuingEngine
 from rollouts.generation.generate import compute_request_seed
 from rollouts.generation.samples import check_enough, make_samples
 from rollouts.metrics.spans import REWARDS, Answered, SpanRecorder, listing_answers
@@ -62,7 +64,6 @@ from rollouts.types import (
     Status,
 )
 
-MAX_STARTS = 8  # in vain, of one sample whose engine keeps aborting it; after that it has failed
 # the class of samples that an engine, not anything of their own, kept from being generated
 INFRASTRUCTURE = "infrastructure"
 
@@ -82,8 +83,8 @@ class GroupPlan(NamedTuple):
     needs_reward: bool = True  # False: where nothing scores samples they train without
     # the trainer's version, which no token is newer than; None where nothing trains
     policy_version: Callable[[], int] | None = None
-    # whether the tokens of an aborted sample are fresh enough to go on from
-    may_continue: Callable[[Sample], bool] = lambda sample: True
+    # whether the tokens of an aborted sample, the oldest of this version, are fresh enough to go on from
+    may_continue: Callable[[int | None], bool] = lambda oldest: True
     is_stopping: Callable[[], bool] = lambda: False  # whether an aborted sample ends with what it has
     on_generated: Callable[[], None] = lambda: None  # called whenever a member no longer generates
     spans: SpanRecorder | None = None  # is told when each sample was generated and scored
@@ -93,7 +94,7 @@ class Member(NamedTuple):
     """How far one sample of a group has come: pending → partial → generated → scored."""
 
     pending: Sample  # as it was before anything was generated
-    partial: Sample | None = None  # aborted, with the tokens that it goes on from
+    partial: Sample | None = None  # aborted, or noted on the way: with the tokens that it goes on from
     segments: tuple[Sample, ...] = ()  # generated, or one failed sample; empty: not yet
     scored: bool = False  # nothing is left to do for it alone: it has its reward, or has failed
     generate_s: float = 0.0
@@ -114,6 +115,7 @@ class Group:
     decision: FilterDecision | None = None  # whether it may train; None: it has not finished
     score: float = 0.0  # of the ranker
     error: RolloutsError | None = None  # what stops the whole call
+    calls: set[ContinuingEngine] = field(default_factory=set)  # of the generate function, under way
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -198,32 +200,43 @@ async def make_trajectory(plan: GroupPlan, sample: Sample) -> Member:
     """A generated and scored trajectory, or the sample as failed. Raises what stops the whole call: see
     classify_generate_error.
     """
-    return await score_member(plan, await generate_member(plan, Member(pending=sample)))
+    member = await generate_member(plan, Member(pending=sample), ContinuingEngine(plan, sample.id))
+    return await score_member(plan, member)
 
 
 async def _advance_member(plan: GroupPlan, group: Group, index: int) -> None:
     """Moves one member on until it is scored, or as far as a plan that is stopping allows."""
     member = group.members[index]
     if not member.segments:
+
+        def keep(noted: Sample) -> None:
+            group.members[index] = group.members[index]._replace(partial=noted)
+
+        call = ContinuingEngine(plan, member.pending.id, member.partial, keep)
+        group.calls.add(call)
         try:
-            member = group.members[index] = await generate_member(plan, member)
+            member = group.members[index] = await generate_member(plan, member, call)
         finally:
+            group.calls.discard(call)
             plan.on_generated()
     if member.segments and not member.scored:
         group.members[index] = await score_member(plan, member)
 
 
-async def generate_member(plan: GroupPlan, member: Member) -> Member:
+async def generate_member(plan: GroupPlan, member: Member, call: ContinuingEngine) -> Member:
     """The member with its segments, or failed, or, if the plan is stopping, with the tokens it has. Raises
     like make_trajectory.
 
-    A sample that the engine aborted goes on where it stopped if it is one segment and its tokens are fresh
-    enough, or else starts again.
+    A sample that comes back aborted goes on where it stopped, if it is one segment, or else from what was
+    noted; or starts again if there is nothing, or its tokens are not fresh enough.
     """
     started, function = trio.current_time(), function_name(plan.generate)
     try:
-        with listing_answers() as answers:
-            segments = await _generate_segments(plan, member)
+        segments = ()
+        with listing_answers() as answers, call.running():
+            segments = await _generate_segments(plan, member, call)
+        if call.progress is not None and not segments:  # it was told to stop
+            segments = (call.progress,)
         if segments[-1].status is Status.FAILED:
             said = segments[-1].metadata.get("failure") or "the generate function returned it as failed"
             segments = (_fail(segments[-1], "generate", function, str(said), ""),)
@@ -245,30 +258,26 @@ async def generate_member(plan: GroupPlan, member: Member) -> Member:
     return member._replace(partial=partial, segments=finished, scored=failed, generate_s=seconds)
 
 
-async def _generate_segments(plan: GroupPlan, member: Member) -> tuple[Sample, ...]:
+async def _generate_segments(plan: GroupPlan, member: Member, call: ContinuingEngine) -> tuple[Sample, ...]:
     """The finished segments; or one sample, aborted or pending, to go on from if the plan is stopping."""
     sampling = replace(plan.sampling, seed=compute_request_seed(plan.seed, member.pending.id))
-    start = member.partial or member.pending
-    in_vain = 0
-    while in_vain < MAX_STARTS:
-        if plan.is_stopping():
-            return (start,)
+    start, engine = member.partial or member.pending, cast(InferenceEngine, call)
+    while not plan.is_stopping():
         reach("rollout.dispatch")
         segments = await call_generate(
-            plan.generate, start, plan.engine, sampling, newest_version=plan.policy_version
+            plan.generate, start, engine, sampling, newest_version=plan.policy_version
         )
         reach("rollout.generated")
         last = segments[-1]
         if last.status is not Status.ABORTED:
             return segments
-        before, start = start, last if len(segments) == 1 and plan.may_continue(last) else member.pending
-        in_vain += start.response_length <= before.response_length
-    if plan.is_stopping():
-        return (start,)
-    raise EngineError(
-        f"sample {member.pending.id} was aborted by its engine {MAX_STARTS} times without a token more; find"
-        " out who calls abort_all()"
-    )
+        partial = last if len(segments) == 1 else call.progress
+        start = member.pending
+        if partial is not None and plan.may_continue(partial.oldest_version):
+            start = partial
+        if not plan.is_stopping():
+            call.count_abort(0)
+    return (start,)
 
 
 async def score_member(plan: GroupPlan, member: Member) -> Member:

@@ -101,11 +101,11 @@ class SlotEngine(ScriptedEngine):
         return max(1, round(math.exp(mu + setting.sigma * normal)))
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        sample_id, _, done = request.request_id.partition("@")
+        sample_id, *done = request.request_id.split("@")
         length = self.choose_length(sample_id)
         self.longest_tokens = max(self.longest_tokens, length)
         versions: list[int] = []
-        left, aborts = length - int(done or 0), self._aborts
+        left, aborts = length - sum(map(int, done)), self._aborts
         while len(versions) < left and self._aborts == aborts:
             async with self._free:
                 await self._decode(versions, left, aborts)

@@ -31,7 +31,7 @@ def member_of(name: str) -> int:
 def say(text: str = "ab", token_s: float | Callable[[str], float] = 1.0) -> Script:
     """Every request is answered with `text`, from where it was cut; `token_s` may depend on its id."""
     return lambda request: ScriptedReply(
-        text[int(request.request_id.partition("@")[2] or 0) :],
+        text[sum(map(int, request.request_id.split("@")[1:])) :],
         token_s(request.request_id) if callable(token_s) else token_s,
     )
 

@@ -24,8 +24,8 @@ from rollouts.errors import (
     UserFunctionError,
     WeightVersionError,
 )
+from rollouts.generation.continuing import MAX_STARTS
 from rollouts.generation.generate import compute_request_seed
-from rollouts.generation.group import MAX_STARTS
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup, Status, encode_json
 from tests.support.text_tables import cases, read_cells

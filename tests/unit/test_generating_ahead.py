@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from rollouts.errors import EngineClosed, FleetDown, UserFunctionError
-from rollouts.generation.group import MAX_STARTS
+from rollouts.generation.continuing import MAX_STARTS
 from rollouts.testing.fakes import ScriptedReply
 from rollouts.types import GenerateRequest, SampleGroup
 from tests.support.text_tables import cases

@@ -1,0 +1,113 @@
+"""The engine that a generate function is given: what the engines below it abort, it continues; and what the
+function notes of its progress is kept.
+
+    generate function ──► ContinuingEngine ──► engine or fleet
+        │ note_progress        └ aborted: asked again for the rest, unless the run is stopping
+        └──► the member of its group, which goes on from there whatever ends the call
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import trio
+
+from rollouts.errors import EngineError
+from rollouts.generation.generate import ask_for_rest
+from rollouts.types import Completion, GenerateRequest, Sample, Status
+
+if TYPE_CHECKING:
+    from rollouts.generation.group import GroupPlan
+
+MAX_STARTS = 8  # aborts in a row of one sample without a token more; after that it has failed
+_RUNNING: ContextVar[ContinuingEngine | None] = ContextVar("running", default=None)
+
+
+@dataclass(eq=False)
+class ContinuingEngine:
+    """An InferenceEngine for one call of a generate function. All but `generate` is the engine's own."""
+
+    plan: GroupPlan
+    sample_id: str
+    progress: Sample | None = None  # ABORTED: what the function goes on from, as far as it has noted
+    keep: Callable[[Sample], None] = lambda sample: None  # gets what it notes
+    asking: int = 0  # requests that wait for an answer
+    in_vain: int = 0  # aborts in a row without a token more
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # around the call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plan.engine, name)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """The whole completion, however often the engine aborts it. "abort", with the tokens that there are,
+        only if the run is stopping or they are too old to go on from.
+
+        Raises like the engine, and EngineError after MAX_STARTS aborts in a row without a token more.
+        """
+        rest, whole = request, None
+        self.asking += 1
+        try:
+            while True:
+                answer = await self.plan.engine.generate(rest)
+                whole = _join(whole, answer) if whole and len(whole.token_ids) else answer
+                done, oldest = len(whole.token_ids), min(whole.weight_versions.tolist(), default=None)
+                ends = self.plan.is_stopping() or not self.plan.may_continue(oldest)
+                if ends or answer.finish_reason != "abort":
+                    return whole
+                if done >= request.sampling.max_new_tokens:
+                    return replace(whole, finish_reason="length")
+                self.count_abort(len(answer.token_ids))
+                rest = ask_for_rest(request, whole.token_ids) if done else request
+        finally:
+            self.asking -= 1
+
+    def count_abort(self, more: int) -> None:
+        """Raises EngineError after MAX_STARTS aborts in a row that left no token `more`."""
+        self.in_vain = 0 if more > 0 else self.in_vain + 1
+        if self.in_vain == MAX_STARTS:
+            raise EngineError(
+                f"sample {self.sample_id} was aborted by its engine {MAX_STARTS} times without a token more;"
+                " find out who calls abort_all()"
+            )
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The call of the generate function. It is cancelled, and the block left, by end_if_idle."""
+        token = _RUNNING.set(self)
+        try:
+            with self.scope:
+                yield
+        finally:
+            _RUNNING.reset(token)
+
+    def end_if_idle(self) -> None:
+        """Cancels the call if there is progress to go on from and no request of it is in the engine."""
+        if self.progress is not None and not self.asking:
+            self.scope.cancel()
+
+
+def note_progress(sample: Sample) -> None:
+    """Keeps what the trajectory that is being generated has so far. If the run stops, is cancelled or killed
+    before it has ended, its generate function is called with this sample, which is ABORTED then.
+
+    For generate functions, whenever they have something to go on from: its tokens, and in its metadata what
+    else they need. Nothing of the sample may change afterwards. Does nothing outside a group's generation.
+    """
+    call = _RUNNING.get()
+    if call is not None:
+        call.progress = replace(sample, status=Status.ABORTED)
+        call.keep(call.progress)
+        if call.plan.is_stopping():
+            call.end_if_idle()
+
+
+def _join(first: Completion, second: Completion) -> Completion:
+    """Both as the completion of the first one's request."""
+    names = ("token_ids", "log_probs", "weight_versions")
+    joined = {name: np.concatenate([getattr(first, name), getattr(second, name)]) for name in names}
+    return replace(first, finish_reason=second.finish_reason, **joined)
