@@ -152,7 +152,7 @@ class RewardCrashed(UserFunctionError):
     """
 
 
-class EnvironmentFailed(UserFunctionError):
+class EnvironmentFailed(RolloutsError):
     """An environment, not the policy, is at fault. Its trajectory has failed; it is not a reward of 0."""
 
 

@@ -27,7 +27,7 @@ COUNT, GUESSES = 10, 4
 
 
 class Guess:
-    """One game. The reward is 1 for the number, once. With `feedback` False in the row it only says "wrong"."""
+    """One game. The reward is 1 for the number, once. Without the row's `feedback` it only says "wrong"."""
 
     def __init__(self, row: Mapping[str, Any]) -> None:
         self.secret, self.feedback = int(row["secret"]), bool(row.get("feedback", True))

@@ -405,8 +405,7 @@ def pack_trajectory(
     places = {one: index for index, one in enumerate(chain)}
     layout = {
         "nodes": [
-            [n, len(one.messages), one.fresh, one.sampled, one.ended]
-            for n, one in zip(counts, chain, strict=True)
+            [len(one.token_ids), len(one.messages), one.fresh, one.sampled, one.ended] for one in chain
         ],
         "held_messages": [dict(message) for message in node.messages],
         "held_turns": [[places[turn.answer], *turn[1:]] for turn in turns],

@@ -21,6 +21,7 @@ from rollouts.errors import EngineError, InfrastructureError, NotEnoughSamples, 
 from rollouts.generation.batch import FILTERED, compute_batch_metrics
 from rollouts.generation.group import (
     INFRASTRUCTURE,
+    LEFT_OUT,
     Group,
     GroupPlan,
     failure_class_of,
@@ -325,8 +326,9 @@ class Collector:
         config = self._config
         # else the first failure would be a share of 1
         seen = max(len(self._decided), config.num_prompts) * config.samples_per_prompt
-        # max_attempts alone bounds those of engines
-        failed = [sample for sample in self._failed if failure_class_of(sample) != INFRASTRUCTURE]
+        # max_attempts alone bounds those of engines and of limits
+        unbounded = (INFRASTRUCTURE, LEFT_OUT)
+        failed = [sample for sample in self._failed if failure_class_of(sample) not in unbounded]
         if len(failed) > config.max_failed_fraction * seen:
             raise NotEnoughSamples(
                 f"{len(failed)} of {seen} samples failed ({_count_text(map(failure_class_of, failed))}), more"

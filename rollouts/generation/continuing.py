@@ -54,7 +54,7 @@ class ContinuingEngine:
         try:
             while True:
                 answer = await self.plan.engine.generate(rest)
-                whole = _join(whole, answer) if whole and len(whole.token_ids) else answer
+                whole = join_completions(whole, answer) if whole and len(whole.token_ids) else answer
                 done, oldest = len(whole.token_ids), min(whole.weight_versions.tolist(), default=None)
                 ends = self.plan.is_stopping() or not self.plan.may_continue(oldest)
                 if ends or answer.finish_reason != "abort":
@@ -106,7 +106,7 @@ def note_progress(sample: Sample) -> None:
             call.end_if_idle()
 
 
-def _join(first: Completion, second: Completion) -> Completion:
+def join_completions(first: Completion, second: Completion) -> Completion:
     """Both as the completion of the first one's request."""
     names = ("token_ids", "log_probs", "weight_versions")
     joined = {name: np.concatenate([getattr(first, name), getattr(second, name)]) for name in names}

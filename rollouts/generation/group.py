@@ -31,12 +31,14 @@ from rollouts.errors import (
     EngineClosed,
     EngineError,
     EngineSetupError,
+    EnvironmentFailed,
     FleetDown,
     InfrastructureError,
     RequestRefused,
     RewardCrashed,
     RewardTimeout,
     RolloutsError,
+    TrajectoryLeftOut,
     UserFunctionError,
     WeightVersionError,
 )
@@ -66,6 +68,7 @@ from rollouts.types import (
 
 # the class of samples that an engine, not anything of their own, kept from being generated
 INFRASTRUCTURE = "infrastructure"
+LEFT_OUT = "left_out"  # of trajectories that a limit ended, where rl.rollout.at_limit drops them
 
 
 class GroupPlan(NamedTuple):
@@ -372,6 +375,10 @@ def classify_generate_error(error: RolloutsError) -> str:
     """The class that a failed sample is counted under. Raises `error` itself if it is not one sample's but
     everybody's.
     """
+    if isinstance(error, TrajectoryLeftOut):
+        return LEFT_OUT
+    if isinstance(error, EnvironmentFailed):
+        return "environment"
     if isinstance(error, UserFunctionError):
         return "generate"
     if isinstance(error, RequestRefused | DataError):
