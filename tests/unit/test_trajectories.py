@@ -1,5 +1,6 @@
 """What trains is, token by token, what an engine took in and gave out, in every chat template."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,11 @@ from rollouts.environments.trajectories import (
     TurnRecord,
     collect_segments,
     make_chat_format,
+    pack_trajectory,
+    unpack_trajectory,
 )
+from rollouts.data.chat import tokenize_conversation
+from rollouts.errors import DataError, RolloutsError
 from rollouts.types import Completion, Sample
 from tests.unit.chat_tokenizers import family_sentencepiece, family_tokenizer, turn
 
@@ -99,9 +104,7 @@ def split_oddly(text: str, tokenizer: Any, rng: Any) -> list[int]:
     }
     cuts = [cut for cut in cuts if cut not in inside]
     return [
-        i
-        for a, b in zip(cuts, cuts[1:], strict=False)
-        for i in tokenizer.encode(text[a:b], add_special_tokens=False)
+        i for a, b in itertools.pairwise(cuts) for i in tokenizer.encode(text[a:b], add_special_tokens=False)
     ]
 
 
@@ -191,3 +194,213 @@ def test_what_trains_is_what_the_engine_took_in_and_gave_out(name: str, kind: st
     for seed in range(100):
         exchanges, answers = converse(name, form, tokenizer, np.random.default_rng(seed))
         check_exact(exchanges, as_segments(answers))
+
+
+def converse_by_encoding_again(name: str, form: ChatFormat, tokenizer: Any, rng: Any) -> None:
+    """The usual way: every prompt, and in the end what trains, is the messages rendered and encoded."""
+    messages, exchanges = [turn("user", "What is 12+34? You may add.")], list[Exchange]()
+    for _ in range(3):
+        node = form.begin(messages)
+        completion = sample_turn(name, tokenizer, rng)
+        exchanges.append((node.tokens.tolist(), completion))
+        message = form.read(node, completion)[1].message
+        calls = message.get("tool_calls", [])
+        results = [turn("tool", "46", tool_call_id=call["id"], name="add") for call in calls]
+        messages += [message, *(results or [turn("user", "And 1?")])]
+    whole = tokenize_conversation(messages[:-1], tokenizer, tools=form.template.tools)
+    mask = np.zeros(len(whole.token_ids), bool)
+    for span in whole.spans:
+        mask[span] = True
+    check_exact(exchanges, (Sample(id="x", prompt="?", tokens=whole.token_ids, loss_mask=mask),))
+
+
+def test_encoding_the_history_again_trains_other_tokens_in_every_template() -> None:
+    drifted: dict[str, int] = dict.fromkeys(READS, 0)
+    for name in READS:
+        tokenizer = family_tokenizer(name, merges=MERGES)
+        form = make_format(name, tokenizer)
+        for seed in range(20):
+            try:
+                converse_by_encoding_again(name, form, tokenizer, np.random.default_rng(seed))
+            except (AssertionError, RolloutsError):
+                drifted[name] += 1
+    assert min(drifted.values()) >= 10, drifted
+
+
+def say(form: ChatFormat, node: Node, text: str, end: str, *, ended: bool = True) -> Any:
+    """The answer that is the tokenizer's own encoding of a text, and how it reads."""
+    tokenizer: Any = form.template.tokenizer
+    ids = tokenizer.encode(text + (end if ended else ""), add_special_tokens=False)
+    return form.read(node, complete(ids, np.random.default_rng(0), ended=ended))
+
+
+# what follows an answer: a tool's result, or a user's turn; and the segments of a trajectory that goes on so
+@pytest.mark.parametrize(
+    ("name", "text", "end", "after_tool", "after_user"),
+    [
+        ("qwen2_5", "ok", "<|im_end|>", 1, 1),
+        ("qwen3", "<think>\nhm\n</think>\n\nok", "<|im_end|>", 1, 2),  # thinking goes with the next question
+        ("qwen3", "ok", "<|im_end|>", 1, 1),
+        ("llama3_1", "ok", "<|eot_id|>", 1, 1),
+        ("mistral_v3_tekken", "ok", "</s>", 1, 2),  # the tools move to the last question
+        ("gptoss", "<|channel|>final<|message|>ok", "<|return|>", 1, 2),  # <|return|> becomes <|end|>
+        ("deepseek_v3", "ok", "<｜end▁of▁sentence｜>", 1, 1),
+        ("gemma3", "ok", "<end_of_turn>", 1, 1),
+        ("chatml", "ok", "<|im_end|>", 1, 1),
+    ],
+)
+def test_a_segment_begins_where_the_template_rewrites_what_is_held(
+    name: str, text: str, end: str, after_tool: int, after_user: int
+) -> None:
+    form = make_format(name, family_tokenizer(name))
+    first, _ = say(form, form.begin([turn("user", "add")]), text, end)
+    second, _ = say(form, form.extend(first, [turn("user", "and?")]), text, end)
+    assert len(as_segments([first, second])) == after_user
+    if reads := READS[name]:
+        call = CALLS[reads].format(a=12, b=34)
+        called, read = say(
+            form, form.begin([turn("user", "add")]), call, "<|call|>" if name == "gptoss" else end
+        )
+        assert read.message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 12, "b": 34}}
+        result = turn("tool", "46", tool_call_id=read.message["tool_calls"][0]["id"], name="add")
+        last, _ = say(form, form.extend(called, [result]), text, end)
+        assert len(as_segments([called, last])) == after_tool
+        extended = make_format(name, form.template.tokenizer, history="extend")
+        again = extended.extend(first, [turn("user", "and?")])
+        assert not again.fresh, "extend keeps what was sampled"
+        assert again.tokens[: len(first.tokens)].tolist() == first.tokens.tolist()
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen2_5", "llama3_1", "gemma3", "deepseek_v3", "phi_4"])
+def test_what_is_appended_is_what_the_template_writes(name: str) -> None:
+    tokenizer = family_tokenizer(name, merges=MERGES)
+    form = make_format(name, tokenizer)
+    end = {"gemma3": "<end_of_turn>"}.get(name, tokenizer.eos_token)
+    messages, node = [turn("user", "add")], form.begin([turn("user", "add")])
+    for text in ("12 bananas", "\n34", "x"):
+        answer, read = say(form, node, text.strip(), end)
+        messages += [read.message, turn("user", " 5 apples ")]
+        node = form.extend(answer, messages[-1:])
+    whole = tokenizer.encode(
+        form.template.render(messages, add_generation_prompt=True), add_special_tokens=False
+    )
+    assert node.tokens.tolist() == whole
+
+
+def test_an_answer_that_a_limit_cut_gets_its_end_token_masked() -> None:
+    tokenizer = family_tokenizer("qwen2_5")
+    form = make_format("qwen2_5", tokenizer)
+    answer, read = say(form, form.begin([turn("user", "?")]), "so far", "", ended=False)
+    node = form.extend(answer, [turn("user", "go on")])
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert not read.complete
+    assert node.token_ids[0] == end
+    last, _ = say(form, node, "ok", "<|im_end|>")
+    (segment,) = as_segments([answer, last])
+    begin = len(answer.tokens)
+    assert segment.tokens[begin] == end
+    assert not segment.loss_mask[begin]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("name", READS)
+def test_special_tokens_in_what_the_world_says_become_no_special_id(name: str, kind: str) -> None:
+    tokenizer = TOKENIZERS[kind](name)
+    form = make_format(name, tokenizer)
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    attack = "a" + "b".join(special) + "c"
+    answer, _ = say(form, form.begin([turn("user", f"add {attack}")]), "ok", tokenizer.eos_token)
+    plain, _ = say(form, form.begin([turn("user", "add it")]), "ok", tokenizer.eos_token)
+    for role in ("tool", "user") if READS[name] else ("user",):
+        fields = {"tool_call_id": "c00010000", "name": "add"} if role == "tool" else {}
+        try:
+            calm = form.extend(plain, [turn(role, "abc", **fields)])
+            node = form.extend(answer, [turn(role, attack, **fields)])
+        except DataError:
+            continue  # a tool's turn without a call before it
+        ids = set(tokenizer.all_special_ids)
+        count = [sum(i in ids for i in one.tokens.tolist()) for one in (node, calm)]
+        assert count[0] == count[1]
+        assert kind != "bytes" or attack in tokenizer.decode(node.tokens.tolist())
+
+
+BAD = {  # sampled text: what the reading says of it
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1\n</tool_call>': "could not parse",
+    '<tool_call>{"name": "add", "arguments": {}}</tool_call><tool_call>no</tool_call>': "could not parse",
+    '<tool_call>{"arguments": {"a": 1}}</tool_call>': "missing key 'name'",
+    '<tool_call>{"name": "", "arguments": {}}</tool_call>': "must be text that is not empty",
+    '<tool_call>{"name": "add", "arguments": [1]}</tool_call>': "it must be an object",
+    '<tool_call>["add"]</tool_call>': "cannot index into list",
+    '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>': "JSON has no such number",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_call_that_cannot_be_read_is_a_turn_of_text_that_says_why(text: str) -> None:
+    form = make_format("qwen2_5", family_tokenizer("qwen2_5"))
+    answer, read = say(form, form.begin([turn("user", "?")]), text, "<|im_end|>")
+    assert BAD[text] in read.unreadable
+    assert read.message == turn("assistant", text)
+    assert answer.messages[-1]["content"] == text
+
+
+def test_a_call_inside_thinking_is_no_call() -> None:
+    form = make_format("qwen3", family_tokenizer("qwen3"))
+    text = "<think>" + CALLS["hermes"].format(a=1, b=2) + "</think>7"
+    _, read = say(form, form.begin([turn("user", "?")]), text, "<|im_end|>")
+    assert "tool_calls" not in read.message
+    assert read.message["content"] == "7"
+
+
+def test_two_calls_where_the_template_writes_one_cannot_be_read() -> None:
+    form = make_format("llama3_1", family_tokenizer("llama3_1"))
+    with_two = make_chat_format(
+        form.template.tokenizer,  # type: ignore[arg-type]
+        tools=[TOOL],
+        read_turn=lambda text: {"tool_calls": [{"function": {"name": "add", "arguments": {}}}] * 2},
+    )
+    _, read = say(with_two, with_two.begin([turn("user", "?")]), "x", "<|eot_id|>")
+    assert "refuses messages" in read.unreadable
+
+
+def test_a_template_without_a_place_for_tools_wants_them_described() -> None:
+    form = make_format("qwen2_5", family_tokenizer("qwen2_5"))
+    plain = family_tokenizer("chatml")
+    form = make_chat_format(plain, tools=[TOOL], read_turn=RESPONSE_TEMPLATES["hermes"])
+    with pytest.raises(DataError, match="no message of the prompt names add"):
+        form.begin([turn("user", "What is 1+2?")])
+    node = form.begin([turn("system", "Call add."), turn("user", "What is 1+2?")])
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    answer, read = say(form, node, text, "<|im_end|>")
+    assert read.message["tool_calls"][0]["function"]["name"] == "add"
+    assert answer.messages[-1] == turn("assistant", text), "the history has it as text"
+    node = form.extend(answer, [turn("tool", "3", tool_call_id="c1", name="add")])
+    assert plain.decode(node.token_ids.tolist()) == "\n<|im_start|>user\n3<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral_v3_tekken", "deepseek_v3"])
+def test_a_trajectory_goes_on_from_what_was_held(name: str) -> None:
+    """Held after each turn, as JSON, and with a cut answer: the same tokens, segments and next prompt."""
+    tokenizer = family_tokenizer(name, merges=MERGES)
+    form = make_format(name, tokenizer)
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        _, answers = converse(name, form, tokenizer, rng)
+        if answers[-1].messages[-1].get("tool_calls"):
+            continue  # a tool's result would have to follow
+        turns = [TurnRecord(answer, f"turn {index}", float(index)) for index, answer in enumerate(answers)]
+        node = form.extend(answers[-1], [turn("user", "And?")])
+        cut = complete([5, 6, 7], rng, ended=False)
+        sample, layout = pack_trajectory(node, turns, cut, Sample(id="x", prompt="?"))
+        again, held, rest = unpack_trajectory(form, sample, json.loads(json.dumps(layout)))
+        assert rest is not None
+        assert rest.token_ids.tolist() == [5, 6, 7]
+        assert again.tokens.tolist() == node.tokens.tolist()
+        assert again.text == node.text
+        for one, other in zip(
+            collect_segments(turns, Sample(id="x", prompt="?")),
+            collect_segments(held, Sample(id="x", prompt="?")),
+            strict=True,
+        ):
+            for field in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "turn_rewards"):
+                assert (getattr(one, field) == getattr(other, field)).all()
