@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import rollouts.environments
+from rollouts.data.chat import tokenize_conversation
 from rollouts.environments.trajectories import (
     ChatFormat,
     Node,
@@ -19,7 +20,6 @@ from rollouts.environments.trajectories import (
     pack_trajectory,
     unpack_trajectory,
 )
-from rollouts.data.chat import tokenize_conversation
 from rollouts.errors import DataError, RolloutsError
 from rollouts.types import Completion, Sample
 from tests.unit.chat_tokenizers import family_sentencepiece, family_tokenizer, turn
@@ -54,8 +54,8 @@ READS = {  # how a family's turns are read; families without tools have a text
 }
 CALLS = {  # two sums, as the family writes a turn that calls; the arguments are spaced as no template would
     "hermes": '<tool_call>\n{{"name": "add", "arguments": {{"a":{a},  "b": {b}}}}}\n</tool_call>',
-    "qwen3_xml": "<tool_call>\n<function=add>\n<parameter=a>\n{a}\n</parameter>\n<parameter=b>{b}</parameter>\n"
-    "</function>\n</tool_call>",
+    "qwen3_xml": "<tool_call>\n<function=add>\n<parameter=a>\n{a}\n</parameter>\n<parameter=b>{b}"
+    "</parameter>\n</function>\n</tool_call>",
     "llama3": '{{"name": "add", "parameters": {{"a":{a},  "b": {b}}}}}',
     "mistral": '[TOOL_CALLS][{{"name": "add", "arguments": {{"a":{a},  "b": {b}}}}}]',
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
@@ -275,7 +275,7 @@ def test_a_segment_begins_where_the_template_rewrites_what_is_held(
 def test_what_is_appended_is_what_the_template_writes(name: str) -> None:
     tokenizer = family_tokenizer(name, merges=MERGES)
     form = make_format(name, tokenizer)
-    end = {"gemma3": "<end_of_turn>"}.get(name, tokenizer.eos_token)
+    end = {"gemma3": "<end_of_turn>"}.get(name, str(tokenizer.eos_token))
     messages, node = [turn("user", "add")], form.begin([turn("user", "add")])
     for text in ("12 bananas", "\n34", "x"):
         answer, read = say(form, node, text.strip(), end)
