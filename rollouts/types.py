@@ -284,6 +284,9 @@ class GenerateRequest:
     prompt_ids: IntArray  # [prompt length], at least 1
     sampling: SamplingParams
     affinity: str = ""  # requests of one key go to one engine of a fleet, for its prefix cache; empty: to any
+    # key of requests that follow one another, each prompt beginning with the one before and its answer: they
+    # go, before `affinity` counts, to the engine that answered the last, which keeps what it computed
+    trajectory: str = ""
     score_prompt: bool = False  # asks for Completion.prompt_log_probs
 
 

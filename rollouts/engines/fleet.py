@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import NoReturn
@@ -51,6 +51,7 @@ WARN_EVERY_S = 30.0
 SERVED = ("healthy", "suspect")
 MAX_ATTEMPTS = 20  # failures of one request before the last is raised; an overload is none
 CLOSED = "the fleet is closed; use it inside `async with open_fleet(...)`"
+TRAJECTORIES = 1 << 16  # whose last engine is known; those that have asked nothing for longest are forgotten
 RETRY_S, RETRY_CAP_S = 0.1, 10.0  # first and longest back-off of a request
 
 
@@ -105,6 +106,7 @@ class Fleet:
         self._members: dict[str, FleetMember] = {}
         self._calls: dict[str, Call] = {}  # everyone who is in generate(), by request id
         self._queue: deque[Call] = deque()  # who waits for a seat
+        self._answered_by: OrderedDict[str, str] = OrderedDict()  # name of the engine, by trajectory
         self._paused = self._closed = False
         self._down_since = math.inf  # nobody serves since then; inf: somebody does
         self._counts = Counter({"fleet/retries": 0})
@@ -149,6 +151,7 @@ class Fleet:
             now = trio.current_time()
             if isinstance(outcome, Completion):
                 note_answer(member.name, call.sent_at, now - call.sent_at, len(outcome.token_ids))
+                self._note_trajectory(call, member)
                 return outcome
             if call.aborted:
                 return make_empty_completion(call.request)
@@ -174,6 +177,13 @@ class Fleet:
                 call.avoid = member.name
                 await trio.sleep(back_off_s(tries, RETRY_S, RETRY_CAP_S, self._random))
 
+    def _note_trajectory(self, call: Call, member: FleetMember) -> None:
+        if key := call.request.trajectory:
+            self._answered_by[key] = member.name
+            self._answered_by.move_to_end(key)
+            if len(self._answered_by) > TRAJECTORIES:
+                self._answered_by.popitem(last=False)
+
     async def _take_seat(self, call: Call) -> FleetMember:
         """The engine on which this call has a seat. Raises FleetDown."""
         queue_up = self._queue.append if call.seat is None else self._queue.appendleft
@@ -197,10 +207,12 @@ class Fleet:
     def _dispatch(self) -> None:
         """Seats those who wait, the first first, for as long as there are seats."""
         while self._queue and not self._paused:
-            member = choose_member(self._members.values(), self._queue[0])
+            call = self._queue[0]
+            last = self._answered_by.get(call.request.trajectory)
+            member = choose_member(self._members.values(), call, last)
             if member is None:
                 return
-            call = self._queue.popleft()
+            self._queue.popleft()
             member.sent += 1
             member.calls.add(call)
             call.seat, call.sent_at = member, trio.current_time()

@@ -43,6 +43,10 @@ RETRY_AFTER_CAP_S = 300.0  # a server that asks for a longer rest is asked again
 MAX_RESTARTS = 8  # in a row, without STABLE_S in service between them
 STABLE_S = 300.0
 AFFINITY_SLACK = 8  # requests by which a group's engine may be ahead of the least busy one
+# The same of the engine that has a trajectory's history: elsewhere all of it is computed anew, thousands of
+# tokens and more with each turn, where a group shares one prompt. First turns, which go to the least busy
+# engines, level the difference; a quarter of what an engine takes at once.
+TRAJECTORY_SLACK = 64
 
 
 @dataclass(frozen=True)
@@ -403,18 +407,22 @@ def back_off_s(count: int, base_s: float, cap_s: float, random_: random.Random) 
     return min(cap_s, base_s * 2.0 ** min(count - 1, 60)) * random_.uniform(0.5, 1.0)
 
 
-def choose_member(members: Iterable[FleetMember], call: Call) -> FleetMember | None:
-    """Where the request goes: to its group's engine unless that is AFFINITY_SLACK requests busier than the
-    least busy one; None when all seats are taken. `avoid` is asked only when nobody else has a seat.
+def choose_member(members: Iterable[FleetMember], call: Call, last: str | None = None) -> FleetMember | None:
+    """Where the request goes: to the engine that answered its trajectory's last one (named `last`), or else
+    to its group's, unless that is TRAJECTORY_SLACK or AFFINITY_SLACK requests busier than the least busy one;
+    None when all seats are taken. `avoid` is asked only when nobody else has a seat.
     """
     free = [member for member in members if member.has_seat]
     if not free:
         return None
     least = min(free, key=lambda member: (member.name == call.avoid, len(member.calls), member.sent))
+    wanted = [(member, TRAJECTORY_SLACK) for member in free if member.name == last]
     if key := call.request.affinity:
         favourite = max(free, key=lambda member: zlib.crc32(f"{key}/{member.name}".encode()))
-        if favourite.name != call.avoid and len(favourite.calls) - len(least.calls) <= AFFINITY_SLACK:
-            return favourite
+        wanted.append((favourite, AFFINITY_SLACK))
+    for member, slack in wanted:
+        if member.name != call.avoid and len(member.calls) - len(least.calls) <= slack:
+            return member
     return least
 
 

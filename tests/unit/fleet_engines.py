@@ -107,8 +107,15 @@ class FakeEngine:
 
 
 def ask(name: str, affinity: str = "") -> GenerateRequest:
-    sampling = SamplingParams(max_new_tokens=4)
-    return GenerateRequest(request_id=name, prompt_ids=np.array([1]), sampling=sampling, affinity=affinity)
+    """What comes before a "#" in the name is its trajectory."""
+    trajectory, turn, _ = name.partition("#")
+    return GenerateRequest(
+        request_id=name,
+        prompt_ids=np.array([1]),
+        sampling=SamplingParams(max_new_tokens=4),
+        affinity=affinity,
+        trajectory=trajectory if turn else "",
+    )
 
 
 def fail(error: Exception, *, times: float = float("inf"), wait_s: float = 0.0) -> Script:
