@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollouts.errors import PlugInError, check_keywords
-from rollouts.types import FilterDecision, SampleGroup, Status
+from rollouts.types import FilterDecision, SampleGroup, Status, split_trajectories
 
 GroupFilter = Callable[..., FilterDecision]
 KEEP = FilterDecision(keep=True)
@@ -100,10 +100,12 @@ def rewards_of(group: SampleGroup) -> NDArray[np.float64]:
 
 
 def check_response_diversity(group: SampleGroup, *, min_unique_fraction: float = 0.25) -> FilterDecision:
-    """Drops a group in which too few responses differ ("low_diversity"). Responses are compared as text
-    without white space around it.
+    """Drops a group in which too few responses differ ("low_diversity"). Responses, those of all segments of
+    a trajectory, are compared as text without white space around it.
     """
-    count, unique = len(group.samples), len({sample.response.strip() for sample in group.samples})
+    trajectories = split_trajectories(group.samples)
+    unique = len({tuple(one.response.strip() for one in segments) for segments in trajectories})
+    count = len(trajectories)
     return _decide(
         unique / count >= min_unique_fraction,
         "low_diversity",
@@ -124,9 +126,10 @@ def check_reasonable_length(
     group: SampleGroup, *, min_tokens: int = 1, max_tokens: int = 4096, max_outside_fraction: float = 0.5
 ) -> FilterDecision:
     """Drops a group in which too many responses are shorter or longer than allowed ("unreasonable_length").
-    Lengths are trained tokens.
+    Lengths are the trained tokens of a trajectory.
     """
-    lengths = [sample.response_length for sample in group.samples]
+    trajectories = split_trajectories(group.samples)
+    lengths = [sum(one.response_length for one in segments) for segments in trajectories]
     outside = sum(not min_tokens <= length <= max_tokens for length in lengths)
     fraction = outside / len(lengths)
     return _decide(

@@ -80,7 +80,9 @@ class Sample:
     metadata.
 
     Where a token was not sampled its mask is 0, its log-prob 0.0 and its version -1. Token-level fields left
-    empty are filled so. Raises ValueError naming the field that is wrong.
+    empty are filled so. A turn is a run of ones in the mask. What is left of `reward` without the turn
+    rewards of the trajectory belongs to the last token of it that trains. Raises ValueError naming the field
+    that is wrong.
     """
 
     id: str  # unique in the run; samples of a group share a prompt, not an id
@@ -90,8 +92,11 @@ class Sample:
     loss_mask: BoolArray = EMPTY  # [T] 1 where the token trains
     rollout_log_probs: FloatArray = EMPTY  # [T] nats, of the distribution sampled from
     weight_versions: IntArray = EMPTY  # [T] version that produced the token
-    turn_rewards: FloatArray = EMPTY  # [T] of the turn whose last sampled token it is; 0.0 elsewhere
-    reward: float | None = None  # None until scored
+    turn_rewards: FloatArray = (
+        EMPTY  # [T] of a turn at its last sampled token, and there alone; 0.0 elsewhere
+    )
+    # of the whole trajectory: its turn rewards, of all segments, and a final reward; None until scored
+    reward: float | None = None
     rewards: Mapping[str, float] = field(default_factory=dict)  # named parts of the reward
     group_index: int | None = None  # which draw of a prompt this belongs to; None outside a manager
     status: Status = Status.PENDING
@@ -120,8 +125,9 @@ class Sample:
             value = getattr(self, name)
             filled = np.full(count, blank, dtype) if len(value) == 0 else value
             put(name, _frozen_array(name, filled, dtype, count))
-        if not np.isfinite(self.rollout_log_probs).all():
-            raise ValueError("Sample.rollout_log_probs holds a value that is not finite")
+        for name in ("rollout_log_probs", "turn_rewards"):
+            if not np.isfinite(getattr(self, name)).all():
+                raise ValueError(f"Sample.{name} holds a value that is not finite")
         if self.reward is not None:
             put("reward", _finite("Sample.reward", self.reward))
         parts = self.rewards.items()
@@ -163,6 +169,14 @@ def number_trajectories(samples: Sequence[Sample]) -> IntArray:
     return np.asarray(rows, np.int64)
 
 
+def split_trajectories(samples: Sequence[Sample]) -> tuple[tuple[Sample, ...], ...]:
+    """The segments of each trajectory, in the order in which trajectories appear."""
+    found: dict[int, list[Sample]] = {}
+    for number, sample in zip(number_trajectories(samples).tolist(), samples, strict=True):
+        found.setdefault(number, []).append(sample)
+    return tuple(map(tuple, found.values()))
+
+
 def _finite(name: str, value: object) -> float:
     if isinstance(value, bool | int | float | np.integer | np.floating | np.bool_):
         number = float(value)
@@ -184,9 +198,7 @@ class SampleGroup:
     @property
     def ends(self) -> tuple[Sample, ...]:
         """One sample per trajectory: the last of its segments. All samples, where none has several."""
-        return tuple(
-            dict(zip(number_trajectories(self.samples).tolist(), self.samples, strict=True)).values()
-        )
+        return tuple(segments[-1] for segments in split_trajectories(self.samples))
 
     @property
     def rewards(self) -> FloatArray:
@@ -209,6 +221,8 @@ TOKEN_LEVEL = (  # fields of RolloutBatch beside `tokens` that have one array [T
     "returns",
     "old_values",
     "weight_versions",
+    "turn_rewards",
+    "trajectory_tokens",
 )
 
 
@@ -234,6 +248,9 @@ class RolloutBatch:
     old_values: FloatRows | None = None  # the critic's own, before the first update on the batch
     group_indices: IntArray | None = None  # [B]
     weight_versions: tuple[IntArray, ...] | None = None
+    turn_rewards: FloatRows | None = None  # as a sample has them; None: all are 0
+    # how many tokens train in the row's trajectory, at least 1, at each token; None: every row is one
+    trajectory_tokens: FloatRows | None = None
     temperature: float = 1.0  # that the rollouts were sampled at; the trainer divides its logits by it
     samples: tuple[
         Sample, ...

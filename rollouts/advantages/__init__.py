@@ -19,6 +19,7 @@ from rollouts.advantages.gae import (
     compute_gae_advantages,
     compute_length_adaptive_lambda,
     compute_reinforce_pp_token_advantages,
+    compute_turn_returns_advantages,
     whiten_advantages,
 )
 from rollouts.advantages.group import GROUP_ADVANTAGES, whiten_over_tokens
@@ -32,6 +33,7 @@ from rollouts.advantages.inputs import (
     compute_role_advantages,
     merge_segments,
     require,
+    split_segments,
 )
 from rollouts.advantages.kl_rewards import compute_token_rewards, subtract_kl
 from rollouts.errors import check_keywords
@@ -54,6 +56,7 @@ __all__ = [
     "compute_role_advantages",
     "compute_token_rewards",
     "merge_segments",
+    "split_segments",
     "subtract_kl",
     "whiten_advantages",
     "whiten_over_tokens",
@@ -63,6 +66,7 @@ LARGEST = float(np.finfo(np.float32).max)
 ADVANTAGES: dict[str, AdvantageFn] = {
     **GROUP_ADVANTAGES,
     "reinforce_pp_token": compute_reinforce_pp_token_advantages,
+    "turn_returns": compute_turn_returns_advantages,
     "gae": compute_gae_advantages,
 }
 

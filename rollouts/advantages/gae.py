@@ -9,7 +9,7 @@ happened in between belongs on the trained token before it.
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from rollouts.advantages.group import whiten_over_tokens
 from rollouts.advantages.inputs import (
@@ -18,8 +18,10 @@ from rollouts.advantages.inputs import (
     Floats,
     Masks,
     Rows,
+    merge_segments,
     require,
     scatter_trained,
+    split_segments,
     take_trained,
 )
 from rollouts.errors import ConfigError
@@ -108,8 +110,8 @@ def compute_gae_advantages(
     alpha: lam is that of `compute_length_adaptive_lambda` for each row, and `lam` must be left out. whiten:
     `whiten_advantages` over the batch's tokens; returns stay as they are. bootstrap_truncated: what follows a
     row whose sample was truncated is worth the critic's value before the row's last trained token, the newest
-    that there is, instead of 0; the row's reward counts beside it. A trajectory's segments are episodes of
-    their own, each of which ends with its reward. Raises ConfigError without a critic's values, and for alpha
+    that there is, instead of 0; the row's reward counts beside it. "Row" means a trajectory: its segments are
+    one after the other. Raises ConfigError without a critic's values, and for alpha
     beside lam; ValueError for bootstrap_truncated without samples; else what `compute_gae` raises.
     """
     if len(inputs.values) != len(inputs.rewards):
@@ -122,21 +124,22 @@ def compute_gae_advantages(
             f"advantage 'gae' has lam={lam} and alpha={alpha}, which gives each row a lambda of its own;"
             " leave one of them out"
         )
+    masks, (inputs, places) = inputs.loss_masks, merge_segments(inputs)
     lams = lam
     if alpha is not None:
         lengths = [np.count_nonzero(mask) for mask in inputs.loss_masks]
         lams = compute_length_adaptive_lambda(lengths, alpha=alpha)
-    rows = inputs.token_rewards, inputs.values, inputs.loss_masks
     bootstrap = np.zeros(len(inputs.values))
     if bootstrap_truncated:
         require(inputs.samples, "bootstrap_truncated needs samples, whose status says which rows were cut")
         for row, (sample, mask) in enumerate(zip(inputs.samples, inputs.loss_masks, strict=True)):
             if sample.status is Status.TRUNCATED and mask.any():
                 bootstrap[row] = inputs.values[row][mask][-1]
-    result = compute_gae(*rows, gamma=gamma, lam=lams, critic_lam=critic_lam, bootstrap_values=bootstrap)
+    given = inputs.token_rewards, inputs.values, inputs.loss_masks
+    result = compute_gae(*given, gamma=gamma, lam=lams, critic_lam=critic_lam, bootstrap_values=bootstrap)
     if whiten:
-        return result._replace(advantages=whiten_advantages(result.advantages, inputs.loss_masks))
-    return result
+        result = result._replace(advantages=whiten_advantages(result.advantages, inputs.loss_masks))
+    return GAEResult(*(split_segments(part, places, masks) for part in result))
 
 
 def compute_length_adaptive_lambda(lengths: ArrayLike, *, alpha: float = 0.05) -> Floats:
@@ -151,7 +154,7 @@ def compute_length_adaptive_lambda(lengths: ArrayLike, *, alpha: float = 0.05) -
 
 def compute_discounted_returns(rewards: Rows, loss_masks: Masks, *, gamma: float = 1.0) -> FloatRows:
     """Reward to go of each trained token, Σ_{s ≥ t} gamma^(s−t)·r_s counted in trained tokens; 0 elsewhere:
-    GAE without a critic.
+    GAE without a critic. Each row is an episode: join the segments of a trajectory first.
 
     Raises what `compute_gae` raises.
     """
@@ -162,15 +165,53 @@ def compute_reinforce_pp_token_advantages(inputs: AdvantageInputs, *, ddof: int 
     """Reward to go of each trained token, r − β·Σ_{s ≥ t} (lp_s − ref_s), whitened over all trained tokens of
     the batch. Paper: REINFORCE++, 2501.03262.
 
-    A trajectory's segments are episodes of their own, each of which ends with its reward. Raises ValueError
-    without token_rewards.
+    It runs through all segments of a trajectory. Raises ValueError without token_rewards.
     """
+    masks, (inputs, places) = inputs.loss_masks, need_token_rewards(inputs, "reinforce_pp_token")
+    returns = compute_discounted_returns(inputs.token_rewards, inputs.loss_masks)
+    return split_segments(whiten_advantages(returns, inputs.loss_masks, ddof=ddof), places, masks)
+
+
+def compute_turn_returns_advantages(
+    inputs: AdvantageInputs, *, gamma: float = 1.0, whiten: bool = False
+) -> FloatRows:
+    """R_k − b on every token of turn k, R_k = Σ_{j ≥ k} gamma^(j−k)·r_j: a turn answers for its own reward
+    and those after it.
+
+    A turn is a run of trained tokens, counted through all segments of a trajectory; r_j is the sum of its
+    token rewards: its own reward, its KL terms, and of the last turn what the turns leave of the trajectory's
+    reward. b is the mean of R_0 over the other trajectories of the group, 0 where there are none. It is
+    unbiased, as it depends on the prompt and on them alone. The mean of R_k over the trajectories that have a
+    turn k is not: whether there is one is the policy's doing. A mean with the trajectory's own R_0 is not,
+    unless gamma is 1. A trajectory in which nothing trains has its reward as R_0. whiten: `whiten_advantages`
+    over the batch. Raises ValueError without token_rewards, and on gamma outside 0 to 1.
+    """
+    masks, (inputs, places) = inputs.loss_masks, need_token_rewards(inputs, "turn_returns")
+    trained = take_trained("token_rewards", inputs.token_rewards, inputs.loss_masks)
+    turns = [np.cumsum(np.diff(mask, prepend=False) & mask)[mask] - 1 for mask in inputs.loss_masks]
+    rewards = [np.bincount(*each) for each in zip(turns, trained, strict=True)]
+    returns = compute_discounted_returns(rewards, [np.isfinite(row) for row in rewards], gamma=gamma)
+    pairs = zip(returns, inputs.rewards, strict=True)
+    totals = np.asarray([row[0] if len(row) else reward for row, reward in pairs], np.float64)
+    _, groups = np.unique(inputs.group_indices, return_inverse=True)
+    others = np.bincount(groups)[groups] - 1
+    baselines = (np.bincount(groups, totals)[groups] - totals) / others.clip(1)
+    advantages = tuple(
+        scatter_trained(row[own] - baseline, mask)
+        for row, own, baseline, mask in zip(returns, turns, baselines, inputs.loss_masks, strict=True)
+    )
+    if whiten:
+        advantages = whiten_advantages(advantages, inputs.loss_masks)
+    return split_segments(advantages, places, masks)
+
+
+def need_token_rewards(inputs: AdvantageInputs, kind: str) -> tuple[AdvantageInputs, NDArray[np.intp]]:
+    """merge_segments of the inputs. Raises ValueError without token_rewards."""
     require(
         len(inputs.token_rewards) == len(inputs.rewards),
-        "advantage 'reinforce_pp_token' needs token_rewards and loss_masks, which the RL loop gives it",
+        f"advantage {kind!r} needs token_rewards and loss_masks, which the RL loop gives it",
     )
-    returns = compute_discounted_returns(inputs.token_rewards, inputs.loss_masks)
-    return whiten_advantages(returns, inputs.loss_masks, ddof=ddof)
+    return merge_segments(inputs)
 
 
 def whiten_advantages(advantages: Rows, loss_masks: Masks, *, ddof: int = 1) -> FloatRows:

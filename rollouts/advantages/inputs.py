@@ -46,7 +46,8 @@ class AdvantageInputs:
     # [B] segments of one trajectory share a number, and their reward; None: each row is one
     trajectories: IntArray | None = None
     values: FloatRows = ()  # [T_i] per row: the critic's, before each token; empty: no critic
-    # [T_i] per row: the KL term of each token, and the reward on the last trained one; empty: not known
+    # [T_i] per row: the KL term of each token, the rewards of turns, and what they leave of a trajectory's
+    # reward on the last token of it that trains; empty: not known
     token_rewards: FloatRows = ()
     loss_masks: tuple[BoolArray, ...] = ()  # [T_i] per row, beside `token_rewards`: the tokens that train
 
@@ -90,12 +91,22 @@ def merge_segments(inputs: AdvantageInputs) -> tuple[AdvantageInputs, NDArray[np
     """The inputs with one row per trajectory, and for each of the B rows [B] which of those it belongs to:
     `of_trajectories[places]` is one per row.
 
-    A trajectory has its one reward, the sum of its segments' lengths, and the sample of its last segment.
-    Inputs without `trajectories` stay as they are.
+    A trajectory has its one reward, the sum of its segments' lengths, the sample of its last segment, and
+    their token-level arrays one after the other: `split_segments` cuts such arrays. Inputs in which every row
+    is a trajectory stay as they are.
     """
-    if inputs.trajectories is None:
-        return inputs, np.arange(len(inputs.rewards))
-    numbers, places = np.unique(inputs.trajectories, return_inverse=True)
+    rows = np.arange(len(inputs.rewards))
+    given = rows if inputs.trajectories is None else inputs.trajectories
+    numbers, places = np.unique(given, return_inverse=True)
+    if len(numbers) == len(rows):
+        return inputs, rows
+
+    def join(rows: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
+        parts: list[list[NDArray[Any]]] = [[] for _ in numbers if rows]
+        for place, row in zip(places[: len(rows)], rows, strict=True):
+            parts[place].append(row)
+        return tuple(map(np.concatenate, parts))
+
     last = np.zeros(len(numbers), np.intp)
     last[places] = np.arange(len(places))  # of equal places the last one stays
     merged = AdvantageInputs(
@@ -105,8 +116,20 @@ def merge_segments(inputs: AdvantageInputs) -> tuple[AdvantageInputs, NDArray[np
         named_rewards={name: values[last] for name, values in inputs.named_rewards.items()},
         reward_weights=inputs.reward_weights,
         samples=tuple(inputs.samples[row] for row in last) if inputs.samples else (),
+        values=join(inputs.values),
+        token_rewards=join(inputs.token_rewards),
+        loss_masks=join(inputs.loss_masks),
     )
     return merged, places
+
+
+def split_segments(joined: FloatRows, places: NDArray[np.intp], loss_masks: Masks) -> FloatRows:
+    """[T_i] per row, out of one array per trajectory of merge_segments; loss_masks are those of the rows."""
+    left, rows = list(joined), list[FloatArray]()
+    for place, mask in zip(places, loss_masks, strict=True):
+        row, left[place] = np.split(left[place], [len(mask)])
+        rows.append(row)
+    return tuple(rows)
 
 
 def require(condition: object, message: str) -> None:

@@ -3,7 +3,7 @@ out.
 """
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from rollouts.advantages.inputs import (
     FloatRows,
@@ -40,15 +40,8 @@ def subtract_kl(
     ValueError on lengths that differ and naming the row with a number that is not finite.
     """
     values, kls = _token_kl(rewards, log_probs, ref_log_probs, loss_masks)
-    kl = np.asarray([row.sum() for row in kls], np.float64)
-    if trajectories is not None:
-        numbers = np.asarray(trajectories, np.int64)
-        require(
-            numbers.shape == kl.shape,
-            f"trajectories have shape {numbers.shape} for {len(kl)} rows; one per row",
-        )
-        _, places = np.unique(numbers, return_inverse=True)
-        kl = np.bincount(places, weights=kl)[places]
+    places = _find_places(trajectories, len(kls))
+    kl = np.bincount(places, [row.sum() for row in kls])[places]
     return (values - beta * kl).astype(np.float32), kl.astype(np.float32)
 
 
@@ -58,20 +51,43 @@ def compute_token_rewards(
     ref_log_probs: Rows,
     loss_masks: Masks,
     beta: float,
+    *,
+    trajectories: ArrayLike | None = None,
+    turn_rewards: Rows | None = None,
 ) -> FloatRows:
-    """Per row [T_i]: −beta·(log_prob − ref_log_prob) on every trained token, with the row's reward added on
-    the last one. 0 elsewhere.
+    """Per row [T_i]: −beta·(log_prob − ref_log_prob) on every trained token, with its turn's reward, if any,
+    and on the last one with what those leave of the row's reward. 0 elsewhere.
+
+    Of rows with equal `trajectories` [B], which share a reward, the last one that trains gets that.
 
     What `compute_gae` and `compute_discounted_returns` take: a token then answers for the KL of the tokens
     after it and not for those before. Used with the policy gradient, the coefficient of a token's ∇log π
     holds −beta·log(π/ref) of itself and its future. A row without trained tokens has nowhere to put its
-    reward and gets zeros. Paper: InstructGPT, 2203.02155. Raises as `subtract_kl`.
+    reward and gets zeros; so has a turn whose last token does not train, and its reward stays with what is
+    left. Paper: InstructGPT, 2203.02155. Raises as `subtract_kl`.
     """
     values, kls = _token_kl(rewards, log_probs, ref_log_probs, loss_masks)
     rows = [-beta * kl for kl in kls]
-    for row, reward in zip(rows, values, strict=True):
-        row[-1:] += reward
+    places = _find_places(trajectories, len(rows))
+    left = values[np.unique(places, return_index=True)[1]]
+    if turn_rewards is not None:
+        turns = take_trained("turn_rewards", turn_rewards, loss_masks)
+        rows = [row + own for row, own in zip(rows, turns, strict=True)]
+        left -= np.bincount(places, [own.sum() for own in turns])
+    ends = {place: row for place, row in zip(places, rows, strict=True) if len(row)}
+    for place, row in ends.items():
+        row[-1] += left[place]
     return tuple(map(scatter_trained, rows, loss_masks))
+
+
+def _find_places(trajectories: ArrayLike | None, count: int) -> NDArray[np.intp]:
+    """[B] which trajectory each row belongs to, numbered from 0; None: every row is one."""
+    numbers = np.arange(count) if trajectories is None else np.asarray(trajectories, np.int64)
+    require(
+        numbers.shape == (count,),
+        f"trajectories have shape {numbers.shape} for {count} rows; one per row",
+    )
+    return np.unique(numbers, return_inverse=True)[1]
 
 
 def _token_kl(

@@ -106,7 +106,7 @@ def prepare_batch(
         if options.skip_zero_advantage and not needs_every_row(spec):
             skip_rows = find_zero_advantage_rows(batch)
         if skip_rows is not None:
-            expected_count -= count_unit(batch, spec, skip_rows)
+            expected_count = count_unit(batch, spec, ~skip_rows)
     check_token_ids(batch, vocab_size)
     layout = plan.choose_layout(max(len(row) for row in batch.tokens))
     micro_batches = make_micro_batches(
@@ -150,9 +150,16 @@ def compute_denominator(batch: RolloutBatch, spec: LossSpec) -> tuple[float, flo
 
 
 def count_unit(batch: RolloutBatch, spec: LossSpec, rows: BoolArray) -> float:
-    """How many of the loss's unit are in the chosen rows [B]: trained tokens, or rows that have one."""
+    """How many of the loss's unit are in the chosen rows [B]: trained tokens, or rows that have one; of a
+    trajectory of several rows each is the part that has its tokens.
+    """
     lengths = batch.response_lengths[rows]
-    return float((lengths > 0).sum() if spec.unit in ("sequences", "sequence_sums") else lengths.sum())
+    if spec.unit not in ("sequences", "sequence_sums"):
+        return float(lengths.sum())
+    if batch.trajectory_tokens is None:
+        return float((lengths > 0).sum())
+    wholes = np.asarray([max(row[:1], default=1) for row in batch.trajectory_tokens])
+    return float((lengths / wholes[rows]).sum())
 
 
 def needs_every_row(spec: LossSpec) -> bool:

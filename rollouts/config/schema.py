@@ -145,7 +145,7 @@ class AlgorithmConfig(LossConfig):
     module:function"""
     normalise_by: Literal["tokens", "sequences", "sequence_sums", "constant"] = "tokens"
     """left out: the loss's own unit, sequences for gspo, gspo_token and gmpo; constant: (num_prompts +
-    replay) * samples_per_prompt * max_new_tokens
+    replay) * samples_per_prompt * max_new_tokens, or with environment, tools or agent max_trajectory_tokens
     """
     clip_low: PositiveFloat = 0.2
     """the ratio is clipped below 1 - clip_low; of ppo_clip and clip_cov"""

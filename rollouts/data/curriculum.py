@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rollouts.data.mixture import SOURCE_FIELD, parse_weights
 from rollouts.errors import DataError, UserFunctionError
-from rollouts.types import JSONValue, Sample
+from rollouts.types import JSONValue, Sample, split_trajectories
 
 
 class SourceStatistics(NamedTuple):
@@ -46,12 +46,13 @@ def update_statistics(
     """The statistics after the batch of `step`. `drawn` is how many prompts were drawn
     off each source so far.
 
-    A sample is of the source that its metadata names; with one source it need not name it. Raises DataError
+    A sample is of the source that its metadata names; with one source it need not name it. A trajectory of
+    several segments counts once. Raises DataError
     for a sample of another source.
     """
     after = {name: before._replace(drawn=drawn[name]) for name, before in statistics.items()}
     rewards: dict[str, list[float]] = {}
-    for sample in samples:
+    for *_, sample in split_trajectories(samples):
         name = next(iter(after)) if len(after) == 1 else str(sample.metadata.get(SOURCE_FIELD))
         if name not in after:
             raise DataError(

@@ -22,7 +22,7 @@ from rollouts.processes.nurseries import run_all
 from rollouts.protocols import GenerateFn, InferenceEngine, RewardFn
 from rollouts.rewards.consensus import compute_consensus
 from rollouts.rewards.math import find_final_number
-from rollouts.types import JSONValue, Sample, SamplingParams, Status
+from rollouts.types import JSONValue, Sample, SamplingParams, Status, split_trajectories
 
 MAX_FAILED_FRACTION = 0.2  # of the samples
 
@@ -31,29 +31,32 @@ MAX_FAILED_FRACTION = 0.2  # of the samples
 class EvaluationResult:
     """What became of the held-out prompts."""
 
-    samples: tuple[Sample, ...]  # every sample in prompt order, failed ones included
+    samples: tuple[Sample, ...]  # every segment of every trajectory in prompt order, failed ones included
     samples_per_prompt: int  # k
     num_prompts: int
 
     @property
     def scored(self) -> tuple[Sample, ...]:
+        """All segments that have a reward."""
         return tuple(sample for sample in self.samples if sample.reward is not None)
 
     @property
     def mean_reward(self) -> float:
-        """Mean reward over the scored samples: the accuracy where rewards are 0 and 1."""
-        return fmean(sample.reward or 0.0 for sample in self.scored)
+        """Mean reward over the scored trajectories: the accuracy where rewards are 0 and 1."""
+        return fmean(segments[-1].reward or 0.0 for segments in split_trajectories(self.scored))
 
     def metrics(self, name: str) -> dict[str, float]:
         """Values for evaluations.jsonl. pass@k is there for k = 2, 4, 8, … up to `samples_per_prompt`, over
         the prompts of which k samples were scored, where rewards are all 0 and 1 (see `compute_pass_at_k`).
         maj@k is over the prompts of which all samples were scored, if anywhere two agree. avg@k has the
         bounds of an interval (see `compute_bootstrap_interval`), for which prompts are resampled, each with
-        the mean of its scored samples: samples of one prompt are alike.
+        the mean of its scored samples: samples of one prompt are alike. A sample is the last segment of a
+        trajectory; its length is that of all.
         """
-        scored, size = self.scored, self.samples_per_prompt
+        ends = [segments[-1] for segments in split_trajectories(self.samples)]
+        scored, size = [end for end in ends if end.reward is not None], self.samples_per_prompt
         values = {f"avg@{size}": self.mean_reward}
-        groups = (self.samples[start : start + size] for start in range(0, len(self.samples), size))
+        groups = (ends[start : start + size] for start in range(0, len(ends), size))
         prompts = [[sample for sample in group if sample.reward is not None] for group in groups]
         outcomes = [[sample.reward == 1.0 for sample in prompt] for prompt in prompts]
         for k in (2**power for power in range(1, size.bit_length())):
@@ -69,9 +72,9 @@ class EvaluationResult:
             f"avg@{size}/low": interval.low,
             f"avg@{size}/high": interval.high,
             "prompts": float(self.num_prompts),
-            "failed": float(len(self.samples) - len(scored)),
+            "failed": float(len(ends) - len(scored)),
             "truncated/frac": fmean(sample.status is Status.TRUNCATED for sample in scored),
-            "response_length/mean": fmean(sample.response_length for sample in scored),
+            "response_length/mean": sum(one.response_length for one in self.scored) / len(scored),
         }
         return {f"eval/{name}/{key}": value for key, value in values.items()}
 
@@ -113,21 +116,22 @@ async def evaluate(
         seed=seed,
         reward_timeout_s=reward_timeout_s,
     )
-    samples = [  # each is replaced by what becomes of it
-        replace(sample, id=f"eval-{sample.id}")
+    trajectories: list[tuple[Sample, ...]] = [  # each is replaced by what becomes of it
+        (replace(sample, id=f"eval-{sample.id}"),)
         for index, row in enumerate(rows)
         for sample in make_samples(index, PromptRow(f"row-{index}", 0, row), samples_per_prompt)
     ]
 
     async def run_one(index: int) -> None:
-        samples[index] = (await make_trajectory(plan, samples[index])).segments[-1]
+        trajectories[index] = (await make_trajectory(plan, *trajectories[index])).segments
 
-    await run_all(*(partial(run_one, index) for index in range(len(samples))))
+    await run_all(*(partial(run_one, index) for index in range(len(trajectories))))
+    samples = tuple(segment for segments in trajectories for segment in segments)
     failed = [sample for sample in samples if sample.status is Status.FAILED]
-    if len(failed) > MAX_FAILED_FRACTION * len(samples):
+    if len(failed) > MAX_FAILED_FRACTION * len(trajectories):
         raise NotEnoughSamples(
-            f"{len(failed)} of {len(samples)} held-out samples failed"
+            f"{len(failed)} of {len(trajectories)} held-out samples failed"
             f" ({', '.join(sorted(set(map(failure_class_of, failed))))}); the first:"
             f" {failed[0].metadata['failure']['message']}"
         )
-    return EvaluationResult(tuple(samples), samples_per_prompt, len(rows))
+    return EvaluationResult(samples, samples_per_prompt, len(rows))

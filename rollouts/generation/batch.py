@@ -8,7 +8,7 @@ import numpy as np
 
 from rollouts.filters import rewards_of
 from rollouts.generation.group import Group, failure_class_of
-from rollouts.types import Max, Mean, Metric, Min, Status, Total
+from rollouts.types import Max, Mean, Metric, Min, Status, Total, split_trajectories
 
 FILTERED = "filtered:"  # begins the reason of a drop by a filter, which the filter's own follows
 
@@ -24,14 +24,16 @@ def compute_batch_metrics(
     """What the groups of a batch look like and what they cost; `decided` are those that this call closed, in
     or out of the batch.
 
-    reward/…, response_length/… and truncated/… are of the rows that train. groups/zero_std_frac and
+    reward/…, response_length/… and truncated/… are of the trajectories that train, of whose segments the last
+    has the status and all have the tokens. groups/zero_std_frac and
     groups/reward_std are of every group that was scored, filtered and outranked ones included: what chooses
     would hide what it looks for. Spreads are the population's; those of groups count a trajectory of several
     segments once. groups/accepted_frac is the share of the groups decided in this call that the filters kept;
     a group that failed or was not needed counts neither way. Samples without a reward have no metric of one.
     """
-    samples = [sample for group in groups for sample in group.samples]
-    lengths = [sample.response_length for sample in samples]
+    trajectories = [one for group in groups for one in split_trajectories(group.samples)]
+    lengths = [sum(segment.response_length for segment in one) for one in trajectories]
+    samples = [one[-1] for one in trajectories]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     accepted = sum(group.decision is not None and group.decision.keep for group in decided)
     filtered = [

@@ -105,7 +105,7 @@ def append_completion(
     """
     count = len(completion.token_ids)
     if not done:
-        blank = dict.fromkeys(("loss_mask", "rollout_log_probs", "weight_versions"), EMPTY)
+        blank = dict.fromkeys(("loss_mask", "rollout_log_probs", "weight_versions", "turn_rewards"), EMPTY)
         sample = replace(sample, tokens=tokens, **blank)
     all_tokens = np.concatenate([tokens, completion.token_ids])
     all_mask = np.concatenate([sample.loss_mask, np.full(count, trains)])
@@ -117,6 +117,7 @@ def append_completion(
         loss_mask=all_mask,
         rollout_log_probs=np.concatenate([sample.rollout_log_probs, log_probs]),
         weight_versions=np.concatenate([sample.weight_versions, completion.weight_versions]),
+        turn_rewards=np.append(sample.turn_rewards, np.zeros(count)),
         response=str(tokenizer.decode(response.tolist(), skip_special_tokens=True)),
         status=STATUS_OF[completion.finish_reason],
     )

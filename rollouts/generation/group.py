@@ -54,7 +54,14 @@ from rollouts.rewards.call import (
     call_ranker,
     call_reward,
 )
-from rollouts.rewards.check import apply_reward, check_metadata, check_reward, function_name, show_traceback
+from rollouts.rewards.check import (
+    apply_reward,
+    check_metadata,
+    check_reward,
+    function_name,
+    reward_trajectory,
+    show_traceback,
+)
 from rollouts.rewards.workers import RaisedInWorker
 from rollouts.types import (
     FilterDecision,
@@ -285,7 +292,8 @@ async def _generate_segments(plan: GroupPlan, member: Member, call: ContinuingEn
 
 async def score_member(plan: GroupPlan, member: Member) -> Member:
     """The generated member with its reward, or as failed; as it is where the group is scored together. Where
-    nothing scores it, the generate function has set its reward, or none is needed.
+    nothing scores it, the generate function has set its reward, that of the whole trajectory, or none is
+    needed.
     """
     if member.scored:
         return member
@@ -296,7 +304,7 @@ async def score_member(plan: GroupPlan, member: Member) -> Member:
             reach("rollout.before_reward")
             result = await call_reward(plan.reward, last, timeout_s=plan.reward_timeout_s)
             reach("rollout.after_reward")
-            segments = tuple(apply_reward(segment, result) for segment in member.segments)
+            segments = reward_trajectory(member.segments, result)
         except UserFunctionError as error:
             segments = (_fail_scoring(last, error, plan.reward),)
         seconds = trio.current_time() - started
@@ -354,8 +362,7 @@ async def _score_together(
         results = await call_group_reward(group_reward, ends, timeout_s=plan.reward_timeout_s)
         reach("rollout.after_reward")
         scored = [
-            tuple(apply_reward(one, result) for one in member.segments)
-            for member, result in zip(left, results, strict=True)
+            reward_trajectory(member.segments, result) for member, result in zip(left, results, strict=True)
         ]
     except UserFunctionError as error:
         scored = [(_fail_scoring(end, error, group_reward),) for end in ends]

@@ -31,12 +31,12 @@ from rollouts.generation.samples import (
 )
 from rollouts.protocols import RewardValue
 from rollouts.rewards.check import (
-    apply_reward,
     check_decision,
     check_reward,
     describe,
     function_name,
     is_async,
+    reward_trajectory,
     shorten,
 )
 from rollouts.types import (
@@ -223,13 +223,14 @@ def generate_samples(generate_fn: GenerateBatchFn, samples: Sequence[Sample]) ->
 
 def score_sample(reward_fn: ScoreFn, sample: Sample) -> Sample:
     """The sample with its reward: a finite number, a mapping of named parts whose sum is the reward, or a
-    RewardResult.
+    RewardResult. The rewards of its turns are added.
 
     Raises UserFunctionError, naming function and sample, if reward_fn raises or answers anything else, NaN
     and None included.
     """
     where = f"reward function {function_name(reward_fn)} on sample {sample.id}"
-    return apply_reward(sample, check_reward(_call(reward_fn, sample, where=where), where))
+    (scored,) = reward_trajectory([sample], check_reward(_call(reward_fn, sample, where=where), where))
+    return scored
 
 
 def apply_sample_transforms(samples: Iterable[Sample], transforms: Sequence[SampleTransform]) -> list[Sample]:

@@ -18,6 +18,7 @@ from rollouts.types import (
     RolloutBatch,
     Sample,
     Status,
+    number_trajectories,
 )
 
 
@@ -73,12 +74,15 @@ class SampleFields(NamedTuple):
     rollout_log_probs: FloatRows  # nats; 0 where the mask is 0
     weight_versions: tuple[IntArray, ...]  # -1 where the mask is 0
     group_indices: IntArray | None  # [B]; None if no sample has one
+    turn_rewards: FloatRows | None  # None if no sample has one that is not 0
+    trajectory_tokens: FloatRows | None  # None if no trajectory has several segments
 
 
 def extract_sample_fields(samples: Sequence[Sample]) -> SampleFields:
     """The columns of the samples, in their order. Raises ValueError naming the first sample without a reward
     (or group) if others have one.
     """
+    has_turns = any(sample.turn_rewards.any() for sample in samples)
     return SampleFields(
         tokens=tuple(sample.tokens for sample in samples),
         loss_masks=tuple(sample.loss_mask for sample in samples),
@@ -86,7 +90,18 @@ def extract_sample_fields(samples: Sequence[Sample]) -> SampleFields:
         rollout_log_probs=tuple(sample.rollout_log_probs for sample in samples),
         weight_versions=tuple(sample.weight_versions for sample in samples),
         group_indices=_column(samples, "group_index", np.int64),
+        turn_rewards=tuple(sample.turn_rewards for sample in samples) if has_turns else None,
+        trajectory_tokens=_count_trajectory_tokens(samples),
     )
+
+
+def _count_trajectory_tokens(samples: Sequence[Sample]) -> FloatRows | None:
+    numbers = number_trajectories(samples)
+    counts = np.bincount(numbers, [sample.response_length for sample in samples])
+    if len(counts) == len(samples):
+        return None
+    rows = zip(samples, counts.clip(1)[numbers], strict=True)
+    return tuple(np.full(len(sample.tokens), count, np.float32) for sample, count in rows)
 
 
 def _column(samples: Sequence[Sample], name: str, dtype: Any) -> Any:

@@ -30,6 +30,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import trio
 
 from rollouts.advantages import AdvantageFn
@@ -53,6 +54,7 @@ from rollouts.loops.rl_batch import (
     add_log_probs,
     check_staleness,
     compute_lags,
+    find_trajectories,
     plan_updates,
 )
 from rollouts.loops.steps import StepHooks, surround_steps
@@ -255,7 +257,10 @@ def training_metrics(
     batch was. The KL coefficient is there where the reference was asked.
     """
     lags, metrics = compute_lags(batch, step - 1), critic_metrics(critic_results, config.minibatches)
-    metrics |= {"off_policy/mean": float(lags.mean()), "off_policy/max": float(lags.max())}
+    trajectories = find_trajectories(batch)
+    oldest = np.zeros(trajectories.max() + 1, lags.dtype)
+    np.maximum.at(oldest, trajectories, lags)  # none is below 0
+    metrics |= {"off_policy/mean": float(oldest.mean()), "off_policy/max": float(lags.max())}
     if results:
         metrics |= last_pass_metrics(results, config.minibatches) | work_metrics([*critic_results, *results])
     elif batch.group_indices is not None:  # without a pair no update is made

@@ -171,7 +171,8 @@ def add_advantages(
     """
     if config.pairs:  # whose loss has slopes of its own
         return batch, {}
-    metrics, returns = measure_kl(batch, find_trajectories(batch)), None
+    trajectories = find_trajectories(batch)
+    metrics, returns = measure_kl(batch, trajectories), None
     try:
         advantages = np.zeros(len(batch), np.float32)
         if batch.rewards is not None:
@@ -198,6 +199,8 @@ def add_advantages(
         trained = [row[mask] for row, mask in zip(tokens, batch.loss_masks, strict=True)]
         means = np.asarray([row.mean() if len(row) else 0.0 for row in trained], np.float32)
         advantages = np.concatenate(trained)
+    else:
+        advantages = advantages[np.unique(trajectories, return_index=True)[1]]
     advantages = np.asarray(advantages, np.float64)  # the sum of float32's largest numbers is finite too
     metrics["advantage/abs_mean"] = float(np.abs(advantages).mean())
     metrics |= {"advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std())}
@@ -243,8 +246,8 @@ def compute_taught(batch: RolloutBatch, config: DistillationConfig) -> tuple[Flo
 
 
 def make_advantage_inputs(batch: RolloutBatch, config: RLTrainingConfig) -> AdvantageInputs:
-    """What an advantage function sees of the batch. Token rewards are [T_i] per row: the row's reward on its
-    last trained token, and with kl_in="reward" −β·(lp − ref) on every trained one.
+    """What an advantage function sees of the batch. Token rewards are [T_i] per row, those of
+    compute_token_rewards: with a KL term if kl_in="reward".
     """
     rewards, log_probs = batch.rewards, batch.old_log_probs or batch.rollout_log_probs
     assert rewards is not None and batch.group_indices is not None and log_probs is not None
@@ -253,7 +256,11 @@ def make_advantage_inputs(batch: RolloutBatch, config: RLTrainingConfig) -> Adva
     if beta == 0:
         log_probs = reference = [np.zeros(len(mask)) for mask in masks]
     assert reference is not None
-    token_rewards = compute_token_rewards(rewards, log_probs, reference, masks, beta)
+    token_rewards = compute_token_rewards(
+        *(rewards, log_probs, reference, masks, beta),
+        trajectories=trajectories,
+        turn_rewards=batch.turn_rewards,
+    )
     rewards, _ = subtract_kl(rewards, log_probs, reference, masks, beta, trajectories=trajectories)
     parts = batch.samples[0].rewards if batch.samples else ()
     shared = [name for name in parts if all(name in sample.rewards for sample in batch.samples)]
@@ -307,7 +314,9 @@ def make_loss_spec(config: RLTrainingConfig) -> LossSpec:
     rollout, constant = config.rollout, None
     if config.normalise_by == "constant":
         groups = rollout.num_prompts + rollout.replay
-        constant = float(groups * rollout.samples_per_prompt * rollout.max_new_tokens)
+        has_turns = rollout.environment or rollout.tools or rollout.agent
+        budget = rollout.max_trajectory_tokens if has_turns else rollout.max_new_tokens
+        constant = float(groups * rollout.samples_per_prompt * budget)
     return LossSpec(config.loss, params | config.loss_params, unit=config.normalise_by, constant=constant)
 
 

@@ -29,6 +29,8 @@ class LossInputs:
     ref_log_probs: Tensor | None = None  # nats: the frozen reference's
     returns: Tensor | None = None  # in the reward's unit: targets of the values
     old_values: Tensor | None = None  # the critic's own, before the first update on the batch
+    # how many tokens train in the row's trajectory, of which the row is one segment; None: every row is one
+    trajectory_tokens: Tensor | None = None
     note_weights: Callable[[Tensor], None] | None = None  # gets the weights [B, T] of a correction
 
     def need(self, name: str) -> Tensor:
@@ -171,13 +173,19 @@ def compute_sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tenso
     return torch.exp(mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def reduce_loss(token_losses: Tensor, mask: Tensor, unit: str) -> tuple[Tensor, float]:
+def reduce_loss(
+    token_losses: Tensor, mask: Tensor, unit: str, trajectory_tokens: Tensor | None = None
+) -> tuple[Tensor, float]:
     """(sum, count) of losses [B, T] over the masked tokens, in the loss's unit.
 
     tokens, constant: sum over tokens; count is the number of tokens. (For "constant" the backend divides by
     the constant instead.) sequences: sum over rows of the mean over the row's tokens; count is the number of
     rows that have a token. sequence_sums: sum over tokens, count as for sequences. An empty mask gives 0 with
     a zero gradient, and 0. What lies outside the mask never counts. Raises ConfigError on another unit.
+
+    With trajectory_tokens [B, T] of the inputs a row is a segment of a trajectory: each of its tokens is 1 /
+    trajectory_tokens of it, in the mean and in the count. Segments add up to one trajectory, also over
+    micro-batches, and to what it would give in one row.
     """
     kept = torch.where(mask, token_losses, 0.0)
     lengths = mask.sum(dim=-1)
@@ -187,8 +195,12 @@ def reduce_loss(token_losses: Tensor, mask: Tensor, unit: str) -> tuple[Tensor, 
         unit in ("sequences", "sequence_sums"),
         f"unit={unit!r} is not known; use 'tokens', 'sequences', 'sequence_sums' or 'constant'",
     )
-    total = kept.sum() if unit == "sequence_sums" else compute_row_mean(token_losses, mask).sum()
-    return total, float((lengths > 0).sum())
+    count = float((lengths > 0).sum())
+    means = compute_row_mean(token_losses, mask)
+    if trajectory_tokens is not None:
+        tokens = trajectory_tokens.clamp(min=1)
+        count, means = float((mask / tokens.double()).sum()), kept / tokens
+    return (kept if unit == "sequence_sums" else means).sum(), count
 
 
 def select_top_fraction(values: Tensor, mask: Tensor, fraction: float) -> Tensor:

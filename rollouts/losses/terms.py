@@ -159,7 +159,8 @@ def _finish(
         parts["loss/mu_penalty"] = terms.mu_penalty_coef * gap.square()
     token_losses = functools.reduce(torch.add, parts.values())
     return LossOutput(
-        *reduce_loss(token_losses, inputs.mask, unit), collect_token_metrics(values | parts, inputs.mask)
+        *reduce_loss(token_losses, inputs.mask, unit, inputs.trajectory_tokens),
+        collect_token_metrics(values | parts, inputs.mask),
     )
 
 

@@ -9,7 +9,10 @@ def sft_loss(inputs: LossInputs, *, unit: LossUnit = "tokens") -> LossOutput:
     inputs = clear_masked(inputs)
     losses = -inputs.log_probs
     means = {"loss/nll": losses} | ({} if inputs.entropy is None else {"entropy/mean": inputs.entropy})
-    return LossOutput(*reduce_loss(losses, inputs.mask, unit), collect_token_metrics(means, inputs.mask))
+    return LossOutput(
+        *reduce_loss(losses, inputs.mask, unit, inputs.trajectory_tokens),
+        collect_token_metrics(means, inputs.mask),
+    )
 
 
 def linear_loss(inputs: LossInputs, *, unit: LossUnit = "tokens") -> LossOutput:
@@ -20,4 +23,4 @@ def linear_loss(inputs: LossInputs, *, unit: LossUnit = "tokens") -> LossOutput:
     """
     inputs = clear_masked(inputs)
     losses = -inputs.need("advantages") * inputs.log_probs
-    return LossOutput(*reduce_loss(losses, inputs.mask, unit), {})
+    return LossOutput(*reduce_loss(losses, inputs.mask, unit, inputs.trajectory_tokens), {})

@@ -54,4 +54,4 @@ def critic_loss(inputs: LossInputs, *, unit: LossUnit = "tokens", clip: float | 
         target, missed = (values[inputs.mask].double() for values in (returns, error))
         sums = torch.stack([target, target.square(), missed, missed.square()]).sum(-1).tolist()
         metrics["value/explained_variance"] = ExplainedVariance(float(len(target)), *sums)
-    return LossOutput(*reduce_loss(losses, inputs.mask, unit), metrics)
+    return LossOutput(*reduce_loss(losses, inputs.mask, unit, inputs.trajectory_tokens), metrics)

@@ -68,6 +68,8 @@ def collect_columns(update: UpdateRecord) -> dict[str, Sequence[Array]]:
         "ref": batch.ref_log_probs,
         "value": batch.old_values,
         "return": batch.returns,
+        "turn_reward": batch.turn_rewards,
+        "trajectory": batch.trajectory_tokens,
     }
     return {name: values for name, values in columns.items() if values is not None}
 

@@ -22,7 +22,15 @@ from rollouts.types import RolloutBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TOKEN_FIELDS = ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs", "returns", "old_values")
+TOKEN_FIELDS = (
+    "advantages",
+    "old_log_probs",
+    "rollout_log_probs",
+    "ref_log_probs",
+    "returns",
+    "old_values",
+    "trajectory_tokens",
+)
 
 
 class TokenLogProbs(NamedTuple):

@@ -33,6 +33,7 @@ FIELDS = {  # of LossInputs, by the column that holds them
     "ref": "ref_log_probs",
     "value": "old_values",
     "return": "returns",
+    "trajectory": "trajectory_tokens",
 }
 CHUNK_TOKENS = 1 << 19  # padded, of rows that are computed at once
 CHOOSE_AMONG_MICRO_BATCH = ("clip_cov", "kl_cov")

@@ -9,7 +9,7 @@ import inspect
 import itertools
 import math
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Set, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -103,6 +103,21 @@ def apply_reward(sample: Sample, result: RewardResult) -> Sample:
     check_metadata(sample, "a reward function")
     metadata = sample.metadata if result.note is None else {**sample.metadata, "reward_note": result.note}
     return replace(sample, reward=result.reward, rewards=result.parts, metadata=metadata)
+
+
+def reward_trajectory(segments: Sequence[Sample], final: RewardResult) -> tuple[Sample, ...]:
+    """The segments of a trajectory with the reward that all share: `final` and the rewards of its turns.
+
+    Where a turn has one, or the last segment already a part "turns", the parts are those of `final`, without
+    any the part "final", and "turns": the sum of theirs. Raises UserFunctionError as apply_reward, and where
+    float32 cannot hold the sum.
+    """
+    turns = [float(one.turn_rewards.sum(dtype=np.float64)) for one in segments]
+    if any(one.turn_rewards.any() for one in segments) or "turns" in segments[-1].rewards:
+        parts = {**(final.parts or {"final": final.reward}), "turns": math.fsum(turns)}
+        total = add_up((final.reward, *turns), f"the turns of sample {segments[-1].id}")
+        final = replace(final, reward=total, parts=parts)
+    return tuple(apply_reward(one, final) for one in segments)
 
 
 def check_metadata(sample: Sample, where: str) -> None:

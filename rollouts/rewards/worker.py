@@ -41,6 +41,7 @@ DTYPES = {
     "loss_mask": np.bool_,
     "rollout_log_probs": np.float32,
     "weight_versions": np.int64,
+    "turn_rewards": np.float32,
 }
 ENCODE, DECODE = msgspec.json.encode, json.loads  # bound here: a function may replace what modules hold
 
