@@ -198,7 +198,7 @@ def reduce_loss(
     count = float((lengths > 0).sum())
     means = compute_row_mean(token_losses, mask)
     if trajectory_tokens is not None:
-        tokens = trajectory_tokens.clamp(min=1)
+        tokens = torch.where(mask, trajectory_tokens, 1.0)
         count, means = float((mask / tokens.double()).sum()), kept / tokens
     return (kept if unit == "sequence_sums" else means).sum(), count
 

@@ -254,6 +254,10 @@ def test_units_divide_by_what_they_say():
     for unit, wanted in expected.items():
         total, count = reduce_loss(losses, mask, unit)
         assert (float(total), count) == wanted
+    wholes = torch.where(mask, 4.0, NAN)  # the first two rows are one trajectory
+    for unit, wanted in {"tokens": (9, 4), "sequences": (9 / 4, 1), "sequence_sums": (9, 1)}.items():
+        total, count = reduce_loss(losses, mask, unit, wholes)
+        assert (float(total), count) == wanted
     with pytest.raises(ConfigError, match="'sequence_sums' or 'constant'"):
         reduce_loss(losses, mask, "rows")
 

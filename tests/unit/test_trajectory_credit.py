@@ -6,10 +6,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from rollouts.advantages import ADVANTAGES, AdvantageInputs, compute_token_rewards
+from rollouts.advantages import ADVANTAGES, AdvantageInputs
 from rollouts.evaluation.evaluate import evaluate
 from rollouts.generation.samples import convert_to_batch
-from rollouts.loops.rl_batch import add_advantages, make_loss_spec
+from rollouts.loops.rl import training_metrics
+from rollouts.loops.rl_batch import add_advantages, make_advantage_inputs, make_loss_spec
 from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.token_shards import collect_columns
 from rollouts.replay.compare import recompute
@@ -64,15 +65,14 @@ constant      | 7
 async def test_a_forked_trajectory_has_the_loss_and_the_gradient_that_it_has_in_one_piece(
     unit: str, denominator: int, advantage: float, form: int
 ):
-    """Rows of advantage 0 are not computed, and count."""
+    """Of the first turn and the short trajectory; rows in which all are 0 are not computed, and count."""
     spec = LossSpec("ppo_clip", unit=cast(Any, unit), constant=7.0, per_token=True)
     results, gradients = [], []
     for forked in (False, True):
         batch = make_batch(forked=forked)
-        by_row = zip(batch.loss_masks, batch.samples, strict=True)
-        rows = tuple(np.where(mask, advantage if one.id == "b" else 1.5, 0) for mask, one in by_row)
+        rows = tuple(mask * np.where(np.arange(len(mask)) < 4, advantage, 1.5) for mask in batch.loss_masks)
         batch = dataclasses.replace(batch, advantages=rows)
-        async with open_backend(**[*FORMS.values()][form]) as backend:
+        async with open_backend(**[*FORMS.values()][form], skip_zero_advantage=True) as backend:
             results.append(await backend.forward_backward(batch, spec))
             gradients.append(take_gradients(backend.model))
         step = OptimStepResult(step=1, lr=1.0, grad_norm=1.0, clipped=False)
@@ -175,15 +175,13 @@ def test_rewards_of_turns_are_at_their_ends_and_what_they_leave_at_the_trajector
     """2 − .5 − .25 = 1.25 is left; KL .1 a token, β = 1."""
     for forked in (False, True):
         batch = make_batch(forked=forked)
-        lower = [row - np.float32(0.1) for row in batch.rollout_log_probs or ()]
-        found = compute_token_rewards(
-            batch.rewards, batch.rollout_log_probs, lower, batch.loss_masks, 1.0,
-            trajectories=[0, 0, 1][-len(batch) :], turn_rewards=batch.turn_rewards,
-        )  # fmt: skip
+        lower = tuple(row - np.float32(0.1) for row in batch.rollout_log_probs or ())
+        batch, config = dataclasses.replace(batch, ref_log_probs=lower), rl_config(advantage="raw", kl_coef=1)
+        found = make_advantage_inputs(batch, config).token_rewards
         trained = np.concatenate([row[mask] for row, mask in zip(found, batch.loss_masks, strict=True)])
         np.testing.assert_allclose(trained, [-0.1, 0.4, -0.1, -0.1, 0.25 + 1.25 - 0.1, 0.9], rtol=1e-5)
-        _, metrics = add_advantages(batch, rl_config(advantage="raw"))
-        assert metrics["advantage/mean"] == 1.5, "of 2 and 1, whatever the number of segments"
+        _, metrics = add_advantages(batch, config)
+        assert metrics["advantage/mean"] == pytest.approx((1.5 + 0.9) / 2), "whatever the number of segments"
 
 
 # --- rewards and metrics ------------------------------------------------------------------------------------
@@ -220,6 +218,14 @@ async def test_rewards_of_turns_are_added_to_the_final_reward_once_and_a_traject
     metrics = run.metrics()
     assert [metrics[f"response_length/{of}"] for of in ("mean", "min", "max")] == [6.0] * 3
     assert (metrics["reward/mean"], metrics["truncated/frac"]) == (2.0, 1.0)
+
+
+def test_a_trajectory_is_as_old_as_its_oldest_segment():
+    batch = make_batch(forked=True)
+    versions = tuple(np.full(len(row), at) for row, at in zip(batch.tokens, (3, 7, 7), strict=True))
+    batch, algorithm = dataclasses.replace(batch, weight_versions=versions), cast(Any, None)
+    metrics = training_metrics(rl_config(), algorithm, batch, [], [], step=10)
+    assert (metrics["off_policy/mean"], metrics["off_policy/max"]) == ((6 + 2) / 2, 6)
 
 
 async def test_an_evaluation_counts_trajectories(autojump_clock):
