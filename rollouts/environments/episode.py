@@ -38,6 +38,7 @@ from rollouts.environments.trajectories import (
 from rollouts.errors import TrajectoryLeftOut
 from rollouts.generation.continuing import join_completions, note_progress
 from rollouts.generation.generate import ask_for_rest, compute_request_seed
+from rollouts.generation.samples import TRAJECTORY
 from rollouts.protocols import GenerateFn, InferenceEngine
 from rollouts.rewards.check import add_up, check_reward
 from rollouts.types import (
@@ -53,7 +54,6 @@ from rollouts.types import (
 )
 
 TOOL_CHARS = 16_384  # of a result; a longer one is an error that the model is told
-RECORD = "trajectory"  # the metadata of one
 SHOWN = ("reward", "rewards", "calls", "metadata")  # of a turn, in the record
 UNREADABLE = "Error: this turn could not be read ({}). Write a tool call in its form, or none."
 
@@ -197,12 +197,12 @@ class Episode:
         if self.world is not None and self.state is None:
             record = {"restarts": self.record["restarts"] + 1, "resumed": self.record["resumed"]}
             return replace(
-                self.sample, status=Status.ABORTED, metadata={**self.sample.metadata, RECORD: record}
+                self.sample, status=Status.ABORTED, metadata={**self.sample.metadata, TRAJECTORY: record}
             )
         packed, layout = pack_trajectory(self.node, self.turns, self.rest, self.sample)
         seconds = self.record["s"] + trio.current_time() - self.began
         record = {**self.record, "s": seconds, "state": self.state, **layout}
-        return replace(packed, status=Status.ABORTED, metadata={**packed.metadata, RECORD: record})
+        return replace(packed, status=Status.ABORTED, metadata={**packed.metadata, TRAJECTORY: record})
 
     def reward(self, result: RewardResult) -> None:
         """Adds to the reward of the newest turn."""
@@ -237,12 +237,13 @@ class Episode:
             reward=add_up(own, "the environment's rewards") if own else None,
             rewards=parts,
             status=Status.COMPLETED if end == "done" else Status.TRUNCATED,
-            metadata={**self.sample.metadata, "messages": list(self.node.messages), RECORD: record},
+            metadata={**self.sample.metadata, "messages": list(self.node.messages), TRAJECTORY: record},
         )
         segments = collect_segments(self.turns, whole) or (replace(whole, tokens=self.node.tokens),)
-        if self.engine.features.log_probs:
-            return segments
-        return tuple(replace(one, loss_mask=EMPTY, rollout_log_probs=EMPTY) for one in segments)
+        if not self.engine.features.log_probs:
+            segments = tuple(replace(one, loss_mask=EMPTY, rollout_log_probs=EMPTY) for one in segments)
+        # the record is the trajectory's, and stands in its last segment
+        return (*(replace(one, metadata=self.sample.metadata) for one in segments[:-1]), segments[-1])
 
 
 def make_agent_generate(
@@ -262,7 +263,7 @@ def make_agent_generate(
     async def agent_generate(
         sample: Sample, engine: InferenceEngine, sampling: SamplingParams
     ) -> tuple[Sample, ...]:
-        held: Any = sample.metadata.get(RECORD, {}) if sample.status is Status.ABORTED else {}
+        held: Any = sample.metadata.get(TRAJECTORY, {}) if sample.status is Status.ABORTED else {}
         start = make_pending(sample)
         row = {**start.metadata, "prompt": start.prompt}
         async with open_world(row) as world:
@@ -312,7 +313,7 @@ def make_pending(sample: Sample) -> Sample:
     blank = dict.fromkeys(
         ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "turn_rewards"), EMPTY
     )
-    metadata = {name: value for name, value in sample.metadata.items() if name != RECORD}
+    metadata = {name: value for name, value in sample.metadata.items() if name != TRAJECTORY}
     return replace(sample, **blank, response="", status=Status.PENDING, metadata=metadata)
 
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from rollouts.filters import rewards_of
 from rollouts.generation.group import Group, failure_class_of
-from rollouts.types import Max, Mean, Metric, Min, Status, Total, split_trajectories
+from rollouts.generation.samples import TRAJECTORY
+from rollouts.types import Max, Mean, Metric, Min, Sample, Status, Total, split_trajectories
 
 FILTERED = "filtered:"  # begins the reason of a drop by a filter, which the filter's own follows
 
@@ -67,8 +68,42 @@ def compute_batch_metrics(
         "groups/zero_std_frac": _mean(values.min() == values.max() for values in spread),
         "groups/reward_std/mean": _mean(values.std() for values in spread),
         "groups/accepted_frac": Mean(accepted, accepted + len(filtered)),
+        **compute_trajectory_metrics(trajectories),
         "perf/generate_s/mean": _mean(member.generate_s for member in members),
         "perf/reward_s/mean": _mean(one.reward_s for one in members if one.reward_s is not None),
+    }
+
+
+def compute_trajectory_metrics(trajectories: Sequence[Sequence[Sample]]) -> dict[str, Metric]:
+    """Of trajectories with environments or tools: turns, segments, how they ended, and what became of tool
+    calls. Empty where there are none.
+    """
+    records = [
+        (len(one), one[-1].metadata[TRAJECTORY]) for one in trajectories if TRAJECTORY in one[-1].metadata
+    ]
+    if not records:
+        return {}
+    played = [record for _, record in records]
+    turns = [len(record["turns"]) for record in played]
+    ends = Counter(str(record["end"]) for record in played)
+    # the name of a tool that there is not is the model's invention
+    calls = Counter(
+        "unknown" if call["outcome"] == "unknown" else f"{metric_segment(call['name'])}/{call['outcome']}"
+        for record in played
+        for turn in record["turns"]
+        for call in turn.get("calls", ())
+    )
+    return {
+        "trajectories/turns/mean": _mean(turns),
+        "trajectories/turns/max": Max(max(turns)),
+        "trajectories/segments/mean": _mean(segments for segments, _ in records),
+        "trajectories/waiting_frac": Mean(
+            float(sum(record["tool_s"] for record in played)), float(sum(record["s"] for record in played))
+        ),
+        "trajectories/restarts": Total(sum(record["restarts"] for record in played)),
+        "trajectories/resumed": Total(sum(record["resumed"] for record in played)),
+        **{f"trajectories/ended/{end}": Total(count) for end, count in sorted(ends.items())},
+        **{f"tools/{name}": Total(count) for name, count in sorted(calls.items())},
     }
 
 

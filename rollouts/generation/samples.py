@@ -21,6 +21,8 @@ from rollouts.types import (
     number_trajectories,
 )
 
+TRAJECTORY = "trajectory"  # the metadata of the last sample of one, with the record of its turns
+
 
 class PromptSource(Protocol):
     """Where prompts are drawn from, and what takes them back: a DataBuffer."""

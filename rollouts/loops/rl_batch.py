@@ -24,6 +24,7 @@ from rollouts.advantages import (
 from rollouts.advantages.distillation import align_rows, compute_distillation_advantages
 from rollouts.config.schema import CLIPPED_BY_SETTINGS, DistillationConfig, RLTrainingConfig
 from rollouts.errors import ConfigError, ModelError, StalenessError, UserFunctionError
+from rollouts.generation.samples import TRAJECTORY
 from rollouts.loops.updates import Update
 from rollouts.protocols import LogProbScorer, TrainingBackend
 from rollouts.rewards.check import RAISED, describe
@@ -208,17 +209,26 @@ def add_advantages(
     return replace(batch, advantages=tokens, mean_advantages=means, returns=returns), metrics
 
 
-def leave_out_truncated(batch: RolloutBatch) -> RolloutBatch:
-    """The batch in which no token of a trajectory trains whose last segment was truncated. Its rows stay;
-    they are in no denominator of tokens or sequences.
+def leave_out_cut(batch: RolloutBatch, *, truncated: bool) -> RolloutBatch:
+    """The batch in which no token of a trajectory trains that a limit ended for which the config says so, and
+    with `truncated` of none whose last segment was truncated. Its rows stay; they are in no denominator of
+    tokens or sequences.
     """
     numbers = find_trajectories(batch).tolist()
     ends = dict(zip(numbers, batch.samples, strict=True))
-    kept = np.asarray([ends[number].status is not Status.TRUNCATED for number in numbers])
+    kept = np.asarray([trains(ends[number], truncated=truncated) for number in numbers])
+    if kept.all():
+        return batch
     masks = tuple(mask & keep for mask, keep in zip(batch.loss_masks, kept, strict=True))
     assert batch.mean_advantages is not None
     means = np.where(kept, batch.mean_advantages, np.float32(0.0))
     return replace(batch, loss_masks=masks, mean_advantages=means)
+
+
+def trains(end: Sample, *, truncated: bool) -> bool:
+    """Whether a trajectory trains, by its last segment."""
+    record = end.metadata.get(TRAJECTORY, {})
+    return record.get("trains", True) and not (truncated and end.status is Status.TRUNCATED)
 
 
 def compute_taught(batch: RolloutBatch, config: DistillationConfig) -> tuple[FloatRows, dict[str, float]]:
@@ -332,11 +342,11 @@ def plan_updates(
     Each pass divides the groups anew, in an order that is a pure function of (seed, step, pass); the parts
     differ by one group at most. Rows keep their order inside a part, and advantages are those of the whole
     batch. A part has a denominator of its own: of unit "constant", its share of the batch's by groups. The
-    backend is asked for per-token arrays, which the record keeps. With mask_truncated the batch is first that
-    of leave_out_truncated.
+    backend is asked for per-token arrays, which the record keeps. The batch is first that
+    of leave_out_cut.
     """
-    if config.mask_truncated:
-        batch = leave_out_truncated(batch)
+    if batch.samples:
+        batch = leave_out_cut(batch, truncated=config.mask_truncated)
     loss = replace(loss, per_token=True)
     if config.minibatches == 1:
         return [(batch, loss)] * config.updates_per_batch

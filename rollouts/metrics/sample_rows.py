@@ -9,6 +9,7 @@ from rollouts.metrics.record import Fields, encode_row, encode_rows
 from rollouts.types import JSONValue, Sample, encode_json
 
 ROW_BYTES = 700  # of a row's JSON beside prompt, response and failure
+WHOLE = ("messages", "trajectory")  # metadata of many turns, which stand beside prompt and response, uncut
 TEXT_CHARS = 2000  # of each text of a failure
 FAILURE_TEXTS = ("class", "function", "message", "traceback")
 VALUE_CHARS = 120  # of the JSON of one value of metadata; a longer one is cut
@@ -49,7 +50,10 @@ def make_sample_row(sample: Sample) -> dict[str, Any]:
         "response": sample.response,
     }
     row = {name: value for name, value in row.items() if value is not None}
-    for name, values in (("rewards", sample.rewards), ("metadata", sample.metadata)):
+    metadata = dict(sample.metadata)
+    if "trajectory" in metadata:
+        row |= {name: metadata.pop(name) for name in WHOLE if name in metadata}
+    for name, values in (("rewards", sample.rewards), ("metadata", metadata)):
         if values:
             row[name] = {
                 key: shorten_failure(value) if key == "failure" else shorten_json(value, VALUE_CHARS)
@@ -60,7 +64,7 @@ def make_sample_row(sample: Sample) -> dict[str, Any]:
 
 def cut_sample_row(row: dict[str, Any]) -> None:
     """Leaves out what does not fit, and counts it."""
-    texts = {"prompt": "", "response": ""}
+    texts = dict.fromkeys(("prompt", "response", *WHOLE), "")
     if len(encode_row({**row, **texts})) <= ROW_BYTES:
         return
     parts = {name: row.pop(name) for name in ("rewards", "metadata") if name in row}

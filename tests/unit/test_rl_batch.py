@@ -16,7 +16,7 @@ from rollouts.loops.rl_batch import (
     add_log_probs,
     check_staleness,
     compute_lags,
-    leave_out_truncated,
+    leave_out_cut,
     make_loss_spec,
 )
 from rollouts.losses import LOSSES, find_own_unit
@@ -99,7 +99,7 @@ def test_all_segments_of_a_truncated_trajectory_are_left_out_of_the_loss():
     rows = segmented()
     batch, _ = add_advantages(rows, rl_config(advantage="centred"))
     object.__setattr__(batch.samples[1], "status", Status.TRUNCATED)
-    left = leave_out_truncated(batch)
+    left = leave_out_cut(batch, truncated=True)
     assert left.response_lengths.tolist() == [0, 0, 2]
     assert left.mean_advantages is not None and left.mean_advantages.tolist() == [0.0, 0.0, -0.5]
 
