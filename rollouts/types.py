@@ -123,7 +123,9 @@ class Sample:
             ("turn_rewards", np.float32, 0.0),
         ):
             value = getattr(self, name)
-            filled = np.full(count, blank, dtype) if len(value) == 0 else value
+            # rewards that are all 0 say nothing, also where a function has replaced the other fields
+            known = np.count_nonzero(value) if name == "turn_rewards" else len(value)
+            filled = value if known else np.full(count, blank, dtype)
             put(name, _frozen_array(name, filled, dtype, count))
         for name in ("rollout_log_probs", "turn_rewards"):
             if not np.isfinite(getattr(self, name)).all():

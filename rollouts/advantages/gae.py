@@ -182,8 +182,8 @@ def compute_turn_returns_advantages(
     token rewards: its own reward, its KL terms, and of the last turn what the turns leave of the trajectory's
     reward. b is the mean of R_0 over the other trajectories of the group, 0 where there are none. It is
     unbiased, as it depends on the prompt and on them alone. The mean of R_k over the trajectories that have a
-    turn k is not: whether there is one is the policy's doing. A mean with the trajectory's own R_0 is not,
-    unless gamma is 1. A trajectory in which nothing trains has its reward as R_0. whiten: `whiten_advantages`
+    turn k is not: whether there is one is the policy's doing. The trajectory's own R_0 in the mean would
+    shrink the gradient if gamma is 1, and bend it if not. A trajectory in which nothing trains has its reward as R_0. whiten: `whiten_advantages`
     over the batch. Raises ValueError without token_rewards, and on gamma outside 0 to 1.
     """
     masks, (inputs, places) = inputs.loss_masks, need_token_rewards(inputs, "turn_returns")

@@ -113,7 +113,7 @@ def reward_trajectory(segments: Sequence[Sample], final: RewardResult) -> tuple[
     float32 cannot hold the sum.
     """
     turns = [float(one.turn_rewards.sum(dtype=np.float64)) for one in segments]
-    if any(one.turn_rewards.any() for one in segments) or "turns" in segments[-1].rewards:
+    if any(turns) or "turns" in segments[-1].rewards:
         parts = {**(final.parts or {"final": final.reward}), "turns": math.fsum(turns)}
         total = add_up((final.reward, *turns), f"the turns of sample {segments[-1].id}")
         final = replace(final, reward=total, parts=parts)

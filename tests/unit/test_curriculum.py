@@ -1,6 +1,7 @@
 """Curricula: weights as a function of the step and of what was seen, checked, and the same when resumed."""
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -26,6 +27,7 @@ def sample(source: str, reward: float) -> Sample:
 
 def test_statistics_count_samples_and_rewards_of_every_source():
     samples = [sample("a", reward) for reward in (1.0, 0.0, 0.5)]
+    samples.append(replace(samples[-1], id="a-0.5.1"))  # another segment of the same trajectory
     first = update_statistics(
         dict.fromkeys("ab", SourceStatistics()), samples, step=1, drawn={"a": 2, "b": 1}
     )

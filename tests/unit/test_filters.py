@@ -77,6 +77,9 @@ def test_a_trajectory_of_several_segments_counts_once():
         "mean reward 0.5 of 2 samples"
     )
     assert RANKERS["reward_std"](group) == 0.5
+    long = FILTERS["check_reasonable_length"](group, max_tokens=8, max_outside_fraction=0.4)
+    alike = FILTERS["check_response_diversity"](group, min_unique_fraction=1.1)
+    assert long.detail.startswith("1 of 2 responses") and alike.detail.startswith("2 of 2 responses")
 
 
 def test_a_group_of_truncated_samples_alone_is_dropped():

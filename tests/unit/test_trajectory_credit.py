@@ -18,35 +18,38 @@ from rollouts.types import LossSpec, OptimStepResult, RewardResult, RolloutBatch
 from tests.support.plain_backend import assert_gradients_close, take_gradients
 from tests.support.text_tables import cases
 from tests.unit.manager_runs import SAMPLING, chat_generate, make_run, member_of
-from tests.unit.test_gae import slow_gae
 from tests.unit.test_loops import rl_config
 from tests.unit.test_pytorch_backend import FORMS, open_backend
-
-MASK = np.asarray([0, 0, 1, 1, 0, 0, 1, 1, 1], np.bool_)  # two turns
-TURN_REWARDS = np.asarray([0, 0, 0, 0.5, 0, 0, 0, 0, 0.25])
 
 
 def fork(sample: Sample) -> list[Sample]:
     """The same in two segments, the second of which repeats the first turn as context."""
-    cut, later = slice(4), np.arange(len(sample.tokens)) >= 4
-    names = ("tokens", "loss_mask", "rollout_log_probs", "turn_rewards")
-    first = {name: getattr(sample, name)[cut] for name in names}
-    second = {name: np.where(later, getattr(sample, name), 0) for name in names[1:]}
+    later = np.arange(len(sample.tokens)) >= 4
+    names = ("loss_mask", "rollout_log_probs", "weight_versions", "turn_rewards")
+    first = {name: getattr(sample, name)[:4] for name in ("tokens", *names)}
+    second = {name: getattr(sample, name) * later for name in names}
     return [
-        dataclasses.replace(sample, **first, weight_versions=()),
+        dataclasses.replace(sample, **first),
         dataclasses.replace(sample, id=f"{sample.id}.1", **second),
     ]
 
 
 def make_batch(*, forked: bool) -> RolloutBatch:
     """Trajectories of two turns and of one, with the rewards 2 and 1."""
-    mu = np.random.default_rng(0).uniform(-6, -1, 9)
-    fields: dict[str, Any] = {"prompt": "p", "status": Status.COMPLETED, "group_index": 3}
+    mask = np.asarray([0, 0, 1, 1, 0, 0, 1, 1, 1], np.bool_)
+    fields: dict[str, Any] = {"prompt": "p", "status": Status.TRUNCATED, "group_index": 3}
     long = Sample(
-        id="a", tokens=np.arange(9), loss_mask=MASK, rollout_log_probs=mu * MASK, reward=2.0,
-        turn_rewards=TURN_REWARDS, **fields,
+        id="a", tokens=np.arange(9), loss_mask=mask, rollout_log_probs=-2.0 * mask, reward=2.0,
+        weight_versions=np.arange(9), turn_rewards=[0, 0, 0, 0.5, 0, 0, 0, 0, 0.25], **fields,
     )  # fmt: skip
-    short = Sample(id="b", tokens=np.arange(4) + 30, loss_mask=[0, 0, 0, 1], reward=1.0, **fields)
+    short = Sample(
+        id="b",
+        tokens=np.arange(4) + 30,
+        loss_mask=[0, 0, 0, 1],
+        reward=1.0,
+        weight_versions=[3] * 4,
+        **fields,
+    )
     return convert_to_batch([*(fork(long) if forked else [long]), short])
 
 
@@ -96,92 +99,52 @@ def test_the_constant_is_the_budget_of_a_trajectory():
 # --- advantages ---------------------------------------------------------------------------------------------
 
 
-def draw_inputs(*, forked: bool) -> tuple[AdvantageInputs, list[list[int]]]:
-    """Three trajectories of which the first two are a group, and the rows of each."""
-    rng = np.random.default_rng(1)
-    trajectories = np.asarray([7, 2, 7, 4, 2, 7] if forked else [7, 2, 4])
-    masks = tuple(np.append(False, rng.random(12) < 0.6) for _ in trajectories)
-    tokens, values = (tuple(rng.normal(size=13).astype(np.float32) for _ in masks) for _ in range(2))
-    inputs = AdvantageInputs(
-        rewards=trajectories.astype(np.float64), group_indices=trajectories == 4, trajectories=trajectories,
-        token_rewards=tokens, values=values, loss_masks=masks,
-        samples=tuple(
-            Sample(id=str(row), prompt="", status=Status.TRUNCATED if row == 4 else Status.COMPLETED)
-            for row in range(len(masks))
-        ),
-    )  # fmt: skip
-    return inputs, [np.flatnonzero(trajectories == number).tolist() for number in (7, 2, 4)]
-
-
-def test_gae_runs_through_the_segments_of_a_trajectory():
-    inputs, trajectories = draw_inputs(forked=True)
-    found = ADVANTAGES["gae"](inputs, gamma=0.9, alpha=0.1, whiten=False, bootstrap_truncated=True)
-    to_go = np.concatenate(ADVANTAGES["reinforce_pp_token"](inputs))
-    slow_to_go = [np.zeros(0)] * 6
-    for rows in trajectories:
-        rewards, values, mask = (
-            np.concatenate([part[row] for row in rows])
-            for part in (inputs.token_rewards, inputs.values, inputs.loss_masks)
-        )
-        lam = max(0.0, 1 - 1 / (0.1 * mask.sum()))  # of the whole trajectory's length
-        bootstrap = values[mask][-1] if rows[-1] == 4 else 0.0
-        wanted = slow_gae(rewards, values, mask, 0.9, lam, bootstrap)
-        np.testing.assert_allclose(np.concatenate([found.advantages[row] for row in rows]), wanted, rtol=1e-4)
-        returns = slow_gae(rewards, 0 * values, mask, 1.0, 1.0, 0.0)
-        for row, part in zip(rows, np.split(returns, len(rows)), strict=True):
-            slow_to_go[row] = part
-    trained, joined = np.concatenate(inputs.loss_masks), np.concatenate(slow_to_go)
-    kept = joined[trained]
-    np.testing.assert_allclose(to_go[trained], (kept - kept.mean()) / kept.std(ddof=1), rtol=1e-4)
-
-
-@cases("forked: no yes")
-@cases("gamma: 1 0.5")
-def test_a_turn_answers_for_its_reward_and_later_ones_less_what_the_others_of_the_group_got(
-    forked: bool, gamma: float
+@cases("""
+name               | params
+gae                | gamma = 0.9, alpha = 0.3, bootstrap_truncated = true
+reinforce_pp_token |
+turn_returns       | gamma = 0.9, whiten = true
+grpo               |
+""")
+def test_advantages_and_metrics_of_a_trajectory_in_segments_are_those_of_it_in_one_piece(
+    name: str, params: dict
 ):
-    inputs, trajectories = draw_inputs(forked=forked)
-    returns: list[list[tuple[list[tuple[int, int]], float]]] = []
-    for rows in trajectories:
-        turns: list[list[tuple[int, int]]] = [[]]
-        for place in ((row, token) for row in rows for token in range(13)):
-            if inputs.loss_masks[place[0]][place[1]]:
-                turns[-1].append(place)
-            elif turns[-1]:
-                turns.append([])
-        turns = [turn for turn in turns if turn]
-        own = [sum(float(inputs.token_rewards[row][token]) for row, token in turn) for turn in turns]
-        later = [sum(gamma**ahead * r for ahead, r in enumerate(own[k:])) for k in range(len(own))]
-        returns.append(list(zip(turns, later, strict=True)))
-    found = ADVANTAGES["turn_returns"](inputs, gamma=gamma)
-    baselines = returns[1][0][1], returns[0][0][1], 0.0  # the third has nobody beside it
-    for of_trajectory, baseline in zip(returns, baselines, strict=True):
-        for turn, later in of_trajectory:
-            got = [found[row][token] for row, token in turn]
-            assert got == pytest.approx([later - baseline] * len(turn), rel=1e-4, abs=1e-5)
-    assert sum(map(np.count_nonzero, found)) == sum(map(np.count_nonzero, inputs.loss_masks))
+    found, has_critic = [], name == "gae"
+    config = rl_config(advantage=name, advantage_params=params, **{"critic": {}} if has_critic else {})
+    for forked in (False, True):
+        batch = make_batch(forked=forked)
+        values = tuple(map(np.sin, batch.tokens)) if has_critic else None
+        batch, metrics = add_advantages(dataclasses.replace(batch, old_values=values), config)
+        metrics |= training_metrics(config, cast(Any, None), batch, [], [], step=10)
+        answers = zip((batch.advantages or ()) + (batch.returns or ()), batch.loss_masks * 2, strict=False)
+        found.append((np.concatenate([row[mask] for row, mask in answers]), metrics))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-5)
+    assert found[1][1] == pytest.approx(found[0][1])
 
 
-def test_a_trajectory_without_trained_tokens_has_its_reward_in_the_baseline():
-    masks = np.asarray([True]), np.asarray([False])
+def test_a_turn_answers_for_its_reward_and_later_ones_less_what_the_others_of_the_group_got():
+    """γ = ½: R = 3 + ½·4, 4; 1 + ½·(2 + ½·8), 2 + ½·8, 8; and 2. In the last nothing trains."""
+    rewards = [[9, 1, 2, 9, 4, 9], [1, 9, 2, 9, 9, 8], [9, 2, 9, 9, 9, 9], [9] * 6]
+    rows = tuple(np.asarray(row, np.float32) for row in rewards)
     inputs = AdvantageInputs(
-        rewards=np.asarray([1.0, 0.25]), group_indices=np.zeros(2), loss_masks=masks,
-        token_rewards=(np.ones(1, np.float32), np.zeros(1, np.float32)),
+        rewards=np.asarray([7, 11, 2, 3]), group_indices=np.asarray([5, 5, 1, 5]), token_rewards=rows,
+        loss_masks=tuple(row < 9 for row in rows),
     )  # fmt: skip
-    assert np.concatenate(ADVANTAGES["turn_returns"](inputs)).tolist() == [0.75, 0.0]
+    found = np.stack(ADVANTAGES["turn_returns"](inputs, gamma=0.5))
+    # less the mean of the others' R_0, of which 5, 4 and 3 are of one group
+    wanted = [[0, 1.5, 1.5, 0, 0.5, 0], [0, 0, 2, 0, 0, 4], [0, 2, 0, 0, 0, 0], [0] * 6]
+    assert found.tolist() == wanted
 
 
 def test_rewards_of_turns_are_at_their_ends_and_what_they_leave_at_the_trajectorys():
-    """2 − .5 − .25 = 1.25 is left; KL .1 a token, β = 1."""
+    """2 − .5 − .25 = 1.25 is left; KL .125 a token, β = 1."""
     for forked in (False, True):
         batch = make_batch(forked=forked)
-        lower = tuple(row - np.float32(0.1) for row in batch.rollout_log_probs or ())
-        batch, config = dataclasses.replace(batch, ref_log_probs=lower), rl_config(advantage="raw", kl_coef=1)
-        found = make_advantage_inputs(batch, config).token_rewards
-        trained = np.concatenate([row[mask] for row, mask in zip(found, batch.loss_masks, strict=True)])
-        np.testing.assert_allclose(trained, [-0.1, 0.4, -0.1, -0.1, 0.25 + 1.25 - 0.1, 0.9], rtol=1e-5)
-        _, metrics = add_advantages(batch, config)
-        assert metrics["advantage/mean"] == pytest.approx((1.5 + 0.9) / 2), "whatever the number of segments"
+        lower = tuple(row - np.float32(0.125) for row in batch.rollout_log_probs or ())
+        batch, config = dataclasses.replace(batch, ref_log_probs=lower), rl_config(kl_coef=1)
+        rows = zip(make_advantage_inputs(batch, config).token_rewards, batch.loss_masks, strict=True)
+        trained = np.concatenate([row[mask] for row, mask in rows])
+        assert trained.tolist() == [-0.125, 0.375, -0.125, -0.125, 0.25 + 1.25 - 0.125, 0.875]
 
 
 # --- rewards and metrics ------------------------------------------------------------------------------------
@@ -218,14 +181,6 @@ async def test_rewards_of_turns_are_added_to_the_final_reward_once_and_a_traject
     metrics = run.metrics()
     assert [metrics[f"response_length/{of}"] for of in ("mean", "min", "max")] == [6.0] * 3
     assert (metrics["reward/mean"], metrics["truncated/frac"]) == (2.0, 1.0)
-
-
-def test_a_trajectory_is_as_old_as_its_oldest_segment():
-    batch = make_batch(forked=True)
-    versions = tuple(np.full(len(row), at) for row, at in zip(batch.tokens, (3, 7, 7), strict=True))
-    batch, algorithm = dataclasses.replace(batch, weight_versions=versions), cast(Any, None)
-    metrics = training_metrics(rl_config(), algorithm, batch, [], [], step=10)
-    assert (metrics["off_policy/mean"], metrics["off_policy/max"]) == ((6 + 2) / 2, 6)
 
 
 async def test_an_evaluation_counts_trajectories(autojump_clock):
