@@ -143,7 +143,7 @@ class Episode:
             if len(self.turns) == self.config.max_turns:
                 return "turns"
             if problem:
-                called = ({"name": "", "outcome": "unreadable", "seconds": 0.0},)
+                called = [{"name": "", "outcome": "unreadable", "seconds": 0.0}]
                 self.turns[-1] = record._replace(calls=called)
                 return [ChatMessage(role="user", content=UNREADABLE.format(problem[:200]))]
             began = trio.current_time()
@@ -151,10 +151,10 @@ class Episode:
                 calls, self.tools, timeout_s=self.config.tool_timeout_s, output_chars=TOOL_CHARS
             )
             self.record["tool_s"] += trio.current_time() - began
-            called = tuple(
+            called = [
                 {"name": one.message["name"], "outcome": one.outcome, "seconds": one.seconds}
                 for one in results
-            )
+            ]
             self.turns[-1] = record._replace(calls=called)
             return [one.message for one in results]
         if self.world is None:

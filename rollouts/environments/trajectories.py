@@ -194,12 +194,15 @@ class ChatFormat:
 
     @functools.cached_property
     def _special(self) -> re.Pattern[str]:
-        added = self.template.tokenizer.added_tokens_decoder.values()
-        return _match_any({token.content for token in added if token.special})
+        tokenizer = self.template.tokenizer
+        added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        return _match_any({*added, *tokenizer.all_special_tokens})
 
     @functools.cached_property
     def _added(self) -> re.Pattern[str]:
-        return _match_any({token.content for token in self.template.tokenizer.added_tokens_decoder.values()})
+        tokenizer = self.template.tokenizer
+        added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        return _match_any({*added, *tokenizer.all_special_tokens})
 
     # --- reading ---
 
