@@ -183,14 +183,18 @@ def compute_turn_returns_advantages(
     reward. b is the mean of R_0 over the other trajectories of the group, 0 where there are none. It is
     unbiased, as it depends on the prompt and on them alone. The mean of R_k over the trajectories that have a
     turn k is not: whether there is one is the policy's doing. The trajectory's own R_0 in the mean would
-    shrink the gradient if gamma is 1, and bend it if not. A trajectory in which nothing trains has its reward as R_0. whiten: `whiten_advantages`
-    over the batch. Raises ValueError without token_rewards, and on gamma outside 0 to 1.
+    shrink the gradient if gamma is 1, and bend it if not.
+
+    A trajectory in which nothing trains has its reward as R_0. whiten: `whiten_advantages` over the batch.
+    Raises ValueError without token_rewards, and on gamma outside 0 to 1.
     """
     masks, (inputs, places) = inputs.loss_masks, need_token_rewards(inputs, "turn_returns")
     trained = take_trained("token_rewards", inputs.token_rewards, inputs.loss_masks)
     turns = [np.cumsum(np.diff(mask, prepend=False) & mask)[mask] - 1 for mask in inputs.loss_masks]
     rewards = [np.bincount(*each) for each in zip(turns, trained, strict=True)]
-    returns = compute_discounted_returns(rewards, [np.isfinite(row) for row in rewards], gamma=gamma)
+    returns = compute_discounted_returns(
+        rewards, [np.ones_like(row, np.bool_) for row in rewards], gamma=gamma
+    )
     pairs = zip(returns, inputs.rewards, strict=True)
     totals = np.asarray([row[0] if len(row) else reward for row, reward in pairs], np.float64)
     _, groups = np.unique(inputs.group_indices, return_inverse=True)
