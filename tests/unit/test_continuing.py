@@ -12,6 +12,7 @@ import trio
 from rollouts.generation.collector import STOP_S
 from rollouts.generation.continuing import ContinuingEngine, note_progress
 from rollouts.generation.generate import append_completion
+from rollouts.generation.group import Member
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply, fake_log_prob
 from rollouts.types import GenerateRequest, Sample, SamplingParams, Status
 from tests.support.fake_tokenizer import FakeTokenizer
@@ -130,7 +131,8 @@ async def test_a_snapshot_has_what_running_trajectories_noted(autojump_clock):
 async def test_an_answer_that_is_aborted_at_its_last_token_is_whole():
     plan: Any = make_run().manager._plan
     engine = ScriptedEngine(lambda request: ScriptedReply("ab", finish="abort"))
-    call = ContinuingEngine(plan._replace(engine=engine), FIRST)
+    member = Member(Sample(id=FIRST, prompt="p"))
+    call = ContinuingEngine(plan._replace(engine=engine), member)
     request = GenerateRequest(
         request_id="x", prompt_ids=np.array([1]), sampling=SamplingParams(max_new_tokens=5)
     )
