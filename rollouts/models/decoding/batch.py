@@ -174,6 +174,8 @@ class DecodeBatch:
     def _take_kept(self, row: Row) -> Tensor | None:
         """What is kept of its trajectory, if the same weights computed it: keys and values of the tokens with
         which its prompt begins, but never of its last one. The trajectory keeps nothing more.
+
+        A row whose prompt is of today's version has no token of another: see note_new_weights.
         """
         ended, states = self._kept.pop(row.request.trajectory, (row, None))
         if states is None or ended.prompt_version != row.prompt_version:
@@ -184,13 +186,12 @@ class DecodeBatch:
         return states[..., : np.cumprod(same).sum(), :]
 
     def _keep(self, index: int) -> None:
-        """Keeps what a row that ends leaves to the next turn of its trajectory, if one version made it all;
-        what was kept first makes room.
+        """Keeps what a row that ends leaves to the next turn of its trajectory; what was kept first makes
+        room.
         """
         row = self.rows[index]
-        key = row.request.trajectory if {*row.versions} == {row.prompt_version} else ""
-        if key and self._kept_bytes and isinstance(self.decoder, FastDecoder):
-            self._kept[key] = row, self.decoder.copy_row(index, row.position)
+        if row.request.trajectory and self._kept_bytes and isinstance(self.decoder, FastDecoder):
+            self._kept[row.request.trajectory] = row, self.decoder.copy_row(index, row.position)
             while sum(states.nbytes for _, states in self._kept.values()) > self._kept_bytes:
                 del self._kept[next(iter(self._kept))]
 
@@ -367,7 +368,7 @@ def probe_difference(whole: WholeModel, decoder: Decoder, lengths: Sequence[int]
         request = GenerateRequest(
             request_id=str(len(rows)),
             prompt_ids=prompt,
-            sampling=SamplingParams(max_new_tokens=PROBE_STEPS[len(rows) % 3]),
+            sampling=SamplingParams(max_new_tokens=PROBE_STEPS[len(rows) % len(PROBE_STEPS)]),
             trajectory=str(prompt[:2]),  # a second turn begins as the first did
         )
         rows.append(Row(request, make_draw(0, request)))
