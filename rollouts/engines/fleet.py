@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import NoReturn
@@ -51,7 +51,7 @@ WARN_EVERY_S = 30.0
 SERVED = ("healthy", "suspect")
 MAX_ATTEMPTS = 20  # failures of one request before the last is raised; an overload is none
 CLOSED = "the fleet is closed; use it inside `async with open_fleet(...)`"
-TRAJECTORIES = 1 << 16  # whose last engine is known; those that have asked nothing for longest are forgotten
+TRAJECTORIES = 1 << 16  # whose last engine is known; the oldest are forgotten
 RETRY_S, RETRY_CAP_S = 0.1, 10.0  # first and longest back-off of a request
 
 
@@ -106,7 +106,7 @@ class Fleet:
         self._members: dict[str, FleetMember] = {}
         self._calls: dict[str, Call] = {}  # everyone who is in generate(), by request id
         self._queue: deque[Call] = deque()  # who waits for a seat
-        self._answered_by: OrderedDict[str, str] = OrderedDict()  # name of the engine, by trajectory
+        self._answered_by: dict[str, str] = {}  # name of the engine, by trajectory
         self._paused = self._closed = False
         self._down_since = math.inf  # nobody serves since then; inf: somebody does
         self._counts = Counter({"fleet/retries": 0})
@@ -180,9 +180,8 @@ class Fleet:
     def _note_trajectory(self, call: Call, member: FleetMember) -> None:
         if key := call.request.trajectory:
             self._answered_by[key] = member.name
-            self._answered_by.move_to_end(key)
             if len(self._answered_by) > TRAJECTORIES:
-                self._answered_by.popitem(last=False)
+                del self._answered_by[next(iter(self._answered_by))]
 
     async def _take_seat(self, call: Call) -> FleetMember:
         """The engine on which this call has a seat. Raises FleetDown."""

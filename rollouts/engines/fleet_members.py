@@ -407,7 +407,7 @@ def back_off_s(count: int, base_s: float, cap_s: float, random_: random.Random) 
     return min(cap_s, base_s * 2.0 ** min(count - 1, 60)) * random_.uniform(0.5, 1.0)
 
 
-def choose_member(members: Iterable[FleetMember], call: Call, last: str | None = None) -> FleetMember | None:
+def choose_member(members: Iterable[FleetMember], call: Call, last: str | None) -> FleetMember | None:
     """Where the request goes: to the engine that answered its trajectory's last one (named `last`), or else
     to its group's, unless that is TRAJECTORY_SLACK or AFFINITY_SLACK requests busier than the least busy one;
     None when all seats are taken. `avoid` is asked only when nobody else has a seat.

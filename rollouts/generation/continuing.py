@@ -22,7 +22,7 @@ from rollouts.generation.generate import ask_for_rest
 from rollouts.types import Completion, GenerateRequest, Sample, Status
 
 if TYPE_CHECKING:
-    from rollouts.generation.group import GroupPlan
+    from rollouts.generation.group import GroupPlan, Member
 
 MAX_STARTS = 8  # aborts in a row of one sample without a token more; after that it has failed
 _RUNNING: ContextVar[ContinuingEngine | None] = ContextVar("running", default=None)
@@ -33,9 +33,8 @@ class ContinuingEngine:
     """An InferenceEngine for one call of a generate function. All but `generate` is the engine's own."""
 
     plan: GroupPlan
-    sample_id: str
-    progress: Sample | None = None  # ABORTED: what the function goes on from, as far as it has noted
-    keep: Callable[[Sample], None] = lambda sample: None  # gets what it notes
+    member: Member  # with what the function has noted
+    keep: Callable[[Member], None] = lambda member: None  # gets the member when it notes something
     asking: int = 0  # requests that wait for an answer
     in_vain: int = 0  # aborts in a row without a token more
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # around the call
@@ -71,8 +70,8 @@ class ContinuingEngine:
         self.in_vain = 0 if more > 0 else self.in_vain + 1
         if self.in_vain == MAX_STARTS:
             raise EngineError(
-                f"sample {self.sample_id} was aborted by its engine {MAX_STARTS} times without a token more;"
-                " find out who calls abort_all()"
+                f"sample {self.member.pending.id} was aborted by its engine {MAX_STARTS} times without a"
+                " token more; find out who calls abort_all()"
             )
 
     @contextmanager
@@ -86,8 +85,8 @@ class ContinuingEngine:
             _RUNNING.reset(token)
 
     def end_if_idle(self) -> None:
-        """Cancels the call if there is progress to go on from and no request of it is in the engine."""
-        if self.progress is not None and not self.asking:
+        """Cancels the call if there are tokens to go on from and no request of it is in the engine."""
+        if self.member.partial is not None and not self.asking:
             self.scope.cancel()
 
 
@@ -100,8 +99,8 @@ def note_progress(sample: Sample) -> None:
     """
     call = _RUNNING.get()
     if call is not None:
-        call.progress = replace(sample, status=Status.ABORTED)
-        call.keep(call.progress)
+        call.member = call.member._replace(partial=replace(sample, status=Status.ABORTED))
+        call.keep(call.member)
         if call.plan.is_stopping():
             call.end_if_idle()
 

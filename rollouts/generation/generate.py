@@ -78,10 +78,13 @@ def make_chat_generate(tokenizer: GenerationTokenizer, *, params: TemplateParams
         # members share their prompt, and so a prefix cache
         affinity = "" if sample.group_index is None else f"g{sample.group_index}"
         request = GenerateRequest(
-            request_id=sample.id, prompt_ids=tokens, sampling=sampling, affinity=affinity
+            request_id=sample.id,
+            prompt_ids=tokens[: len(tokens) - done],
+            sampling=sampling,
+            affinity=affinity,
         )
         if done:
-            request = ask_for_rest(replace(request, prompt_ids=tokens[:-done]), tokens[-done:])
+            request = ask_for_rest(request, tokens[-done:])
         completion = await engine.generate(request)
         trains = engine.features.log_probs
         return append_completion(sample, tokens, completion, tokenizer, done=done, trains=trains)

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -210,22 +211,18 @@ async def make_trajectory(plan: GroupPlan, sample: Sample) -> Member:
     """A generated and scored trajectory, or the sample as failed. Raises what stops the whole call: see
     classify_generate_error.
     """
-    member = await generate_member(plan, Member(pending=sample), ContinuingEngine(plan, sample.id))
-    return await score_member(plan, member)
+    call = ContinuingEngine(plan, Member(pending=sample))
+    return await score_member(plan, await generate_member(call))
 
 
 async def _advance_member(plan: GroupPlan, group: Group, index: int) -> None:
     """Moves one member on until it is scored, or as far as a plan that is stopping allows."""
     member = group.members[index]
     if not member.segments:
-
-        def keep(noted: Sample) -> None:
-            group.members[index] = group.members[index]._replace(partial=noted)
-
-        call = ContinuingEngine(plan, member.pending.id, member.partial, keep)
+        call = ContinuingEngine(plan, member, partial(group.members.__setitem__, index))
         group.calls.add(call)
         try:
-            member = group.members[index] = await generate_member(plan, member, call)
+            member = group.members[index] = await generate_member(call)
         finally:
             group.calls.discard(call)
             plan.on_generated()
@@ -233,25 +230,25 @@ async def _advance_member(plan: GroupPlan, group: Group, index: int) -> None:
         group.members[index] = await score_member(plan, member)
 
 
-async def generate_member(plan: GroupPlan, member: Member, call: ContinuingEngine) -> Member:
+async def generate_member(call: ContinuingEngine) -> Member:
     """The member with its segments, or failed, or, if the plan is stopping, with the tokens it has. Raises
     like make_trajectory.
 
     A sample that comes back aborted goes on where it stopped, if it is one segment, or else from what was
     noted; or starts again if there is nothing, or its tokens are not fresh enough.
     """
+    plan, pending = call.plan, call.member.pending
     started, function = trio.current_time(), function_name(plan.generate)
     try:
         segments = ()
         with listing_answers() as answers, call.running():
-            segments = await _generate_segments(plan, member, call)
-        if call.progress is not None and not segments:  # it was told to stop
-            segments = (call.progress,)
+            segments = await _generate_segments(call)
+        segments = segments or (call.member.partial or pending,)  # without: it was told to stop
         if segments[-1].status is Status.FAILED:
             said = segments[-1].metadata.get("failure") or "the generate function returned it as failed"
             segments = (_fail(segments[-1], "generate", function, str(said), ""),)
     except RolloutsError as error:
-        segments = (fail_sample(member.pending, error, classify_generate_error(error), function),)
+        segments = (fail_sample(pending, error, classify_generate_error(error), function),)
         answers = []
     last, now = segments[-1], trio.current_time()
     if plan.spans is not None:  # one for each request that a fleet had answered, else one for all
@@ -261,17 +258,18 @@ async def generate_member(plan: GroupPlan, member: Member, call: ContinuingEngin
             plan.spans.add(
                 "generate", one.engine, now - one.start, one.duration_s, id=last.id, tokens=one.tokens
             )
-    seconds = member.generate_s + now - started
-    partial = last if last.status is Status.ABORTED else None
+    seconds = call.member.generate_s + now - started
+    aborted = last if last.status is Status.ABORTED else None
     finished = () if last.status in (Status.ABORTED, Status.PENDING) else segments
     failed = last.status is Status.FAILED
-    return member._replace(partial=partial, segments=finished, scored=failed, generate_s=seconds)
+    return call.member._replace(partial=aborted, segments=finished, scored=failed, generate_s=seconds)
 
 
-async def _generate_segments(plan: GroupPlan, member: Member, call: ContinuingEngine) -> tuple[Sample, ...]:
+async def _generate_segments(call: ContinuingEngine) -> tuple[Sample, ...]:
     """The finished segments; or one sample, aborted or pending, to go on from if the plan is stopping."""
-    sampling = replace(plan.sampling, seed=compute_request_seed(plan.seed, member.pending.id))
-    start, engine = member.partial or member.pending, cast(InferenceEngine, call)
+    plan, pending = call.plan, call.member.pending
+    sampling = replace(plan.sampling, seed=compute_request_seed(plan.seed, pending.id))
+    start, engine = call.member.partial or pending, cast(InferenceEngine, call)
     while not plan.is_stopping():
         reach("rollout.dispatch")
         segments = await call_generate(
@@ -281,12 +279,11 @@ async def _generate_segments(plan: GroupPlan, member: Member, call: ContinuingEn
         last = segments[-1]
         if last.status is not Status.ABORTED:
             return segments
-        partial = last if len(segments) == 1 else call.progress
-        start = member.pending
-        if partial is not None and plan.may_continue(partial.oldest_version):
-            start = partial
-        if not plan.is_stopping():
-            call.count_abort(0)
+        noted = last if len(segments) == 1 else call.member.partial
+        start = pending
+        if noted is not None and plan.may_continue(noted.oldest_version):
+            start = noted
+        call.count_abort(0)
     return (start,)
 
 

@@ -223,11 +223,12 @@ async def check_stop_token_ends_and_stays(open_engine: OpenEngine) -> None:
     """A stop token ends the completion and is its last token; nothing else ends it before its limit.
 
     At temperature 0 the tokens do not depend on the seed, and no log-prob is that of a certain event. An
-    answer that is sent back in a prompt has the log-probs there that it was answered with.
+    answer that is sent back in a prompt has the log-probs there that it was answered with, and whatever an
+    engine keeps of a trajectory between its turns, the next one is answered as a prompt of its own.
     """
     async with open_engine() as engine:
         greedy = partial(make_request, max_new_tokens=12, temperature=0.0)
-        whole = await engine.generate(greedy(seed=1))
+        whole = await engine.generate(replace(greedy(seed=1), trajectory="t"))
         assert (len(whole.token_ids), whole.finish_reason) == (12, "length")
         assert (whole.log_probs < 0).any(), "log-probs of greedy tokens are those at temperature 1, not 0"
         stop = int(whole.token_ids[5])
@@ -241,6 +242,9 @@ async def check_stop_token_ends_and_stays(open_engine: OpenEngine) -> None:
         scored = (await engine.generate(request)).prompt_log_probs
         assert scored is not None and scored.shape == (len(prompt),) and scored[0] == 0
         assert np.allclose(scored[3:], whole.log_probs, atol=1e-3)
+        turns = [replace(greedy(prompt=prompt), trajectory=key) for key in ("t", "")]
+        turn, alone = [(await engine.generate(each)).log_probs for each in turns]
+        assert np.allclose(turn, alone, atol=1e-3)
         assert whole.prompt_log_probs is None, "it was not asked for"
 
 

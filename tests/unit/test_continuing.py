@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 import trio
 
 from rollouts.generation.collector import STOP_S
 from rollouts.generation.continuing import ContinuingEngine, note_progress
 from rollouts.generation.generate import append_completion
-from rollouts.testing.fakes import ScriptedEngine, ScriptedReply, fake_log_prob
+from rollouts.generation.group import Member
+from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
 from rollouts.types import GenerateRequest, Sample, SamplingParams, Status
 from tests.support.fake_tokenizer import FakeTokenizer
 from tests.support.text_tables import cases
@@ -23,14 +23,12 @@ SLOW_S = 1000.0
 
 
 class Play:
-    """Two requests, with a tool between them that takes `tool_s`, in group 0 `tool_0_s`. If `stubborn`, group
-    0 does not end when its request is aborted. `begun` has each call and from how many tokens it went on.
+    """Two requests, with a tool between them that takes `tool_s` by group. Group 0 does not end when its
+    request is aborted. `begun` has each call and from how many tokens it went on.
     """
 
-    def __init__(self, tool_s: float, tool_0_s: float | None = None, *, stubborn: bool = False) -> None:
-        self.tool_s, self.tool_0_s = tool_s, tool_s if tool_0_s is None else tool_0_s
-        self.stubborn = stubborn
-        self.begun: list[tuple[str, int]] = []
+    def __init__(self, *tool_s: float) -> None:
+        self.tool_s, self.begun = tool_s, list[tuple[str, int]]()
 
     async def __call__(self, sample: Sample, engine: Any, sampling: SamplingParams) -> Sample:
         self.begun.append((sample.id, sample.response_length))
@@ -41,14 +39,14 @@ class Play:
                 GenerateRequest(request_id=name, prompt_ids=tokens, sampling=sampling)
             )
             if answer.finish_reason == "abort":
-                await trio.sleep(SLOW_S if self.stubborn and sample.group_index == 0 else 0)
+                await trio.sleep(0 if sample.group_index else SLOW_S)
                 return replace(sample, status=Status.ABORTED)
             done = sample.response_length
             sample = append_completion(sample, tokens, answer, FakeTokenizer(), done=done)
             if turn == 0:
                 sample = replace(sample, metadata={**sample.metadata, "turns": 1})
                 note_progress(sample)
-                await trio.sleep(self.tool_s if sample.group_index else self.tool_0_s)
+                await trio.sleep(self.tool_s[sample.group_index or 0])
         return sample
 
 
@@ -59,7 +57,7 @@ def start(play: Play, script: Any = None, **options: Any) -> Run:
 
 async def test_a_weight_update_that_aborts_does_not_reach_the_trajectory(autojump_clock):
     """Three tokens of 1 s, 5 s of a tool, three tokens; the abort comes after the first of the last three."""
-    run = start(play := Play(5.0))
+    run = start(play := Play(5.0, 5.0))
 
     async def update() -> None:
         await trio.sleep(9.5)
@@ -76,12 +74,8 @@ async def test_a_weight_update_that_aborts_does_not_reach_the_trajectory(autojum
         assert sample.weight_versions[sample.loss_mask].tolist() == [0] * 4 + [1] * 2
     asked = [one for one in run.engine.requests if one.request_id.startswith(FIRST)]
     assert [one.request_id[len(FIRST) :] for one in asked] == ["#0", "#1", "#1@1"]
-    rest = asked[2]
-    assert rest.prompt_ids.tolist() == batch.samples[0].tokens[:-2].tolist()
-    assert rest.sampling.max_new_tokens == SAMPLING.max_new_tokens - 1
-    seeds = [one.sampling.seed for one in asked]
-    expected = [fake_log_prob(seed, *at) for seed, at in zip(seeds[1:], [(0, 0), (0, 1)], strict=True)]
-    assert batch.samples[0].rollout_log_probs[-3:-1] == pytest.approx(expected, abs=1e-6)
+    assert asked[2].prompt_ids.tolist() == batch.samples[0].tokens[:-2].tolist()
+    assert asked[2].sampling.max_new_tokens == SAMPLING.max_new_tokens - 1
 
 
 @cases("""
@@ -100,10 +94,10 @@ async def test_a_trajectory_that_is_stopped_goes_on_from_what_it_noted(
         slow = in_engine and name.startswith("g00000000") and "#1" in name and trio.current_time() < 7
         return 100.0 if slow else 1.0
 
-    play = Play(0.0, 0.0 if in_engine else SLOW_S, stubborn=True)
+    play = Play(0.0 if in_engine else SLOW_S, 0.0, 0.0)
     run = start(play, say(token_s=token_s), over_sampling=2.0)
     assert await run.take() == [1]
-    assert trio.current_time() == 6 + after_s and (after_s in (0, STOP_S))
+    assert trio.current_time() == 6 + after_s, f"{STOP_S} s if it does not end"
     held = run.manager.state_dict()["unfinished"][0]
     assert [one["partial"]["metadata"]["turns"] for one in held["members"]] == [1, 1]
     run.advance(1)
@@ -113,7 +107,7 @@ async def test_a_trajectory_that_is_stopped_goes_on_from_what_it_noted(
 
 
 async def test_a_snapshot_has_what_running_trajectories_noted(autojump_clock):
-    run = start(Play(5.0))
+    run = start(Play(5.0, 5.0))
     async with run.manager.generating(), trio.open_nursery() as nursery:
         nursery.start_soon(run.take)
         await trio.sleep(2)
@@ -121,7 +115,7 @@ async def test_a_snapshot_has_what_running_trajectories_noted(autojump_clock):
         await trio.sleep(2)  # each waits for its tool
         state = run.save()
         nursery.cancel_scope.cancel()
-    resumed = start(play := Play(5.0), state=state)
+    resumed = start(play := Play(5.0, 5.0), state=state)
     assert await resumed.take() == [0] and len(resumed.engine.requests) == 2
     assert [done for _, done in play.begun[:2]] == [3, 3]
     resumed.manager.check_ledger()
@@ -130,7 +124,8 @@ async def test_a_snapshot_has_what_running_trajectories_noted(autojump_clock):
 async def test_an_answer_that_is_aborted_at_its_last_token_is_whole():
     plan: Any = make_run().manager._plan
     engine = ScriptedEngine(lambda request: ScriptedReply("ab", finish="abort"))
-    call = ContinuingEngine(plan._replace(engine=engine), FIRST)
+    member = Member(Sample(id=FIRST, prompt="p"))
+    call = ContinuingEngine(plan._replace(engine=engine), member)
     request = GenerateRequest(
         request_id="x", prompt_ids=np.array([1]), sampling=SamplingParams(max_new_tokens=5)
     )
@@ -138,7 +133,4 @@ async def test_an_answer_that_is_aborted_at_its_last_token_is_whole():
     assert (len(answer.token_ids), answer.finish_reason, answer.request_id) == (5, "length", "x")
     assert [one.request_id for one in engine.requests] == ["x", "x@2", "x@4"]
     assert call.features is engine.features and await call.weight_version() == 0
-
-
-def test_progress_that_nobody_waits_for_is_not_kept():
-    note_progress(Sample(id="a", prompt="p"))
+    note_progress(member.pending)  # nobody waits for it

@@ -26,6 +26,7 @@ from rollouts.engines.local.weights import StagedWeights, read_checkpoint
 from rollouts.errors import EngineClosed, EngineError, RequestRefused, WeightVersionError
 from rollouts.models.decoding.batch import (
     DEFAULT_CONTEXT,
+    KEPT_BYTES,
     DecodeBatch,
     ForwardPath,
     OpenedDecoder,
@@ -126,7 +127,8 @@ class LocalEngine:
         self.features = features
         self.path: ForwardPath = opened.path  # how the model is run; see models/decoding
         self.describe = opened.describe
-        self._batch = DecodeBatch(opened.whole, opened.decoder)
+        kept_bytes = 0 if features.deterministic else KEPT_BYTES  # what is kept changes last bits
+        self._batch = DecodeBatch(opened.whole, opened.decoder, kept_bytes=kept_bytes)
         self._device_thread = device_thread
         self._model = opened.whole.model
         self._weights = None if features.shares_weights else StagedWeights(self._model)
@@ -280,8 +282,7 @@ class LocalEngine:
 
         def apply() -> None:
             weights.apply()
-            for row in self._batch.rows:
-                row.prompt_version = None  # computed by weights that are gone; versions may repeat
+            self._batch.note_new_weights()
 
         try:
             await self._run_to_end(apply)  # else weights and version could part

@@ -2,6 +2,7 @@
 
 admit ──► prefill of each distinct prompt ──► rows 0..n-1 ──► step, step, … ──► rows that end leave at once,
           or: joined to a row that has it                                 the last ones take their places
+          or: only what is new in it ◄── what is kept of its trajectory ◄── copied from a row that ends
 
 Which way a model is run: the fastest whose log-probs agree with the model's own forward on a probe.
 
@@ -27,13 +28,14 @@ from rollouts.errors import EngineError, ModelError
 from rollouts.models.decoding.decoder import CachedDecoder, FastDecoder, RecomputeDecoder, WholeModel
 from rollouts.models.draws import DRAW_DTYPE, make_draw, sample_tokens
 from rollouts.models.limits import find_rotary_limit
-from rollouts.types import Completion, FinishReason, FloatArray, GenerateRequest, SamplingParams
+from rollouts.types import Completion, FinishReason, FloatArray, GenerateRequest, IntArray, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 PREFILL_TOKENS = 8192  # padded prompt tokens of one forward pass
+KEPT_BYTES = 1 << 29  # keys and values of ended rows whose trajectories may go on
 # Decode steps of one device job, and seconds after which it ends; and the same while other work waits for the
 # device thread: it gets its turn soon, and each turn of ours is worth having.
 ALONE, SHARED = (32, 0.1), (4, 0.025)
@@ -78,12 +80,16 @@ class Row:
 class DecodeBatch:
     """Rows without holes."""
 
-    def __init__(self, whole: WholeModel, decoder: Decoder) -> None:
+    def __init__(self, whole: WholeModel, decoder: Decoder, *, kept_bytes: int = 0) -> None:
+        """kept_bytes: for the keys and values of ended rows of trajectories, with a FastDecoder."""
         self.decoder = decoder
         self.rows: list[Row] = []
-        # tokens of the prompts computed, steps, and rows summed over the steps
-        self.totals = dict.fromkeys(("prefill_tokens", "decode_steps", "decode_rows"), 0)
+        # tokens of the prompts computed, and kept of earlier turns; steps, and rows summed over the steps
+        self.totals = dict.fromkeys(("prefill_tokens", "prefix_tokens", "decode_steps", "decode_rows"), 0)
         self._whole = whole
+        self._kept_bytes = kept_bytes
+        # by trajectory, least recently ended first: its last row, and what FastDecoder.copy_row gave of it
+        self._kept: dict[str, tuple[Row, Tensor]] = {}
         self._draws = np.zeros(0, DRAW_DTYPE)
 
     def run(
@@ -117,11 +123,18 @@ class DecodeBatch:
     def reset(self) -> None:
         """Forgets all rows and gives their memory back."""
         self.rows, self._draws = [], self._draws[:0]
+        self._kept.clear()
         self.decoder.drop()
+
+    def note_new_weights(self) -> None:
+        """What is there was computed by weights that are gone; versions may repeat."""
+        self._kept.clear()
+        for row in self.rows:
+            row.prompt_version = None
 
     def admit(self, rows: Sequence[Row], version: int) -> None:
         """Each distinct prompt is computed once, or taken over from an active row that has it by the same
-        weights.
+        weights; what is kept of its trajectory by the same weights is not computed again.
         """
         holders = {_key(row): index for index, row in enumerate(self.rows) if row.prompt_version == version}
         groups: dict[bytes, list[Row]] = {}
@@ -133,23 +146,54 @@ class DecodeBatch:
         if isinstance(self.decoder, FastDecoder):  # a recurrent state cannot be turned back to its prompt
             joined = [row for key in list(groups) if key in holders for row in groups.pop(key)]
             self._append(joined, [holders[_key(row)] for row in joined])
+            for key, (first, *_) in list(groups.items()):
+                kept = self._take_kept(first)
+                if kept is not None:
+                    self.totals["prefix_tokens"] += kept.shape[3]
+                    self.totals["prefill_tokens"] -= kept.shape[3]
+                    logits = self.decoder.prefill([first.request.prompt_ids], kept)
+                    self._begin([groups.pop(key)], logits, version)
         fresh = sorted(groups.values(), key=lambda group: group[0].position)
         while fresh:
             count = 1  # a long prompt goes alone
             while count < len(fresh) and (count + 1) * (fresh[count][0].position + 1) <= PREFILL_TOKENS:
                 count += 1
-            self._prefill(fresh[:count], version)
+            logits = self.decoder.prefill([group[0].request.prompt_ids for group in fresh[:count]])
+            self._begin(fresh[:count], logits, version)
             del fresh[:count]
 
-    def _prefill(self, groups: Sequence[list[Row]], version: int) -> None:
-        """One forward pass over a prompt of each group; every row of it draws its first token."""
+    def _begin(self, groups: Sequence[list[Row]], logits: Tensor, version: int) -> None:
+        """Every row of the groups draws its first token, by the logits after the prompt of each group."""
         first, firsts = len(self.rows), [group[0] for group in groups]
-        logits = self.decoder.prefill([row.request.prompt_ids for row in firsts])
         copied = [index for index, group in enumerate(groups) for _ in group[1:]]
         self.totals["prefill_tokens"] += sum(row.position + 1 for row in firsts)
         self._append(firsts)
         self._append([row for group in groups for row in group[1:]], [first + index for index in copied])
         self._draw(logits[self._whole.to_device(np.array([*range(len(groups)), *copied]))], first, version)
+
+    def _take_kept(self, row: Row) -> Tensor | None:
+        """What is kept of its trajectory, if the same weights computed it: keys and values of the tokens with
+        which its prompt begins, but never of its last one. The trajectory keeps nothing more.
+
+        A row whose prompt is of today's version has no token of another: see note_new_weights.
+        """
+        ended, states = self._kept.pop(row.request.trajectory, (row, None))
+        if states is None or ended.prompt_version != row.prompt_version:
+            return None
+        held = np.array([*ended.request.prompt_ids, *ended.token_ids][: states.shape[3]])
+        prompt = row.request.prompt_ids[:-1]
+        same = held[: len(prompt)] == prompt[: len(held)]
+        return states[..., : np.cumprod(same).sum(), :]
+
+    def _keep(self, index: int) -> None:
+        """Keeps what a row that ends leaves to the next turn of its trajectory; what was kept first makes
+        room.
+        """
+        row = self.rows[index]
+        if row.request.trajectory and self._kept_bytes and isinstance(self.decoder, FastDecoder):
+            self._kept[row.request.trajectory] = row, self.decoder.copy_row(index, row.position)
+            while sum(states.nbytes for _, states in self._kept.values()) > self._kept_bytes:
+                del self._kept[next(iter(self._kept))]
 
     def _append(self, rows: Sequence[Row], holders: Sequence[int] = ()) -> None:
         """Adds rows, whose prompts are copied from the rows `holders`; without these the decoder has them."""
@@ -198,6 +242,8 @@ class DecodeBatch:
         ended = np.array([row.leaving or row.finish_reason is not None for row in self.rows], bool)
         if not ended.any():
             return []
+        for index in np.flatnonzero(ended).tolist():
+            self._keep(index)
         count = int((~ended).sum())
         order = np.arange(count)
         order[ended[:count]] = count + np.flatnonzero(~ended[count:])
@@ -219,7 +265,7 @@ PATHS: tuple[ForwardPath, ...] = get_args(ForwardPath)
 # Unlike, so that padding and positions are tried; more than a CPU's way with many rows needs; and equal ones,
 # which are one prompt: computed once for two rows, and taken over by the first row, which comes late.
 PROBE_LENGTHS = (13, 8, 11, 5, 9, 2, 12, 7, 10, 8, 13)
-PROBE_STEPS = (6, 7, 8)  # tokens of the rows, by turns, so that rows leave while others are decoded
+PROBE_STEPS = (6, 7, 8)  # tokens of the rows, in turn, so that rows leave while others are decoded
 LONGEST_PROBED_WINDOW = 4096  # positions; a longer prompt would take too long to open with
 DEFAULT_CONTEXT = 8192  # tokens, for a config that sets no limit
 WINDOW_NAMES = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
@@ -313,16 +359,24 @@ def probe_difference(whole: WholeModel, decoder: Decoder, lengths: Sequence[int]
     """Largest |engine - model| log-prob in nats of the tokens that the decoder generates after prompts of
     these lengths; in half precision the largest mean of a row.
 
-    Rows join one after the other and leave, as they do while generating; the model scores each by itself.
+    Rows join one after the other and leave, as they do while generating, and where rows are kept the first
+    that leave have a second turn; the model scores each by itself.
     """
     rows: list[Row] = []
-    for index, length in enumerate(lengths):
-        places = np.arange(length)
-        prompt = (places * 7919 + (places * places) % 31 * 131 + length * 613) % whole.vocab_size
-        sampling = SamplingParams(max_new_tokens=PROBE_STEPS[index % len(PROBE_STEPS)])
-        request = GenerateRequest(request_id=str(index), prompt_ids=prompt, sampling=sampling)
+
+    def add(prompt: IntArray) -> None:
+        request = GenerateRequest(
+            request_id=str(len(rows)),
+            prompt_ids=prompt,
+            sampling=SamplingParams(max_new_tokens=PROBE_STEPS[len(rows) % len(PROBE_STEPS)]),
+            trajectory=str(prompt[:2]),  # a second turn begins as the first did
+        )
         rows.append(Row(request, make_draw(0, request)))
-    batch = DecodeBatch(whole, decoder)
+
+    for length in lengths:
+        places = np.arange(length)
+        add((places * 7919 + (places * places) % 31 * 131 + length * 613) % whole.vocab_size)
+    batch = DecodeBatch(whole, decoder, kept_bytes=KEPT_BYTES)
     worst: list[float] = []
     with whole.computing():
         batch.admit(rows[1:], 0)
@@ -330,7 +384,12 @@ def probe_difference(whole: WholeModel, decoder: Decoder, lengths: Sequence[int]
         batch.admit(rows[:1], 0)
         while batch.rows:
             batch.step(0)
-            batch.take_ended()
+            for row in batch.take_ended():
+                turns = len(rows) - len(lengths)
+                if turns < 3 and isinstance(decoder, FastDecoder):  # 5, 6 and no tokens more
+                    prompt = row.request.prompt_ids
+                    add(np.concatenate([prompt, row.token_ids, prompt[6 * turns :]]))
+                    batch.admit(rows[-1:], 0)
         for row in rows:
             prompt = row.request.prompt_ids
             own = whole.score(np.concatenate([prompt, row.token_ids]))[len(prompt) :]

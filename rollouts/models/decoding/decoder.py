@@ -83,18 +83,22 @@ class FastDecoder:
         self._max_rows, self._max_context, self._compiled = max_rows, max_context, compiled
         self.drop()
 
-    def prefill(self, prompts: Sequence[IntArray]) -> Tensor:
+    def prefill(self, prompts: Sequence[IntArray], kept: Tensor | tuple[()] = ()) -> Tensor:
         """Logits [N, V] after each of N prompts, whose rows are added to those that are there, by the model's
         own layers.
 
-        Prompts are padded on the right; causal attention keeps the padding out of what comes before it.
+        Prompts are padded on the right; causal attention keeps the padding out of what comes before it. Of a
+        single prompt, `kept` may have the keys and values of the first positions, as copy_row gives them:
+        only the others are computed.
         """
         from transformers import DynamicCache
 
-        ids = pad_sequence([self._whole.to_device(prompt) for prompt in prompts], batch_first=True)
+        start = kept.shape[3] if isinstance(kept, Tensor) else 0
+        ids = pad_sequence([self._whole.to_device(prompt[start:]) for prompt in prompts], batch_first=True)
         first, (count, length) = self._rows, ids.shape
         self._rows += count
-        self._reserve(self._rows, length + 1)
+        end = start + length
+        self._reserve(self._rows, end + 1)
         rows, kv = slice(first, self._rows), self._kv
 
         class Slots(DynamicCache):
@@ -102,13 +106,22 @@ class FastDecoder:
 
             def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> Any:
                 for buffer, new in zip(kv[layer], (keys, values), strict=True):
-                    buffer[rows, :, :length] = new
-                return keys, values
+                    buffer[rows, :, start:end] = new
+                return super().update(keys, values, layer) if start else (keys, values)
 
+        cache = Slots()
+        for layer, states in enumerate(kept):
+            kv[layer][:, first, :, :start] = states
+            keys, values = states[:, None]
+            DynamicCache.update(cache, keys, values, layer)
         with uncompiled(self._body):
-            states = self._body(input_ids=ids, past_key_values=Slots(), use_cache=True).last_hidden_state
-        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=ids.device)
+            states = self._body(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
+        last = torch.tensor([len(prompt) - start - 1 for prompt in prompts], device=ids.device)
         return self._head(states[torch.arange(count, device=ids.device), last])
+
+    def copy_row(self, row: int, length: int) -> Tensor:
+        """The keys and values of its first `length` positions, [layers, 2, K, length, D]."""
+        return torch.stack([buffers[:, row, :, :length] for buffers in self._kv])
 
     def decode(self, ids: IntArray, positions: IntArray) -> Tensor:
         """Logits [B, V] after one more token of every row, ids [B] at positions [B]."""
