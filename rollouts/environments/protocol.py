@@ -1,7 +1,7 @@
 """What an environment and a tool are, and the words that they and the model exchange.
 
-    reset() ──► messages ──► the model's Turn ──► step(turn) ──► Observation ──► Turn ──► … done ──► score()
-                               └─ has tool calls: the tools answer, and step() is not called for it
+reset() ──► messages ──► the model's Turn ──► step(turn) ──► Observation ──► Turn ──► … done ──► score()
+                           └─ has tool calls: the tools answer, and step() is not called for it
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from rollouts.types import ChatMessage, JSONValue
 class Turn:
     """What the model did in one turn."""
 
-    message: ChatMessage  # the assistant's, read back: content, reasoning_content, tool_calls with ids of ours
+    message: ChatMessage  # read back: content, reasoning_content, tool_calls with ids of ours
     text: str  # as sampled, special tokens left out
     complete: bool = True  # False: cut at a limit of tokens; no call in it is run
     unreadable: str = ""  # why its tool calls could not be read; the content is then the whole text
@@ -51,7 +51,7 @@ class Environment(Protocol):
         ...
 
     def score(self) -> RewardValue | None:
-        """The final reward, added to those of the turns; None: `reward` of the config gives it, or nothing."""
+        """The final reward, added to those of the turns; None: `reward` of the config gives it, if at all."""
         ...
 
     def close(self) -> None:
@@ -70,6 +70,7 @@ class Tool(NamedTuple):
 
     name: str
     schema: Mapping[str, JSONValue]  # {"type": "function", "function": {"name", "description", "parameters"}}
-    # The answer as text, to arguments that were checked. Raises ToolError for what the model is to be told;
-    # EnvironmentFailed where the world, and not the call, is at fault.
-    call: Callable[[Mapping[str, JSONValue]], Awaitable[str]]
+    # The answer, text or another JSON value, to the arguments of a call; call_tools gives it its time. Raises
+    # ToolError for what the model is to be told, as it is told of any other exception; EnvironmentFailed
+    # where the world, and not the call, is at fault.
+    call: Callable[[Mapping[str, JSONValue]], Awaitable[JSONValue]]
