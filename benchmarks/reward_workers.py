@@ -27,7 +27,7 @@ from benchmarks.harness import finish, make_parser
 from rollouts.errors import RewardCrashed, RewardTimeout, UserFunctionError
 from rollouts.protocols import RewardFn
 from rollouts.rewards.call import call_reward
-from rollouts.rewards.workers import RewardWorkers, open_reward_workers
+from rollouts.rewards.workers import Workers, open_workers
 from rollouts.types import Sample
 
 TARGETS = {"ratio": ">= 0.95", "hostile_other": "<= 0", "processes_left": "<= 0"}
@@ -98,7 +98,7 @@ async def call_many(reward: RewardFn, count: int) -> None:
         assert (await call_reward(reward, SAMPLE)).reward == 1.0
 
 
-async def storm(workers: RewardWorkers, *, rounds: int) -> dict[str, int]:
+async def storm(workers: Workers, *, rounds: int) -> dict[str, int]:
     """How many hostile calls ended in which way; every one must fail."""
     ends = {"timeouts": 0, "crashes": 0, "other": 0}
 
@@ -125,7 +125,7 @@ async def storm(workers: RewardWorkers, *, rounds: int) -> dict[str, int]:
     return ends
 
 
-def named(workers: RewardWorkers, name: str) -> RewardFn:
+def named(workers: Workers, name: str) -> RewardFn:
     return workers.reward(f"{Path(__file__).name}:{name}", Path(__file__).parent)
 
 
@@ -155,7 +155,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, float]:
         "output_bytes": 1 << 16,
     }
     options: dict[str, Any] = {"calls": arguments.calls, "at_once": 2 * arguments.workers}
-    async with open_reward_workers(**pool) as calm, open_reward_workers(**pool) as workers:
+    async with open_workers(**pool) as calm, open_workers(**pool) as workers:
         calm_reward, reward = (each.reward(CHEAP, Path.cwd()) for each in (calm, workers))
         await measure_calls_per_s(calm_reward, **options)  # warm up
         for number in range(arguments.rounds):
@@ -195,7 +195,7 @@ async def measure_replacement_ms(rounds: int) -> float:
     import included.
     """
     taken: list[float] = []
-    async with open_reward_workers(count=1, timeout_s=TIMEOUT_S, memory_bytes=1 << 30) as workers:
+    async with open_workers(count=1, timeout_s=TIMEOUT_S, memory_bytes=1 << 30) as workers:
         reward = workers.reward(CHEAP, Path.cwd())
         for _ in range(rounds):
             await call_many(reward, 1)

@@ -139,11 +139,15 @@ class RowsRefused(TrackerError):
 class UserFunctionError(RolloutsError):
     """A user's generate, reward or filter function raised or returned nonsense."""
 
+    kind = "failed"  # of a ToolError that says so to the model; in a worker's answer
+
 
 class RewardTimeout(UserFunctionError):
     """A reward function took longer than `reward_timeout_s`. Its sample has failed; it is not a reward of
     0.
     """
+
+    kind = "timeout"
 
 
 class RewardCrashed(UserFunctionError):
@@ -151,9 +155,13 @@ class RewardCrashed(UserFunctionError):
     Its sample has failed.
     """
 
+    kind = "crashed"
+
 
 class EnvironmentFailed(RolloutsError):
     """An environment, not the policy, is at fault. Its trajectory has failed; it is not a reward of 0."""
+
+    kind = "environment"
 
 
 class TrajectoryLeftOut(RolloutsError):

@@ -20,6 +20,7 @@ from rollouts.errors import PlugInError
 CALLED_WITH = {  # by role
     "reward": "sample",
     "group_reward": "samples",
+    "environment": "row",
     "generate": "sample, engine, sampling",
     "filter": "group",
     "ranker": "group",
@@ -103,11 +104,11 @@ def _find_problem(function: Any, role: str) -> str:
         signature = inspect.signature(function)
     except Exception:  # written in C: nothing to look at
         return ""
-    passed = CALLED_WITH[role]
+    passed = CALLED_WITH.get(role, "")
     try:
         if role == "rows":  # beside data.params
             signature.bind_partial(size=1, seed=0)
-        else:
+        elif role != "tool":  # which make_tool looks at
             signature.bind(*passed.split(", "))
     except TypeError as error:
         return f"it is called with ({passed}) but takes {signature}: {error}"

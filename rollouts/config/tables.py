@@ -313,7 +313,9 @@ class RolloutConfig(SamplingConfig):
     environment: FunctionText = ""
     """module:function or file.py:function, called with a row: the world of a trajectory; docs/agents.md"""
     tools: list[FunctionText] = []
-    """plain typed functions that the model may call, module:function or file.py:function"""
+    """plain typed functions that the model may call, module:function or file.py:function; and MCP servers, as
+    "mcp:command" or "mcp:http://…"
+    """
     agent: str = ""
     """instead of environment: a command, or module:function or file.py:function of a child process, which
     talks to the model through OPENAI_BASE_URL
@@ -361,7 +363,7 @@ class RolloutConfig(SamplingConfig):
     @property
     def is_scored(self) -> bool:
         """Whether samples get a reward."""
-        return bool(self.reward or self.group_reward or self.reward_model)
+        return bool(self.reward or self.group_reward or self.reward_model or self.environment)
 
 
 class EvalConfig(SamplingConfig):

@@ -16,7 +16,7 @@ from rollouts.types import ChatMessage, JSONValue
 class Turn:
     """What the model did in one turn."""
 
-    message: ChatMessage  # as read back: content, reasoning_content, tool_calls with ids of ours
+    message: ChatMessage  # read back: content, reasoning_content, tool_calls with ids of ours
     text: str  # as sampled, special tokens left out
     complete: bool = True  # False: cut at a limit of tokens; no call in it is run
     unreadable: str = ""  # why its tool calls could not be read; the content is then the whole text
@@ -27,7 +27,7 @@ class Observation:
     """What an environment answers to a turn."""
 
     messages: str | Sequence[ChatMessage] = ()  # what the model reads next; text is one user turn
-    reward: RewardValue | None = None  # of the turn before it; named parts are added up; None: it has none
+    reward: RewardValue | None = None  # of the turn before it; parts are added up; None: it has none
     done: bool = False  # the trajectory is over; without it there must be a message
     metadata: Mapping[str, JSONValue] = field(default_factory=dict)  # for the record of this turn
 
@@ -51,7 +51,7 @@ class Environment(Protocol):
         ...
 
     def score(self) -> RewardValue | None:
-        """The final reward, added to those of the turns; None: `reward` of the config gives it, or none."""
+        """The final reward, added to those of the turns; None: `reward` of the config gives it, if at all."""
         ...
 
     def close(self) -> None:
@@ -70,6 +70,7 @@ class Tool(NamedTuple):
 
     name: str
     schema: Mapping[str, JSONValue]  # {"type": "function", "function": {"name", "description", "parameters"}}
-    # The answer as text, to arguments that were checked. Raises ToolError for what the model is to be told;
-    # EnvironmentFailed where the world, and not the call, is at fault.
-    call: Callable[[Mapping[str, JSONValue]], Awaitable[str]]
+    # The answer, text or another JSON value, to the arguments of a call; call_tools gives it its time. Raises
+    # ToolError for what the model is to be told, as it is told of any other exception; EnvironmentFailed
+    # where the world, and not the call, is at fault.
+    call: Callable[[Mapping[str, JSONValue]], Awaitable[JSONValue]]

@@ -2,7 +2,8 @@
 and called once by a check.
 
 load_functions   config names ──► functions of this process, signatures checked
-open_functions   sync rewards ──► worker processes that can be killed; async ones stay in the event loop
+open_functions   sync rewards, tools and environments ──► worker processes that can be killed; async ones stay
+                 in the event loop
 call_functions   each is called on a made-up sample
 """
 
@@ -21,6 +22,10 @@ from rollouts.config.schema import RLTrainingConfig, RunConfig
 from rollouts.config.secrets import flatten
 from rollouts.config.tables import RolloutConfig
 from rollouts.data.rows import Row
+from rollouts.environments.mcp import open_mcp_tools
+from rollouts.environments.protocol import Tool
+from rollouts.environments.tools import MCP, load_tools
+from rollouts.environments.worlds import open_world
 from rollouts.errors import ConfigError, PlugInError, RolloutsError, UserFunctionError
 from rollouts.filters import FILTERS, RANKERS, check_some_complete
 from rollouts.loops.algorithm import check_algorithms
@@ -31,11 +36,12 @@ from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, RankerFn, Re
 from rollouts.rewards.call import call_filter, call_group_reward, call_ranker, call_reward, watch_blocking
 from rollouts.rewards.check import apply_reward, function_name, is_async
 from rollouts.rewards.combine import apply_weights, check_weights
-from rollouts.rewards.workers import open_reward_workers
+from rollouts.rewards.workers import name_function, open_workers
 from rollouts.types import RewardResult, Sample, SampleGroup, Status
 
 SETTINGS = {  # that name functions: field of Functions → key, which ends with the role
     "generate": "rl.rollout.generate",
+    "environment": "rl.rollout.environment",
     "reward": "rl.rollout.reward",
     "group_reward": "rl.rollout.group_reward",
     "eval_reward": "eval.reward",
@@ -44,7 +50,8 @@ SETTINGS = {  # that name functions: field of Functions → key, which ends with
     "ranker": "rl.rollout.ranker",
     "curriculum": "rl.curriculum",
 }
-REWARD_MEMORY = 4 << 30  # bytes of one process that runs sync rewards
+WORKER_MEMORY = 4 << 30  # bytes of one process that runs sync functions
+WORLDS = 64  # sync environments open at once, each in a process; sync tool calls at once
 WRONG_ANSWER = "(a made-up response)"
 
 
@@ -53,6 +60,9 @@ class Functions:
     """What the config names; None where it names nothing."""
 
     generate: GenerateFn | None = None  # None: one chat turn
+    # of a row; what the user wrote, and open_functions makes a World of it
+    environment: Callable[..., Any] | None = None
+    tools: Sequence[Tool] = ()  # those of MCP servers are among them after open_functions
     reward: RewardFn | None = None  # open_functions weighs it, unless a reward model is to be added first
     group_reward: GroupRewardFn | None = None
     eval_reward: RewardFn | None = None  # open_functions: the reward, where eval names none
@@ -107,6 +117,8 @@ def load_functions(config: RunConfig, stages: Sequence[str], findings: Findings)
     names = flatten(config.model_dump())
     found = {name: load(key, key.rpartition(".")[2], names.get(key)) for name, key in SETTINGS.items()}
     found["filters"] = tuple(load("rl.rollout.filters", "filter", name) for name in filters)
+    with findings.reporting("rl.rollout.tools"):
+        found["tools"] = load_tools(rollout.tools, Path.cwd())
     with findings.reporting("rl.advantage"):
         if config.rl:
             found["advantages"] = load_advantages(config.rl)
@@ -150,20 +162,48 @@ async def open_functions(
     settings = flatten(config.model_dump())
     async with AsyncExitStack() as stack:
         stack.enter_context(watch_blocking(warn))
-        if sync := [key for key, function in running.items() if function and not is_async(function)]:
-            opening = open_reward_workers(
-                count=num_workers or len(os.sched_getaffinity(0)),
-                timeout_s=rollout.reward_timeout_s,
-                memory_bytes=REWARD_MEMORY,
+        opening = open_workers(
+            count=num_workers or len(os.sched_getaffinity(0)),
+            timeout_s=rollout.reward_timeout_s,
+            memory_bytes=WORKER_MEMORY,
+        )
+        workers = await stack.enter_async_context(opening)
+        for key, function in running.items():
+            if function and not is_async(function):
+                role = SETTINGS[key].rpartition(".")[2]
+                running[key] = workers.reward(settings[SETTINGS[key]], Path.cwd(), role)
+        # environments that hold all workers of one pool call tools, which need another
+        for_tools, for_worlds = [
+            await stack.enter_async_context(
+                open_workers(
+                    count=WORLDS,
+                    timeout_s=rollout.tool_timeout_s,
+                    memory_bytes=WORKER_MEMORY,
+                    module="rollouts.environments.worker",
+                )
             )
-            workers = await stack.enter_async_context(opening)
-            for key in sync:
-                put = workers.group_reward if key == "group_reward" else workers.reward
-                running[key] = put(settings[SETTINGS[key]], Path.cwd())
+            for _ in range(2)
+        ]
+        tools = load_tools(rollout.tools, Path.cwd(), for_tools)
+        for name in rollout.tools:
+            if name.startswith(MCP):
+                opening = open_mcp_tools(name.removeprefix(MCP), timeout_s=rollout.tool_timeout_s)
+                tools += await stack.enter_async_context(opening)
+        names = [tool.name for tool in tools]
+        if len({*names}) < len(names):
+            raise PlugInError(f"rl.rollout.tools: two of {names} have one name; call one of them otherwise")
+        if functions.environment:
+            running["environment"] = functools.partial(
+                open_world,
+                opener=functions.environment,
+                request=name_function("environment", rollout.environment, Path.cwd()),
+                workers=for_worlds,
+                timeout_s=rollout.tool_timeout_s,
+            )
         if not rollout.reward_model:
             running["reward"] = weigh(running["reward"], rollout)
         running["eval_reward"] = running["eval_reward"] or running["reward"]
-        yield replace(functions, **running)
+        yield replace(functions, **running, tools=tools)
 
 
 def weigh(reward: RewardFn | None, rollout: RolloutConfig) -> RewardFn | None:

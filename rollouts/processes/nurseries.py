@@ -24,10 +24,11 @@ async def open_plain_nursery() -> AsyncIterator[trio.Nursery]:
 
 
 async def run_all(*works: Callable[[], Awaitable[object]]) -> None:
-    """Runs all at once. The first error cancels the others and is raised as it is."""
+    """Runs all at once, begun in their order. The first error cancels the others and is raised as it is."""
     errors: list[Exception] = []
 
-    async def run(work: Callable[[], Awaitable[object]]) -> None:
+    async def run(work: Callable[[], Awaitable[object]], task_status: trio.TaskStatus[None]) -> None:
+        task_status.started()
         try:
             await work()
         except Exception as error:
@@ -36,6 +37,6 @@ async def run_all(*works: Callable[[], Awaitable[object]]) -> None:
 
     async with trio.open_nursery() as nursery:
         for work in works:
-            nursery.start_soon(run, work)
+            await nursery.start(run, work)
     if errors:
         raise errors[0]

@@ -61,7 +61,7 @@ async def call_generate(
     where = f"generate function {function_name(generate)} on sample {sample.id}"
     own = {key: sample.metadata[key] for key in OWN_METADATA if key in sample.metadata}
     try:
-        answer = await _call(generate, sample, engine, sampling, where=where)
+        answer = await call_user(generate, sample, engine, sampling, where=where)
     except UserFunctionError as error:
         if isinstance(error.__cause__, RolloutsError) and not isinstance(error.__cause__, UserFunctionError):
             raise error.__cause__ from None
@@ -124,7 +124,7 @@ async def call_reward(
     if it takes too long.
     """
     where = f"reward function {function_name(reward)} on sample {sample.id}"
-    return check_reward(await _call(reward, sample, where=where, timeout_s=timeout_s), where)
+    return check_reward(await call_user(reward, sample, where=where, timeout_s=timeout_s), where)
 
 
 async def call_group_reward(
@@ -137,7 +137,7 @@ async def call_group_reward(
     another than of samples.
     """
     where = f"group reward function {function_name(group_reward)} on the group of sample {samples[0].id}"
-    answer = await _call(group_reward, tuple(samples), where=where, timeout_s=timeout_s)
+    answer = await call_user(group_reward, tuple(samples), where=where, timeout_s=timeout_s)
     return check_group_rewards(answer, len(samples), where)
 
 
@@ -154,7 +154,7 @@ async def call_filter(
     """
     name = function_name(filter_)
     where = f"filter {name} on group {group.group_index} (prompt {group.prompt_id})"
-    answer = await _call(filter_, group, where=where, timeout_s=timeout_s, late=UserFunctionError)
+    answer = await call_user(filter_, group, where=where, timeout_s=timeout_s, late=UserFunctionError)
     for sample in group.samples:
         check_metadata(sample, where)
     return check_decision(answer, name, where)
@@ -163,7 +163,7 @@ async def call_filter(
 async def call_ranker(ranker: RankerFn, group: SampleGroup, *, timeout_s: float = math.inf) -> float:
     """The ranker's number. Raises like call_filter."""
     where = f"ranker {function_name(ranker)} on group {group.group_index} (prompt {group.prompt_id})"
-    answer = await _call(ranker, group, where=where, timeout_s=timeout_s, late=UserFunctionError)
+    answer = await call_user(ranker, group, where=where, timeout_s=timeout_s, late=UserFunctionError)
     return check_number(answer, where, "score")
 
 
@@ -195,14 +195,15 @@ def watch_blocking(warn: Callable[[str], None]) -> Iterator[None]:
 # --- calling ------------------------------------------------------------------------------------------------
 
 
-async def _call(
+async def call_user(
     function: Callable[..., Any],
     *arguments: object,
     where: str,
     timeout_s: float = math.inf,
     late: type[UserFunctionError] = RewardTimeout,
+    raised: type[UserFunctionError] = UserFunctionError,
 ) -> Any:
-    """The function's answer. Raises `late` after timeout_s, UserFunctionError from whatever it raised.
+    """The function's answer. Raises `late` after timeout_s, `raised` from whatever it raised.
 
     Cancellation and KeyboardInterrupt (Ctrl-C where nobody receives signals) pass through.
     """
@@ -230,12 +231,13 @@ async def _call(
                     )
                 answer = await _timed(answer, what) if inspect.isawaitable(answer) else answer
         except BaseException as error:
-            inner = _find_own(error)
-            raise UserFunctionError(f"{where} raised {describe(inner)}") from inner
+            inner = find_own(error)
+            raise raised(f"{where} raised {describe(inner)}") from inner
         if not scope.cancel_called:  # otherwise it answered too late, having kept the cancellation to itself
             return answer
     raise late(
-        f"{where} took longer than {timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s"
+        f"{where} took longer than {timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s (of"
+        " tools and environments: tool_timeout_s)"
     )
 
 
@@ -259,7 +261,7 @@ def _timed(awaitable: Awaitable[Any], what: str) -> Generator[Any, Any, Any]:
             resume = functools.partial(steps.throw, error)
 
 
-def _find_own(error: BaseException) -> BaseException:
+def find_own(error: BaseException) -> BaseException:
     """What the function raised, without the groups that nurseries put around one error; SystemExit and the
     like are its own too. Raises the cancellation or KeyboardInterrupt that is in it.
     """
@@ -269,5 +271,5 @@ def _find_own(error: BaseException) -> BaseException:
         if (passing := error.subgroup((trio.Cancelled, KeyboardInterrupt))) is not None:
             raise passing
         if len(error.exceptions) == 1:
-            return _find_own(error.exceptions[0])
+            return find_own(error.exceptions[0])
     return error

@@ -87,12 +87,12 @@ def require(holds: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def import_extra(module: str, reward: str) -> Any:
-    """A library that only this reward needs. Raises ConfigError naming the extra if it is not installed."""
+def import_extra(module: str, what: str, *, extra: str = "rewards") -> Any:
+    """A library that only this needs. Raises ConfigError naming the extra if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"{reward} needs {module} ({error}); pip install 'rollouts-rl[rewards]'") from error
+        raise ConfigError(f"{what} needs {module} ({error}); pip install 'rollouts-rl[{extra}]'") from error
 
 
 def apply_reward(sample: Sample, result: RewardResult) -> Sample:

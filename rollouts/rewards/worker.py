@@ -1,9 +1,10 @@
-"""A reward worker's process, and what it and the trainer send each other over a socket, a line each.
+"""A worker's process, and what it and the trainer send each other over a socket, a line each.
 
-    trainer ──► request, in JSON: a random id, a function's name, samples
+    trainer ──► request, in JSON: a random id, a function's name and role, what it is called with
     worker  ──► an empty line when the function is loaded, then an Answer, in JSON
 
-`python -m rollouts.rewards.worker PYTHONPATH`, with the trainer's socket as stdin. The worker trusts the
+`python -m rollouts.rewards.worker PYTHONPATH`, with the trainer's socket as stdin, scores samples;
+environments/worker.py serves other roles in the same way. The worker trusts the
 trainer; the trainer checks all of an answer. The function may end this process, but only this process
 answers: a fork by Python is refused before the child exists, and a child that came about otherwise ends
 before it answers. It imports numpy and msgspec, and what the function's module imports.
@@ -12,7 +13,6 @@ before it answers. It imports numpy and msgspec, and what the function's module 
 import base64
 import contextlib
 import faulthandler
-import functools
 import hashlib
 import json
 import math
@@ -21,8 +21,9 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ import msgspec
 import numpy as np
 
 from rollouts.config.plugins import load_function
-from rollouts.errors import PlugInError, UserFunctionError
+from rollouts.errors import EnvironmentFailed, PlugInError, ToolError, UserFunctionError
 from rollouts.rewards.check import check_group_rewards, check_reward, describe, show_traceback
 from rollouts.types import RewardResult, Sample
 
@@ -43,18 +44,26 @@ DTYPES = {
     "weight_versions": np.int64,
     "turn_rewards": np.float32,
 }
-ENCODE, DECODE = msgspec.json.encode, json.loads  # bound here: a function may replace what modules hold
+# bound here: a function may replace what modules hold
+ENCODE, DECODE, DUMP = msgspec.json.encode, json.loads, json.dumps
 
 
 class Answer(msgspec.Struct, omit_defaults=True):
     """What a worker says of a request."""
 
     id: str  # of the request
-    kind: Literal["scored", "failed", "crashed"]
+    kind: Literal["done", "failed", "crashed"]
     text: str = ""  # failed: the error's message; crashed: what the function did
-    rewards: list[RewardResult] = []  # scored: one per sample
+    rewards: list[RewardResult] = []  # done, of a reward function: one per sample
+    value: Any = "null"  # done, of another: on the wire its JSON text
+    error: str = ""  # failed: the kind of ToolError or EnvironmentFailed
     traceback: str = ""  # failed, if the function raised
     unfit: bool = False  # the call left something behind: the worker must not serve another
+
+
+# of a request and the start of its errors: yields the user's function on its arguments, is sent what that
+# returned, and yields fields of the Answer
+Job = Generator[Any, Any, None]
 
 
 class BadAnswer(ValueError):
@@ -65,10 +74,11 @@ def parse_answer(line: bytes, *, request_id: str, count: int) -> Answer:
     """The answer to the request of that id, which has `count` samples. Raises BadAnswer."""
     try:
         answer = msgspec.json.decode(line, type=Answer)
-    except (ValueError, RecursionError) as error:
+        answer.value = DECODE(answer.value)
+    except (TypeError, ValueError, RecursionError) as error:
         raise BadAnswer(f"an answer that is none ({error}; did it write to file descriptor 3?)") from error
     numbers = [number for one in answer.rewards for number in (one.reward, *one.parts.values())]
-    count = count if answer.kind == "scored" else 0
+    count = count if answer.kind == "done" else 0
     if (
         answer.id != request_id
         or len(answer.rewards) != count
@@ -79,25 +89,25 @@ def parse_answer(line: bytes, *, request_id: str, count: int) -> Answer:
     return answer
 
 
-def encode_request(request: Mapping[str, Any]) -> bytes:
-    """A line of ASCII, so that half a surrogate pair crosses too. Raises ValueError on NaN and infinity."""
-    return json.dumps(request, allow_nan=False, default=_encode_value).encode() + b"\n"
+def encode_json(value: Any) -> str:
+    """In ASCII, so that half a surrogate pair crosses too. Raises ValueError on NaN and infinity."""
+    return DUMP(value, allow_nan=False, default=_encode_value)
 
 
 def _encode_value(value: Any) -> Any:
-    if isinstance(value, Sample):
+    if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     # base64 of an array's bytes is five times as fast as a list of numbers
     return base64.b64encode(value.tobytes()).decode() if isinstance(value, np.ndarray) else dict(value)
 
 
 def decode_sample(record: Mapping[str, Any]) -> Sample:
-    """The sample that encode_request wrote."""
+    """The sample that encode_json wrote."""
     arrays = {name: np.frombuffer(base64.b64decode(record[name]), dtype) for name, dtype in DTYPES.items()}
     return Sample(**{**record, **arrays})
 
 
-@functools.cache
+@cache
 def hash_file(name: str, base_dir: str) -> str:
     """The SHA-256 of the file that a function's name means, as this process first saw it; "" for a module."""
     path = base_dir / Path(name.rpartition(":")[0]).expanduser()
@@ -107,7 +117,7 @@ def hash_file(name: str, base_dir: str) -> str:
 # --- the process --------------------------------------------------------------------------------------------
 
 
-def main() -> None:
+def main(serve: Callable[..., Job]) -> None:
     """Serves requests until the channel ends."""
     os.environ.pop("PYTHONPATH")  # it brought the trainer's sys.path; programs that rewards start get the own
     if sys.argv[1]:
@@ -143,48 +153,64 @@ def main() -> None:
     os.register_at_fork(before=refuse_fork, after_in_child=channel.close)
     for line in channel.makefile("rb"):
         request = DECODE(line)
-        send(_serve(request, send))
+        send(_serve(request, send, serve))
     os._exit(0)
 
 
-def _serve(request: Mapping[str, Any], send: Callable[[None], None]) -> dict[str, Any]:
+def _serve(
+    request: Mapping[str, Any], send: Callable[[None], None], serve: Callable[..., Job]
+) -> dict[str, Any]:
     """The answer to a request: the function is loaded and called, and its process looked at."""
-    where, is_group = request["where"], request["role"] == "group_reward"
+    where = request["where"]
     before, threads, in_function = None, set(sys._current_frames()), False
     try:
-        function = _load(request, where)
-        samples: Any = tuple(map(decode_sample, request["samples"]))
+        job = serve(request, where)
+        function = next(job)
         send(None)
         before, in_function = _take_state(), True
-        value = function(samples if is_group else samples[0])
+        value = function()
         in_function = False
-        rewards: Any = check_group_rewards(value, len(samples), where) if is_group else None
-        answer = {"kind": "scored", "rewards": rewards or [check_reward(value, where)]}
+        answer = {"kind": "done", **job.send(value)}
     except BaseException as error:
         cause = error if in_function else error.__cause__ or error
         if isinstance(cause, MemoryError):
             return {"kind": "crashed", "text": f"ran out of memory ({describe(cause)})"}
         if in_function and isinstance(error, SystemExit):
             return {"kind": "crashed", "text": f"called sys.exit({error.code!r})"}
+        own = error.kind if isinstance(error, ToolError | EnvironmentFailed) else ""
+        in_function = in_function and not isinstance(error, ToolError)
         text = f"{where} raised {describe(error)}" if in_function else str(error)
         # without the frame of this file, as the function's author would see it
         frames = error.__traceback__ and error.__traceback__.tb_next
         shown = show_traceback(error, frames) if in_function else ""
         answer = {"kind": "failed", "text": text, "traceback": shown}
+        answer["error"] = request.get("error", own)
     # Threads that run Python; a library may keep threads of its own.
     unfit = _take_state() != before or not set(sys._current_frames()) <= threads  # or it was not loaded
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, or replaced by something of the function's
             stream.flush()
-    with contextlib.suppress(ChildProcessError):  # no children: the usual case
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-        return {"kind": "crashed", "text": "left a process running behind it; wait for what it starts"}
+    if request["role"] != "environment" or request["method"] == "close":  # until then it may keep processes
+        with contextlib.suppress(ChildProcessError):  # no children: the usual case
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            return {"kind": "crashed", "text": "left a process running behind it; wait for what it starts"}
     return {**answer, "unfit": unfit}
 
 
-def _load(request: Mapping[str, Any], where: str) -> Callable[..., Any]:
-    """The function. Raises UserFunctionError."""
+def serve_reward(request: Mapping[str, Any], where: str) -> Job:
+    """A reward or group reward function on samples."""
+    function = load_named(request, where)
+    samples: Any = tuple(map(decode_sample, request["samples"]))
+    if request["role"] == "group_reward":
+        value = yield partial(function, samples)
+        yield {"rewards": check_group_rewards(value, len(samples), where)}
+    value = yield partial(function, samples[0])
+    yield {"rewards": [check_reward(value, where)]}
+
+
+def load_named(request: Mapping[str, Any], where: str) -> Callable[..., Any]:
+    """The function of a request. Raises UserFunctionError."""
     name, base_dir = request["name"], request["base_dir"]
     try:
         function = load_function(name, role=request["role"], base_dir=Path(base_dir))
@@ -217,4 +243,4 @@ def _take_state() -> list[object]:
 
 
 if __name__ == "__main__":
-    main()
+    main(serve_reward)

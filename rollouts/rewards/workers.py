@@ -1,9 +1,11 @@
-"""Reward functions in processes that can be killed: what one of them does costs its own sample only.
+"""The user's sync functions in processes that can be killed: what one of them does costs its own sample, tool
+call or trajectory only.
 
     a call ──► takes a ready worker (waits for one) ──► request ──► the function runs ──► answer, checked
                too long · cancelled · signal · exit · memory · output · fork · nonsense
-               ──► the worker's whole tree is killed, the sample fails, another worker starts
+               ──► the worker's whole tree is killed, the call fails, another worker starts
 
+An environment keeps its worker from opening to closing, and answers one request after the other (lend).
 A worker that answers, but whose call changed its process (working directory, signal handlers, a thread …), is
 replaced too; its answer stands. Each worker has a guard of its own (processes/guard.py): nothing escapes,
 also where a function kills the guard or the trainer is killed. Limits are for mistakes: a function that means
@@ -19,22 +21,29 @@ import secrets
 import select
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import trio
 
-from rollouts.errors import ConfigError, RewardCrashed, RewardTimeout, UserFunctionError
+from rollouts.errors import (
+    ConfigError,
+    EnvironmentFailed,
+    RewardCrashed,
+    RewardTimeout,
+    ToolError,
+    UserFunctionError,
+)
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.processes.process import Process, open_process
-from rollouts.protocols import GroupRewardFn, RewardFn
 from rollouts.rewards.worker import (
     EXIT_LOST_CHANNEL,
     Answer,
     BadAnswer,
-    encode_request,
+    encode_json,
     hash_file,
     parse_answer,
 )
@@ -46,6 +55,7 @@ BACK_OFF_S = 0.2  # before the next try to start a process
 START_TRIES = 50  # in a row
 END_S = 0.5  # for a worker that closed its channel to end by itself, so that its exit code says why
 TAIL_CHARS = 400  # of a function's output that a message quotes
+PRINTED = "; the last it printed: "
 FATAL = "Fatal Python error"  # with which faulthandler begins
 SECRET_NAMES = re.compile("KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -63,64 +73,58 @@ class Worker(NamedTuple):
 
 
 @asynccontextmanager
-async def open_reward_workers(
-    *, count: int, timeout_s: float, memory_bytes: int, output_bytes: int = 1 << 20
-) -> AsyncIterator[RewardWorkers]:
-    """`count` worker processes for as long as the context is open; when it is left they and all that they
-    started are gone.
+async def open_workers(
+    *,
+    count: int,
+    timeout_s: float,
+    memory_bytes: int,
+    output_bytes: int = 1 << 20,
+    module: str = "rollouts.rewards.worker",
+) -> AsyncIterator[Workers]:
+    """Worker processes for as long as the context is open, started when they are needed, at most `count`;
+    when it is left they and all that they started are gone.
 
     `timeout_s` of one call, from when its worker has it; `memory_bytes` that a worker, and each process that
-    it starts, may allocate; `output_bytes` that a call may print, and that its answer may have. Raises
-    RewardCrashed if the processes cannot be started.
+    it starts, may allocate; `output_bytes` that a call may print, and that its answer may have. `module` is
+    what the processes run. Raises RewardCrashed, in a group, if they cannot be started.
     """
     if count < 1:
-        raise ConfigError(f"count={count} reward workers; there must be at least 1")
-    workers = RewardWorkers(timeout_s=timeout_s, memory_bytes=memory_bytes, output_bytes=output_bytes)
-    async with workers._ready, open_plain_nursery() as nursery:
-        await nursery.start(workers._run_worker)
-        for _ in range(count - 1):
-            nursery.start_soon(workers._run_worker)
+        raise ConfigError(f"count={count} workers; there must be at least 1")
+    workers = Workers(count, timeout_s, memory_bytes, output_bytes, module)
+    async with workers._ready, open_plain_nursery() as workers._nursery:
         yield workers
 
 
-class RewardWorkers:
-    """Worker processes that call reward functions by name. Made by open_reward_workers."""
+class Workers:
+    """Worker processes that call functions by name. Made by open_workers."""
 
-    def __init__(self, *, timeout_s: float, memory_bytes: int, output_bytes: int) -> None:
+    _nursery: trio.Nursery
+
+    def __init__(
+        self, count: int, timeout_s: float, memory_bytes: int, output_bytes: int, module: str
+    ) -> None:
         self._timeout_s, self._memory_bytes, self._output_bytes = timeout_s, memory_bytes, output_bytes
+        self._module, self._count, self._slots, self._lent = module, count, 0, 0
         self._offer, self._ready = trio.open_memory_channel[Worker](math.inf)
         self._counters: dict[str, int] = dict.fromkeys(("calls", "failed", "workers_started"), 0)
 
-    def reward(self, name: str, base_dir: Path) -> RewardFn:
-        """An async reward function that calls the plain function which `name` means, in a worker. It raises
-        what call_reward raises.
+    def statistics(self) -> Mapping[str, int]:
+        """Totals since the start, and how many are with a call or an environment."""
+        return {**self._counters, "lent": self._lent}
+
+    def reward(self, name: str, base_dir: Path, role: str = "reward") -> Callable[..., Any]:
+        """An async reward function that calls the plain function which `name` means, in a worker; of role
+        "group_reward" one that scores the samples of a group together. It raises what call_reward raises.
 
         Workers refuse a file whose bytes have changed since.
         """
-        return self._make("reward", name, base_dir)
-
-    def group_reward(self, name: str, base_dir: Path) -> GroupRewardFn:
-        """Like `reward`, for a function that scores the samples of a group together."""
-        return self._make("group_reward", name, base_dir)
-
-    def statistics(self) -> Mapping[str, int]:
-        """Totals since the start."""
-        return dict(self._counters)
-
-    def _make(self, role: str, name: str, base_dir: Path) -> Callable[..., Any]:
-        base = str(base_dir.resolve())
-        request = {"name": name, "base_dir": base, "role": role, "digest": hash_file(name, base)}
+        request = name_function(role, name, base_dir)
 
         async def call(given: Sample | Sequence[Sample]) -> RewardResult | tuple[RewardResult, ...]:
             samples = (given,) if isinstance(given, Sample) else tuple(given)
             on = "" if isinstance(given, Sample) else "the group of "
             where = f"{role.replace('_', ' ')} function {call.__name__} on {on}sample {samples[0].id}"
-            self._counters["calls"] += 1
-            try:
-                rewards = await self._call(request, samples, where)
-            except UserFunctionError:
-                self._counters["failed"] += 1
-                raise
+            rewards = (await self.call({**request, "samples": samples}, where, len(samples))).rewards
             return rewards[0] if isinstance(given, Sample) else tuple(rewards)
 
         call.__name__ = call.__qualname__ = name.rpartition(":")[2].rpartition(".")[2]
@@ -128,37 +132,70 @@ class RewardWorkers:
         call.keeps_own_time = True  # pyright: ignore[reportFunctionMemberAccess]
         return call
 
-    # --- one call ---
+    # --- calls ---
 
-    async def _call(
-        self, request: Mapping[str, Any], samples: tuple[Sample, ...], where: str
-    ) -> Sequence[RewardResult]:
-        request_id = secrets.token_hex(16)
-        line = encode_request({**request, "id": request_id, "where": where, "samples": samples})
-        try:  # the next one when a worker has ended, or has written bytes that nobody asked for
+    async def call(self, request: Mapping[str, Any], where: str, count: int = 0) -> Answer:
+        """The answer of any worker to a request with `count` samples, whose errors begin with `where`. Raises
+        as `lend` says.
+        """
+        self._counters["calls"] += 1
+        try:
+            async with self.lend() as ask:
+                return await ask(request, where, count)
+        except (UserFunctionError, ToolError):
+            self._counters["failed"] += 1
+            raise
+
+    @asynccontextmanager
+    async def lend(self) -> AsyncIterator[Callable[..., Awaitable[Answer]]]:
+        """The `call` of one worker, for the block alone: it answers one request after the other. It is killed
+        where an answer was not awaited to its end, or where a call left something behind.
+
+        Raises UserFunctionError for what a function raised, ToolError and EnvironmentFailed as they are;
+        RewardTimeout and RewardCrashed where the worker was killed, or EnvironmentFailed if one lived in it.
+        """
+        turn, unfit = trio.Lock(), False
+
+        async def ask(request: Mapping[str, Any], where: str, count: int = 0) -> Answer:
+            nonlocal unfit
+            async with turn:
+                answer = None
+                try:
+                    answer = await self._exchange(worker.process, request, where, count)
+                finally:
+                    if answer is None:  # also where the caller was cancelled
+                        worker.unfit.set()
+            unfit = unfit or answer.unfit
+            if answer.kind == "done":
+                return answer
+            kinds = {"": UserFunctionError, "environment": EnvironmentFailed}
+            raised = kinds.get(answer.error, partial(ToolError, answer.error))(answer.text)
+            raise raised from (RaisedInWorker(answer.traceback) if answer.traceback else None)
+
+        self._lent += 1
+        try:
+            if self._slots < min(self._lent, self._count):
+                self._slots += 1
+                self._nursery.start_soon(self._run_worker)
+            # the next one when a worker has ended, or has written bytes that nobody asked for
             while is_readable((worker := await self._ready.receive()).process):
                 worker.unfit.set()
+            try:
+                yield ask
+            finally:
+                if unfit or worker.unfit.is_set():
+                    worker.unfit.set()
+                else:
+                    self._offer.send_nowait(worker)
         except trio.ClosedResourceError:
-            raise RewardCrashed(f"{where} was called after the reward workers had been closed") from None
-        fit = False
-        try:
-            answer = await self._exchange(worker.process, line, request_id, len(samples), where)
-            fit = not answer.unfit
-        finally:  # also where the caller was cancelled
-            if fit:
-                self._offer.send_nowait(worker)
-            else:
-                worker.unfit.set()
-        if answer.kind == "scored":
-            return answer.rewards
-        cause = RaisedInWorker(answer.traceback) if answer.traceback else None
-        raise UserFunctionError(answer.text) from cause
+            raise RewardCrashed("a function was called after the workers had been closed") from None
+        finally:
+            self._lent -= 1
 
-    async def _exchange(
-        self, process: Process, line: bytes, request_id: str, count: int, where: str
-    ) -> Answer:
+    async def _exchange(self, process: Process, request: Mapping[str, Any], where: str, count: int) -> Answer:
         """The worker's answer to a request. Raises RewardTimeout, and RewardCrashed where there is none."""
-        channel = process.channel
+        channel, request_id = process.channel, secrets.token_hex(16)
+        line = encode_json({**request, "id": request_id, "where": where}).encode() + b"\n"
         assert channel is not None
         late = f"{LOAD_TIMEOUT_S:g} s to import; do less when the module is imported"
         answer, kind, problem = None, RewardCrashed, ""
@@ -169,7 +206,10 @@ class RewardWorkers:
                 received = bytearray(await channel.receive_some(1))
                 if received == b"\n":  # it is loaded
                     scope.deadline = trio.current_time() + self._timeout_s
-                    late = f"{self._timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s"
+                    late = (
+                        f"{self._timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s (of"
+                        " tools and environments: tool_timeout_s)"
+                    )
                     received.clear()
                 while b"\n" not in received:
                     if len(received) > self._output_bytes:
@@ -193,17 +233,18 @@ class RewardWorkers:
         if process.printed_too_much:
             kind, problem = RewardCrashed, f"printed more than output_bytes={self._output_bytes}"
         printed = _shorten_output(process.read_tail())
-        said = f"; the last it printed: {printed!r}" if printed else ""
+        said = f"{PRINTED}{printed!r}" if printed else ""
         if problem or answer is None:
+            kind = EnvironmentFailed if request["role"] == "environment" else kind
             raise kind(f"{where} {problem}{said}")
-        answer.text += said
+        answer.text += "" if answer.error else said
         return answer
 
-    async def _run_worker(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def _run_worker(self) -> None:
         """Keeps one process ready: another when a call has left one unfit. Ends by cancellation. Raises
         RewardCrashed if no process can be started.
         """
-        argv = [sys.executable, "-P", "-m", "rollouts.rewards.worker", os.environ.get("PYTHONPATH", "")]
+        argv = [sys.executable, "-P", "-m", self._module, os.environ.get("PYTHONPATH", "")]
         failures, reason = 0, ""
         while failures < START_TRIES:
             try:
@@ -218,8 +259,6 @@ class RewardWorkers:
                     await process.wait_started()
                     if process.pid:
                         failures = 0
-                        task_status.started()
-                        task_status = trio.TASK_STATUS_IGNORED
                         self._counters["workers_started"] += 1
                         await self._keep_ready(process)
                         continue
@@ -228,7 +267,7 @@ class RewardWorkers:
                 reason = f"did not start: {error}"
             failures += 1
             await trio.sleep(BACK_OFF_S)
-        raise RewardCrashed(f"a process for reward functions {reason}")
+        raise RewardCrashed(f"a worker process {reason}")
 
     async def _keep_ready(self, process: Process) -> None:
         """Offers a process to calls until it is unfit; kills it when it prints too much."""
@@ -243,6 +282,12 @@ class RewardWorkers:
             nursery.start_soon(watch_output)
             await worker.unfit.wait()
             nursery.cancel_scope.cancel()
+
+
+def name_function(role: str, name: str, base_dir: Path) -> dict[str, str]:
+    """The part of a request that says what is called."""
+    base = str(base_dir.resolve())
+    return {"role": role, "name": name, "base_dir": base, "digest": hash_file(name, base)}
 
 
 async def _describe_end(process: Process) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 
 from rollouts.types import RewardResult
 
-ANSWER = b'{"id":"","kind":"scored","rewards":[{"reward":99.0}]}\n'
+ANSWER = b'{"id":"","kind":"done","rewards":[{"reward":99.0}]}\n'
 SLEEPS = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1e6)"
 
 

@@ -26,7 +26,8 @@ from rollouts.rewards import workers as workers_module
 from rollouts.rewards.call import call_group_reward, call_reward
 from rollouts.rewards.check import function_name
 from rollouts.rewards.worker import BadAnswer, parse_answer
-from rollouts.rewards.workers import RaisedInWorker, RewardWorkers, open_reward_workers
+from rollouts.rewards.workers import RaisedInWorker, Workers
+from rollouts.rewards.workers import open_workers as open_pool
 from rollouts.types import RewardResult, Sample, Status
 from tests.support.processes import find_descendants, is_alive, wait_until
 from tests.support.text_tables import read_cells
@@ -65,19 +66,17 @@ TIMEOUTS = ["loop", "ignores_term", "own_session", "writes_nonsense"]
 SAMPLE = Sample(id="g0-s0", prompt="p", response="abc", metadata={"row": {"a": [1, None, "ü\ud800"]}})
 
 
-async def score(
-    workers: RewardWorkers, name: str, sample: Sample = SAMPLE, directory: Path = HERE
-) -> RewardResult:
+async def score(workers: Workers, name: str, sample: Sample = SAMPLE, directory: Path = HERE) -> RewardResult:
     """By a function of hostile_rewards.py, or of another file."""
     file = name if ":" in name else f"hostile_rewards.py:{name}"
     return await call_reward(workers.reward(file, directory), sample)
 
 
 @asynccontextmanager
-async def open_workers(*, count: int = 1, timeout_s: float = 20.0) -> AsyncIterator[RewardWorkers]:
+async def open_workers(*, count: int = 1, timeout_s: float = 20.0) -> AsyncIterator[Workers]:
     """Workers that leave nothing behind."""
     before = find_descendants()
-    async with open_reward_workers(
+    async with open_pool(
         count=count, timeout_s=timeout_s, memory_bytes=1 << 30, output_bytes=1 << 16
     ) as workers:
         yield workers
@@ -123,7 +122,8 @@ async def test_a_sample_arrives_as_it_was_and_a_group_is_scored_together():
         note = "(({'role': 'user', 'content': 'hi'},), {'a': {'b': [1, 2]}}, 'truncated')"
         assert result == RewardResult(-3.75, {"tokens": 10.0}, note)
         ranks, too_few = [
-            workers.group_reward(f"hostile_rewards.py:{name}", HERE) for name in ("ranks", "too_few")
+            workers.reward(f"hostile_rewards.py:{name}", HERE, "group_reward")
+            for name in ("ranks", "too_few")
         ]
         results = await call_group_reward(ranks, [SAMPLE] * 3)
         assert [result.reward for result in results] == [0.0, 1.0, 2.0]
@@ -151,7 +151,8 @@ async def test_every_hostile_function_fails_its_own_sample_only():
                 assert (await score(workers, "good")).reward == 3.0, name
         for _ in range(200):
             assert (await score(workers, "good")).reward == 3.0
-        await wait_until(lambda: len(find_descendants()) == 6)  # two workers, each with two guards
+        # one worker, for there was one call at a time; it has two guards
+        await wait_until(lambda: len(find_descendants()) == 3)
 
 
 async def test_functions_that_do_not_end_are_killed_with_all_that_they_started():
@@ -203,16 +204,17 @@ async def test_a_cancelled_call_kills_its_worker_and_a_call_after_closing_says_s
         assert scope.cancelled_caught
         assert (await score(workers, "good")).reward == 3.0
         await wait_until(lambda: not psutil.pid_exists(before) and len(find_descendants()) == 3)
-    with pytest.raises(RewardCrashed, match="called after the reward workers had been closed"):
+    with pytest.raises(RewardCrashed, match="called after the workers had been closed"):
         await score(workers, "good")
 
 
 async def test_workers_that_cannot_start_say_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(workers_module, "BACK_OFF_S", 0.001)
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RewardCrashed, match="a process for reward functions was killed with its guard"):
-        async with open_workers():
-            raise AssertionError("opened")
+    said = "a worker process was killed with its guard"
+    with pytest.RaisesGroup(pytest.RaisesExc(RewardCrashed, match=said)):
+        async with open_workers() as workers:
+            await score(workers, "good")
 
 
 # --- one call and the next ---
@@ -298,12 +300,12 @@ async def test_the_record_of_a_failure_has_the_workers_traceback():
 TRAINER = """
 import sys, trio
 from pathlib import Path
-from rollouts.rewards.workers import open_reward_workers
+from rollouts.rewards.workers import open_workers
 from rollouts.types import Sample
 
 async def main():
     here, sample = Path(sys.argv[1]), Sample(id="a", prompt="p")
-    async with open_reward_workers(count=2, timeout_s=1000, memory_bytes=1 << 30) as workers:
+    async with open_workers(count=2, timeout_s=1000, memory_bytes=1 << 30) as workers:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(workers.reward("hostile_rewards.py:own_session", here), sample)
             await workers.reward("hostile_rewards.py:good", here)(sample)
@@ -331,7 +333,7 @@ async def test_no_process_survives_a_trainer_that_is_killed():
 
 # --- messages ---
 
-GOOD = b'{"id":"r1","kind":"scored","rewards":[{"reward":1,"parts":{"a":2.5},"note":"n"}]}'
+GOOD = b'{"id":"r1","kind":"done","rewards":[{"reward":1,"parts":{"a":2.5},"note":"n"}]}'
 
 
 def test_an_answer_is_parsed():
@@ -343,10 +345,10 @@ NO_ANSWERS = r"""
 []
 {}
 {"id":"r1"}
-{"id":"r1","kind":"scored"}
+{"id":"r1","kind":"done"}
 {"id":"r1","kind":"loaded"}
-scored => failed
-scored => late
+done => failed
+done => late
 :1, => :NaN,
 :1, => :1e999,
 :1, => :"1",
