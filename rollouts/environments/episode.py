@@ -12,6 +12,7 @@ gave its state_dict, else it begins anew, which is counted.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -54,7 +55,7 @@ from rollouts.types import (
 )
 
 TOOL_CHARS = 16_384  # of a result; a longer one is an error that the model is told
-SHOWN = ("reward", "rewards", "calls", "metadata")  # of a turn, in the record
+SHOWN = ("segment", "reward", "rewards", "calls", "metadata")  # of a turn, in the record, where not 0
 UNREADABLE = "Error: this turn could not be read ({}). Write a tool call in its form, or none."
 
 End = Literal["done", "turns", "tool_calls", "tokens", "time"]
@@ -222,12 +223,14 @@ class Episode:
         for turn in self.turns:
             for name, value in turn.rewards.items():
                 parts[name] = parts.get(name, 0.0) + value
+        # a segment begins with a turn whose path is a whole prompt and itself
+        begun = itertools.accumulate(len(turn.answer.path()) == 2 for turn in self.turns)
+        facts = [
+            {"segment": count - 1, **turn._asdict()} for turn, count in zip(self.turns, begun, strict=True)
+        ]
         turns = [
-            {
-                "tokens": len(turn.answer.token_ids),
-                **{name: value for name, value in turn._asdict().items() if name in SHOWN and value},
-            }
-            for turn in self.turns
+            {"tokens": len(one["answer"].token_ids), **{name: one[name] for name in SHOWN if one[name]}}
+            for one in facts
         ]
         seconds = self.record["s"] + trio.current_time() - self.began
         record = {**self.record, "s": seconds, "end": end, "trains": rule == "train", "turns": turns}

@@ -76,7 +76,7 @@ def run_samples(arguments: argparse.Namespace) -> int:
     with open_record(arguments.run_dir) as record:
         found = find_samples(record, **{name: getattr(arguments, name) for name in SEARCH})
         if arguments.json:
-            rows = record.read_places("samples", found.places)
+            rows = record.read_samples(found.places)
             write_lines(msgspec.json.Encoder().encode_lines(rows).decode())
         else:
             print_samples(make_console(), record, found, color=arguments.color)

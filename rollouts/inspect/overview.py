@@ -89,7 +89,8 @@ LAGS = """
             sum(samples) OVER (), percent(sum(mixed) OVER (), sum(samples) OVER ())) AS title,
         behind || if(behind = 8, ' or more', '') AS ">versions behind", samples AS ">samples",
         percent(samples, sum(samples) OVER ()) AS ">share", bar(samples / sum(samples) OVER ()) AS "|"
-    FROM (SELECT least(lag, 8) AS behind, count(*) AS samples, count(*) FILTER (mixed) AS mixed
+    FROM (SELECT least(lag, 8) AS behind, count(*) AS samples,
+            count(*) FILTER (weight_version_max > weight_version_min) AS mixed
         FROM samples_held WHERE NOT starts_with(stage, 'eval-') AND lag IS NOT NULL GROUP BY behind)
     ORDER BY behind"""
 FAILED = r"""
@@ -98,6 +99,15 @@ FAILED = r"""
         coalesce((SELECT regexp_replace(concat_ws(': ', nullif(function, ''), text), '\s+', ' ', 'g')
             FROM messages WHERE messages.class = name[6:] LIMIT 1), 'none was logged') AS "for example"
     FROM totals WHERE name LIKE 'fail/%' GROUP BY name HAVING sum(total) > 0 ORDER BY sum(total) DESC"""
+TOOLS = """
+    SELECT 'tool calls' AS title, split(name, '/')[2] AS tool, sum(total)::BIGINT AS ">calls",
+        map_from_entries(list((coalesce(split(name, '/')[3], 'no such tool'), total::BIGINT)
+            ORDER BY total DESC)) AS facts
+    FROM totals WHERE name LIKE 'tools/%' GROUP BY tool ORDER BY sum(total) DESC"""
+ENDED = """
+    SELECT 'trajectories' AS title, 'ended: ' || split(name, '/')[3] AS what, sum(total)::BIGINT AS ">number",
+        percent(sum(total), sum(sum(total)) OVER ()) AS ">share"
+    FROM totals WHERE name LIKE 'trajectories/ended/%' GROUP BY what ORDER BY sum(total) DESC"""
 
 
 PARTS = {
@@ -106,6 +116,8 @@ PARTS = {
     EVALUATIONS: True,
     PHASES: False,
     LAGS: False,
+    ENDED: False,
+    TOOLS: True,
     DROPPED: True,
     FAILED: True,
 }

@@ -38,7 +38,8 @@ FIELDS = {
     "evaluations": "name VARCHAR",
     "samples": "id VARCHAR, group_index BIGINT, status VARCHAR, reward DOUBLE, tokens BIGINT,"
     " response_length BIGINT, weight_version_min BIGINT, weight_version_max BIGINT, prompt JSON,"
-    " response VARCHAR, rewards JSON, rewards_cut BIGINT, metadata JSON, metadata_cut BIGINT",
+    " response VARCHAR, rewards JSON, rewards_cut BIGINT, metadata JSON, metadata_cut BIGINT,"
+    " messages JSON, trajectory JSON",
     "contributions": "update BIGINT, loss DOUBLE, denominator DOUBLE, skipped VARCHAR, id VARCHAR,"
     " group_index BIGINT, row BIGINT, advantage DOUBLE, weight DOUBLE, share DOUBLE, tokens BIGINT,"
     " reward DOUBLE, shard VARCHAR, offset BIGINT, length BIGINT",
@@ -175,13 +176,28 @@ class Record:
         if damaged := damaged - torn:
             self.notes.append(f"{kind}.jsonl: {damaged} damaged line{'' if damaged == 1 else 's'} left out")
 
-    def read_places(self, kind: str, places: Sequence[int], select: str = "*") -> list[Row]:
-        """What is selected of the rows at these places, in their order."""
+    def load_samples(self, more: str = "", parameters: Sequence[object] = ()) -> None:
+        """Makes samples_held of SAMPLE_FACTS and `more` columns, with one row for each trajectory: its last,
+        which has the tokens of all segments, and their oldest and newest version.
+        """
+        self.load("samples", SAMPLE_FACTS + more, parameters)
+        self.connection.execute(WHOLE)
+
+    def read_samples(self, places: Sequence[int], select: str = "*") -> list[Row]:
+        """What is selected of the rows at these places, in their order, with what samples_held knows of the
+        whole trajectory.
+        """
         found = self.rows(
-            f"SELECT place, {select} FROM (SELECT place, unnest(json_transform(json, ?)) FROM (SELECT json,"
-            f" row_number() OVER () - 1 AS place FROM read_ndjson_objects([{self.list_files(kind)}],"
-            f" {JSON_OPTIONS})) WHERE place IN (SELECT unnest(?::BIGINT[])))",
-            [json.dumps(COLUMNS[kind]), list(places)],
+            f"""SELECT place, {select} FROM (
+                SELECT line.* REPLACE (held.tokens AS tokens, held.response_length AS response_length,
+                    held.weight_version_min AS weight_version_min,
+                    held.weight_version_max AS weight_version_max)
+                FROM (SELECT place, unnest(json_transform(json, ?)) FROM (
+                    SELECT json, row_number() OVER () - 1 AS place
+                    FROM read_ndjson_objects([{self.list_files("samples")}], {JSON_OPTIONS}))
+                    WHERE place IN (SELECT unnest(?::BIGINT[]))) AS line
+                JOIN samples_held AS held ON held.rowid = place)""",
+            [json.dumps(COLUMNS["samples"]), list(places)],
         )
         by_place = {row.pop("place"): row for row in found}
         return [by_place[place] for place in places]
@@ -309,9 +325,9 @@ ACCURACY = r"^eval/.+/((avg|maj|pass)@\d+|accuracy)$"  # metrics that are shares
 DESCRIBING = r"""
     CREATE OR REPLACE MACRO telling() AS [
         'reward/mean', 'loss/total', 'rewards/accuracies', 'rewards/margins', 'loss/nll', 'entropy/mean',
-        'response_length/mean', 'truncated/frac', 'optim/grad_norm', 'kl/ref', 'mismatch_kl/mean',
-        'clip_ratio', 'off_policy/mean', 'groups/zero_std_frac', 'value/explained_variance',
-        'importance_weight/ess', 'perf/generated_tokens_per_s', 'perf/trained_tokens_per_s', 'time/step',
+        'response_length/mean', 'truncated/frac', 'trajectories/turns/mean', 'optim/grad_norm', 'kl/ref',
+        'mismatch_kl/mean', 'clip_ratio', 'off_policy/mean', 'groups/zero_std_frac',
+        'value/explained_variance', 'importance_weight/ess', 'perf/generated_tokens_per_s', 'perf/trained_tokens_per_s', 'time/step',
         'optim/lr'];
     CREATE OR REPLACE TABLE troubles AS FROM (VALUES
         ('optim/skipped_steps', 'optimizer steps changed nothing: not finite, or beyond rl.kl_limit'),
@@ -335,11 +351,27 @@ DESCRIBING = r"""
         FROM (SELECT heading, min(number) AS number,
                 arg_max(printf(form, value), number) FILTER (value IS NOT NULL) AS shown
             FROM (SELECT *, number_of(row, name) AS value FROM step_facts) GROUP BY heading))"""
-# the columns of samples_held; `failure` is the metadata's of one that failed
-SAMPLE_FACTS = """stage, step, attempt, status, policy_version - weight_version_min AS lag,
-    weight_version_max > weight_version_min AS mixed,
+# the columns of samples_held; `segment`: which of its trajectory a last row is; `failure` is the metadata's
+# of one that failed
+SAMPLE_FACTS = r"""stage, step, attempt, id, group_index, status, reward, tokens, response_length,
+    weight_version_min, weight_version_max, policy_version - weight_version_min AS lag,
+    CASE WHEN trajectory IS NOT NULL THEN TRY_CAST(regexp_extract(id, '\.(\d+)$', 1) AS INT) END AS segment,
     CASE WHEN status = 'failed' THEN metadata->'$.failure' END AS failure,
     CASE WHEN status = 'failed' THEN id END AS failed_id"""
+# segment N of a trajectory, with the id x.N, stands N lines after its first, x
+WHOLE = """
+    CREATE OR REPLACE TABLE segments AS
+    SELECT last, ending, held.* FROM (
+        SELECT rowid AS last, id AS ending, unnest(range(greatest(0, last - segment), last + 1)) AS place
+        FROM samples_held WHERE segment > 0) AS ends
+    JOIN (SELECT rowid AS place, * FROM samples_held) AS held USING (place)
+    WHERE starts_with(id || '.', regexp_replace(ending, '[0-9]+$', ''));
+    UPDATE samples_held SET tokens = whole.tokens, response_length = whole.length, lag = whole.lag,
+        weight_version_min = whole.oldest, weight_version_max = whole.newest
+    FROM (SELECT last, sum(tokens) AS tokens, sum(response_length) AS length, max(lag) AS lag,
+        min(weight_version_min) AS oldest, max(weight_version_max) AS newest FROM segments GROUP BY last
+    ) AS whole WHERE samples_held.rowid = last;
+    DELETE FROM samples_held WHERE rowid IN (SELECT place FROM segments WHERE place < last)"""
 # `messages`: by class and text, the most frequent first; texts that differ in numbers are one, shown as the
 # first was
 MESSAGES = r"""
@@ -375,7 +407,7 @@ TROUBLE = """
 
 def load_facts(record: Record, more: str = "") -> None:
     """Loads samples_held, with `more` columns, and makes the tables, macros and views of this page."""
-    record.load("samples", SAMPLE_FACTS + more)
+    record.load_samples(more)
     record.connection.execute(f"{DESCRIBING};{MESSAGES}")
 
 

@@ -13,24 +13,26 @@ from rollouts.errors import ConfigError, RecordError, RunDirError
 from rollouts.inspect.record import Record, count_of
 from rollouts.inspect.terminal import make_safe
 from rollouts.inspect.tokens import SampleTokens, find_tokenizer, find_updates, read_tokens
+from rollouts.inspect.turns import list_turns
 
-SORT_KEYS = {
-    "length": "response_length",
-    "lag": "policy_version - weight_version_min",
-    "group": "group_index",
-}
+SORT_KEYS = {"length": "response_length", "group": "group_index"}  # columns of samples_held
 COLORS = {
     "advantage": "advantage of the token",
     "logprob_diff": "log-prob of the trainer minus the engine's, nats, from 0.001",
     "mask": "tokens that train",
 }
-# prompt (of a chat what each message says), response and failure message as one text
+# prompt (of a chat what each message says), response, failure message, and of a trajectory what each message
+# says, thinks and calls, as one text
 SEARCHED = """concat_ws(chr(0), response, metadata->>'$.failure.message',
+    array_to_string(messages->>'$[*].content', chr(0)),
+    array_to_string(messages->>'$[*].reasoning_content', chr(0)),
+    array_to_string(messages->>'$[*].tool_calls[*].function.*', chr(0)),
     CASE json_type(prompt) WHEN 'ARRAY' THEN array_to_string(prompt->>'$[*].content', chr(0))
     ELSE prompt->>'$' END)"""
 # what is printed of a sample: `── rl step 4 · p1-0 · group 3 · completed · reward 1.000 · 2 tokens · 1
 # version behind`, who said what, and remarks
-TRANSCRIPT = r"""stage, step, id, '── ' || concat_ws(' · ', format('{} step {}', stage, step), nullif(id, ''),
+TRANSCRIPT = r"""stage, step, id, messages, trajectory,
+    '── ' || concat_ws(' · ', format('{} step {}', stage, step), nullif(id, ''),
         format('group {}', group_index), nullif(status, ''),
         coalesce(printf('reward %.3f', reward), 'no reward'),
         format('{} token{}', coalesce(response_length, 0), if(response_length = 1, '', 's')),
@@ -43,6 +45,13 @@ TRANSCRIPT = r"""stage, step, id, '── ' || concat_ws(' · ', format('{} step
         ELSE [{said: '[prompt] ', text: text} FOR text IN [prompt->>'$'] IF text != ''] END AS turns,
     coalesce(response, '') AS response,
     [line FOR line IN [
+        'ended: ' || (trajectory->>'$.end') || concat_ws(' · ', '',
+            'turns ' || json_array_length(trajectory, '$.turns'),
+            'tool calls ' || (trajectory->>'$.tool_calls'),
+            printf('%.1f of %.1f s waiting', (trajectory->'$.tool_s')::DOUBLE, (trajectory->'$.s')::DOUBLE),
+            'restarts ' || nullif(trajectory->>'$.restarts', '0'),
+            'resumed ' || nullif(trajectory->>'$.resumed', '0'),
+            if(trajectory->>'$.trains' = 'false', 'does not train', NULL)),
         'rewards: ' || (SELECT string_agg(key || ' ' || value, ', ' ORDER BY id) FROM json_each(rewards)
             HAVING count(*) > 1),
         'failed: ' || regexp_replace(format('{} in {}', metadata->>'$.failure.class', concat_ws(': ',
@@ -87,9 +96,8 @@ def find_samples(
     """
     if limit < 1:
         raise ConfigError(f"--limit {limit}: at least 1")
-    key = SORT_KEYS.get(sort, sort) if sort else "NULL"
     hit = f"contains(lower({SEARCHED}), lower(?))" if grep else "? = ''"
-    record.load("samples", f"stage, step, attempt, status, group_index, {key} AS key, {hit} AS hit", [grep])
+    record.load_samples(f", {hit} AS hit", [grep])
     wanted = {"stage": stage, "step": step, "status": status, "group_index": group}
     wanted = {column: value for column, value in wanted.items() if value is not None}
     for column in wanted.keys() & {"stage", "step"}:
@@ -101,7 +109,8 @@ def find_samples(
             )
     conditions = " AND ".join(["hit", *(f"{column} = ?" for column in wanted)])
     # the newest ones next to the prompt of the terminal
-    order = f"key {'DESC' if reverse else 'ASC'} NULLS LAST, place" if sort else "place DESC"
+    key = SORT_KEYS.get(sort, sort) if sort else ""
+    order = f"{key} {'DESC' if reverse else 'ASC'} NULLS LAST, place" if sort else "place DESC"
     newest = "QUALIFY (stage, step) = first_value((stage, step)) OVER (ORDER BY place DESC)" if last else ""
     (found,) = record.rows(
         f"""WITH matching AS (SELECT *, rowid AS place FROM samples_held WHERE {conditions} {newest})
@@ -118,7 +127,7 @@ def print_samples(console: Console, record: Record, found: FoundSamples, *, colo
     """Each sample with a headline, and how many match. `color`: a name of COLORS; why tokens have none is
     said once.
     """
-    rows, reasons = record.read_places("samples", found.places, TRANSCRIPT), Counter[str]()
+    rows, reasons = record.read_samples(found.places, TRANSCRIPT), Counter[str]()
     plain = console.color_system not in ("256", "truecolor")
     updates = find_updates(record, rows) if color else {}
     tokenizer = find_tokenizer(record) if updates else None
@@ -126,12 +135,14 @@ def print_samples(console: Console, record: Record, found: FoundSamples, *, colo
         marked: Text | None = None
         if color:
             try:
-                update = updates.get((row["stage"], row["step"], row.get("id")))
+                update = updates.get((row["stage"], row["step"], row.get("id")), ())
                 marked = mark_tokens(read_tokens(record, update, tokenizer), color, plain=plain)
             except RecordError as error:
                 reasons[str(error)] += 1
         lines = [Text(make_safe(row["head"], one_line=True), style="bold")]
         said = [*row["turns"], {"said": "→ ", "text": row["response"]}]
+        if "messages" in row:
+            said = list_turns(row["messages"], row["trajectory"])
         said = [(make_safe(turn["said"], one_line=True), turn["text"]) for turn in said]
         lines += [marked] if marked else [Text.assemble((who, "bold cyan"), text) for who, text in said]
         for line in [*lines, *(Text(remark, style="dim") for remark in row["remarks"]), ""]:

@@ -17,10 +17,16 @@ from rollouts.inspect.record import Record, find_checkpoints
 from rollouts.metrics.jsonl import Row
 from rollouts.metrics.token_shards import read_token_arrays
 
-# the first update that each of these samples was part of
+# the first update that each of these samples was part of, or each segment of a trajectory, whose last one is
+# `ending`; `share` is then that of all
 UPDATES = """
-    FROM contributions WHERE id IN (SELECT unnest(?::VARCHAR[]))
-    QUALIFY row_number() OVER (PARTITION BY stage, step, id ORDER BY update) = 1"""
+    SELECT * REPLACE (sum(share) OVER (PARTITION BY stage, step, ending) AS share) FROM (
+        SELECT contributions.*, coalesce(segments.ending, contributions.id) AS ending
+        FROM contributions LEFT JOIN segments USING (stage, step, id)
+        WHERE coalesce(segments.ending, contributions.id) IN (SELECT unnest(?::VARCHAR[]))
+        QUALIFY row_number() OVER (PARTITION BY stage, step, contributions.id ORDER BY update) = 1)
+    ORDER BY len(id), id"""
+SPLIT = "— segment {} begins: the chat template rewrote what came before —"
 
 
 class SampleTokens(NamedTuple):
@@ -30,11 +36,15 @@ class SampleTokens(NamedTuple):
     values: dict[str, np.ndarray]  # [T] by name of --color, 0 where the mask is; only those that the run kept
 
 
-def find_updates(record: Record, rows: Sequence[Row]) -> dict[tuple[Any, ...], Row]:
-    """The first update of each of these samples that trained, by stage, step and id."""
+def find_updates(record: Record, rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
+    """The first update of each of these samples that trained, by stage, step and id; of a trajectory that of
+    each segment, in their order.
+    """
     record.add_views("contributions")
-    found = record.rows(UPDATES, [[row.get("id", "") for row in rows]])
-    return {(row["stage"], row["step"], row["id"]): row for row in found}
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in record.rows(UPDATES, [[row.get("id", "") for row in rows]]):
+        found.setdefault((row["stage"], row["step"], row["ending"]), []).append(row)
+    return found
 
 
 def find_tokenizer(record: Record) -> Tokenizer | None:
@@ -55,23 +65,32 @@ def find_tokenizer(record: Record) -> Tokenizer | None:
     return None
 
 
-def read_tokens(record: Record, update: Row | None, tokenizer: Tokenizer | None) -> SampleTokens:
-    """The tokens of a sample as they were in this update.
+def read_tokens(record: Record, updates: Sequence[Row], tokenizer: Tokenizer | None) -> SampleTokens:
+    """The tokens of a sample as they were in this update, or of the segments of a trajectory with a line
+    between them.
 
     Raises RecordError for a sample that no update had, or whose arrays were removed or are damaged.
     """
-    if update is None:
+    if not updates:
         raise RecordError(
             "no update of the weights had this sample (one of an evaluation, one that failed), or the run"
             " kept no contributions"
         )
-    arrays = read_token_arrays(record.run_dir, update)
-    mask = np.asarray(arrays["mask"]).astype(bool)
+    found = [read_token_arrays(record.run_dir, update) for update in updates]
+    pieces: list[str] = []
+    for segment, arrays in enumerate(found, 1):
+        own = split_text(arrays["tokens"].tolist(), tokenizer)
+        if segment > 1:
+            own[0] = f"\n{SPLIT.format(segment)}\n{own[0]}"  # of a prompt, so it has no value
+        pieces += own
+    arrays = {name: np.concatenate([one[name] for one in found]) for name in found[0]}
+    mask = arrays["mask"].astype(bool)
     values = {"mask": mask, "advantage": arrays.get("advantage")}
     if "log_prob" in arrays and "mu" in arrays:
-        values["logprob_diff"] = np.asarray(arrays["log_prob"], np.float64) - arrays["mu"]
-    kept = {name: np.where(mask, array, 0.0) for name, array in values.items() if array is not None}
-    return SampleTokens(split_text(arrays["tokens"].tolist(), tokenizer), kept)
+        values["logprob_diff"] = arrays["log_prob"].astype(np.float64) - arrays["mu"]
+    return SampleTokens(
+        pieces, {name: np.where(mask, array, 0.0) for name, array in values.items() if array is not None}
+    )
 
 
 def split_text(ids: Sequence[int], tokenizer: Tokenizer | None) -> list[str]:

@@ -4,7 +4,7 @@ that everything else reads.
     log_step ──────► metrics.jsonl            one row a step
                ├───► tokens/, contributions.jsonl, updates.log     what went into each update of the weights
                └───► spans.jsonl              when work was done
-    log_samples ───► samples.jsonl            up to samples_per_step rows a step
+    log_samples ───► samples.jsonl            up to samples_per_step trajectories a step
     log_evaluation ► evaluations.jsonl        one row an evaluation
     log_spans ─────► spans.jsonl              of work that belongs to no step that is still to come
 
@@ -33,7 +33,7 @@ from rollouts.metrics.sample_rows import encode_sample_rows, select_evenly
 from rollouts.metrics.spans import Span
 from rollouts.metrics.token_shards import TokenShards
 from rollouts.run_dir import RunDir
-from rollouts.types import Sample
+from rollouts.types import Sample, split_trajectories
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,10 +89,12 @@ class JsonlLogger:
     async def log_samples(
         self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]
     ) -> None:
-        """Appends up to samples_per_step of the samples, evenly spaced, so that every group has a chance to
-        be seen.
+        """Appends up to samples_per_step of the trajectories, evenly spaced, so that every group has a chance
+        to be seen: of each all segments, one after the other.
         """
-        chosen = [samples[index] for index in select_evenly(len(samples), self.samples_per_step)]
+        trajectories = split_trajectories(samples)
+        places = select_evenly(len(trajectories), self.samples_per_step)
+        chosen = [sample for place in places for sample in trajectories[place]]
         head = self._head(stage, step, policy_version)
         reach("metrics.before_samples")
         await self._append(lambda: self.files["samples"].append(encode_sample_rows(head, chosen)))

@@ -42,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def find_ids(root: Path, **query: Any) -> str:
     with open_record(root) as record:
         places = find_samples(record, **query).places
-        return " ".join(row["id"] for row in record.read_places("samples", places))
+        return " ".join(row["id"] for row in record.read_samples(places))
 
 
 @cases("""

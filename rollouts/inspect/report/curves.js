@@ -1,9 +1,9 @@
 // Lines over steps: the metrics, the phases of a step, evaluations.
 const KEY_METRICS = [
-  "reward/mean", "loss/total", "entropy/mean", "kl/ref", "response_length/mean", "truncated/frac", "optim/grad_norm", "off_policy/mean",
+  "reward/mean", "loss/total", "entropy/mean", "kl/ref", "response_length/mean", "truncated/frac", "trajectories/turns/mean", "optim/grad_norm", "off_policy/mean",
   "mismatch_kl/mean", "rewards/accuracies", "rewards/margins", "perf/generated_tokens_per_s", "time/step",
 ];
-const AREAS = ["reward", "rewards", "advantage", "loss", "entropy", "kl", "response_length", "truncated", "groups", "fail", "off_policy"];
+const AREAS = ["reward", "rewards", "advantage", "loss", "entropy", "kl", "response_length", "truncated", "trajectories", "tools", "groups", "fail", "off_policy"];
 const view = { stage: mainStage(), axis: "step", log: false, smoothing: 0, filter: "", opened: new Map() };
 
 // Exponential average, corrected for its start; absent values stay absent.

@@ -32,6 +32,7 @@ from rollouts.inspect.record import (
     read_settings,
 )
 from rollouts.inspect.tokens import find_tokenizer, find_updates, read_tokens
+from rollouts.inspect.turns import list_turns
 from rollouts.run_dir import RunDir, describe_activity, find_activity, replace_file
 
 # --- samples ------------------------------------------------------------------------------------------------
@@ -56,7 +57,7 @@ CHOSEN = """
             FROM samples_held))
     SELECT place FROM ordered
     QUALIFY sum(bytes) OVER (ORDER BY rank, place) <= ? ORDER BY rank, place"""
-LEFT_OUT = frozenset({"schema", "attempt", "time_unix"})  # of a row, in the page
+LEFT_OUT = frozenset({"schema", "attempt", "time_unix", "messages"})  # of a row, in the page
 TOKEN_BYTES = 28  # of a token with its values, in JSON
 SHARE = 0.3  # of the room that tokens may take
 SAMPLE_TOKENS = 4_000  # of one sample; the rest is cut
@@ -67,23 +68,27 @@ def gather_samples(record: Record, limit_bytes: int, examples: Sequence[int]) ->
     places that are wanted first.
 
     A sample that was trained has advantage, weight and share of its first update, and `arrays` with values of
-    its tokens, the most wanted samples first, until those take their SHARE.
+    its tokens, the most wanted samples first, until those take their SHARE. A trajectory has `turns`, the
+    advantage and weight of its last segment, and the share of all.
     """
     record.add_views("contributions")
     for_tokens = SHARE * limit_bytes * bool(record.rows("FROM contributions LIMIT 1"))
     chosen = [row["place"] for row in record.rows(CHOSEN, [list(examples), int(limit_bytes - for_tokens)])]
-    rows = record.read_places("samples", chosen)
+    rows = record.read_samples(chosen)
     updates = find_updates(record, rows)
     tokenizer = find_tokenizer(record) if updates else None
     texts: dict[int, str] = {}
     missing = 0
     for place, row in zip(chosen, rows, strict=True):
-        update = updates.get((row["stage"], row["step"], row.get("id")), {})
+        found = updates.get((row["stage"], row["step"], row.get("id")), [])
         sample = {name: value for name, value in row.items() if name not in LEFT_OUT}
+        if "messages" in row:
+            sample["turns"] = list_turns(row["messages"], row["trajectory"])
+        update = found[-1] if found else {}
         sample |= {name: update[name] for name in ("advantage", "weight", "share") if name in update}
         if for_tokens > 0 and "shard" in update:
             try:
-                pieces, values = read_tokens(record, update, tokenizer)
+                pieces, values = read_tokens(record, found, tokenizer)
             except RecordError:
                 missing += 1
             else:
@@ -134,9 +139,8 @@ CURVE_VALUES = 1_200_000  # numbers of all curves of a report together
 SAMPLE_BYTES = 12_000_000  # of samples as JSON, of all runs together
 MESSAGES = 100  # distinct ones that are listed
 NEWEST_LINES, LINE_CHARS = 2000, 500  # of updates.log that are shown
-BYTES = """, id, reward, response_length::DOUBLE AS length,
-    400 + least(coalesce(strlen(prompt), 0) + coalesce(strlen(response), 0), 40000)
-    + coalesce(strlen(metadata), 0) AS bytes"""
+BYTES = """, 400 + least(coalesce(strlen(prompt), 0) + coalesce(strlen(response), 0), 40000)
+    + coalesce(strlen(metadata), 0) + coalesce(strlen(messages), 0) AS bytes"""
 # `placed`: the rows of metrics, consecutive ones of a stage in a bucket; a stage has at most {points} buckets
 PLACED = """
     CREATE MACRO rounded(x) AS if(isfinite(x), format('{{:.5g}}', x)::DOUBLE, NULL);
@@ -173,7 +177,8 @@ FAILED = """
 # what is longer than 99.5 % of the responses is in the last.
 SPREADS = """
     WITH held AS (
-        UNPIVOT (SELECT stage, step, reward, length, lag::DOUBLE AS lag FROM samples_held)
+        UNPIVOT (SELECT stage, step, reward, response_length::DOUBLE AS length, lag::DOUBLE AS lag
+            FROM samples_held)
         ON reward, length, lag INTO NAME name VALUE value),
     tops AS (
         SELECT stage, name, max(value) AS most, min(value) AS least,

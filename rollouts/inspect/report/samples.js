@@ -8,6 +8,7 @@ const SORTS = [
 const textCache = new Map(); // of samples: what a search looks at
 
 function promptText(sample) {
+  if (sample.turns) return sample.turns.map((turn) => turn.text).join("\n");
   return typeof sample.prompt === "string" ? sample.prompt : (sample.prompt ?? []).map((turn) => messageText(turn.content)).join("\n");
 }
 

@@ -23,6 +23,7 @@ function fillDetail() {
 function sampleFacts(sample) {
   const versions = sample.weight_version_min === undefined ? null : sample.weight_version_min === sample.weight_version_max ? String(sample.weight_version_min) : `${sample.weight_version_min} to ${sample.weight_version_max}`;
   const siblings = sample.group_index === undefined ? [] : sampleRows[browse.run].filter((other) => other.stage === sample.stage && other.group_index === sample.group_index);
+  const played = sample.trajectory;
   const facts = [
     ["stage", `${sample.stage}, step ${count(sample.step)}`],
     ["status", el("span", { class: sample.status === "failed" ? "bad" : null }, sample.status ?? "–")],
@@ -30,9 +31,18 @@ function sampleFacts(sample) {
     ["tokens", `${count(sample.response_length ?? 0)} of the response, ${count(sample.tokens ?? 0)} in all`],
     versions && ["weights", `version ${versions}, trained from version ${sample.policy_version}`],
     sample.share !== undefined && ["gradient", `advantage ${number(sample.advantage)}, share ${percent(sample.share)}, weight ${number(sample.weight)}`],
+    played && ["trajectory", endOf(played)],
     siblings.length > 1 && ["group", el("button", { type: "button", class: "plain", onclick: () => changeBrowse({ step: "all", status: "all", group: sample.group_index }) }, `${sample.group_index}: show its ${siblings.length} samples`)],
   ].filter(Boolean);
   return el("dl", { class: "facts" }, facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
+}
+
+// How a trajectory ended and what became of it.
+function endOf({ end, turns, tool_calls: calls, tool_s: waited, s: all, restarts, resumed, trains }) {
+  return [
+    `ended: ${end}`, plural(turns.length, "turn", "turns"), plural(calls, "tool call", "tool calls"), `${duration(waited)} of ${duration(all)} waiting`,
+    restarts && `restarts ${restarts}`, resumed && `resumed ${resumed}`, !trains && "does not train",
+  ].filter(Boolean).join(" · ");
 }
 
 function rewardTable(sample) {
@@ -54,11 +64,19 @@ function failureBlock(sample) {
 }
 
 function messages(sample) {
+  if (sample.turns) return sample.turns.map(conversationTurn);
   const turns = typeof sample.prompt === "string" ? [{ role: "prompt", content: sample.prompt }] : (sample.prompt ?? []);
   return [
     ...turns.map((turn) => el("div", { class: "message" }, el("h4", {}, turn.role ?? "message"), el("div", { class: "text" }, marked(messageText(turn.content))))),
     el("div", { class: "message response" }, el("h4", {}, "response"), el("div", { class: "text" }, marked(sample.response || "(empty)"))),
   ];
+}
+
+// What a message says, or a line between messages; those of the model have the numbers of their turn.
+function conversationTurn({ said, text }) {
+  if (!said) return el("p", { class: "soft small" }, text);
+  const ofModel = said.includes(" · turn ");
+  return el("div", { class: ofModel ? "message response" : "message" }, el("h4", {}, said.slice(1, -2)), el("div", { class: "text" }, marked(text || "(empty)")));
 }
 
 // Text with what is searched for marked.
