@@ -158,7 +158,7 @@ class RewardCrashed(UserFunctionError):
     kind = "crashed"
 
 
-class EnvironmentFailed(RolloutsError):
+class EnvironmentFailed(UserFunctionError):
     """An environment, not the policy, is at fault. Its trajectory has failed; it is not a reward of 0."""
 
     kind = "environment"

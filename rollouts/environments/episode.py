@@ -153,7 +153,7 @@ class Episode:
             )
             self.record["tool_s"] += trio.current_time() - began
             called = [
-                {"name": one.message["name"], "outcome": one.outcome, "seconds": one.seconds}
+                {"name": one.message.get("name", ""), "outcome": one.outcome, "seconds": one.seconds}
                 for one in results
             ]
             self.turns[-1] = record._replace(calls=called)

@@ -51,8 +51,9 @@ def inspect_tool(function: Callable[..., Any]) -> tuple[dict[str, Any], Callable
             raise TypeError(f"it takes {inspect.signature(function)}")
     except Exception as error:
         raise PlugInError(
-            f"tool {name}: a model cannot call it ({describe(error).partition(chr(10))[0]}); write a plain function whose"
-            " parameters all have a name and a type of JSON, as def search(query: str, limit: int = 5)"
+            f"tool {name}: a model cannot call it ({describe(error).partition(chr(10))[0]}); write a plain"
+            " function whose parameters all have a name and a type of JSON, as def search(query: str, limit:"
+            " int = 5)"
         ) from error
     for one in parameters["properties"].values():
         one.pop("title", None)
@@ -98,7 +99,7 @@ def check_answer(value: Any, method: str, where: str) -> Any:
                 raise TypeError("it must be an Observation, or text")
             check_json("metadata", seen.metadata)
             messages = [] if seen.done and not seen.messages else check_answer(seen.messages, "reset", where)
-            reward = check_reward(seen.reward, "it")
+            reward = None if seen.reward is None else check_reward(seen.reward, "it")
             return replace(seen, messages=messages, reward=reward, done=bool(seen.done))
         if value is None or method == "load_state_dict":
             return None

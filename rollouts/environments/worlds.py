@@ -34,7 +34,7 @@ class World(NamedTuple):
 
     tools: list[Tool]
     reset: Callable[[], Awaitable[list[ChatMessage] | None]]
-    step: Callable[[Turn], Awaitable[Observation]]  # with a list of messages, and a RewardResult
+    step: Callable[[Turn], Awaitable[Observation]]  # with a list of messages, and a RewardResult or None
     score: Callable[[], Awaitable[RewardResult | None]]
     state: Callable[[], Awaitable[JSONValue]]  # what restore of a freshly opened one goes on from
     restore: Callable[[JSONValue], Awaitable[None]]
@@ -73,7 +73,8 @@ async def open_world(
             asked = {**request, "method": method, "arguments": arguments, "error": EnvironmentFailed.kind}
             value = (await lent(asked, f"{what}: {method}")).value
             if method == "step":
-                return Observation(**{**value, "reward": RewardResult(**value["reward"])})
+                reward = value["reward"] and RewardResult(**value["reward"])
+                return Observation(**{**value, "reward": reward})
             return RewardResult(**value) if method == "score" and value else value
 
         schemas = await ask_worker("open", row)

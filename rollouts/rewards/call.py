@@ -20,7 +20,7 @@ import trio
 
 from rollouts.data.mixture import SOURCE_FIELD
 from rollouts.engines.wire import HIGHEST_LOG_PROB, LOWEST_LOG_PROB
-from rollouts.errors import RewardTimeout, RolloutsError, UserFunctionError
+from rollouts.errors import EnvironmentFailed, RewardTimeout, RolloutsError, UserFunctionError
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RankerFn, RewardFn
 from rollouts.rewards.check import (
     check_decision,
@@ -63,8 +63,10 @@ async def call_generate(
     try:
         answer = await call_user(generate, sample, engine, sampling, where=where)
     except UserFunctionError as error:
-        if isinstance(error.__cause__, RolloutsError) and not isinstance(error.__cause__, UserFunctionError):
-            raise error.__cause__ from None
+        cause = error.__cause__
+        users = isinstance(cause, UserFunctionError) and not isinstance(cause, EnvironmentFailed)
+        if isinstance(cause, RolloutsError) and not users:
+            raise cause from None
         raise
     segments = [answer] if isinstance(answer, Sample) else answer
     if not (isinstance(segments, Sequence) and segments and all(isinstance(s, Sample) for s in segments)):
