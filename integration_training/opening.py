@@ -4,6 +4,7 @@ Run      what every stage reads: config, rows, functions, tokenizer, the record
 Stage    what is open while one runs; `open_stage` opens it from a model directory
 """
 
+import inspect
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -26,6 +27,7 @@ from rollouts.config.schema import RunConfig
 from rollouts.config.tables import SamplingConfig
 from rollouts.engines.local import open_local_engine
 from rollouts.engines.open import read_api_key
+from rollouts.environments.episode import make_agent_generate, make_formats
 from rollouts.errors import ConfigError
 from rollouts.generation.generate import make_chat_generate, make_prompt_tokenizer
 from rollouts.inspect.terminal import make_safe
@@ -73,10 +75,21 @@ class Run(PreparedRun):
     spans: SpanRecorder = field(default_factory=SpanRecorder)  # when what goes on beside the loop was done
 
     def choose_generate(self) -> GenerateFn:
-        """The user's function, or one chat turn."""
-        return self.functions.generate or make_chat_generate(
-            self.tokenizer, params=self.config.model.template_params
-        )
+        """The user's function or what their factory makes; a trajectory with the environment and tools of the
+        config; or one chat turn.
+        """
+        functions, rollout, params = self.functions, self.config.rollout, self.config.model.template_params
+        if functions.environment or functions.tools:
+            make_format = make_formats(
+                self.tokenizer, params=params, read_turn=functions.read_turn, history=rollout.history
+            )
+            make_format(functions.tools)  # what is wrong with it is said before the first step
+            worlds = {"open_world": functions.environment} if functions.environment else {}
+            return make_agent_generate(make_format, rollout, tools=functions.tools, **worlds)
+        generate: Any = functions.generate
+        if generate and "tokenizer" in inspect.signature(generate).parameters:
+            generate = generate(self.tokenizer, params)
+        return generate or make_chat_generate(self.tokenizer, params=params)
 
     def choose_sampling(self, section: SamplingConfig) -> SamplingParams:
         """How a response is sampled by the settings of `section`."""

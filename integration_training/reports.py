@@ -64,7 +64,8 @@ async def evaluate_once(run: Run, opened: Stage, stage: str, step: int) -> None:
     brings its engine to them after each step; here every other stage does.
     """
     config, engine, reward = run.config.eval, opened.engine, run.functions.eval_reward
-    if config is None or engine is None or reward is None or is_evaluated(run, stage, step):
+    scores = reward is not None or run.config.rollout.is_scored
+    if config is None or engine is None or not scores or is_evaluated(run, stage, step):
         return
     if opened.name != "rl" and opened.sync_weights is not None:
         await opened.sync_weights(opened.backend, [engine], opened.backend.weight_version)

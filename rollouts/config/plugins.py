@@ -24,13 +24,14 @@ CALLED_WITH = {  # by role
     "generate": "sample, engine, sampling",
     "filter": "group",
     "ranker": "group",
+    "response_template": "text",
     "curriculum": "step, statistics",
     "rows": "size=…, seed=…",
     "advantage": "inputs",
     "pairs": "group",
     "context": "samples",
 }
-PLAIN = ("curriculum", "advantage", "pairs")
+PLAIN = ("response_template", "curriculum", "advantage", "pairs")
 
 
 def load_function(
@@ -105,6 +106,8 @@ def _find_problem(function: Any, role: str) -> str:
     except Exception:  # written in C: nothing to look at
         return ""
     passed = CALLED_WITH.get(role, "")
+    if role == "generate" and "tokenizer" in signature.parameters:  # a factory of one
+        passed = "tokenizer, params"
     try:
         if role == "rows":  # beside data.params
             signature.bind_partial(size=1, seed=0)

@@ -363,7 +363,7 @@ class RolloutConfig(SamplingConfig):
     @property
     def is_scored(self) -> bool:
         """Whether samples get a reward."""
-        return bool(self.reward or self.group_reward or self.reward_model or self.environment)
+        return bool(self.reward or self.group_reward or self.reward_model or self.environment or self.agent)
 
 
 class EvalConfig(SamplingConfig):

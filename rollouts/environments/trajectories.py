@@ -11,17 +11,20 @@ sampled changes nothing that is held.
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 
+from rollouts.config.plugins import load_function
 from rollouts.data.chat import NO_PARAMS, Template, TemplateParams, Tools, make_template
 from rollouts.environments.protocol import Turn
-from rollouts.errors import DataError
+from rollouts.errors import ConfigError, DataError, ModelError
 from rollouts.generation.generate import GenerationTokenizer
 from rollouts.messages import checked_message
 from rollouts.types import (
@@ -253,6 +256,21 @@ class ChatFormat:
         return message
 
 
+def load_response_template(name: str, base_dir: Path = Path()) -> ReadTurn | Mapping[str, Any] | None:
+    """What rl.rollout.response_template means: a name of response_templates.json, a JSON file, or a function.
+    None for an empty one. Raises PlugInError, ConfigError.
+    """
+    known: Any = json.loads(Path(__file__).with_name("response_templates.json").read_text("utf-8"))
+    if not name:
+        return None
+    if not name.endswith(".json"):
+        return load_function(name, role="response_template", base_dir=base_dir, built_in=known)
+    try:
+        return json.loads((base_dir / Path(name).expanduser()).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"response_template={name!r} is no JSON file that can be read: {error}") from error
+
+
 def make_chat_format(
     tokenizer: AgentTokenizer,
     *,
@@ -266,10 +284,15 @@ def make_chat_format(
 
     Where the template does not write tools, prompts must describe them; where it does not write calls and
     their results, these are texts. Raises ModelError if there is no chat template or it does not read a
-    parameter.
+    parameter, and where there are tools and nothing says how their calls are read.
     """
     question = ChatMessage(role="user", content="?")
     own = read_turn if read_turn is not None else getattr(tokenizer, "response_template", None)
+    if tools and own is None:
+        raise ModelError(
+            "there are tools, and the tokenizer does not say how their calls are read; set"
+            " rl.rollout.response_template, for most models to 'hermes'"
+        )
     make = functools.partial(ChatFormat, tools=tools, read_turn=own, history=history)
     if tools:
         name, call_id = tools[0]["function"]["name"], "c00010000"

@@ -94,7 +94,7 @@ async def evaluate(
     engine: InferenceEngine,
     *,
     generate: GenerateFn,
-    reward: RewardFn,
+    reward: RewardFn | None,
     sampling: SamplingParams,
     samples_per_prompt: int = 1,
     seed: int = 0,
@@ -103,10 +103,10 @@ async def evaluate(
     """Every prompt generated `samples_per_prompt` times and scored, all at once: the engine decides how many
     run together.
 
-    A sample that cannot be generated or scored is counted as failed and is not part of the mean. Raises
-    NotEnoughSamples, naming the failures by class, if more than MAX_FAILED_FRACTION of them failed: a mean
-    over the rest would be of other prompts. Raises what is not one sample's failure but everybody's:
-    FleetDown, EngineClosed, ModelError, ConfigError.
+    Without `reward` the generate function gives it. A sample that cannot be generated or scored is counted as
+    failed and is not part of the mean. Raises NotEnoughSamples, naming the failures by class, if more than
+    MAX_FAILED_FRACTION of them failed: a mean over the rest would be of other prompts. Raises what is not one
+    sample's failure but everybody's: FleetDown, EngineClosed, ModelError, ConfigError.
     """
     plan = GroupPlan(
         engine=engine,

@@ -25,6 +25,7 @@ from rollouts.data.rows import Row
 from rollouts.environments.mcp import open_mcp_tools
 from rollouts.environments.protocol import Tool
 from rollouts.environments.tools import MCP, load_tools
+from rollouts.environments.trajectories import ReadTurn, load_response_template
 from rollouts.environments.worlds import open_world
 from rollouts.errors import ConfigError, PlugInError, RolloutsError, UserFunctionError
 from rollouts.filters import FILTERS, RANKERS, check_some_complete
@@ -62,6 +63,7 @@ class Functions:
     generate: GenerateFn | None = None  # None: one chat turn
     # of a row; what the user wrote, and open_functions makes a World of it
     environment: Callable[..., Any] | None = None
+    read_turn: ReadTurn | Mapping[str, Any] | None = None  # None: as the tokenizer says
     tools: Sequence[Tool] = ()  # those of MCP servers are among them after open_functions
     reward: RewardFn | None = None  # open_functions weighs it, unless a reward model is to be added first
     group_reward: GroupRewardFn | None = None
@@ -99,11 +101,12 @@ def load_functions(config: RunConfig, stages: Sequence[str], findings: Findings)
         (
             "rl.rollout.reward",
             "rl" in stages and config.rl and not (rollout.is_scored or config.rl.distillation),
-            "a group_reward or a reward_model, or [rl.distillation] with a teacher",
+            "an environment, a group_reward or a reward_model, or [rl.distillation] with a teacher",
         ),
         (
             "eval.reward",
-            config.eval and not (config.eval.reward or rollout.reward),
+            config.eval
+            and not (config.eval.reward or rollout.reward or rollout.environment or rollout.agent),
             "rl.rollout.reward, which [eval] takes too: other rewards, and a teacher, do not evaluate",
         ),
     ):
@@ -119,6 +122,8 @@ def load_functions(config: RunConfig, stages: Sequence[str], findings: Findings)
     found["filters"] = tuple(load("rl.rollout.filters", "filter", name) for name in filters)
     with findings.reporting("rl.rollout.tools"):
         found["tools"] = load_tools(rollout.tools, Path.cwd())
+    with findings.reporting("rl.rollout.response_template"):
+        found["read_turn"] = load_response_template(rollout.response_template, Path.cwd())
     with findings.reporting("rl.advantage"):
         if config.rl:
             found["advantages"] = load_advantages(config.rl)
