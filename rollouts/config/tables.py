@@ -140,7 +140,7 @@ class OutputConfig(Section):
     keep_checkpoints: NonNegativeInt = 0
     """newest complete checkpoints of a stage that stay, and the one that did best on [eval]; 0: all"""
     samples_per_step: NonNegativeInt = 16
-    """rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is"""
+    """trajectories in samples.jsonl per step and per evaluation, evenly spaced over what there is"""
     trackers: Annotated[list[Tracker], Once] = []
     """fed from the files by a process beside the run"""
 

@@ -327,8 +327,8 @@ DESCRIBING = r"""
         'reward/mean', 'loss/total', 'rewards/accuracies', 'rewards/margins', 'loss/nll', 'entropy/mean',
         'response_length/mean', 'truncated/frac', 'trajectories/turns/mean', 'optim/grad_norm', 'kl/ref',
         'mismatch_kl/mean', 'clip_ratio', 'off_policy/mean', 'groups/zero_std_frac',
-        'value/explained_variance', 'importance_weight/ess', 'perf/generated_tokens_per_s', 'perf/trained_tokens_per_s', 'time/step',
-        'optim/lr'];
+        'value/explained_variance', 'importance_weight/ess', 'perf/generated_tokens_per_s',
+        'perf/trained_tokens_per_s', 'time/step', 'optim/lr'];
     CREATE OR REPLACE TABLE troubles AS FROM (VALUES
         ('optim/skipped_steps', 'optimizer steps changed nothing: not finite, or beyond rl.kl_limit'),
         ('checkpoint/failed', 'checkpoints could not be saved'),

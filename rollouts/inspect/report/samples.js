@@ -64,7 +64,7 @@ function addSamples() {
   parts.more = el("div", { class: "more" });
   parts.count = el("p", { class: "soft small", role: "status", id: "sample-count" });
   parts.detail = el("article", { id: "sample", "aria-label": "Sample", tabindex: "-1" });
-  parts.text = input("search", "text", { id: "sample-filter", placeholder: "in prompt, response, metadata", "aria-keyshortcuts": "/" });
+  parts.text = input("search", "text", { id: "sample-filter", placeholder: "in messages, response, metadata", "aria-keyshortcuts": "/" });
   parts.low = input("number", "low", { step: "any", placeholder: "from", "aria-label": "Least reward" });
   parts.high = input("number", "high", { step: "any", placeholder: "to", "aria-label": "Greatest reward" });
   addSection("samples", "Samples", parts.controls, parts.count, el("div", { class: "browser" }, el("div", { class: "list" }, parts.list, parts.more), parts.detail));
