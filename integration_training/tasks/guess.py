@@ -65,7 +65,7 @@ def make_rows(*, size: int, seed: int, feedback: bool = True) -> list[Row]:
 
 
 def _make_row(draw: random.Random, *, feedback: bool) -> Row:
-    first = draw.randint(1, 90)
+    first = draw.randint(100, 989)
     prompt = f"Guess my number from {first} to {first + COUNT - 1}."
     return {
         "prompt": prompt,
