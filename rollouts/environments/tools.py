@@ -59,24 +59,24 @@ def bind_tool(schema: JSONValue, ask: Callable[..., Any], request: JSONValue) ->
     name = schema["function"]["name"]
 
     async def call(arguments: JSONValue) -> JSONValue:
-        return (await ask({**request, "method": "tool", "arguments": arguments}, name)).value
+        return await ask({**request, "method": "tool", "arguments": arguments}, name)
 
     # waiting for a worker is not the function's time
     call.keeps_own_time = True  # pyright: ignore[reportFunctionMemberAccess]
     return Tool(name, schema, call)
 
 
-def load_tools(names: Sequence[str], base_dir: Path, workers: Workers | None = None) -> list[Tool]:
+def load_tools(names: Sequence[str], workers: Workers | None = None) -> list[Tool]:
     """The functions that `names` mean, MCP servers left out; sync ones are called in the workers, if there
     are any. Raises PlugInError for a function that is no tool.
     """
     tools: list[Tool] = []
     for name in names:
         if not name.startswith(MCP):
-            function = load_function(name, role="tool", base_dir=base_dir)
+            function = load_function(name, role="tool")
             tools.append(make_tool(function))
             if workers and not is_async(function):
-                request = name_function("tool", name, base_dir)
+                request = name_function("tool", name, Path.cwd())
                 tools.append(bind_tool(tools.pop().schema, workers.call, request))
     return tools
 

@@ -48,12 +48,11 @@ async def open_world(
     that it is async; else in one of the workers, which run rollouts.environments.worker and load what
     `request` names. Waiting for one is in no limit.
     """
-    what = f"environment {function_name(opener)}"
-    here = inspect.isasyncgenfunction(inspect.unwrap(opener)) or is_async(opener)
+    what, step = f"environment {function_name(opener)}", getattr(opener, "step", opener)
 
     async def host(stack: AsyncExitStack) -> Any:
         """Its tools, and what calls a method by its name."""
-        if here or is_async(getattr(opener, "step", opener)):
+        if is_async(opener) or is_async(step) or inspect.isasyncgenfunction(inspect.unwrap(opener)):
             call = partial(call_user, timeout_s=timeout_s, late=EnvironmentFailed, raised=EnvironmentFailed)
 
             async def ask(method: str, *arguments: Any) -> Any:
@@ -71,7 +70,7 @@ async def open_world(
 
         async def ask_worker(method: str, *arguments: Any) -> Any:
             asked = {**request, "method": method, "arguments": arguments, "error": EnvironmentFailed.kind}
-            value = (await lent(asked, f"{what}: {method}")).value
+            value = await lent(asked, f"{what}: {method}")
             if method == "step":
                 return Observation(**{**value, "reward": RewardResult(**value["reward"])})
             return RewardResult(**value) if method == "score" and value else value
@@ -85,12 +84,12 @@ async def open_world(
         async def call(method: str, *arguments: Any) -> Any:
             return check_answer(await ask(method, *arguments), method, f"{what}: {method}")
 
-        methods = ("reset", "step", "score", "state_dict", "load_state_dict")
+        methods = ["reset", "step", "score", "state_dict", "load_state_dict"]
         yield World(tools, *(partial(call, method) for method in methods))
 
 
 @asynccontextmanager
-async def open_apart(fill: Callable[[AsyncExitStack], Awaitable[Any]], what: str) -> AsyncIterator[Any]:
+async def open_apart(fill: Callable[[AsyncExitStack], Any], what: str) -> AsyncIterator[Any]:
     """What `fill` gives, and closed on every way out within CLOSE_S what it put on the stack, which does not
     see the errors of the block: they are raised as they are.
 

@@ -118,7 +118,7 @@ def load_functions(config: RunConfig, stages: Sequence[str], findings: Findings)
     found = {name: load(key, key.rpartition(".")[2], names.get(key)) for name, key in SETTINGS.items()}
     found["filters"] = tuple(load("rl.rollout.filters", "filter", name) for name in filters)
     with findings.reporting("rl.rollout.tools"):
-        found["tools"] = load_tools(rollout.tools, Path.cwd())
+        found["tools"] = load_tools(rollout.tools)
     with findings.reporting("rl.advantage"):
         if config.rl:
             found["advantages"] = load_advantages(config.rl)
@@ -184,7 +184,7 @@ async def open_functions(
             )
             for _ in range(2)
         ]
-        tools = load_tools(rollout.tools, Path.cwd(), for_tools)
+        tools = load_tools(rollout.tools, for_tools)
         for name in rollout.tools:
             if name.startswith(MCP):
                 opening = open_mcp_tools(name.removeprefix(MCP), timeout_s=rollout.tool_timeout_s)

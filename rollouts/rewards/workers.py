@@ -124,8 +124,9 @@ class Workers:
             samples = (given,) if isinstance(given, Sample) else tuple(given)
             on = "" if isinstance(given, Sample) else "the group of "
             where = f"{role.replace('_', ' ')} function {call.__name__} on {on}sample {samples[0].id}"
-            rewards = (await self.call({**request, "samples": samples}, where, len(samples))).rewards
-            return rewards[0] if isinstance(given, Sample) else tuple(rewards)
+            kind = tuple[(RewardResult,) * len(samples)]
+            rewards = await self.call({**request, "samples": samples}, where, kind)
+            return rewards[0] if isinstance(given, Sample) else rewards
 
         call.__name__ = call.__qualname__ = name.rpartition(":")[2].rpartition(".")[2]
         # waiting for a worker is not the function's time
@@ -134,20 +135,20 @@ class Workers:
 
     # --- calls ---
 
-    async def call(self, request: Mapping[str, Any], where: str, count: int = 0) -> Answer:
-        """The answer of any worker to a request with `count` samples, whose errors begin with `where`. Raises
-        as `lend` says.
+    async def call(self, request: Mapping[str, Any], where: str, kind: Any = Any) -> Any:
+        """What a worker answers to a request whose errors begin with `where`: a value of that type. Raises as
+        `lend` says.
         """
         self._counters["calls"] += 1
         try:
             async with self.lend() as ask:
-                return await ask(request, where, count)
-        except (UserFunctionError, ToolError):
+                return await ask(request, where, kind)
+        except UserFunctionError:
             self._counters["failed"] += 1
             raise
 
     @asynccontextmanager
-    async def lend(self) -> AsyncIterator[Callable[..., Awaitable[Answer]]]:
+    async def lend(self) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
         """The `call` of one worker, for the block alone: it answers one request after the other. It is killed
         where an answer was not awaited to its end, or where a call left something behind.
 
@@ -156,18 +157,18 @@ class Workers:
         """
         turn, unfit = trio.Lock(), False
 
-        async def ask(request: Mapping[str, Any], where: str, count: int = 0) -> Answer:
+        async def ask(request: Mapping[str, Any], where: str, kind: Any = Any) -> Any:
             nonlocal unfit
             async with turn:
                 answer = None
                 try:
-                    answer = await self._exchange(worker.process, request, where, count)
+                    answer = await self._exchange(worker.process, request, where, kind)
                 finally:
                     if answer is None:  # also where the caller was cancelled
                         worker.unfit.set()
             unfit = unfit or answer.unfit
             if answer.kind == "done":
-                return answer
+                return answer.value
             kinds = {"": UserFunctionError, "environment": EnvironmentFailed}
             raised = kinds.get(answer.error, partial(ToolError, answer.error))(answer.text)
             raise raised from (RaisedInWorker(answer.traceback) if answer.traceback else None)
@@ -192,13 +193,13 @@ class Workers:
         finally:
             self._lent -= 1
 
-    async def _exchange(self, process: Process, request: Mapping[str, Any], where: str, count: int) -> Answer:
+    async def _exchange(self, process: Process, request: Mapping[str, Any], where: str, kind: Any) -> Answer:
         """The worker's answer to a request. Raises RewardTimeout, and RewardCrashed where there is none."""
         channel, request_id = process.channel, secrets.token_hex(16)
         line = encode_json({**request, "id": request_id, "where": where}).encode() + b"\n"
         assert channel is not None
         late = f"{LOAD_TIMEOUT_S:g} s to import; do less when the module is imported"
-        answer, kind, problem = None, RewardCrashed, ""
+        answer, failure, problem = None, RewardCrashed, ""
         process.forget_output()
         try:
             with trio.move_on_after(LOAD_TIMEOUT_S) as scope:
@@ -217,27 +218,27 @@ class Workers:
                     if not (part := await channel.receive_some(1 << 16)):
                         raise EOFError
                     received += part
-                answer = parse_answer(bytes(received), request_id=request_id, count=count)
+                answer = parse_answer(bytes(received), request_id=request_id, kind=kind)
                 # a process that says that it crashed has ended: then its end is what can be read
                 if answer.kind == "crashed":
                     problem = answer.text
                 elif is_readable(process):
                     raise BadAnswer("more than one answer (did it write to file descriptor 3?)")
             if scope.cancelled_caught:
-                kind, problem = RewardTimeout, f"took longer than {late}"
+                failure, problem = RewardTimeout, f"took longer than {late}"
         except BadAnswer as error:
             problem = f"gave {error}"
         except (OSError, EOFError, trio.BrokenResourceError, trio.ClosedResourceError):
             problem = await _describe_end(process)
         process.read_output()
         if process.printed_too_much:
-            kind, problem = RewardCrashed, f"printed more than output_bytes={self._output_bytes}"
+            failure, problem = RewardCrashed, f"printed more than output_bytes={self._output_bytes}"
         printed = _shorten_output(process.read_tail())
         said = f"{PRINTED}{printed!r}" if printed else ""
         if problem or answer is None:
-            kind = EnvironmentFailed if request["role"] == "environment" else kind
-            raise kind(f"{where} {problem}{said}")
-        answer.text += "" if answer.error else said
+            failure = EnvironmentFailed if request["role"] == "environment" else failure
+            raise failure(f"{where} {problem}{said}")
+        answer.text += said
         return answer
 
     async def _run_worker(self) -> None:
