@@ -1,14 +1,17 @@
-"""Functions that the model may call. A sync one runs in a worker process, an async one in the trainer's loop.
+"""Functions that the model may call: a sync one runs in a worker process, an async one in the trainer's loop.
+And the tools of MCP servers, by the official SDK, which the extra `mcp` installs.
 
     make_tool    typed function ──► Tool
-    load_tools   names of the config ──► Tools
+    load_tool    name of the config ──► Tool
     call_tools   tool calls of a message ──► side by side ──► the tools' messages, in the order of the calls
 
 Whatever a call does wrong becomes text for the model, beginning with "Error:".
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,12 +24,14 @@ from rollouts.environments.worker import OUTPUT_CHARS, check_result, inspect_too
 from rollouts.errors import EnvironmentFailed, ToolError, UserFunctionError
 from rollouts.messages import parse_tool_arguments
 from rollouts.processes.nurseries import run_all
-from rollouts.rewards.call import call_user
-from rollouts.rewards.check import function_name, is_async
+from rollouts.rewards.call import call_user, find_own
+from rollouts.rewards.check import describe, import_extra, is_async
 from rollouts.rewards.worker import TEXT_CHARS
 from rollouts.rewards.workers import PRINTED, Workers, name_function
 from rollouts.types import ChatMessage, JSONValue
 
+OPEN_S = 60.0  # for an MCP server to start
+CLOSE_S = 10.0  # for what was opened to close, also where the block was cancelled
 MCP = "mcp:"  # begins an entry of rl.rollout.tools that names a server and no function
 
 
@@ -38,20 +43,15 @@ class ToolResult(NamedTuple):
     seconds: float  # from the call to the answer
 
 
-async def run_here(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """What the function gives, called in this loop, and awaited if it is async."""
-    answer = function(*arguments, **named)
-    return await answer if inspect.isawaitable(answer) else answer
-
-
 def make_tool(function: Callable[..., Any]) -> Tool:
     """A typed function as a Tool that calls it in this loop. Raises PlugInError as inspect_tool does."""
     schema, read_arguments = inspect_tool(function)
 
     async def call(arguments: JSONValue) -> JSONValue:
-        return await run_here(function, **read_arguments(arguments))
+        answer = function(**read_arguments(arguments))
+        return await answer if inspect.isawaitable(answer) else answer
 
-    return Tool(function_name(function), schema, call)
+    return Tool(schema["function"]["name"], schema, call)
 
 
 def bind_tool(schema: JSONValue, ask: Callable[..., Any], request: JSONValue) -> Tool:
@@ -66,19 +66,15 @@ def bind_tool(schema: JSONValue, ask: Callable[..., Any], request: JSONValue) ->
     return Tool(name, schema, call)
 
 
-def load_tools(names: Sequence[str], workers: Workers | None = None) -> list[Tool]:
-    """The functions that `names` mean, MCP servers left out; sync ones are called in the workers, if there
-    are any. Raises PlugInError for a function that is no tool.
+def load_tool(name: str, workers: Workers | None = None) -> Tool:
+    """The function that `name` means as a Tool, called in the workers if it is sync and there are any. Raises
+    PlugInError for a function that is none.
     """
-    tools: list[Tool] = []
-    for name in names:
-        if not name.startswith(MCP):
-            function = load_function(name, role="tool")
-            tools.append(make_tool(function))
-            if workers and not is_async(function):
-                request = name_function("tool", name, Path.cwd())
-                tools.append(bind_tool(tools.pop().schema, workers.call, request))
-    return tools
+    function = load_function(name, role="tool")
+    tool = make_tool(function)
+    if workers is None or is_async(function):
+        return tool
+    return bind_tool(tool.schema, workers.call, name_function("tool", name, Path.cwd()))
 
 
 async def call_tools(
@@ -90,9 +86,8 @@ async def call_tools(
     Raises EnvironmentFailed if a tool does; the others are then cancelled.
     """
     by_name = {tool.name: tool for tool in tools}
-    results: list[Any] = [*calls]
 
-    async def answer(index: int, call: JSONValue) -> None:
+    async def answer(call: JSONValue) -> ToolResult:
         began_s, name, outcome = trio.current_time(), call["function"]["name"], "ok"
         try:
             if name not in by_name:
@@ -109,13 +104,95 @@ async def call_tools(
             end = ";" if outcome in ("timeout", "crashed") else PRINTED
             content = f"Error: {str(own).partition(end)[0][:TEXT_CHARS]}"
         message = ChatMessage(role="tool", content=content, tool_call_id=call["id"], name=name)
-        results[index] = ToolResult(message, outcome, trio.current_time() - began_s)
+        return ToolResult(message, outcome, trio.current_time() - began_s)
 
-    await run_all(*(partial(answer, *one) for one in enumerate(calls)))
-    return results
+    return await run_all(*(partial(answer, call) for call in calls))
 
 
 def answer_unreadable(why: str) -> ToolResult:
     """What the model reads after a turn whose tool calls could not be read."""
     content = f"Error: the tool call could not be read: {why[:TEXT_CHARS]}"
     return ToolResult(ChatMessage(role="tool", content=content), "unreadable", 0.0)
+
+
+# --- MCP servers --------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def open_mcp_tools(source: str, timeout_s: float) -> AsyncIterator[list[Tool]]:
+    """The tools of a server, for as long as the context is open: its http(s) address, or a command, which is
+    started without a shell, with PATH, HOME and little else of this process's environment.
+
+    `timeout_s` is a call's, which call_tools keeps. A command that ignores the end of its input outlives a
+    trainer that is killed. Raises ConfigError without the SDK, EnvironmentFailed if the server does not open.
+    """
+    mcp, what, (command, *words) = (
+        import_extra("mcp", source, extra="mcp"),
+        f"MCP server {source!r}",
+        shlex.split(source),
+    )
+    server = source if "://" in command else mcp.StdioServerParameters(command=command, args=words)
+    client: Any = mcp.Client(server, read_timeout_seconds=timeout_s + OPEN_S)
+
+    async def call(name: str, arguments: JSONValue) -> str:
+        try:
+            result = await client.call_tool(name, arguments)
+        except Exception as error:
+            raise EnvironmentFailed(f"{what} failed in {name}: {describe(error)}") from error
+        text = "\n".join(part.text for part in result.content if part.type == "text")
+        if result.is_error:
+            raise ToolError("failed", text)
+        return text
+
+    async with open_apart(lambda stack: stack.enter_async_context(client), what):
+        page = await client.list_tools()
+        found = page.tools
+        while page.next_cursor:
+            page = await client.list_tools(cursor=page.next_cursor)
+            found += page.tools
+        yield [
+            Tool(
+                one.name,
+                {
+                    "type": "function",
+                    "function": {
+                        "name": one.name,
+                        "description": one.description or "",
+                        "parameters": one.input_schema,
+                    },
+                },
+                partial(call, one.name),
+            )
+            for one in found
+        ]
+
+
+@asynccontextmanager
+async def open_apart(fill: Callable[[AsyncExitStack], Any], what: str) -> AsyncIterator[Any]:
+    """What `fill` gives, and closed on every way out within CLOSE_S what it put on the stack, which does not
+    see the errors of the block: they are raised as they are.
+
+    Raises EnvironmentFailed, beginning with `what`, if it does not open, or if it ends the block by itself.
+    An error in closing is dropped.
+    """
+    ended, failure, broken = False, None, None
+    with trio.CancelScope() as life:
+        try:
+            async with AsyncExitStack() as stack:
+                value = await fill(stack)
+                try:
+                    yield value
+                    ended = True
+                except Exception as error:
+                    ended, failure = True, error
+                finally:
+                    life.shield, life.deadline = True, trio.current_time() + CLOSE_S
+        except Exception as error:
+            broken = find_own(error)
+    await trio.lowlevel.checkpoint_if_cancelled()  # which closing may have hidden
+    if failure:
+        raise failure
+    if isinstance(broken, EnvironmentFailed) and not ended:
+        raise broken
+    if not ended:
+        raise EnvironmentFailed(f"{what} did not stay open: {broken!r}") from broken

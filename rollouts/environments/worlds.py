@@ -13,18 +13,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-import trio
-
 from rollouts.environments.protocol import Observation, Tool, Turn
-from rollouts.environments.tools import bind_tool, make_tool, run_here
+from rollouts.environments.tools import bind_tool, make_tool, open_apart
 from rollouts.environments.worker import check_answer
 from rollouts.errors import EnvironmentFailed
-from rollouts.rewards.call import call_user, find_own
+from rollouts.rewards.call import call_user
 from rollouts.rewards.check import function_name, is_async
 from rollouts.rewards.workers import Workers
 from rollouts.types import ChatMessage, JSONValue, RewardResult
-
-CLOSE_S = 10.0  # for closing, also where the trajectory was cancelled
 
 
 class World(NamedTuple):
@@ -53,13 +49,13 @@ async def open_world(
     async def host(stack: AsyncExitStack) -> Any:
         """Its tools, and what calls a method by its name."""
         if is_async(opener) or is_async(step) or inspect.isasyncgenfunction(inspect.unwrap(opener)):
-            call = partial(call_user, timeout_s=timeout_s, late=EnvironmentFailed, raised=EnvironmentFailed)
+            failing = {"late": EnvironmentFailed, "raised": EnvironmentFailed}
+            call: Any = partial(call_user, timeout_s=timeout_s, threads=False, **failing)
 
-            async def ask(method: str, *arguments: Any) -> Any:
-                run = partial(run_here, getattr(held, method, lambda *_: None))
-                return await call(run, *arguments, where=f"{what}: {method}")
+            def ask(method: str, *arguments: Any) -> Any:
+                return call(getattr(held, method, lambda *_: None), *arguments, where=f"{what}: {method}")
 
-            held = await call(partial(run_here, opener), row, where=f"{what}: open")
+            held = await call(opener, row, where=f"{what}: open")
             if hasattr(held, "__aenter__"):
                 held = await stack.enter_async_context(held)
             else:
@@ -86,34 +82,3 @@ async def open_world(
 
         methods = ["reset", "step", "score", "state_dict", "load_state_dict"]
         yield World(tools, *(partial(call, method) for method in methods))
-
-
-@asynccontextmanager
-async def open_apart(fill: Callable[[AsyncExitStack], Any], what: str) -> AsyncIterator[Any]:
-    """What `fill` gives, and closed on every way out within CLOSE_S what it put on the stack, which does not
-    see the errors of the block: they are raised as they are.
-
-    Raises EnvironmentFailed, beginning with `what`, if it does not open, or if it ends the block by itself.
-    An error in closing is dropped.
-    """
-    ended, failure, broken = False, None, None
-    with trio.CancelScope() as life:
-        try:
-            async with AsyncExitStack() as stack:
-                value = await fill(stack)
-                try:
-                    yield value
-                    ended = True
-                except Exception as error:
-                    ended, failure = True, error
-                finally:
-                    life.shield, life.deadline = True, trio.current_time() + CLOSE_S
-        except Exception as error:
-            broken = find_own(error)
-    await trio.lowlevel.checkpoint_if_cancelled()  # which closing may have hidden
-    if failure:
-        raise failure
-    if isinstance(broken, EnvironmentFailed) and not ended:
-        raise broken
-    if not ended:
-        raise EnvironmentFailed(f"{what} did not stay open: {broken!r}") from broken

@@ -113,16 +113,12 @@ async def evaluate(
         seed=seed,
         reward_timeout_s=reward_timeout_s,
     )
-    samples = [  # each is replaced by what becomes of it
-        replace(sample, id=f"eval-{sample.id}")
+    works = [
+        partial(make_trajectory, plan, replace(sample, id=f"eval-{sample.id}"))
         for index, row in enumerate(rows)
         for sample in make_samples(index, PromptRow(f"row-{index}", 0, row), samples_per_prompt)
     ]
-
-    async def run_one(index: int) -> None:
-        samples[index] = (await make_trajectory(plan, samples[index])).segments[-1]
-
-    await run_all(*(partial(run_one, index) for index in range(len(samples))))
+    samples = [trajectory.segments[-1] for trajectory in await run_all(*works)]
     failed = [sample for sample in samples if sample.status is Status.FAILED]
     if len(failed) > MAX_FAILED_FRACTION * len(samples):
         raise NotEnoughSamples(

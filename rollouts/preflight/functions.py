@@ -22,9 +22,8 @@ from rollouts.config.schema import RLTrainingConfig, RunConfig
 from rollouts.config.secrets import flatten
 from rollouts.config.tables import RolloutConfig
 from rollouts.data.rows import Row
-from rollouts.environments.mcp import open_mcp_tools
 from rollouts.environments.protocol import Tool
-from rollouts.environments.tools import MCP, load_tools
+from rollouts.environments.tools import MCP, load_tool, open_mcp_tools
 from rollouts.environments.worlds import open_world
 from rollouts.errors import ConfigError, PlugInError, RolloutsError, UserFunctionError
 from rollouts.filters import FILTERS, RANKERS, check_some_complete
@@ -118,7 +117,7 @@ def load_functions(config: RunConfig, stages: Sequence[str], findings: Findings)
     found = {name: load(key, key.rpartition(".")[2], names.get(key)) for name, key in SETTINGS.items()}
     found["filters"] = tuple(load("rl.rollout.filters", "filter", name) for name in filters)
     with findings.reporting("rl.rollout.tools"):
-        found["tools"] = load_tools(rollout.tools)
+        found["tools"] = [load_tool(name) for name in rollout.tools if not name.startswith(MCP)]
     with findings.reporting("rl.advantage"):
         if config.rl:
             found["advantages"] = load_advantages(config.rl)
@@ -184,11 +183,13 @@ async def open_functions(
             )
             for _ in range(2)
         ]
-        tools = load_tools(rollout.tools, for_tools)
+        tools: list[Tool] = []
         for name in rollout.tools:
             if name.startswith(MCP):
-                opening = open_mcp_tools(name.removeprefix(MCP), timeout_s=rollout.tool_timeout_s)
+                opening = open_mcp_tools(name.removeprefix(MCP), rollout.tool_timeout_s)
                 tools += await stack.enter_async_context(opening)
+            else:
+                tools.append(load_tool(name, for_tools))
         names = [tool.name for tool in tools]
         if len({*names}) < len(names):
             raise PlugInError(f"rl.rollout.tools: two of {names} have one name; call one of them otherwise")

@@ -202,8 +202,10 @@ async def call_user(
     timeout_s: float = math.inf,
     late: type[UserFunctionError] = RewardTimeout,
     raised: type[UserFunctionError] = UserFunctionError,
+    threads: bool = True,
 ) -> Any:
-    """The function's answer. Raises `late` after timeout_s, `raised` from whatever it raised.
+    """The function's answer. Raises `late` after timeout_s, `raised` from whatever it raised. Without threads
+    a sync one runs here.
 
     Cancellation and KeyboardInterrupt (Ctrl-C where nobody receives signals) pass through.
     """
@@ -212,9 +214,9 @@ async def call_user(
     what = where.partition(" on ")[0]
     with trio.CancelScope() as scope:
         try:
-            if is_async(function):
+            if is_async(function) or not threads:
                 scope.deadline = trio.current_time() + timeout_s
-                answer = await _timed(function(*arguments), what)
+                answer = function(*arguments)
             else:
                 if (places := _user_threads.get(None)) is None:
                     _user_threads.set(places := trio.CapacityLimiter(USER_THREADS))
@@ -229,7 +231,7 @@ async def call_user(
                         abandon_on_cancel=True,
                         limiter=trio.CapacityLimiter(1),
                     )
-                answer = await _timed(answer, what) if inspect.isawaitable(answer) else answer
+            answer = await _timed(answer, what) if inspect.isawaitable(answer) else answer
         except BaseException as error:
             inner = find_own(error)
             raise raised(f"{where} raised {describe(inner)}") from inner

@@ -11,7 +11,7 @@ import trio
 from pydantic import Field
 
 from rollouts.environments.protocol import Tool
-from rollouts.environments.tools import ToolResult, answer_unreadable, call_tools, load_tools, make_tool
+from rollouts.environments.tools import ToolResult, answer_unreadable, call_tools, load_tool, make_tool
 from rollouts.environments.worker import OUTPUT_CHARS
 from rollouts.errors import EnvironmentFailed, PlugInError
 from rollouts.rewards.workers import open_workers
@@ -183,7 +183,7 @@ async def test_whatever_a_sync_tool_does_becomes_words_and_nothing_is_left_behin
     names = ["calculate", "nothing", "long", "odd", "refuse", "child", "spoil"]
     options: dict[str, Any] = {"memory_bytes": 1 << 30, "module": "rollouts.environments.worker"}
     async with open_workers(count=2, timeout_s=1, **options) as workers:
-        tools = load_tools([f"{HERE}/hostile_worlds.py:{name}" for name in names], workers)
+        tools = [load_tool(f"{HERE}/hostile_worlds.py:{name}", workers) for name in names]
         assert [tool.name for tool in tools] == names
         for name, arguments, outcome, content in read_cells(IN_WORKERS):
             result = await ask(tools, name, json.loads(arguments), timeout_s=0.001)
