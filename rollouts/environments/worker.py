@@ -67,8 +67,8 @@ def inspect_tool(function: Callable[..., Any]) -> tuple[dict[str, Any], Callable
                 "arguments", f"argument {'.'.join(map(str, one['loc']))!r}: {one['msg']}"
             ) from error
 
-    schema = {"name": name, "description": text.strip(), "parameters": parameters}
-    return {"type": "function", "function": schema}, read_arguments
+    described = {"name": name, "description": text.strip(), "parameters": parameters}
+    return {"type": "function", "function": described}, read_arguments
 
 
 def check_result(value: object, output_chars: int = OUTPUT_CHARS) -> str:
@@ -99,8 +99,9 @@ def check_answer(value: Any, method: str, where: str) -> Any:
                 raise TypeError("it must be an Observation, or text")
             check_json("metadata", seen.metadata)
             messages = [] if seen.done and not seen.messages else check_answer(seen.messages, "reset", where)
-            reward = check_reward(seen.reward, "it")
-            return replace(seen, messages=messages, reward=reward, done=bool(seen.done))
+            return replace(
+                seen, messages=messages, reward=check_reward(seen.reward, "it"), done=bool(seen.done)
+            )
         if value is None or method == "load_state_dict":
             return None
         if method == "score":
@@ -128,16 +129,15 @@ def serve(request: Mapping[str, Any], where: str) -> Job:
         yield check_result(value)
     if method == "open":
         world = yield partial(load_named(request, where), *arguments)
-        tools = {function_name(tool): tool for tool in getattr(world, "tools", ())}
-        for function in (world.step, *tools.values()):
+        tools = getattr(world, "tools", ())
+        for function in (world.step, *tools):
             if is_async(function):
                 raise EnvironmentFailed(
                     f"{where}: {function_name(function)} is async; to run in the trainer's loop an"
                     " environment is opened by an async function, or by its class if step is async"
                 )
-        schemas = [inspect_tool(tool)[0] for tool in tools.values()]
-        _world.update(tools, **{"": world})
-        yield schemas
+        _world.update({function_name(tool): tool for tool in tools}, **{"": world})
+        yield [inspect_tool(tool)[0] for tool in tools]
     function = getattr(_world[""], method, lambda *_: None)
     if method == "step":
         arguments = [Turn(**arguments[0])]

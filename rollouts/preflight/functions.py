@@ -23,8 +23,8 @@ from rollouts.config.secrets import flatten
 from rollouts.config.tables import RolloutConfig
 from rollouts.data.rows import Row
 from rollouts.environments.protocol import Tool
-from rollouts.environments.tools import MCP, load_tool, open_mcp_tools
-from rollouts.environments.worlds import open_world
+from rollouts.environments.tools import load_tool
+from rollouts.environments.worlds import MCP, open_mcp_tools, open_world
 from rollouts.errors import ConfigError, PlugInError, RolloutsError, UserFunctionError
 from rollouts.filters import FILTERS, RANKERS, check_some_complete
 from rollouts.loops.algorithm import check_algorithms
@@ -161,15 +161,16 @@ async def open_functions(
     settings = flatten(config.model_dump())
     async with AsyncExitStack() as stack:
         stack.enter_context(watch_blocking(warn))
-        opening = open_workers(
-            count=num_workers or len(os.sched_getaffinity(0)),
-            timeout_s=rollout.reward_timeout_s,
-            memory_bytes=WORKER_MEMORY,
+        workers = await stack.enter_async_context(
+            open_workers(
+                count=num_workers or len(os.sched_getaffinity(0)),
+                timeout_s=rollout.reward_timeout_s,
+                memory_bytes=WORKER_MEMORY,
+            )
         )
-        workers = await stack.enter_async_context(opening)
         for key, function in running.items():
             if function and not is_async(function):
-                role = SETTINGS[key].rpartition(".")[2]
+                role = key.removeprefix("eval_")
                 running[key] = workers.reward(settings[SETTINGS[key]], Path.cwd(), role)
         # environments that hold all workers of one pool call tools, which need another
         for_tools, for_worlds = [
@@ -183,21 +184,21 @@ async def open_functions(
             )
             for _ in range(2)
         ]
-        tools: list[Tool] = []
+        tools = []
         for name in rollout.tools:
             if name.startswith(MCP):
-                opening = open_mcp_tools(name.removeprefix(MCP), rollout.tool_timeout_s)
-                tools += await stack.enter_async_context(opening)
+                tools += await stack.enter_async_context(
+                    open_mcp_tools(name.removeprefix(MCP), rollout.tool_timeout_s)
+                )
             else:
                 tools.append(load_tool(name, for_tools))
-        names = [tool.name for tool in tools]
-        if len({*names}) < len(names):
-            raise PlugInError(f"rl.rollout.tools: two of {names} have one name; call one of them otherwise")
+        if len({tool.name for tool in tools}) < len(tools):
+            raise PlugInError(f"rl.rollout.tools: two have one name: {[tool.name for tool in tools]}")
         if functions.environment:
             running["environment"] = functools.partial(
                 open_world,
                 opener=functions.environment,
-                request=name_function("environment", rollout.environment, Path.cwd()),
+                request=name_function("environment", rollout.environment),
                 workers=for_worlds,
                 timeout_s=rollout.tool_timeout_s,
             )

@@ -154,7 +154,7 @@ async def call_filter(
     """
     name = function_name(filter_)
     where = f"filter {name} on group {group.group_index} (prompt {group.prompt_id})"
-    answer = await call_user(filter_, group, where=where, timeout_s=timeout_s, late=UserFunctionError)
+    answer = await call_user(filter_, group, where=where, timeout_s=timeout_s, kind=UserFunctionError)
     for sample in group.samples:
         check_metadata(sample, where)
     return check_decision(answer, name, where)
@@ -163,7 +163,7 @@ async def call_filter(
 async def call_ranker(ranker: RankerFn, group: SampleGroup, *, timeout_s: float = math.inf) -> float:
     """The ranker's number. Raises like call_filter."""
     where = f"ranker {function_name(ranker)} on group {group.group_index} (prompt {group.prompt_id})"
-    answer = await call_user(ranker, group, where=where, timeout_s=timeout_s, late=UserFunctionError)
+    answer = await call_user(ranker, group, where=where, timeout_s=timeout_s, kind=UserFunctionError)
     return check_number(answer, where, "score")
 
 
@@ -200,12 +200,11 @@ async def call_user(
     *arguments: object,
     where: str,
     timeout_s: float = math.inf,
-    late: type[UserFunctionError] = RewardTimeout,
-    raised: type[UserFunctionError] = UserFunctionError,
+    kind: type[UserFunctionError] | None = None,
     threads: bool = True,
 ) -> Any:
-    """The function's answer. Raises `late` after timeout_s, `raised` from whatever it raised. Without threads
-    a sync one runs here.
+    """The function's answer. Raises `kind` (None: RewardTimeout) after timeout_s, and (None:
+    UserFunctionError) from whatever it raised. Without threads a sync one runs here.
 
     Cancellation and KeyboardInterrupt (Ctrl-C where nobody receives signals) pass through.
     """
@@ -234,10 +233,10 @@ async def call_user(
             answer = await _timed(answer, what) if inspect.isawaitable(answer) else answer
         except BaseException as error:
             inner = find_own(error)
-            raise raised(f"{where} raised {describe(inner)}") from inner
+            raise (kind or UserFunctionError)(f"{where} raised {describe(inner)}") from inner
         if not scope.cancel_called:  # otherwise it answered too late, having kept the cancellation to itself
             return answer
-    raise late(
+    raise (kind or RewardTimeout)(
         f"{where} took longer than {timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s (of"
         " tools and environments: tool_timeout_s)"
     )

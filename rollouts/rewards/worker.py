@@ -174,8 +174,7 @@ def _serve(
         # without the frame of this file, as the function's author would see it
         frames = error.__traceback__ and error.__traceback__.tb_next
         shown = show_traceback(error, frames) if in_function else ""
-        answer = {"kind": "failed", "text": text, "traceback": shown}
-        answer["error"] = request.get("error", own)
+        answer = {"kind": "failed", "text": text, "traceback": shown, "error": request.get("error", own)}
     # Threads that run Python; a library may keep threads of its own.
     unfit = _take_state() != before or not set(sys._current_frames()) <= threads  # or it was not loaded
     for stream in (sys.stdout, sys.stderr):

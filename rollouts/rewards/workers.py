@@ -23,6 +23,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,16 +96,19 @@ async def open_workers(
         yield workers
 
 
+@dataclass(eq=False)
 class Workers:
     """Worker processes that call functions by name. Made by open_workers."""
 
-    _nursery: trio.Nursery
+    count: int
+    timeout_s: float
+    memory_bytes: int
+    output_bytes: int
+    module: str
 
-    def __init__(
-        self, count: int, timeout_s: float, memory_bytes: int, output_bytes: int, module: str
-    ) -> None:
-        self._timeout_s, self._memory_bytes, self._output_bytes = timeout_s, memory_bytes, output_bytes
-        self._module, self._count, self._slots, self._lent = module, count, 0, 0
+    def __post_init__(self) -> None:
+        self._nursery: trio.Nursery
+        self._slots = self._lent = 0  # processes that are kept up; blocks that have one or wait for one
         self._offer, self._ready = trio.open_memory_channel[Worker](math.inf)
         self._counters: dict[str, int] = dict.fromkeys(("calls", "failed", "workers_started"), 0)
 
@@ -160,12 +164,11 @@ class Workers:
         async def ask(request: Mapping[str, Any], where: str, kind: Any = Any) -> Any:
             nonlocal unfit
             async with turn:
-                answer = None
                 try:
                     answer = await self._exchange(worker.process, request, where, kind)
-                finally:
-                    if answer is None:  # also where the caller was cancelled
-                        worker.unfit.set()
+                except BaseException:  # also where the caller was cancelled
+                    worker.unfit.set()
+                    raise
             unfit = unfit or answer.unfit
             if answer.kind == "done":
                 return answer.value
@@ -175,7 +178,7 @@ class Workers:
 
         self._lent += 1
         try:
-            if self._slots < min(self._lent, self._count):
+            if self._slots < min(self._lent, self.count):
                 self._slots += 1
                 self._nursery.start_soon(self._run_worker)
             # the next one when a worker has ended, or has written bytes that nobody asked for
@@ -206,15 +209,15 @@ class Workers:
                 await channel.send_all(line)
                 received = bytearray(await channel.receive_some(1))
                 if received == b"\n":  # it is loaded
-                    scope.deadline = trio.current_time() + self._timeout_s
+                    scope.deadline = trio.current_time() + self.timeout_s
                     late = (
-                        f"{self._timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s (of"
+                        f"{self.timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s (of"
                         " tools and environments: tool_timeout_s)"
                     )
                     received.clear()
                 while b"\n" not in received:
-                    if len(received) > self._output_bytes:
-                        raise BadAnswer(f"an answer of more than output_bytes={self._output_bytes}")
+                    if len(received) > self.output_bytes:
+                        raise BadAnswer(f"an answer of more than output_bytes={self.output_bytes}")
                     if not (part := await channel.receive_some(1 << 16)):
                         raise EOFError
                     received += part
@@ -232,7 +235,7 @@ class Workers:
             problem = await _describe_end(process)
         process.read_output()
         if process.printed_too_much:
-            failure, problem = RewardCrashed, f"printed more than output_bytes={self._output_bytes}"
+            failure, problem = RewardCrashed, f"printed more than output_bytes={self.output_bytes}"
         printed = _shorten_output(process.read_tail())
         said = f"{PRINTED}{printed!r}" if printed else ""
         if problem or answer is None:
@@ -245,15 +248,15 @@ class Workers:
         """Keeps one process ready: another when a call has left one unfit. Ends by cancellation. Raises
         RewardCrashed if no process can be started.
         """
-        argv = [sys.executable, "-P", "-m", self._module, os.environ.get("PYTHONPATH", "")]
+        argv = [sys.executable, "-P", "-m", self.module, os.environ.get("PYTHONPATH", "")]
         failures, reason = 0, ""
         while failures < START_TRIES:
             try:
                 async with open_process(
                     argv,
                     env=make_environment(),
-                    output_bytes=self._output_bytes,
-                    memory_bytes=self._memory_bytes,
+                    output_bytes=self.output_bytes,
+                    memory_bytes=self.memory_bytes,
                     with_channel=True,
                     subreaper=True,
                 ) as process:
@@ -285,7 +288,7 @@ class Workers:
             nursery.cancel_scope.cancel()
 
 
-def name_function(role: str, name: str, base_dir: Path) -> dict[str, str]:
+def name_function(role: str, name: str, base_dir: Path = Path()) -> dict[str, str]:
     """The part of a request that says what is called."""
     base = str(base_dir.resolve())
     return {"role": role, "name": name, "base_dir": base, "digest": hash_file(name, base)}

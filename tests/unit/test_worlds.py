@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import trio
 
-from rollouts.environments.protocol import Turn
+from rollouts.environments.protocol import Turn, World
 from rollouts.environments.tools import call_tools
-from rollouts.environments.worlds import World, open_world
+from rollouts.environments.worlds import open_world
 from rollouts.errors import EnvironmentFailed
 from rollouts.rewards.workers import RaisedInWorker, Workers, name_function, open_workers
 from rollouts.types import RewardResult
