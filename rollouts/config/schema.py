@@ -326,9 +326,9 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
 
     def _list_rollout_rules(self) -> dict[str, Any]:
         rollout = self.rollout
-        makers = [name for name in ("generate", "environment", "agent") if getattr(rollout, name)]
         return {
-            f"rollout.{' and rollout.'.join(makers)} each make the trajectories; keep one": len(makers) > 1,
+            "rollout.generate, rollout.environment and rollout.agent each make the trajectories; keep one of"
+            " them": sum(map(bool, (rollout.generate, rollout.environment, rollout.agent))) > 1,
             "rollout.group_reward beside rollout.reward or rollout.reward_model; score samples one by one or"
             " by group: keep one": rollout.group_reward and (rollout.reward or rollout.reward_model),
             "rollout.reward_weights with rollout.group_reward, which weighs its own parts; leave one of them"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from rollouts.protocols import RewardValue
-from rollouts.types import ChatMessage, JSONValue
+from rollouts.types import ChatMessage, JSONValue, RewardResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,3 +74,16 @@ class Tool(NamedTuple):
     # ToolError for what the model is to be told, as it is told of any other exception; EnvironmentFailed
     # where the world, and not the call, is at fault.
     call: Callable[[Mapping[str, JSONValue]], Awaitable[JSONValue]]
+
+
+class World(NamedTuple):
+    """An open environment. Its functions raise EnvironmentFailed; where it offers no such method they give
+    None.
+    """
+
+    tools: list[Tool]
+    reset: Callable[[], Awaitable[list[ChatMessage] | None]]
+    step: Callable[[Turn], Awaitable[Observation]]  # with a list of messages, and a RewardResult
+    score: Callable[[], Awaitable[RewardResult | None]]
+    state: Callable[[], Awaitable[JSONValue]]  # what restore of a freshly opened one goes on from
+    restore: Callable[[JSONValue], Awaitable[None]]

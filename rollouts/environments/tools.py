@@ -1,7 +1,7 @@
-"""Functions that the model may call. A sync one runs in a worker process, an async one in the trainer's loop.
+"""Functions that the model may call: a sync one runs in a worker process, an async one in the trainer's loop.
 
     make_tool    typed function ──► Tool
-    load_tools   names of the config ──► Tools
+    load_tool    name of the config ──► Tool
     call_tools   tool calls of a message ──► side by side ──► the tools' messages, in the order of the calls
 
 Whatever a call does wrong becomes text for the model, beginning with "Error:".
@@ -10,7 +10,6 @@ Whatever a call does wrong becomes text for the model, beginning with "Error:".
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import trio
@@ -22,12 +21,10 @@ from rollouts.errors import EnvironmentFailed, ToolError, UserFunctionError
 from rollouts.messages import parse_tool_arguments
 from rollouts.processes.nurseries import run_all
 from rollouts.rewards.call import call_user
-from rollouts.rewards.check import function_name, is_async
+from rollouts.rewards.check import is_async
 from rollouts.rewards.worker import TEXT_CHARS
 from rollouts.rewards.workers import PRINTED, Workers, name_function
 from rollouts.types import ChatMessage, JSONValue
-
-MCP = "mcp:"  # begins an entry of rl.rollout.tools that names a server and no function
 
 
 class ToolResult(NamedTuple):
@@ -38,20 +35,15 @@ class ToolResult(NamedTuple):
     seconds: float  # from the call to the answer
 
 
-async def run_here(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """What the function gives, called in this loop, and awaited if it is async."""
-    answer = function(*arguments, **named)
-    return await answer if inspect.isawaitable(answer) else answer
-
-
 def make_tool(function: Callable[..., Any]) -> Tool:
     """A typed function as a Tool that calls it in this loop. Raises PlugInError as inspect_tool does."""
     schema, read_arguments = inspect_tool(function)
 
     async def call(arguments: JSONValue) -> JSONValue:
-        return await run_here(function, **read_arguments(arguments))
+        answer = function(**read_arguments(arguments))
+        return await answer if inspect.isawaitable(answer) else answer
 
-    return Tool(function_name(function), schema, call)
+    return Tool(schema["function"]["name"], schema, call)
 
 
 def bind_tool(schema: JSONValue, ask: Callable[..., Any], request: JSONValue) -> Tool:
@@ -59,26 +51,22 @@ def bind_tool(schema: JSONValue, ask: Callable[..., Any], request: JSONValue) ->
     name = schema["function"]["name"]
 
     async def call(arguments: JSONValue) -> JSONValue:
-        return (await ask({**request, "method": "tool", "arguments": arguments}, name)).value
+        return await ask({**request, "method": "tool", "arguments": arguments}, name)
 
     # waiting for a worker is not the function's time
     call.keeps_own_time = True  # pyright: ignore[reportFunctionMemberAccess]
     return Tool(name, schema, call)
 
 
-def load_tools(names: Sequence[str], base_dir: Path, workers: Workers | None = None) -> list[Tool]:
-    """The functions that `names` mean, MCP servers left out; sync ones are called in the workers, if there
-    are any. Raises PlugInError for a function that is no tool.
+def load_tool(name: str, workers: Workers | None = None) -> Tool:
+    """The function that `name` means as a Tool, called in the workers if it is sync and there are any. Raises
+    PlugInError for a function that is none.
     """
-    tools: list[Tool] = []
-    for name in names:
-        if not name.startswith(MCP):
-            function = load_function(name, role="tool", base_dir=base_dir)
-            tools.append(make_tool(function))
-            if workers and not is_async(function):
-                request = name_function("tool", name, base_dir)
-                tools.append(bind_tool(tools.pop().schema, workers.call, request))
-    return tools
+    function = load_function(name, role="tool")
+    tool = make_tool(function)
+    if workers is None or is_async(function):
+        return tool
+    return bind_tool(tool.schema, workers.call, name_function("tool", name))
 
 
 async def call_tools(
@@ -90,9 +78,8 @@ async def call_tools(
     Raises EnvironmentFailed if a tool does; the others are then cancelled.
     """
     by_name = {tool.name: tool for tool in tools}
-    results: list[Any] = [*calls]
 
-    async def answer(index: int, call: JSONValue) -> None:
+    async def answer(call: JSONValue) -> ToolResult:
         began_s, name, outcome = trio.current_time(), call["function"]["name"], "ok"
         try:
             if name not in by_name:
@@ -109,13 +96,11 @@ async def call_tools(
             end = ";" if outcome in ("timeout", "crashed") else PRINTED
             content = f"Error: {str(own).partition(end)[0][:TEXT_CHARS]}"
         message = ChatMessage(role="tool", content=content, tool_call_id=call["id"], name=name)
-        results[index] = ToolResult(message, outcome, trio.current_time() - began_s)
+        return ToolResult(message, outcome, trio.current_time() - began_s)
 
-    await run_all(*(partial(answer, *one) for one in enumerate(calls)))
-    return results
+    return await run_all(*(partial(answer, call) for call in calls))
 
 
-def answer_unreadable(why: str) -> ToolResult:
+def answer_unreadable(why: str) -> ChatMessage:
     """What the model reads after a turn whose tool calls could not be read."""
-    content = f"Error: the tool call could not be read: {why[:TEXT_CHARS]}"
-    return ToolResult(ChatMessage(role="tool", content=content), "unreadable", 0.0)
+    return ChatMessage(role="tool", content=f"Error: the tool call could not be read: {why[:TEXT_CHARS]}")

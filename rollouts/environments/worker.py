@@ -19,27 +19,26 @@ from rollouts.environments.protocol import Observation, Turn
 from rollouts.errors import EnvironmentFailed, PlugInError, ToolError, UserFunctionError
 from rollouts.messages import check_json, checked_messages
 from rollouts.rewards.check import check_reward, describe, function_name, is_async, shorten
-from rollouts.rewards.worker import Job, encode_json, load_named, main
+from rollouts.rewards.worker import Job, load_named, main
 
 OUTPUT_CHARS = 32_768  # of a tool's result, at most
 ARGUMENT = re.compile(r"^ +(\w+)(?: \(.*?\))?: (.+(?:\n {6,}.+)*)", re.MULTILINE)  # in a docstring
 _world: dict[str, Any] = {}  # in a worker: the environment, as "", and its tools by name
 
 
-def inspect_tool(function: Callable[..., Any]) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
+def inspect_tool(function: Callable[..., Any]) -> tuple[dict[str, Any], Callable[..., Any]]:
     """The schema of a typed function for a chat template, and what turns a call's arguments into values of
     the types that it names, or raises ToolError in words for the model.
 
     Descriptions are from the docstring: its text before "Args:", and the lines "name: text" below that.
     Raises PlugInError for a function that JSON cannot call.
     """
-    name, doc = function_name(function), inspect.getdoc(function) or ""
-    described, _, told = doc.partition("Args:\n")
+    name, (text, _, told) = function_name(function), (inspect.getdoc(function) or "").partition("Args:\n")
     try:
 
         @validate_call
         @wraps(function)  # with its signature
-        def check(**arguments: Any) -> dict[str, Any]:
+        def check(**arguments: Any) -> Any:
             return arguments
 
         parameters = TypeAdapter(check).json_schema()  # pyright: ignore[reportArgumentType]
@@ -52,23 +51,24 @@ def inspect_tool(function: Callable[..., Any]) -> tuple[dict[str, Any], Callable
     except Exception as error:
         raise PlugInError(
             f"tool {name}: a model cannot call it ({describe(error).partition(chr(10))[0]}); write a plain"
-            " function whose parameters all have a name and a type of JSON, as def search(query: str, limit:"
-            " int = 5)"
+            " function whose parameters all have a type of JSON, as def search(query: str, limit: int = 5)"
         ) from error
     for one in parameters["properties"].values():
         one.pop("title", None)
-    for key, text in ARGUMENT.findall(told):
-        parameters["properties"].get(key, {})["description"] = " ".join(text.split())
+    for key, said in ARGUMENT.findall(told):
+        parameters["properties"].get(key, {})["description"] = " ".join(said.split())
 
-    def read_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    def read_arguments(arguments: Any) -> Any:
         try:
             return check(**arguments)
         except ValidationError as error:
-            wrong = [f"argument {'.'.join(map(str, one['loc']))!r}: {one['msg']}" for one in error.errors()]
-            raise ToolError("arguments", "; ".join(wrong)) from error
+            one = error.errors()[0]
+            raise ToolError(
+                "arguments", f"argument {'.'.join(map(str, one['loc']))!r}: {one['msg']}"
+            ) from error
 
-    told = {"name": name, "description": described.strip(), "parameters": parameters}
-    return {"type": "function", "function": told}, read_arguments
+    described = {"name": name, "description": text.strip(), "parameters": parameters}
+    return {"type": "function", "function": described}, read_arguments
 
 
 def check_result(value: object, output_chars: int = OUTPUT_CHARS) -> str:
@@ -125,26 +125,25 @@ def serve(request: Mapping[str, Any], where: str) -> Job:
     if method == "tool":
         function = _world.get(where) or load_named(request, where)
         value = yield partial(function, **inspect_tool(function)[1](arguments))
-        yield {"value": encode_json(check_result(value))}
+        yield check_result(value)
     if method == "open":
         world = yield partial(load_named(request, where), *arguments)
-        tools = {function_name(tool): tool for tool in getattr(world, "tools", ())}
-        for function in (world.step, *tools.values()):
+        tools = getattr(world, "tools", ())
+        for function in (world.step, *tools):
             if is_async(function):
                 raise EnvironmentFailed(
                     f"{where}: {function_name(function)} is async; to run in the trainer's loop an"
                     " environment is opened by an async function, or by its class if step is async"
                 )
-        schemas = [inspect_tool(tool)[0] for tool in tools.values()]
-        _world.update(tools, **{"": world})
-        yield {"value": encode_json(schemas)}
+        _world.update({function_name(tool): tool for tool in tools}, **{"": world})
+        yield [inspect_tool(tool)[0] for tool in tools]
     function = getattr(_world[""], method, lambda *_: None)
     if method == "step":
         arguments = [Turn(**arguments[0])]
     if method == "close":
         _world.clear()
     value = yield partial(function, *arguments)
-    yield {"value": encode_json(check_answer(value, method, where))}
+    yield check_answer(value, method, where)
 
 
 if __name__ == "__main__":

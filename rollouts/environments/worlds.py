@@ -1,4 +1,5 @@
-"""Environments, opened for one row and closed once, with the same methods wherever they live.
+"""Environments, opened for one row and closed once, with the same methods wherever they live; and the tools
+of MCP servers, by the official SDK, which the extra `mcp` installs.
 
     open_world ──► async: in the trainer's loop, each call under timeout_s
                └─► sync: in a worker process of its own, which a call that is late or ends it takes with it
@@ -8,36 +9,26 @@ closing is nobody's: what came before it counts, and a worker is killed.
 """
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+import shlex
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import trio
 
-from rollouts.environments.protocol import Observation, Tool, Turn
-from rollouts.environments.tools import bind_tool, make_tool, run_here
+from rollouts.environments.protocol import Observation, Tool, World
+from rollouts.environments.tools import bind_tool, make_tool
 from rollouts.environments.worker import check_answer
-from rollouts.errors import EnvironmentFailed
+from rollouts.errors import EnvironmentFailed, ToolError
 from rollouts.rewards.call import call_user, find_own
-from rollouts.rewards.check import function_name, is_async
+from rollouts.rewards.check import function_name, import_extra, is_async
 from rollouts.rewards.workers import Workers
-from rollouts.types import ChatMessage, JSONValue, RewardResult
+from rollouts.types import JSONValue, RewardResult
 
-CLOSE_S = 10.0  # for closing, also where the trajectory was cancelled
-
-
-class World(NamedTuple):
-    """An open environment. Its functions raise EnvironmentFailed; where it offers no such method they give
-    None.
-    """
-
-    tools: list[Tool]
-    reset: Callable[[], Awaitable[list[ChatMessage] | None]]
-    step: Callable[[Turn], Awaitable[Observation]]  # with a list of messages, and a RewardResult or None
-    score: Callable[[], Awaitable[RewardResult | None]]
-    state: Callable[[], Awaitable[JSONValue]]  # what restore of a freshly opened one goes on from
-    restore: Callable[[JSONValue], Awaitable[None]]
+OPEN_S = 60.0  # for an MCP server to start
+CLOSE_S = 10.0  # for what was opened to close, also where the block was cancelled
+MCP = "mcp:"  # begins an entry of rl.rollout.tools that names a server and no function
 
 
 @asynccontextmanager
@@ -48,33 +39,31 @@ async def open_world(
     that it is async; else in one of the workers, which run rollouts.environments.worker and load what
     `request` names. Waiting for one is in no limit.
     """
-    what = f"environment {function_name(opener)}"
-    here = inspect.isasyncgenfunction(inspect.unwrap(opener)) or is_async(opener)
+    what, step = f"environment {function_name(opener)}", getattr(opener, "step", opener)
 
     async def host(stack: AsyncExitStack) -> Any:
         """Its tools, and what calls a method by its name."""
-        if here or is_async(getattr(opener, "step", opener)):
-            call = partial(call_user, timeout_s=timeout_s, late=EnvironmentFailed, raised=EnvironmentFailed)
+        if is_async(opener) or is_async(step) or inspect.isasyncgenfunction(inspect.unwrap(opener)):
+            call = partial(call_user, timeout_s=timeout_s, kind=EnvironmentFailed, threads=False)
 
-            async def ask(method: str, *arguments: Any) -> Any:
-                run = partial(run_here, getattr(held, method, lambda *_: None))
-                return await call(run, *arguments, where=f"{what}: {method}")
+            def ask(method: str, *arguments: Any) -> Any:
+                return call(getattr(held, method, lambda *_: None), *arguments, where=f"{what}: {method}")
 
-            held = await call(partial(run_here, opener), row, where=f"{what}: open")
+            held = await call(opener, row, where=f"{what}: open")
             if hasattr(held, "__aenter__"):
                 held = await stack.enter_async_context(held)
             else:
                 stack.push_async_callback(ask, "close")
-            given = getattr(held, "tools", ())
-            return [one if isinstance(one, Tool) else make_tool(one) for one in given], ask
+            tools = getattr(held, "tools", ())
+            return [tool if isinstance(tool, Tool) else make_tool(tool) for tool in tools], ask
         lent = await stack.enter_async_context(workers.lend())
 
         async def ask_worker(method: str, *arguments: Any) -> Any:
-            asked = {**request, "method": method, "arguments": arguments, "error": EnvironmentFailed.kind}
-            value = (await lent(asked, f"{what}: {method}")).value
+            asked = {**request, "method": method, "arguments": arguments, "error": "environment"}
+            value = await lent(asked, f"{what}: {method}")
             if method == "step":
                 reward = value["reward"] and RewardResult(**value["reward"])
-                return Observation(**{**value, "reward": reward})
+                return Observation(**value | {"reward": reward})
             return RewardResult(**value) if method == "score" and value else value
 
         schemas = await ask_worker("open", row)
@@ -86,12 +75,60 @@ async def open_world(
         async def call(method: str, *arguments: Any) -> Any:
             return check_answer(await ask(method, *arguments), method, f"{what}: {method}")
 
-        methods = ("reset", "step", "score", "state_dict", "load_state_dict")
+        methods = ["reset", "step", "score", "state_dict", "load_state_dict"]
         yield World(tools, *(partial(call, method) for method in methods))
 
 
+# --- MCP servers --------------------------------------------------------------------------------------------
+
+
 @asynccontextmanager
-async def open_apart(fill: Callable[[AsyncExitStack], Awaitable[Any]], what: str) -> AsyncIterator[Any]:
+async def open_mcp_tools(source: str, timeout_s: float) -> AsyncIterator[list[Tool]]:
+    """The tools of a server, for as long as the context is open: its http(s) address, or a command, which is
+    started without a shell, with PATH, HOME and little else of this process's environment.
+
+    `timeout_s` is a call's, which call_tools keeps. A command that ignores the end of its input outlives a
+    trainer that is killed. Raises ConfigError without the SDK, EnvironmentFailed if the server does not open.
+    """
+    mcp, (command, *words) = import_extra("mcp", source, "mcp"), shlex.split(source)
+    server = source if "://" in command else mcp.StdioServerParameters(command=command, args=words)
+    client: Any = mcp.Client(server, read_timeout_seconds=timeout_s + OPEN_S)
+
+    async def call(name: str, arguments: JSONValue) -> str:
+        try:
+            result = await client.call_tool(name, arguments)
+        except Exception as error:
+            raise EnvironmentFailed(f"MCP server {source!r} failed in {name}: {error!r}") from error
+        text = "\n".join(part.text for part in result.content if part.type == "text")
+        if result.is_error:
+            raise ToolError("failed", text)
+        return text
+
+    async with open_apart(lambda stack: stack.enter_async_context(client), f"MCP server {source!r}"):
+        page = await client.list_tools()
+        found = page.tools
+        while page.next_cursor:
+            page = await client.list_tools(cursor=page.next_cursor)
+            found += page.tools
+        yield [
+            Tool(
+                one.name,
+                {
+                    "type": "function",
+                    "function": {
+                        "name": one.name,
+                        "description": one.description or "",
+                        "parameters": one.input_schema,
+                    },
+                },
+                partial(call, one.name),
+            )
+            for one in found
+        ]
+
+
+@asynccontextmanager
+async def open_apart(fill: Callable[[AsyncExitStack], Any], what: str) -> AsyncIterator[Any]:
     """What `fill` gives, and closed on every way out within CLOSE_S what it put on the stack, which does not
     see the errors of the block: they are raised as they are.
 

@@ -116,17 +116,13 @@ async def evaluate(
         seed=seed,
         reward_timeout_s=reward_timeout_s,
     )
-    trajectories: list[tuple[Sample, ...]] = [  # each is replaced by what becomes of it
-        (replace(sample, id=f"eval-{sample.id}"),)
+    works = [
+        partial(make_trajectory, plan, replace(sample, id=f"eval-{sample.id}"))
         for index, row in enumerate(rows)
         for sample in make_samples(index, PromptRow(f"row-{index}", 0, row), samples_per_prompt)
     ]
-
-    async def run_one(index: int) -> None:
-        trajectories[index] = (await make_trajectory(plan, *trajectories[index])).segments
-
-    await run_all(*(partial(run_one, index) for index in range(len(trajectories))))
-    samples = tuple(segment for segments in trajectories for segment in segments)
+    trajectories = await run_all(*works)
+    samples = tuple(segment for one in trajectories for segment in one.segments)
     failed = [sample for sample in samples if sample.status is Status.FAILED]
     if len(failed) > MAX_FAILED_FRACTION * len(trajectories):
         raise NotEnoughSamples(

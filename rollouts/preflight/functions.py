@@ -22,11 +22,10 @@ from rollouts.config.schema import RLTrainingConfig, RunConfig
 from rollouts.config.secrets import flatten
 from rollouts.config.tables import RolloutConfig
 from rollouts.data.rows import Row
-from rollouts.environments.mcp import open_mcp_tools
 from rollouts.environments.protocol import Tool
-from rollouts.environments.tools import MCP, load_tools
+from rollouts.environments.tools import load_tool
 from rollouts.environments.trajectories import ReadTurn, load_response_template
-from rollouts.environments.worlds import open_world
+from rollouts.environments.worlds import MCP, open_mcp_tools, open_world
 from rollouts.errors import ConfigError, PlugInError, RolloutsError, UserFunctionError
 from rollouts.filters import FILTERS, RANKERS, check_some_complete
 from rollouts.loops.algorithm import check_algorithms
@@ -121,7 +120,7 @@ def load_functions(config: RunConfig, stages: Sequence[str], findings: Findings)
     found = {name: load(key, key.rpartition(".")[2], names.get(key)) for name, key in SETTINGS.items()}
     found["filters"] = tuple(load("rl.rollout.filters", "filter", name) for name in filters)
     with findings.reporting("rl.rollout.tools"):
-        found["tools"] = load_tools(rollout.tools, Path.cwd())
+        found["tools"] = [load_tool(name) for name in rollout.tools if not name.startswith(MCP)]
     with findings.reporting("rl.rollout.response_template"):
         found["read_turn"] = load_response_template(rollout.response_template, Path.cwd())
     with findings.reporting("rl.advantage"):
@@ -167,15 +166,16 @@ async def open_functions(
     settings = flatten(config.model_dump())
     async with AsyncExitStack() as stack:
         stack.enter_context(watch_blocking(warn))
-        opening = open_workers(
-            count=num_workers or len(os.sched_getaffinity(0)),
-            timeout_s=rollout.reward_timeout_s,
-            memory_bytes=WORKER_MEMORY,
+        workers = await stack.enter_async_context(
+            open_workers(
+                count=num_workers or len(os.sched_getaffinity(0)),
+                timeout_s=rollout.reward_timeout_s,
+                memory_bytes=WORKER_MEMORY,
+            )
         )
-        workers = await stack.enter_async_context(opening)
         for key, function in running.items():
             if function and not is_async(function):
-                role = SETTINGS[key].rpartition(".")[2]
+                role = key.removeprefix("eval_")
                 running[key] = workers.reward(settings[SETTINGS[key]], Path.cwd(), role)
         # environments that hold all workers of one pool call tools, which need another
         for_tools, for_worlds = [
@@ -189,19 +189,21 @@ async def open_functions(
             )
             for _ in range(2)
         ]
-        tools = load_tools(rollout.tools, Path.cwd(), for_tools)
+        tools = []
         for name in rollout.tools:
             if name.startswith(MCP):
-                opening = open_mcp_tools(name.removeprefix(MCP), timeout_s=rollout.tool_timeout_s)
-                tools += await stack.enter_async_context(opening)
-        names = [tool.name for tool in tools]
-        if len({*names}) < len(names):
-            raise PlugInError(f"rl.rollout.tools: two of {names} have one name; call one of them otherwise")
+                tools += await stack.enter_async_context(
+                    open_mcp_tools(name.removeprefix(MCP), rollout.tool_timeout_s)
+                )
+            else:
+                tools.append(load_tool(name, for_tools))
+        if len({tool.name for tool in tools}) < len(tools):
+            raise PlugInError(f"rl.rollout.tools: two have one name: {[tool.name for tool in tools]}")
         if functions.environment:
             running["environment"] = functools.partial(
                 open_world,
                 opener=functions.environment,
-                request=name_function("environment", rollout.environment, Path.cwd()),
+                request=name_function("environment", rollout.environment),
                 workers=for_worlds,
                 timeout_s=rollout.tool_timeout_s,
             )

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import trio
 
@@ -23,20 +24,24 @@ async def open_plain_nursery() -> AsyncIterator[trio.Nursery]:
         raise failure
 
 
-async def run_all(*works: Callable[[], Awaitable[object]]) -> None:
-    """Runs all at once, begun in their order. The first error cancels the others and is raised as it is."""
+async def run_all(*works: Callable[[], Awaitable[Any]]) -> list[Any]:
+    """What they return: all run at once, begun in their order. The first error cancels the others and is
+    raised as it is.
+    """
+    results: list[Any] = [*works]
     errors: list[Exception] = []
 
-    async def run(work: Callable[[], Awaitable[object]], task_status: trio.TaskStatus[None]) -> None:
+    async def run(index: int, task_status: trio.TaskStatus[None]) -> None:
         task_status.started()
         try:
-            await work()
+            results[index] = await works[index]()
         except Exception as error:
             errors.append(error)
             nursery.cancel_scope.cancel()
 
     async with trio.open_nursery() as nursery:
-        for work in works:
-            await nursery.start(run, work)
+        for index in range(len(works)):
+            await nursery.start(run, index)
     if errors:
         raise errors[0]
+    return results

@@ -156,7 +156,7 @@ async def call_filter(
     """
     name = function_name(filter_)
     where = f"filter {name} on group {group.group_index} (prompt {group.prompt_id})"
-    answer = await call_user(filter_, group, where=where, timeout_s=timeout_s, late=UserFunctionError)
+    answer = await call_user(filter_, group, where=where, timeout_s=timeout_s, kind=UserFunctionError)
     for sample in group.samples:
         check_metadata(sample, where)
     return check_decision(answer, name, where)
@@ -165,7 +165,7 @@ async def call_filter(
 async def call_ranker(ranker: RankerFn, group: SampleGroup, *, timeout_s: float = math.inf) -> float:
     """The ranker's number. Raises like call_filter."""
     where = f"ranker {function_name(ranker)} on group {group.group_index} (prompt {group.prompt_id})"
-    answer = await call_user(ranker, group, where=where, timeout_s=timeout_s, late=UserFunctionError)
+    answer = await call_user(ranker, group, where=where, timeout_s=timeout_s, kind=UserFunctionError)
     return check_number(answer, where, "score")
 
 
@@ -202,10 +202,11 @@ async def call_user(
     *arguments: object,
     where: str,
     timeout_s: float = math.inf,
-    late: type[UserFunctionError] = RewardTimeout,
-    raised: type[UserFunctionError] = UserFunctionError,
+    kind: type[UserFunctionError] | None = None,
+    threads: bool = True,
 ) -> Any:
-    """The function's answer. Raises `late` after timeout_s, `raised` from whatever it raised.
+    """The function's answer. Raises `kind` (None: RewardTimeout) after timeout_s, and (None:
+    UserFunctionError) from whatever it raised. Without threads a sync one runs here.
 
     Cancellation and KeyboardInterrupt (Ctrl-C where nobody receives signals) pass through.
     """
@@ -214,9 +215,9 @@ async def call_user(
     what = where.partition(" on ")[0]
     with trio.CancelScope() as scope:
         try:
-            if is_async(function):
+            if is_async(function) or not threads:
                 scope.deadline = trio.current_time() + timeout_s
-                answer = await _timed(function(*arguments), what)
+                answer = function(*arguments)
             else:
                 if (places := _user_threads.get(None)) is None:
                     _user_threads.set(places := trio.CapacityLimiter(USER_THREADS))
@@ -231,13 +232,13 @@ async def call_user(
                         abandon_on_cancel=True,
                         limiter=trio.CapacityLimiter(1),
                     )
-                answer = await _timed(answer, what) if inspect.isawaitable(answer) else answer
+            answer = await _timed(answer, what) if inspect.isawaitable(answer) else answer
         except BaseException as error:
             inner = find_own(error)
-            raise raised(f"{where} raised {describe(inner)}") from inner
+            raise (kind or UserFunctionError)(f"{where} raised {describe(inner)}") from inner
         if not scope.cancel_called:  # otherwise it answered too late, having kept the cancellation to itself
             return answer
-    raise late(
+    raise (kind or RewardTimeout)(
         f"{where} took longer than {timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s (of"
         " tools and environments: tool_timeout_s)"
     )

@@ -87,7 +87,7 @@ def require(holds: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def import_extra(module: str, what: str, *, extra: str = "rewards") -> Any:
+def import_extra(module: str, what: str, extra: str = "rewards") -> Any:
     """A library that only this needs. Raises ConfigError naming the extra if it is not installed."""
     try:
         return importlib.import_module(module)

@@ -15,7 +15,6 @@ import contextlib
 import faulthandler
 import hashlib
 import json
-import math
 import os
 import resource
 import signal
@@ -33,7 +32,7 @@ import numpy as np
 from rollouts.config.plugins import load_function
 from rollouts.errors import EnvironmentFailed, PlugInError, ToolError, UserFunctionError
 from rollouts.rewards.check import check_group_rewards, check_reward, describe, show_traceback
-from rollouts.types import RewardResult, Sample
+from rollouts.types import Sample
 
 TEXT_CHARS = 2000  # of a message
 EXIT_LOST_CHANNEL = 113  # the function closed the channel, so that the worker cannot answer
@@ -54,15 +53,14 @@ class Answer(msgspec.Struct, omit_defaults=True):
     id: str  # of the request
     kind: Literal["done", "failed", "crashed"]
     text: str = ""  # failed: the error's message; crashed: what the function did
-    rewards: list[RewardResult] = []  # done, of a reward function: one per sample
-    value: Any = "null"  # done, of another: on the wire its JSON text
+    value: msgspec.Raw = msgspec.Raw(b"null")  # done: what the function returned, checked; of a reward a list
     error: str = ""  # failed: the kind of ToolError or EnvironmentFailed
     traceback: str = ""  # failed, if the function raised
     unfit: bool = False  # the call left something behind: the worker must not serve another
 
 
 # of a request and the start of its errors: yields the user's function on its arguments, is sent what that
-# returned, and yields fields of the Answer
+# returned, and yields it checked
 Job = Generator[Any, Any, None]
 
 
@@ -70,21 +68,15 @@ class BadAnswer(ValueError):
     """A worker's bytes are no answer."""
 
 
-def parse_answer(line: bytes, *, request_id: str, count: int) -> Answer:
-    """The answer to the request of that id, which has `count` samples. Raises BadAnswer."""
+def parse_answer(line: bytes, *, request_id: str, kind: Any) -> Answer:
+    """The answer to the request of that id, whose value is of that type. Raises BadAnswer."""
     try:
         answer = msgspec.json.decode(line, type=Answer)
-        answer.value = DECODE(answer.value)
-    except (TypeError, ValueError, RecursionError) as error:
+        value: Any = msgspec.json.decode(answer.value, type=kind if answer.kind == "done" else Any)
+        answer.value = value
+    except (ValueError, RecursionError) as error:
         raise BadAnswer(f"an answer that is none ({error}; did it write to file descriptor 3?)") from error
-    numbers = [number for one in answer.rewards for number in (one.reward, *one.parts.values())]
-    count = count if answer.kind == "done" else 0
-    if (
-        answer.id != request_id
-        or len(answer.rewards) != count
-        or not all(map(math.isfinite, numbers))
-        or b"\n" in line[:-1]
-    ):
+    if answer.id != request_id or b"\n" in line[:-1]:
         raise BadAnswer("an answer that is none (did it write to file descriptor 3, which is the worker's?)")
     return answer
 
@@ -170,7 +162,7 @@ def _serve(
         before, in_function = _take_state(), True
         value = function()
         in_function = False
-        answer = {"kind": "done", **job.send(value)}
+        answer = {"kind": "done", "value": msgspec.Raw(encode_json(job.send(value)))}
     except BaseException as error:
         cause = error if in_function else error.__cause__ or error
         if isinstance(cause, MemoryError):
@@ -183,8 +175,7 @@ def _serve(
         # without the frame of this file, as the function's author would see it
         frames = error.__traceback__ and error.__traceback__.tb_next
         shown = show_traceback(error, frames) if in_function else ""
-        answer = {"kind": "failed", "text": text, "traceback": shown}
-        answer["error"] = request.get("error", own)
+        answer = {"kind": "failed", "text": text, "traceback": shown, "error": request.get("error", own)}
     # Threads that run Python; a library may keep threads of its own.
     unfit = _take_state() != before or not set(sys._current_frames()) <= threads  # or it was not loaded
     for stream in (sys.stdout, sys.stderr):
@@ -204,9 +195,9 @@ def serve_reward(request: Mapping[str, Any], where: str) -> Job:
     samples: Any = tuple(map(decode_sample, request["samples"]))
     if request["role"] == "group_reward":
         value = yield partial(function, samples)
-        yield {"rewards": check_group_rewards(value, len(samples), where)}
+        yield check_group_rewards(value, len(samples), where)
     value = yield partial(function, samples[0])
-    yield {"rewards": [check_reward(value, where)]}
+    yield [check_reward(value, where)]
 
 
 def load_named(request: Mapping[str, Any], where: str) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,16 +96,19 @@ async def open_workers(
         yield workers
 
 
+@dataclass(eq=False)
 class Workers:
     """Worker processes that call functions by name. Made by open_workers."""
 
-    _nursery: trio.Nursery
+    count: int
+    timeout_s: float
+    memory_bytes: int
+    output_bytes: int
+    module: str
 
-    def __init__(
-        self, count: int, timeout_s: float, memory_bytes: int, output_bytes: int, module: str
-    ) -> None:
-        self._timeout_s, self._memory_bytes, self._output_bytes = timeout_s, memory_bytes, output_bytes
-        self._module, self._count, self._slots, self._lent = module, count, 0, 0
+    def __post_init__(self) -> None:
+        self._nursery: trio.Nursery
+        self._slots = self._lent = 0  # processes that are kept up; blocks that have one or wait for one
         self._offer, self._ready = trio.open_memory_channel[Worker](math.inf)
         self._counters: dict[str, int] = dict.fromkeys(("calls", "failed", "workers_started"), 0)
 
@@ -124,8 +128,9 @@ class Workers:
             samples = (given,) if isinstance(given, Sample) else tuple(given)
             on = "" if isinstance(given, Sample) else "the group of "
             where = f"{role.replace('_', ' ')} function {call.__name__} on {on}sample {samples[0].id}"
-            rewards = (await self.call({**request, "samples": samples}, where, len(samples))).rewards
-            return rewards[0] if isinstance(given, Sample) else tuple(rewards)
+            kind = tuple[(RewardResult,) * len(samples)]
+            rewards = await self.call({**request, "samples": samples}, where, kind)
+            return rewards[0] if isinstance(given, Sample) else rewards
 
         call.__name__ = call.__qualname__ = name.rpartition(":")[2].rpartition(".")[2]
         # waiting for a worker is not the function's time
@@ -134,20 +139,20 @@ class Workers:
 
     # --- calls ---
 
-    async def call(self, request: Mapping[str, Any], where: str, count: int = 0) -> Answer:
-        """The answer of any worker to a request with `count` samples, whose errors begin with `where`. Raises
-        as `lend` says.
+    async def call(self, request: Mapping[str, Any], where: str, kind: Any = Any) -> Any:
+        """What a worker answers to a request whose errors begin with `where`: a value of that type. Raises as
+        `lend` says.
         """
         self._counters["calls"] += 1
         try:
             async with self.lend() as ask:
-                return await ask(request, where, count)
-        except (UserFunctionError, ToolError):
+                return await ask(request, where, kind)
+        except UserFunctionError:
             self._counters["failed"] += 1
             raise
 
     @asynccontextmanager
-    async def lend(self) -> AsyncIterator[Callable[..., Awaitable[Answer]]]:
+    async def lend(self) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
         """The `call` of one worker, for the block alone: it answers one request after the other. It is killed
         where an answer was not awaited to its end, or where a call left something behind.
 
@@ -156,25 +161,24 @@ class Workers:
         """
         turn, unfit = trio.Lock(), False
 
-        async def ask(request: Mapping[str, Any], where: str, count: int = 0) -> Answer:
+        async def ask(request: Mapping[str, Any], where: str, kind: Any = Any) -> Any:
             nonlocal unfit
             async with turn:
-                answer = None
                 try:
-                    answer = await self._exchange(worker.process, request, where, count)
-                finally:
-                    if answer is None:  # also where the caller was cancelled
-                        worker.unfit.set()
+                    answer = await self._exchange(worker.process, request, where, kind)
+                except BaseException:  # also where the caller was cancelled
+                    worker.unfit.set()
+                    raise
             unfit = unfit or answer.unfit
             if answer.kind == "done":
-                return answer
+                return answer.value
             kinds = {"": UserFunctionError, "environment": EnvironmentFailed}
             raised = kinds.get(answer.error, partial(ToolError, answer.error))(answer.text)
             raise raised from (RaisedInWorker(answer.traceback) if answer.traceback else None)
 
         self._lent += 1
         try:
-            if self._slots < min(self._lent, self._count):
+            if self._slots < min(self._lent, self.count):
                 self._slots += 1
                 self._nursery.start_soon(self._run_worker)
             # the next one when a worker has ended, or has written bytes that nobody asked for
@@ -192,67 +196,67 @@ class Workers:
         finally:
             self._lent -= 1
 
-    async def _exchange(self, process: Process, request: Mapping[str, Any], where: str, count: int) -> Answer:
+    async def _exchange(self, process: Process, request: Mapping[str, Any], where: str, kind: Any) -> Answer:
         """The worker's answer to a request. Raises RewardTimeout, and RewardCrashed where there is none."""
         channel, request_id = process.channel, secrets.token_hex(16)
         line = encode_json({**request, "id": request_id, "where": where}).encode() + b"\n"
         assert channel is not None
         late = f"{LOAD_TIMEOUT_S:g} s to import; do less when the module is imported"
-        answer, kind, problem = None, RewardCrashed, ""
+        answer, failure, problem = None, RewardCrashed, ""
         process.forget_output()
         try:
             with trio.move_on_after(LOAD_TIMEOUT_S) as scope:
                 await channel.send_all(line)
                 received = bytearray(await channel.receive_some(1))
                 if received == b"\n":  # it is loaded
-                    scope.deadline = trio.current_time() + self._timeout_s
+                    scope.deadline = trio.current_time() + self.timeout_s
                     late = (
-                        f"{self._timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s (of"
+                        f"{self.timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s (of"
                         " tools and environments: tool_timeout_s)"
                     )
                     received.clear()
                 while b"\n" not in received:
-                    if len(received) > self._output_bytes:
-                        raise BadAnswer(f"an answer of more than output_bytes={self._output_bytes}")
+                    if len(received) > self.output_bytes:
+                        raise BadAnswer(f"an answer of more than output_bytes={self.output_bytes}")
                     if not (part := await channel.receive_some(1 << 16)):
                         raise EOFError
                     received += part
-                answer = parse_answer(bytes(received), request_id=request_id, count=count)
+                answer = parse_answer(bytes(received), request_id=request_id, kind=kind)
                 # a process that says that it crashed has ended: then its end is what can be read
                 if answer.kind == "crashed":
                     problem = answer.text
                 elif is_readable(process):
                     raise BadAnswer("more than one answer (did it write to file descriptor 3?)")
             if scope.cancelled_caught:
-                kind, problem = RewardTimeout, f"took longer than {late}"
+                failure, problem = RewardTimeout, f"took longer than {late}"
         except BadAnswer as error:
             problem = f"gave {error}"
         except (OSError, EOFError, trio.BrokenResourceError, trio.ClosedResourceError):
             problem = await _describe_end(process)
         process.read_output()
         if process.printed_too_much:
-            kind, problem = RewardCrashed, f"printed more than output_bytes={self._output_bytes}"
+            failure, problem = RewardCrashed, f"printed more than output_bytes={self.output_bytes}"
         printed = _shorten_output(process.read_tail())
         said = f"{PRINTED}{printed!r}" if printed else ""
         if problem or answer is None:
-            kind = EnvironmentFailed if request["role"] == "environment" else kind
-            raise kind(f"{where} {problem}{said}")
-        answer.text += "" if answer.error else said
+            failure = EnvironmentFailed if request["role"] == "environment" else failure
+            raise failure(f"{where} {problem}{said}")
+        answer.text += said
         return answer
 
     async def _run_worker(self) -> None:
         """Keeps one process ready: another when a call has left one unfit. Ends by cancellation. Raises
         RewardCrashed if no process can be started.
         """
-        argv = [sys.executable, "-P", "-m", self._module, os.environ.get("PYTHONPATH", "")]
+        argv = [sys.executable, "-P", "-m", self.module, os.environ.get("PYTHONPATH", "")]
         failures, reason = 0, ""
         while failures < START_TRIES:
             try:
                 async with open_process(
                     argv,
                     env=make_environment(),
-                    output_bytes=self._output_bytes,
-                    memory_bytes=self._memory_bytes,
+                    output_bytes=self.output_bytes,
+                    memory_bytes=self.memory_bytes,
                     with_channel=True,
                     subreaper=True,
                 ) as process:
@@ -284,7 +288,7 @@ class Workers:
             nursery.cancel_scope.cancel()
 
 
-def name_function(role: str, name: str, base_dir: Path) -> dict[str, str]:
+def name_function(role: str, name: str, base_dir: Path = Path()) -> dict[str, str]:
     """The part of a request that says what is called."""
     base = str(base_dir.resolve())
     return {"role": role, "name": name, "base_dir": base, "digest": hash_file(name, base)}

@@ -333,11 +333,13 @@ async def test_no_process_survives_a_trainer_that_is_killed():
 
 # --- messages ---
 
-GOOD = b'{"id":"r1","kind":"done","rewards":[{"reward":1,"parts":{"a":2.5},"note":"n"}]}'
+GOOD = b'{"id":"r1","kind":"done","value":[{"reward":1,"parts":{"a":2.5},"note":"n"}]}'
+
+KIND = tuple[RewardResult]
 
 
 def test_an_answer_is_parsed():
-    assert parse_answer(GOOD, request_id="r1", count=1).rewards == [RewardResult(1.0, {"a": 2.5}, "n")]
+    assert parse_answer(GOOD, request_id="r1", kind=KIND).value == (RewardResult(1.0, {"a": 2.5}, "n"),)
 
 
 # bytes, or a piece of GOOD and what replaces it
@@ -347,7 +349,6 @@ NO_ANSWERS = r"""
 {"id":"r1"}
 {"id":"r1","kind":"done"}
 {"id":"r1","kind":"loaded"}
-done => failed
 done => late
 :1, => :NaN,
 :1, => :1e999,
@@ -368,4 +369,4 @@ LINES = [
 @pytest.mark.parametrize("line", [b"", b"\xff", b"[" * 100_000, b"1" * 5000, *LINES])
 def test_bytes_that_are_no_answer_are_a_typed_error(line: bytes):
     with pytest.raises(BadAnswer):
-        parse_answer(line, request_id="r1", count=1)
+        parse_answer(line, request_id="r1", kind=KIND)

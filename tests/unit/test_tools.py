@@ -11,7 +11,7 @@ import trio
 from pydantic import Field
 
 from rollouts.environments.protocol import Tool
-from rollouts.environments.tools import ToolResult, answer_unreadable, call_tools, load_tools, make_tool
+from rollouts.environments.tools import ToolResult, answer_unreadable, call_tools, load_tool, make_tool
 from rollouts.environments.worker import OUTPUT_CHARS
 from rollouts.errors import EnvironmentFailed, PlugInError
 from rollouts.rewards.workers import open_workers
@@ -72,9 +72,7 @@ def unknown_type(a: "Nowhere"): ...  # type: ignore[name-defined]  # noqa: F821
     "function", [no_hint, one_hint, stars, keywords, by_position, callback, unknown_type, max, partial(print)]
 )
 def test_a_function_that_json_cannot_call_is_refused(function: Any):
-    with pytest.raises(
-        PlugInError, match=r"a model cannot call it .*write a plain function whose parameters"
-    ):
+    with pytest.raises(PlugInError, match=r"a model cannot call it .*write a plain function whose"):
         make_tool(function)
 
 
@@ -150,9 +148,7 @@ async def test_a_tool_that_there_is_not_and_a_call_that_could_not_be_read():
     result = await ask([make_tool(nap), make_tool(fail)], "look", {})
     assert result.outcome == "unknown"
     assert result.message["content"] == "Error: there is no tool 'look'; the tools are nap, fail"
-    unreadable = answer_unreadable("bad JSON")
-    assert unreadable.outcome == "unreadable"
-    assert unreadable.message == {
+    assert answer_unreadable("bad JSON") == {
         "role": "tool",
         "content": "Error: the tool call could not be read: bad JSON",
     }
@@ -185,7 +181,7 @@ async def test_whatever_a_sync_tool_does_becomes_words_and_nothing_is_left_behin
     names = ["calculate", "nothing", "long", "odd", "refuse", "child", "spoil"]
     options: dict[str, Any] = {"memory_bytes": 1 << 30, "module": "rollouts.environments.worker"}
     async with open_workers(count=2, timeout_s=1, **options) as workers:
-        tools = load_tools([f"hostile_worlds.py:{name}" for name in names], HERE, workers)
+        tools = [load_tool(f"{HERE}/hostile_worlds.py:{name}", workers) for name in names]
         assert [tool.name for tool in tools] == names
         for name, arguments, outcome, content in read_cells(IN_WORKERS):
             result = await ask(tools, name, json.loads(arguments), timeout_s=0.001)
