@@ -17,14 +17,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import trio
 
 from rollouts.config.tables import RolloutConfig
 from rollouts.data.chat import NO_PARAMS, TemplateParams
-from rollouts.environments.protocol import Observation, Tool, Turn
-from rollouts.environments.tools import call_tools
+from rollouts.environments.protocol import Tool, Turn, World
+from rollouts.environments.tools import answer_unreadable, call_tools
 from rollouts.environments.trajectories import (
     AgentTokenizer,
     ChatFormat,
@@ -56,24 +56,8 @@ from rollouts.types import (
 
 TOOL_CHARS = 16_384  # of a result; a longer one is an error that the model is told
 SHOWN = ("segment", "reward", "rewards", "calls", "metadata")  # of a turn, in the record, where not 0
-UNREADABLE = "Error: this turn could not be read ({}). Write a tool call in its form, or none."
 
 End = Literal["done", "turns", "tool_calls", "tokens", "time"]
-
-
-class World(Protocol):
-    """An opened environment, whose answers are checked. Raises EnvironmentFailed."""
-
-    tools: Sequence[Tool]
-
-    async def reset(self) -> Sequence[ChatMessage] | None: ...
-    async def step(self, turn: Turn, /) -> Observation: ...
-    async def score(self) -> RewardResult | None: ...
-    async def state(self) -> JSONValue:
-        """None if it offers none."""
-        ...
-
-    async def restore(self, state: JSONValue, /) -> None: ...
 
 
 OpenWorld = Callable[[Mapping[str, JSONValue]], AbstractAsyncContextManager[World | None]]
@@ -146,7 +130,7 @@ class Episode:
             if problem:
                 called = [{"name": "", "outcome": "unreadable", "seconds": 0.0}]
                 self.turns[-1] = record._replace(calls=called)
-                return [ChatMessage(role="user", content=UNREADABLE.format(problem[:200]))]
+                return [answer_unreadable(problem)]
             began = trio.current_time()
             results = await call_tools(
                 calls, self.tools, timeout_s=self.config.tool_timeout_s, output_chars=TOOL_CHARS

@@ -103,4 +103,4 @@ async def call_tools(
 
 def answer_unreadable(why: str) -> ChatMessage:
     """What the model reads after a turn whose tool calls could not be read."""
-    return ChatMessage(role="tool", content=f"Error: the tool call could not be read: {why[:TEXT_CHARS]}")
+    return ChatMessage(role="user", content=f"Error: the tool call could not be read: {why[:TEXT_CHARS]}")

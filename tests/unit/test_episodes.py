@@ -15,17 +15,18 @@ import trio.testing
 from rollouts.config.tables import RolloutConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.environments.episode import OpenWorld, make_agent_generate, make_formats
-from rollouts.environments.protocol import Observation, Tool, Turn
+from rollouts.environments.protocol import Observation, Tool, Turn, World
 from rollouts.errors import EnvironmentFailed, NotEnoughSamples, ToolError, TrajectoryLeftOut
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.samples import TRAJECTORY
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
-from rollouts.types import GenerateRequest, RewardResult, Sample, SamplingParams, Status
+from rollouts.types import ChatMessage, GenerateRequest, RewardResult, Sample, SamplingParams, Status
 from tests.sim.fakes import RecordingBuffer
 from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
 from tests.unit.manager_runs import ROWS
 
 SAMPLING = SamplingParams(max_new_tokens=40, stop_token_ids=(FAKE_END,), seed=1)
+NAMING_TOOLS = [{**row, "prompt": f"Use slow or break. {row['prompt']}"} for row in ROWS]
 SAMPLE = Sample(id="g00000000-s000", prompt="Use slow.", group_index=0, metadata={"answer": "7"})
 
 
@@ -58,42 +59,41 @@ async def break_(arguments: Any) -> str:
 TOOLS = (make_tool("slow", slow), make_tool("break", break_))
 
 
-class Game:
-    """Says "n" until the model says "end"; each turn is worth 0.5. Counts what is open."""
+def make_game(counts: Counter[str], *, stateful: bool = True, delay_s: float = 0.0) -> World:
+    """Says "n" until the model says "end"; each turn is worth 0.5, the end 1."""
+    turns = [0]
 
-    tools = ()
+    async def reset() -> None:
+        await trio.sleep(delay_s)
 
-    def __init__(self, counts: Counter[str], *, stateful: bool = True, delay_s: float = 0.0) -> None:
-        self.counts, self.stateful, self.delay_s, self.turns = counts, stateful, delay_s, 0
-
-    async def reset(self) -> None:
-        await trio.sleep(self.delay_s)
-
-    async def step(self, turn: Turn) -> Observation:
-        await trio.sleep(self.delay_s)
+    async def step(turn: Turn) -> Observation:
+        await trio.sleep(delay_s)
         if turn.text == "fail":
             raise EnvironmentFailed("it fell down")
-        self.turns += 1
-        done = turn.text == "end"
-        return Observation(messages="n", reward={"half": 0.5}, done=done, metadata={"turn": self.turns})
+        turns[0] += 1
+        reward, done = RewardResult(0.5, {"half": 0.5}), turn.text == "end"
+        messages = [ChatMessage(role="user", content="n")]
+        return Observation(messages=messages, reward=reward, done=done, metadata={"turn": turns[0]})
 
-    async def score(self) -> RewardResult | None:
+    async def score() -> RewardResult:
         return RewardResult(1.0, {"won": 1.0})
 
-    async def state(self) -> Any:
-        return self.turns if self.stateful else None
+    async def state() -> int | None:
+        return turns[0] if stateful else None
 
-    async def restore(self, state: Any) -> None:
-        self.counts["restored"] += 1
-        self.turns = state
+    async def restore(state: Any) -> None:
+        counts["restored"] += 1
+        turns[0] = state
+
+    return World([], reset, step, score, state, restore)
 
 
 def open_games(counts: Counter[str], **options: Any) -> OpenWorld:
     @asynccontextmanager
-    async def open_game(row: Mapping[str, Any]) -> AsyncIterator[Game]:
+    async def open_game(row: Mapping[str, Any]) -> AsyncIterator[World]:
         counts["opened"] += 1
         try:
-            yield Game(counts, **options)
+            yield make_game(counts, **options)
         finally:
             counts["closed"] += 1
 
@@ -157,7 +157,7 @@ async def test_a_turn_that_cannot_be_read_is_answered_in_words_and_counted(autoj
     sample = await play("slow(2", "done", tools=TOOLS[:1])
     messages = sample.metadata["messages"]
     assert messages[1]["content"] == "slow(2"
-    assert messages[2]["content"].startswith("Error: this turn could not be read (a bracket is open).")
+    assert messages[2]["content"].startswith("Error: the tool call could not be read: a bracket is open")
     assert sample.metadata[TRAJECTORY]["turns"][0]["calls"][0]["outcome"] == "unreadable"
 
 
@@ -237,12 +237,12 @@ def make_manager(
     max_staleness: int,
     **settings: Any,
 ) -> tuple[AsyncRolloutManager, RecordingBuffer]:
-    buffer = RecordingBuffer(DataBuffer(ROWS, seed=0), out)
+    buffer = RecordingBuffer(DataBuffer(NAMING_TOOLS, seed=0), out)
     manager = AsyncRolloutManager(
         buffer,
         engine,
         generate=generate,
-        config=RolloutConfig(**{"num_prompts": 2, "samples_per_prompt": 4, **settings}),
+        config=RolloutConfig(**{"num_prompts": 1, "samples_per_prompt": 3, **settings}),
         reward=None,
         sampling=SAMPLING,
         seed=0,
@@ -274,7 +274,7 @@ async def run_schedule(seed: int) -> Counter[str]:
     staleness = int(draw.integers(3))
     world = open_games(counts, stateful=bool(draw.integers(2)), delay_s=float(draw.integers(2)) * 0.5)
     settings = {
-        "max_turns": 6,
+        "max_turns": 4,
         "over_sampling": 1.5,
         "max_failed_fraction": 1.0,
         "max_attempts": 50,
@@ -293,7 +293,7 @@ async def run_schedule(seed: int) -> Counter[str]:
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(disturb)
-        for _ in range(3):
+        for _ in range(2):
             with trio.move_on_after(float(draw.random() * 8) if draw.random() < 0.4 else math.inf):
                 try:
                     batch = await manager.generate_batch()
@@ -319,6 +319,6 @@ def test_a_thousand_random_schedules_lose_no_prompt_and_leave_no_environment_ope
     total: Counter[str] = Counter()
     for seed in range(1000):
         total += trio.run(run_schedule, seed, clock=trio.testing.MockClock(autojump_threshold=0))
-    assert total["trained"] > 5000, total
+    assert total["trained"] > 2000, total
     assert total["restored"] > 100, total
     assert total["given up"] < 50, total
