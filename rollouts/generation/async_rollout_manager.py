@@ -16,8 +16,9 @@ spent), and is the P of them with the highest scores, equal ones by launch. The 
 outranked, and their prompts not returned: they would be drawn again at once, and fill the next competition.
 
 max_staleness ≥ 1: groups are decided as they finish, and P of them are delivered by the rule of pacing.py. A
-group is launched whenever fewer than ceil(P * over_sampling) * G samples are being generated, up to the
-window of that rule, so engines stay full while the last members of old groups end. When collecting ends,
+group is launched whenever fewer than ceil(P * over_sampling) * G samples are being generated (one that waits
+for a tool or an environment is not), up to the window of that rule, so engines stay full while the last
+members of old groups end. When collecting ends,
 abort_all() makes the engine answer with what there is: an unfinished group keeps its finished members with
 their rewards, and of the others the tokens that there are, each with the version that made it; a member whose
 reward was being computed keeps its finished text and is scored later. A member that cannot go on (several

@@ -105,6 +105,7 @@ class Collector:
             may_continue=lambda oldest: not self._is_stale(oldest),
             is_stopping=lambda: self._is_stopping,
             on_generated=self._note_generated,
+            on_waiting=self._note_waiting,
         )
         # in launch order: running, or finished and waiting their turn
         self._undecided: dict[int, Group] = {}
@@ -114,6 +115,7 @@ class Collector:
         self._failed_groups: dict[int, Group] = {}  # decided, and counted when the batch is delivered
         self._begin_batch()
         self.generating = 0  # samples
+        self._waiting = 0  # of them for tools and environments
         self._is_stopping = False
         self.failure: RolloutsError | None = None  # that ended it
         self._scope = trio.CancelScope()  # of its tasks
@@ -129,6 +131,11 @@ class Collector:
     def _note_generated(self) -> None:
         self.generating -= 1
         if self.generating % self._config.samples_per_prompt == 0:  # room for one more group
+            self._changed.unpark_all()
+
+    def _note_waiting(self, change: int) -> None:
+        self._waiting += change
+        if change > 0:
             self._changed.unpark_all()
 
     def note_engine_version(self, version: int) -> None:
@@ -260,7 +267,8 @@ class Collector:
         if self._goes_on and len(self._pace.finished) >= READY_BATCHES * self._config.num_prompts:
             return 0
         size = self._config.samples_per_prompt
-        return min((self._at_once * size - self.generating) // size, self._pace.room)
+        busy = self.generating - self._waiting
+        return min((self._at_once * size - busy) // size, self._pace.room)
 
     def _is_full(self) -> bool:
         if self._pace is not None:

@@ -36,6 +36,7 @@ class ContinuingEngine:
     member: Member  # with what the function has noted
     keep: Callable[[Member], None] = lambda member: None  # gets the member when it notes something
     asking: int = 0  # requests that wait for an answer
+    waits: bool = False  # for a tool or an environment, between two turns
     in_vain: int = 0  # aborts in a row without a token more
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # around the call
 
@@ -49,6 +50,7 @@ class ContinuingEngine:
         Raises like the engine, and EngineError after MAX_STARTS aborts in a row without a token more.
         """
         rest, whole = request, None
+        self._count_waiting(False)
         self.asking += 1
         try:
             while True:
@@ -64,6 +66,13 @@ class ContinuingEngine:
                 rest = ask_for_rest(request, whole.token_ids) if done else request
         finally:
             self.asking -= 1
+            self._count_waiting(self.member.partial is not None and not self.asking)
+
+    def _count_waiting(self, waits: bool) -> None:
+        """Tells whether the trajectory has begun and waits for something other than the engine."""
+        if waits != self.waits:
+            self.waits = waits
+            self.plan.on_waiting(1 if waits else -1)
 
     def count_abort(self, more: int) -> None:
         """Raises EngineError after MAX_STARTS aborts in a row that left no token `more`."""
@@ -82,6 +91,7 @@ class ContinuingEngine:
             with self.scope:
                 yield
         finally:
+            self._count_waiting(False)
             _RUNNING.reset(token)
 
     def end_if_idle(self) -> None:

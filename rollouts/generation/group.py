@@ -98,6 +98,8 @@ class GroupPlan(NamedTuple):
     may_continue: Callable[[int | None], bool] = lambda oldest: True
     is_stopping: Callable[[], bool] = lambda: False  # whether an aborted sample ends with what it has
     on_generated: Callable[[], None] = lambda: None  # called whenever a member no longer generates
+    # gets 1 and -1 for a trajectory that waits for something other than the engine, and no longer
+    on_waiting: Callable[[int], None] = lambda change: None
     spans: SpanRecorder | None = None  # is told when each sample was generated and scored
 
 
