@@ -2,6 +2,7 @@
 whatever goes wrong is the failure of one trajectory, with everything closed.
 """
 
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -11,10 +12,13 @@ from typing import Any
 import pytest
 import trio
 
+from rollouts.config.schema import RunConfig
 from rollouts.environments.protocol import Turn, World
 from rollouts.environments.tools import call_tools
 from rollouts.environments.worlds import open_world
-from rollouts.errors import EnvironmentFailed
+from rollouts.errors import EnvironmentFailed, PlugInError
+from rollouts.preflight.findings import Findings
+from rollouts.preflight.functions import load_functions, open_functions
 from rollouts.rewards.workers import RaisedInWorker, Workers, name_function, open_workers
 from rollouts.types import RewardResult
 from tests.support.processes import find_descendants
@@ -23,6 +27,7 @@ from tests.unit import hostile_worlds
 from tests.unit.hostile_worlds import AsyncGame
 
 HERE = Path(__file__).parent
+MCP_COMMAND = f"{sys.executable} {HERE}/mcp_server.py"
 OpenWorld = Callable[[Any], AbstractAsyncContextManager[World]]
 
 
@@ -262,3 +267,45 @@ async def test_a_task_of_an_environment_that_fails_ends_its_trajectory_and_error
             await trio.sleep(5)
     assert scope.cancelled_caught
     assert AsyncGame.closed - opened == 3 == AsyncGame.opened - opened
+
+
+# --- named by a config ---
+
+
+def make_config(**rollout: Any) -> RunConfig:
+    data = [{"kind": "jsonl", "path": "rows.jsonl"}]
+    return RunConfig.model_validate({"rl": {"data": data, "steps": 1, "rollout": rollout}})
+
+
+async def test_what_a_config_names_is_opened_where_it_runs():
+    file = f"{HERE}/hostile_worlds.py"
+    config = make_config(environment=f"{file}:Game", tools=[f"{file}:calculate", f"mcp:{MCP_COMMAND}"])
+    functions = load_functions(config, ("rl",), Findings(raises=True))
+    assert [tool.name for tool in functions.tools] == ["calculate"]
+    before = find_descendants()
+    async with open_functions(config, functions, warn=print) as running:
+        assert [tool.name for tool in running.tools] == ["calculate", "add", "hang", "die", "lines"]
+        arguments = [("calculate", {"a": 1, "operator": "+"}), ("add", {"a": 1, "b": 3})]
+        calls = [{"id": one, "function": {"name": one, "arguments": given}} for one, given in arguments]
+        results = await call_tools(calls, running.tools, timeout_s=30)
+        assert [result.message["content"] for result in results] == ["3", "4"]
+        assert running.environment is not None
+        await play(running.environment, {})
+    assert find_descendants() <= before
+    with pytest.raises(PlugInError, match=r"rl.rollout.tools: two have one name: \['add', 'hang'"):
+        async with open_functions(make_config(tools=[f"mcp:{MCP_COMMAND}"] * 2), functions, warn=print):
+            raise AssertionError("opened")
+
+
+@cases("""
+key         | name            | said
+environment | :open_nothing   | has no open_nothing
+environment | :child          | it is called with (row) but takes ()
+tools       | :calculat       | did you mean calculate?
+tools       | :Bare           | tool Bare: a model cannot call it
+""")
+def test_a_wrong_name_is_found_before_a_run(key: str, name: str, said: str):
+    findings, named = Findings(), f"{HERE}/hostile_worlds.py{name}"
+    load_functions(make_config(**{key: [named] if key == "tools" else named}), ("rl",), findings)
+    (found,) = [one for one in findings if one.subject == f"rl.rollout.{key}"]
+    assert (found.level, said in found.message) == ("error", True), found.message
