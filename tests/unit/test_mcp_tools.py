@@ -3,72 +3,61 @@
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import hypercorn.trio
 import pytest
 import trio
 from hypercorn.config import Config
 
-from rollouts.environments.tools import ToolResult, call_tools
 from rollouts.environments.worlds import open_mcp_tools
-from rollouts.errors import EnvironmentFailed
+from rollouts.errors import EnvironmentFailed, PlugInError
+from rollouts.preflight.functions import Functions, open_functions
 from tests.support.processes import find_descendants
+from tests.support.text_tables import cases
+from tests.unit.hostile_worlds import use
 from tests.unit.mcp_server import server
+from tests.unit.test_worlds import make_config
 
 COMMAND = f"{sys.executable} {Path(__file__).with_name('mcp_server.py')}"
-
-
-async def ask(tools: Any, name: str, arguments: Any, *, timeout_s: float = 30) -> ToolResult:
-    call = {"id": "c0", "function": {"name": name, "arguments": arguments}}
-    return (await call_tools([call], tools, timeout_s=timeout_s))[0]
 
 
 async def test_a_server_over_stdio_answers_refuses_hangs_and_dies():
     before = find_descendants()
     async with open_mcp_tools(COMMAND, 30) as tools:
-        assert [tool.name for tool in tools] == ["add", "hang", "die", "lines"]
         function = tools[0].schema["function"]
         assert (function["description"], function["parameters"]["required"]) == (
             "Adds two numbers.",
             ["a", "b"],
         )
-        for name, arguments, outcome, content in (
-            ("add", {"a": 1, "b": 2}, "ok", "3"),
-            ("lines", {}, "ok", "one\ntwo"),
-            ("add", {"a": "x", "b": 2}, "failed", "Error: Error executing tool add: 1 validation error"),
-        ):
-            result = await ask(tools, name, arguments)
-            assert result.outcome == outcome
-            assert result.message["content"].startswith(content)
-        hung = await ask(tools, "hang", {}, timeout_s=0.5)
-        assert (hung.outcome, hung.message["content"]) == ("timeout", "Error: hang took longer than 0.5 s")
-        assert (await ask(tools, "add", {"a": 2, "b": 2})).message["content"] == "4"
+        results = await use(tools, [("add", {"a": 1, "b": 2}), ("lines", {}), ("add", {"a": "x", "b": 2})])
+        assert results[:2] == [("ok", "3"), ("ok", "one\ntwo")]
+        assert results[2][0] == "failed" and "Error executing tool add: 1 validation" in results[2][1]
+        hung = await use(tools, [("hang", {})], timeout_s=0.5)
+        assert hung == [("timeout", "Error: hang took longer than 0.5 s")]
         for name in ("die", "lines"):
             with pytest.raises(
                 EnvironmentFailed, match=f"MCP server .* failed in {name}: .*Connection closed"
             ):
-                await ask(tools, name, {})
+                await use(tools, [(name, {})])
     assert find_descendants() <= before
 
 
-@pytest.mark.parametrize("command", ["true", "no_such_program_here", "http://127.0.0.1:9/mcp"])
+@cases("command: true no_such_program_here http://127.0.0.1:9/mcp")
 async def test_a_server_that_does_not_open_is_named(command: str):
     with pytest.raises(EnvironmentFailed, match=f"^MCP server '{command}' did not stay open: "):
         async with open_mcp_tools(command, 30):
             raise AssertionError("opened")
 
 
-async def test_an_error_of_the_block_comes_out_as_it_is_and_cancellation_ends_the_server():
-    before = find_descendants()
-    with pytest.raises(KeyError, match="mine"):
-        async with open_mcp_tools(COMMAND, 30):
-            raise KeyError("mine")
+async def test_two_tools_of_one_name_are_refused_and_cancellation_ends_the_servers():
+    before, config = find_descendants(), make_config(tools=[f"mcp:{COMMAND}"] * 2)
+    with pytest.raises(PlugInError, match=r"rl.rollout.tools: two have one name: \['add', 'hang'"):
+        async with open_functions(config, Functions(), warn=print):
+            raise AssertionError("opened")
     with trio.CancelScope() as scope:
-        async with open_mcp_tools(COMMAND, 30) as tools, trio.open_nursery() as nursery:
-            nursery.start_soon(partial(ask, tools, "hang", {}))
-            await trio.sleep(0.2)
-            scope.cancel()
+        async with open_mcp_tools(COMMAND, 30) as tools:
+            scope.deadline = trio.current_time() + 0.2
+            await use(tools, [("hang", {})])
     assert scope.cancelled_caught
     assert find_descendants() <= before
 
@@ -78,6 +67,5 @@ async def test_a_server_over_http(nursery: trio.Nursery):
     config.bind = ["127.0.0.1:0"]
     (address,) = await nursery.start(partial(hypercorn.trio.serve, server.streamable_http_app(), config))
     async with open_mcp_tools(f"{address}/mcp", 30) as tools:
-        assert (await ask(tools, "add", {"a": 1, "b": 2})).message["content"] == "3"
-        assert (await ask(tools, "hang", {}, timeout_s=0.2)).outcome == "timeout"
+        assert await use(tools, [("add", {"a": 1, "b": 2})]) == [("ok", "3")]
     nursery.cancel_scope.cancel()
