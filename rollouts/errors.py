@@ -17,7 +17,9 @@
     │   └── RowsRefused             a tracker's service will never take these rows; they are left out
     ├── UserFunctionError           a generate, reward or filter function raised or returned nonsense
     │   ├── RewardTimeout           a reward function took longer than it may
-    │   └── RewardCrashed           a reward function ended or spoiled the process it ran in
+    │   ├── RewardCrashed           a reward function ended or spoiled the process it ran in
+    │   └── EnvironmentFailed       an environment, not the policy, is at fault
+    ├── ToolError                   what a tool call did wrong, in words for the model
     ├── BackendError
     │   ├── EarlierStepFailed       a step before this one failed; call reset()
     │   ├── BackendClosed           the backend is no longer open

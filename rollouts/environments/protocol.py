@@ -36,8 +36,8 @@ class Environment(Protocol):
     """The world of one trajectory, opened for one dataset row by the function that the config names, which is
     called with the row. Every method may be async; all but `step` may be left out.
 
-    With an async `step` it runs in the trainer's loop, else in a worker process of its own. What it raises
-    fails the trajectory, and no other.
+    Opened by an async function or an asynccontextmanager, or by its class if `step` is async, it runs in the
+    trainer's loop, else in a worker process of its own. What it raises fails the trajectory, and no other.
     """
 
     tools: Sequence[Any]  # plain typed functions, of which methods are some, or Tools

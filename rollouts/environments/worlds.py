@@ -35,15 +35,17 @@ MCP = "mcp:"  # begins an entry of rl.rollout.tools that names a server and no f
 async def open_world(
     row: JSONValue, *, opener: Callable[..., Any], request: JSONValue, workers: Workers, timeout_s: float
 ) -> AsyncIterator[World]:
-    """The environment that `opener` opens for a dataset row: in this loop if the function, or the class, says
-    that it is async; else in one of the workers, which run rollouts.environments.worker and load what
-    `request` names. Waiting for one is in no limit.
+    """The environment that `opener` opens for a dataset row: in this loop if it is an async function, an
+    asynccontextmanager or a class with an async step; else in one of the workers, which run
+    rollouts.environments.worker and load what `request` names.
+
+    Neither waiting for a worker nor entering an asynccontextmanager is under `timeout_s`.
     """
     what, step = f"environment {function_name(opener)}", getattr(opener, "step", opener)
 
     async def host(stack: AsyncExitStack) -> Any:
         """Its tools, and what calls a method by its name."""
-        if is_async(opener) or is_async(step) or inspect.isasyncgenfunction(inspect.unwrap(opener)):
+        if is_async(step) or inspect.isasyncgenfunction(inspect.unwrap(opener)):
             call = partial(call_user, timeout_s=timeout_s, kind=EnvironmentFailed, threads=False)
 
             def ask(method: str, *arguments: Any) -> Any:
@@ -152,7 +154,7 @@ async def open_apart(fill: Callable[[AsyncExitStack], Any], what: str) -> AsyncI
     await trio.lowlevel.checkpoint_if_cancelled()  # which closing may have hidden
     if failure:
         raise failure
-    if isinstance(broken, EnvironmentFailed) and not ended:
-        raise broken
     if not ended:
+        if isinstance(broken, EnvironmentFailed):
+            raise broken
         raise EnvironmentFailed(f"{what} did not stay open: {broken!r}") from broken

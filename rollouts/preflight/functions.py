@@ -155,18 +155,20 @@ async def open_functions(
     warn: Callable[[str], None],
     num_workers: int | None = None,
 ) -> AsyncIterator[Functions]:
-    """The same functions where they run in a training run: sync rewards in worker processes (None: one per
-    core that this process may use) for as long as this is open, and the reward weighed.
+    """The same functions where they run in a training run, for as long as this is open: sync rewards (at most
+    num_workers at once; None: one per core that this process may use), tools and environments in worker
+    processes, which start when they are needed; MCP servers started; and the reward weighed.
 
-    `warn` gets a sentence when an async one blocks the event loop. Raises RewardCrashed if the processes
-    cannot be started.
+    `warn` gets a sentence when an async one blocks the event loop. Raises EnvironmentFailed for an MCP server
+    that does not open, PlugInError for tools of one name.
     """
     rollout = config.rollout
     running = {key: getattr(functions, key) for key in ("reward", "group_reward", "eval_reward")}
     settings = flatten(config.model_dump())
     async with AsyncExitStack() as stack:
         stack.enter_context(watch_blocking(warn))
-        workers = await stack.enter_async_context(
+        enter = stack.enter_async_context
+        workers = await enter(
             open_workers(
                 count=num_workers or len(os.sched_getaffinity(0)),
                 timeout_s=rollout.reward_timeout_s,
@@ -177,24 +179,19 @@ async def open_functions(
             if function and not is_async(function):
                 role = key.removeprefix("eval_")
                 running[key] = workers.reward(settings[SETTINGS[key]], Path.cwd(), role)
-        # environments that hold all workers of one pool call tools, which need another
-        for_tools, for_worlds = [
-            await stack.enter_async_context(
-                open_workers(
-                    count=WORLDS,
-                    timeout_s=rollout.tool_timeout_s,
-                    memory_bytes=WORKER_MEMORY,
-                    module="rollouts.environments.worker",
-                )
-            )
-            for _ in range(2)
-        ]
+        pool = functools.partial(
+            open_workers,
+            count=WORLDS,
+            timeout_s=rollout.tool_timeout_s,
+            memory_bytes=WORKER_MEMORY,
+            module="rollouts.environments.worker",
+        )
+        # two, for environments that hold all workers of one call tools
+        for_tools, for_worlds = await enter(pool()), await enter(pool())
         tools = []
         for name in rollout.tools:
             if name.startswith(MCP):
-                tools += await stack.enter_async_context(
-                    open_mcp_tools(name.removeprefix(MCP), rollout.tool_timeout_s)
-                )
+                tools += await enter(open_mcp_tools(name.removeprefix(MCP), rollout.tool_timeout_s))
             else:
                 tools.append(load_tool(name, for_tools))
         if len({tool.name for tool in tools}) < len(tools):

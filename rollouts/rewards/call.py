@@ -183,8 +183,8 @@ def watch_blocking(warn: Callable[[str], None]) -> Iterator[None]:
             named.add(what)
             warn(
                 f"async {what} blocked the event loop for {held_s:.2f} s in one step, in which nothing"
-                " else could go on; await what takes long, or make the function sync: a reward then runs in a"
-                " worker process, any other function in a thread"
+                " else could go on; await what takes long, or make the function sync: a reward, a tool or an"
+                " environment then runs in a worker process, any other function in a thread"
             )
 
     _watchers.append(look)

@@ -1,5 +1,5 @@
 """Tools and environments for worker processes and for the event loop: good ones, and ones that spoil their
-process. Those of environments do at `row["at"]`, a method, what `row["do"]` names.
+process. An environment does at `row["at"]`, a method, what `row["do"]` names.
 """
 
 import os
@@ -11,19 +11,39 @@ from typing import Literal
 
 import trio
 
-from rollouts.environments.protocol import Observation
+from rollouts.environments.protocol import Observation, Turn
+from rollouts.environments.tools import call_tools
 from rollouts.errors import EnvironmentFailed, ToolError
 from rollouts.types import RewardResult
 
+
+def fail():
+    raise EnvironmentFailed("the database is down")
+
+
 SPOILS = {
     "raise": lambda: {}["gone"],
-    "fail": lambda: (_ for _ in ()).throw(EnvironmentFailed("the database is down")),
+    "fail": fail,
     "hang": lambda: time.sleep(1e6),
     "die": lambda: os._exit(3),
     "fork": os.fork,
     "allocate": lambda: bytearray(10 << 30),
     "print": lambda: print("x" * 2_000_000),
+    "child": lambda: subprocess.Popen(["sleep", "1000000"]),
+    "long": lambda: "x" * 10_485_760,
+    "set": lambda: {"a": {1, 2}},
+    "half": lambda: {"said": "ü\ud800"},
+    "none": lambda: None,
 }
+
+
+async def use(tools, calls, timeout_s=30):
+    """Outcomes and contents of the messages."""
+    calls = [{"id": name, "function": {"name": name, "arguments": given}} for name, given in calls]
+    results = await call_tools(calls, tools, timeout_s=timeout_s)
+    assert [one.message["tool_call_id"] for one in results] == [call["id"] for call in calls]
+    return [(one.outcome, one.message["content"]) for one in results]
+
 
 # --- tools ---
 
@@ -39,39 +59,34 @@ def calculate(a: int, operator: Literal["+", "/"], b: int = 2) -> float:
     return a + b if operator == "+" else a / b
 
 
-def spoil(how: str) -> str:
-    return str(SPOILS[how]())
+def spoil(how: str):
+    return SPOILS[how]()
 
 
-def child() -> str:
-    subprocess.Popen(["sleep", "1000000"])
-    return "started"
-
-
-def long(chars: int) -> str:
-    return "x" * chars
-
-
-def odd() -> dict:
-    return {"a": {1, 2}}
-
-
-def refuse() -> str:
+def refuse():
     print("a secret of the author")
     raise ToolError("failed", "not today; come back")
-
-
-def nothing() -> None: ...
 
 
 # --- environments ---
 
 
+def say(text):
+    return Turn(message={"role": "assistant", "content": text}, text=text)
+
+
+async def play(open_one, row):
+    async with open_one(row) as world:
+        await world.reset()
+        await world.step(say("7"))
+        await world.score()
+
+
 class Game:
-    """Guess a number. Tells of its process in the score's note."""
+    """Guess a number. Its score's note tells of its process."""
 
     def __init__(self, row):
-        self.row, self.calls, self.tools = row, 0, [self.look, self.spoil]
+        self.row, self.calls, self.tools = row, 0, [self.look, spoil]
         self.meet("open")
 
     def meet(self, method):
@@ -83,21 +98,16 @@ class Game:
         self.calls += 1
         return {"calls": self.calls, "far": far}
 
-    def spoil(self, how: str) -> str:
-        return str(SPOILS[how]())
-
     def reset(self):
         self.meet("reset")
         return None if "answer" in self.row else "Guess!"
 
     def step(self, turn):
         self.meet("step")
-        if "answer" in self.row:
-            return ANSWERS[self.row["answer"]]
-        self.calls += 1
-        if turn.message["content"] == "7":
-            return Observation(reward={"right": 1, "fast": 0.5}, done=True, metadata={"turns": (self.calls,)})
-        return "Higher!"
+        if turn.message["content"] == "3":
+            return "Higher!"
+        right = Observation(reward={"right": 1, "fast": 0.5}, done=True, metadata={"turns": (1,)})
+        return ANSWERS.get(self.row.get("answer"), right)
 
     def score(self):
         self.meet("score")
@@ -143,7 +153,7 @@ class AsyncGame(Game):
         AsyncGame.opened += 1
 
     async def step(self, turn):
-        if (self.row.get("at"), self.row.get("do")) == ("step", "hang"):
+        if self.row.get("do") == "hang":
             await trio.sleep_forever()
         return super().step(turn)
 
@@ -151,23 +161,6 @@ class AsyncGame(Game):
         AsyncGame.closed += 1
         await trio.lowlevel.checkpoint()
         super().close()
-
-
-@asynccontextmanager
-async def open_with_a_task(row):
-    """An environment with a task of its own."""
-    async with trio.open_nursery() as nursery:
-
-        async def run():
-            await trio.sleep(row["ends_s"])
-            raise ValueError("the task failed")
-
-        nursery.start_soon(run)
-        try:
-            yield (game := AsyncGame(row))
-        finally:
-            await game.close()
-            nursery.cancel_scope.cancel()
 
 
 async def open_async(row):
@@ -178,6 +171,23 @@ def open_async_by_a_plain_function(row):
     return AsyncGame(row)
 
 
+@asynccontextmanager
+async def open_with_a_task(row):
+    """An environment with a task of its own, which fails after a while."""
+    async with trio.open_nursery() as nursery:
+
+        async def run():
+            await trio.sleep(3)
+            raise ValueError("the task failed")
+
+        nursery.start_soon(run)
+        try:
+            yield (game := AsyncGame(row))
+        finally:
+            await game.close()
+            nursery.cancel_scope.cancel()
+
+
 def open_that_changes_directory(row):
     os.chdir("/")
     return Game(row)
@@ -185,6 +195,5 @@ def open_that_changes_directory(row):
 
 def open_with_a_program(row):
     game = Game(row)
-    game.program = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    game.close = game.program.communicate
+    game.close = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE).communicate
     return game

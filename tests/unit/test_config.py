@@ -137,6 +137,11 @@ def test_samples_are_scored_one_by_one_or_by_group(write):
     assert problem.startswith("rl: rollout.group_reward beside rollout.reward")
 
 
+def test_one_thing_makes_the_trajectories(write):
+    (problem,) = problems_of(write(RL + 'environment = "a.py:open_a"\nagent = "b"\n'))
+    assert problem.startswith("rl: rollout.generate, rollout.environment and rollout.agent each make the")
+
+
 def test_groups_train_again_only_where_samples_may_be_old(write):
     (problem,) = problems_of(write(RL + "replay = 1\n"))
     assert problem.startswith("rl: rollout.replay=1 with max_staleness=0")
