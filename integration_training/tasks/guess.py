@@ -20,8 +20,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from integration_training.tasks import Row
+from integration_training.tasks import Row, keep_mixed
 from rollouts.environments.protocol import Observation, Turn
+
+__all__ = ["keep_mixed"]  # the filter of this task
 
 COUNT, GUESSES = 10, 4
 
@@ -30,7 +32,7 @@ class Guess:
     """One game. The reward is 1 for the number, once. Without the row's `feedback` it only says "wrong"."""
 
     def __init__(self, row: Mapping[str, Any]) -> None:
-        self.secret, self.feedback = int(row["secret"]), bool(row.get("feedback", True))
+        self.secret, self.feedback = int(row["answer"]), bool(row.get("feedback", True))
         self.guesses = 0
 
     async def step(self, turn: Turn) -> Observation:
@@ -70,7 +72,7 @@ def _make_row(draw: random.Random, *, feedback: bool) -> Row:
     return {
         "prompt": prompt,
         "first": first,
-        "secret": draw.randrange(first, first + COUNT),
+        "answer": str(draw.randrange(first, first + COUNT)),
         "feedback": feedback,
     }
 
@@ -90,11 +92,11 @@ def _play(row: Row, draw: random.Random, *, heeds: bool) -> list[Row]:
     for _ in range(GUESSES):
         guess = draw.randint(low, high)
         messages.append({"role": "assistant", "content": str(guess)})
-        if guess == row["secret"]:
+        if guess == int(row["answer"]):
             break
         messages.append(
-            {"role": "user", "content": answer_guess(guess, row["secret"], feedback=row["feedback"])}
+            {"role": "user", "content": answer_guess(guess, int(row["answer"]), feedback=row["feedback"])}
         )
         if heeds and row["feedback"]:
-            low, high = (guess + 1, high) if row["secret"] > guess else (low, guess - 1)
+            low, high = (guess + 1, high) if int(row["answer"]) > guess else (low, guess - 1)
     return messages if messages[-1]["role"] == "assistant" else messages[:-1]

@@ -17,7 +17,9 @@ is answered with a call and the others with a guess, so that the policy has both
 import json
 import random
 
-from integration_training.tasks import Row
+from integration_training.tasks import Row, keep_mixed
+
+__all__ = ["keep_mixed"]  # the filter of this task
 
 SYSTEM = (
     "Answer with the product alone. The tool multiply(a, b) can be called so:"

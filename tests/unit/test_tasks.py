@@ -58,7 +58,7 @@ def test_row_i_depends_on_the_seed_and_i_alone(task):
     few, many = task.make_rows(size=5, seed=3), task.make_rows(size=20, seed=3)
     assert many[:5] == few
     assert task.make_rows(size=20, seed=4) != many
-    assert all(isinstance(row["prompt"], str) and isinstance(row["answer"], str) for row in many)
+    assert all(isinstance(row["prompt"], str | list) and isinstance(row["answer"], str) for row in many)
     assert json.loads(json.dumps(many)) == many
 
 

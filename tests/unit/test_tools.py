@@ -95,7 +95,7 @@ async def test_calls_overlap_and_answer_in_their_order_though_some_fail(autojump
     (result,) = await call_tools([call], TOOLS, timeout_s=5, output_chars=9)
     assert (result.outcome, result.seconds) == ("too_long", 3)
     content = "Error: the tool call could not be read: no JSON"
-    assert answer_unreadable("no JSON") == {"role": "tool", "content": content}
+    assert answer_unreadable("no JSON") == {"role": "user", "content": content}
 
 
 async def test_a_failed_environment_ends_the_other_calls_and_cancellation_passes(autojump_clock: MockClock):

@@ -52,7 +52,7 @@ async def test_an_environment_lives_from_opening_to_closing(name: str):
             seen = await world.step(say("3"))
             assert (*seen.messages, seen.reward) == (
                 {"role": "user", "content": "Higher!"},
-                RewardResult(0.0),
+                None,
             )
             looks = await use(world.tools, [("look", {}), ("look", {"far": True})])
             assert [content for _, content in looks] == [
