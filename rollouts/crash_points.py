@@ -42,6 +42,7 @@ resume.restored               Weights and optimizer are restored; the loop's own
 resume.state_loaded           DataBuffer and rollout manager have their state; the first step has not begun.
 rollout.drawn                 Prompts are drawn and entered in the ledger; none of their requests was made.
 rollout.dispatch              A sample is about to go to its generate function, and so to an engine.
+rollout.turn                  A trajectory is about to ask for a turn, and what it has so far is noted.
 rollout.generated             A sample has its answer and no reward.
 rollout.before_reward         A reward function is about to be called.
 rollout.after_reward          A reward function has answered.

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import trio
 
 from rollouts.config.tables import RolloutConfig
+from rollouts.crash_points import reach
 from rollouts.data.chat import NO_PARAMS, TemplateParams
 from rollouts.environments.protocol import Tool, Turn, World
 from rollouts.environments.tools import answer_unreadable, call_tools
@@ -84,7 +85,7 @@ class Episode:
     node: Node  # the newest
     turns: list[TurnRecord]
     rest: Completion | None  # of the turn that a stop cut
-    record: dict[str, JSONValue]  # restarts, resumed: how often; tool_calls; tool_s and s: seconds
+    record: dict[str, JSONValue]  # restarts, resumed: how often; tool_calls; time/tools and time/all: seconds
     began: float  # trio's clock
     state: JSONValue = None  # of the world after the newest turn
 
@@ -128,16 +129,16 @@ class Episode:
             if len(self.turns) == self.config.max_turns:
                 return "turns"
             if problem:
-                called = [{"name": "", "outcome": "unreadable", "seconds": 0.0}]
+                called = [{"name": "", "outcome": "unreadable", "time/call": 0.0}]
                 self.turns[-1] = record._replace(calls=called)
                 return [answer_unreadable(problem)]
             began = trio.current_time()
             results = await call_tools(
                 calls, self.tools, timeout_s=self.config.tool_timeout_s, output_chars=TOOL_CHARS
             )
-            self.record["tool_s"] += trio.current_time() - began
+            self.record["time/tools"] += trio.current_time() - began
             called = [
-                {"name": one.message.get("name", ""), "outcome": one.outcome, "seconds": one.seconds}
+                {"name": one.message.get("name", ""), "outcome": one.outcome, "time/call": one.seconds}
                 for one in results
             ]
             self.turns[-1] = record._replace(calls=called)
@@ -146,7 +147,7 @@ class Episode:
             return "done" if turn.complete else "tokens"
         began = trio.current_time()
         seen = await self.world.step(turn)
-        self.record["tool_s"] += trio.current_time() - began
+        self.record["time/tools"] += trio.current_time() - began
         self.turns[-1] = record._replace(metadata=seen.metadata)
         if seen.reward is not None:
             self.reward(check_reward(seen.reward, f"the environment of sample {self.sample.id}"))
@@ -176,6 +177,7 @@ class Episode:
         if self.world is not None:
             self.state = await self.world.state()
         note_progress(self.hold())
+        reach("rollout.turn")
 
     def hold(self) -> Sample:
         """What a later call goes on from: without tokens where the environment has to begin anew."""
@@ -185,8 +187,8 @@ class Episode:
                 self.sample, status=Status.ABORTED, metadata={**self.sample.metadata, TRAJECTORY: record}
             )
         packed, layout = pack_trajectory(self.node, self.turns, self.rest, self.sample)
-        seconds = self.record["s"] + trio.current_time() - self.began
-        record = {**self.record, "s": seconds, "state": self.state, **layout}
+        seconds = self.record["time/all"] + trio.current_time() - self.began
+        record = {**self.record, "time/all": seconds, "state": self.state, **layout}
         return replace(packed, status=Status.ABORTED, metadata={**packed.metadata, TRAJECTORY: record})
 
     def reward(self, result: RewardResult) -> None:
@@ -216,8 +218,8 @@ class Episode:
             {"tokens": len(one["answer"].token_ids), **{name: one[name] for name in SHOWN if one[name]}}
             for one in facts
         ]
-        seconds = self.record["s"] + trio.current_time() - self.began
-        record = {**self.record, "s": seconds, "end": end, "trains": rule == "train", "turns": turns}
+        seconds = self.record["time/all"] + trio.current_time() - self.began
+        record = {**self.record, "time/all": seconds, "end": end, "trains": rule == "train", "turns": turns}
         whole = replace(
             self.sample,
             response=self.turns[-1].text if self.turns else "",
@@ -256,7 +258,7 @@ def make_agent_generate(
         async with open_world(row) as world:
             callable_tools = [*tools, *(world.tools if world else ())]
             form = make_format(callable_tools)
-            record = {"restarts": 0, "resumed": 0, "tool_calls": 0, "tool_s": 0.0, "s": 0.0}
+            record = {"restarts": 0, "resumed": 0, "tool_calls": 0, "time/tools": 0.0, "time/all": 0.0}
             record |= {name: held[name] for name in record if name in held}
             turns, rest = list[TurnRecord](), None
             if "nodes" in held:
@@ -283,7 +285,7 @@ def make_agent_generate(
             )
             end: End = "time"
             try:
-                with trio.move_on_after(config.trajectory_timeout_s - record["s"]):
+                with trio.move_on_after(config.trajectory_timeout_s - record["time/all"]):
                     end = await episode.play()
             except Stopped:
                 return (episode.hold(),)

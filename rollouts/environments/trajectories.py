@@ -377,7 +377,7 @@ class TurnRecord(NamedTuple):
     text: str = ""  # special tokens left out
     reward: float | None = None  # None: nothing rewarded it
     rewards: Mapping[str, float] = {}  # its named parts
-    calls: Sequence[Mapping[str, JSONValue]] = ()  # name, outcome and seconds of each
+    calls: Sequence[Mapping[str, JSONValue]] = ()  # name, outcome and time/call of each, in seconds
     metadata: Mapping[str, JSONValue] = {}
 
 

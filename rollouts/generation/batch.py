@@ -97,8 +97,9 @@ def compute_trajectory_metrics(trajectories: Sequence[Sequence[Sample]]) -> dict
         "trajectories/turns/mean": _mean(turns),
         "trajectories/turns/max": Max(max(turns)),
         "trajectories/segments/mean": _mean(segments for segments, _ in records),
-        "trajectories/waiting_frac": Mean(
-            float(sum(record["tool_s"] for record in played)), float(sum(record["s"] for record in played))
+        "perf/waiting_frac": Mean(
+            float(sum(record["time/tools"] for record in played)),
+            float(sum(record["time/all"] for record in played)),
         ),
         "trajectories/restarts": Total(sum(record["restarts"] for record in played)),
         "trajectories/resumed": Total(sum(record["resumed"] for record in played)),

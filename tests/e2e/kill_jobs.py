@@ -30,4 +30,8 @@ STALE = make_job("rl, held groups", "rl", STALE_FLAGS, exact=False)
 SFT_RANKS = Job("sft, two ranks", SFT.arguments, ("sft",), ROWS, ranks=2)
 # An entropy term needs every row, so every step has a micro-batch, at which it can be cut.
 RL_RANKS = make_job("rl, two ranks", "rl", f"{RL_FLAGS} --rl.loss_params.entropy_coef 0.001", ranks=2)
-JOBS = (SFT, RL, BOTH, COPIED, STALE, SFT_RANKS, RL_RANKS)
+GAME_FLAGS = """ --rl.rollout.reward '' --rl.rollout.environment integration_training.tasks.guess:Guess
+    --rl.rollout.max_turns 3"""
+GAME = make_job("rl, a game of several turns", "rl", RL_FLAGS + GAME_FLAGS)
+STALE_GAME = make_job("rl, held games", "rl", STALE_FLAGS + GAME_FLAGS, exact=False)
+JOBS = (SFT, RL, BOTH, COPIED, STALE, SFT_RANKS, RL_RANKS, GAME, STALE_GAME)

@@ -10,7 +10,7 @@ import pytest
 
 from rollouts.crash_points import POINTS
 from tests.e2e.conftest import Train
-from tests.e2e.kill_jobs import BOTH, RL, RL_RANKS, SFT
+from tests.e2e.kill_jobs import BOTH, GAME, RL, RL_RANKS, SFT, STALE_GAME
 from tests.support.kill_harness import Cut, Job, KillHarness, open_kill_harness
 
 pytestmark = pytest.mark.slow
@@ -40,6 +40,16 @@ def test_a_run_killed_at_a_crash_point_goes_on_exactly(both: KillHarness, point:
     outcome = both.kill(point.replace(":", "-"), [Cut(point)])
     assert outcome.kills == 1
     assert outcome.violations == ()
+
+
+@pytest.mark.parametrize("job", [GAME, STALE_GAME], ids=lambda job: job.name)
+def test_a_run_killed_in_the_middle_of_trajectories_loses_none(job: Job, train: Train, tmp_path: Path):
+    """In its first turns, between turns of the second step, and while it plays on after that."""
+    with open_kill_harness(job, tmp_path / "work", server=train.server) as harness:
+        cuts = [Cut("rollout.turn:6"), Cut("rollout.turn:40"), Cut("rollout.turn:11", optional=True)]
+        outcome = harness.kill("turns", cuts)
+    assert outcome.violations == ()
+    assert outcome.kills >= 2
 
 
 def test_a_run_killed_while_it_resumes_goes_on_exactly(both: KillHarness):

@@ -17,10 +17,14 @@ ROW_FILES = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "contributio
 OF_AN_ATTEMPT = ("time_unix", "attempt", "shard", "offset")
 
 
-def comparable(row: dict[str, Any]) -> dict[str, Any]:
-    """The row without what may differ between two equal runs."""
+def comparable(row: Any) -> Any:
+    """The row, and what is nested in it, without what may differ between two equal runs."""
+    if isinstance(row, list):
+        return [comparable(one) for one in row]
+    if not isinstance(row, dict):
+        return row
     return {
-        key: value
+        key: comparable(value)
         for key, value in row.items()
         if not key.startswith(NOT_COMPARED) and key not in OF_AN_ATTEMPT
     }

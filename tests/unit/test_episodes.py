@@ -134,8 +134,8 @@ async def test_a_tool_answers_the_model_until_it_calls_no_more(autojump_clock: A
     assert sample.reward is None, "the config's reward function gives it"
     record = sample.metadata[TRAJECTORY]
     assert record["end"] == "done"
-    assert record["tool_s"] == 2.0
-    assert record["turns"][0]["calls"] == [{"name": "slow", "outcome": "ok", "seconds": 2.0}]
+    assert record["time/tools"] == 2.0
+    assert record["turns"][0]["calls"] == [{"name": "slow", "outcome": "ok", "time/call": 2.0}]
 
 
 async def test_calls_of_a_turn_run_side_by_side_and_answer_in_their_order(autojump_clock: Any) -> None:

@@ -25,10 +25,11 @@ CONVERSATION: dict[str, Any] = json.loads("""{
     {"role": "assistant", "content": "408"},
     {"role": "user", "content": "And twice that?"},
     {"role": "assistant", "content": "816"}],
-"trajectory": {"end": "done", "trains": true, "tool_calls": 2, "tool_s": 10.5, "s": 12.0, "restarts": 0,
+"trajectory": {"end": "done", "trains": true, "tool_calls": 2, "time/tools": 10.5,
+    "time/all": 12.0, "restarts": 0,
     "resumed": 1, "turns": [
-        {"tokens": 1, "calls": [{"name": "multiply", "outcome": "ok", "seconds": 0.5},
-                                {"name": "wait", "outcome": "timeout", "seconds": 10.0}]},
+        {"tokens": 1, "calls": [{"name": "multiply", "outcome": "ok", "time/call": 0.5},
+                                {"name": "wait", "outcome": "timeout", "time/call": 10.0}]},
         {"tokens": 1, "reward": 0.5, "rewards": {"product": 0.5}},
         {"tokens": 2, "segment": 1, "reward": -1.0}]}}""")
 # segments a and a.1, of 2 and 1 tokens that train, from versions 0 to 2, trained from 3; and b, of one turn
