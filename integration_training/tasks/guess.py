@@ -68,9 +68,10 @@ def make_rows(*, size: int, seed: int, feedback: bool = True) -> list[Row]:
 
 def _make_row(draw: random.Random, *, feedback: bool) -> Row:
     first = draw.randint(100, 989)
-    prompt = f"Guess my number from {first} to {first + COUNT - 1}."
+    question = f"Guess my number from {first} to {first + COUNT - 1}."
     return {
-        "prompt": prompt,
+        # an empty system turn, in place of the long one that some templates write
+        "prompt": [{"role": "system", "content": ""}, {"role": "user", "content": question}],
         "first": first,
         "answer": str(draw.randrange(first, first + COUNT)),
         "feedback": feedback,
@@ -88,7 +89,7 @@ def make_examples(*, size: int, seed: int, feedback: bool = True) -> list[Row]:
 
 def _play(row: Row, draw: random.Random, *, heeds: bool) -> list[Row]:
     low, high = row["first"], row["first"] + COUNT - 1
-    messages: list[Row] = [{"role": "user", "content": row["prompt"]}]
+    messages: list[Row] = [*row["prompt"]]
     for _ in range(GUESSES):
         guess = draw.randint(low, high)
         messages.append({"role": "assistant", "content": str(guess)})
