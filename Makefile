@@ -4,6 +4,7 @@
 # make test-gpu  the ones that need a CUDA device, and those that run torch's compiler
 # make test-engines  the ones that need real vLLM and SGLang servers, which it installs into .venv-vllm and .venv-sglang (CPU builds)
 # make test-trackers  the sinks of trackio, Weights & Biases and MLflow, offline, in .venv-trackers, whose versions differ from constraints.txt
+# make test-adapters  games on a real OpenEnv server and an environment of verifiers, each in a Python of its own: .venv-openenv, .venv-verifiers
 # make test-browser  the ones that open a report in Chromium, which must be installed
 # make soak     kills short runs, on one rank and on two, at every crash point and at 200 random instants, resumes them, and writes
 #               benchmarks/results/soak-DATE.md; and stops runs in every phase on two ranks
@@ -28,7 +29,7 @@ BIN := .venv/bin
 PINS := -c constraints.txt
 LOCK := $(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test test-slow test-gpu test-engines test-browser test-trackers soak check bench bench-h200 curves install-demo install-dev install-bench install-engines
+.PHONY: demo test test-slow test-gpu test-engines test-browser test-trackers test-adapters soak check bench bench-h200 curves install-demo install-dev install-bench install-engines
 .DELETE_ON_ERROR:
 
 # Compiled once here, also where Python is told to write no bytecode: imports then take seconds instead of tens of them in every process, and
@@ -72,10 +73,10 @@ demo: install-demo
 	&& { [ ! -e "$$run/summary.json" ] || $(BIN)/python -m rollouts inspect "$$run" | tail -n 1; }
 
 test: install-dev
-	$(BIN)/python -m pytest -n auto --dist loadfile --cov=rollouts --cov-fail-under=90 -m "not slow and not engines and not compiler and not browser" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --cov=rollouts --cov-fail-under=90 -m "not slow and not engines and not compiler and not browser and not adapters" $(PYTEST_ARGS)
 
 test-slow: install-dev
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not engines and not compiler and not browser" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not engines and not compiler and not browser and not adapters" $(PYTEST_ARGS)
 
 # One process: the tests share the GPU. PYTHON_GPU is any Python with the project's packages and a torch for the GPU.
 PYTHON_GPU ?= $(BIN)/python
@@ -96,6 +97,14 @@ test-trackers: install-dev
 	@test -x .venv-trackers/bin/python || $(PYTHON) -m venv .venv-trackers
 	@$(BIN)/uv pip install -q --python .venv-trackers/bin/python $(TRACKERS)
 	PYTHONPATH=$(CURDIR) .venv-trackers/bin/python -m pytest -p no:cacheprovider tests/unit/test_trackers_services.py $(PYTEST_ARGS)
+
+# Both want other versions of many packages than constraints.txt has. The tests run in .venv and start programs of these.
+test-adapters: install-dev
+	@test -x .venv-openenv/bin/python || $(PYTHON) -m venv .venv-openenv
+	@$(BIN)/uv pip install -q --python .venv-openenv/bin/python openenv==0.10.0
+	@test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
+	@$(BIN)/uv pip install -q --python .venv-verifiers/bin/python verifiers==0.3.1
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m adapters tests/adapters $(PYTEST_ARGS)
 
 test-browser: install-dev
 	$(BIN)/python -m pytest -n 2 -m browser --durations=5 tests/browser $(PYTEST_ARGS)

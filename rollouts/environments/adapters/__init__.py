@@ -1,0 +1,1 @@
+"""Environments of other projects, each file one project, whose package is an extra of its own."""

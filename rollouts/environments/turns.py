@@ -1,0 +1,267 @@
+"""Trajectories of several turns without an event loop: tier 1, and what is the same in an episode of tier 2.
+
+    play_turns ──► a prompt, tool calls, or a turn without any ──► its driver answers ──► play_turns … the end
+
+Loads neither trio nor torch.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+from rollouts.config.tables import RolloutConfig
+from rollouts.environments.protocol import Observation, Turn
+from rollouts.environments.trajectories import ChatFormat, Node, ReadTurn, TurnRecord, collect_segments
+from rollouts.environments.worker import check_result, inspect_tool
+from rollouts.errors import ToolError, TrajectoryLeftOut
+from rollouts.generation.generate import compute_request_seed
+from rollouts.generation.rollouts import CompleteFn
+from rollouts.generation.samples import TRAJECTORY
+from rollouts.messages import parse_tool_arguments
+from rollouts.rewards.check import add_up, check_reward, describe
+from rollouts.types import (
+    EMPTY,
+    ChatMessage,
+    GenerateRequest,
+    JSONValue,
+    RewardResult,
+    Sample,
+    SamplingParams,
+    Status,
+)
+
+SHOWN = ("segment", "reward", "rewards", "calls", "metadata")  # of a turn, in the record, where not 0
+
+End = Literal["done", "turns", "tool_calls", "tokens", "time"]
+ToolCalls = Sequence[Mapping[str, Any]]
+Record = dict[str, JSONValue]
+"""Of a trajectory. restarts, resumed: how often; tool_calls; tool_s and s: seconds."""
+NEW_RECORD: Record = {"restarts": 0, "resumed": 0, "tool_calls": 0, "tool_s": 0.0, "s": 0.0}
+
+
+class ToolResult(NamedTuple):
+    """What became of one tool call."""
+
+    message: ChatMessage  # the tool's
+    outcome: str  # ok, or the kind of a ToolError
+    seconds: float = 0.0  # from the call to the answer
+
+
+def extract_tool_calls(message: ChatMessage) -> ToolCalls:
+    """The tool calls of a message."""
+    return message.get("tool_calls", ())
+
+
+def play_turns(
+    form: ChatFormat,
+    node: Node,
+    turns: list[TurnRecord],
+    record: Record,
+    config: RolloutConfig,
+    stops: Callable[[Turn], bool] = lambda turn: False,
+) -> Generator[Node | ToolCalls | Turn | End, Any, None]:
+    """What a trajectory needs next, from a prompt on, and at last why it ended. It is sent the completion of
+    a prompt, or None if there is no room for one; a ToolResult for each of some tool calls; an Observation
+    for a turn without any, or None where there is no environment. Turns are appended to `turns`.
+    """
+    while completion := (yield node):
+        answer, turn = form.read(node, completion)
+        turns.append(TurnRecord(answer, turn.text))
+        calls = extract_tool_calls(turn.message)
+        if turn.complete and stops(turn):
+            yield "done"
+            return
+        if turn.complete and (calls or (turn.unreadable and form.tools)):
+            record["tool_calls"] += len(calls) or 1
+            if record["tool_calls"] > config.max_tool_calls:
+                yield "tool_calls"
+                return
+            if len(turns) == config.max_turns:
+                yield "turns"
+                return
+            text = f"Error: the tool call could not be read: {turn.unreadable[:2000]}"
+            refused = [ToolResult(ChatMessage(role="user", content=text), "unreadable")]
+            results = (yield calls) if calls else refused
+            noted = [{"name": said.get("name", ""), "outcome": o, "seconds": s} for said, o, s in results]
+            turns[-1] = turns[-1]._replace(calls=noted)
+            news = [one.message for one in results]
+        else:
+            seen = yield turn
+            if seen is None:
+                yield "done" if turn.complete else "tokens"
+                return
+            turns[-1] = turns[-1]._replace(metadata=seen.metadata)
+            if seen.reward is not None:
+                add_reward(turns, check_reward(seen.reward, "the environment"))
+            if seen.done or len(turns) == config.max_turns:
+                yield "done" if seen.done else "turns"
+                return
+            news = parse_prompt(seen.messages)
+        node = form.extend(answer, news)
+    yield "tokens"
+
+
+def make_request(
+    sample: Sample, node: Node, number: int, sampling: SamplingParams, max_tokens: int
+) -> GenerateRequest | None:
+    """The request of that number, from 0, in the trajectory of a sample; None if max_tokens leave no room."""
+    prompt = node.tokens
+    room = min(max_tokens - len(prompt), sampling.max_new_tokens)
+    if room < 1:
+        return None
+    name, seed = f"{sample.id}#{number}" if number else sample.id, sampling.seed
+    if number and seed is not None:
+        seed = compute_request_seed(seed, name)
+    return GenerateRequest(
+        request_id=name,
+        prompt_ids=prompt,
+        sampling=replace(sampling, max_new_tokens=room, seed=seed),
+        affinity="" if sample.group_index is None else f"g{sample.group_index}",
+        trajectory=sample.id,
+    )
+
+
+def add_reward(turns: list[TurnRecord], result: RewardResult) -> None:
+    """Adds to the reward of the newest turn."""
+    last = turns[-1]
+    parts: Any = Counter(last.rewards)
+    parts.update(result.parts)
+    turns[-1] = last._replace(reward=(last.reward or 0.0) + result.reward, rewards=dict(parts))
+
+
+def finish_trajectory(
+    sample: Sample,
+    node: Node,
+    turns: Sequence[TurnRecord],
+    record: Record,
+    config: RolloutConfig,
+    end: End,
+    *,
+    log_probs: bool = True,
+) -> tuple[Sample, ...]:
+    """One sample for each segment. node: the newest prompt. log_probs: False where the engine gave none, so
+    that nothing trains. Raises TrajectoryLeftOut where the config says so of the limit.
+    """
+    rule = "train" if end == "done" else config.at_limit.get(end, "train")
+    if rule == "drop":
+        raise TrajectoryLeftOut(f"its limit of {end} ended the trajectory; at_limit.{end} is 'drop'")
+    own = [turn.reward for turn in turns if turn.reward is not None]
+    parts: Any = Counter()
+    for turn in turns:
+        parts.update(turn.rewards)
+    # a segment begins with a turn whose path is a whole prompt and itself
+    begun = itertools.accumulate(len(turn.answer.path()) == 2 for turn in turns)
+    facts = ({"segment": count - 1, **turn._asdict()} for turn, count in zip(turns, begun, strict=True))
+    shown = [
+        {"tokens": len(one["answer"].token_ids), **{name: one[name] for name in SHOWN if one[name]}}
+        for one in facts
+    ]
+    if turns and turns[-1].answer.parent is node:
+        node = turns[-1].answer
+    record = {**record, "end": end, "trains": rule == "train", "turns": shown}
+    whole = replace(
+        sample,
+        response=turns[-1].text if turns else "",
+        reward=add_up(own, "the environment's rewards") if own else None,
+        rewards=dict(parts),
+        status=Status.COMPLETED if end == "done" else Status.TRUNCATED,
+        metadata={**sample.metadata, "messages": list(node.messages), TRAJECTORY: record},
+    )
+    segments = collect_segments(turns, whole) or (replace(whole, tokens=node.tokens),)
+    if not log_probs:
+        segments = tuple(replace(one, loss_mask=EMPTY, rollout_log_probs=EMPTY) for one in segments)
+    # the record is the trajectory's, and stands in its last segment
+    return (*(replace(one, metadata=sample.metadata) for one in segments[:-1]), segments[-1])
+
+
+def parse_prompt(prompt: str | Sequence[ChatMessage]) -> list[ChatMessage]:
+    """A prompt as messages; text is one user turn."""
+    return [ChatMessage(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
+
+
+def make_pending(sample: Sample) -> Sample:
+    """The sample as it was before anything was generated."""
+    blank = dict.fromkeys(
+        ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "turn_rewards"), EMPTY
+    )
+    metadata = {name: value for name, value in sample.metadata.items() if name != TRAJECTORY}
+    return replace(sample, **blank, response="", status=Status.PENDING, metadata=metadata)
+
+
+# --- tier 1 -------------------------------------------------------------------------------------------------
+
+
+def generate_conversation_turn(
+    complete: CompleteFn,
+    form: ChatFormat,
+    conversation: Node,
+    sampling: SamplingParams,
+    *,
+    request_id: str = "turn",
+) -> tuple[Node, Turn]:
+    """The model's next turn, appended to the conversation, and read. form.begin(messages) begins a
+    conversation; form.extend(conversation, messages) appends what the turn is answered.
+    """
+    request = GenerateRequest(request_id=request_id, prompt_ids=conversation.tokens, sampling=sampling)
+    return form.read(conversation, *complete([request]))
+
+
+def execute_tools(calls: ToolCalls, tools: Sequence[Callable[..., Any]]) -> list[ToolResult]:
+    """What the tools, plain typed functions, answer to calls, one after the other. Whatever a call does wrong
+    becomes text for the model, beginning with "Error:". Raises PlugInError for a function that is no tool.
+    """
+    known = {tool.__name__: (tool, inspect_tool(tool)[1]) for tool in tools}
+    results: list[ToolResult] = []
+    for call in calls:
+        name, outcome = call["function"]["name"], "ok"
+        try:
+            if name not in known:
+                raise ToolError("unknown", f"there is no tool {name!r}; the tools are {', '.join(known)}")
+            tool, read_arguments = known[name]
+            arguments = read_arguments(parse_tool_arguments(call["function"]["arguments"], "arguments"))
+            content = check_result(tool(**arguments))
+        except ToolError as error:
+            outcome, content = error.kind, f"Error: {error}"
+        except Exception as error:
+            outcome, content = "failed", f"Error: {name} raised {describe(error)}"
+        message = ChatMessage(role="tool", content=content, tool_call_id=call["id"], name=name)
+        results.append(ToolResult(message, outcome))
+    return results
+
+
+def create_multiturn_rollout(
+    sample: Sample,
+    complete: CompleteFn,
+    form: ChatFormat,
+    sampling: SamplingParams,
+    *,
+    config: RolloutConfig = RolloutConfig(),  # noqa: B008  (it is frozen)
+    tool_parser: ReadTurn | None = None,
+    tool_executor: Callable[[ToolCalls], Sequence[ToolResult]] = lambda calls: execute_tools(calls, ()),
+    stop_condition: Callable[[Turn], bool] = lambda turn: False,
+    step: Callable[[Turn], Observation] | None = None,
+) -> tuple[Sample, ...]:
+    """The segments of one trajectory, as tier 2 makes them of the same completions. It ends at a turn for
+    which stop_condition is true, at a limit of the config, where `step`, an environment's answer to a turn
+    without calls, says so, or without one at such a turn.
+
+    Raises like finish_trajectory, DataError where the chat template refuses the conversation, and what the
+    functions raise.
+    """
+    start, turns, record = make_pending(sample), list[TurnRecord](), {**NEW_RECORD}
+    form = replace(form, read_turn=tool_parser or form.read_turn)
+    node = form.begin(parse_prompt(start.prompt))
+    playing = play_turns(form, node, turns, record, config, stop_condition)
+    answer: Any = None
+    while not isinstance(wanted := playing.send(answer), str):
+        if isinstance(wanted, Node):
+            node = wanted
+            request = make_request(start, node, len(turns), sampling, config.max_trajectory_tokens)
+            answer = complete([request])[0] if request else None
+        elif isinstance(wanted, Turn):
+            answer = step(wanted) if step else None
+        else:
+            answer = tool_executor(wanted)
+    return finish_trajectory(start, node, turns, record, config, wanted)

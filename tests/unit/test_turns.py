@@ -1,0 +1,151 @@
+"""Trajectories of several turns without an event loop are those of an episode with the same completions."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollouts.config.tables import RolloutConfig
+from rollouts.environments.episode import make_agent_generate, make_formats
+from rollouts.environments.protocol import Observation, Turn
+from rollouts.environments.tools import make_tool
+from rollouts.environments.turns import (
+    create_multiturn_rollout,
+    execute_tools,
+    extract_tool_calls,
+    generate_conversation_turn,
+)
+from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
+from rollouts.types import Completion, GenerateRequest, Sample, SamplingParams
+from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
+
+SAMPLING = SamplingParams(max_new_tokens=80, stop_token_ids=(FAKE_END,), seed=1)
+SAMPLE = Sample(id="g00000000-s000", prompt="You may divide.", group_index=0, metadata={"answer": "3"})
+
+
+def divide(a: int, b: int) -> float:
+    """Divides."""
+    return a / b
+
+
+TOOLS = (make_tool(divide),)
+execute = partial(execute_tools, tools=[divide])
+
+
+def read_turn(text: str) -> Mapping[str, Any]:
+    """A call is `name{arguments}`, several stand side by side; the rest is content."""
+    text = text.removesuffix("<|end|>")
+    if text.count("{") != text.count("}"):
+        raise ValueError("a bracket is open")
+    calls = re.findall(r"(\w+)(\{.*?\})", text)
+    found = [{"function": {"name": name, "arguments": json.loads(given)}} for name, given in calls]
+    return {"content": "" if found else text, "tool_calls": found}
+
+
+MAKE_FORM = make_formats(FakeTokenizer(), read_turn=read_turn)  # type: ignore[arg-type]
+
+
+def answer_step(turn: Turn) -> Observation:
+    """Asks again until the model says "end"; a turn is worth its number of letters."""
+    reward = {"letters": len(turn.text)}
+    return Observation(messages="Go on.", reward=reward, done=turn.text == "end", metadata={"n": 1})
+
+
+async def step(turn: Turn) -> Observation:
+    return answer_step(turn)
+
+
+async def say_nothing() -> None: ...
+
+
+@asynccontextmanager
+async def open_world(row: Any) -> Any:
+    silent = dict.fromkeys(("reset", "score", "state"), say_nothing)
+    yield SimpleNamespace(tools=(), step=step, **silent)
+
+
+@pytest.mark.parametrize(
+    ("texts", "settings", "end"),
+    [
+        (["3"], {}, "done"),
+        (['divide{"a": 6, "b": 2}divide{"a": 6, "b": 0}', "3"], {}, "done"),
+        (['divide{"a": "x", "b": 2}multiply{}', "divide{", "3"], {}, "done"),
+        (['divide{"a": 6, "b": 2}'] * 2, {"max_turns": 2}, "turns"),
+        (['divide{"a": 6, "b": 2}'] * 3, {"max_tool_calls": 2}, "tool_calls"),
+        (["divide{}"], {"max_trajectory_tokens": 40}, "tokens"),
+        (["3" * 99], {}, "tokens"),
+        (["no", 'divide{"a": 6, "b": 2}', "end"], {}, "done"),
+        (["no"] * 3, {"max_turns": 3}, "turns"),
+    ],
+)
+async def test_a_rollout_is_the_episode_of_the_same_completions(
+    texts: list[str], settings: dict[str, Any], end: str, autojump_clock: Any
+) -> None:
+    engine = ScriptedEngine(lambda request: ScriptedReply(texts[int(request.request_id[15:] or 0)]))
+    exchanges: list[tuple[GenerateRequest, Completion]] = []
+
+    async def generate(request: GenerateRequest) -> Completion:
+        exchanges.append((request, await engine.generate(request)))
+        return exchanges[-1][1]
+
+    def complete(requests: Sequence[GenerateRequest]) -> list[Completion]:
+        request, completion = exchanges.pop(0)
+        assert repr(requests) == repr([request])
+        return [completion]
+
+    config, has_world = RolloutConfig(**settings), texts[0] == "no"
+    options = {"open_world": open_world} if has_world else {}
+    play: Any = make_agent_generate(MAKE_FORM, config, tools=TOOLS, **options)
+    episode = await play(SAMPLE, SimpleNamespace(generate=generate, features=engine.features), SAMPLING)
+    answer = answer_step if has_world else None
+    rollout = create_multiturn_rollout(
+        SAMPLE, complete, MAKE_FORM(TOOLS), SAMPLING, config=config, tool_executor=execute, step=answer
+    )
+    assert list(map(repr, rollout)) == list(map(repr, episode))
+    assert rollout[-1].metadata["trajectory"]["end"] == end
+    assert not exchanges
+
+
+def say(text: str) -> Any:
+    """A `complete` that says the text."""
+    return lambda requests: [
+        Completion(
+            request_id=requests[0].request_id,
+            token_ids=np.asarray([*text.encode(), FAKE_END]),
+            log_probs=np.zeros(len(text) + 1),
+            weight_versions=np.zeros(len(text) + 1, int),
+            finish_reason="stop",
+        )
+    ]
+
+
+def test_a_stop_condition_ends_a_trajectory_before_its_calls_are_answered() -> None:
+    (sample,) = create_multiturn_rollout(
+        SAMPLE,
+        say("divide{}"),
+        replace(MAKE_FORM(TOOLS), read_turn=None),
+        SAMPLING,
+        tool_parser=read_turn,
+        tool_executor=lambda calls: pytest.fail("it ran a tool"),
+        stop_condition=lambda turn: extract_tool_calls(turn.message)[0]["function"]["name"] == "divide",
+    )
+    assert sample.response == "divide{}"
+
+
+def test_a_conversation_by_hand_holds_every_token() -> None:
+    form = MAKE_FORM(TOOLS)
+    conversation = form.begin([{"role": "user", "content": "You may divide."}])
+    call = say('divide{"a": 6, "b": 4}')
+    conversation, turn = generate_conversation_turn(call, form, conversation, SAMPLING)
+    (result,) = execute(extract_tool_calls(turn.message))
+    conversation = form.extend(conversation, [result.message])
+    conversation, _ = generate_conversation_turn(say("1.5"), form, conversation, SAMPLING)
+    text = bytes(token for token in conversation.tokens.tolist() if token < 256).decode()
+    assert text == 'user\nYou may divide.assistant\ndivide{"a": 6, "b": 4}user\n1.5assistant\n1.5'
