@@ -37,8 +37,8 @@ SHOWN = ("segment", "reward", "rewards", "calls", "metadata")  # of a turn, in t
 End = Literal["done", "turns", "tool_calls", "tokens", "time"]
 ToolCalls = Sequence[Mapping[str, Any]]
 Record = dict[str, JSONValue]
-"""Of a trajectory. restarts, resumed: how often; tool_calls; tool_s and s: seconds."""
-NEW_RECORD: Record = {"restarts": 0, "resumed": 0, "tool_calls": 0, "tool_s": 0.0, "s": 0.0}
+"""Of a trajectory. restarts, resumed: how often; tool_calls; time/tools and time/all: seconds."""
+NEW_RECORD: Record = {"restarts": 0, "resumed": 0, "tool_calls": 0, "time/tools": 0.0, "time/all": 0.0}
 
 
 class ToolResult(NamedTuple):
@@ -84,7 +84,7 @@ def play_turns(
             text = f"Error: the tool call could not be read: {turn.unreadable[:2000]}"
             refused = [ToolResult(ChatMessage(role="user", content=text), "unreadable")]
             results = (yield calls) if calls else refused
-            noted = [{"name": said.get("name", ""), "outcome": o, "seconds": s} for said, o, s in results]
+            noted = [{"name": said.get("name", ""), "outcome": o, "time/call": s} for said, o, s in results]
             turns[-1] = turns[-1]._replace(calls=noted)
             news = [one.message for one in results]
         else:
