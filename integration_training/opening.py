@@ -26,6 +26,8 @@ from rollouts.config.schema import RunConfig
 from rollouts.config.tables import SamplingConfig
 from rollouts.engines.local import open_local_engine
 from rollouts.engines.open import read_api_key
+from rollouts.environments.episode import make_formats
+from rollouts.environments.proxy import Proxy, make_proxy_generate
 from rollouts.errors import ConfigError
 from rollouts.generation.generate import make_chat_generate, make_prompt_tokenizer
 from rollouts.inspect.terminal import make_safe
@@ -70,10 +72,15 @@ class Run(PreparedRun):
     stop: Stop  # requested by the first SIGINT or SIGTERM
     device: str  # where this process computes: cpu, cuda, or cuda:N where it is one of several
     ranks: OpenRanks | None  # the processes that train together, of which this is rank 0; None: it is alone
+    proxy: Proxy | None = None  # at which rl.rollout.agent plays; None: there is none
     spans: SpanRecorder = field(default_factory=SpanRecorder)  # when what goes on beside the loop was done
 
     def choose_generate(self) -> GenerateFn:
-        """The user's function, or one chat turn."""
+        """The user's function, the user's program at the endpoint, or one chat turn."""
+        if self.proxy:
+            rollout, params = self.config.rollout, self.config.model.template_params
+            formats = make_formats(self.tokenizer, params=params, history=rollout.history)
+            return make_proxy_generate(self.proxy, formats, rollout)
         return self.functions.generate or make_chat_generate(
             self.tokenizer, params=self.config.model.template_params
         )

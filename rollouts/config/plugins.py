@@ -18,6 +18,7 @@ from rollouts.config.spelling import did_you_mean
 from rollouts.errors import PlugInError
 
 CALLED_WITH = {  # by role
+    "agent": "row",
     "reward": "sample",
     "group_reward": "samples",
     "generate": "sample, engine, sampling",
@@ -29,7 +30,7 @@ CALLED_WITH = {  # by role
     "pairs": "group",
     "context": "samples",
 }
-PLAIN = ("curriculum", "advantage", "pairs")
+PLAIN = ("agent", "curriculum", "advantage", "pairs")
 
 
 def load_function(

@@ -314,7 +314,7 @@ class RolloutConfig(SamplingConfig):
     """module:function or file.py:function, called with a row: the world of a trajectory; docs/agents.md"""
     tools: list[FunctionText] = []
     """plain typed functions that the model may call, module:function or file.py:function"""
-    agent: str = ""
+    agent: FunctionText = ""
     """instead of environment: a command, or module:function or file.py:function of a child process, which
     talks to the model through OPENAI_BASE_URL
     """

@@ -21,6 +21,7 @@ from rollouts.config.schema import RLTrainingConfig, RunConfig
 from rollouts.config.secrets import flatten
 from rollouts.config.tables import RolloutConfig
 from rollouts.data.rows import Row
+from rollouts.environments.proxy import check_agent
 from rollouts.errors import ConfigError, PlugInError, RolloutsError, UserFunctionError
 from rollouts.filters import FILTERS, RANKERS, check_some_complete
 from rollouts.loops.algorithm import check_algorithms
@@ -107,6 +108,9 @@ def load_functions(config: RunConfig, stages: Sequence[str], findings: Findings)
     names = flatten(config.model_dump())
     found = {name: load(key, key.rpartition(".")[2], names.get(key)) for name, key in SETTINGS.items()}
     found["filters"] = tuple(load("rl.rollout.filters", "filter", name) for name in filters)
+    with findings.reporting("rl.rollout.agent"):
+        if rollout.agent:
+            check_agent(rollout.agent)
     with findings.reporting("rl.advantage"):
         if config.rl:
             found["advantages"] = load_advantages(config.rl)
