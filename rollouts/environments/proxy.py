@@ -66,7 +66,7 @@ from rollouts.rewards.workers import make_environment
 from rollouts.types import ChatMessage, encode_json
 
 BODY_BYTES = 64 << 20  # of a request
-KEEP_ALIVE_S = 5.0  # between comments in a stream that waits for its answer
+KEEP_ALIVE_S = 3.0  # between comments in a stream that waits; httpx gives up after 5 unless told otherwise
 RETRY_S = 10.0  # that an answer is waited for whose client has gone and may ask again; the SDK waits up to 8
 PROGRAMS = 64  # at once; further trajectories wait for one to end
 TAIL_CHARS = 1000  # of what a program printed, in a message
@@ -171,7 +171,7 @@ class OpenTrajectory:
         self.key = secrets.token_urlsafe()
         self.asked: dict[bytes, Asked] = {}  # by the body
         self.answers: dict[str, tuple[Node, Asked]] = {}  # by the key of the conversation that they end
-        self.begun = 0  # turns sampled, or being sampled
+        self.begun = 0  # turns asked for, of which a limit may have refused some
         self.end: End = "done"  # what the newest request has come to
         self.failure: Exception | None = None  # ends the program
 
@@ -228,7 +228,7 @@ class OpenTrajectory:
                 self.end = "tokens"
                 raise ApiError(400, "the messages leave no room", "messages", "context_length_exceeded")
             node, turn = form.read(prompt, completion)
-            said: Any = {**turn.message}
+            said: Any = turn.message  # as the node has it
             for place, call in enumerate(calls := said.get("tool_calls", ())):
                 arguments = parse_tool_arguments(call["function"]["arguments"], "arguments")
                 call |= {"index": place, "function": {**call["function"], "arguments": json.dumps(arguments)}}
@@ -425,7 +425,7 @@ def make_proxy_generate(proxy: Proxy, make_format: MakeFormat, config: RolloutCo
         number, problem = str(len(proxy.trajectories)), ""
         with NamedTemporaryFile("w", suffix=".json") as file:
             row = {**episode.sample.metadata, "prompt": episode.sample.prompt}
-            print(encode_json(row), file=file, flush=True)
+            print(json.dumps(row), file=file, flush=True)
             try:
                 async with open_plain_nursery() as nursery:
                     trajectory = proxy.trajectories[number] = OpenTrajectory(episode, make_format, nursery)
