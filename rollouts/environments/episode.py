@@ -255,8 +255,7 @@ def make_agent_generate(
     """A generate function that plays a trajectory in the environment of its row, with the tools of the run
     and those of the environment. `play` moves it to its end.
 
-    Raises what the environment raises (EnvironmentFailed), TrajectoryLeftOut, and like the engine; DataError
-    where the chat template refuses the conversation.
+    Raises EnvironmentFailed, TrajectoryLeftOut; DataError where the chat template refuses; and like engines.
     """
 
     async def agent_generate(

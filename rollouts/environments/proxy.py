@@ -108,7 +108,7 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stream: bool = False
-    stream_options: dict[str, bool] = {}
+    stream_options: Fields = {}
 
 
 def parse_request(body: bytearray, temperature: float) -> ChatRequest:
@@ -116,8 +116,8 @@ def parse_request(body: bytearray, temperature: float) -> ChatRequest:
     is unknown, wrong or cannot be honoured.
     """
     try:
-        fields = msgspec.json.decode(body, type=Fields)
-        given = {name: value for name, value in fields.items() if value is not None}
+        fields = msgspec.json.decode(body, type=Fields).items()
+        given = {name: value for name, value in fields if value is not None}
         for name, only in {**ONLY, "temperature": temperature}.items():
             if (value := given.pop(name, only)) != only is not None:
                 text = "cannot be honoured: answers train, and are sampled as the run says; leave it out"
@@ -206,18 +206,19 @@ class OpenTrajectory:
         keys = [*itertools.accumulate(request.messages, extend_key, initial=json.dumps(form.tools))]
         prompt = self.join(form, request.messages, keys)
         stops = [request.stop] if isinstance(request.stop, str) else request.stop
-        ids = [form.template.tokenizer.encode(stop, add_special_tokens=False) for stop in stops]
-        if any(len(one) != 1 for one in ids):
+        encode = partial(form.template.tokenizer.encode, add_special_tokens=False)
+        ids = [*itertools.chain(*map(encode, stops))]
+        if len(ids) != len(stops):
             raise ApiError(400, f"stop={stops}: only what is a single token can stop an answer", "stop")
         first, self.begun = self.begun, self.begun + request.n
         if self.begun > episode.config.max_turns:
             self.end = "turns"
-            raise ApiError(400, "the turns of rl.rollout.max_turns are used up", None, "max_turns")
+            raise ApiError(400, "the turns of rl.rollout.max_turns are used up")
         own = request.max_completion_tokens or request.max_tokens
         sampling = replace(
             usual,
             max_new_tokens=min(own or usual.max_new_tokens, usual.max_new_tokens),
-            stop_token_ids=(*usual.stop_token_ids, *itertools.chain(*ids)),
+            stop_token_ids=(*usual.stop_token_ids, *ids),
         )
         choices: list[Fields] = [{}] * request.n
 
@@ -238,8 +239,8 @@ class OpenTrajectory:
             self.answers[extend_key(keys[-1], said)] = node, asked
             asked.turns.append(TurnRecord(node, turn.text))
             finish = "tool_calls" if calls else "stop" if node.ended else "length"
-            told = {"delta" if request.stream else "message": said, "finish_reason": finish}
-            choices[index] = told | {"index": index}
+            told_as = "delta" if request.stream else "message"
+            choices[index] = {"index": index, told_as: said, "finish_reason": finish}
 
         await run_all(*(partial(sample, index) for index in range(request.n)))
         used, sampled = len(prompt.tokens), sum(len(turn.answer.token_ids) for turn in asked.turns)
@@ -288,7 +289,7 @@ class Proxy:
         self.trajectories: dict[str, OpenTrajectory | None] = {}  # by number; None: it has ended
 
     async def __call__(self, scope: Fields, receive: Any, send: Any) -> None:
-        assert scope["type"] == "http", "hypercorn goes on without lifespan events"
+        assert scope["type"] == "http"  # hypercorn goes on without lifespan events
         headers, body, begun = dict(scope["headers"]), bytearray(), False
 
         async def put(text: str, status: int = 200, *, more: bool = False) -> None:
@@ -304,29 +305,29 @@ class Proxy:
             number, _, path = scope["path"].removeprefix("/e/").partition("/")
             trajectory = self.trajectories.get(number)
             if trajectory is None:
-                ended = number in self.trajectories
-                raise ApiError(409 if ended else 404, f"trajectory {number} is not open")
+                status = 409 if number in self.trajectories else 404
+                raise ApiError(status, f"trajectory {number} is not open")
             key = f"Bearer {trajectory.key}".encode()
             if not secrets.compare_digest(headers.get(b"authorization", b""), key):
-                raise ApiError(401, "the API key is not this trajectory's", None, "invalid_api_key")
+                raise ApiError(401, "the API key is not this trajectory's")
             while (event := await receive())["type"] == "http.request":
                 body += event["body"]
                 if len(body) > BODY_BYTES:
                     raise ApiError(413, f"the request has more than {BODY_BYTES} bytes")
                 if not event["more_body"]:
                     break
-            match scope["method"], path:
-                case "POST", "v1/chat/completions":
-                    retry = headers.get(b"x-stainless-retry-count", b"")
-                    asked = trajectory.ask(body, again=retry > b"0")
-                    await reply(trajectory, asked, RETRY_S if retry else 0.0, receive, put)
-                case "POST", "reward":
-                    trajectory.reward(body)
-                    await put("{}")
-                case "GET", "v1/models":
-                    await put(MODELS)
-                case _:
-                    raise ApiError(404, f"there is no {path}")
+            route = f"{scope['method']} {path}"
+            if route == "POST v1/chat/completions":
+                retry = headers.get(b"x-stainless-retry-count", b"")
+                asked = trajectory.ask(body, again=retry > b"0")
+                await reply(trajectory, asked, RETRY_S if retry else 0.0, receive, put)
+            elif route == "POST reward":
+                trajectory.reward(body)
+                await put("{}")
+            elif route == "GET v1/models":
+                await put(MODELS)
+            else:
+                raise ApiError(404, f"there is no {route}")
         except ApiError as error:
             await put(f"data: {error}\n\n" if begun else str(error), error.args[0])
 
@@ -378,7 +379,7 @@ async def open_proxy() -> AsyncIterator[Proxy]:
     from hypercorn.trio import serve
 
     proxy: Any = Proxy()
-    config = Config.from_mapping(bind=["127.0.0.1:0"], errorlog=None, keep_alive_timeout=3600)
+    config = Config.from_mapping(bind="127.0.0.1:0", errorlog=None, keep_alive_timeout=3600)
     async with open_plain_nursery() as nursery:
         (proxy.url,) = await nursery.start(partial(serve, proxy, config, mode="asgi"))
         yield proxy
@@ -388,12 +389,9 @@ async def open_proxy() -> AsyncIterator[Proxy]:
 
 
 def make_command(agent: str) -> list[str]:
-    """The words of a program's process. Raises ConfigError for a command that does not read."""
+    """The words of a program's process. Raises ValueError for an open quotation."""
     child = [sys.executable, "-m", "rollouts.environments.agent_child", agent]
-    try:
-        return child if FUNCTION.fullmatch(agent) else shlex.split(agent)
-    except ValueError as error:
-        raise ConfigError(f"rl.rollout.agent={agent!r}: {error}") from error
+    return child if FUNCTION.fullmatch(agent) else shlex.split(agent)
 
 
 def check_agent(agent: str) -> None:
@@ -407,7 +405,7 @@ def check_agent(agent: str) -> None:
         problem = f"there is no program {words[0]}"
     elif FUNCTION.fullmatch(agent):
         loaded = subprocess.run(words, capture_output=True, text=True, check=False)
-        problem = loaded.stderr.strip()[-TAIL_CHARS:] if loaded.returncode else ""
+        problem = loaded.returncode and loaded.stderr[-TAIL_CHARS:-1]
     if problem:
         raise ConfigError(f"rl.rollout.agent={agent!r}: {problem}")
 
@@ -418,11 +416,11 @@ def make_proxy_generate(proxy: Proxy, make_format: MakeFormat, config: RolloutCo
     Raises EnvironmentFailed if the program ends with another exit code than 0 before a limit has ended the
     trajectory; and like make_agent_generate.
     """
-    places, words = trio.CapacityLimiter(PROGRAMS), make_command(config.agent)
+    places = trio.CapacityLimiter(PROGRAMS)
 
     async def play(episode: Episode) -> End:
         note_progress(episode.hold())
-        number, problem = str(len(proxy.trajectories)), ""
+        words, number, problem = make_command(config.agent), str(len(proxy.trajectories)), ""
         with NamedTemporaryFile("w", suffix=".json") as file:
             row = {**episode.sample.metadata, "prompt": episode.sample.prompt}
             print(json.dumps(row), file=file, flush=True)
@@ -437,9 +435,10 @@ def make_proxy_generate(proxy: Proxy, make_format: MakeFormat, config: RolloutCo
                         "ROLLOUTS_ROW": file.name,
                         "no_proxy": "127.0.0.1",
                     }
-                    async with open_process(words, env=environment, output_bytes=sys.maxsize) as process:
-                        nursery.start_soon(process.wait_printed_too_much)  # reads, so that it need not wait
-                        if await process.wait_ended():
+                    opening = open_process(words, env=environment, output_bytes=sys.maxsize)
+                    async with opening as process, open_plain_nursery() as reading:
+                        reading.start_soon(process.wait_printed_too_much)  # which never is
+                        if await process.wait_ended() != 0:
                             process.read_output()
                             tail = process.read_tail()[-TAIL_CHARS:]
                             problem = f"{process.describe_end()}; the last it printed: {tail!r}"
@@ -449,8 +448,9 @@ def make_proxy_generate(proxy: Proxy, make_format: MakeFormat, config: RolloutCo
                     episode.node = turn.answer
         if trajectory.failure:
             raise trajectory.failure
-        if problem and trajectory.end == "done":
-            raise EnvironmentFailed(f"the agent {config.agent!r} of sample {episode.sample.id} {problem}")
+        if trajectory.end == "done" and (problem or not episode.turns):
+            why = problem or "had no answer of the model"
+            raise EnvironmentFailed(f"the agent {config.agent!r} of sample {episode.sample.id} {why}")
         return trajectory.end
 
     return make_agent_generate(make_format, config, open_world=lambda row: places, play=play)
