@@ -28,6 +28,7 @@ from rollouts.config.tables import SamplingConfig
 from rollouts.engines.local import open_local_engine
 from rollouts.engines.open import read_api_key
 from rollouts.environments.episode import make_agent_generate, make_formats
+from rollouts.environments.proxy import Proxy, make_proxy_generate
 from rollouts.errors import ConfigError
 from rollouts.generation.generate import make_chat_generate, make_prompt_tokenizer
 from rollouts.inspect.terminal import make_safe
@@ -72,17 +73,20 @@ class Run(PreparedRun):
     stop: Stop  # requested by the first SIGINT or SIGTERM
     device: str  # where this process computes: cpu, cuda, or cuda:N where it is one of several
     ranks: OpenRanks | None  # the processes that train together, of which this is rank 0; None: it is alone
+    proxy: Proxy | None = None  # at which rl.rollout.agent plays; None: there is none
     spans: SpanRecorder = field(default_factory=SpanRecorder)  # when what goes on beside the loop was done
 
     def choose_generate(self) -> GenerateFn:
-        """The user's function or what their factory makes; a trajectory with the environment and tools of the
-        config; or one chat turn.
+        """The user's function or what their factory makes; a trajectory with the environment and tools of
+        the config, or its program; or one chat turn.
         """
         functions, rollout, params = self.functions, self.config.rollout, self.config.model.template_params
+        make_format = make_formats(
+            self.tokenizer, params=params, read_turn=functions.read_turn, history=rollout.history
+        )
+        if self.proxy:
+            return make_proxy_generate(self.proxy, make_format, rollout)
         if functions.environment or functions.tools:
-            make_format = make_formats(
-                self.tokenizer, params=params, read_turn=functions.read_turn, history=rollout.history
-            )
             make_format(functions.tools)  # what is wrong with it is said before the first step
             worlds = {"open_world": functions.environment} if functions.environment else {}
             return make_agent_generate(make_format, rollout, tools=functions.tools, **worlds)

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ from rollouts.backends.fsdp import send_config, serve_rank
 from rollouts.config.load import dump_config, stage_config
 from rollouts.config.schema import RunConfig
 from rollouts.crash_points import arm_crash_points, reach
+from rollouts.environments.proxy import open_proxy
 from rollouts.errors import RunDirError, StorageError
 from rollouts.loops.stopping import Stop, end_overdue, end_unconnected, exit_now, watch_signals
 from rollouts.metrics.gpus import open_gpu_watch
@@ -171,6 +172,7 @@ async def train_stages(
         async with (
             open_functions(config, prepared.functions, warn=say) as functions,
             open_other_ranks(launch, loaded, model_path, stop) as ranks,
+            open_proxy() if config.rollout.agent else nullcontext() as proxy,
         ):
             if ranks is not None:
                 confirm(ranks.agents)
@@ -186,6 +188,7 @@ async def train_stages(
                         stop=stop,
                         device=device,
                         ranks=ranks,
+                        proxy=proxy,
                     )
                     if await run_stages(run, stages, model_path):
                         return run

@@ -18,6 +18,7 @@ from rollouts.config.spelling import did_you_mean
 from rollouts.errors import PlugInError
 
 CALLED_WITH = {  # by role
+    "agent": "row",
     "reward": "sample",
     "group_reward": "samples",
     "environment": "row",
@@ -31,7 +32,7 @@ CALLED_WITH = {  # by role
     "pairs": "group",
     "context": "samples",
 }
-PLAIN = ("response_template", "curriculum", "advantage", "pairs")
+PLAIN = ("agent", "response_template", "curriculum", "advantage", "pairs")
 
 
 def load_function(

@@ -316,7 +316,7 @@ class RolloutConfig(SamplingConfig):
     """plain typed functions that the model may call, module:function or file.py:function; and MCP servers, as
     "mcp:command" or "mcp:http://…"
     """
-    agent: str = ""
+    agent: FunctionText = ""
     """instead of environment: a command, or module:function or file.py:function of a child process, which
     talks to the model through OPENAI_BASE_URL
     """

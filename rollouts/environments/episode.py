@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -89,19 +89,18 @@ class Episode:
     began: float  # trio's clock
     state: JSONValue = None  # of the world after the newest turn
 
-    async def ask(self) -> Completion | None:
-        """The next turn; None if there is no room for one. Raises Stopped."""
+    async def ask(self, number: int, draw: str = "") -> Completion | None:
+        """The model's turn of that number; None if there is no room for one. Equal draws draw equal numbers;
+        empty: those of the turn's number. Raises Stopped.
+        """
         prompt, sample = self.node.tokens, self.sample
         limit = min(self.config.max_trajectory_tokens, self.engine.features.context_length)
         room = min(limit - len(prompt), self.sampling.max_new_tokens)
         if room < 1:
             return None
-        name = f"{sample.id}#{len(self.turns)}" if self.turns else sample.id
-        seed = (
-            self.sampling.seed
-            if not self.turns or self.sampling.seed is None
-            else compute_request_seed(self.sampling.seed, name)
-        )
+        name, seed = f"{sample.id}#{number}" if number else sample.id, self.sampling.seed
+        if seed is not None and (number or draw):
+            seed = compute_request_seed(seed, draw or name)
         request = GenerateRequest(
             request_id=name,
             prompt_ids=prompt,
@@ -162,7 +161,7 @@ class Episode:
         """Why it ended. Raises Stopped."""
         while True:
             await self.note()
-            completion = await self.ask()
+            completion = await self.ask(len(self.turns))
             if completion is None:
                 return "tokens"
             self.node, turn = self.form.read(self.node, completion)
@@ -181,7 +180,7 @@ class Episode:
 
     def hold(self) -> Sample:
         """What a later call goes on from: without tokens where the environment has to begin anew."""
-        if self.world is not None and self.state is None:
+        if (self.world is not None or self.config.agent) and self.state is None:
             record = {"restarts": self.record["restarts"] + 1, "resumed": self.record["resumed"]}
             return replace(
                 self.sample, status=Status.ABORTED, metadata={**self.sample.metadata, TRAJECTORY: record}
@@ -241,12 +240,12 @@ def make_agent_generate(
     *,
     open_world: OpenWorld = lambda row: nullcontext(),
     tools: Sequence[Tool] = (),
+    play: Callable[[Episode], Awaitable[End]] = Episode.play,
 ) -> GenerateFn:
     """A generate function that plays a trajectory in the environment of its row, with the tools of the run
-    and those of the environment.
+    and those of the environment. `play` moves it to its end.
 
-    Raises what the environment raises (EnvironmentFailed), TrajectoryLeftOut, and like the engine; DataError
-    where the chat template refuses the conversation.
+    Raises EnvironmentFailed, TrajectoryLeftOut; DataError where the chat template refuses; and like engines.
     """
 
     async def agent_generate(
@@ -286,7 +285,7 @@ def make_agent_generate(
             end: End = "time"
             try:
                 with trio.move_on_after(config.trajectory_timeout_s - record["time/all"]):
-                    end = await episode.play()
+                    end = await play(episode)
             except Stopped:
                 return (episode.hold(),)
             final = await world.score() if world and episode.turns else None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -250,8 +251,11 @@ class ChatFormat:
                 raise ValueError(str(error)) from error
         message = checked_message({"content": "", **parsed, "role": "assistant"})
         if calls := message.get("tool_calls"):
-            # nine letters and digits, which is the form that Mistral's templates want
-            named = [{**call, "id": f"c{index:04d}{place:04d}"} for place, call in enumerate(calls)]
+            # nine letters and digits, which is the form that Mistral's templates want; other turns' differ
+            named = [
+                {**call, "id": f"c{zlib.crc32(f'{index}/{place}/{text}'.encode()) % 10**8:08d}"}
+                for place, call in enumerate(calls)
+            ]
             message["tool_calls"] = named
         return message
 

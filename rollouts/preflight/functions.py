@@ -23,6 +23,7 @@ from rollouts.config.secrets import flatten
 from rollouts.config.tables import RolloutConfig
 from rollouts.data.rows import Row
 from rollouts.environments.protocol import Tool
+from rollouts.environments.proxy import check_agent
 from rollouts.environments.tools import load_tool
 from rollouts.environments.trajectories import ReadTurn, load_response_template
 from rollouts.environments.worlds import MCP, open_mcp_tools, open_world
@@ -123,6 +124,9 @@ def load_functions(config: RunConfig, stages: Sequence[str], findings: Findings)
         found["tools"] = [load_tool(name) for name in rollout.tools if not name.startswith(MCP)]
     with findings.reporting("rl.rollout.response_template"):
         found["read_turn"] = load_response_template(rollout.response_template, Path.cwd())
+    with findings.reporting("rl.rollout.agent"):
+        if rollout.agent:
+            check_agent(rollout.agent)
     with findings.reporting("rl.advantage"):
         if config.rl:
             found["advantages"] = load_advantages(config.rl)
