@@ -76,7 +76,7 @@ OUR_CALL = re.compile(r"c\d{8}")  # ids that ChatFormat gives
 ONLY = json.loads("""{
     "frequency_penalty": 0, "logit_bias": {}, "logprobs": false, "modalities": ["text"],
     "parallel_tool_calls": true, "presence_penalty": 0, "response_format": {"type": "text"},
-    "tool_choice": "auto", "top_p": 1, "metadata": null, "prompt_cache_key": null,
+    "tool_choice": "auto", "top_logprobs": 0, "top_p": 1, "metadata": null, "prompt_cache_key": null,
     "prompt_cache_retention": null, "safety_identifier": null, "service_tier": null, "store": null,
     "user": null
 }""")
@@ -220,9 +220,8 @@ class OpenTrajectory:
             max_new_tokens=min(own or usual.max_new_tokens, usual.max_new_tokens),
             stop_token_ids=(*usual.stop_token_ids, *ids),
         )
-        choices: list[Fields] = [{}] * request.n
 
-        async def sample(index: int) -> None:
+        async def sample(index: int) -> Fields:
             draw = "" if request.seed is None else f"{request.seed}/{index}"
             completion = await replace(episode, node=prompt, sampling=sampling).ask(first + index, draw)
             if completion is None:
@@ -240,9 +239,9 @@ class OpenTrajectory:
             asked.turns.append(TurnRecord(node, turn.text))
             finish = "tool_calls" if calls else "stop" if node.ended else "length"
             told_as = "delta" if request.stream else "message"
-            choices[index] = {"index": index, told_as: said, "finish_reason": finish}
+            return {"index": index, told_as: said, "finish_reason": finish}
 
-        await run_all(*(partial(sample, index) for index in range(request.n)))
+        choices = await run_all(*(partial(sample, index) for index in range(request.n)))
         used, sampled = len(prompt.tokens), sum(len(turn.answer.token_ids) for turn in asked.turns)
         asked.whole = {
             "id": f"chatcmpl-{self.begun}",
@@ -398,7 +397,10 @@ def check_agent(agent: str) -> None:
     """Raises ConfigError for a function that a process of its own cannot load, a command that there is not,
     and if the endpoint's server is not installed.
     """
-    problem, words = "", make_command(agent)
+    try:
+        problem, words = "", make_command(agent)
+    except ValueError as error:
+        raise ConfigError(f"rl.rollout.agent={agent!r}: {error}") from error
     if not find_spec("hypercorn"):
         problem = "its endpoint needs hypercorn; pip install 'rollouts-rl[agents]'"
     elif not shutil.which(words[0]):

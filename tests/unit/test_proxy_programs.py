@@ -150,6 +150,7 @@ async def test_a_program_sees_no_secret_of_the_trainer(tmp_path, monkeypatch):
 @cases("""
 agent              | said
 no_such_program x  | there is no program no_such_program
+python 'x          | closing quotation
 no_module:main     | No module named 'no_module'
 json:no_function   | no no_function
 env anything       |
