@@ -74,12 +74,14 @@ FUNCTION = re.compile(r"(.+\.py|[\w.]+):[\w.]+")
 OUR_CALL = re.compile(r"c\d{8}")  # ids that ChatFormat gives
 # what fields may say that are not honoured; null: anything, for they change nothing of what is sampled
 ONLY = json.loads("""{
-    "frequency_penalty": 0, "logit_bias": {}, "logprobs": false, "modalities": ["text"],
+    "frequency_penalty": 0, "logit_bias": {}, "modalities": ["text"],
     "parallel_tool_calls": true, "presence_penalty": 0, "response_format": {"type": "text"},
     "tool_choice": "auto", "top_logprobs": 0, "top_p": 1, "metadata": null, "prompt_cache_key": null,
     "prompt_cache_retention": null, "safety_identifier": null, "service_tier": null, "store": null,
     "user": null
 }""")
+HIDDEN = [byte for byte in range(256) if byte == 32 or not chr(byte).isprintable()]
+LETTERS = {256 + index: byte for index, byte in enumerate(HIDDEN)}  # of byte-level tokenizers
 MODELS = '{"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "run"}]}'
 Fields = dict[str, Any]
 
@@ -107,6 +109,7 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
     seed: int | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    logprobs: bool = False
     stream: bool = False
     stream_options: Fields = {}
 
@@ -144,6 +147,15 @@ def extend_key(key: str, message: ChatMessage) -> str:
     ]
     said = [key, message["role"], message["content"], calls, message.get("tool_call_id")]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def describe_token(token_id: int, log_prob: float, tokenizer: Any) -> Fields:
+    """A token of an answer. Its bytes are right also where it is a part of a character."""
+    piece, text = tokenizer.convert_ids_to_tokens(token_id), tokenizer.decode([token_id])
+    raw = piece.translate(LETTERS).encode("latin-1", "replace")
+    if raw.decode(errors="replace") != text:  # of another kind of tokenizer
+        raw = bytes.fromhex(piece[3:5]) if piece.startswith("<0x") else text.encode()
+    return {"token": text, "logprob": log_prob, "bytes": [*raw], "top_logprobs": []}
 
 
 # --- a trajectory -------------------------------------------------------------------------------------------
@@ -239,7 +251,12 @@ class OpenTrajectory:
             asked.turns.append(TurnRecord(node, turn.text))
             finish = "tool_calls" if calls else "stop" if node.ended else "length"
             told_as = "delta" if request.stream else "message"
-            return {"index": index, told_as: said, "finish_reason": finish}
+            choice = {"index": index, told_as: said, "finish_reason": finish}
+            if request.logprobs:
+                pairs = zip(node.token_ids.tolist(), node.log_probs.tolist(), strict=True)
+                told = [describe_token(*pair, form.template.tokenizer) for pair in pairs]
+                choice["logprobs"] = {"content": told}
+            return choice
 
         choices = await run_all(*(partial(sample, index) for index in range(request.n)))
         used, sampled = len(prompt.tokens), sum(len(turn.answer.token_ids) for turn in asked.turns)
@@ -357,7 +374,7 @@ async def reply(trajectory: OpenTrajectory, asked: Asked, grace_s: float, receiv
             raise asked.error
         chunks = [
             asked.whole | {"choices": [one | part for one in asked.whole["choices"]], "usage": None}
-            for part in ({"finish_reason": None}, {"delta": {}})
+            for part in ({"finish_reason": None}, {"delta": {}, "logprobs": None})
         ]
         if asked.request.stream_options.get("include_usage"):
             chunks.append(asked.whole | {"choices": []})

@@ -139,6 +139,22 @@ async def test_a_stream_says_what_an_answer_says(autojump_clock):
         assert [model.id async for model in at.client.models.list()] == ["policy"]
 
 
+async def test_log_probs_have_the_bytes_of_split_characters(autojump_clock):
+    tokenizer = family_tokenizer("qwen2_5")
+    ids = np.asarray(tokenizer.encode("ä€ x", add_special_tokens=False), np.int64)
+
+    async def sample(request: GenerateRequest) -> Completion:
+        await trio.lowlevel.checkpoint()
+        rest: Any = {"log_probs": -np.ones(len(ids), np.float32), "weight_versions": 0 * ids}
+        return Completion(request_id=request.request_id, token_ids=ids, finish_reason="length", **rest)
+
+    async with Endpoint(sample).open(form=make_formats(tokenizer)) as at:
+        entries = (await at.ask(logprobs=True, top_logprobs=0)).choices[0].logprobs.content
+        assert len(entries) == 7
+        assert bytes(itertools.chain(*(entry.bytes for entry in entries))).decode() == "ä€ x"
+        assert {entry.logprob for entry in entries} == {-1.0}
+
+
 async def test_a_stream_that_waits_says_so_in_comments(autojump_clock):
     async with open_endpoint("a" * 10, token_s=1.0) as at, httpx.AsyncClient() as plain:
         request: Any = {"headers": {"Authorization": f"Bearer {at.trajectory.key}"}}
@@ -188,7 +204,6 @@ tool_choice | "required" | | | done
 parallel_tool_calls | false | | | done
 top_p | 0.9 | | | done
 temperature | 0 | sampled | | done
-logprobs | true | | | done
 n | 17 | | | done
 n | 3 | max_turns | max_turns = 2 | turns
 stop | "two bytes" | | | done
