@@ -12,7 +12,6 @@ gave its state_dict, else it begins anew, which is counted.
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -25,41 +24,38 @@ from rollouts.config.tables import RolloutConfig
 from rollouts.crash_points import reach
 from rollouts.data.chat import NO_PARAMS, TemplateParams
 from rollouts.environments.protocol import Tool, Turn, World
-from rollouts.environments.tools import answer_unreadable, call_tools
+from rollouts.environments.tools import call_tools
 from rollouts.environments.trajectories import (
     AgentTokenizer,
     ChatFormat,
     Node,
     ReadTurn,
     TurnRecord,
-    collect_segments,
     make_chat_format,
     pack_trajectory,
     unpack_trajectory,
 )
-from rollouts.errors import TrajectoryLeftOut
+from rollouts.environments.turns import (
+    NEW_RECORD,
+    End,
+    add_reward,
+    finish_trajectory,
+    make_pending,
+    make_request,
+    parse_prompt,
+    play_turns,
+)
 from rollouts.generation.continuing import join_completions, note_progress
-from rollouts.generation.generate import ask_for_rest, compute_request_seed
+from rollouts.generation.generate import ask_for_rest
 from rollouts.generation.samples import TRAJECTORY
 from rollouts.protocols import GenerateFn, InferenceEngine
-from rollouts.rewards.check import add_up, check_reward
 from rollouts.types import (
-    EMPTY,
-    ChatMessage,
     Completion,
-    GenerateRequest,
     JSONValue,
-    RewardResult,
     Sample,
     SamplingParams,
     Status,
 )
-
-TOOL_CHARS = 16_384  # of a result; a longer one is an error that the model is told
-SHOWN = ("segment", "reward", "rewards", "calls", "metadata")  # of a turn, in the record, where not 0
-
-End = Literal["done", "turns", "tool_calls", "tokens", "time"]
-
 
 OpenWorld = Callable[[Mapping[str, JSONValue]], AbstractAsyncContextManager[World | None]]
 """From a dataset row to its environment; to None where there are tools alone."""
@@ -82,7 +78,7 @@ class Episode:
     sample: Sample  # as it was before the trajectory
     world: World | None
     tools: Sequence[Tool]
-    node: Node  # the newest
+    node: Node  # the newest prompt
     turns: list[TurnRecord]
     rest: Completion | None  # of the turn that a stop cut
     record: dict[str, JSONValue]  # restarts, resumed: how often; tool_calls; time/tools and time/all: seconds
@@ -93,21 +89,10 @@ class Episode:
         """The model's turn of that number; None if there is no room for one. Equal draws draw equal numbers;
         empty: those of the turn's number. Raises Stopped.
         """
-        prompt, sample = self.node.tokens, self.sample
         limit = min(self.config.max_trajectory_tokens, self.engine.features.context_length)
-        room = min(limit - len(prompt), self.sampling.max_new_tokens)
-        if room < 1:
+        request = make_request(self.sample, self.node, number, self.sampling, limit, draw=draw)
+        if request is None:
             return None
-        name, seed = f"{sample.id}#{number}" if number else sample.id, self.sampling.seed
-        if seed is not None and (number or draw):
-            seed = compute_request_seed(seed, draw or name)
-        request = GenerateRequest(
-            request_id=name,
-            prompt_ids=prompt,
-            sampling=replace(self.sampling, max_new_tokens=room, seed=seed),
-            affinity="" if sample.group_index is None else f"g{sample.group_index}",
-            trajectory=sample.id,
-        )
         held, self.rest = self.rest, None
         asked = request if held is None else ask_for_rest(request, held.token_ids)
         answer = await self.engine.generate(asked)
@@ -117,59 +102,23 @@ class Episode:
         self.rest = whole
         raise Stopped
 
-    async def answer(self, turn: Turn) -> list[ChatMessage] | End:
-        """What the model reads next, or why there is nothing. The turn's record gets its calls and reward."""
-        record, calls = self.turns[-1], turn.message.get("tool_calls", ())
-        problem = turn.unreadable if self.tools else ""
-        if turn.complete and (calls or problem):
-            self.record["tool_calls"] += len(calls) or 1
-            if self.record["tool_calls"] > self.config.max_tool_calls:
-                return "tool_calls"
-            if len(self.turns) == self.config.max_turns:
-                return "turns"
-            if problem:
-                called = [{"name": "", "outcome": "unreadable", "time/call": 0.0}]
-                self.turns[-1] = record._replace(calls=called)
-                return [answer_unreadable(problem)]
-            began = trio.current_time()
-            results = await call_tools(
-                calls, self.tools, timeout_s=self.config.tool_timeout_s, output_chars=TOOL_CHARS
-            )
-            self.record["time/tools"] += trio.current_time() - began
-            called = [
-                {"name": one.message.get("name", ""), "outcome": one.outcome, "time/call": one.seconds}
-                for one in results
-            ]
-            self.turns[-1] = record._replace(calls=called)
-            return [one.message for one in results]
-        if self.world is None:
-            return "done" if turn.complete else "tokens"
-        began = trio.current_time()
-        seen = await self.world.step(turn)
-        self.record["time/tools"] += trio.current_time() - began
-        self.turns[-1] = record._replace(metadata=seen.metadata)
-        if seen.reward is not None:
-            self.reward(check_reward(seen.reward, f"the environment of sample {self.sample.id}"))
-        if seen.done:
-            return "done"
-        if len(self.turns) == self.config.max_turns:
-            return "turns"
-        text = seen.messages
-        return [ChatMessage(role="user", content=text)] if isinstance(text, str) else list(text)
-
     async def play(self) -> End:
         """Why it ended. Raises Stopped."""
-        while True:
-            await self.note()
-            completion = await self.ask(len(self.turns))
-            if completion is None:
-                return "tokens"
-            self.node, turn = self.form.read(self.node, completion)
-            self.turns.append(TurnRecord(self.node, turn.text))
-            news = await self.answer(turn)
-            if isinstance(news, str):
-                return news
-            self.node = self.form.extend(self.node, news)
+        playing = play_turns(self.form, self.node, self.turns, self.record, self.config)
+        answer = None
+        while not isinstance(wanted := playing.send(answer), str):
+            if isinstance(wanted, Node):
+                self.node = wanted
+                await self.note()
+                answer = await self.ask(len(self.turns))
+                continue
+            began = trio.current_time()
+            if isinstance(wanted, Turn):
+                answer = await self.world.step(wanted) if self.world else None
+            else:
+                answer = await call_tools(wanted, self.tools, timeout_s=self.config.tool_timeout_s)
+            self.record["time/tools"] += trio.current_time() - began
+        return wanted
 
     async def note(self) -> None:
         """Notes what there is to go on from."""
@@ -180,58 +129,14 @@ class Episode:
 
     def hold(self) -> Sample:
         """What a later call goes on from: without tokens where the environment has to begin anew."""
+        sample, record = self.sample, {name: self.record[name] for name in ("restarts", "resumed")}
         if (self.world is not None or self.config.agent) and self.state is None:
-            record = {"restarts": self.record["restarts"] + 1, "resumed": self.record["resumed"]}
-            return replace(
-                self.sample, status=Status.ABORTED, metadata={**self.sample.metadata, TRAJECTORY: record}
-            )
-        packed, layout = pack_trajectory(self.node, self.turns, self.rest, self.sample)
-        seconds = self.record["time/all"] + trio.current_time() - self.began
-        record = {**self.record, "time/all": seconds, "state": self.state, **layout}
-        return replace(packed, status=Status.ABORTED, metadata={**packed.metadata, TRAJECTORY: record})
-
-    def reward(self, result: RewardResult) -> None:
-        """Adds to the reward of the newest turn."""
-        last = self.turns[-1]
-        parts = {**last.rewards}
-        for name, value in result.parts.items():
-            parts[name] = parts.get(name, 0.0) + value
-        self.turns[-1] = last._replace(reward=(last.reward or 0.0) + result.reward, rewards=parts)
-
-    def segments(self, end: End) -> tuple[Sample, ...]:
-        """The finished trajectory. Raises TrajectoryLeftOut where the config says so of the limit."""
-        rule = "train" if end == "done" else self.config.at_limit.get(end, "train")
-        if rule == "drop":
-            raise TrajectoryLeftOut(f"its limit of {end} ended the trajectory; at_limit.{end} is 'drop'")
-        own = [turn.reward for turn in self.turns if turn.reward is not None]
-        parts: dict[str, float] = {}
-        for turn in self.turns:
-            for name, value in turn.rewards.items():
-                parts[name] = parts.get(name, 0.0) + value
-        # a segment begins with a turn whose path is a whole prompt and itself
-        begun = itertools.accumulate(len(turn.answer.path()) == 2 for turn in self.turns)
-        facts = [
-            {"segment": count - 1, **turn._asdict()} for turn, count in zip(self.turns, begun, strict=True)
-        ]
-        turns = [
-            {"tokens": len(one["answer"].token_ids), **{name: one[name] for name in SHOWN if one[name]}}
-            for one in facts
-        ]
-        seconds = self.record["time/all"] + trio.current_time() - self.began
-        record = {**self.record, "time/all": seconds, "end": end, "trains": rule == "train", "turns": turns}
-        whole = replace(
-            self.sample,
-            response=self.turns[-1].text if self.turns else "",
-            reward=add_up(own, "the environment's rewards") if own else None,
-            rewards=parts,
-            status=Status.COMPLETED if end == "done" else Status.TRUNCATED,
-            metadata={**self.sample.metadata, "messages": list(self.node.messages), TRAJECTORY: record},
-        )
-        segments = collect_segments(self.turns, whole) or (replace(whole, tokens=self.node.tokens),)
-        if not self.engine.features.log_probs:
-            segments = tuple(replace(one, loss_mask=EMPTY, rollout_log_probs=EMPTY) for one in segments)
-        # the record is the trajectory's, and stands in its last segment
-        return (*(replace(one, metadata=self.sample.metadata) for one in segments[:-1]), segments[-1])
+            record["restarts"] += 1
+        else:
+            sample, layout = pack_trajectory(self.node, self.turns, self.rest, sample)
+            seconds = self.record["time/all"] + trio.current_time() - self.began
+            record = {**self.record, "time/all": seconds, "state": self.state, **layout}
+        return replace(sample, status=Status.ABORTED, metadata={**sample.metadata, TRAJECTORY: record})
 
 
 def make_agent_generate(
@@ -253,12 +158,10 @@ def make_agent_generate(
     ) -> tuple[Sample, ...]:
         held: Any = sample.metadata.get(TRAJECTORY, {}) if sample.status is Status.ABORTED else {}
         start = make_pending(sample)
-        row = {**start.metadata, "prompt": start.prompt}
-        async with open_world(row) as world:
+        async with open_world({**start.metadata, "prompt": start.prompt}) as world:
             callable_tools = [*tools, *(world.tools if world else ())]
             form = make_format(callable_tools)
-            record = {"restarts": 0, "resumed": 0, "tool_calls": 0, "time/tools": 0.0, "time/all": 0.0}
-            record |= {name: held[name] for name in record if name in held}
+            record = NEW_RECORD | {name: held[name] for name in NEW_RECORD if name in held}
             turns, rest = list[TurnRecord](), None
             if "nodes" in held:
                 node, turns, rest = unpack_trajectory(form, sample, held)
@@ -290,24 +193,12 @@ def make_agent_generate(
                 return (episode.hold(),)
             final = await world.score() if world and episode.turns else None
             if final is not None:
-                episode.reward(final)
-            return episode.segments(end)
+                add_reward(turns, final)
+            record["time/all"] += trio.current_time() - episode.began
+            log_probs = engine.features.log_probs
+            return finish_trajectory(start, episode.node, turns, record, config, end, log_probs=log_probs)
 
     return agent_generate
-
-
-def make_pending(sample: Sample) -> Sample:
-    """The sample as it was before anything was generated."""
-    blank = dict.fromkeys(
-        ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "turn_rewards"), EMPTY
-    )
-    metadata = {name: value for name, value in sample.metadata.items() if name != TRAJECTORY}
-    return replace(sample, **blank, response="", status=Status.PENDING, metadata=metadata)
-
-
-def parse_prompt(prompt: str | Sequence[ChatMessage]) -> list[ChatMessage]:
-    """A prompt as messages; text is one user turn."""
-    return [ChatMessage(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
 
 
 def make_formats(

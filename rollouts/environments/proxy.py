@@ -48,6 +48,7 @@ from rollouts.config.tables import RolloutConfig
 from rollouts.environments.episode import End, Episode, MakeFormat, make_agent_generate
 from rollouts.environments.protocol import Tool
 from rollouts.environments.trajectories import ChatFormat, Node, TurnRecord
+from rollouts.environments.turns import add_reward
 from rollouts.errors import (
     ConfigError,
     DataError,
@@ -288,7 +289,8 @@ class OpenTrajectory:
     def reward(self, body: bytearray) -> None:
         """Adds what the program gives to the newest turn. Raises ApiError."""
         try:
-            self.episode.reward(check_reward(msgspec.json.decode(body)["reward"], "reward: the program"))
+            result = check_reward(msgspec.json.decode(body)["reward"], "reward: the program")
+            add_reward(self.episode.turns, result)
         except (ValueError, LookupError, TypeError, UserFunctionError) as error:
             raise ApiError(400, f"{error!r}; post {{'reward': number}} after an answer", "reward") from error
 

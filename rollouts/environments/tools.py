@@ -10,12 +10,13 @@ Whatever a call does wrong becomes text for the model, beginning with "Error:".
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import trio
 
 from rollouts.config.plugins import load_function
 from rollouts.environments.protocol import Tool
+from rollouts.environments.turns import ToolResult
 from rollouts.environments.worker import OUTPUT_CHARS, check_result, inspect_tool
 from rollouts.errors import EnvironmentFailed, ToolError, UserFunctionError
 from rollouts.messages import parse_tool_arguments
@@ -25,14 +26,6 @@ from rollouts.rewards.check import is_async
 from rollouts.rewards.worker import TEXT_CHARS
 from rollouts.rewards.workers import PRINTED, Workers, name_function
 from rollouts.types import ChatMessage, JSONValue
-
-
-class ToolResult(NamedTuple):
-    """What became of one tool call."""
-
-    message: ChatMessage  # the tool's
-    outcome: str  # ok, or the kind of a ToolError
-    seconds: float  # from the call to the answer
 
 
 def make_tool(function: Callable[..., Any]) -> Tool:
@@ -99,8 +92,3 @@ async def call_tools(
         return ToolResult(message, outcome, trio.current_time() - began_s)
 
     return await run_all(*(partial(answer, call) for call in calls))
-
-
-def answer_unreadable(why: str) -> ChatMessage:
-    """What the model reads after a turn whose tool calls could not be read."""
-    return ChatMessage(role="user", content=f"Error: the tool call could not be read: {why[:TEXT_CHARS]}")

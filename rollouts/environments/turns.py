@@ -104,16 +104,18 @@ def play_turns(
 
 
 def make_request(
-    sample: Sample, node: Node, number: int, sampling: SamplingParams, max_tokens: int
+    sample: Sample, node: Node, number: int, sampling: SamplingParams, max_tokens: int, *, draw: str = ""
 ) -> GenerateRequest | None:
-    """The request of that number, from 0, in the trajectory of a sample; None if max_tokens leave no room."""
+    """The request of that number, from 0, in the trajectory of a sample; None if max_tokens leave no room.
+    Equal draws draw equal numbers; empty: those of the request's number.
+    """
     prompt = node.tokens
     room = min(max_tokens - len(prompt), sampling.max_new_tokens)
     if room < 1:
         return None
     name, seed = f"{sample.id}#{number}" if number else sample.id, sampling.seed
-    if number and seed is not None:
-        seed = compute_request_seed(seed, name)
+    if seed is not None and (number or draw):
+        seed = compute_request_seed(seed, draw or name)
     return GenerateRequest(
         request_id=name,
         prompt_ids=prompt,
