@@ -18,6 +18,7 @@ from rollouts.config.tables import RolloutConfig
 from rollouts.environments import proxy as module
 from rollouts.environments.episode import Episode, make_formats
 from rollouts.environments.proxy import OpenTrajectory, open_proxy
+from rollouts.environments.turns import finish_trajectory
 from rollouts.errors import EngineOverloaded, FleetDown
 from rollouts.processes.nurseries import open_plain_nursery
 from rollouts.testing.fakes import ScriptedEngine, ScriptedReply
@@ -57,7 +58,10 @@ class Endpoint:
 
     def check_samples(self) -> tuple[Sample, ...]:
         """What all that was answered gives."""
-        samples = self.trajectory.episode.segments(self.trajectory.end)
+        one = self.trajectory.episode
+        samples = finish_trajectory(
+            one.sample, one.node, one.turns, one.record, one.config, self.trajectory.end
+        )
         check_exact(self.given, samples)
         return samples
 
