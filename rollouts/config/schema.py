@@ -329,6 +329,10 @@ class RLTrainingConfig(StageConfig, AlgorithmConfig):
         return {
             "rollout.generate, rollout.environment and rollout.agent each make the trajectories; keep one of"
             " them": sum(map(bool, (rollout.generate, rollout.environment, rollout.agent))) > 1,
+            "rollout.tools are of a conversation that this run leads; rollout.generate and rollout.agent lead"
+            " their own: give them the tools, and leave rollout.tools out": (
+                rollout.tools and (rollout.generate or rollout.agent)
+            ),
             "rollout.group_reward beside rollout.reward or rollout.reward_model; score samples one by one or"
             " by group: keep one": rollout.group_reward and (rollout.reward or rollout.reward_model),
             "rollout.reward_weights with rollout.group_reward, which weighs its own parts; leave one of them"

@@ -140,6 +140,8 @@ def test_samples_are_scored_one_by_one_or_by_group(write):
 def test_one_thing_makes_the_trajectories(write):
     (problem,) = problems_of(write(RL + 'environment = "a.py:open_a"\nagent = "b"\n'))
     assert problem.startswith("rl: rollout.generate, rollout.environment and rollout.agent each make the")
+    (problem,) = problems_of(write(RL + 'tools = ["a.py:add"]\nagent = "b"\n'))
+    assert problem.startswith("rl: rollout.tools are of a conversation that this run leads")
 
 
 def test_groups_train_again_only_where_samples_may_be_old(write):
