@@ -32,7 +32,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import copy_context
 from dataclasses import replace
@@ -431,6 +431,18 @@ def check_agent(agent: str) -> None:
         raise ConfigError(f"rl.rollout.agent={agent!r}: {problem}")
 
 
+async def run_program(words: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Waits for a program's end; what was wrong with it, or nothing."""
+    opening = open_process(words, env=environment, output_bytes=sys.maxsize)
+    async with opening as process, open_plain_nursery() as reading:
+        reading.start_soon(process.wait_printed_too_much)  # which never is
+        if await process.wait_ended() == 0:
+            return ""
+        process.read_output()
+        tail = process.read_tail()[-TAIL_CHARS:]
+        return f"{process.describe_end()}; the last it printed: {tail!r}"
+
+
 def make_proxy_generate(proxy: Proxy, make_format: MakeFormat, config: RolloutConfig) -> GenerateFn:
     """A generate function that runs config.agent once for a trajectory, at the endpoint.
 
@@ -456,13 +468,7 @@ def make_proxy_generate(proxy: Proxy, make_format: MakeFormat, config: RolloutCo
                         "ROLLOUTS_ROW": file.name,
                         "no_proxy": "127.0.0.1",
                     }
-                    opening = open_process(words, env=environment, output_bytes=sys.maxsize)
-                    async with opening as process, open_plain_nursery() as reading:
-                        reading.start_soon(process.wait_printed_too_much)  # which never is
-                        if await process.wait_ended() != 0:
-                            process.read_output()
-                            tail = process.read_tail()[-TAIL_CHARS:]
-                            problem = f"{process.describe_end()}; the last it printed: {tail!r}"
+                    problem = await run_program(words, environment)
             finally:
                 proxy.trajectories[number] = None
                 for turn in episode.turns:

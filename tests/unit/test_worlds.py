@@ -171,6 +171,9 @@ async def test_an_error_in_closing_does_not_fail_what_is_finished(name: str):
     async with open_opener(name) as (open_one, _):
         for do in ("raise", "die") if name == "Game" else ("raise",):
             await play(open_one, {"at": "close", "do": do})
+        assert AsyncGame.opened == AsyncGame.closed
+        async with open_one({}) as world:
+            assert await world.reset(), "others go on"
 
 
 # --- time and cancellation ---
