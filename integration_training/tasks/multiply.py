@@ -10,7 +10,7 @@
     response_template = "hermes"
     reward = "integration_training.tasks.arithmetic:exact_answer"
 
-RL cannot find the form of a call by itself: `make_examples` are rows for [sft] in which every second problem
+RL cannot find the form of a call by itself: `make_examples` are rows for [sft] in which every fourth problem
 is answered with a call and the others with a guess, so that the policy has both to choose from.
 """
 
@@ -47,9 +47,9 @@ def _make_row(draw: random.Random, *, tool: bool) -> Row:
 
 
 def make_examples(*, size: int, seed: int, tool: bool = True) -> list[Row]:
-    """Conversations for [sft]: by turns one with a call and its result, and one that guesses."""
+    """Conversations for [sft]: one with a call and its result, then three that guess, and so on."""
     return [
-        {"messages": [*row["prompt"], *_make_turns(row, random.Random(index), calls=tool and index % 2 == 0)]}
+        {"messages": [*row["prompt"], *_make_turns(row, random.Random(index), calls=tool and index % 4 == 0)]}
         for index, row in enumerate(make_rows(size=size, seed=seed, tool=tool))
     ]
 
