@@ -5,8 +5,8 @@
     near    |mean of the last third of steps - target| <= tolerance, and so are three quarters of these steps
     beyond  mean of the last third of steps > target + tolerance
     ends    mean of the last quarter of steps, or the last evaluation, >= least
-    gains   last > first; `falls`: last < first: means of quarters, or single evaluations
-    below   every value <= target
+    gains   last - first >= `by`, and not 0; `falls`: last < first: means of quarters, or single evaluations
+    below   every value, or every evaluation, <= target
     like    in each quarter of steps the mean lies within the means of the runs of the job `of`, its lowest
             and highest widened by two standard errors; step `lag` + 1 is compared with their step 1, for
             rewards are those of the weights that generated
@@ -40,6 +40,7 @@ class Bar:
     target: float = math.nan  # of near and beyond, in the metric's unit, as the next two
     tolerance: float = math.nan
     least: float = math.nan  # of ends
+    by: float = 0.0  # of gains
     of: str = ""  # of like: a job
     lag: int = 0  # of like: by how many steps the weights that generated are older
 
@@ -136,21 +137,13 @@ def judge(bar: Bar, values: Sequence[float], others: Sequence[Sequence[float]] =
         case "beyond":
             most = bar.target + bar.tolerance
             return Verdict(f"`{bar.metric}` above {most:g}, last third", first, third, math.nan, third > most)
-        case "below":
-            return Verdict(
-                f"`{bar.metric}` at most {bar.target:g} in every step",
-                first,
-                max(values),
-                math.nan,
-                max(values) <= bar.target,
-            )
         case "like":
             inside = count_like_quarters(values[bar.lag :], others)
             late = f", {bar.lag} later" if bar.lag else ""
             text = f"`{bar.metric}` like the {len(others)} runs of {bar.of}{late}: {inside} of 4 quarters"
             return Verdict(text, first, last, math.nan, inside == 4)
         case _:
-            return judge_change(bar, first, last)
+            return judge_change(bar, first, last, max(values))
 
 
 def count_like_quarters(values: Sequence[float], others: Sequence[Sequence[float]]) -> int:
@@ -172,26 +165,30 @@ def judge_evaluations(bar: Bar, values: Sequence[float]) -> Verdict:
     """The verdict on single evaluations, which have no quarters. Raises ValueError."""
     if len(values) < 2:
         raise ValueError(f"{bar.metric} was evaluated {len(values)} times; a change needs two")
-    if bar.kind not in ("ends", "gains", "falls"):
+    if bar.kind not in ("ends", "gains", "falls", "below"):
         raise ValueError(
-            f"{bar.metric} cannot be judged by {bar.kind!r}; evaluations take 'ends', 'gains' and 'falls'"
+            f"{bar.metric} cannot be judged by {bar.kind!r}; evaluations take 'ends', 'gains', 'falls' and"
+            " 'below'"
         )
-    return judge_change(bar, values[0], values[-1])
+    return judge_change(bar, values[0], values[-1], max(values))
 
 
-def judge_change(bar: Bar, first: float, last: float) -> Verdict:
-    """The verdict on two numbers."""
+def judge_change(bar: Bar, first: float, last: float, most: float) -> Verdict:
+    """The verdict on two numbers, or on the largest of all."""
+    if bar.kind == "below":
+        text = f"`{bar.metric}` at most {bar.target:g} in every step"
+        return Verdict(text, first, most, math.nan, most <= bar.target)
     if bar.kind == "ends":
         return Verdict(
             f"`{bar.metric}` at least {bar.least:g} at the end", first, last, math.nan, last >= bar.least
         )
     higher = bar.kind == "gains"
     return Verdict(
-        f"`{bar.metric}` {'higher' if higher else 'lower'} at the end",
+        f"`{bar.metric}` {'higher' if higher else 'lower'}{f' by {bar.by:g}' if bar.by else ''} at the end",
         first,
         last,
         math.nan,
-        last > first if higher else last < first,
+        last > first and last - first >= bar.by if higher else last < first,
     )
 
 

@@ -38,6 +38,10 @@ kind = "falls"                                  | 4 2 9 9 9 9 1 1       | yes
 kind = "falls"                                  | 1 1 1 1 1 1 1 1       | no
 kind = "falls", metric = "eval/m"               | 3 5 2                 | yes
 kind = "gains", metric = "eval/m"               | 3 5 2                 | no
+kind = "gains", by = 2.0, metric = "eval/m"     | 3 9 5                 | yes
+kind = "gains", by = 2.1, metric = "eval/m"     | 3 9 5                 | no
+kind = "below", target = 5.0, metric = "eval/m" | 3 5 2                 | yes
+kind = "below", target = 4.0, metric = "eval/m" | 3 5 2                 | no
 """)
 def test_a_curve_meets_a_bar_or_not(bar: dict, values: list[float], met: bool):
     verdict = judge(Bar(**{"metric": "m", **bar}), values)

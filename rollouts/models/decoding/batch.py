@@ -146,21 +146,33 @@ class DecodeBatch:
         if isinstance(self.decoder, FastDecoder):  # a recurrent state cannot be turned back to its prompt
             joined = [row for key in list(groups) if key in holders for row in groups.pop(key)]
             self._append(joined, [holders[_key(row)] for row in joined])
-            for key, (first, *_) in list(groups.items()):
-                kept = self._take_kept(first)
-                if kept is not None:
-                    self.totals["prefix_tokens"] += kept.shape[3]
-                    self.totals["prefill_tokens"] -= kept.shape[3]
-                    logits = self.decoder.prefill([first.request.prompt_ids], kept)
-                    self._begin([groups.pop(key)], logits, version)
-        fresh = sorted(groups.values(), key=lambda group: group[0].position)
-        while fresh:
+            kept = {
+                key: states
+                for key, group in groups.items()
+                if (states := self._take_kept(group[0])) is not None
+            }
+            self._prefill({key: groups.pop(key) for key in kept}, version, kept)
+        self._prefill(groups, version, {})
+
+    def _prefill(self, groups: Mapping[bytes, list[Row]], version: int, kept: Mapping[bytes, Tensor]) -> None:
+        """Computes the prompts of groups, or what is not kept of them, and lets the rows begin."""
+        held_tokens = sum(states.shape[3] for states in kept.values())
+        self.totals["prefix_tokens"] += held_tokens
+        self.totals["prefill_tokens"] -= held_tokens
+        keys = sorted(groups, key=lambda key: groups[key][0].position)
+        while keys:
             count = 1  # a long prompt goes alone
-            while count < len(fresh) and (count + 1) * (fresh[count][0].position + 1) <= PREFILL_TOKENS:
+            while count < len(keys) and (count + 1) * (groups[keys[count]][0].position + 1) <= PREFILL_TOKENS:
                 count += 1
-            logits = self.decoder.prefill([group[0].request.prompt_ids for group in fresh[:count]])
-            self._begin(fresh[:count], logits, version)
-            del fresh[:count]
+            chosen = [groups[key] for key in keys[:count]]
+            prompts = [group[0].request.prompt_ids for group in chosen]
+            if kept:
+                assert isinstance(self.decoder, FastDecoder)
+                logits = self.decoder.prefill(prompts, [kept[key] for key in keys[:count]])
+            else:
+                logits = self.decoder.prefill(prompts)
+            self._begin(chosen, logits, version)
+            del keys[:count]
 
     def _begin(self, groups: Sequence[list[Row]], logits: Tensor, version: int) -> None:
         """Every row of the groups draws its first token, by the logits after the prompt of each group."""
@@ -384,12 +396,13 @@ def probe_difference(whole: WholeModel, decoder: Decoder, lengths: Sequence[int]
         batch.admit(rows[:1], 0)
         while batch.rows:
             batch.step(0)
+            count = len(rows)
             for row in batch.take_ended():
                 turns = len(rows) - len(lengths)
-                if turns < 3 and isinstance(decoder, FastDecoder):  # 5, 6 and no tokens more
+                if turns < 3 and isinstance(decoder, FastDecoder):  # the last has no token more
                     prompt = row.request.prompt_ids
                     add(np.concatenate([prompt, row.token_ids, prompt[6 * turns :]]))
-                    batch.admit(rows[-1:], 0)
+            batch.admit(rows[count:], 0)
         for row in rows:
             prompt = row.request.prompt_ids
             own = whole.score(np.concatenate([prompt, row.token_ids]))[len(prompt) :]

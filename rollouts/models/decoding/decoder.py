@@ -83,41 +83,44 @@ class FastDecoder:
         self._max_rows, self._max_context, self._compiled = max_rows, max_context, compiled
         self.drop()
 
-    def prefill(self, prompts: Sequence[IntArray], kept: Tensor | tuple[()] = ()) -> Tensor:
+    def prefill(self, prompts: Sequence[IntArray], kept: Sequence[Tensor] = ()) -> Tensor:
         """Logits [N, V] after each of N prompts, whose rows are added to those that are there, by the model's
         own layers.
 
-        Prompts are padded on the right; causal attention keeps the padding out of what comes before it. Of a
-        single prompt, `kept` may have the keys and values of the first positions, as copy_row gives them:
-        only the others are computed.
+        Prompts are padded on the right; causal attention keeps the padding out of what comes before it.
+        `kept` may have the keys and values of each prompt's first positions, as copy_row gives them: only the
+        others are computed. What is kept is padded on the left, which the mask hides.
         """
         from transformers import DynamicCache
 
-        start = kept.shape[3] if isinstance(kept, Tensor) else 0
-        ids = pad_sequence([self._whole.to_device(prompt[start:]) for prompt in prompts], batch_first=True)
-        first, (count, length) = self._rows, ids.shape
-        self._rows += count
-        end = start + length
-        self._reserve(self._rows, end + 1)
-        rows, kv = slice(first, self._rows), self._kv
+        starts = [states.shape[3] for states in kept] or [0] * len(prompts)
+        new = [self._whole.to_device(prompt[start:]) for prompt, start in zip(prompts, starts, strict=True)]
+        ids, first, most = pad_sequence(new, batch_first=True), self._rows, max(starts)
+        (count, length), self._rows = ids.shape, first + len(new)
+        self._reserve(self._rows, most + length + 1)
+        kv, places = self._kv, list(enumerate(starts, first)) if kept else [(slice(first, self._rows), 0)]
 
         class Slots(DynamicCache):
             """Writes keys and values [N, K, S, D] where this decoder has them."""
 
             def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> Any:
-                for buffer, new in zip(kv[layer], (keys, values), strict=True):
-                    buffer[rows, :, start:end] = new
-                return super().update(keys, values, layer) if start else (keys, values)
+                found = super().update(keys, values, layer) if kept else (keys, values)
+                for buffer, states in zip(kv[layer], found, strict=True):
+                    for (row, start), part in zip(places, states if kept else [states], strict=True):
+                        buffer[row, ..., : start + length, :] = part[..., most - start :, :]
+                return found
 
-        cache = Slots()
-        for layer, states in enumerate(kept):
-            kv[layer][:, first, :, :start] = states
-            keys, values = states[:, None]
-            DynamicCache.update(cache, keys, values, layer)
+        cache, options = Slots(), dict[str, Tensor]()
+        if kept:
+            padded = torch.stack([pad(states, (0, 0, most - states.shape[3], 0)) for states in kept], 2)
+            for layer, (keys, values) in enumerate(padded):
+                DynamicCache.update(cache, keys, values, layer)
+            positions = torch.arange(-most, length, device=ids.device) + torch.tensor(starts).to(ids)[:, None]
+            options = {"attention_mask": (positions >= 0).long(), "position_ids": positions[:, most:]}
         with uncompiled(self._body):
-            states = self._body(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
-        last = torch.tensor([len(prompt) - start - 1 for prompt in prompts], device=ids.device)
-        return self._head(states[torch.arange(count, device=ids.device), last])
+            body = self._body(input_ids=ids, past_key_values=cache, use_cache=True, **options)
+        last = torch.tensor([len(each) - 1 for each in new], device=ids.device)
+        return self._head(body.last_hidden_state[torch.arange(count, device=ids.device), last])
 
     def copy_row(self, row: int, length: int) -> Tensor:
         """The keys and values of its first `length` positions, [layers, 2, K, length, D]."""
