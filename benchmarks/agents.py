@@ -2,21 +2,27 @@
 
     python -m benchmarks.agents [--quick]
 
-Busy, in virtual time: the real manager and episode, max_staleness = 3, 16 prompts of 8 samples, and an engine
-of 128 slots in which a turn takes 2 s on average (lognormal, sigma 0.5). Between turns the tool takes 0, 0.5
-or 2 times as long on average (exponential). A trainer takes each batch as soon as there is one.
+Busy, in virtual time: the real manager and episode, 16 prompts of 8 samples, and an engine of 128 slots in
+which a turn takes 2 s on average (lognormal, sigma 0.5). Between turns the tool takes 0, 0.5 or 2 times as
+long on average (exponential). A trainer takes each batch as soon as there is one. What is begun and not
+trained is bounded by max_staleness = s, to 16 (s + 1) prompts: they must be enough to fill the slots while
+others wait.
 
-    busy_*         share of its slots that the engine has in use, after a warm-up, over that without a wait;
-                   target 0.9
+    busy_*         share of its slots that the engine has in use, after a warm-up, over that without a wait,
+                   at s = 5; target 0.9
+    busy_2_at_3    the same at s = 3, where the bound on staleness is what limits
 
-Prefill, on the embedded engine with SmolLM2-135M: each turn samples 16 tokens and is answered by 24 more.
+Prefill, on the embedded engine with SmolLM2-135M: each turn of 8 trajectories samples 16 tokens and is
+answered by 24 more.
 
-    prefill_*      tokens that the k-th turn computed before its first new one; those that it had not seen
-                   are the tool's 24, the last sampled one and the prompt's in the first turn
+    prefill_*      tokens that the k-th turn of a trajectory computed before its first new one; those that it
+                   had not seen are the tool's 24, the last sampled one and the prompt's in the first turn
+    prefill_s_*    seconds of the k-th turn
     excess         the most that any later turn computed beyond its new tokens; target 0
 """
 
 import sys
+import time
 from functools import partial
 from typing import Any
 
@@ -38,9 +44,8 @@ from rollouts.types import Completion, GenerateRequest, Sample, SamplingParams
 from tests.support.fake_tokenizer import FAKE_END, FakeTokenizer
 
 SLOTS, TURNS, TURN_S = 128, 4, 2.0
-RATIOS = (0.0, 0.5, 2.0)
 ROWS = [{"prompt": f"Use wait, {index}."} for index in range(4096)]
-SAMPLED, ANSWERED = 16, 24
+SAMPLED, ANSWERED, TRAJECTORIES = 16, 24, 8
 
 
 class BusyEngine(ScriptedEngine):
@@ -73,7 +78,7 @@ def read_turn(text: str) -> dict[str, Any]:
     return {"tool_calls": [{"function": {"name": "wait", "arguments": {}}}]} if called else {"content": text}
 
 
-async def _run_busy(ratio: float, batches: int) -> float:
+async def _run_busy(ratio: float, batches: int, staleness: int) -> float:
     draw, version = np.random.default_rng(3), [0]
 
     async def wait(arguments: Any) -> str:
@@ -96,7 +101,7 @@ async def _run_busy(ratio: float, batches: int) -> float:
         sampling=SamplingParams(max_new_tokens=8, stop_token_ids=(FAKE_END,)),
         seed=0,
         policy_version=lambda: version[0],
-        max_staleness=3,
+        max_staleness=staleness,
     )
     began, busy = 0.0, 0.0
     async with manager.generating():
@@ -111,48 +116,57 @@ async def _run_busy(ratio: float, batches: int) -> float:
     raise AssertionError("the block returns")
 
 
-def measure_busy(ratio: float, batches: int) -> float:
+def measure_busy(ratio: float, batches: int, staleness: int) -> float:
     """Share of the slots in use."""
     clock = trio.testing.MockClock(autojump_threshold=0)
-    return trio.run(partial(_run_busy, ratio, batches), clock=clock)
+    return trio.run(partial(_run_busy, ratio, batches, staleness), clock=clock)
 
 
-async def measure_prefill() -> list[float]:
-    """Tokens that each turn of one trajectory computed before its first new token."""
-    rng, counts = np.random.default_rng(0), list[float]()
+async def measure_prefill() -> tuple[list[float], list[float]]:
+    """Tokens that each turn of a trajectory computed before its first new token, and seconds of all turns."""
+    rng, counts, seconds = np.random.default_rng(0), list[float](), list[float]()
     async with open_device_thread(name="benchmark") as thread:
         model: Any = await thread.submit(
             partial(load_hf_model, resolve_model("bundled:smollm2-135m-instruct"))
         )
         async with open_local_engine(model, device_thread=thread, mode="given", max_rows=8) as engine:
-            prompt = rng.integers(100, 40_000, 120)
-            for turn in range(TURNS):
-                before = engine.statistics()["prefill_tokens"]
+            prompts = [rng.integers(100, 40_000, 120) for _ in range(TRAJECTORIES)]
+
+            async def take_turn(index: int, turn: int) -> None:
                 request = GenerateRequest(
-                    request_id=f"x#{turn}",
-                    prompt_ids=prompt,
+                    request_id=f"{index}#{turn}",
+                    prompt_ids=prompts[index],
                     sampling=SamplingParams(max_new_tokens=SAMPLED, seed=turn),
-                    trajectory="x",
+                    trajectory=str(index),
                 )
                 answer = await engine.generate(request)
-                counts.append(engine.statistics()["prefill_tokens"] - before)
-                prompt = np.concatenate([prompt, answer.token_ids, rng.integers(100, 40_000, ANSWERED)])
-    return counts
+                new = rng.integers(100, 40_000, ANSWERED)
+                prompts[index] = np.concatenate([prompts[index], answer.token_ids, new])
+
+            for turn in range(TURNS):
+                before, began = engine.statistics()["prefill_tokens"], time.perf_counter()
+                async with trio.open_nursery() as nursery:
+                    for index in range(TRAJECTORIES):
+                        nursery.start_soon(take_turn, index, turn)
+                seconds.append(time.perf_counter() - began)
+                counts.append((engine.statistics()["prefill_tokens"] - before) / TRAJECTORIES)
+    return counts, seconds
 
 
 def main() -> int:
-    parser = make_parser(__doc__, quick="9 batches instead of 30")
+    parser = make_parser(__doc__, quick="20 batches instead of 60")
     arguments = parser.parse_args()
     metrics: dict[str, float | str | None] = {}
-    shares = [measure_busy(ratio, 9 if arguments.quick else 30) for ratio in RATIOS]
-    for ratio, share in zip(RATIOS, shares, strict=True):
-        name = f"busy_{ratio:g}".replace(".", "_")
-        metrics[name] = round(share / shares[0], 4)
-        print(f"{name}: {share:.3f} of the slots in use, {share / shares[0]:.3f} of that without a wait")
-    prefill = trio.run(measure_prefill)
-    metrics |= {f"prefill_{turn + 1}": count for turn, count in enumerate(prefill)}
-    metrics["excess"] = max(count - (ANSWERED + 1) for count in prefill[1:])
-    print(f"prefill by turn: {prefill}; new are {ANSWERED} and the last sampled token")
+    batches = 20 if arguments.quick else 60
+    whole = measure_busy(0.0, batches, 5)
+    for name, ratio, staleness in (("busy_0_5", 0.5, 5), ("busy_2", 2.0, 5), ("busy_2_at_3", 2.0, 3)):
+        metrics[name] = round(measure_busy(ratio, batches, staleness) / whole, 4)
+        print(f"{name}: {metrics[name]} of that without a wait, {whole:.3f}")
+    counts, seconds = trio.run(measure_prefill)
+    for turn, (count, second) in enumerate(zip(counts, seconds, strict=True), 1):
+        metrics |= {f"prefill_{turn}": count, f"prefill_s_{turn}": round(second, 3)}
+    metrics["excess"] = max(count - (ANSWERED + 1) for count in counts[1:])
+    print(f"prefill by turn: {counts}; new are {ANSWERED} and the last sampled token")
     return finish(
         "agents",
         peer="the same without a wait; a prefill of the whole history",

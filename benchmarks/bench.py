@@ -36,6 +36,7 @@ CPU_SET = (
     "weight_sync",
     "async_overlap",
     "driver_scale",
+    "agents",
     "e2e_reward",
 )
 ON_REQUEST = (

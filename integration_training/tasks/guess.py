@@ -67,7 +67,7 @@ def make_rows(*, size: int, seed: int, feedback: bool = True) -> list[Row]:
 
 
 def _make_row(draw: random.Random, *, feedback: bool) -> Row:
-    first = 10 * draw.randint(10, 98)
+    first = 10 * draw.randint(10, 998)
     question = f"Guess my number from {first} to {first + COUNT - 1}."
     return {
         # an empty system turn, in place of the long one that some templates write
