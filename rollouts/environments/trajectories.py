@@ -249,7 +249,7 @@ class ChatFormat:
         return message
 
 
-def load_response_template(name: str, base_dir: Path = Path()) -> ReadTurn | Mapping[str, Any] | None:
+def load_response_template(name: str) -> ReadTurn | Mapping[str, Any] | None:
     """What rl.rollout.response_template means: a name of response_templates.json, a JSON file, or a function.
     None for an empty one. Raises PlugInError, ConfigError.
     """
@@ -257,9 +257,9 @@ def load_response_template(name: str, base_dir: Path = Path()) -> ReadTurn | Map
     if not name:
         return None
     if not name.endswith(".json"):
-        return load_function(name, role="response_template", base_dir=base_dir, built_in=known)
+        return load_function(name, role="response_template", built_in=known)
     try:
-        return json.loads((base_dir / Path(name).expanduser()).read_text("utf-8"))
+        return json.loads(Path(name).expanduser().read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"response_template={name!r} is no JSON file that can be read: {error}") from error
 

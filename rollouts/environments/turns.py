@@ -185,11 +185,8 @@ def parse_prompt(prompt: str | Sequence[ChatMessage]) -> list[ChatMessage]:
 
 def make_pending(sample: Sample) -> Sample:
     """The sample as it was before anything was generated."""
-    blank = dict.fromkeys(
-        ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "turn_rewards"), EMPTY
-    )
     metadata = {name: value for name, value in sample.metadata.items() if name != TRAJECTORY}
-    return replace(sample, **blank, response="", status=Status.PENDING, metadata=metadata)
+    return Sample(id=sample.id, prompt=sample.prompt, group_index=sample.group_index, metadata=metadata)
 
 
 # --- tier 1 -------------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def load_functions(config: RunConfig, stages: Sequence[str], findings: Findings)
     with findings.reporting("rl.rollout.tools"):
         found["tools"] = [load_tool(name) for name in rollout.tools if not name.startswith(MCP)]
     with findings.reporting("rl.rollout.response_template"):
-        found["read_turn"] = load_response_template(rollout.response_template, Path.cwd())
+        found["read_turn"] = load_response_template(rollout.response_template)
     with findings.reporting("rl.rollout.agent"):
         if rollout.agent:
             check_agent(rollout.agent)
