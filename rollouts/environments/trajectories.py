@@ -125,7 +125,9 @@ class ChatFormat:
             return self._start(node, together)
         has_end = bool(self._special.fullmatch(last))
         if self.history == "template":
-            written = _unmark(text[len(prompt) : begin + end.end()], node.messages[index], index)
+            turn, written = node.messages[index], text[len(prompt) : begin + end.end()]
+            written = written.replace(_name(index, "r"), turn.get("reasoning_content", ""))
+            written = written.replace(_name(index, "c"), turn["content"])
             sampled = self._decode(node.token_ids) + ("" if has_end else end[0])
             # no way of writing the parts of a turn changes its added tokens
             same = self._added.findall(written) == self._added.findall(sampled)
@@ -161,7 +163,7 @@ class ChatFormat:
         """Token ids of text[first:], which the template wrote of `messages`. A content of messages[own:] that
         holds the text of a special token is encoded by itself, so that it becomes none.
         """
-        encode: Any = self.template.tokenizer.encode
+        encode: Any = functools.partial(self.template.tokenizer.encode, add_special_tokens=False)
         token_ids: list[int] = []
         for index in range(own, len(messages)):
             content = messages[index]["content"]
@@ -179,10 +181,10 @@ class ChatFormat:
                     f"message {index} holds the text of a special token ({content[:60]!r}), and the chat"
                     " template does not write it in one place; take that text out of it"
                 )
-            token_ids += encode(text[first:begin], add_special_tokens=False)
-            token_ids += encode(text[begin:end], add_special_tokens=False, split_special_tokens=True)
+            token_ids += encode(text[first:begin])
+            token_ids += encode(text[begin:end], split_special_tokens=True)
             first = end
-        return np.asarray([*token_ids, *encode(text[first:], add_special_tokens=False)], np.int64)
+        return np.asarray([*token_ids, *encode(text[first:])], np.int64)
 
     def _decode(self, token_ids: IntArray, *, skip: bool = False) -> str:
         tokenizer: Any = self.template.tokenizer
@@ -310,8 +312,7 @@ def _prompt(
     *,
     fresh: bool = False,
 ) -> Node:
-    count = len(token_ids)
-    log_probs, versions = np.zeros(count, np.float32), np.full(count, -1)
+    log_probs, versions = np.zeros_like(token_ids, np.float32), np.full_like(token_ids, -1)
     return Node(parent, messages, token_ids, log_probs, versions, text, fresh)
 
 
@@ -349,12 +350,6 @@ def _find_turn(text: str, index: int) -> int:
     return max((found.end() for found in re.finditer(_name(index, r"(?:r|c|a\d+)"), text)), default=0)
 
 
-def _unmark(text: str, message: ChatMessage, index: int) -> str:
-    """What a template wrote of a turn, its thinking and content in the places of their marks."""
-    thinking = message.get("reasoning_content", "")
-    return text.replace(_name(index, "r"), thinking).replace(_name(index, "c"), message["content"])
-
-
 def _match_added(tokenizer: ChatTokenizer, counts: Callable[[Any], bool]) -> re.Pattern[str]:
     """Any special token, and any other added one that counts."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if counts(token)}
@@ -386,25 +381,28 @@ def collect_segments(turns: Sequence[TurnRecord], sample: Sample) -> tuple[Sampl
     segments: list[Sample] = []
     for leaf in [turn.answer for turn in turns if turn.answer not in inner]:
         path = leaf.path()
-        counts = [len(node.token_ids) for node in path]
         new = [node.sampled and node not in trained for node in path]
-        mask = np.repeat(new, counts)
-        turn_rewards = np.zeros(len(mask), np.float32)
-        for end, node, trains in zip(np.cumsum(counts), path, new, strict=True):
+        ends = np.cumsum([len(node.token_ids) for node in path])
+        turn_rewards = np.zeros(ends[-1], np.float32)
+        for end, node, trains in zip(ends, path, new, strict=True):
             if trains and len(node.token_ids):
                 turn_rewards[end - 1] = rewards.get(node, 0.0)
         trained.update(path)
-        segments.append(
-            replace(
-                sample,
-                tokens=leaf.tokens,
-                loss_mask=mask,
-                rollout_log_probs=np.concatenate([node.log_probs for node in path]) * mask,
-                weight_versions=np.where(mask, np.concatenate([node.versions for node in path]), -1),
-                turn_rewards=turn_rewards,
-            )
-        )
+        segments.append(_join_nodes(sample, path, new, turn_rewards=turn_rewards))
     return tuple(segments)
+
+
+def _join_nodes(sample: Sample, nodes: Sequence[Node], trains: Sequence[bool], **fields: Any) -> Sample:
+    """The sample with the tokens of the nodes, of which those that train have log-probs and versions."""
+    mask = np.repeat(trains, [len(node.token_ids) for node in nodes])
+    return replace(
+        sample,
+        tokens=np.concatenate([node.token_ids for node in nodes]),
+        loss_mask=mask,
+        rollout_log_probs=np.concatenate([node.log_probs for node in nodes]) * mask,
+        weight_versions=np.where(mask, np.concatenate([node.versions for node in nodes]), -1),
+        **fields,
+    )
 
 
 def pack_trajectory(
@@ -425,14 +423,7 @@ def pack_trajectory(
     if rest is not None:
         cut = rest.token_ids, rest.log_probs, rest.weight_versions
         chain.append(Node(node, node.messages, *cut, sampled=True))
-    held = replace(
-        sample,
-        tokens=np.concatenate([one.token_ids for one in chain]),
-        loss_mask=np.repeat([one.sampled for one in chain], [len(one.token_ids) for one in chain]),
-        rollout_log_probs=np.concatenate([one.log_probs for one in chain]),
-        weight_versions=np.concatenate([one.versions for one in chain]),
-    )
-    return held, layout
+    return _join_nodes(sample, chain, [one.sampled for one in chain]), layout
 
 
 def unpack_trajectory(
@@ -450,10 +441,10 @@ def unpack_trajectory(
                 sample.tokens[span],
                 sample.rollout_log_probs[span],
                 sample.weight_versions[span],
-                text="" if sampled else form.render_marked(messages[:said]),
-                fresh=fresh,
-                sampled=sampled,
-                ended=ended,
+                "" if sampled else form.render_marked(messages[:said]),
+                fresh,
+                sampled,
+                ended,
             )
         )
     turns = [TurnRecord(chain[place], *rest) for place, *rest in layout["held_turns"]]
