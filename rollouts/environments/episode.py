@@ -16,7 +16,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import trio
 
@@ -28,8 +28,9 @@ from rollouts.environments.tools import call_tools
 from rollouts.environments.trajectories import (
     AgentTokenizer,
     ChatFormat,
+    History,
     Node,
-    ReadTurn,
+    ResponseTemplate,
     TurnRecord,
     make_chat_format,
     pack_trajectory,
@@ -201,8 +202,8 @@ def make_formats(
     tokenizer: AgentTokenizer,
     *,
     params: TemplateParams = NO_PARAMS,
-    read_turn: ReadTurn | Mapping[str, Any] | None = None,
-    history: Literal["template", "extend"] = "template",
+    read_turn: ResponseTemplate | None = None,
+    history: History = "template",
 ) -> MakeFormat:
     """make_chat_format for the tools of a trajectory, once for equal ones."""
 

@@ -48,6 +48,10 @@ class AgentTokenizer(GenerationTokenizer, Protocol):
 
 ReadTurn = Callable[[str], Mapping[str, Any]]
 """From the text of a turn, special tokens and all, to a message. Raises ValueError for what does not read."""
+ResponseTemplate = ReadTurn | Mapping[str, Any]
+"""How a turn is read back: by a function, or by a response template in transformers' format."""
+History = Literal["template", "extend"]
+"""What a conversation holds where the chat template would rewrite it: see ChatFormat.extend."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,8 +87,8 @@ class ChatFormat:
 
     template: Template
     tools: Tools  # what a turn may call
-    read_turn: ReadTurn | Mapping[str, Any] | None  # a response template; None: a turn is its text
-    history: Literal["template", "extend"]
+    read_turn: ResponseTemplate | None  # None: a turn is its text
+    history: History
     writes_calls: bool  # else a turn that calls is its text in the history, and results are the user's turns
 
     # --- writing ---
@@ -251,7 +255,7 @@ class ChatFormat:
         return message
 
 
-def load_response_template(name: str) -> ReadTurn | Mapping[str, Any] | None:
+def load_response_template(name: str) -> ResponseTemplate | None:
     """What rl.rollout.response_template means: a name of response_templates.json, a JSON file, or a function.
     None for an empty one. Raises PlugInError, ConfigError.
     """
@@ -271,8 +275,8 @@ def make_chat_format(
     *,
     params: TemplateParams = NO_PARAMS,
     tools: Tools = (),
-    read_turn: ReadTurn | Mapping[str, Any] | None = None,
-    history: Literal["template", "extend"] = "template",
+    read_turn: ResponseTemplate | None = None,
+    history: History = "template",
 ) -> ChatFormat:
     """The format of conversations with these tools. `read_turn`: a function, or a response template in
     transformers' format; None: the tokenizer's own, where it has one, else a turn is its text.
@@ -294,10 +298,11 @@ def make_chat_format(
         call = {"type": "function", "id": call_id, "function": {"name": name, "arguments": {}}}
         asks = ChatMessage(role="assistant", content="", tool_calls=[call])
         answers = ChatMessage(role="tool", content="zq1tqz", tool_call_id=call_id, name=name)
+        called = [question, asks, answers]
         for written in (tools, None):
             with suppress(DataError):
-                template = make_template([question, asks, answers], tokenizer, params, written)
-                if "zq1tqz" in template.render([question, asks, answers]):
+                template = make_template(called, tokenizer, params, written)
+                if "zq1tqz" in template.render(called):
                     return make(template, writes_calls=True)
         with suppress(DataError):
             return make(make_template([question], tokenizer, params, tools), writes_calls=False)
