@@ -16,7 +16,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import trio
 
@@ -28,8 +28,9 @@ from rollouts.environments.tools import call_tools
 from rollouts.environments.trajectories import (
     AgentTokenizer,
     ChatFormat,
+    History,
     Node,
-    ReadTurn,
+    ResponseTemplate,
     TurnRecord,
     make_chat_format,
     pack_trajectory,
@@ -82,7 +83,7 @@ class Episode:
     turns: list[TurnRecord]
     rest: Completion | None  # of the turn that a stop cut
     record: dict[str, JSONValue]  # restarts, resumed: how often; tool_calls; time/tools and time/all: seconds
-    began: float  # trio's clock
+    began: float  # trio's clock; as much earlier as it had gone on before a stop
     state: JSONValue = None  # of the world after the newest turn
 
     async def ask(self, number: int, draw: str = "") -> Completion | None:
@@ -109,7 +110,10 @@ class Episode:
         while not isinstance(wanted := playing.send(answer), str):
             if isinstance(wanted, Node):
                 self.node = wanted
-                await self.note()
+                if self.world is not None:
+                    self.state = await self.world.state()
+                note_progress(self.hold())  # what there is to go on from
+                reach("rollout.turn")
                 answer = await self.ask(len(self.turns))
                 continue
             began = trio.current_time()
@@ -120,13 +124,6 @@ class Episode:
             self.record["time/tools"] += trio.current_time() - began
         return wanted
 
-    async def note(self) -> None:
-        """Notes what there is to go on from."""
-        if self.world is not None:
-            self.state = await self.world.state()
-        note_progress(self.hold())
-        reach("rollout.turn")
-
     def hold(self) -> Sample:
         """What a later call goes on from: without tokens where the environment has to begin anew."""
         sample, record = self.sample, {name: self.record[name] for name in ("restarts", "resumed")}
@@ -134,7 +131,7 @@ class Episode:
             record["restarts"] += 1
         else:
             sample, layout = pack_trajectory(self.node, self.turns, self.rest, sample)
-            seconds = self.record["time/all"] + trio.current_time() - self.began
+            seconds = trio.current_time() - self.began
             record = {**self.record, "time/all": seconds, "state": self.state, **layout}
         return replace(sample, status=Status.ABORTED, metadata={**sample.metadata, TRAJECTORY: record})
 
@@ -161,7 +158,7 @@ def make_agent_generate(
         async with open_world({**start.metadata, "prompt": start.prompt}) as world:
             callable_tools = [*tools, *(world.tools if world else ())]
             form = make_format(callable_tools)
-            record = NEW_RECORD | {name: held[name] for name in NEW_RECORD if name in held}
+            record = {name: held.get(name, value) for name, value in NEW_RECORD.items()}
             turns, rest = list[TurnRecord](), None
             if "nodes" in held:
                 node, turns, rest = unpack_trajectory(form, sample, held)
@@ -183,18 +180,18 @@ def make_agent_generate(
                 turns,
                 rest,
                 record,
-                trio.current_time(),
+                trio.current_time() - record["time/all"],
             )
             end: End = "time"
             try:
-                with trio.move_on_after(config.trajectory_timeout_s - record["time/all"]):
+                with trio.move_on_at(episode.began + config.trajectory_timeout_s):
                     end = await play(episode)
             except Stopped:
                 return (episode.hold(),)
             final = await world.score() if world and episode.turns else None
             if final is not None:
                 add_reward(turns, final)
-            record["time/all"] += trio.current_time() - episode.began
+            record["time/all"] = trio.current_time() - episode.began
             log_probs = engine.features.log_probs
             return finish_trajectory(start, episode.node, turns, record, config, end, log_probs=log_probs)
 
@@ -205,8 +202,8 @@ def make_formats(
     tokenizer: AgentTokenizer,
     *,
     params: TemplateParams = NO_PARAMS,
-    read_turn: ReadTurn | Mapping[str, Any] | None = None,
-    history: Literal["template", "extend"] = "template",
+    read_turn: ResponseTemplate | None = None,
+    history: History = "template",
 ) -> MakeFormat:
     """make_chat_format for the tools of a trajectory, once for equal ones."""
 

@@ -37,7 +37,6 @@ from contextlib import asynccontextmanager
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from tempfile import NamedTemporaryFile
 from typing import Annotated, Any
 
@@ -62,7 +61,7 @@ from rollouts.messages import checked_messages, parse_tool_arguments
 from rollouts.processes.nurseries import open_plain_nursery, run_all
 from rollouts.processes.process import open_process
 from rollouts.protocols import GenerateFn
-from rollouts.rewards.check import check_reward
+from rollouts.rewards.check import check_reward, import_extra
 from rollouts.rewards.workers import make_environment
 from rollouts.types import ChatMessage, encode_json
 
@@ -115,7 +114,7 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
     stream_options: Fields = {}
 
 
-def parse_request(body: bytearray, temperature: float) -> ChatRequest:
+def parse_request(body: bytes, temperature: float) -> ChatRequest:
     """The request in a body, of a run that samples at this temperature. Raises ApiError naming the field that
     is unknown, wrong or cannot be honoured.
     """
@@ -188,12 +187,12 @@ class OpenTrajectory:
         self.end: End = "done"  # what the newest request has come to
         self.failure: Exception | None = None  # ends the program
 
-    def ask(self, body: bytearray, *, again: bool) -> Asked:
+    def ask(self, body: bytes, *, again: bool) -> Asked:
         """The request in a body, begun; or the one that the SDK asks `again`. Raises ApiError."""
-        asked = self.asked.get(bytes(body)) if again else None
+        asked = self.asked.get(body) if again else None
         if asked is None or (asked.done.is_set() and not asked.whole):
             asked = Asked(parse_request(body, self.episode.sampling.temperature))
-            self.asked[bytes(body)] = asked
+            self.asked[body] = asked
             self.context.run(self.nursery.start_soon, self.work, asked)
         asked.scope.deadline = math.inf
         return asked
@@ -273,9 +272,10 @@ class OpenTrajectory:
     def join(self, form: ChatFormat, messages: Sequence[ChatMessage], keys: Sequence[str]) -> Node:
         """The prompt that the messages come to; keys[i] is that of the first i of them."""
         for count in range(len(messages), 0, -1):
-            if found := self.answers.get(keys[count]):
-                answer, rest = found[0], messages[count:]
-                self.receive(found[1])
+            if keys[count] in self.answers:
+                answer, asked = self.answers[keys[count]]
+                rest = messages[count:]
+                self.receive(asked)
                 if all(message["role"] != "assistant" for message in rest):
                     return form.extend(answer, rest)
                 return form.begin([*answer.messages, *rest])
@@ -337,7 +337,7 @@ class Proxy:
             route = f"{scope['method']} {path}"
             if route == "POST v1/chat/completions":
                 retry = headers.get(b"x-stainless-retry-count", b"")
-                asked = trajectory.ask(body, again=retry > b"0")
+                asked = trajectory.ask(bytes(body), again=retry > b"0")
                 await reply(trajectory, asked, RETRY_S if retry else 0.0, receive, put)
             elif route == "POST reward":
                 trajectory.reward(body)
@@ -416,13 +416,12 @@ def check_agent(agent: str) -> None:
     """Raises ConfigError for a function that a process of its own cannot load, a command that there is not,
     and if the endpoint's server is not installed.
     """
+    import_extra("hypercorn", f"the endpoint of rl.rollout.agent={agent!r}", "agents")
     try:
         problem, words = "", make_command(agent)
     except ValueError as error:
         raise ConfigError(f"rl.rollout.agent={agent!r}: {error}") from error
-    if not find_spec("hypercorn"):
-        problem = "its endpoint needs hypercorn; pip install 'rollouts-rl[agents]'"
-    elif not shutil.which(words[0]):
+    if not shutil.which(words[0]):
         problem = f"there is no program {words[0]}"
     elif FUNCTION.fullmatch(agent):
         loaded = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -453,14 +452,15 @@ def make_proxy_generate(proxy: Proxy, make_format: MakeFormat, config: RolloutCo
 
     async def play(episode: Episode) -> End:
         note_progress(episode.hold())
-        words, number, problem = make_command(config.agent), str(len(proxy.trajectories)), ""
+        number, problem = str(len(proxy.trajectories)), ""
         with NamedTemporaryFile("w", suffix=".json") as file:
             row = {**episode.sample.metadata, "prompt": episode.sample.prompt}
             print(json.dumps(row), file=file, flush=True)
             try:
                 async with open_plain_nursery() as nursery:
                     trajectory = proxy.trajectories[number] = OpenTrajectory(episode, make_format, nursery)
-                    environment = make_environment() | {
+                    environment = {
+                        **make_environment(),
                         "OPENAI_API_KEY": trajectory.key,
                         "OPENAI_BASE_URL": f"{proxy.url}/e/{number}/v1",
                         "PYTHONPATH": os.environ.get("PYTHONPATH", ""),  # a command's Python may be another
@@ -468,7 +468,7 @@ def make_proxy_generate(proxy: Proxy, make_format: MakeFormat, config: RolloutCo
                         "ROLLOUTS_ROW": file.name,
                         "no_proxy": "127.0.0.1",
                     }
-                    problem = await run_program(words, environment)
+                    problem = await run_program(make_command(config.agent), environment)
             finally:
                 proxy.trajectories[number] = None
                 for turn in episode.turns:

@@ -17,7 +17,7 @@ import trio
 from rollouts.config.plugins import load_function
 from rollouts.environments.protocol import Tool
 from rollouts.environments.turns import ToolResult
-from rollouts.environments.worker import OUTPUT_CHARS, check_result, inspect_tool
+from rollouts.environments.worker import check_result, inspect_tool
 from rollouts.errors import EnvironmentFailed, ToolError, UserFunctionError
 from rollouts.messages import parse_tool_arguments
 from rollouts.processes.nurseries import run_all
@@ -63,7 +63,7 @@ def load_tool(name: str, workers: Workers | None = None) -> Tool:
 
 
 async def call_tools(
-    calls: Sequence[JSONValue], tools: Sequence[Tool], *, timeout_s: float, output_chars: int = OUTPUT_CHARS
+    calls: Sequence[JSONValue], tools: Sequence[Tool], *, timeout_s: float
 ) -> list[ToolResult]:
     """What the tools answer to the tool_calls of a checked message, in their order. All run at once, each
     within `timeout_s`; one that fails does not end the others.
@@ -79,7 +79,7 @@ async def call_tools(
                 raise ToolError("unknown", f"there is no tool {name!r}; the tools are {', '.join(by_name)}")
             arguments = parse_tool_arguments(call["function"]["arguments"], "arguments")
             value = await call_user(by_name[name].call, arguments, where=name, timeout_s=timeout_s)
-            content = check_result(value, output_chars)
+            content = check_result(value)
         except (ToolError, ValueError, UserFunctionError) as error:
             own = error.__cause__ if isinstance(error.__cause__, ToolError | EnvironmentFailed) else error
             if isinstance(own, EnvironmentFailed):

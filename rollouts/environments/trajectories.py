@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from rollouts.config.plugins import load_function
-from rollouts.data.chat import NO_PARAMS, Template, TemplateParams, Tools, make_template
+from rollouts.data.chat import NO_PARAMS, ChatTokenizer, Template, TemplateParams, Tools, make_template
 from rollouts.environments.protocol import Turn
 from rollouts.errors import ConfigError, DataError, ModelError
 from rollouts.generation.generate import GenerationTokenizer
@@ -48,6 +48,10 @@ class AgentTokenizer(GenerationTokenizer, Protocol):
 
 ReadTurn = Callable[[str], Mapping[str, Any]]
 """From the text of a turn, special tokens and all, to a message. Raises ValueError for what does not read."""
+ResponseTemplate = ReadTurn | Mapping[str, Any]
+"""How a turn is read back: by a function, or by a response template in transformers' format."""
+History = Literal["template", "extend"]
+"""What a conversation holds where the chat template would rewrite it: see ChatFormat.extend."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,11 +68,10 @@ class Node:
     sampled: bool = False  # an answer, which trains
     ended: bool = True  # False: an answer that a limit of tokens cut
 
-    def path(self) -> list[Node]:
-        """The nodes of the segment up to this one."""
+    def path(self, *, whole: bool = False) -> list[Node]:
+        """The nodes of the segment up to this one; of all segments with `whole`."""
         nodes: list[Node] = [self]
-        while not nodes[-1].fresh:
-            assert nodes[-1].parent is not None, "a segment begins with a whole prompt"
+        while nodes[-1].parent and (whole or not nodes[-1].fresh):
             nodes.append(nodes[-1].parent)
         return nodes[::-1]
 
@@ -84,8 +87,8 @@ class ChatFormat:
 
     template: Template
     tools: Tools  # what a turn may call
-    read_turn: ReadTurn | Mapping[str, Any] | None  # a response template; None: a turn is its text
-    history: Literal["template", "extend"]
+    read_turn: ResponseTemplate | None  # None: a turn is its text
+    history: History
     writes_calls: bool  # else a turn that calls is its text in the history, and results are the user's turns
 
     # --- writing ---
@@ -118,65 +121,62 @@ class ChatFormat:
             ]
         index, prompt, together = len(node.messages) - 1, node.parent.text, (*node.messages, *messages)
         marked = _mark(together)
-        text = self._render(marked, add_generation_prompt=True)
+        text = self.template.render(marked, add_generation_prompt=True)
         begin = _find_turn(text, index)
-        end = self._find_end(text[begin:], node) if begin >= 0 else None
+        last = self._decode(node.token_ids[-1:]) if node.ended else ""
+        end = self._find_end(text[begin:], node, last) if begin else None
         if end is None:
             return self._start(node, together)
-        last = self._decode(node.token_ids[-1:]) if node.ended else ""
         has_end = bool(self._special.fullmatch(last))
         if self.history == "template":
-            written = _unmark(text[len(prompt) : begin + end.end()], node.messages[index], index)
+            turn, written = node.messages[index], text[len(prompt) : begin + end.end()]
+            written = written.replace(_name(index, "r"), turn.get("reasoning_content", ""))
+            written = written.replace(_name(index, "c"), turn["content"])
             sampled = self._decode(node.token_ids) + ("" if has_end else end[0])
             # no way of writing the parts of a turn changes its added tokens
             same = self._added.findall(written) == self._added.findall(sampled)
             if not (same and text.startswith(prompt)):
                 return self._start(node, together)
-        token_ids = self._encode(text, begin + end.start(), marked, range(index + 1, len(together)))
+        token_ids = self._encode(text, begin + end.start(), marked, index + 1)
         # encoding began with the end token, so that what follows it is not the beginning of a text
         return _prompt(node, together, token_ids[has_end:], text)
 
     def _start(self, parent: Node | None, messages: tuple[ChatMessage, ...]) -> Node:
-        text = self._render(messages, add_generation_prompt=True)
-        token_ids = self._encode(text, 0, messages, range(len(messages)))
+        text = self.template.render(messages, add_generation_prompt=True)
+        token_ids = self._encode(text, 0, messages, 0)
         return _prompt(parent, messages, token_ids, self.render_marked(messages), fresh=True)
 
     def render_marked(self, messages: Sequence[ChatMessage]) -> str:
         """The prompt of a conversation, with marks in place of what assistant turns say."""
-        return self._render(_mark(messages), add_generation_prompt=True)
+        return self.template.render(_mark(messages), add_generation_prompt=True)
 
-    def _find_end(self, rest: str, node: Node) -> re.Match[str] | None:
-        """The end token in what a rendering has after the last mark of the answer."""
+    def _find_end(self, rest: str, node: Node, last: str) -> re.Match[str] | None:
+        """The end token in what a rendering has after the last mark of the answer, whose last token that was
+        sampled is `last`.
+        """
         index = len(node.messages) - 1
-        alone = self._render(_mark(node.messages))
-        tail = alone[max(0, _find_turn(alone, index)) :]
+        alone = self.template.render(_mark(node.messages))
+        tail = alone[_find_turn(alone, index) :]
         ends = list(self._special.finditer(tail))
-        stop = self._decode(node.token_ids[-1:]) if node.ended else ""
-        meant = next((end for end in ends if end[0] == stop), ends[-1] if ends else None)
+        meant = next((end for end in ends if end[0] == last), ends[-1] if ends else None)
         if meant is not None and rest.startswith(tail[: meant.end()]):
             return meant
         return self._special.search(rest)
 
-    def _render(self, messages: Sequence[ChatMessage], **options: bool) -> str:
-        return self.template.render(messages, **options)
-
-    def _encode(self, text: str, first: int, messages: Sequence[ChatMessage], own: range) -> IntArray:
-        """Token ids of text[first:], which the template wrote of `messages`. A content of the messages `own`
-        that holds the text of a special token is encoded by itself, so that it becomes none.
+    def _encode(self, text: str, first: int, messages: Sequence[ChatMessage], own: int) -> IntArray:
+        """Token ids of text[first:], which the template wrote of `messages`. A content of messages[own:] that
+        holds the text of a special token is encoded by itself, so that it becomes none.
         """
-        encode: Any = self.template.tokenizer.encode
+        encode: Any = functools.partial(self.template.tokenizer.encode, add_special_tokens=False)
         token_ids: list[int] = []
-        for index in own:
+        for index in range(own, len(messages)):
             content = messages[index]["content"]
             if not self._special.search(content):
                 continue
-            lead, trail = (content[: -len(content.lstrip())], content[len(content.rstrip()) :])
-            marked = [*messages]
-            marked[index] = cast(
-                ChatMessage, {**messages[index], "content": f"{lead}{_name(index, 's')}{trail}"}
-            )
-            whole = self._render(marked, add_generation_prompt=True)
-            before, found, after = whole.partition(_name(index, "s"))
+            marked: list[Any] = [*messages]
+            mark = _name(index, "s")
+            marked[index] = {**messages[index], "content": content.replace(content.strip(), mark, 1)}
+            before, found, after = self.template.render(marked, add_generation_prompt=True).partition(mark)
             begin, end = len(before), len(text) - len(after)
             if not found:
                 continue  # the template does not write it
@@ -185,28 +185,24 @@ class ChatFormat:
                     f"message {index} holds the text of a special token ({content[:60]!r}), and the chat"
                     " template does not write it in one place; take that text out of it"
                 )
-            token_ids += encode(text[first:begin], add_special_tokens=False)
-            token_ids += encode(text[begin:end], add_special_tokens=False, split_special_tokens=True)
+            token_ids += encode(text[first:begin])
+            token_ids += encode(text[begin:end], split_special_tokens=True)
             first = end
-        return np.asarray([*token_ids, *encode(text[first:], add_special_tokens=False)], np.int64)
+        return np.asarray([*token_ids, *encode(text[first:])], np.int64)
 
     def _decode(self, token_ids: IntArray, *, skip: bool = False) -> str:
-        tokenizer = cast(AgentTokenizer, self.template.tokenizer)
-        return str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=skip))
+        tokenizer: Any = self.template.tokenizer
+        return tokenizer.decode(token_ids.tolist(), skip_special_tokens=skip)
 
     # --- what the tokenizer has beside text ---
 
     @functools.cached_property
     def _special(self) -> re.Pattern[str]:
-        tokenizer = self.template.tokenizer
-        added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        return _match_any({*added, *tokenizer.all_special_tokens})
+        return _match_added(self.template.tokenizer, lambda token: token.special)
 
     @functools.cached_property
     def _added(self) -> re.Pattern[str]:
-        tokenizer = self.template.tokenizer
-        added = {token.content for token in tokenizer.added_tokens_decoder.values()}
-        return _match_any({*added, *tokenizer.all_special_tokens})
+        return _match_added(self.template.tokenizer, lambda token: True)
 
     # --- reading ---
 
@@ -214,16 +210,17 @@ class ChatFormat:
         """What was sampled after a prompt, appended and read back."""
         ended = completion.finish_reason == "stop"
         raw, text = self._decode(completion.token_ids), self._decode(completion.token_ids, skip=True)
-        message, unreadable = ChatMessage(role="assistant", content=text), ""
+        as_text = ChatMessage(role="assistant", content=text)
+        message, unreadable = as_text, ""
         if self.read_turn is not None and ended:
             try:
                 parsed = self._parse(raw, node)
                 if self.writes_calls and parsed.get("tool_calls"):
-                    self._render(_mark((*node.messages, parsed)))  # some templates write one call at most
+                    # some templates write one call at most
+                    self.template.render(_mark((*node.messages, parsed)))
                 message = parsed
             except (ValueError, DataError) as error:
                 unreadable = str(error)
-        as_text = ChatMessage(role="assistant", content=text)
         answer = Node(
             node,
             (*node.messages, as_text if message.get("tool_calls") and not self.writes_calls else message),
@@ -241,26 +238,24 @@ class ChatFormat:
         if callable(self.read_turn):
             parsed = self.read_turn(text)
         else:
-            before = self._render(_mark(node.messages))
+            before = self.template.render(_mark(node.messages))
             header = node.text.removeprefix(before)
-            tokenizer = cast(AgentTokenizer, self.template.tokenizer)
-            tools = list(self.tools)
+            tokenizer: Any = self.template.tokenizer
             try:
-                parsed = tokenizer.parse_response(text, self.read_turn, prefix=header, tools=tools)
+                parsed = tokenizer.parse_response(text, self.read_turn, prefix=header, tools=list(self.tools))
             except Exception as error:  # a response template takes what it reads apart as it comes
                 raise ValueError(str(error)) from error
         message = checked_message({"content": "", **parsed, "role": "assistant"})
         if calls := message.get("tool_calls"):
             # nine letters and digits, which is the form that Mistral's templates want; other turns' differ
-            named = [
+            message["tool_calls"] = [
                 {**call, "id": f"c{zlib.crc32(f'{index}/{place}/{text}'.encode()) % 10**8:08d}"}
                 for place, call in enumerate(calls)
             ]
-            message["tool_calls"] = named
         return message
 
 
-def load_response_template(name: str, base_dir: Path = Path()) -> ReadTurn | Mapping[str, Any] | None:
+def load_response_template(name: str) -> ResponseTemplate | None:
     """What rl.rollout.response_template means: a name of response_templates.json, a JSON file, or a function.
     None for an empty one. Raises PlugInError, ConfigError.
     """
@@ -268,9 +263,9 @@ def load_response_template(name: str, base_dir: Path = Path()) -> ReadTurn | Map
     if not name:
         return None
     if not name.endswith(".json"):
-        return load_function(name, role="response_template", base_dir=base_dir, built_in=known)
+        return load_function(name, role="response_template", built_in=known)
     try:
-        return json.loads((base_dir / Path(name).expanduser()).read_text("utf-8"))
+        return json.loads(Path(name).expanduser().read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"response_template={name!r} is no JSON file that can be read: {error}") from error
 
@@ -280,8 +275,8 @@ def make_chat_format(
     *,
     params: TemplateParams = NO_PARAMS,
     tools: Tools = (),
-    read_turn: ReadTurn | Mapping[str, Any] | None = None,
-    history: Literal["template", "extend"] = "template",
+    read_turn: ResponseTemplate | None = None,
+    history: History = "template",
 ) -> ChatFormat:
     """The format of conversations with these tools. `read_turn`: a function, or a response template in
     transformers' format; None: the tokenizer's own, where it has one, else a turn is its text.
@@ -303,10 +298,11 @@ def make_chat_format(
         call = {"type": "function", "id": call_id, "function": {"name": name, "arguments": {}}}
         asks = ChatMessage(role="assistant", content="", tool_calls=[call])
         answers = ChatMessage(role="tool", content="zq1tqz", tool_call_id=call_id, name=name)
+        called = [question, asks, answers]
         for written in (tools, None):
             with suppress(DataError):
-                template = make_template([question, asks, answers], tokenizer, params, written)
-                if "zq1tqz" in template.render([question, asks, answers]):
+                template = make_template(called, tokenizer, params, written)
+                if "zq1tqz" in template.render(called):
                     return make(template, writes_calls=True)
         with suppress(DataError):
             return make(make_template([question], tokenizer, params, tools), writes_calls=False)
@@ -321,8 +317,7 @@ def _prompt(
     *,
     fresh: bool = False,
 ) -> Node:
-    count = len(token_ids)
-    log_probs, versions = np.zeros(count, np.float32), np.full(count, -1)
+    log_probs, versions = np.zeros_like(token_ids, np.float32), np.full_like(token_ids, -1)
     return Node(parent, messages, token_ids, log_probs, versions, text, fresh)
 
 
@@ -339,7 +334,7 @@ def _mark(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """
     marked: list[ChatMessage] = []
     for index, message in enumerate(messages):
-        turn: dict[str, Any] = dict(message)
+        turn: Any = dict(message)
         if message["role"] == "assistant":
             calls = turn.get("tool_calls", ())
             if turn.get("reasoning_content"):
@@ -351,23 +346,19 @@ def _mark(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
                     {**call, "function": {**call["function"], "arguments": {"q": _name(index, f"a{place}")}}}
                     for place, call in enumerate(calls)
                 ]
-        marked.append(cast(ChatMessage, turn))
+        marked.append(turn)
     return marked
 
 
 def _find_turn(text: str, index: int) -> int:
-    """Where the last mark of a turn ends; -1 if it has none."""
-    return max((found.end() for found in re.finditer(_name(index, r"(?:r|c|a\d+)"), text)), default=-1)
+    """Where the last mark of a turn ends; 0 if it has none."""
+    return max((found.end() for found in re.finditer(_name(index, r"(?:r|c|a\d+)"), text)), default=0)
 
 
-def _unmark(text: str, message: ChatMessage, index: int) -> str:
-    """What a template wrote of a turn, its thinking and content in the places of their marks."""
-    thinking = message.get("reasoning_content", "")
-    return text.replace(_name(index, "r"), thinking).replace(_name(index, "c"), message["content"])
-
-
-def _match_any(texts: set[str]) -> re.Pattern[str]:
-    longest = sorted(filter(None, texts), key=len, reverse=True)
+def _match_added(tokenizer: ChatTokenizer, counts: Callable[[Any], bool]) -> re.Pattern[str]:
+    """Any special token, and any other added one that counts."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if counts(token)}
+    longest = sorted(filter(None, added.union(tokenizer.all_special_tokens)), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest)) or "(?!)")
 
 
@@ -395,21 +386,28 @@ def collect_segments(turns: Sequence[TurnRecord], sample: Sample) -> tuple[Sampl
     segments: list[Sample] = []
     for leaf in [turn.answer for turn in turns if turn.answer not in inner]:
         path = leaf.path()
-        counts = [len(node.token_ids) for node in path]
         new = [node.sampled and node not in trained for node in path]
-        mask = np.repeat(new, counts)
-        turn_rewards = np.zeros(len(mask), np.float32)
-        for end, node, trains in zip(np.cumsum(counts), path, new, strict=True):
+        ends = np.cumsum([len(node.token_ids) for node in path])
+        turn_rewards = np.zeros(ends[-1], np.float32)
+        for end, node, trains in zip(ends, path, new, strict=True):
             if trains and len(node.token_ids):
                 turn_rewards[end - 1] = rewards.get(node, 0.0)
         trained.update(path)
-        arrays = {
-            "rollout_log_probs": np.concatenate([node.log_probs for node in path]) * mask,
-            "weight_versions": np.where(mask, np.concatenate([node.versions for node in path]), -1),
-            "turn_rewards": turn_rewards,
-        }
-        segments.append(replace(sample, tokens=leaf.tokens, loss_mask=mask, **arrays))
+        segments.append(_join_nodes(sample, path, new, turn_rewards=turn_rewards))
     return tuple(segments)
+
+
+def _join_nodes(sample: Sample, nodes: Sequence[Node], trains: Sequence[bool], **fields: Any) -> Sample:
+    """The sample with the tokens of the nodes, of which those that train have log-probs and versions."""
+    mask = np.repeat(trains, [len(node.token_ids) for node in nodes])
+    return replace(
+        sample,
+        tokens=np.concatenate([node.token_ids for node in nodes]),
+        loss_mask=mask,
+        rollout_log_probs=np.concatenate([node.log_probs for node in nodes]) * mask,
+        weight_versions=np.where(mask, np.concatenate([node.versions for node in nodes]), -1),
+        **fields,
+    )
 
 
 def pack_trajectory(
@@ -418,20 +416,7 @@ def pack_trajectory(
     """The sample with every token up to `node`, all segments one after the other, and of the turn that was
     cut; and where they belong, as JSON for unpack_trajectory.
     """
-    chain: list[Node] = [node]
-    while chain[-1].parent is not None:
-        chain.append(chain[-1].parent)
-    chain.reverse()
-    arrays = {
-        "tokens": [one.token_ids for one in chain],
-        "loss_mask": [np.full(len(one.token_ids), one.sampled) for one in chain],
-        "rollout_log_probs": [one.log_probs for one in chain],
-        "weight_versions": [one.versions for one in chain],
-    }
-    if rest is not None:
-        cut = rest.token_ids, np.ones(len(rest.token_ids), np.bool_), rest.log_probs, rest.weight_versions
-        for parts, part in zip(arrays.values(), cut, strict=True):
-            parts.append(part)
+    chain = node.path(whole=True)
     places = {one: index for index, one in enumerate(chain)}
     layout = {
         "nodes": [
@@ -440,7 +425,10 @@ def pack_trajectory(
         "held_messages": [dict(message) for message in node.messages],
         "held_turns": [[places[turn.answer], *turn[1:]] for turn in turns],
     }
-    return replace(sample, **{name: np.concatenate(parts) for name, parts in arrays.items()}), layout
+    if rest is not None:
+        cut = rest.token_ids, rest.log_probs, rest.weight_versions
+        chain.append(Node(node, node.messages, *cut, sampled=True))
+    return _join_nodes(sample, chain, [one.sampled for one in chain]), layout
 
 
 def unpack_trajectory(
@@ -458,16 +446,20 @@ def unpack_trajectory(
                 sample.tokens[span],
                 sample.rollout_log_probs[span],
                 sample.weight_versions[span],
-                text="" if sampled else form.render_marked(messages[:said]),
-                fresh=fresh,
-                sampled=sampled,
-                ended=ended,
+                "" if sampled else form.render_marked(messages[:said]),
+                fresh,
+                sampled,
+                ended,
             )
         )
     turns = [TurnRecord(chain[place], *rest) for place, *rest in layout["held_turns"]]
     if first == len(sample.tokens):
         return chain[-1], turns, None
-    left = sample.tokens[first:], sample.rollout_log_probs[first:], sample.weight_versions[first:]
-    names = ("token_ids", "log_probs", "weight_versions")
-    cut: Any = dict(zip(names, left, strict=True))
-    return chain[-1], turns, Completion(request_id=sample.id, **cut, finish_reason="abort")
+    rest = Completion(
+        request_id=sample.id,
+        token_ids=sample.tokens[first:],
+        log_probs=sample.rollout_log_probs[first:],
+        weight_versions=sample.weight_versions[first:],
+        finish_reason="abort",
+    )
+    return chain[-1], turns, rest

@@ -5,7 +5,6 @@
 Loads neither trio nor torch.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
@@ -151,15 +150,13 @@ def finish_trajectory(
         raise TrajectoryLeftOut(f"its limit of {end} ended the trajectory; at_limit.{end} is 'drop'")
     own = [turn.reward for turn in turns if turn.reward is not None]
     parts: Any = Counter()
+    shown, segment = list[Record](), -1
     for turn in turns:
         parts.update(turn.rewards)
-    # a segment begins with a turn whose path is a whole prompt and itself
-    begun = itertools.accumulate(len(turn.answer.path()) == 2 for turn in turns)
-    facts = ({"segment": count - 1, **turn._asdict()} for turn, count in zip(turns, begun, strict=True))
-    shown = [
-        {"tokens": len(one["answer"].token_ids), **{name: one[name] for name in SHOWN if one[name]}}
-        for one in facts
-    ]
+        segment += len(turn.answer.path()) == 2  # one begins where the path is a whole prompt and the answer
+        facts = {"segment": segment, **turn._asdict()}
+        told = {name: facts[name] for name in SHOWN if facts[name]}
+        shown.append({"tokens": len(turn.answer.token_ids), **told})
     if turns and turns[-1].answer.parent is node:
         node = turns[-1].answer
     record = {**record, "end": end, "trains": rule == "train", "turns": shown}
@@ -167,7 +164,7 @@ def finish_trajectory(
         sample,
         response=turns[-1].text if turns else "",
         reward=add_up(own, "the environment's rewards") if own else None,
-        rewards=dict(parts),
+        rewards=parts,
         status=Status.COMPLETED if end == "done" else Status.TRUNCATED,
         metadata={**sample.metadata, "messages": list(node.messages), TRAJECTORY: record},
     )
@@ -185,11 +182,8 @@ def parse_prompt(prompt: str | Sequence[ChatMessage]) -> list[ChatMessage]:
 
 def make_pending(sample: Sample) -> Sample:
     """The sample as it was before anything was generated."""
-    blank = dict.fromkeys(
-        ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "turn_rewards"), EMPTY
-    )
     metadata = {name: value for name, value in sample.metadata.items() if name != TRAJECTORY}
-    return replace(sample, **blank, response="", status=Status.PENDING, metadata=metadata)
+    return Sample(id=sample.id, prompt=sample.prompt, group_index=sample.group_index, metadata=metadata)
 
 
 # --- tier 1 -------------------------------------------------------------------------------------------------

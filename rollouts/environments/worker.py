@@ -71,7 +71,7 @@ def inspect_tool(function: Callable[..., Any]) -> tuple[dict[str, Any], Callable
     return {"type": "function", "function": described}, read_arguments
 
 
-def check_result(value: object, output_chars: int = OUTPUT_CHARS) -> str:
+def check_result(value: object) -> str:
     """What a tool returned, as the model reads it: text as it is, anything else as JSON. Raises ToolError for
     what is no JSON or too long.
     """
@@ -81,9 +81,9 @@ def check_result(value: object, output_chars: int = OUTPUT_CHARS) -> str:
         except (ValueError, RecursionError) as error:
             raise ToolError("failed", str(error)) from error
         value = json.dumps(value, ensure_ascii=False, default=dict)
-    if len(value) > output_chars:
+    if len(value) > OUTPUT_CHARS:
         raise ToolError(
-            "too_long", f"the result has {len(value)} characters; at most {output_chars} are allowed"
+            "too_long", f"the result has {len(value)} characters; at most {OUTPUT_CHARS} are allowed"
         )
     return value.encode(errors="replace").decode()
 

@@ -25,7 +25,7 @@ from rollouts.data.rows import Row
 from rollouts.environments.protocol import Tool
 from rollouts.environments.proxy import check_agent
 from rollouts.environments.tools import load_tool
-from rollouts.environments.trajectories import ReadTurn, load_response_template
+from rollouts.environments.trajectories import ResponseTemplate, load_response_template
 from rollouts.environments.worlds import MCP, open_mcp_tools, open_world
 from rollouts.errors import ConfigError, PlugInError, RolloutsError, UserFunctionError
 from rollouts.filters import FILTERS, RANKERS, check_some_complete
@@ -63,7 +63,7 @@ class Functions:
     generate: GenerateFn | None = None  # None: one chat turn
     # of a row; what the user wrote, and open_functions makes a World of it
     environment: Callable[..., Any] | None = None
-    read_turn: ReadTurn | Mapping[str, Any] | None = None  # None: as the tokenizer says
+    read_turn: ResponseTemplate | None = None  # None: as the tokenizer says
     tools: Sequence[Tool] = ()  # those of MCP servers are among them after open_functions
     reward: RewardFn | None = None  # open_functions weighs it, unless a reward model is to be added first
     group_reward: GroupRewardFn | None = None
@@ -123,7 +123,7 @@ def load_functions(config: RunConfig, stages: Sequence[str], findings: Findings)
     with findings.reporting("rl.rollout.tools"):
         found["tools"] = [load_tool(name) for name in rollout.tools if not name.startswith(MCP)]
     with findings.reporting("rl.rollout.response_template"):
-        found["read_turn"] = load_response_template(rollout.response_template, Path.cwd())
+        found["read_turn"] = load_response_template(rollout.response_template)
     with findings.reporting("rl.rollout.agent"):
         if rollout.agent:
             check_agent(rollout.agent)

@@ -9,7 +9,6 @@ stdin ends      ──► the run is over: what is left is sent
 The position, in RUN/trackers/NAME.json, is how far a tracker has followed a run.
 """
 
-import contextlib
 import fcntl
 import heapq
 import logging
@@ -20,10 +19,11 @@ import sys
 import tomllib
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn
 
 import msgspec
 import trio
@@ -59,13 +59,6 @@ class Position(msgspec.Struct):
         rows, values = self.left_out.rows, (self.mark or {}).get("left_out")
         said = [f"{rows} refused for good and left out, the last: {self.left_out.last}"] if rows else []
         return "; ".join([*said, *([f"{values} values left out by the service"] if values else [])])
-
-
-class Batch(NamedTuple):
-    """Rows to send, and where each file's next row begins after them and the lines that are no rows."""
-
-    rows: list[TrackedRow]
-    ends: dict[str, Place]
 
 
 def position_path(root: Path, name: str) -> Path:
@@ -107,8 +100,9 @@ class Head(msgspec.Struct):
 
 def read_batch(
     root: Path, files: Sequence[str], position: Position, *, limit: int, say: Callable[[str], None]
-) -> Batch:
-    """Up to `limit` whole rows after the position, of all files together by their time.
+) -> tuple[list[TrackedRow], dict[str, Place]]:
+    """Up to `limit` whole rows after the position, of all files together by their time; and where each file's
+    next row begins after them and the lines that are no rows.
 
     Within a file rows keep their order. A line that is no row is passed over and said; one without its
     newline is waited for. Raises OSError.
@@ -122,7 +116,7 @@ def read_batch(
                 break
             rows.append(TrackedRow(file, row, position.number + len(rows), end))
         ends[file] = end
-    return Batch(rows, ends)
+    return rows, ends
 
 
 def parse_lines(
@@ -149,7 +143,6 @@ NICE = 10  # the run goes first
 
 Say = Callable[[str], None]
 Outcome = Literal["sent", "behind", "held"]  # all rows; not all; none, as another process follows the run
-Result = TypeVar("Result")
 
 
 class Follower:
@@ -196,15 +189,17 @@ class Follower:
         position, kind, was_over = read_position(self._path), self._kind, False
         write_position(self._path, position)  # a kill never gives a run two identities
         run = describe_run(self._root, position)._replace(say=self._say)
-        sink = await self._call(open_sink, self._name, run)
+        sink: Sink = await self._call(open_sink, self._name, run)
         try:
             while not was_over:
                 was_over = self._over.is_set()  # before the files are read
-                batch = read_batch(self._root, kind.files, position, limit=kind.batch_rows, say=self._say)
-                if batch.rows:
-                    await self._send(sink, position, batch.rows)
-                if batch.ends:
-                    position.files |= batch.ends
+                rows, ends = read_batch(
+                    self._root, kind.files, position, limit=kind.batch_rows, say=self._say
+                )
+                if rows:
+                    await self._send(sink, position, rows)
+                if ends:
+                    position.files |= ends
                     self._store(position)
                     was_over = False
                 elif not was_over:
@@ -244,7 +239,7 @@ class Follower:
                 self._say("takes rows again")
             self._failures, self._trouble = 0, ""
 
-    async def _call(self, function: Callable[..., Result], *args: object) -> Result:
+    async def _call(self, function: Callable[..., Any], *args: object) -> Any:
         """The result of a call that may block. One that blocks for too long ends the process."""
         with trio.move_on_after(self._kind.deadline_s):
             return await trio.to_thread.run_sync(function, *args, abandon_on_cancel=True)
@@ -256,13 +251,13 @@ def choose_wait(failures: int) -> float:
     """Seconds until the next try after so many failures and one more: doubling, up to half of it taken off by
     chance, so that the followers of many runs do not come at once.
     """
-    return min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(failures, 30)) * (1 - 0.5 * random.random())
+    return min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(failures, 30)) * random.uniform(0.5, 1.0)
 
 
 def describe_run(root: Path, position: Position) -> RunInfo:
     """What a sink is told of the run. A config that is missing or cannot be read is an empty one."""
     config: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):
         config = remove_secrets("", tomllib.loads(RunDir(root).config.read_text(encoding="utf-8")))
     whole = root.resolve()
     return RunInfo(position.id, whole.name, whole, config, os.environ, position.mark or {})
@@ -326,18 +321,18 @@ async def follow_all(
 def main(argv: Sequence[str]) -> NoReturn:
     """The follower that a run starts: ROOT NAME…; what it says of a tracker is in RUN/trackers/NAME.log."""
     root, *names = argv
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         os.nice(NICE)
 
     def say(name: str, text: str) -> None:
-        with contextlib.suppress(OSError), Path(root, "trackers", f"{name}.log").open("a") as file:
+        with suppress(OSError), Path(root, "trackers", f"{name}.log").open("a") as file:
             file.write(f"{text}\n")
         if name == ALERTS:  # the run's own log has them too
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.write(0, f"{text}\n".encode())
 
     async def wait_stdin_ended() -> None:
-        with contextlib.suppress(PermissionError):  # /dev/null: no trainer holds the other end
+        with suppress(PermissionError):  # /dev/null: no trainer holds the other end
             await trio.lowlevel.wait_readable(0)  # nothing is ever written there
 
     trio.run(partial(follow_all, Path(root), names, wait_over=wait_stdin_ended, say=say))

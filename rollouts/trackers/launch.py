@@ -8,7 +8,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -18,14 +18,12 @@ import trio
 from rollouts.errors import InfrastructureError, RunDirError
 from rollouts.processes.process import open_process
 from rollouts.run_dir import RunDir, find_activity, open_run_dir
-from rollouts.trackers.follower import choose_wait, follow_all, position_path, read_batch, read_position
+from rollouts.trackers.follower import Say, choose_wait, follow_all, position_path, read_batch, read_position
 from rollouts.trackers.sinks import SINKS, check_trackers
 
 END_S = 2.0  # most that a run waits at its end for its follower to have sent everything
 DRAIN_S = 30.0  # that the follower has after the end of the run
 FOLLOWER = (sys.executable, "-m", "rollouts.trackers.follower")
-
-Say = Callable[[str], None]
 
 
 @asynccontextmanager
@@ -117,10 +115,10 @@ def read_state(root: Path, name: str) -> tuple[str, bool]:
     """
     try:
         position = read_position(position_path(root, name))
-        batch = read_batch(root, SINKS[name].files, position, limit=1, say=lambda text: None)
+        rows, _ = read_batch(root, SINKS[name].files, position, limit=1, say=lambda text: None)
     except (OSError, RunDirError):
         return "", True
-    return position.describe_left_out(), bool(batch.rows)
+    return position.describe_left_out(), bool(rows)
 
 
 def describe_catching_up(root: Path, names: Sequence[str]) -> str:

@@ -40,7 +40,7 @@ def open_sink(run: RunInfo) -> Sink:
             head = ("step", "attempt") if tracked.file == "metrics" else ()
             for name, value in tracked.metrics(*head).items():
                 shown.setdefault(name, {})[tracked.row["stage"]] = float(value)
-        return {"shown": {name: dict(values) for name, values in shown.items()}}
+        return {"shown": shown}
 
     registry, port = CollectorRegistry(), run.read_port(PORT, "9464")
     registry.register(Shown())

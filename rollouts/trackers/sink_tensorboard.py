@@ -65,7 +65,7 @@ def open_sink(run: RunInfo) -> Sink:
         for name, file in files.values():
             file.flush()
             sizes[name] = file.tell()
-        return {"sizes": dict(sizes), "attempts": dict(attempts)}
+        return {"sizes": sizes, "attempts": attempts}
 
     def close() -> None:
         for _, file in files.values():

@@ -27,15 +27,14 @@ def open_sink(run: RunInfo) -> Sink:
 
     def send(rows: Sequence[TrackedRow]) -> None:
         """One transaction."""
-        times = [datetime.fromtimestamp(tracked.row["time_unix"], UTC) for tracked in rows]
         SQLiteStorage.bulk_log(
             project=project,
             run=run.name,
             run_id=run.id,
-            metrics_list=[tracked.staged_metrics() for tracked in rows],
-            steps=[tracked.row["step"] for tracked in rows],
-            timestamps=[time.isoformat() for time in times],
-            log_ids=[f"{run.id}-{tracked.key}" for tracked in rows],
+            metrics_list=[one.staged_metrics() for one in rows],
+            steps=[one.row["step"] for one in rows],
+            timestamps=[datetime.fromtimestamp(one.row["time_unix"], UTC).isoformat() for one in rows],
+            log_ids=[f"{run.id}-{one.key}" for one in rows],
             config=dict(run.config) or None,
         )
 

@@ -36,8 +36,9 @@ class TrackedRow(NamedTuple):
     def metrics(self, *head: str) -> dict[str, float]:
         """The numbers of the row by name: these of its head, and those beside its head."""
         left_out = HEAD_FIELDS - set(head)
-        row = self.row.items()
-        return {name: of for name, of in row if name not in left_out and type(of) in (int, float)}
+        return {
+            name: of for name, of in self.row.items() if name not in left_out and type(of) in (int, float)
+        }
 
     def staged_metrics(self) -> dict[str, float]:
         """The numbers as `STAGE/name`, and `STAGE/attempt`, for a service without stages: steps begin again

@@ -10,6 +10,7 @@ import trio
 from pydantic import Field
 from trio.testing import MockClock
 
+from rollouts.environments import worker
 from rollouts.environments.tools import call_tools, load_tool, make_tool
 from rollouts.errors import EnvironmentFailed, PlugInError
 from rollouts.rewards.workers import open_workers
@@ -82,7 +83,9 @@ async def down() -> str:
 TOOLS = [make_tool(nap), make_tool(down)]
 
 
-async def test_calls_overlap_and_answer_in_their_order_though_some_fail(autojump_clock: MockClock):
+async def test_calls_overlap_and_answer_in_their_order_though_some_fail(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+):
     calls = [("nap", {"seconds": one}) for one in (9, 2, 4)]
     assert await use(TOOLS, [*calls, ("look", {})], timeout_s=5) == [
         ("timeout", "Error: nap took longer than 5 s"),
@@ -92,7 +95,8 @@ async def test_calls_overlap_and_answer_in_their_order_though_some_fail(autojump
     ]
     assert trio.current_time() == 5
     call = {"id": "c", "function": {"name": "nap", "arguments": '{"seconds": 3}'}}
-    (result,) = await call_tools([call], TOOLS, timeout_s=5, output_chars=9)
+    monkeypatch.setattr(worker, "OUTPUT_CHARS", 9)
+    (result,) = await call_tools([call], TOOLS, timeout_s=5)
     assert (result.outcome, result.seconds) == ("too_long", 3)
 
 
