@@ -398,11 +398,7 @@ class Collector:
             self._drop(outranked, OUTRANKED, returned=False)
             self.put_back(SURPLUS)
         ledger.last_metrics = compute_batch_metrics(
-            groups,
-            outranked=outranked,
-            decided=self._decided,
-            drawn=self._drawn,
-            dropped=self._dropped,
+            groups, outranked=outranked, decided=self._decided, drawn=self._drawn, dropped=self._dropped
         )
         if self._config.replay:
             ledger.replay += groups

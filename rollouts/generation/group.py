@@ -48,13 +48,7 @@ from rollouts.generation.generate import compute_request_seed
 from rollouts.generation.samples import check_enough, make_samples
 from rollouts.metrics.spans import REWARDS, Answered, SpanRecorder, listing_answers
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RankerFn, RewardFn
-from rollouts.rewards.call import (
-    call_filter,
-    call_generate,
-    call_group_reward,
-    call_ranker,
-    call_reward,
-)
+from rollouts.rewards.call import call_filter, call_generate, call_group_reward, call_ranker, call_reward
 from rollouts.rewards.check import (
     apply_reward,
     check_metadata,
