@@ -45,7 +45,7 @@ from rollouts.loops.algorithm import (
     count_updates,
     find_advantages,
     make_kl_control,
-    make_kl_stop,
+    reaches_kl_stop,
     update_loop_state,
 )
 from rollouts.loops.rl_batch import (
@@ -201,8 +201,8 @@ async def train_policy(
     """
     if pairs is not None:
         return await pairs(backend, updates, version=version)
-    ends_after, limit = make_kl_stop(config), config.kl_limit
-    if not (ends_after or limit):
+    limit = config.kl_limit
+    if not (config.kl_stop or limit):
         return updates, await train(backend, updates, version=version)
     results: list[UpdateResult] = []
     before = (batch.old_log_probs or await backend.forward(batch)) if limit else ()
@@ -220,7 +220,7 @@ async def train_policy(
                 optim = replace(optim, skipped=why)
             forward = replace(forward, metrics={**forward.metrics, **measured, "optim/undone": Total(undone)})
         results.append((forward, optim))
-        if undone or (ends_after and ends_after(forward)):
+        if undone or reaches_kl_stop(config, forward):
             break
     await train(backend, (), version=version)
     return updates, results

@@ -178,9 +178,7 @@ def add_advantages(
         advantages = np.zeros(len(batch), np.float32)
         if batch.rewards is not None:
             advantages = compute_advantages(
-                make_advantage_inputs(batch, config),
-                functions[config.advantage],
-                **config.advantage_params,
+                make_advantage_inputs(batch, config), functions[config.advantage], **config.advantage_params
             )
         if isinstance(advantages, GAEResult):
             advantages, returns = advantages
