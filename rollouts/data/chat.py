@@ -10,6 +10,7 @@ follow. So spans are found by rendering, never by searching for the content: wha
 
 import inspect
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -364,8 +365,7 @@ def find_end(
 
 
 def _first_difference(first: str, second: str) -> str:
-    pairs = enumerate(zip(first, second, strict=False))
-    at = next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
+    at = len(os.path.commonprefix([first, second]))  # noqa: RUF071  (characters are meant)
     return f"at character {at}: {first[at : at + 20]!r} against {second[at : at + 20]!r}"
 
 

@@ -143,11 +143,12 @@ def _make_micro_batch(
     packed: bool,
 ) -> MicroBatch:
     numbers, lengths = rows.numbers[order], rows.lengths[order]
-    own, longest = lengths - common, int(lengths.max())
-    width = int(own.sum()) if packed else longest
-    starts = np.cumsum(own) - own if packed else np.arange(len(lengths)) * width
-    input_ids, position_ids = np.zeros((2, width if packed else len(lengths) * width), np.int64)
-    ends = np.full(len(input_ids), width)
+    longest = int(lengths.max())
+    own = lengths - common if packed else np.full(len(lengths), longest)  # nodes, padding included
+    starts, total = np.cumsum(own) - own, int(own.sum())
+    width = total if packed else longest
+    input_ids, position_ids = np.zeros((2, total), np.int64)
+    ends = np.full(total, width)
     path, end_by_depth = np.zeros(longest, np.int64), np.full(longest, width)  # of the nodes of each depth
     trained: list[IntArray] = []
     keys: list[IntArray] = []

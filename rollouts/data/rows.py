@@ -50,8 +50,7 @@ def naming(where: str) -> Iterator[None]:
     try:
         yield
     except (DataError, ModelError) as error:
-        kind = ModelError if isinstance(error, ModelError) else DataError
-        raise kind(f"{where}: {error}") from error
+        raise type(error)(f"{where}: {error}") from error
 
 
 def parse_row(

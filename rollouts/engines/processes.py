@@ -279,11 +279,13 @@ def make_environment(
     its share of the cores on a CPU.
     """
     env = {name: value for name, value in inherited.items() if not NOT_INHERITED.fullmatch(name)}
-    # compilers and ninja of its own environment
-    env["PATH"] = f"{command.python.parent.absolute()}{os.pathsep}{env.get('PATH', os.defpath)}"
-    # thousands of modules: compiled anew at each start, in each of its processes, they take minutes
-    env["PYTHONDONTWRITEBYTECODE"] = ""
-    env["PYTHONUNBUFFERED"] = "1"  # so that the log of a server that is killed is whole
+    env |= {
+        # compilers and ninja of its own environment
+        "PATH": f"{command.python.parent.absolute()}{os.pathsep}{env.get('PATH', os.defpath)}",
+        # thousands of modules: compiled anew at each start, in each of its processes, they take minutes
+        "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONUNBUFFERED": "1",  # so that the log of a server that is killed is whole
+    }
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
     if command.kind == "vllm":

@@ -315,7 +315,12 @@ def open_vllm_engine(
         refuse_settings(
             server.name, {"does not count its work; start it without --disable-log-stats": not counted}
         )
-        await _check_generates(dialect)
+        # the token is in the server's vocabulary, and the answer says what training needs
+        with setup_errors(
+            "start vLLM 0.32 or later with --enable-scale-out, and with the trainer's model: asked was token"
+            f" {vocab_size - 1}, the last of its vocabulary of {vocab_size}, of the same model"
+        ):
+            await dialect.ask_first(vocab_size - 1)
         return dialect
 
     return open_server_engine(url, shake_hands, kind="vllm", health_path="/health", **options)
@@ -341,15 +346,3 @@ async def read_config(server: Server, context_length: int | None) -> Config:
         },
     )
     return config
-
-
-async def _check_generates(dialect: VLLMServer) -> None:
-    """One token after the last id of the vocabulary: shows that it is in the server's, and that the answer
-    says what training needs.
-    """
-    vocab_size = dialect.features.vocab_size
-    with setup_errors(
-        "start vLLM 0.32 or later with --enable-scale-out, and with the trainer's model: asked was token"
-        f" {vocab_size - 1}, the last of its vocabulary of {vocab_size}, of the same model"
-    ):
-        await dialect.ask_first(vocab_size - 1)

@@ -225,7 +225,7 @@ class Collector:
 
     def _launch(self, nursery: trio.Nursery, groups: Sequence[Group]) -> None:
         for group in groups:
-            self.generating += group.num_to_generate
+            self.generating += sum(not member.segments for member in group.members)
             nursery.start_soon(self._run, group)
 
     async def _run(self, group: Group) -> None:
@@ -469,7 +469,8 @@ class Collector:
                 fresh = group.decision.keep and not self._is_stale(group.oldest_version)
                 return group.index in self._kept or fresh
             goes_on = group.error is None or isinstance(group.error, EngineError)
-            return goes_on and (self._is_stopping or group.has_begun)
+            has_begun = any(member.segments or member.partial is not None for member in group.members)
+            return goes_on and (self._is_stopping or has_begun)
 
         return {group.index: group.copy() for group in self.open_groups() if is_held(group)}
 

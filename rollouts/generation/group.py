@@ -150,15 +150,6 @@ class Group:
         return Counter(failure_class_of(sample) for sample in self.failed).most_common(1)[0][0]
 
     @property
-    def num_to_generate(self) -> int:
-        """Members that have no finished answer yet."""
-        return sum(not member.segments for member in self.members)
-
-    @property
-    def has_begun(self) -> bool:
-        return any(member.segments or member.partial is not None for member in self.members)
-
-    @property
     def oldest_version(self) -> int | None:
         """The oldest weight version of any token that trains; None if there is none."""
         versions = [sample.oldest_version for sample in self.samples]

@@ -149,7 +149,13 @@ def _run_round(
         for sample in make_samples(index, prompt, samples_per_prompt)
     ]
     samples = _without_failed(generate_samples(generate_fn, pending))
-    samples = [_score(reward_fn, sample) for sample in samples]
+    if reward_fn is not None:
+        samples = [score_sample(reward_fn, sample) for sample in samples]
+    for sample in samples:
+        if sample.reward is None:
+            raise ConfigError(
+                f"sample {sample.id} has no reward: pass reward_fn, or let generate_fn set it"
+            )
     samples = _without_failed(apply_sample_transforms(samples, transforms))
     for index, prompt in enumerate(prompts, first):
         left = tuple(sample for sample in samples if sample.group_index == index)
@@ -299,14 +305,6 @@ def make_sync_chat_generate(
 
 def _without_failed(samples: Iterable[Sample]) -> list[Sample]:
     return [sample for sample in samples if sample.status is not Status.FAILED]
-
-
-def _score(reward_fn: ScoreFn | None, sample: Sample) -> Sample:
-    if reward_fn is not None:
-        return score_sample(reward_fn, sample)
-    if sample.reward is None:
-        raise ConfigError(f"sample {sample.id} has no reward: pass reward_fn, or let generate_fn set it")
-    return sample
 
 
 def _check_samples(answer: object, where: str) -> list[Sample]:

@@ -28,7 +28,6 @@ from rollouts.models.decoding.batch import (
     DEFAULT_CONTEXT,
     KEPT_BYTES,
     DecodeBatch,
-    ForwardPath,
     OpenedDecoder,
     Row,
     open_decoder,
@@ -125,7 +124,7 @@ class LocalEngine:
         seed: int,
     ) -> None:
         self.features = features
-        self.path: ForwardPath = opened.path  # how the model is run; see models/decoding
+        self.path = opened.path  # how the model is run; see models/decoding
         self.describe = opened.describe
         kept_bytes = 0 if features.deterministic else KEPT_BYTES  # what is kept changes last bits
         self._batch = DecodeBatch(opened.whole, opened.decoder, kept_bytes=kept_bytes)
